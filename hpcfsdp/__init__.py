@@ -1,0 +1,34 @@
+"""Fully sharded data parallel training launched by MPI, with checkpoints in one HDF5 file.
+
+Public names are loaded on first use: ``import hpcfsdp`` starts neither MPI nor HDF5 nor torch, so it is safe on a
+login node where initialising MPI would abort the process.
+"""
+
+import importlib
+
+from hpcfsdp._version import __version__
+
+# name -> module that defines it; a module name mapped to itself is a public submodule
+_PUBLIC = {
+    "FullyShardedDataParallel": "hpcfsdp.fsdp",
+    "World": "hpcfsdp.launch",
+    "init": "hpcfsdp.launch",
+    "finalize": "hpcfsdp.launch",
+    "checkpoint": "hpcfsdp.checkpoint",
+    "errors": "hpcfsdp.errors",
+    "fsdp": "hpcfsdp.fsdp",
+    "wrap": "hpcfsdp.wrap",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'hpcfsdp' has no attribute {name!r}")
+    module = importlib.import_module(_PUBLIC[name])
+    return module if module.__name__ == f"hpcfsdp.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

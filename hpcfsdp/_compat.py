@@ -1,0 +1,43 @@
+"""What differs between versions of torch, and the private parts of torch that the engine stands on, in one place."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# torch 2.13 renames the two collectives and deprecates the older names, which are all that 2.11 has.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a run of the autograd engine."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Have the autograd engine call `callback` at the end of the backward pass that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def run_wrap_policy(policy: Any, root: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+    """The modules that one of torch's policy objects wants wrapped, each with keyword arguments of its own."""
+    return policy._run_policy(root, ignored_modules=set(), root_kwargs={})
+
+
+def is_policy_object(policy: Any) -> bool:
+    """Whether `policy` is one of torch's policy objects (``ModuleWrapPolicy``, ``CustomPolicy``)."""
+    from torch.distributed.fsdp.wrap import _Policy
+
+    return isinstance(policy, _Policy)
+
+
+def tensors_of(value: Any) -> Iterable[torch.Tensor] | None:
+    """The tensors of a container that torch's pytree registry knows, None for a type it does not know."""
+    from torch.utils import _pytree
+
+    if type(value) not in _pytree.SUPPORTED_NODES:
+        return None
+    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

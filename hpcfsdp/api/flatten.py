@@ -1,0 +1,108 @@
+"""The parameters that a unit owns: found in the module tree, grouped, named, and taken out of their modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from hpcfsdp.comm import Communicator
+from hpcfsdp.errors import DisagreementError
+from hpcfsdp.flat.layout import FlatLayout
+
+_TAKEN = "_hpcfsdp_unit_fqn"
+
+
+@dataclass
+class OwnParam:
+    """One parameter and every place in the module tree where it is registered."""
+
+    param: nn.Parameter
+    fqn: str
+    places: list[tuple[nn.Module, str]]
+    aliases: tuple[str, ...] = ()
+
+    def deregister(self) -> None:
+        """Keep the parameter as a plain attribute, so that modules find it and ``parameters()`` does not."""
+        setattr(self.param, _TAKEN, self.fqn)
+        for module, name in self.places:
+            del module._parameters[name]
+            module.__dict__[name] = self.param
+
+
+@dataclass
+class OwnParams:
+    """What one unit owns.
+
+    Attributes:
+        groups: parameters that share dtype and ``requires_grad``, one flat parameter each: frozen ones cost no
+            gradient memory, and no dtype is converted into another.
+        buffers: persistent or not.
+    """
+
+    groups: list[list[OwnParam]] = field(default_factory=list)
+    buffers: list[torch.Tensor] = field(default_factory=list)
+
+
+def own_params(root: nn.Module, *, stop_at: type[nn.Module]) -> OwnParams:
+    """Parameters and buffers below `root` that lie in no submodule of the type `stop_at`.
+
+    Raises:
+        ValueError: they lie on several devices, or one is tied to a parameter that another unit has taken.
+    """
+    found: dict[nn.Parameter, OwnParam] = {}
+    buffers: dict[torch.Tensor, None] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        if isinstance(module, stop_at) or module in seen:
+            return
+        seen.add(module)
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            if hasattr(param, _TAKEN):
+                raise ValueError(
+                    f"parameter {prefix + name!r} is tied to {getattr(param, _TAKEN)!r}, which belongs to a unit that is "
+                    "wrapped already: wrap the smallest module that holds both instead"
+                )
+            entry = found.setdefault(param, OwnParam(param, prefix + name, []))
+            if entry.places:
+                entry.aliases += (prefix + name,)
+            entry.places.append((module, name))
+        buffers.update((buffer, None) for buffer in module._buffers.values() if buffer is not None)
+        for name, child in module.named_children():
+            visit(child, f"{prefix}{name}.")
+
+    visit(root, "")
+    devices = {entry.param.device: entry.fqn for entry in found.values()}
+    if len(devices) > 1:
+        places = ", ".join(f"{fqn!r} on {device}" for device, fqn in devices.items())
+        raise ValueError(f"the parameters of one unit lie on several devices ({places}): move them to one, or pass device_id")
+    groups: dict[tuple[torch.dtype, bool], list[OwnParam]] = {}
+    for entry in found.values():
+        groups.setdefault((entry.param.dtype, entry.param.requires_grad), []).append(entry)
+    return OwnParams(list(groups.values()), list(buffers))
+
+
+def check_same_model(comm: Communicator, layouts: Sequence[FlatLayout]) -> None:
+    """Collective over `comm`. Raise on every rank, naming the first difference, unless all ranks have these layouts."""
+    prints = comm.all_gather_object([layout.fingerprint() for layout in layouts])
+    if all(other == prints[0] for other in prints):
+        return
+    mine = [(slot.fqn, slot.shape, str(layout.dtype)) for layout in layouts for slot in layout.slots]
+    everyone = comm.all_gather_object(mine)
+    rank = next(rank for rank, other in enumerate(prints) if other != prints[0])
+    nothing = ("nothing", "", "")
+    for index in range(max(len(everyone[0]), len(everyone[rank]))):
+        first = everyone[0][index] if index < len(everyone[0]) else nothing
+        other = everyone[rank][index] if index < len(everyone[rank]) else nothing
+        if first != other:
+            raise DisagreementError(
+                "ranks wrap different models: as parameter {} rank 0 has {} {} {}, rank {} has {} {} {}".format(
+                    index, *first, rank, *other
+                )
+            )
+    raise DisagreementError(f"ranks wrap different models: parameters of rank 0 and {rank} differ in requires_grad")

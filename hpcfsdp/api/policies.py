@@ -1,0 +1,82 @@
+"""Which submodules become units of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from hpcfsdp import _compat
+
+Policy = Callable[..., Any]
+
+
+def choose_units(root: nn.Module, policy: Any) -> dict[nn.Module, dict[str, Any]]:
+    """The submodules of `root` (never `root` itself) that the policy wants wrapped, inner ones before outer ones.
+
+    Args:
+        policy: one of torch's policy objects (``ModuleWrapPolicy``, ``CustomPolicy``), or a function
+            ``policy(module=, recurse=, nonwrapped_numel=) -> bool`` as torch's FSDP takes it: asked with
+            ``recurse=True`` whether to look inside of a module, then with ``recurse=False`` whether to wrap it, told
+            how many elements of it no unit inside has taken.
+
+    Returns:
+        Each module with the constructor arguments that the policy gives it alone.
+    """
+    if _compat.is_policy_object(policy):
+        wanted = _compat.run_wrap_policy(policy, root)
+        order = [module for module in _post_order(root) if module in wanted]
+        return {module: wanted[module] for module in order if module is not root}
+    if not callable(policy):
+        raise TypeError(f"auto_wrap_policy must be a function or one of torch's wrap policies, not {policy!r}")
+    chosen: dict[nn.Module, dict[str, Any]] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> int:
+        """Elements below `module` that chosen units own."""
+        numel = sum(param.numel() for param in module.parameters())
+        taken = 0
+        if policy(module=module, recurse=True, nonwrapped_numel=numel):
+            for child in module.children():
+                if child not in seen:
+                    seen.add(child)
+                    taken += visit(child)
+        if module is not root and policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+            chosen[module] = {}
+            return numel
+        return taken
+
+    visit(root)
+    return chosen
+
+
+def check_ties(root: nn.Module, units: dict[nn.Module, dict[str, Any]]) -> None:
+    """Raise a ValueError if two units would own one (tied) parameter: only one of them could gather it."""
+    owner: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+
+    def visit(module: nn.Module, prefix: str, unit: nn.Module) -> None:
+        for name, param in module.named_parameters(recurse=False):
+            first_unit, first_name = owner.setdefault(param, (unit, prefix + name))
+            if first_unit is not unit:
+                raise ValueError(
+                    f"parameters {first_name!r} and {prefix + name!r} are tied but the policy puts them in different "
+                    "units: wrap the smallest module that holds both instead, or neither"
+                )
+        for name, child in module.named_children():
+            visit(child, f"{prefix}{name}.", child if child in units else unit)
+
+    visit(root, "", root)
+
+
+def _post_order(root: nn.Module) -> list[nn.Module]:
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if child not in found:
+                visit(child)
+        found[module] = None
+
+    visit(root)
+    return list(found)

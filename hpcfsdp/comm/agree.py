@@ -1,0 +1,42 @@
+"""Agreement between ranks: one rank's error is everyone's error, and equal things are proven equal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from hpcfsdp.comm.communicator import Communicator
+from hpcfsdp.errors import DisagreementError, HpcfsdpError, rebuild
+
+
+@contextlib.contextmanager
+def raise_together(comm: Communicator) -> Iterator[None]:
+    """Collective over `comm`, at its end. If the block raises on any rank, every rank raises.
+
+    The block itself must not call collectives on `comm`: a rank that fails would not take part. Ranks on which the
+    block succeeded raise the error of the lowest rank that failed, with that rank named. Errors that are not
+    hpcfsdp's own (say an OSError) reach the others as an ``HpcfsdpError``.
+    """
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        mine = error
+    told = None if mine is None else (type(mine).__name__, str(mine))
+    everyone = comm.all_gather_object(told)
+    if mine is not None:
+        raise mine
+    for rank, error in enumerate(everyone):
+        if error is not None:
+            kind, message = error
+            known = rebuild(kind, f"rank {rank}: {message}")
+            raise known if type(known) is not HpcfsdpError else HpcfsdpError(f"rank {rank}: {kind}: {message}")
+
+
+def assert_same(comm: Communicator, value: Any, what: str) -> None:
+    """Collective over `comm`. Raise on every rank unless `value` (small and comparable) is the same on all of them."""
+    values = comm.all_gather_object(value)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise DisagreementError(f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {other}")

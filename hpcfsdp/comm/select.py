@@ -1,0 +1,50 @@
+"""Which communicator carries a model's collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from hpcfsdp import launch
+from hpcfsdp.comm.communicator import Communicator
+from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.comm.torch_group import TorchGroupCommunicator
+
+
+def communicator_for(group: dist.ProcessGroup | Communicator | None, *, required: bool) -> Communicator:
+    """The communicator for a process group; by default the one of the world.
+
+    After ``hpcfsdp.init()`` the world's collectives go over MPI on CPU and over NCCL on GPUs. With torch.distributed
+    alone they go over its default group. A ``Communicator`` is returned as it is.
+
+    Args:
+        group: a process group of torch.distributed, a communicator, or None for the world.
+        required: raise where there is no world yet; otherwise this process stands alone.
+    """
+    world = launch.current_world()
+    if isinstance(group, dist.ProcessGroup):
+        return TorchGroupCommunicator(group)
+    if group is not None:
+        return _checked(group)
+    if world is not None and world.device.type == "cpu":
+        from hpcfsdp.comm.mpi import MpiCommunicator
+
+        return MpiCommunicator(world.comm)
+    if dist.is_initialized():
+        return TorchGroupCommunicator(dist.group.WORLD)
+    if required:
+        raise RuntimeError(
+            "there is no process group yet: call hpcfsdp.init() first (or torch.distributed.init_process_group)"
+        )
+    return SoloCommunicator()
+
+
+def _checked(group: Any) -> Communicator:
+    missing = [name for name in ("rank", "size", "all_gather_into_tensor") if not hasattr(group, name)]
+    if missing:
+        raise TypeError(
+            f"process_group must be a torch.distributed ProcessGroup or an hpcfsdp Communicator, not "
+            f"{type(group).__name__}"
+        )
+    return group

@@ -1,0 +1,64 @@
+"""The one place that reads and writes ``os.environ``."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+
+CONFIG_PREFIX = "HPCFSDP_"
+
+# What launchers say about the number of processes they started, the most specific first. SLURM's variable comes last:
+# it is also inherited by processes that an mpirun inside of an allocation started.
+_LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_LAUNCHER_MARKS = (*_LAUNCHER_SIZES, "PMIX_RANK", "PMI_RANK", "PMI_FD", "PALS_RANKID")
+
+
+def launcher_size() -> tuple[str, int] | None:
+    """The variable by which the launcher says how many processes it started, and that number; None without one."""
+    for name in _LAUNCHER_SIZES:
+        value = os.environ.get(name, "")
+        if value.isdigit():
+            return name, int(value)
+    return None
+
+
+def has_launcher() -> bool:
+    """Whether this process was started by mpirun, mpiexec or srun."""
+    return any(name in os.environ for name in _LAUNCHER_MARKS)
+
+
+@contextlib.contextmanager
+def singleton_mpi() -> Iterator[None]:
+    """While MPI starts in a process that no launcher started, keep Open MPI from making a shared-memory segment.
+
+    Open MPI 5 leaves that segment behind in /dev/shm when a single process ends. One process needs no transport but
+    the one to itself. The variables are taken back at once, since an mpirun started from here would inherit them.
+    """
+    wanted = {"OMPI_MCA_btl": "self", "OMPI_MCA_pml": "ob1"}
+    names = [] if has_launcher() else [name for name in wanted if name not in os.environ]
+    os.environ.update({name: wanted[name] for name in names})
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+
+
+def export_rendezvous(values: Mapping[str, str]) -> None:
+    """Set ``RANK``, ``WORLD_SIZE`` and the like for third-party code, only where they are unset."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
+def threads_chosen() -> bool:
+    """Whether the user fixed the number of threads per process."""
+    return "OMP_NUM_THREADS" in os.environ
+
+
+def config_values() -> dict[str, str]:
+    """Every ``HPCFSDP_*`` variable: the configuration given by the environment."""
+    return {name: value for name, value in os.environ.items() if name.startswith(CONFIG_PREFIX)}
+
+
+def colour_refused() -> bool:
+    """Whether the user asks for output without colour (https://no-color.org)."""
+    return bool(os.environ.get("NO_COLOR"))

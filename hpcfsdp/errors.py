@@ -1,0 +1,53 @@
+"""Errors of hpcfsdp. Each carries the exit code that a command ends with when the error reaches it."""
+
+
+class HpcfsdpError(Exception):
+    """Base of all errors that hpcfsdp raises on purpose; the message says what is wrong and how to mend it."""
+
+    exit_code = 1
+
+
+class UsageError(HpcfsdpError):
+    """A wrong command line or configuration."""
+
+    exit_code = 2
+
+
+class LaunchError(HpcfsdpError):
+    """The processes were started in a way, or in a place, in which they cannot work together."""
+
+    exit_code = 3
+
+
+class DataError(HpcfsdpError):
+    """Training data that is missing, empty or unreadable."""
+
+
+class EngineError(HpcfsdpError):
+    """The sharding engine was used in a way that it does not allow."""
+
+
+class CheckpointError(HpcfsdpError):
+    """A checkpoint cannot be written or read."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """The checkpoint is sound but belongs to another model or optimizer."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """The file is damaged, not finished, or not a checkpoint."""
+
+    exit_code = 4
+
+
+class DisagreementError(HpcfsdpError):
+    """Ranks that must hold the same value hold different ones."""
+
+
+def rebuild(kind: str, message: str) -> HpcfsdpError:
+    """The error that another rank described by the name of its class and its message."""
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, HpcfsdpError):
+        return found(message)
+    return HpcfsdpError(message)

@@ -1,0 +1,162 @@
+"""Which elements of which parameter lie where, and on which rank: the one index that everything else reads.
+
+A layout is a pure value. It is made from names and shapes alone, for any number of imagined ranks, and touches no
+memory. The flat buffer is one dimension long::
+
+    | weight (row-major) | gap | bias | gap | ... | padding |
+    | shard of rank 0        | shard of rank 1    | ...      |
+
+Every parameter starts at an aligned element, every rank's shard has the same number of elements, and what no parameter
+owns (gaps between parameters, padding at the end) is zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+ALIGNMENT_BYTES = 16
+"""Of each parameter and each shard in the flat buffer: vector instructions and GPU loads work on whole words of it."""
+
+
+@dataclass(frozen=True)
+class ParamSlot:
+    """The place of one parameter in the flat buffer."""
+
+    fqn: str
+    """Fully qualified name, without the names of wrappers."""
+    shape: tuple[int, ...]
+    offset: int
+    """First element in the flat buffer."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the same (tied) parameter."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class ShardExtent:
+    """A run of one parameter's elements, in row-major order, that lies on one rank."""
+
+    fqn: str
+    shard_rank: int
+    start: int
+    """First element within the parameter."""
+    numel: int
+    shard_offset: int
+    """First element within the rank's shard."""
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Parameters of one dtype, laid end to end and cut into equal shards. Made by ``plan``."""
+
+    slots: tuple[ParamSlot, ...]
+    dtype: torch.dtype
+    num_shards: int
+    shard_numel: int
+
+    @classmethod
+    def plan(
+        cls, params: Iterable[tuple[str, Iterable[int], tuple[str, ...]]], dtype: torch.dtype, num_shards: int
+    ) -> FlatLayout:
+        """Lay out parameters in the given order.
+
+        Args:
+            params: fully qualified name, shape and aliases of each.
+            dtype: of all of them.
+            num_shards: ranks to cut for, at least 1.
+
+        Raises:
+            ValueError: no rank, or a name given twice.
+        """
+        if num_shards < 1:
+            raise ValueError(f"a layout needs at least one shard, not {num_shards}")
+        align = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+        slots: list[ParamSlot] = []
+        offset, names = 0, set[str]()
+        for fqn, shape, aliases in params:
+            for name in (fqn, *aliases):
+                if name in names:
+                    raise ValueError(f"parameter name {name!r} is given twice")
+                names.add(name)
+            slots.append(ParamSlot(fqn, tuple(shape), offset, tuple(aliases)))
+            offset = _round_up(slots[-1].end, align)
+        used = slots[-1].end if slots else 0
+        return cls(tuple(slots), dtype, num_shards, _round_up(-(-used // num_shards), align))
+
+    @property
+    def numel(self) -> int:
+        """Elements that belong to parameters."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the whole flat buffer: all shards, gaps and padding."""
+        return self.shard_numel * self.num_shards
+
+    @cached_property
+    def by_name(self) -> dict[str, ParamSlot]:
+        """Slots by name, aliases too."""
+        return {name: slot for slot in self.slots for name in (slot.fqn, *slot.aliases)}
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """(first element, end) of every run of the flat buffer that no parameter owns."""
+        runs, end = [], 0
+        for slot in self.slots:
+            if slot.offset > end:
+                runs.append((end, slot.offset))
+            end = slot.end
+        if self.padded_numel > end:
+            runs.append((end, self.padded_numel))
+        return runs
+
+    def param_extents(self, fqn: str) -> tuple[ShardExtent, ...]:
+        """The runs that together are the parameter `fqn` (or an alias), over all ranks, in row-major order."""
+        slot = self.by_name[fqn]
+        return tuple(self._cut(slot, 0, self.num_shards))
+
+    def extents(self, shard_rank: int) -> tuple[ShardExtent, ...]:
+        """The runs that lie on one rank, in the order of its shard; empty for a rank that holds padding only."""
+        return tuple(extent for slot in self.slots for extent in self._cut(slot, shard_rank, shard_rank + 1))
+
+    def with_prefix(self, prefix: str) -> FlatLayout:
+        """The same layout with `prefix` before each name."""
+        slots = tuple(
+            dataclasses.replace(slot, fqn=prefix + slot.fqn, aliases=tuple(prefix + a for a in slot.aliases))
+            for slot in self.slots
+        )
+        return dataclasses.replace(self, slots=slots)
+
+    def resharded(self, num_shards: int) -> FlatLayout:
+        """The same parameters in the same order, cut for another number of ranks."""
+        return self.plan(((slot.fqn, slot.shape, slot.aliases) for slot in self.slots), self.dtype, num_shards)
+
+    def fingerprint(self) -> str:
+        """A short text that two layouts share when they are equal."""
+        return hashlib.blake2b(repr((self.slots, self.dtype, self.num_shards)).encode(), digest_size=8).hexdigest()
+
+    def _cut(self, slot: ParamSlot, first_rank: int, end_rank: int) -> Iterator[ShardExtent]:
+        if slot.numel == 0:
+            return
+        first = max(first_rank, slot.offset // self.shard_numel)
+        for rank in range(first, min(end_rank, (slot.end - 1) // self.shard_numel + 1)):
+            begin = max(slot.offset, rank * self.shard_numel)
+            end = min(slot.end, (rank + 1) * self.shard_numel)
+            yield ShardExtent(slot.fqn, rank, begin - slot.offset, end - begin, begin - rank * self.shard_numel)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,193 @@
+"""One unit: parameters that are gathered before use, freed after it, and whose gradients are reduced when complete.
+
+The methods stand in the order of a step: ``pre_forward, post_forward, pre_backward, post_backward``. What happens on
+which event is told in docs/architecture.md, "The life of a step".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hpcfsdp import _compat
+from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.runtime.hooks import UnknownContainerError, tensors_in
+from hpcfsdp.runtime.state import TRANSITIONS, Engine, Phase
+
+
+@dataclass
+class _Call:
+    """One forward call of a unit, as far as its backward has to know: the inputs that still wait for a gradient."""
+
+    inputs_pending: int = 0
+
+
+class Unit:
+    """Flat parameters that live and die together, and the module calls that need them.
+
+    Attributes:
+        name: of the wrapped module within the root, for messages.
+        flats: one for each dtype and ``requires_grad`` among the parameters; empty if children own all of them.
+        phase: what the unit is doing; changed by ``_enter`` alone.
+        engine: shared with all units under the same root; set when the root is first called.
+    """
+
+    def __init__(self, name: str, flats: Sequence[FlatParam]) -> None:
+        self.name = name
+        self.flats = tuple(flats)
+        self.phase = Phase.IDLE
+        self.engine: Engine | None = None
+        self._trained = tuple(flat for flat in self.flats if flat.requires_grad)
+        self._num_leaves = sum(len(flat.leaves) for flat in self._trained)
+        self._leaves_pending = 0
+        self._calls: list[_Call] = []  # those whose backward has begun
+        for flat in self._trained:
+            for index, leaf in enumerate(flat.leaves):
+                leaf.register_post_accumulate_grad_hook(self._leaf_hook(flat, index))
+
+    def pre_forward(self, args: Any, kwargs: Any) -> _Call:
+        """Collective. Gather the parameters; from here on the module may compute."""
+        self._enter(Phase.RECOMPUTE if self.phase is Phase.BACKWARD else Phase.FORWARD)
+        self.unshard()
+        call = _Call()
+        if self.flats and torch.is_grad_enabled():
+            for tensor in tensors_in((args, kwargs), strict=False):
+                if tensor.requires_grad:
+                    call.inputs_pending += 1
+                    tensor.register_hook(self._input_hook(call))
+        return call
+
+    def post_forward(self, call: _Call, outputs: Any) -> None:
+        """Ask to be told when gradients reach the outputs, and free the parameters."""
+        try:
+            if self.flats and torch.is_grad_enabled():
+                self._watch_outputs(call, outputs)
+        finally:
+            self.leave_forward()
+
+    def leave_forward(self) -> None:
+        """End the forward, also one that an exception broke off."""
+        if self.phase is Phase.RECOMPUTE:
+            self._enter(Phase.BACKWARD)
+        else:
+            self._enter(Phase.IDLE)
+            self.reshard()
+
+    def pre_backward(self, call: _Call) -> None:
+        """Collective when it is the first for this unit. Gather the parameters before gradients flow through."""
+        if self.phase is Phase.FORWARD:
+            raise EngineError(f"{self.name}: backward ran through the unit while its forward was still running")
+        assert self.engine is not None
+        if not self.engine.in_backward:
+            self.engine.in_backward = True
+            _compat.call_after_backward(self._finish_backward)
+        if self.phase is Phase.IDLE:
+            self._enter(Phase.BACKWARD)
+            self._leaves_pending = self._num_leaves
+            self._calls.clear()
+            for flat in self._trained:
+                flat.alloc_grad()
+        self.unshard()
+        if not any(known is call for known in self._calls):
+            self._calls.append(call)
+
+    def post_backward(self) -> None:
+        """Collective. Reduce the gradients and free the parameters: nothing more flows through this unit."""
+        self._reduce_grads()
+        self._enter(Phase.IDLE)
+        self._calls.clear()
+        self.reshard()
+
+    def unshard(self) -> None:
+        """Collective. Gather all flat parameters of the unit."""
+        for flat in self.flats:
+            flat.unshard()
+
+    def reshard(self) -> None:
+        """Free what ``unshard`` gathered."""
+        for flat in self.flats:
+            flat.reshard()
+
+    def reset(self) -> None:
+        """Back to rest after a forward or backward that was broken off by an exception."""
+        self.phase = Phase.IDLE
+        self._calls.clear()
+        for flat in self.flats:
+            flat.drop_grad()
+        self.reshard()
+
+    def _enter(self, phase: Phase) -> None:
+        if phase not in TRANSITIONS[self.phase]:
+            raise EngineError(
+                f"{self.name}: cannot go from {self.phase.value} to {phase.value}; a unit may be called several times "
+                "in a step, but not from inside of its own forward"
+            )
+        self.phase = phase
+
+    def _watch_outputs(self, call: _Call, outputs: Any) -> None:
+        try:
+            found = list(tensors_in(outputs, strict=True))
+        except UnknownContainerError as error:
+            raise EngineError(
+                f"{self.name}: its forward returns an object of type {error}, in which gradients cannot be followed; "
+                "return tensors in tuples, lists, dicts or dataclasses, or register the type with torch.utils._pytree"
+            ) from None
+        for tensor in found:
+            if any(flat.owns_memory_of(tensor) for flat in self.flats):
+                raise EngineError(
+                    f"{self.name}: its forward returns a view of one of its own parameters (shape "
+                    f"{tuple(tensor.shape)}), whose memory is freed when the unit is left; return a clone"
+                )
+            if tensor.requires_grad:
+                tensor.register_hook(self._output_hook(call))
+
+    def _output_hook(self, call: _Call):
+        def before_backward(_grad: torch.Tensor) -> None:
+            self.pre_backward(call)
+
+        return before_backward
+
+    def _input_hook(self, call: _Call):
+        def input_done(_grad: torch.Tensor) -> None:
+            call.inputs_pending -= 1
+            self._finish_when_complete()
+
+        return input_done
+
+    def _leaf_hook(self, flat: FlatParam, index: int):
+        def gradient_ready(_leaf: torch.Tensor) -> None:
+            if self.phase is not Phase.BACKWARD:
+                raise EngineError(
+                    f"{self.name}: a gradient of {flat.layout.slots[index].fqn!r} arrived while the unit was in "
+                    f"{self.phase.value}; parameters of a unit may be used only through a call of the unit"
+                )
+            flat.take_grad(index)
+            self._leaves_pending -= 1
+            if self._leaves_pending == 0:
+                self._reduce_grads()
+            self._finish_when_complete()
+
+        return gradient_ready
+
+    def _reduce_grads(self) -> None:
+        for flat in self._trained:
+            flat.reduce_grad()
+
+    def _finish_when_complete(self) -> None:
+        # Parameters may be needed until the gradients of the inputs are done, not only those of the parameters: think
+        # of frozen weights, or of a weight that is used detached.
+        waiting = self._leaves_pending > 0 or any(call.inputs_pending > 0 for call in self._calls)
+        if self.phase is Phase.BACKWARD and not waiting:
+            self.post_backward()
+
+    def _finish_backward(self) -> None:
+        """Called once at the end of the backward pass: complete the units in which some parameter took no part."""
+        assert self.engine is not None
+        self.engine.in_backward = False
+        for unit in self.engine.units:
+            if unit.phase is Phase.BACKWARD:
+                unit.post_backward()
