@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -132,10 +132,10 @@ class FlatLayout:
         """The runs that lie on one rank, in the order of its shard; empty for a rank that holds padding only."""
         return tuple(extent for slot in self.slots for extent in self._cut(slot, shard_rank, shard_rank + 1))
 
-    def with_prefix(self, prefix: str) -> FlatLayout:
-        """The same layout with `prefix` before each name."""
+    def renamed(self, rename: Callable[[str], str]) -> FlatLayout:
+        """The same layout with every name, aliases too, passed through `rename`."""
         slots = tuple(
-            dataclasses.replace(slot, fqn=prefix + slot.fqn, aliases=tuple(prefix + a for a in slot.aliases))
+            dataclasses.replace(slot, fqn=rename(slot.fqn), aliases=tuple(map(rename, slot.aliases)))
             for slot in self.slots
         )
         return dataclasses.replace(self, slots=slots)

@@ -1,0 +1,65 @@
+"""User values beside the tensors: JSON, with arrays taken out and kept as datasets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hpcfsdp.errors import CheckpointError
+
+_ARRAY_KEY = "__array__"
+
+
+def split_arrays(value: Any, path: str = "") -> tuple[Any, dict[str, np.ndarray]]:
+    """JSON-ready `value`, in which arrays and tensors are replaced by references, and those arrays by name.
+
+    Raises:
+        CheckpointError: something that is neither JSON nor numeric array, by its place in `value`.
+    """
+    arrays: dict[str, np.ndarray] = {}
+
+    def visit(item: Any, place: str) -> Any:
+        if item is None or isinstance(item, (bool, int, float, str)):
+            return item
+        if isinstance(item, np.generic):
+            return item.item()
+        if isinstance(item, dict):
+            bad = [key for key in item if not isinstance(key, str) or key == _ARRAY_KEY]
+            if bad:
+                raise CheckpointError(f"extra{place}: key {bad[0]!r} cannot be saved; use other strings as keys")
+            return {key: visit(entry, f"{place}[{key!r}]") for key, entry in item.items()}
+        if isinstance(item, (list, tuple)):
+            return [visit(entry, f"{place}[{index}]") for index, entry in enumerate(item)]
+        array = _as_array(item)
+        if array is None:
+            raise CheckpointError(
+                f"extra{place} is a {type(item).__name__}: numbers, strings, lists, dicts, arrays and tensors can be saved"
+            )
+        name = str(len(arrays))
+        arrays[name] = array
+        return {_ARRAY_KEY: name}
+
+    return visit(value, path), arrays
+
+
+def join_arrays(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+    """Undo ``split_arrays``."""
+    if isinstance(value, dict):
+        if set(value) == {_ARRAY_KEY}:
+            return arrays[value[_ARRAY_KEY]]
+        return {key: join_arrays(entry, arrays) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [join_arrays(entry, arrays) for entry in value]
+    return value
+
+
+def _as_array(item: Any) -> np.ndarray | None:
+    if hasattr(item, "detach"):  # a tensor, told without importing torch
+        try:
+            item = item.detach().cpu().numpy()
+        except TypeError as error:
+            raise CheckpointError(f"a tensor of dtype {item.dtype} in extra cannot be saved: {error}") from None
+    if isinstance(item, np.ndarray) and item.dtype.kind in "biufc":
+        return item
+    return None

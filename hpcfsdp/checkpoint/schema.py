@@ -1,0 +1,192 @@
+"""What stands where in a checkpoint file, and how dtypes are written. Needs numpy and h5py alone.
+
+The layout is specified in docs/checkpoint-format.md.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import xxhash
+
+FORMAT = "hpcfsdp"
+FORMAT_VERSION = "0.1"
+
+MODEL = "model"
+OPTIM_STATE = "optim/state"
+PARAM_GROUPS = "optim/param_groups"
+OPTIM_SCALARS = "optim/scalars"
+EXTRA_VALUES = "extra/values"
+EXTRA_ARRAYS = "extra/arrays"
+RNG = "extra/rng"
+CONFIG = "meta/config"
+TENSORS = "meta/tensors"
+EXTENTS = "meta/extents"
+
+# Every byte of the file outside of tensors: HDF5 puts checksums on the metadata of this format range, and strings of
+# fixed length live inside of it. With newer or older ranges, or variable-length strings, single flipped bits go unseen.
+LIBVER = ("v108", "v110")
+
+ALIGNMENT_BYTES = 1 << 20
+"""Datasets of at least this size start at a multiple of it: writers then do not share file-system blocks."""
+
+BLOCK_BYTES = 16 << 20
+"""Longest run under one checksum. A reader that needs a part of a run reads it whole, to verify it."""
+
+EXTENT_DTYPE = np.dtype(
+    [
+        ("tensor", "<u4"),
+        ("rank", "<u4"),
+        ("start", "<u8"),
+        ("numel", "<u8"),
+        ("byte_offset", "<u8"),
+        ("checksum", "<u8"),
+    ]
+)
+"""A row of meta/extents: a run of a tensor (its index in meta/tensors), who wrote it, where, and its xxh3-64."""
+
+_NUMPY_DTYPES = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "i1",
+    "uint8": "u1",
+    "bool": "u1",
+    "complex64": "<c8",
+    "complex128": "<c16",
+}
+"""torch's name of a dtype -> the numpy dtype that has its bytes."""
+
+DTYPE_ATTRIBUTE = "torch_dtype"
+"""On datasets whose HDF5 type does not tell torch's dtype."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor as it stands in the file: path from the root, shape, torch's name of its dtype."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def itemsize(self) -> int:
+        return np.dtype(_NUMPY_DTYPES[self.dtype]).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint says of itself, and the values that were saved beside model and optimizer."""
+
+    path: Path
+    step: int
+    world_size: int
+    date: str
+    """When it was written, ISO 8601, UTC."""
+    software_version: str
+    format_version: str
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What was given to ``save`` as `extra`; arrays and tensors come back as numpy arrays."""
+    config: dict[str, Any] | None = None
+    """The configuration of the run that wrote it."""
+
+
+def supported(dtype: str) -> bool:
+    """Whether tensors of this dtype (torch's name) can be written."""
+    return dtype in _NUMPY_DTYPES
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    """The numpy dtype that holds the bytes of torch's `dtype`; bfloat16 as 16-bit words."""
+    return np.dtype(_NUMPY_DTYPES[dtype])
+
+
+def bfloat16_type() -> h5py.h5t.TypeFloatID:
+    """HDF5's description of bfloat16: the upper half of a float32, so that every HDF5 tool shows right values."""
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_size(2)
+    kind.set_ebias(127)
+    return kind
+
+
+def hdf5_type(dtype: str) -> h5py.h5t.TypeID:
+    """The HDF5 type that a tensor of torch's `dtype` is written as."""
+    if dtype == "bfloat16":
+        return bfloat16_type()
+    return h5py.h5t.py_create(numpy_dtype(dtype), logical=True)
+
+
+def torch_dtype(dataset: h5py.Dataset) -> str:
+    """torch's name of the dtype of a tensor in a file.
+
+    Raises:
+        ValueError: it was not written by this software.
+    """
+    marked = dataset.attrs.get(DTYPE_ATTRIBUTE)
+    if marked is not None:
+        name = bytes(marked).decode()
+        if name in _NUMPY_DTYPES:
+            return name
+        raise ValueError(f"{dataset.name} has the unknown dtype {name!r}")
+    for name, kind in _NUMPY_DTYPES.items():
+        if np.dtype(kind) == dataset.dtype:
+            return name
+    raise ValueError(f"{dataset.name} has the type {dataset.dtype}, which is none of a tensor")
+
+
+def needs_mark(dtype: str) -> bool:
+    """Whether the HDF5 type alone does not tell torch's dtype."""
+    return dtype in ("bool", "bfloat16")
+
+
+def to_json(value: Any) -> bytes:
+    """JSON as ASCII bytes; floats come back bit by bit, NaN and infinities as Python's json writes them.
+
+    Raises:
+        TypeError: a value that JSON does not have, named.
+    """
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def from_json(text: bytes) -> Any:
+    """The value that ``to_json`` wrote."""
+    return json.loads(bytes(text).decode("ascii"))
+
+
+def checksum(data: Any) -> int:
+    """xxh3-64 of a buffer: what meta/extents holds for each run."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+class Digest:
+    """One checksum over all small datasets, which HDF5 leaves without; kept as the root attribute ``digest``."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+
+    def add(self, path: str, data: np.ndarray | bytes) -> None:
+        """Take in one dataset's path and bytes; order counts."""
+        raw = data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes()
+        self._state.update(f"{path}:{len(raw)}:".encode())
+        self._state.update(raw)
+
+    def value(self) -> np.uint64:
+        return np.uint64(self._state.intdigest())

@@ -1,0 +1,199 @@
+"""``save``: every rank writes its own bytes of one HDF5 file, which appears under its name only when it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hpcfsdp._version import __version__
+from hpcfsdp.checkpoint import extra as extras, rng, schema, skeleton
+from hpcfsdp.checkpoint.catalog import partial_path
+from hpcfsdp.checkpoint.plan import SavePlan, plan_save
+from hpcfsdp.comm import Communicator, assert_same, raise_together
+from hpcfsdp.errors import CheckpointError
+from hpcfsdp.state.model import communicator_of, model_tensors
+from hpcfsdp.state.optimizer import optimizer_state
+from hpcfsdp.state.tensors import StateTensor
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    step: int = 0,
+    extra: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """Collective over the model's ranks. Write model, optimizer and random number generators into one HDF5 file.
+
+    The file is written under a temporary name beside `path`, forced to disk by every rank, and renamed: at any moment
+    `path` is the previous file, the new one, or absent. A failure on any rank is raised on every rank.
+
+    Args:
+        path: of the file, on a file system that all ranks share. The directory is made if it is missing.
+        model: sharded by ``FullyShardedDataParallel``, or a plain module (then rank 0 writes it).
+        optimizer: built from ``model.parameters()``.
+        step: number of the training step, kept in the file.
+        extra: further values: nested dicts and lists of numbers, strings, arrays and tensors. Rank 0's are kept.
+        config: the configuration of the run, as JSON knows it.
+
+    Returns:
+        The path.
+
+    Raises:
+        CheckpointError: the file cannot be written, or a value cannot be kept.
+        DisagreementError: ranks hold different models or optimizers.
+    """
+    path = Path(os.path.abspath(path))
+    partial = partial_path(path)
+    comm = communicator_of(model)
+    with raise_together(comm), _errors_of(path):
+        tensors, small = _collect(model, optimizer, extra, config)
+        plan = plan_save([(group, tensor) for group, tensor in tensors])
+    assert_same(comm, plan.fingerprint(), "the plan of the checkpoint (model and optimizer must be the same on all ranks)")
+    small |= _gather_rng(comm, model)
+    attributes = {
+        "software": "hpcfsdp",
+        "software_version": __version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "step": np.int64(step),
+        "world_size": np.int64(comm.size),
+    }
+    offsets: list[int] = []
+    try:
+        with raise_together(comm), _errors_of(path):
+            if comm.rank == 0:
+                _check_room(path, plan)
+                offsets = skeleton.create(partial, plan, attributes, small)
+        offsets = comm.broadcast_object(offsets)
+        with raise_together(comm), _errors_of(path):
+            sums = _write_blocks(partial, plan, [tensor for _, tensor in tensors], offsets, comm.rank)
+        everyone = comm.all_gather_object(sums)
+        with raise_together(comm), _errors_of(path):
+            if comm.rank == 0:
+                rows = _extent_rows(plan, offsets, {index: total for part in everyone for index, total in part})
+                skeleton.commit(partial, plan, rows, small)
+                _sync(partial)
+                os.replace(partial, path)
+                _sync(path.parent)
+    except BaseException:
+        if comm.rank == 0:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+        raise
+    return path
+
+
+def _collect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    config: Mapping[str, Any] | None,
+) -> tuple[list[tuple[str, StateTensor]], dict[str, np.ndarray | bytes]]:
+    """Tensors with the group each goes to, and the small datasets that are the same on all ranks."""
+    tensors = [(schema.MODEL, tensor) for tensor in model_tensors(model)]
+    small: dict[str, np.ndarray | bytes] = {}
+    if optimizer is not None:
+        state = optimizer_state(model, optimizer)
+        tensors += [(schema.OPTIM_STATE, tensor) for tensor in state.tensors]
+        small[schema.OPTIM_SCALARS] = schema.to_json(state.scalars)
+        small[schema.PARAM_GROUPS] = schema.to_json([_plain_group(index, g) for index, g in enumerate(state.groups)])
+    values, arrays = extras.split_arrays(dict(extra or {}))
+    small[schema.EXTRA_VALUES] = schema.to_json(values)
+    small |= {f"{schema.EXTRA_ARRAYS}/{name}": array for name, array in arrays.items()}
+    small[schema.CONFIG] = schema.to_json(None if config is None else dict(config))
+    return tensors, small
+
+
+def _plain_group(index: int, group: dict[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for key, value in group.items():
+        if isinstance(value, torch.Tensor):
+            value = value.tolist()
+        try:
+            schema.to_json(value)
+        except (TypeError, ValueError):
+            raise CheckpointError(
+                f"param_groups[{index}][{key!r}] of the optimizer is a {type(value).__name__}, which cannot be saved"
+            ) from None
+        plain[key] = value
+    return plain
+
+
+def _gather_rng(comm: Communicator, model: nn.Module) -> dict[str, np.ndarray]:
+    everyone = comm.all_gather_object(rng.capture(next(model.parameters()).device))
+    return {f"{schema.RNG}/{kind}": np.stack([states[kind] for states in everyone]) for kind in everyone[0]}
+
+
+def _check_room(path: Path, plan: SavePlan) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError("there is a directory of that name")
+    free = shutil.disk_usage(path.parent).free
+    if free < plan.nbytes:
+        raise CheckpointError(f"{path}: {plan.nbytes} bytes are needed, {free} are free on that file system")
+
+
+def _write_blocks(
+    partial: Path, plan: SavePlan, tensors: Sequence[StateTensor], offsets: Sequence[int], rank: int
+) -> list[tuple[int, int]]:
+    """Write this rank's blocks and force them to disk; the index and checksum of each."""
+    sums: list[tuple[int, int]] = []
+    fd = os.open(partial, os.O_WRONLY)
+    try:
+        for index, block in enumerate(plan.blocks):
+            if block.rank != rank:
+                continue
+            tensor, spec = tensors[block.tensor], plan.specs[block.tensor]
+            piece = next(p for p in tensor.pieces if p.start <= block.start < p.start + p.numel)
+            begin = block.start - piece.start
+            data = piece.flat()[begin : begin + block.numel].view(torch.uint8).numpy()
+            sums.append((index, schema.checksum(data)))
+            _write_all(fd, data, offsets[block.tensor] + block.start * spec.itemsize)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return sums
+
+
+def _write_all(fd: int, data: np.ndarray, offset: int) -> None:
+    view = memoryview(data)
+    while view:  # one call may write less than asked for
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _extent_rows(plan: SavePlan, offsets: Sequence[int], sums: Mapping[int, int]) -> np.ndarray:
+    rows = np.zeros(len(plan.blocks), dtype=schema.EXTENT_DTYPE)
+    for index, block in enumerate(plan.blocks):
+        at = offsets[block.tensor] + block.start * plan.specs[block.tensor].itemsize
+        rows[index] = (block.tensor, block.rank, block.start, block.numel, at, sums[index])
+    return rows
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Turn what the operating system or HDF5 says into a ``CheckpointError`` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise CheckpointError(f"{path}: cannot write the checkpoint: {reason}") from error

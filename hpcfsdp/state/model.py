@@ -1,0 +1,74 @@
+"""A model's parameters and buffers as named state tensors, sharded or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from hpcfsdp.api.wrapper import WRAPPED, FullyShardedDataParallel
+from hpcfsdp.comm import Communicator, communicator_for
+from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated
+
+# Names that wrappers put into a module's path; a state dict knows the module without them.
+_WRAPPER_NAMES = {WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"}
+
+
+def clean_fqn(name: str) -> str:
+    """A module path or parameter name without the parts that wrappers added."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
+
+
+def communicator_of(model: nn.Module) -> Communicator:
+    """The communicator that the model is sharded over; the world's for a model that is not sharded."""
+    wrappers = FullyShardedDataParallel.fsdp_modules(model)
+    return wrappers[0].comm if wrappers else communicator_for(None, required=False)
+
+
+def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout]]:
+    """Each flat parameter with its layout under the names that parameters have in the whole model."""
+    for path, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            for flat in module.unit.flats:
+                yield flat, flat.layout.renamed(lambda fqn, path=path: clean_fqn(f"{path}.{fqn}" if path else fqn))
+
+
+def shard_pieces(layout: FlatLayout, shard_rank: int, shard: torch.Tensor) -> dict[str, tuple[LocalPiece, ...]]:
+    """This rank's run of each parameter, as views of a 1-D tensor laid out like the shard; empty where it has none."""
+    pieces: dict[str, tuple[LocalPiece, ...]] = {slot.fqn: () for slot in layout.slots}
+    for extent in layout.extents(shard_rank):
+        view = shard[extent.shard_offset : extent.shard_offset + extent.numel]
+        pieces[extent.fqn] += (LocalPiece(extent.start, view),)
+    return pieces
+
+
+def model_tensors(model: nn.Module) -> list[StateTensor]:
+    """Every parameter and persistent buffer, in the order of the model; not collective.
+
+    Parameters that no unit owns, and buffers, count as replicated.
+    """
+    found: dict[str, StateTensor] = {}
+    flat_shards: set[nn.Parameter] = set()
+    for flat, layout in flat_params(model):
+        flat_shards.add(flat.parameter)
+        pieces = shard_pieces(layout, flat.comm.rank, flat.parameter.data)
+        for slot in layout.slots:
+            found[slot.fqn] = StateTensor(
+                slot.fqn, slot.shape, layout.dtype, layout.param_extents(slot.fqn), pieces[slot.fqn], slot.aliases
+            )
+    whole: dict[torch.Tensor, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = [*module._parameters.items(), *_persistent_buffers(module)]
+        for name, tensor in own:
+            if tensor is not None and tensor not in flat_shards:
+                whole.setdefault(tensor, []).append(clean_fqn(f"{path}.{name}" if path else name))
+    for tensor, (name, *aliases) in whole.items():
+        found[name] = replicated(name, tensor.detach(), tuple(aliases))
+    return list(found.values())
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    return ((n, b) for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set)

@@ -1,0 +1,274 @@
+"""An optimizer's state as named state tensors, keyed by the parameters of the whole model, and put back from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
+from hpcfsdp.flat.layout import FlatLayout, ShardExtent
+from hpcfsdp.state.model import clean_fqn, flat_params, shard_pieces
+from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated
+
+Scalar = bool | int | float
+
+
+@dataclass(frozen=True)
+class TrainedParam:
+    """A parameter that the optimizer steps: one of the model's own, or the shard of several in a flat parameter.
+
+    Attributes:
+        param: as it stands in the optimizer's ``param_groups``.
+        shapes: by name, of the parameters of the model that it holds.
+        layout: how they lie in it; None for a parameter that is not sharded.
+        shard_rank: which shard of the layout it is.
+    """
+
+    param: nn.Parameter
+    shapes: dict[str, tuple[int, ...]]
+    layout: FlatLayout | None = None
+    shard_rank: int = 0
+
+    def state_tensor(self, fqn: str, key: str, value: torch.Tensor) -> StateTensor:
+        """The part of one state value that belongs to the parameter `fqn`, under the name ``fqn/key``."""
+        name = f"{fqn}/{key}"
+        if value.dim() == 0 or self.layout is None:
+            return replicated(name, value)
+        if value.shape != self.param.shape:
+            raise CheckpointError(
+                f"optimizer state {key!r} of {fqn!r} has shape {tuple(value.shape)}, neither a scalar nor that of the "
+                f"shard, {tuple(self.param.shape)}: it cannot be split by parameter"
+            )
+        pieces = shard_pieces(self.layout, self.shard_rank, value)[fqn]
+        return StateTensor(name, self.shapes[fqn], value.dtype, self.layout.param_extents(fqn), pieces)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer remembers, by the names of the model's parameters.
+
+    Attributes:
+        tensors: named ``fqn/key``.
+        scalars: values that are Python numbers, by ``fqn/key``.
+        groups: ``param_groups`` with parameters by name.
+    """
+
+    tensors: list[StateTensor]
+    scalars: dict[str, Scalar]
+    groups: list[dict[str, Any]]
+
+
+def trained_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[TrainedParam]]:
+    """For each of the optimizer's groups, what its parameters are in the model.
+
+    Raises:
+        CheckpointError: the optimizer steps a parameter that the model does not have.
+    """
+    known: dict[nn.Parameter, TrainedParam] = {}
+    for flat, layout in flat_params(model):
+        shapes = {slot.fqn: slot.shape for slot in layout.slots}
+        known[flat.parameter] = TrainedParam(flat.parameter, shapes, layout, flat.comm.rank)
+    for name, param in model.named_parameters():
+        known.setdefault(param, TrainedParam(param, {clean_fqn(name): tuple(param.shape)}))
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        strangers = [param for param in group["params"] if param not in known]
+        if strangers:
+            raise CheckpointError(
+                f"the optimizer's group {index} holds a parameter of shape {tuple(strangers[0].shape)} that the model "
+                "does not have: build the optimizer from model.parameters() after wrapping the model"
+            )
+        groups.append([known[param] for param in group["params"]])
+    return groups
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """What the optimizer remembers on this rank; not collective.
+
+    Raises:
+        CheckpointError: a value is neither a tensor nor a number, or has a shape that cannot be split.
+    """
+    tensors: list[StateTensor] = []
+    scalars: dict[str, Scalar] = {}
+    groups: list[dict[str, Any]] = []
+    for group, members in zip(optimizer.param_groups, trained_params(model, optimizer), strict=True):
+        hyper = {key: value for key, value in group.items() if key != "params"}
+        groups.append({"params": [fqn for member in members for fqn in member.shapes], **hyper})
+        for member in members:
+            for key, value in optimizer.state.get(member.param, {}).items():
+                for fqn in member.shapes:
+                    if isinstance(value, torch.Tensor):
+                        tensors.append(member.state_tensor(fqn, key, value))
+                    elif isinstance(value, (bool, int, float)):
+                        scalars[f"{fqn}/{key}"] = value
+                    elif value is not None:
+                        raise CheckpointError(
+                            f"optimizer state {key!r} of {fqn!r} is a {type(value).__name__}: tensors and numbers can "
+                            "be saved"
+                        )
+    return OptimizerState(tensors, scalars, groups)
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """Shape and dtype of one optimizer state tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class OptimizerRestore:
+    """New state for an optimizer, made beside the old one, filled from a checkpoint, checked, and put in place at the end."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        saved: Mapping[str, SavedTensor],
+        scalars: Mapping[str, Scalar],
+        groups: list[dict[str, Any]],
+    ) -> None:
+        """Plan the state that `optimizer` will have.
+
+        Args:
+            saved: the checkpoint's tensors by ``fqn/key``; `scalars` likewise.
+            groups: the checkpoint's ``param_groups``, parameters by name.
+
+        Raises:
+            CheckpointMismatchError: the groups hold other parameters, or state within one flat parameter differs in
+                kind.
+        """
+        self._optimizer = optimizer
+        self._members = trained_params(model, optimizer)
+        self._groups = _match_groups(self._members, groups)
+        self._state: dict[nn.Parameter, dict[str, Any]] = {}
+        self._scalar_parts: list[tuple[str, str, nn.Parameter, torch.Tensor]] = []
+        self.tensors: list[StateTensor] = []
+        """To be filled: every piece is memory of the new state."""
+        by_param = _by_param(saved, scalars)
+        for member in (member for group in self._members for member in group):
+            self._plan_member(member, by_param)
+
+    def check(self) -> None:
+        """To be called when all tensors are filled: one flat parameter has one value of each scalar.
+
+        Raises:
+            CheckpointMismatchError: scalars of one flat parameter differ between its parameters.
+        """
+        chosen: dict[tuple[nn.Parameter, str], tuple[str, torch.Tensor]] = {}
+        for fqn, key, param, value in self._scalar_parts:
+            first_fqn, first = chosen.setdefault((param, key), (fqn, value))
+            if not torch.equal(first, value):
+                raise CheckpointMismatchError(
+                    f"optimizer state {key!r} is {first.item()} for {first_fqn!r} and {value.item()} for {fqn!r}, which "
+                    "share one flat parameter here: wrap them in different units"
+                )
+        for (param, key), (_, value) in chosen.items():
+            self._state[param][key] = value
+
+    def apply(self) -> None:
+        """Put the new state and hyper-parameters in place."""
+        for group, hyper in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for key, value in hyper.items():
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        for param, state in self._state.items():
+            self._optimizer.state[param] = state
+        for param in [p for p in self._optimizer.state if p not in self._state]:
+            del self._optimizer.state[param]
+
+    def _plan_member(self, member: TrainedParam, by_param: dict[str, dict[str, SavedTensor | Scalar]]) -> None:
+        present = [fqn for fqn in member.shapes if fqn in by_param]
+        if not present:
+            return
+        absent = [fqn for fqn in member.shapes if fqn not in by_param]
+        keys = set(by_param[present[0]])
+        odd = absent[:1] or [fqn for fqn in present if set(by_param[fqn]) != keys][:1]
+        if odd:
+            raise CheckpointMismatchError(
+                f"the checkpoint holds optimizer state {sorted(keys)} for {present[0]!r} and "
+                f"{sorted(by_param.get(odd[0], ()))} for {odd[0]!r}, which share one flat parameter here: wrap them in "
+                "different units"
+            )
+        state: dict[str, Any] = {}
+        for key in by_param[present[0]]:
+            values = {fqn: by_param[fqn][key] for fqn in present}
+            self._plan_value(member, key, values, state)
+        self._state[member.param] = state
+
+    def _plan_value(
+        self, member: TrainedParam, key: str, values: dict[str, SavedTensor | Scalar], state: dict[str, Any]
+    ) -> None:
+        fqn, first = next(iter(values.items()))
+        if not isinstance(first, SavedTensor):
+            other = next((f for f, v in values.items() if v != first), None)
+            if other is not None:
+                raise CheckpointMismatchError(
+                    f"optimizer state {key!r} is {first} for {fqn!r} and {values[other]} for {other!r}, which share one "
+                    "flat parameter here: wrap them in different units"
+                )
+            state[key] = first
+            return
+        kinds = {(v.dtype, v.shape == ()) if isinstance(v, SavedTensor) else type(v) for v in values.values()}
+        if len(kinds) > 1:
+            raise CheckpointMismatchError(f"optimizer state {key!r} differs in dtype between {sorted(values)}")
+        if first.shape == ():
+            device = self._scalar_device(member.param, key)
+            for name in values:
+                value = torch.zeros((), dtype=first.dtype, device=device)
+                self._scalar_parts.append((name, key, member.param, value))
+                self.tensors.append(replicated(f"{name}/{key}", value))
+            state[key] = None  # keeps the order of keys; set by check
+            return
+        if member.layout is None:
+            state[key] = torch.zeros(first.shape, dtype=first.dtype, device=member.param.device)
+        else:
+            wrong = next((f for f, v in values.items() if v.shape != member.shapes[f]), None)
+            if wrong is not None:
+                raise CheckpointMismatchError(
+                    f"optimizer state {key!r} of {wrong!r} has shape {values[wrong].shape} in the checkpoint, the "
+                    f"parameter has {member.shapes[wrong]}"
+                )
+            state[key] = torch.zeros_like(member.param, dtype=first.dtype, requires_grad=False)
+        self.tensors += [member.state_tensor(name, key, state[key]) for name in values]
+
+    def _scalar_device(self, param: nn.Parameter, key: str) -> torch.device:
+        # torch's optimizers keep step on the CPU unless capturable or fused, where it sits beside the parameter.
+        for group in self._optimizer.param_groups:
+            if any(member is param for member in group["params"]):
+                beside = key != "step" or group.get("capturable") or group.get("fused")
+                return param.device if beside else torch.device("cpu")
+        return param.device
+
+
+def _by_param(
+    saved: Mapping[str, SavedTensor], scalars: Mapping[str, Scalar]
+) -> dict[str, dict[str, SavedTensor | Scalar]]:
+    found: dict[str, dict[str, SavedTensor | Scalar]] = {}
+    for name, value in [*saved.items(), *scalars.items()]:
+        fqn, key = name.rsplit("/", 1)
+        found.setdefault(fqn, {})[key] = value
+    return found
+
+
+def _match_groups(members: list[list[TrainedParam]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The saved hyper-parameters for each of the optimizer's groups."""
+    here = [sorted(fqn for member in group for fqn in member.shapes) for group in members]
+    there = [sorted(group["params"]) for group in saved]
+    if here != there:
+        names_here, names_there = {n for g in here for n in g}, {n for g in there for n in g}
+        raise CheckpointMismatchError(
+            f"the optimizer has {len(here)} group(s) of {[len(g) for g in here]} parameters, the checkpoint "
+            f"{len(there)} of {[len(g) for g in there]}"
+            + _listed("; in the checkpoint only: ", names_there - names_here)
+            + _listed("; in the optimizer only: ", names_here - names_there)
+        )
+    return [{key: value for key, value in group.items() if key != "params"} for group in saved]
+
+
+def _listed(title: str, names: set[str]) -> str:
+    return title + ", ".join(sorted(names)) if names else ""

@@ -1,0 +1,61 @@
+"""One named tensor of a model or optimizer, the ranks that own its elements, and this rank's memory of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hpcfsdp.flat.layout import ShardExtent
+
+
+@dataclass(frozen=True)
+class LocalPiece:
+    """A run of a tensor's elements, in row-major order, that this rank keeps in memory.
+
+    Attributes:
+        start: first element within the whole tensor.
+        tensor: the memory, any shape; its elements in row-major order are the run.
+    """
+
+    start: int
+    tensor: torch.Tensor
+
+    @property
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    def flat(self) -> torch.Tensor:
+        """The elements as a 1-D contiguous tensor on the CPU; a copy only where needed."""
+        return self.tensor.detach().contiguous().view(-1).cpu()
+
+    @torch.no_grad()
+    def fill(self, values: torch.Tensor) -> None:
+        """Overwrite the memory with `values`, 1-D, of as many elements and the same dtype."""
+        self.tensor.detach().copy_(values.view(self.tensor.shape))
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor by its global name and shape.
+
+    Attributes:
+        name: fully qualified, without wrappers' names.
+        shape, dtype: of the whole tensor.
+        extents: over all ranks, who writes which run; every element exactly once.
+        pieces: what this rank keeps; a replicated tensor is kept whole by all ranks and written by one.
+        aliases: further names of the same tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    extents: tuple[ShardExtent, ...]
+    pieces: tuple[LocalPiece, ...]
+    aliases: tuple[str, ...] = ()
+
+
+def replicated(name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) -> StateTensor:
+    """A tensor that every rank keeps whole; rank 0 writes it."""
+    whole = (ShardExtent(name, 0, 0, tensor.numel(), 0),) if tensor.numel() else ()
+    return StateTensor(name, tuple(tensor.shape), tensor.dtype, whole, (LocalPiece(0, tensor),), aliases)
