@@ -5,6 +5,8 @@ class HpcfsdpError(Exception):
     """Base of all errors that hpcfsdp raises on purpose; the message says what is wrong and how to mend it."""
 
     exit_code = 1
+    collective = False
+    """Set on an error that every rank is known to raise at the same place: the ranks can then end in good order."""
 
 
 class UsageError(HpcfsdpError):

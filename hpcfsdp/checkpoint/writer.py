@@ -156,8 +156,7 @@ def _write_blocks(
                 continue
             tensor, spec = tensors[block.tensor], plan.specs[block.tensor]
             piece = next(p for p in tensor.pieces if p.start <= block.start < p.start + p.numel)
-            begin = block.start - piece.start
-            data = piece.flat()[begin : begin + block.numel].view(torch.uint8).numpy()
+            data = piece.slice(block.start, block.numel).view(torch.uint8).numpy()
             sums.append((index, schema.checksum(data)))
             _write_all(fd, data, offsets[block.tensor] + block.start * spec.itemsize)
         os.fsync(fd)

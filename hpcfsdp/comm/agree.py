@@ -25,13 +25,15 @@ def raise_together(comm: Communicator) -> Iterator[None]:
         mine = error
     told = None if mine is None else (type(mine).__name__, str(mine))
     everyone = comm.all_gather_object(told)
-    if mine is not None:
-        raise mine
     for rank, error in enumerate(everyone):
-        if error is not None:
-            kind, message = error
-            known = rebuild(kind, f"rank {rank}: {message}")
-            raise known if type(known) is not HpcfsdpError else HpcfsdpError(f"rank {rank}: {kind}: {message}")
+        if error is None:
+            continue
+        kind, message = error
+        raised = mine or rebuild(kind, f"rank {rank}: {message}")
+        if raised is not mine and type(raised) is HpcfsdpError:
+            raised = HpcfsdpError(f"rank {rank}: {kind}: {message}")
+        raised.collective = True
+        raise raised
 
 
 def assert_same(comm: Communicator, value: Any, what: str) -> None:
@@ -39,4 +41,6 @@ def assert_same(comm: Communicator, value: Any, what: str) -> None:
     values = comm.all_gather_object(value)
     for rank, other in enumerate(values):
         if other != values[0]:
-            raise DisagreementError(f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {other}")
+            error = DisagreementError(f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {other}")
+            error.collective = True
+            raise error

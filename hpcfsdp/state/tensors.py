@@ -25,9 +25,10 @@ class LocalPiece:
     def numel(self) -> int:
         return self.tensor.numel()
 
-    def flat(self) -> torch.Tensor:
-        """The elements as a 1-D contiguous tensor on the CPU; a copy only where needed."""
-        return self.tensor.detach().contiguous().view(-1).cpu()
+    def slice(self, start: int, numel: int) -> torch.Tensor:
+        """Elements of the whole tensor that lie in this piece, 1-D and contiguous on the CPU; a copy only where needed."""
+        begin = start - self.start
+        return self.tensor.detach().contiguous().view(-1)[begin : begin + numel].cpu()
 
     @torch.no_grad()
     def fill(self, values: torch.Tensor) -> None:

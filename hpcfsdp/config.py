@@ -1,0 +1,151 @@
+"""Typed configuration from dataclasses: flag > environment (``HPCFSDP_*``) > file > default, nothing unknown accepted.
+
+Types and conversion are jsonargparse's. What is added here is one answer to a key that nobody knows, wherever it came
+from: an error that names it, its place and the nearest known key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from hpcfsdp import env
+from hpcfsdp.errors import UsageError
+
+Config = TypeVar("Config")
+
+_OWN_FLAGS = ("config", "help", "print_config")
+
+
+def parse(kind: type[Config], argv: Sequence[str], *, prog: str, environ: Mapping[str, str] | None = None) -> Config:
+    """A configuration of the dataclass `kind` from command-line arguments, environment and the file they name.
+
+    Args:
+        argv: flags ``--section.key value``, ``--config FILE``; a first word without dashes is the file too.
+        prog: name of the command, for messages.
+        environ: ``HPCFSDP_SECTION__KEY`` variables; by default those of the process.
+
+    Raises:
+        UsageError: an unknown key, a value of the wrong type, or a file that cannot be read.
+        SystemExit: after ``--help`` or ``--print_config``.
+    """
+    arguments = list(argv)
+    if arguments and not arguments[0].startswith("-"):
+        arguments[:1] = ["--config", arguments[0]]
+    values = env.config_values() if environ is None else dict(environ)
+    keys = known_keys(kind)
+    _check_flags(arguments, keys)
+    _check_environment(values, keys)
+    for path in _config_files(arguments):
+        _check_file(path, keys)
+    parser = _parser(kind, prog)
+    try:
+        parsed = parser.parse_args(arguments, env=values)
+        return typing.cast(Config, _build(kind, parsed.as_dict()))
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code in (0, None):
+            raise
+        raise UsageError(f"{prog}: {_one_line(error)}") from error
+
+
+def known_keys(kind: type, prefix: str = "") -> list[str]:
+    """All keys of a configuration, ``section.key`` for those of a section."""
+    found: list[str] = []
+    for name, section in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(section):
+            found += [f"{prefix}{name}", *known_keys(typing.cast(type, section), f"{prefix}{name}.")]
+        else:
+            found.append(prefix + name)
+    return found
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A configuration as nested plain values, ready for YAML and JSON."""
+    return dataclasses.asdict(config)
+
+
+def write_yaml(config: Any, path: Path) -> None:
+    """Write a configuration so that ``--config`` reads it back."""
+    path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or nothing."""
+    candidates = list(known)
+    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
+    if not close:  # the right key in the wrong section
+        close = [key for key in candidates if key.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]][:1]
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _parser(kind: type, prog: str) -> ArgumentParser:
+    parser = ArgumentParser(prog=prog, env_prefix=env.CONFIG_PREFIX.rstrip("_"), default_env=True, exit_on_error=False)
+    parser.add_argument("--config", action="config", help="YAML file with sections and keys as below")
+    parser.add_class_arguments(kind)
+    return parser
+
+
+def _build(kind: type, values: Mapping[str, Any]) -> Any:
+    hints = typing.get_type_hints(kind)
+    arguments: dict[str, Any] = {}
+    for entry in dataclasses.fields(kind):
+        value, hint = values[entry.name], hints[entry.name]
+        arguments[entry.name] = _build(hint, value) if isinstance(value, Mapping) else value
+    return kind(**arguments)
+
+
+def _check_flags(arguments: Sequence[str], keys: Sequence[str]) -> None:
+    for argument in arguments:
+        if argument.startswith("--") and len(argument) > 2:
+            name = argument[2:].split("=", 1)[0].removesuffix("+")
+            if name not in keys and name not in _OWN_FLAGS:
+                raise UsageError(f"unknown option --{name}{nearest(name, keys)}")
+
+
+def _check_environment(values: Mapping[str, str], keys: Sequence[str]) -> None:
+    known = {env.CONFIG_PREFIX + key.upper().replace(".", "__"): key for key in (*keys, "config")}
+    for variable in values:
+        if variable not in known:
+            raise UsageError(f"unknown environment variable {variable}{nearest(variable, known)}")
+
+
+def _config_files(arguments: Sequence[str]) -> list[Path]:
+    found = []
+    for index, argument in enumerate(arguments):
+        if argument == "--config" and index + 1 < len(arguments):
+            found.append(Path(arguments[index + 1]))
+        elif argument.startswith("--config="):
+            found.append(Path(argument.split("=", 1)[1]))
+    return found
+
+
+def _check_file(path: Path, keys: Sequence[str]) -> None:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UsageError(f"configuration file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"configuration file {path}: not YAML: {_one_line(error)}") from None
+    if content is not None and not isinstance(content, Mapping):
+        raise UsageError(f"configuration file {path}: must hold keys and values, not a {type(content).__name__}")
+    for name in _flatten(content or {}):
+        if name not in keys:
+            raise UsageError(f"configuration file {path}: unknown key {name!r}{nearest(name, keys)}")
+
+
+def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterable[str]:
+    for name, value in content.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

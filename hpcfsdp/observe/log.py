@@ -1,0 +1,65 @@
+"""Log lines: rank 0 on stderr, every rank in a JSONL file of its own. Set up by commands, never by the library."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+
+LOGGER = logging.getLogger("hpcfsdp")
+
+
+class _PlainFormatter(logging.Formatter):
+    """``2026-01-02T03:04:05Z INFO [r003/128 nid001234] checkpoint: saved step=500``"""
+
+    def __init__(self, rank: int, size: int, host: str) -> None:
+        super().__init__()
+        self._where = f"[r{rank:03d}/{size} {host}]"
+
+    def format(self, record: logging.LogRecord) -> str:
+        topic = record.name.removeprefix("hpcfsdp").lstrip(".")
+        text = f"{_utc(record)} {record.levelname} {self._where} {topic}: {record.getMessage()}"
+        return text if not record.exc_info else f"{text}\n{self.formatException(record.exc_info)}"
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, rank: int, host: str) -> None:
+        super().__init__()
+        self._rank, self._host = rank, host
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {"date": _utc(record), "level": record.levelname, "rank": self._rank, "host": self._host}
+        entry |= {"topic": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def set_up(rank: int, size: int, host: str, directory: Path | None = None) -> None:
+    """Send what hpcfsdp logs to stderr (rank 0) and to ``directory/rank-<rank>.jsonl`` (every rank)."""
+    close()
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False
+    if rank == 0:
+        _add(logging.StreamHandler(sys.stderr), _PlainFormatter(rank, size, host))
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        _add(logging.FileHandler(directory / f"rank-{rank:04d}.jsonl"), _JsonFormatter(rank, host))
+
+
+def close() -> None:
+    """Take the handlers of ``set_up`` away again."""
+    for handler in list(LOGGER.handlers):
+        LOGGER.removeHandler(handler)
+        handler.close()
+
+
+def _add(handler: logging.Handler, formatter: logging.Formatter) -> None:
+    handler.setFormatter(formatter)
+    LOGGER.addHandler(handler)
+
+
+def _utc(record: logging.LogRecord) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))

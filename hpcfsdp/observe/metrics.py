@@ -1,0 +1,36 @@
+"""Metrics of a run as JSON lines, one record each, in the order of steps."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    """Appends records to a JSONL file. For one rank alone."""
+
+    def __init__(self, path: Path, *, resume_step: int = 0) -> None:
+        """Open the file; records of steps after `resume_step`, from a run that was cut off later, are dropped."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_step]
+            draft = path.with_name(f".{path.name}.partial")
+            draft.write_text("".join(f"{line}\n" for line in kept))
+            os.replace(draft, path)
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record; its "step" says where it belongs."""
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # a line that was cut off while it was written

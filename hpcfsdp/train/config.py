@@ -1,0 +1,141 @@
+"""Configuration of a training run. Every field is a flag, an ``HPCFSDP_*`` variable and a key of the YAML file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hpcfsdp.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the GPT."""
+
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    context: int = 256
+    """Bytes that a prediction may look back on."""
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is learnt from."""
+
+    paths: list[str] | str = field(default_factory=list)
+    """Files or folders of any text or binary data; empty: the source code of Python's standard library."""
+    held_out: float = 0.05
+    """Fraction of the files that is kept for evaluation."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its learning rate: linear warm-up, then a cosine down to min_lr at the last step."""
+
+    lr: float = 1e-3
+    min_lr: float = 1e-4
+    warmup_steps: int = 40
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip_norm: float = 1.0
+    """Bound on the norm of all gradients; 0 for none."""
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """Steps and batches."""
+
+    steps: int = 2000
+    """Of the whole training, over all runs; the learning rate follows it."""
+    run_steps: int = 0
+    """At most this many in this run; 0 for all that are left."""
+    batch: int = 16
+    """Sequences in a step, over all ranks; the number of ranks does not change what a step computes."""
+    accumulation: int = 1
+    """Micro-batches that a step is split into, to save memory."""
+    log_every: int = 20
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation at the end of a run."""
+
+    bytes: int = 131072
+    """Held-out bytes to predict, spread evenly; fewer where there are fewer."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints, one HDF5 file each, in run_dir/checkpoints."""
+
+    every: int = 200
+    """Steps between two; one is always written at the end. 0: only at the end."""
+    resume: str = "auto"
+    """auto: from the newest in the run's folder if there is one; never; or the path of a file."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A training run."""
+
+    run_dir: str = "runs/quickstart"
+    """Folder of this run: config.yaml, metrics.jsonl, logs/, checkpoints/."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: LoopConfig = field(default_factory=LoopConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+def data_paths(config: DataConfig) -> list[str]:
+    """The paths as a list; a single one may be given bare."""
+    return [config.paths] if isinstance(config.paths, str) else list(config.paths)
+
+
+def check(config: RunConfig, num_ranks: int) -> None:
+    """Raise a UsageError that names the first value that cannot work."""
+    model, loop = config.model, config.train
+    positive = {
+        "model.layers": model.layers,
+        "model.width": model.width,
+        "model.heads": model.heads,
+        "model.context": model.context,
+        "train.steps": loop.steps,
+        "train.batch": loop.batch,
+        "train.accumulation": loop.accumulation,
+        "train.log_every": loop.log_every,
+        "eval.bytes": config.eval.bytes,
+        "optim.lr": config.optim.lr,
+    }
+    not_negative = {
+        "train.run_steps": loop.run_steps,
+        "checkpoint.every": config.checkpoint.every,
+        "optim.warmup_steps": config.optim.warmup_steps,
+        "optim.clip_norm": config.optim.clip_norm,
+        "optim.min_lr": config.optim.min_lr,
+    }
+    for name, value in positive.items():
+        if not value > 0:
+            raise UsageError(f"{name} must be positive, not {value}")
+    for name, value in not_negative.items():
+        if not value >= 0:
+            raise UsageError(f"{name} must not be negative, but is {value}")
+    if model.width % model.heads:
+        raise UsageError(f"model.width ({model.width}) must be a multiple of model.heads ({model.heads})")
+    if not 0 <= model.dropout < 1:
+        raise UsageError(f"model.dropout must be in [0, 1), not {model.dropout}")
+    if not 0 < config.data.held_out < 1:
+        raise UsageError(f"data.held_out must be between 0 and 1, not {config.data.held_out}")
+    if config.device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device must be auto, cpu or cuda, not {config.device!r}")
+    if loop.batch < loop.accumulation * num_ranks:
+        raise UsageError(
+            f"train.batch ({loop.batch} sequences a step) is less than one for each of {num_ranks} rank(s) in each of "
+            f"train.accumulation={loop.accumulation} micro-batch(es): use a larger batch or fewer ranks"
+        )

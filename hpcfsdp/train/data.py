@@ -1,0 +1,176 @@
+"""Bytes of files as training and held-out sequences, found by number: any rank can get any sequence of any step."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hpcfsdp.errors import DataError
+
+SPLIT_BY_FILE_MIN = 20
+"""With fewer files than this, a part of each file is held out instead of some of the files."""
+
+_OPEN_FILES = 64
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+_STDLIB_SKIPPED_FOLDERS = _SKIPPED_FOLDERS | {"test", "tests", "idlelib"}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of bytes of one file."""
+
+    path: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """Spans to learn from, spans to be tested on, and what they were made from."""
+
+    train: tuple[Span, ...]
+    held_out: tuple[Span, ...]
+    source: str
+    fingerprint: str
+    """Changes when a file is added, removed or changes its size."""
+
+
+class Corpus:
+    """Spans read as one long sequence of bytes. Keeps some files open, nothing in memory."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = list(spans)
+        self._ends = np.cumsum([span.end - span.begin for span in spans], dtype=np.int64)
+        self._open: OrderedDict[str, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """`length` bytes from `start` on, across files, as uint8.
+
+        Raises:
+            DataError: a file is gone, or is shorter than it was when the run began.
+        """
+        output = np.empty(length, dtype=np.uint8)
+        filled = 0
+        index = int(np.searchsorted(self._ends, start, side="right"))
+        while filled < length:
+            span = self._spans[index]
+            within = start + filled - (int(self._ends[index]) - (span.end - span.begin))
+            count = min(length - filled, span.end - span.begin - within)
+            output[filled : filled + count] = self._read_file(span.path, span.begin + within, count)
+            filled, index = filled + count, index + 1
+        return output
+
+    def close(self) -> None:
+        """Close the files that are open."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _read_file(self, path: str, offset: int, count: int) -> np.ndarray:
+        try:
+            if path in self._open:
+                self._open.move_to_end(path)
+            else:
+                self._open[path] = os.open(path, os.O_RDONLY)
+                if len(self._open) > _OPEN_FILES:
+                    os.close(self._open.popitem(last=False)[1])
+            data = os.pread(self._open[path], count, offset)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from error
+        if len(data) != count:
+            raise DataError(f"{path}: has become shorter while it was in use; start the run again")
+        return np.frombuffer(data, dtype=np.uint8)
+
+
+def standard_library() -> Path:
+    """The folder of the running Python's own source code."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def make_split(paths: Sequence[str], held_out: float) -> Split:
+    """Find the files and split them; deterministic, and stable for a file when others come or go.
+
+    Args:
+        paths: files, or folders that are searched for files (hidden ones and caches are passed over); none for the
+            Python files of the standard library.
+        held_out: fraction to hold out.
+
+    Raises:
+        DataError: a path does not exist or cannot be read, or there are no bytes in it.
+    """
+    if paths:
+        files = [found for path in paths for found in _files_below(Path(path), _SKIPPED_FOLDERS, "")]
+        source = ", ".join(paths)
+    else:
+        root = standard_library()
+        files = list(_files_below(root, _STDLIB_SKIPPED_FOLDERS, ".py"))
+        source = f"Python's standard library, {root}"
+    sized = [(str(path), name, size) for path, name in dict(files).items() if (size := _size(path)) > 0]
+    if not sized:
+        raise DataError(f"no bytes to learn from in {source}")
+    train: list[Span] = []
+    kept: list[Span] = []
+    if len(sized) >= SPLIT_BY_FILE_MIN:
+        for path, name, size in sized:
+            side = kept if zlib.crc32(name.encode(errors="surrogateescape")) / 2**32 < held_out else train
+            side.append(Span(path, 0, size))
+    if not (train and kept):
+        cuts = [(path, size - int(size * held_out), size) for path, _, size in sized]
+        train = [Span(path, 0, cut) for path, cut, _ in cuts if cut]
+        kept = [Span(path, cut, size) for path, cut, size in cuts if cut < size]
+    listing = repr([(name, size) for _, name, size in sized]).encode(errors="surrogateescape")
+    return Split(tuple(train), tuple(kept), source, hashlib.blake2b(listing, digest_size=8).hexdigest())
+
+
+def train_window(seed: int, sample: int, corpus_bytes: int, length: int) -> int:
+    """Where training sequence number `sample` begins; the same on any rank of any world."""
+    return int(np.random.default_rng([seed, sample]).integers(corpus_bytes - length + 1))
+
+
+def share(step: int, batch: int, accumulation: int, rank: int, size: int) -> list[range]:
+    """The sample numbers of this rank in each micro-batch of a step; together, over all ranks, `batch` of them."""
+    cuts = [step * batch + batch * part // (accumulation * size) for part in range(accumulation * size + 1)]
+    return [range(cuts[part * size + rank], cuts[part * size + rank + 1]) for part in range(accumulation)]
+
+
+def spread_windows(corpus_bytes: int, length: int, count: int) -> list[int]:
+    """Where up to `count` windows of `length` bytes begin that lie evenly over a corpus without overlapping."""
+    count = min(count, corpus_bytes // length)
+    slack = corpus_bytes - count * length
+    return [index * length + slack * index // max(1, count - 1) for index in range(count)]
+
+
+def _files_below(root: Path, skipped: set[str], suffix: str) -> list[tuple[Path, str]]:
+    """Files with their names relative to `root`, sorted."""
+    if root.is_file():
+        return [(root, root.name)]
+    if not root.exists():
+        raise DataError(f"{root}: no such file or folder")
+    if not os.access(root, os.R_OK | os.X_OK):
+        raise DataError(f"{root}: cannot be read")
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(name for name in subfolders if name not in skipped and not name.startswith("."))
+        for name in sorted(names):
+            path = Path(folder, name)
+            if name.endswith(suffix) and not name.startswith(".") and path.is_file():
+                found.append((path, str(path.relative_to(root))))
+    return found
+
+
+def _size(path: Path) -> int:
+    try:
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error

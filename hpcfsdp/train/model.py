@@ -1,0 +1,77 @@
+"""A byte-level GPT: pre-norm transformer blocks, learnt positions, input and output embedding tied."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hpcfsdp.train.config import ModelConfig
+
+VOCABULARY = 256
+
+
+class Block(nn.Module):
+    """Causal self-attention and a feed-forward network, each beside a residual connection."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.heads, self.dropout = config.heads, config.dropout
+        self.norm_attention, self.norm_feed = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, bytes, width) -> the same shape."""
+        x = x + self._drop(self.merge(self._attend(self.norm_attention(x))))
+        return x + self._drop(self.down(F.gelu(self.up(self.norm_feed(x)))))
+
+    def _attend(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        heads = (batch, length, self.heads, width // self.heads)
+        query, key, value = (part.view(heads).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        rate = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=rate)
+        return mixed.transpose(1, 2).reshape(batch, length, width)
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+class GPT(nn.Module):
+    """Predicts the next byte from those before it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.apply(self._initialise)
+        # Each block adds twice to the residual stream: keep its variance independent of depth.
+        for block in self.blocks:
+            for layer in (block.merge, block.down):
+                nn.init.normal_(layer.weight, std=0.02 / (2 * config.layers) ** 0.5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Bytes (batch, length <= context) as int64 -> logits (batch, length, 256) for the byte that follows each."""
+        x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    @staticmethod
+    def _initialise(module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def count_elements(config: ModelConfig) -> int:
+    """Parameter elements of a GPT of this shape, without making it."""
+    with torch.device("meta"):
+        return sum(param.numel() for param in GPT(config).parameters())
