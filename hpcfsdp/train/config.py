@@ -51,7 +51,7 @@ class LoopConfig:
     """Of the whole training, over all runs; the learning rate follows it."""
     run_steps: int = 0
     """At most this many in this run; 0 for all that are left."""
-    batch: int = 16
+    batch: int = 8
     """Sequences in a step, over all ranks; the number of ranks does not change what a step computes."""
     accumulation: int = 1
     """Micro-batches that a step is split into, to save memory."""
@@ -62,7 +62,7 @@ class LoopConfig:
 class EvalConfig:
     """Evaluation at the end of a run."""
 
-    bytes: int = 131072
+    bytes: int = 65536
     """Held-out bytes to predict, spread evenly; fewer where there are fewer."""
 
 

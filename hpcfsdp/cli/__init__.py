@@ -1,0 +1,1 @@
+"""The ``hpcfsdp`` command, one module for each verb."""

@@ -1,0 +1,66 @@
+"""What the reporting verbs share: their arguments, tables and numbers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from hpcfsdp import env
+from hpcfsdp.errors import UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises a ``UsageError`` instead of ending the process, and knows ``--json``."""
+
+    def __init__(self, verb: str, description: str) -> None:
+        super().__init__(prog=f"hpcfsdp {verb}", description=description, allow_abbrev=False)
+        self.add_argument("--json", action="store_true", help="machine-readable output")
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}")
+
+
+def print_json(value: Any) -> None:
+    """Write one JSON document to stdout."""
+    json.dump(value, sys.stdout, indent=2)
+    print()
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[str] = ()) -> None:
+    """Write a table to stdout: aligned and coloured on a terminal, tab-separated otherwise.
+
+    Args:
+        right: names of the columns that are set flush right.
+    """
+    if not sys.stdout.isatty():
+        for row in (columns, *rows):
+            print("\t".join(str(cell) for cell in row))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    Console(no_color=env.colour_refused() or None, highlight=False).print(table)
+
+
+def readable_bytes(count: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.1f} {unit}" if unit != "B" else f"{count} B"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def readable_shape(shape: Sequence[int]) -> str:
+    """(2, 3) -> "2 x 3"; a scalar as "scalar"."""
+    return " x ".join(map(str, shape)) if shape else "scalar"

@@ -1,0 +1,74 @@
+"""``hpcfsdp ls PATH``: checkpoints in a folder, or tensors in a checkpoint. Needs neither MPI nor torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcfsdp.checkpoint.catalog import checkpoint_files
+from hpcfsdp.checkpoint.reader import open_index
+from hpcfsdp.cli.arguments import Parser, print_json, print_table, readable_bytes, readable_shape
+from hpcfsdp.errors import CheckpointError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """List, and return the exit code: that of the first damaged file if there is one."""
+    parser = Parser("ls", "List the checkpoints in a folder (also that of a run), or the tensors in a checkpoint.")
+    parser.add_argument("path", metavar="PATH", type=Path)
+    options = parser.parse_args(arguments)
+    if not options.path.exists():
+        raise CheckpointError(f"{options.path}: no such file or folder")
+    return _list_folder(options.path, options.json) if options.path.is_dir() else _list_file(options.path, options.json)
+
+
+def _list_folder(folder: Path, as_json: bool) -> int:
+    files = checkpoint_files(folder) or checkpoint_files(folder / "checkpoints")
+    if not files:
+        raise CheckpointError(f"{folder}: no checkpoints (step-<number>.h5) in this folder or in its checkpoints/")
+    entries: list[dict[str, Any]] = []
+    exit_code = 0
+    for path in files:
+        entry: dict[str, Any] = {"file": str(path), "bytes": path.stat().st_size}
+        try:
+            index = open_index(path)
+        except CheckpointError as error:
+            exit_code = exit_code or error.exit_code
+            entry["error"] = str(error).removeprefix(f"{path}: ")
+        else:
+            info = index.info
+            entry |= {"step": info.step, "ranks": info.world_size, "date": info.date, "tensors": len(index.tensors)}
+        entries.append(entry)
+    if as_json:
+        print_json(entries)
+        return exit_code
+    columns = ("step", "file", "size", "tensors", "ranks", "date")
+    rows = [
+        ("?", e["file"], readable_bytes(e["bytes"]), "", "", e["error"])
+        if "error" in e
+        else (e["step"], e["file"], readable_bytes(e["bytes"]), e["tensors"], e["ranks"], e["date"])
+        for e in entries
+    ]
+    print_table(columns, rows, right=("step", "size", "tensors", "ranks"))
+    return exit_code
+
+
+def _list_file(path: Path, as_json: bool) -> int:
+    index = open_index(path)
+    specs = [(name, spec) for name, spec in index.tensors.items()]
+    specs += [(name, index.resolve(name)) for name in index.links]
+    if as_json:
+        print_json(
+            [
+                {"name": name, "shape": list(spec.shape), "dtype": spec.dtype, "bytes": spec.nbytes}
+                | ({"same_as": spec.path} if name != spec.path else {})
+                for name, spec in specs
+            ]
+        )
+        return 0
+    rows = [
+        (name, readable_shape(spec.shape), spec.dtype, readable_bytes(spec.nbytes) if name == spec.path else f"= {spec.path}")
+        for name, spec in specs
+    ]
+    print_table(("name", "shape", "dtype", "size"), rows, right=("size",))
+    return 0

@@ -1,0 +1,82 @@
+"""``hpcfsdp train [run.yaml] [--section.key value]``"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from hpcfsdp import config as configuration
+from hpcfsdp.errors import HpcfsdpError
+from hpcfsdp.train.config import RunConfig
+
+EXIT_RUN_AGAIN = 75
+"""After a signal, with a complete checkpoint (EX_TEMPFAIL of sysexits.h)."""
+
+_PROG = "hpcfsdp train"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Collective over all processes of the job. Train; the exit code is the same on every rank."""
+    if {"-h", "--help", "--print_config"} & set(arguments):
+        configuration.parse(RunConfig, arguments, prog=_PROG)
+    from hpcfsdp.launch.bootstrap import load_mpi
+
+    mpi = load_mpi()  # before torch, which everything below imports
+    from hpcfsdp.launch.signals import StopRequest
+
+    comm = mpi.COMM_WORLD
+    with StopRequest() as stop:
+        try:
+            return _train(arguments, comm, stop)
+        except HpcfsdpError as error:
+            if comm.size == 1:
+                raise
+            return _end_together(error, comm)
+
+
+def _train(arguments: Sequence[str], comm: Any, stop: Any) -> int:
+    import hpcfsdp
+    from hpcfsdp.comm.agree import raise_together
+    from hpcfsdp.comm.mpi import MpiCommunicator
+    from hpcfsdp.launch.bootstrap import host_name
+    from hpcfsdp.observe import log
+    from hpcfsdp.train.loop import train
+
+    with raise_together(MpiCommunicator(comm)):
+        config = configuration.parse(RunConfig, arguments, prog=_PROG)
+        from pathlib import Path
+
+        log.set_up(comm.rank, comm.size, host_name(), Path(config.run_dir, "logs"))
+    world = hpcfsdp.init(None if config.device == "auto" else config.device)
+    try:
+        outcome = train(config, world, stop)
+        if world.rank == 0 and outcome.held_out is not None:
+            print(_summary(config, outcome))
+        hpcfsdp.finalize()
+        return EXIT_RUN_AGAIN if outcome.signal else 0
+    finally:
+        log.close()
+
+
+def _summary(config: RunConfig, outcome: Any) -> str:
+    held_out = outcome.held_out
+    return (
+        f"held-out: {held_out.bits_per_byte:.3f} bits per byte "
+        f"(unigram baseline of the same {held_out.predicted_bytes} bytes: {held_out.unigram_bits_per_byte:.3f})\n"
+        f"step: {outcome.step} of {config.train.steps}\n"
+        f"checkpoint: {outcome.checkpoint}"
+    )
+
+
+def _end_together(error: HpcfsdpError, comm: Any) -> int:
+    """Have the error printed once where all ranks have it; otherwise end the job, since the others wait for this one."""
+    if error.collective:
+        if comm.rank == 0:
+            print(f"hpcfsdp: {error}", file=sys.stderr, flush=True)
+        # A launcher may kill the other ranks as soon as one ends with an error: not before the message is out.
+        comm.Barrier()
+    else:
+        print(f"hpcfsdp: rank {comm.rank} of {comm.size}: {error}", file=sys.stderr, flush=True)
+        comm.Abort(error.exit_code)
+    return error.exit_code

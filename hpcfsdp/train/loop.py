@@ -1,0 +1,254 @@
+"""The training loop: resume, step, checkpoint, evaluate, and stop in good order when the scheduler asks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from hpcfsdp import checkpoint, config as configuration
+from hpcfsdp.api.wrapper import FullyShardedDataParallel
+from hpcfsdp.checkpoint.catalog import checkpoint_path
+from hpcfsdp.comm import Communicator, communicator_for, raise_together
+from hpcfsdp.errors import CheckpointError, DataError, HpcfsdpError, UsageError
+from hpcfsdp.launch import World
+from hpcfsdp.launch.signals import StopRequest
+from hpcfsdp.observe.metrics import MetricsFile
+from hpcfsdp.observe.progress import progress
+from hpcfsdp.train import data
+from hpcfsdp.train.config import RunConfig, check, data_paths
+from hpcfsdp.train.evaluate import HeldOut, evaluate
+from hpcfsdp.train.model import GPT, Block, count_elements
+from hpcfsdp.train.schedule import learning_rate
+from hpcfsdp.wrap import ModuleWrapPolicy
+
+log = logging.getLogger("hpcfsdp.train")
+data_log = logging.getLogger("hpcfsdp.data")
+checkpoint_log = logging.getLogger("hpcfsdp.checkpoint")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    """Steps done in all runs so far."""
+    checkpoint: Path | None
+    """The newest checkpoint, None if nothing was trained."""
+    held_out: HeldOut | None
+    """None when the run was stopped early."""
+    signal: int
+    """Number of the signal that stopped it, 0 if none did."""
+
+
+class Trainer:
+    """Model, optimizer and data of one run on one rank. Making one and all of its methods are collective."""
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        self.config, self.world = config, world
+        self.comm: Communicator = communicator_for(None, required=True)
+        self.run_dir = Path(config.run_dir)
+        self.step = 0
+        self.newest: Path | None = None
+        self._prepare_folder()
+        self.split = self._find_data()
+        self.corpus = data.Corpus(self.split.train)
+        self.window = config.model.context + 1
+        with raise_together(self.comm):
+            self._check_sizes()
+        torch.manual_seed(config.seed)
+        policy = ModuleWrapPolicy({Block})
+        self.model = FullyShardedDataParallel(GPT(config.model), auto_wrap_policy=policy)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.optim.lr,
+            betas=(config.optim.beta1, config.optim.beta2),
+            weight_decay=config.optim.weight_decay,
+        )
+        # From here on ranks draw different random numbers: dropout masks must not repeat from rank to rank.
+        torch.manual_seed(config.seed + 1 + world.rank)
+        self._resume()
+
+    def run(self, stop: StopRequest) -> Outcome:
+        """Train until the steps are done or a signal asks to stop; the newest checkpoint then holds every step."""
+        loop, first = self.config.train, self.step + 1
+        last = loop.steps if not loop.run_steps else min(loop.steps, self.step + loop.run_steps)
+        if last < first:
+            log.warning("all %d steps are done already; raise train.steps to go on", loop.steps)
+        metrics = MetricsFile(self.run_dir / "metrics.jsonl", resume_step=self.step) if self.world.rank == 0 else None
+        signal_number, began = 0, time.perf_counter()
+        try:
+            with progress(log, self.world.rank, first, last, loop.log_every) as shown:
+                while self.step < last and not signal_number:
+                    loss, norm, rate, signal_number = self._train_step(stop)
+                    seconds, began = time.perf_counter() - began, time.perf_counter()
+                    speed = loop.batch * self.config.model.context / seconds
+                    shown.step(
+                        self.step,
+                        f"loss {loss:.4f} ({loss / math.log(2):.3f} bits/byte) norm {norm:.3f} lr {rate:.2e} "
+                        f"{speed:.0f} bytes/s",
+                    )
+                    if metrics is not None:
+                        metrics.write(_record(self.step, loss, norm, rate, seconds, speed))
+                    every = self.config.checkpoint.every
+                    if self.step == last or signal_number or (every and self.step % every == 0):
+                        self.save()
+            if signal_number:
+                log.warning("stopped after step %d by signal %d; the checkpoint is complete", self.step, signal_number)
+                return Outcome(self.step, self.newest, None, signal_number)
+            held_out = self._evaluate()
+            if metrics is not None:
+                metrics.write({"step": self.step, "kind": "held_out", **vars(held_out)})
+            return Outcome(self.step, self.newest, held_out, 0)
+        finally:
+            self.corpus.close()
+            if metrics is not None:
+                metrics.close()
+
+    def save(self) -> None:
+        """Write a checkpoint of the current step."""
+        began = time.perf_counter()
+        path = checkpoint_path(self.run_dir / "checkpoints", self.step)
+        position = {"samples": self.step * self.config.train.batch, "corpus": self.split.fingerprint}
+        checkpoint.save(
+            path,
+            model=self.model,
+            optimizer=self.optimizer,
+            step=self.step,
+            extra={"data": position},
+            config=configuration.to_dict(self.config),
+        )
+        self.newest = path
+        seconds = time.perf_counter() - began
+        checkpoint_log.info("saved %s step=%d bytes=%d secs=%.2f", path, self.step, path.stat().st_size, seconds)
+
+    def _train_step(self, stop: StopRequest) -> tuple[float, float, float, int]:
+        """One optimizer step: mean loss in nats per byte, gradient norm, learning rate, signal that any rank received."""
+        config, comm = self.config, self.comm
+        rate = learning_rate(self.step, config.train.steps, config.optim)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        predicted = config.train.batch * config.model.context
+        summed = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        parts = data.share(self.step, config.train.batch, config.train.accumulation, comm.rank, comm.size)
+        for samples in parts:
+            ids = self._batch(samples)
+            logits = self.model(ids[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+            # The engine averages over ranks; what is wanted is the mean over all bytes of the step, also where ranks
+            # have different numbers of sequences.
+            (loss * (comm.size / predicted)).backward()
+            summed += loss.detach().double()
+        norm = self.model.clip_grad_norm_(config.optim.clip_norm or math.inf)
+        told = torch.stack([summed, summed.new_tensor(float(stop.received))])
+        received = told[1:].clone()
+        comm.all_reduce(told, "sum")
+        comm.all_reduce(received, "max")
+        mean = told[0].item() / predicted
+        if not (math.isfinite(mean) and math.isfinite(norm.item())):
+            error = HpcfsdpError(
+                f"the loss is {mean} and the gradient norm {norm.item()} at step {self.step + 1}: training has diverged; "
+                "the last checkpoint is from before. Try a lower optim.lr or a longer optim.warmup_steps"
+            )
+            error.collective = True
+            raise error
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return mean, norm.item(), rate, int(received.item())
+
+    def _batch(self, samples: range) -> torch.Tensor:
+        starts = [data.train_window(self.config.seed, s, len(self.corpus), self.window) for s in samples]
+        rows = [torch.from_numpy(self.corpus.read(start, self.window)) for start in starts]
+        return torch.stack(rows).to(self.world.device, torch.int64)
+
+    def _evaluate(self) -> HeldOut:
+        corpus = data.Corpus(self.split.held_out)
+        try:
+            return evaluate(
+                self.model, self.comm, corpus, self.config.model.context, self.config.eval.bytes, self.world.device
+            )
+        finally:
+            corpus.close()
+
+    def _prepare_folder(self) -> None:
+        with raise_together(self.comm):
+            try:
+                if self.world.rank == 0:
+                    self.run_dir.mkdir(parents=True, exist_ok=True)
+                    configuration.write_yaml(self.config, self.run_dir / "config.yaml")
+            except OSError as error:
+                raise HpcfsdpError(f"run_dir {self.run_dir}: cannot write there: {error.strerror}") from error
+
+    def _find_data(self) -> data.Split:
+        found = None
+        with raise_together(self.comm):
+            if self.world.rank == 0:  # one walk through the folders, not one for each rank
+                found = data.make_split(data_paths(self.config.data), self.config.data.held_out)
+                for name, spans in (("training", found.train), ("held-out", found.held_out)):
+                    size = sum(span.end - span.begin for span in spans)
+                    data_log.info("%s %d bytes of %d files from %s", name, size, len(spans), found.source)
+        return self.comm.broadcast_object(found)
+
+    def _check_sizes(self) -> None:
+        held_out = sum(span.end - span.begin for span in self.split.held_out)
+        if len(self.corpus) < self.window or held_out < 2:
+            raise DataError(
+                f"{self.split.source}: {len(self.corpus)} bytes to learn from and {held_out} held out; at least "
+                f"{self.window} (model.context + 1) and 2 are needed"
+            )
+        elements = count_elements(self.config.model)
+        if elements < self.comm.size:
+            raise UsageError(f"the model has {elements} parameter elements for {self.comm.size} ranks: use fewer ranks")
+
+    def _resume(self) -> None:
+        wanted = self.config.checkpoint.resume
+        path = None
+        if wanted == "auto":
+            # Rank 0 looks, for all: on a shared file system another rank may see an older listing.
+            newest = checkpoint.latest(self.run_dir / "checkpoints") if self.world.rank == 0 else None
+            path = self.comm.broadcast_object(newest)
+        elif wanted != "never":
+            path = Path(wanted)
+        if path is None:
+            elements = count_elements(self.config.model)
+            log.info("new run: %d parameters on %d rank(s), %s", elements, self.comm.size, self.world.device.type)
+            return
+        began = time.perf_counter()
+        try:
+            info = checkpoint.load(path, model=self.model, optimizer=self.optimizer)
+        except CheckpointError as error:
+            error.args = (f"{error}\nmove the file away to go on from an older checkpoint, or set checkpoint.resume",)
+            raise
+        self.step, self.newest = info.step, path
+        seconds = time.perf_counter() - began
+        checkpoint_log.info("loaded %s step=%d ranks=%d secs=%.2f", path, info.step, info.world_size, seconds)
+        position = info.extra.get("data", {})
+        if position.get("corpus") != self.split.fingerprint:
+            data_log.warning("the data is not what the checkpoint was trained on: sequences will differ from the first run's")
+        if position.get("samples") != self.step * self.config.train.batch:
+            data_log.warning("train.batch was another one: some sequences may be seen again or left out")
+
+
+def _record(step: int, loss: float, norm: float, rate: float, seconds: float, speed: float) -> dict[str, object]:
+    return {
+        "step": step,
+        "kind": "train",
+        "loss": loss,
+        "grad_norm": norm,
+        "lr": rate,
+        "seconds": round(seconds, 6),
+        "bytes_per_s": round(speed, 1),
+    }
+
+
+def train(config: RunConfig, world: World, stop: StopRequest) -> Outcome:
+    """Collective over all ranks. Run the training that `config` describes."""
+    with raise_together(communicator_for(None, required=True)):
+        check(config, world.size)
+    return Trainer(config, world).run(stop)
