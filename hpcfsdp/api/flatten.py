@@ -65,8 +65,8 @@ def own_params(root: nn.Module, *, stop_at: type[nn.Module]) -> OwnParams:
                 continue
             if hasattr(param, _TAKEN):
                 raise ValueError(
-                    f"parameter {prefix + name!r} is tied to {getattr(param, _TAKEN)!r}, which belongs to a unit that is "
-                    "wrapped already: wrap the smallest module that holds both instead"
+                    f"parameter {prefix + name!r} is tied to {getattr(param, _TAKEN)!r}, which belongs to a unit that "
+                    "is wrapped already: wrap the smallest module that holds both instead"
                 )
             entry = found.setdefault(param, OwnParam(param, prefix + name, []))
             if entry.places:
@@ -80,7 +80,9 @@ def own_params(root: nn.Module, *, stop_at: type[nn.Module]) -> OwnParams:
     devices = {entry.param.device: entry.fqn for entry in found.values()}
     if len(devices) > 1:
         places = ", ".join(f"{fqn!r} on {device}" for device, fqn in devices.items())
-        raise ValueError(f"the parameters of one unit lie on several devices ({places}): move them to one, or pass device_id")
+        raise ValueError(
+            f"the parameters of one unit lie on several devices ({places}): move them to one, or pass device_id"
+        )
     groups: dict[tuple[torch.dtype, bool], list[OwnParam]] = {}
     for entry in found.values():
         groups.setdefault((entry.param.dtype, entry.param.requires_grad), []).append(entry)

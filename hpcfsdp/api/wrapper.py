@@ -168,15 +168,15 @@ class FullyShardedDataParallel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Not supported yet: it would hold shards under names of no use to anyone."""
         raise NotImplementedError(
-            "state_dict of a sharded model is not supported yet; hpcfsdp.checkpoint.save writes a file that holds every "
-            "parameter whole, and that any number of ranks loads"
+            "state_dict of a sharded model is not supported yet; hpcfsdp.checkpoint.save writes a file that holds "
+            "every parameter whole, and that any number of ranks loads"
         )
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Not supported yet, see ``state_dict``."""
         raise NotImplementedError(
-            "load_state_dict of a sharded model is not supported yet; load into the plain module before wrapping it, or "
-            "use hpcfsdp.checkpoint.load"
+            "load_state_dict of a sharded model is not supported yet; load into the plain module before wrapping it, "
+            "or use hpcfsdp.checkpoint.load"
         )
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

@@ -34,7 +34,8 @@ def split_arrays(value: Any, path: str = "") -> tuple[Any, dict[str, np.ndarray]
         array = _as_array(item)
         if array is None:
             raise CheckpointError(
-                f"extra{place} is a {type(item).__name__}: numbers, strings, lists, dicts, arrays and tensors can be saved"
+                f"extra{place} is a {type(item).__name__}: numbers, strings, lists, dicts, arrays and tensors can be "
+                "saved"
             )
         name = str(len(arrays))
         arrays[name] = array

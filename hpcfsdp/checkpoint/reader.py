@@ -136,8 +136,8 @@ class BlockReader:
         if schema.checksum(data) != int(row["checksum"]):
             raise CheckpointCorruptError(
                 f"{self._index.info.path}: damaged: elements {int(row['start'])} to "
-                f"{int(row['start']) + int(row['numel'])} of {spec.path} (written by rank {int(row['rank'])}, bytes from "
-                f"{int(row['byte_offset'])}) do not have their checksum"
+                f"{int(row['start']) + int(row['numel'])} of {spec.path} (written by rank {int(row['rank'])}, "
+                f"bytes from {int(row['byte_offset'])}) do not have their checksum"
             )
         return data.view(schema.numpy_dtype(spec.dtype))
 
@@ -168,7 +168,9 @@ def _read_index(path: Path, file: h5py.File, size: int) -> CheckpointIndex:
         specs[name] = TensorSpec(name, dataset.shape, schema.torch_dtype(dataset))
         offset = dataset.id.get_offset()
         if offset is None and specs[name].nbytes:
-            raise CheckpointCorruptError(f"{path}: {name} is not stored as one run of bytes (rewritten by another tool?)")
+            raise CheckpointCorruptError(
+                f"{path}: {name} is not stored as one run of bytes (rewritten by another tool?)"
+            )
         offsets[index] = offset or 0
     info = CheckpointInfo(
         path=path,

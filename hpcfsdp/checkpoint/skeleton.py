@@ -18,7 +18,9 @@ from hpcfsdp.checkpoint.plan import SavePlan
 from hpcfsdp.checkpoint.schema import Digest
 
 
-def create(path: Path, plan: SavePlan, attributes: Mapping[str, Any], small: Mapping[str, np.ndarray | bytes]) -> list[int]:
+def create(
+    path: Path, plan: SavePlan, attributes: Mapping[str, Any], small: Mapping[str, np.ndarray | bytes]
+) -> list[int]:
     """Write a file with room for all tensors, and everything small, but without the mark of a checkpoint.
 
     Args:

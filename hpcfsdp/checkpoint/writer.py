@@ -60,7 +60,9 @@ def save(
     with raise_together(comm), _errors_of(path):
         tensors, small = _collect(model, optimizer, extra, config)
         plan = plan_save([(group, tensor) for group, tensor in tensors])
-    assert_same(comm, plan.fingerprint(), "the plan of the checkpoint (model and optimizer must be the same on all ranks)")
+    assert_same(
+        comm, plan.fingerprint(), "the plan of the checkpoint (model and optimizer must be the same on all ranks)"
+    )
     small |= _gather_rng(comm, model)
     attributes = {
         "software": "hpcfsdp",

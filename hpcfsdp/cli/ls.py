@@ -67,7 +67,12 @@ def _list_file(path: Path, as_json: bool) -> int:
         )
         return 0
     rows = [
-        (name, readable_shape(spec.shape), spec.dtype, readable_bytes(spec.nbytes) if name == spec.path else f"= {spec.path}")
+        (
+            name,
+            readable_shape(spec.shape),
+            spec.dtype,
+            readable_bytes(spec.nbytes) if name == spec.path else f"= {spec.path}",
+        )
         for name, spec in specs
     ]
     print_table(("name", "shape", "dtype", "size"), rows, right=("size",))

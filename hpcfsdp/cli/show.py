@@ -19,7 +19,9 @@ FIRST_VALUES = 8
 
 def main(arguments: Sequence[str]) -> int:
     """Show, and return the exit code."""
-    parser = Parser("show", "Show what a checkpoint holds, or the values of one tensor (checked against their checksums).")
+    parser = Parser(
+        "show", "Show what a checkpoint holds, or the values of one tensor (checked against their checksums)."
+    )
     parser.add_argument("file", metavar="FILE", type=Path)
     parser.add_argument("name", metavar="NAME", nargs="?", help="of a tensor, with or without model/ before it")
     options = parser.parse_args(arguments)

@@ -58,4 +58,6 @@ def check_sizes(operation: str, comm: Communicator, full: torch.Tensor, shard: t
         )
     for name, tensor in (("full tensor", full), ("shard", shard)):
         if not tensor.is_contiguous():
-            raise EngineError(f"{operation} on rank {comm.rank}: the {name} is not contiguous (stride {tensor.stride()})")
+            raise EngineError(
+                f"{operation} on rank {comm.rank}: the {name} is not contiguous (stride {tensor.stride()})"
+            )

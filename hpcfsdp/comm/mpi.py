@@ -85,7 +85,9 @@ class MpiCommunicator:
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         self._check_device("all_reduce", tensor)
         if not tensor.is_contiguous():
-            raise EngineError(f"all_reduce on rank {self.rank}: the tensor is not contiguous (stride {tensor.stride()})")
+            raise EngineError(
+                f"all_reduce on rank {self.rank}: the tensor is not contiguous (stride {tensor.stride()})"
+            )
         kind = _ARITHMETIC.get(tensor.dtype)
         if kind is None:  # no such type in MPI: gather and reduce here
             everyone = tensor.new_empty((self.size, tensor.numel()))

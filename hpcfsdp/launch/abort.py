@@ -1,4 +1,4 @@
-"""An uncaught exception on one rank ends the whole job within seconds, instead of leaving the others in a collective."""
+"""An uncaught exception on one rank ends the whole job within seconds; the others would wait in a collective."""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ def choose(wanted: str | torch.device | None, local_rank: int) -> torch.device:
     if device.type == "cpu":
         return device
     if visible == 0:
-        raise LaunchError(f"device {str(device)!r} was asked for, but this process sees no GPU; ask the launcher for one")
+        raise LaunchError(
+            f"device {str(device)!r} was asked for, but this process sees no GPU; ask the launcher for one"
+        )
     index = device.index if device.index is not None else local_rank % visible
     if index >= visible:
         raise LaunchError(f"device {str(device)!r} was asked for, but this process sees {visible} GPU(s)")

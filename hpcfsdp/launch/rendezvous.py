@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import socket
@@ -17,10 +18,8 @@ def addresses_of_this_host() -> list[str]:
     import psutil
 
     found: list[str] = []
-    try:
+    with contextlib.suppress(OSError):  # a node need not resolve its own name
         found += [info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    except OSError:
-        pass  # a node need not resolve its own name
     for interface in psutil.net_if_addrs().values():
         found += [entry.address for entry in interface if entry.family == socket.AF_INET]
     return [a for a in dict.fromkeys(found) if not ipaddress.ip_address(a).is_loopback]
@@ -43,14 +42,14 @@ def first_reached_by_all(candidates: list[str], port: int, comm: Any) -> str:
             return address
     blind = [rank for rank, rank_reaches in enumerate(reached) if not any(rank_reaches)]
     raise LaunchError(
-        f"no address of rank 0's host ({', '.join(candidates) or 'it has none besides loopback'}; port {port}) is reached "
-        f"by every rank; ranks that reach none of them: {blind or 'none, but no single address serves all'}. "
+        f"no address of rank 0's host ({', '.join(candidates) or 'it has none besides loopback'}; port {port}) is "
+        f"reached by every rank; ranks that reach none of them: {blind or 'none, but no single address serves all'}. "
         "Allow TCP between the nodes"
     )
 
 
 def open_store(comm: Any, *, single_node: bool, timeout_s: float) -> tuple[Any, str]:
-    """Collective over `comm`. A TCPStore that rank 0 hosts on a free port, and the address that all ranks reach it by."""
+    """Collective over `comm`. A TCPStore that rank 0 hosts on a free port, and the address by which all reach it."""
     import torch.distributed as dist
 
     timeout = datetime.timedelta(seconds=timeout_s)

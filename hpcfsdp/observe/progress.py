@@ -46,7 +46,13 @@ class _Lines(_Silent):
 class _Bar(_Silent):
     def __init__(self, first: int, last: int) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress as RichProgress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         console = Console(stderr=True, no_color=env.colour_refused() or None)
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))

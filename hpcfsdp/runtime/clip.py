@@ -15,7 +15,7 @@ from hpcfsdp.comm import Communicator
 def clip_grad_norm(
     shards: Iterable[nn.Parameter], comm: Communicator, max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Collective over `comm`. Scale gradients so that their norm over all parameters of all ranks is at most `max_norm`.
+    """Collective over `comm`. Scale gradients so that the norm of all of them, over all ranks, is at most `max_norm`.
 
     Each element is counted once: shards do not overlap, and padding is zero.
 

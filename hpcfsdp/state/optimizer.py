@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,9 @@ import torch
 from torch import nn
 
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
-from hpcfsdp.flat.layout import FlatLayout, ShardExtent
+from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.state.model import clean_fqn, flat_params, shard_pieces
-from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated
+from hpcfsdp.state.tensors import StateTensor, replicated
 
 Scalar = bool | int | float
 
@@ -123,7 +122,7 @@ class SavedTensor:
 
 
 class OptimizerRestore:
-    """New state for an optimizer, made beside the old one, filled from a checkpoint, checked, and put in place at the end."""
+    """New state for an optimizer: made beside the old one, filled from a checkpoint, checked, then put in place."""
 
     def __init__(
         self,
@@ -165,8 +164,8 @@ class OptimizerRestore:
             first_fqn, first = chosen.setdefault((param, key), (fqn, value))
             if not torch.equal(first, value):
                 raise CheckpointMismatchError(
-                    f"optimizer state {key!r} is {first.item()} for {first_fqn!r} and {value.item()} for {fqn!r}, which "
-                    "share one flat parameter here: wrap them in different units"
+                    f"optimizer state {key!r} is {first.item()} for {first_fqn!r} and {value.item()} for {fqn!r}, "
+                    "which share one flat parameter here: wrap them in different units"
                 )
         for (param, key), (_, value) in chosen.items():
             self._state[param][key] = value
@@ -208,8 +207,8 @@ class OptimizerRestore:
             other = next((f for f, v in values.items() if v != first), None)
             if other is not None:
                 raise CheckpointMismatchError(
-                    f"optimizer state {key!r} is {first} for {fqn!r} and {values[other]} for {other!r}, which share one "
-                    "flat parameter here: wrap them in different units"
+                    f"optimizer state {key!r} is {first} for {fqn!r} and {values[other]} for {other!r}, which share "
+                    "one flat parameter here: wrap them in different units"
                 )
             state[key] = first
             return

@@ -26,7 +26,7 @@ class LocalPiece:
         return self.tensor.numel()
 
     def slice(self, start: int, numel: int) -> torch.Tensor:
-        """Elements of the whole tensor that lie in this piece, 1-D and contiguous on the CPU; a copy only where needed."""
+        """Elements of the whole tensor that lie in this piece, 1-D on the CPU; a copy only where needed."""
         begin = start - self.start
         return self.tensor.detach().contiguous().view(-1)[begin : begin + numel].cpu()
 

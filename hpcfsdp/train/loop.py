@@ -128,7 +128,7 @@ class Trainer:
         checkpoint_log.info("saved %s step=%d bytes=%d secs=%.2f", path, self.step, path.stat().st_size, seconds)
 
     def _train_step(self, stop: StopRequest) -> tuple[float, float, float, int]:
-        """One optimizer step: mean loss in nats per byte, gradient norm, learning rate, signal that any rank received."""
+        """One optimizer step: loss in nats per byte, gradient norm, learning rate, signal that any rank received."""
         config, comm = self.config, self.comm
         rate = learning_rate(self.step, config.train.steps, config.optim)
         for group in self.optimizer.param_groups:
@@ -152,8 +152,8 @@ class Trainer:
         mean = told[0].item() / predicted
         if not (math.isfinite(mean) and math.isfinite(norm.item())):
             error = HpcfsdpError(
-                f"the loss is {mean} and the gradient norm {norm.item()} at step {self.step + 1}: training has diverged; "
-                "the last checkpoint is from before. Try a lower optim.lr or a longer optim.warmup_steps"
+                f"the loss is {mean} and the gradient norm {norm.item()} at step {self.step + 1}: training has "
+                "diverged; the last checkpoint is from before. Try a lower optim.lr or a longer optim.warmup_steps"
             )
             error.collective = True
             raise error
@@ -230,7 +230,9 @@ class Trainer:
         checkpoint_log.info("loaded %s step=%d ranks=%d secs=%.2f", path, info.step, info.world_size, seconds)
         position = info.extra.get("data", {})
         if position.get("corpus") != self.split.fingerprint:
-            data_log.warning("the data is not what the checkpoint was trained on: sequences will differ from the first run's")
+            data_log.warning(
+                "the data is not what the checkpoint was trained on: sequences will differ from the first run's"
+            )
         if position.get("samples") != self.step * self.config.train.batch:
             data_log.warning("train.batch was another one: some sequences may be seen again or left out")
 
