@@ -1,0 +1,69 @@
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hpcfsdp
+from hpcfsdp.errors import LaunchError
+from hpcfsdp.launch import rendezvous
+
+
+def test_world_is_what_mpi_says(world):
+    from mpi4py import MPI
+
+    assert (world.rank, world.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    assert (world.local_rank, world.local_size) == (world.rank, world.size)  # the tests run on one node
+    assert (world.node_rank, world.num_nodes) == (0, 1)
+    assert world.device == torch.device("cpu")
+
+
+def test_init_again_returns_the_same_world(world):
+    assert hpcfsdp.init() is world
+
+
+def test_messages_on_the_worlds_communicator_meet_no_others(world):
+    from mpi4py import MPI
+
+    assert MPI.Comm.Compare(world.comm, MPI.COMM_WORLD) == MPI.CONGRUENT
+
+
+def test_process_group_spans_all_ranks(world):
+    assert world.process_group is dist.group.WORLD
+    total = torch.tensor([world.rank + 1.0])
+    dist.all_reduce(total, group=world.process_group)
+    assert total.item() == world.size * (world.size + 1) / 2
+
+
+def test_rendezvous_variables_are_set_for_third_parties(world):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    values = (world.rank, world.size, world.local_rank, world.local_size)
+    assert [os.environ[name] for name in names] == [str(value) for value in values]
+    assert {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ)
+
+
+def test_store_is_reached_by_an_address_of_the_host(world, monkeypatch):
+    if not world.comm.bcast(rendezvous.addresses_of_this_host()):
+        pytest.skip("this host has no address besides loopback")
+    monkeypatch.setattr(rendezvous, "PROBE_TIMEOUT_S", 1.0)
+    store, address = rendezvous.open_store(world.comm, single_node=False, timeout_s=20)
+    assert address in world.comm.bcast(rendezvous.addresses_of_this_host())
+    store.add("ranks", 1)
+    world.comm.Barrier()
+    assert store.add("ranks", 0) == world.size
+    world.comm.Barrier()
+
+
+def test_unreachable_addresses_are_named_on_every_rank(world, monkeypatch):
+    monkeypatch.setattr(rendezvous, "PROBE_TIMEOUT_S", 0.2)
+    with pytest.raises(LaunchError, match=r"127\.0\.0\.1.*port 9.*Allow TCP between the nodes"):
+        rendezvous.first_reached_by_all(["127.0.0.1"], 9, world.comm)
+
+
+def test_threads_are_shared_between_the_ranks_of_a_node(world):
+    from hpcfsdp.launch import device
+
+    cores = os.sched_getaffinity(0)
+    everyone = world.comm.allgather(cores)
+    threads = world.comm.allgather(device.fair_threads(cores, everyone))
+    assert sum(threads) <= max(len(set().union(*everyone)), world.size)

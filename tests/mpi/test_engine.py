@@ -1,0 +1,440 @@
+"""The sharded model computes what the plain one computes, and keeps nothing between."""
+
+import ctypes
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as recompute
+
+from hpcfsdp.errors import DisagreementError, EngineError
+from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.wrap import ModuleWrapPolicy
+from tests.mpi.models import (
+    WIDTH,
+    Block,
+    adamw,
+    make_net,
+    plain_copy,
+    shard,
+    train_plain,
+    train_sharded,
+    whole_parameters,
+)
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def units(model):
+    return [wrapper.unit for wrapper in FullyShardedDataParallel.fsdp_modules(model)]
+
+
+def unsharded_bytes(model):
+    return sum(flat.unsharded_bytes for unit in units(model) for flat in unit.flats)
+
+
+def both_step(plain, sharded, comm, make_input, steps=4, call=lambda model, x: model(x)):
+    """Train both on the same global batches; the losses of each step."""
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, weight_decay=0) for m in (plain, sharded)]
+    results = []
+    for step in range(steps):
+        x = make_input(step)
+        expected = call(plain, x).square().mean()
+        expected.backward()
+        got = call(sharded, x.chunk(comm.size)[comm.rank]).square().mean()
+        got.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        mean = got.detach().clone()
+        comm.all_reduce(mean, "average")
+        results.append((expected.item(), mean.item()))
+    return results
+
+
+def vectors(step, *shape):
+    return torch.randn(12, *(shape or (WIDTH,)), generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize("carrier", ["mpi", "gloo"])
+@pytest.mark.parametrize("wrapping", ["blocks", "whole"])
+def test_ten_steps_equal_the_plain_module(world, comm, shared_path, carrier, wrapping):
+    plain = make_net()
+    group = world.process_group if carrier == "gloo" else None
+    sharded = shard(plain_copy(plain), group) if wrapping == "blocks" else FullyShardedDataParallel(
+        plain_copy(plain), group
+    )
+    expected = train_plain(plain, adamw(plain), range(10))
+    got = train_sharded(sharded, adamw(sharded), range(10), comm)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
+    whole = whole_parameters(sharded, shared_path / "after.h5")
+    assert whole.keys() == plain.state_dict().keys()
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(whole[name], tensor, **CLOSE)
+
+
+def test_only_shards_are_left_after_forward_and_after_backward(comm):
+    sharded = shard(make_net())
+    held = []
+    train_sharded(sharded, adamw(sharded), range(2), comm, after=lambda when: held.append(unsharded_bytes(sharded)))
+    assert held == [0, 0, 0, 0]
+    shards = sum(param.untyped_storage().nbytes() for param in sharded.parameters())
+    whole = sum(flat.layout.padded_numel * 4 for unit in units(sharded) for flat in unit.flats)
+    assert shards * comm.size == whole
+
+
+def test_memory_of_other_ranks_shards_is_given_back_to_the_system(comm):
+    # Private memory as the kernel counts it, without what malloc keeps of freed pieces for later.
+    def private_bytes():
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        with open("/proc/self/smaps_rollup") as file:
+            fields = dict(line.split(":", 1) for line in file if ":" in line and "kB" in line)
+        return sum(int(fields[name].split()[0]) * 1024 for name in ("Private_Dirty", "Private_Clean"))
+
+    width = 3600  # 49 MiB a layer
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(3)])
+    sharded = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    layer = 4 * width * width
+    x = torch.randn(2, width)
+    sharded(x).sum().backward()  # the first step warms allocators up and leaves the gradients' shards
+    at_rest = private_bytes()
+    peak = []
+    sharded.module[1].module.register_forward_hook(lambda *_: peak.append(private_bytes()))
+    loss = sharded(x).sum()
+    after_forward = private_bytes()
+    loss.backward()
+    after_backward = private_bytes()
+    assert peak[0] - at_rest > 0.8 * layer, "the probe does not see a gathered unit"
+    assert after_forward - at_rest < 0.2 * layer
+    assert after_backward - at_rest < 0.2 * layer
+
+
+def test_a_unit_called_twice_and_one_not_called(comm):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused, self.out = Block(), Block(), nn.Linear(WIDTH, 2)
+
+        def forward(self, x):
+            return self.out(self.used(self.used(x)))
+
+    torch.manual_seed(0)
+    plain = Twice()
+    sharded = shard(plain_copy(plain))
+    for expected, got in both_step(plain, sharded, comm, vectors):
+        assert got == pytest.approx(expected, rel=1e-5)
+    assert all(flat.parameter.grad is None for flat in sharded.unused.unit.flats)
+    assert unsharded_bytes(sharded) == 0
+
+
+def test_a_parameter_that_takes_no_part_counts_as_zero(comm):
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.a(x)
+
+    sharded = FullyShardedDataParallel(Half())
+    sharded(vectors(0)).sum().backward()
+    assert unsharded_bytes(sharded) == 0
+    (flat,) = sharded.unit.flats
+    full = torch.empty(flat.layout.padded_numel)
+    comm.all_gather_into_tensor(full, flat.parameter.grad)
+    by_name = flat.layout.by_name
+    assert full[by_name["a.weight"].offset : by_name["a.weight"].end].abs().sum() > 0
+    assert full[by_name["b.weight"].offset : by_name["b.weight"].end].abs().sum() == 0
+
+
+def test_gradients_accumulate_over_several_backwards(comm):
+    plain = make_net()
+    sharded = shard(plain_copy(plain))
+    from tests.mpi.models import batch, loss_of
+
+    for step in range(3):
+        (loss_of(plain, *batch(step)) / 3).backward()
+        ids, targets = (part.chunk(comm.size)[comm.rank] for part in batch(step))
+        (loss_of(sharded, ids, targets) / 3).backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    torch.testing.assert_close(sharded.clip_grad_norm_(1e9), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, float("inf")])
+def test_clip_grad_norm_equals_the_plain_one(comm, norm_type):
+    from tests.mpi.models import batch, loss_of
+
+    plain = make_net()
+    sharded = shard(plain_copy(plain))
+    loss_of(plain, *batch(0)).backward()
+    ids, targets = (part.chunk(comm.size)[comm.rank] for part in batch(0))
+    loss_of(sharded, ids, targets).backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type)
+    torch.testing.assert_close(sharded.clip_grad_norm_(0.01, norm_type), expected, **CLOSE)
+    again = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9, norm_type)
+    torch.testing.assert_close(sharded.clip_grad_norm_(1e9, norm_type), again, **CLOSE)
+
+
+def test_frozen_parameters_cost_no_gradient_and_stay(comm):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 3))
+    for name, param in plain.named_parameters():
+        param.requires_grad = "down" in name or name.startswith("2.")
+    sharded = shard(plain_copy(plain))
+    for expected, got in both_step(plain, sharded, comm, vectors):
+        assert got == pytest.approx(expected, rel=1e-5)
+    kinds = {flat.requires_grad: flat for flat in sharded[0].unit.flats}
+    assert set(kinds) == {True, False}
+    assert kinds[False].parameter.grad is None
+    assert unsharded_bytes(sharded) == 0
+
+
+def test_a_detached_weight_is_there_until_the_inputs_have_their_gradients(comm):
+    class Stop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.b(nn.functional.linear(x, self.a.weight.detach(), self.a.bias))
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Stop(), Stop())
+    sharded = FullyShardedDataParallel(plain_copy(plain), auto_wrap_policy=ModuleWrapPolicy({Stop}))
+    for expected, got in both_step(plain, sharded, comm, vectors):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_activation_checkpointing(comm, reentrant, where):
+    class Recomputed(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return recompute(self.inner, x, use_reentrant=reentrant)
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Recomputed(Block()), Recomputed(Block()), nn.Linear(WIDTH, 2))
+    unit_type = Recomputed if where == "inside" else Block
+    sharded = FullyShardedDataParallel(plain_copy(plain), auto_wrap_policy=ModuleWrapPolicy({unit_type}))
+    for expected, got in both_step(plain, sharded, comm, vectors):
+        assert got == pytest.approx(expected, rel=1e-5)
+    assert unsharded_bytes(sharded) == 0
+
+
+def test_recurrent_layers_that_keep_lists_of_their_weights(comm):
+    torch.manual_seed(0)
+    plain = nn.LSTM(5, 7, num_layers=2, batch_first=True)
+    sharded = FullyShardedDataParallel(plain_copy(plain))
+    inputs = lambda step: vectors(step, 4, 5)  # noqa: E731
+    for expected, got in both_step(plain, sharded, comm, inputs, call=lambda model, x: model(x)[0]):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+@dataclasses.dataclass
+class Answer:
+    value: torch.Tensor
+    note: str
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict", "dataclass", "keyword"])
+def test_containers_on_the_way_in_and_out(comm, form):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x=None, *, nested=None):
+            y = self.layer(x if nested is None else nested["x"][0])
+            return {"tuple": (1, y), "dict": {"y": [y]}, "dataclass": Answer(y, "n"), "keyword": y}[form]
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.odd = nn.Linear(WIDTH, WIDTH), Odd()
+
+        def forward(self, x):
+            x = self.first(x)
+            out = self.odd(nested={"x": [x]}) if form == "keyword" else self.odd(x)
+            return {"tuple": lambda: out[1], "dict": lambda: out["y"][0], "dataclass": lambda: out.value}.get(
+                form, lambda: out
+            )()
+
+    torch.manual_seed(0)
+    plain = Outer()
+    sharded = FullyShardedDataParallel(plain_copy(plain), auto_wrap_policy=ModuleWrapPolicy({Odd}))
+    for expected, got in both_step(plain, sharded, comm, vectors):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_forward_without_gradients(comm, mode):
+    plain = make_net()
+    sharded = shard(plain_copy(plain))
+    from tests.mpi.models import batch
+
+    ids, _ = batch(0)
+    with mode():
+        torch.testing.assert_close(sharded(ids), plain(ids))
+    assert unsharded_bytes(sharded) == 0
+    expected = train_plain(plain, adamw(plain), range(2))
+    torch.testing.assert_close(train_sharded(sharded, adamw(sharded), range(2), comm), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_other_dtypes(comm, dtype):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(), nn.Linear(WIDTH, 2)).to(dtype)
+    sharded = shard(plain_copy(plain))
+    tolerance = 1e-9 if dtype == torch.float64 else 0.05
+    for expected, got in both_step(plain, sharded, comm, lambda step: vectors(step).to(dtype)):
+        assert got == pytest.approx(expected, rel=tolerance)
+
+
+def test_parameters_of_two_dtypes_in_one_unit(comm):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, 2)
+
+        def forward(self, x):
+            return self.narrow(self.wide(x.double()).float())
+
+    torch.manual_seed(0)
+    plain = Mixed()
+    sharded = FullyShardedDataParallel(plain_copy(plain))
+    assert sorted(str(flat.layout.dtype) for flat in sharded.unit.flats) == ["torch.float32", "torch.float64"]
+    for expected, got in both_step(plain, sharded, comm, vectors):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_sync_module_states_takes_rank_0s_values(comm, shared_path):
+    mine = make_net(seed=comm.rank)
+    mine.scale.fill_(comm.rank + 2.0)
+    expected = make_net(seed=0).state_dict() | {"scale": torch.tensor([2.0])}
+    sharded = shard(mine, sync_module_states=True)
+    whole = whole_parameters(sharded, shared_path / "synced.h5")
+    for name, tensor in expected.items():
+        assert torch.equal(whole[name], tensor), name
+    assert sharded.scale.item() == 2.0
+
+
+def test_an_exception_in_forward_leaves_shards_and_a_model_that_works(comm):
+    plain = make_net()
+    sharded = shard(plain_copy(plain))
+    handle = sharded.blocks[1].module.register_forward_hook(lambda *_: 1 / 0)
+    from tests.mpi.models import batch
+
+    with pytest.raises(ZeroDivisionError):
+        sharded(batch(0)[0])
+    assert unsharded_bytes(sharded) == 0
+    handle.remove()
+    expected = train_plain(plain, adamw(plain), range(2))
+    torch.testing.assert_close(train_sharded(sharded, adamw(sharded), range(2), comm), expected, rtol=1e-5, atol=0)
+
+
+def test_an_exception_in_backward_is_recovered_from_at_the_next_forward(comm):
+    class Fuse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ZeroDivisionError("blown")
+
+    plain = make_net()
+    sharded = shard(plain_copy(plain))
+    from tests.mpi.models import batch
+
+    handle = sharded.blocks[0].module.register_forward_hook(lambda _m, _i, out: Fuse.apply(out))
+    with pytest.raises(ZeroDivisionError, match="blown"):
+        sharded(batch(0)[0]).sum().backward()
+    handle.remove()
+    sharded.zero_grad()
+    expected = train_plain(plain, adamw(plain), range(2))
+    torch.testing.assert_close(train_sharded(sharded, adamw(sharded), range(2), comm), expected, rtol=1e-5, atol=0)
+    assert unsharded_bytes(sharded) == 0
+
+
+def test_outputs_that_hide_tensors_are_refused_with_the_unit_and_type(comm):
+    class Hidden:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+    class Hiding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 2)
+
+        def forward(self, x):
+            return Hidden(self.layer(x))
+
+    sharded = FullyShardedDataParallel(nn.Sequential(Hiding()), auto_wrap_policy=ModuleWrapPolicy({Hiding}))
+    with pytest.raises(EngineError, match=r"^0: .*Hidden.*dataclasses"):
+        sharded(vectors(0))
+    assert unsharded_bytes(sharded) == 0
+
+
+def test_returning_a_view_of_an_own_parameter_is_refused(comm):
+    class Leaky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x):
+            return self.weight.t()
+
+    sharded = FullyShardedDataParallel(Leaky())
+    with pytest.raises(EngineError, match="view of one of its own parameters.*clone"):
+        sharded(vectors(0))
+
+
+def test_different_models_on_different_ranks_are_named_on_every_rank(comm):
+    if comm.size == 1:
+        pytest.skip("one rank cannot disagree")
+    width = 3 + (comm.rank == comm.size - 1)
+    with pytest.raises(DisagreementError, match=rf"rank 0 has weight \(2, 3\).*rank {comm.size - 1} has weight \(2, 4\)"):
+        FullyShardedDataParallel(nn.Linear(width, 2))
+
+
+def test_fewer_parameters_than_ranks(comm):
+    if comm.size == 1:
+        pytest.skip("one rank needs one parameter, which the module has")
+    sharded = FullyShardedDataParallel(nn.Linear(1, 1, bias=False))
+    with pytest.raises(EngineError, match=rf"1 parameter element\(s\) for {comm.size} ranks"):
+        sharded(torch.ones(2, 1))
+
+
+def test_a_unit_smaller_than_the_number_of_ranks(comm):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(1, bias=False), nn.Linear(WIDTH, 1))
+    plain[1] = nn.PReLU()  # one element
+    sharded = FullyShardedDataParallel(plain_copy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.PReLU}))
+    for expected, got in both_step(plain, sharded, comm, vectors):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_clip_grad_norm_belongs_to_the_root(comm):
+    sharded = shard(make_net())
+    from tests.mpi.models import batch
+
+    sharded(batch(0)[0]).sum().backward()
+    with pytest.raises(EngineError, match="on the root"):
+        sharded.blocks[0].clip_grad_norm_(1.0)
+    with pytest.raises(ValueError, match="positive"):
+        sharded.clip_grad_norm_(1.0, -1)
+
+
+def test_units_inside_of_a_plain_module(comm):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(), Block())
+    mixed = plain_copy(plain)
+    mixed[0], mixed[1] = FullyShardedDataParallel(mixed[0]), FullyShardedDataParallel(mixed[1])
+    for expected, got in both_step(plain, mixed, comm, vectors):
+        assert got == pytest.approx(expected, rel=1e-5)
+    assert unsharded_bytes(mixed) == 0
