@@ -1,0 +1,329 @@
+"""A checkpoint holds the model and the run, whoever wrote it and whoever reads it; and a failure loses nothing."""
+
+import errno
+import os
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hpcfsdp import checkpoint
+from hpcfsdp.checkpoint import writer
+from hpcfsdp.checkpoint.catalog import partial_path
+from hpcfsdp.comm.mpi import MpiCommunicator
+from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, DisagreementError
+from hpcfsdp.fsdp import FullyShardedDataParallel
+from tests.mpi.models import (
+    Block,
+    Net,
+    adamw,
+    make_net,
+    plain_copy,
+    shard,
+    train_plain,
+    train_sharded,
+    whole_parameters,
+)
+
+
+def same(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
+
+
+def trained(comm, steps=3, dropout=0.0, group=None):
+    model = shard(make_net(dropout), group)
+    optimizer = adamw(model)
+    train_sharded(model, optimizer, range(steps), comm)
+    return model, optimizer
+
+
+def test_ten_steps_saved_and_ten_more_are_bitwise_twenty(comm, shared_path):
+    torch.manual_seed(comm.rank)
+    uninterrupted, optimizer = trained(comm, 0, dropout=0.3)
+    torch.manual_seed(comm.rank)
+    expected = train_sharded(uninterrupted, optimizer, range(20), comm)
+
+    first, first_optimizer = trained(comm, 0, dropout=0.3)
+    torch.manual_seed(comm.rank)
+    train_sharded(first, first_optimizer, range(10), comm)
+    checkpoint.save(shared_path / "ten.h5", model=first, optimizer=first_optimizer, step=10)
+
+    torch.manual_seed(999)
+    second, second_optimizer = trained(comm, 2, dropout=0.3)  # not fresh: everything must be replaced
+    info = checkpoint.load(shared_path / "ten.h5", model=second, optimizer=second_optimizer)
+    assert (info.step, info.world_size) == (10, comm.size)
+    assert train_sharded(second, second_optimizer, range(10, 20), comm) == expected[10:]
+    assert same(second, uninterrupted)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "momentum", "rmsprop", "adagrad"])
+def test_optimizers_go_on_as_if_nothing_had_been(comm, shared_path, kind):
+    def make(model):
+        return {
+            "adamw": lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True),
+            "sgd": lambda p: torch.optim.SGD(p, 1e-2),
+            "momentum": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
+            "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-3, centered=True),
+            "adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
+        }[kind](model.parameters())
+
+    model = shard(make_net())
+    optimizer = make(model)
+    train_sharded(model, optimizer, range(3), comm)
+    optimizer.param_groups[0]["lr"] *= 0.5
+    checkpoint.save(shared_path / "x.h5", model=model, optimizer=optimizer, step=3)
+    again = shard(make_net(seed=5))
+    again_optimizer = make(again)
+    checkpoint.load(shared_path / "x.h5", model=again, optimizer=again_optimizer)
+    assert again_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    expected = train_sharded(model, optimizer, range(3, 6), comm)
+    assert train_sharded(again, again_optimizer, range(3, 6), comm) == expected
+    assert same(model, again)
+
+
+def test_any_number_of_ranks_loads_any_file(world, comm, shared_path):
+    # Each number of ranks, 1 up to all, saves and loads within this one start of processes.
+    def group_of(ranks):
+        part = world.comm.Split(0 if world.rank < ranks else 1)
+        return MpiCommunicator(part) if world.rank < ranks else None
+
+    groups = {ranks: group_of(ranks) for ranks in range(1, world.size + 1)}
+    plain = make_net()
+    expected = train_plain(plain, adamw(plain), range(8))
+    for writers, group in groups.items():
+        if group is not None:
+            model, optimizer = trained(group, 4, group=group)
+            checkpoint.save(shared_path / f"{writers}.h5", model=model, optimizer=optimizer, step=4)
+    world.comm.Barrier()
+    for writers in groups:
+        for group in (g for g in groups.values() if g is not None):
+            model = shard(make_net(seed=7), group)
+            optimizer = adamw(model)
+            info = checkpoint.load(shared_path / f"{writers}.h5", model=model, optimizer=optimizer)
+            assert info.world_size == writers
+            got = train_sharded(model, optimizer, range(4, 8), group)
+            torch.testing.assert_close(got, expected[4:], rtol=1e-5, atol=0)
+            if group.size == writers:
+                bitwise, bitwise_optimizer = trained(group, 4, group=group)
+                train_sharded(bitwise, bitwise_optimizer, range(4, 8), group)
+                assert same(model, bitwise)
+
+
+def test_ranks_beyond_those_that_wrote_draw_numbers_of_their_own(world, comm, shared_path):
+    alone = MpiCommunicator(world.comm.Split(world.rank))
+    if world.rank == 0:
+        checkpoint.save(shared_path / "one.h5", model=shard(make_net(), alone))
+    world.comm.Barrier()
+    model = shard(make_net())
+    drawn = []
+    for _ in range(2):
+        checkpoint.load(shared_path / "one.h5", model=model)
+        drawn.append(comm.all_gather_object(torch.rand(4).tolist()))
+    assert drawn[0] == drawn[1]
+    assert len({tuple(numbers) for numbers in drawn[0]}) == comm.size
+
+
+def test_plain_and_sharded_models_read_each_others_files(comm, shared_path):
+    model, optimizer = trained(comm)
+    checkpoint.save(shared_path / "sharded.h5", model=model, optimizer=optimizer, step=3)
+    plain = Net()
+    plain_optimizer = adamw(plain)
+    checkpoint.load(shared_path / "sharded.h5", model=plain, optimizer=plain_optimizer)
+    checkpoint.save(shared_path / "plain.h5", model=plain, optimizer=plain_optimizer, step=3)
+    again = shard(make_net(seed=3))
+    again_optimizer = adamw(again)
+    checkpoint.load(shared_path / "plain.h5", model=again, optimizer=again_optimizer)
+    assert same(model, again)
+    expected = train_sharded(model, optimizer, range(3, 6), comm)
+    torch.testing.assert_close(train_plain(plain, plain_optimizer, range(3, 6)), expected, rtol=1e-5, atol=0)
+    assert train_sharded(again, again_optimizer, range(3, 6), comm) == expected
+
+
+def test_other_units_load_the_same_file(comm, shared_path):
+    model, optimizer = trained(comm)
+    checkpoint.save(shared_path / "blocks.h5", model=model, optimizer=optimizer, step=3)
+    whole = FullyShardedDataParallel(make_net(seed=3))
+    whole_optimizer = adamw(whole)
+    checkpoint.load(shared_path / "blocks.h5", model=whole, optimizer=whole_optimizer)
+    expected = train_sharded(model, optimizer, range(3, 6), comm)
+    torch.testing.assert_close(
+        train_sharded(whole, whole_optimizer, range(3, 6), comm), expected, rtol=1e-5, atol=0
+    )
+
+
+def test_every_parameter_stands_under_its_own_name_with_its_own_shape(comm, shared_path):
+    model, optimizer = trained(comm)
+    path = checkpoint.save(shared_path / "named.h5", model=model, optimizer=optimizer, step=3)
+    whole = whole_parameters(model, shared_path / "again.h5")
+    with h5py.File(path) as file:
+        assert set(file["model"]) == set(Net().state_dict())
+        for name, tensor in Net().state_dict().items():
+            assert file["model"][name].shape == tuple(tensor.shape)
+            assert np.array_equal(file["model"][name][...], whole[name].numpy())
+        assert file["model/head.weight"] == file["model/embed.weight"]  # tied: one dataset, two names
+        assert file["optim/state/blocks.0.up.weight/exp_avg"].shape == (29, 13)
+        assert file["optim/state/blocks.0.up.weight/step"][()] == 3
+        assert file.attrs["committed"] == 1
+        # A rank's part of a dataset is one run of bytes, and the runs tile it.
+        rows = file["meta/extents"][...]
+        names = [name.decode() for name in file["meta/tensors"][...]]
+        runs = rows[rows["tensor"] == names.index("model/blocks.0.up.weight")]
+        assert runs["numel"].sum() == 29 * 13
+        assert len(set(runs["rank"])) == len(runs)
+
+
+def test_extra_and_config_come_back_on_every_rank(comm, shared_path):
+    extra = {"schedule": {"last": [1, 2.5, None, "x"]}, "table": torch.arange(6).view(2, 3), "flag": True}
+    path = checkpoint.save(
+        shared_path / "extra.h5", model=shard(make_net()), step=7, extra=extra, config={"lr": 1e-3}
+    )
+    info = checkpoint.load(path, model=shard(make_net()))
+    assert info.extra["schedule"] == extra["schedule"]
+    assert info.extra["table"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert info.extra["flag"] is True
+    assert (info.config, info.step, info.path) == ({"lr": 1e-3}, 7, path)
+
+
+class Narrow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 13)
+        self.blocks = nn.ModuleList([Block()])
+        self.norm = nn.LayerNorm(12)
+        self.added = nn.Linear(2, 2)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_names_and_shapes(comm, shared_path):
+    checkpoint.save(shared_path / "net.h5", model=shard(make_net()))
+    other = shard(Narrow())
+    before = [param.detach().clone() for param in other.parameters()]
+    drawn = torch.get_rng_state()
+    with pytest.raises(CheckpointMismatchError) as caught:
+        checkpoint.load(shared_path / "net.h5", model=other)
+    message = str(caught.value)
+    for line in (
+        "missing in the file: added.weight [2, 2]",
+        "differing: norm.weight is [13] float32 in the file, [12] float32 in the model",
+        "unexpected in the file: blocks.1.up.weight [29, 13]",
+        "unexpected in the file: head.weight [11, 13]",
+    ):
+        assert line in message
+    assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
+    assert torch.equal(drawn, torch.get_rng_state())
+
+
+def test_an_optimizer_that_was_not_saved_or_has_other_groups_is_refused(comm, shared_path):
+    model, optimizer = trained(comm, 1)
+    checkpoint.save(shared_path / "without.h5", model=model)
+    with pytest.raises(CheckpointMismatchError, match="holds no optimizer"):
+        checkpoint.load(shared_path / "without.h5", model=model, optimizer=optimizer)
+    checkpoint.save(shared_path / "one_group.h5", model=model, optimizer=optimizer)
+    first, *rest = model.parameters()
+    two_groups = torch.optim.AdamW([{"params": [first]}, {"params": rest, "lr": 0.5}])
+    with pytest.raises(CheckpointMismatchError, match=r"has 2 group\(s\).*checkpoint 1"):
+        checkpoint.load(shared_path / "one_group.h5", model=model, optimizer=two_groups)
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match="after wrapping the model"):
+        checkpoint.save(shared_path / "stranger.h5", model=model, optimizer=stranger)
+
+
+def test_a_damaged_block_is_found_by_some_rank_and_changes_nothing_on_any(comm, shared_path):
+    model, optimizer = trained(comm)
+    path = checkpoint.save(shared_path / "damaged.h5", model=model, optimizer=optimizer)
+    if comm.rank == 0:
+        with h5py.File(path) as file:
+            offset = file["model/blocks.1.down.weight"].id.get_offset()
+        with open(path, "r+b") as raw:
+            raw.seek(offset + 41)
+            byte = raw.read(1)[0]
+            raw.seek(offset + 41)
+            raw.write(bytes([byte ^ 16]))
+    comm.all_gather_object(None)
+    again = shard(make_net(seed=3))
+    again_optimizer = adamw(again)
+    before = [param.detach().clone() for param in again.parameters()]
+    with pytest.raises(CheckpointCorruptError, match=r"blocks\.1\.down\.weight.*checksum"):
+        checkpoint.load(path, model=again, optimizer=again_optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, again.parameters(), strict=True))
+    assert not again_optimizer.state
+
+
+def test_a_truncated_file_is_refused_on_every_rank(comm, shared_path):
+    model = shard(make_net())
+    path = checkpoint.save(shared_path / "short.h5", model=model)
+    if comm.rank == 0:
+        os.truncate(path, path.stat().st_size // 2)
+    comm.all_gather_object(None)
+    with pytest.raises(CheckpointCorruptError, match=r"short\.h5"):
+        checkpoint.load(path, model=model)
+
+
+def test_a_missing_file_is_named_on_every_rank(comm, shared_path):
+    with pytest.raises(CheckpointError, match=r"nowhere\.h5: No such file"):
+        checkpoint.load(shared_path / "nowhere.h5", model=shard(make_net()))
+
+
+@pytest.mark.parametrize("culprit", ["first", "last"])
+@pytest.mark.parametrize("call", ["open", "pwrite", "fsync", "replace"])
+def test_a_failure_of_any_rank_is_everyones_and_loses_nothing(comm, shared_path, monkeypatch, call, culprit):
+    model, optimizer = trained(comm, 1)
+    path = checkpoint.save(shared_path / "kept.h5", model=model, optimizer=optimizer, step=1)
+    train_sharded(model, optimizer, range(1, 2), comm)
+    failing = 0 if culprit == "first" or call == "replace" else comm.size - 1
+
+    class Failing:
+        """The os module, with one call that fails for the temporary file."""
+
+        def __getattr__(self, name):
+            if name != call:
+                return getattr(os, name)
+
+            def fail(*args):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            return fail
+
+    with monkeypatch.context() as patch:
+        if comm.rank == failing:
+            patch.setattr(writer, "os", Failing())
+        with pytest.raises(CheckpointError, match=r"kept\.h5.*No space left on device") as caught:
+            checkpoint.save(path, model=model, optimizer=optimizer, step=2)
+    assert comm.rank == failing or f"rank {failing}: " in str(caught.value)
+    comm.all_gather_object(None)
+    assert os.listdir(shared_path) == ["kept.h5"]
+    assert checkpoint.load(path, model=model, optimizer=optimizer).step == 1
+    checkpoint.save(path, model=model, optimizer=optimizer, step=3)
+    assert checkpoint.open_index(path).info.step == 3
+
+
+def test_a_file_left_by_a_killed_writer_is_no_checkpoint_and_in_nobodys_way(comm, shared_path):
+    path = checkpoint.checkpoint_files(shared_path)
+    assert path == []
+    target = shared_path / "step-00000004.h5"
+    if comm.rank == 0:
+        partial_path(target).write_bytes(b"half")
+    comm.all_gather_object(None)
+    assert checkpoint.latest(shared_path) is None
+    checkpoint.save(target, model=shard(make_net()), step=4)
+    assert checkpoint.latest(shared_path) == target
+    assert os.listdir(shared_path) == [target.name]
+
+
+def test_ranks_with_different_optimizers_are_told_before_anything_is_written(comm, shared_path):
+    if comm.size == 1:
+        pytest.skip("one rank cannot disagree")
+    model = shard(make_net())
+    kind = torch.optim.SGD if comm.rank else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=0.1)
+    train_sharded(model, optimizer, range(1), comm)
+    with pytest.raises(DisagreementError, match="plan of the checkpoint"):
+        checkpoint.save(shared_path / "never.h5", model=model, optimizer=optimizer)
+    assert os.listdir(shared_path) == []
+
+
+def test_saving_over_a_process_group(world, shared_path):
+    model = shard(plain_copy(make_net()), world.process_group)
+    path = checkpoint.save(shared_path / "gloo.h5", model=model, step=2)
+    assert checkpoint.load(path, model=shard(make_net(seed=2), world.process_group)).step == 2
