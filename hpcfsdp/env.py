@@ -9,7 +9,8 @@ CONFIG_PREFIX = "HPCFSDP_"
 # What launchers say about the number of processes they started, the most specific first. SLURM's variable comes last:
 # it is also inherited by processes that an mpirun inside of an allocation started.
 _LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-_LAUNCHER_MARKS = (*_LAUNCHER_SIZES, "PMIX_RANK", "PMI_RANK", "PMI_FD", "PALS_RANKID")
+# What Open MPI's own launcher, or one that speaks PMIx to it, sets.
+_OPEN_MPI_MARKS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK")
 
 
 def launcher_size() -> tuple[str, int] | None:
@@ -21,20 +22,17 @@ def launcher_size() -> tuple[str, int] | None:
     return None
 
 
-def has_launcher() -> bool:
-    """Whether this process was started by mpirun, mpiexec or srun."""
-    return any(name in os.environ for name in _LAUNCHER_MARKS)
-
-
 @contextlib.contextmanager
 def singleton_mpi() -> Iterator[None]:
-    """While MPI starts in a process that no launcher started, keep Open MPI from making a shared-memory segment.
+    """While MPI starts in a process that Open MPI was not told of, keep it from making a shared-memory segment.
 
     Open MPI 5 leaves that segment behind in /dev/shm when a single process ends. One process needs no transport but
-    the one to itself. The variables are taken back at once, since an mpirun started from here would inherit them.
+    the one to itself. The variables are taken back at once, since an mpirun started from here would inherit them;
+    other MPI libraries do not read them.
     """
     wanted = {"OMPI_MCA_btl": "self", "OMPI_MCA_pml": "ob1"}
-    names = [] if has_launcher() else [name for name in wanted if name not in os.environ]
+    launched = any(name in os.environ for name in _OPEN_MPI_MARKS)
+    names = [] if launched else [name for name in wanted if name not in os.environ]
     os.environ.update({name: wanted[name] for name in names})
     try:
         yield

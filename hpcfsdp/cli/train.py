@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hpcfsdp import config as configuration
@@ -45,9 +46,10 @@ def _train(arguments: Sequence[str], comm: Any, stop: Any) -> int:
 
     with raise_together(MpiCommunicator(comm)):
         config = configuration.parse(RunConfig, arguments, prog=_PROG)
-        from pathlib import Path
-
-        log.set_up(comm.rank, comm.size, host_name(), Path(config.run_dir, "logs"))
+        try:
+            log.set_up(comm.rank, comm.size, host_name(), Path(config.run_dir, "logs"))
+        except OSError as error:
+            raise HpcfsdpError(f"run_dir {config.run_dir}: cannot write there: {error.strerror}") from error
     world = hpcfsdp.init(None if config.device == "auto" else config.device)
     try:
         outcome = train(config, world, stop)
@@ -77,6 +79,7 @@ def _end_together(error: HpcfsdpError, comm: Any) -> int:
         # A launcher may kill the other ranks as soon as one ends with an error: not before the message is out.
         comm.Barrier()
     else:
-        print(f"hpcfsdp: rank {comm.rank} of {comm.size}: {error}", file=sys.stderr, flush=True)
-        comm.Abort(error.exit_code)
+        from hpcfsdp.launch.abort import abort
+
+        abort(str(error), error.exit_code)
     return error.exit_code

@@ -117,6 +117,9 @@ def init(device: str | torch.device | None = None, *, timeout_s: float = 1800.0)
         )
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=timeout)
+        abort.install(
+            comm
+        )  # again: torch has put a hook of its own in front, which holds output back until ours returns
     elif dist.get_world_size() != comm.size or dist.get_rank() != comm.rank:
         raise LaunchError(
             f"torch.distributed was initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but MPI has this "

@@ -148,9 +148,7 @@ def test_other_units_load_the_same_file(comm, shared_path):
     whole_optimizer = adamw(whole)
     checkpoint.load(shared_path / "blocks.h5", model=whole, optimizer=whole_optimizer)
     expected = train_sharded(model, optimizer, range(3, 6), comm)
-    torch.testing.assert_close(
-        train_sharded(whole, whole_optimizer, range(3, 6), comm), expected, rtol=1e-5, atol=0
-    )
+    torch.testing.assert_close(train_sharded(whole, whole_optimizer, range(3, 6), comm), expected, rtol=1e-5, atol=0)
 
 
 def test_every_parameter_stands_under_its_own_name_with_its_own_shape(comm, shared_path):
@@ -176,9 +174,7 @@ def test_every_parameter_stands_under_its_own_name_with_its_own_shape(comm, shar
 
 def test_extra_and_config_come_back_on_every_rank(comm, shared_path):
     extra = {"schedule": {"last": [1, 2.5, None, "x"]}, "table": torch.arange(6).view(2, 3), "flag": True}
-    path = checkpoint.save(
-        shared_path / "extra.h5", model=shard(make_net()), step=7, extra=extra, config={"lr": 1e-3}
-    )
+    path = checkpoint.save(shared_path / "extra.h5", model=shard(make_net()), step=7, extra=extra, config={"lr": 1e-3})
     info = checkpoint.load(path, model=shard(make_net()))
     assert info.extra["schedule"] == extra["schedule"]
     assert info.extra["table"].tolist() == [[0, 1, 2], [3, 4, 5]]

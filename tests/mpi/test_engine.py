@@ -62,8 +62,8 @@ def vectors(step, *shape):
 def test_ten_steps_equal_the_plain_module(world, comm, shared_path, carrier, wrapping):
     plain = make_net()
     group = world.process_group if carrier == "gloo" else None
-    sharded = shard(plain_copy(plain), group) if wrapping == "blocks" else FullyShardedDataParallel(
-        plain_copy(plain), group
+    sharded = (
+        shard(plain_copy(plain), group) if wrapping == "blocks" else FullyShardedDataParallel(plain_copy(plain), group)
     )
     expected = train_plain(plain, adamw(plain), range(10))
     got = train_sharded(sharded, adamw(sharded), range(10), comm)
@@ -390,7 +390,7 @@ def test_returning_a_view_of_an_own_parameter_is_refused(comm):
             return self.weight.t()
 
     sharded = FullyShardedDataParallel(Leaky())
-    with pytest.raises(EngineError, match="view of one of its own parameters.*clone"):
+    with pytest.raises(EngineError, match=r"view of one of its own parameters.*clone"):
         sharded(vectors(0))
 
 
@@ -398,7 +398,9 @@ def test_different_models_on_different_ranks_are_named_on_every_rank(comm):
     if comm.size == 1:
         pytest.skip("one rank cannot disagree")
     width = 3 + (comm.rank == comm.size - 1)
-    with pytest.raises(DisagreementError, match=rf"rank 0 has weight \(2, 3\).*rank {comm.size - 1} has weight \(2, 4\)"):
+    with pytest.raises(
+        DisagreementError, match=rf"rank 0 has weight \(2, 3\).*rank {comm.size - 1} has weight \(2, 4\)"
+    ):
         FullyShardedDataParallel(nn.Linear(width, 2))
 
 

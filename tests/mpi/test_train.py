@@ -71,9 +71,7 @@ def plain_losses(config):
     corpus = data.Corpus(split.train)
     torch.manual_seed(config.seed)
     model = GPT(config.model)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), betas=(OPTIM.beta1, OPTIM.beta2), weight_decay=OPTIM.weight_decay
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(OPTIM.beta1, OPTIM.beta2), weight_decay=OPTIM.weight_decay)
     losses = []
     for step in range(config.train.steps):
         optimizer.param_groups[0]["lr"] = learning_rate(step, config.train.steps, OPTIM)

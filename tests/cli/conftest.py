@@ -1,0 +1,129 @@
+"""Commands run as users run them: in processes of their own, also under mpirun."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = "--device cpu --model.layers 1 --model.width 16 --model.heads 2 --model.context 16 --train.log_every 1".split()
+
+
+class Job:
+    """A command in a session of its own. Whatever happens, none of its processes outlives the test."""
+
+    def __init__(self, arguments, ranks, cwd, environ):
+        self.command = [sys.executable, *map(str, arguments)]
+        if ranks:
+            mpirun = Path(sys.executable).parent / "mpirun"
+            launcher = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
+            self.command = [launcher, "--map-by", ":OVERSUBSCRIBE", "-n", str(ranks), *self.command]
+        allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            self.command,
+            cwd=cwd,
+            env={**os.environ, **allowed, **(environ or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.stdout = self.stderr = ""
+
+    def ranks(self):
+        """The processes of the ranks, in no order."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return [process for process in found if process.cmdline()[:1] == [sys.executable]]
+
+    def wait(self, timeout=60):
+        try:
+            self.stdout, self.stderr = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.end()
+            pytest.fail(f"{self.command} took over {timeout} s\n{self.stdout}\n{self.stderr}")
+        return self
+
+    def wait_for(self, condition, timeout=60):
+        """Wait until `condition()` holds while the job runs."""
+        until = time.monotonic() + timeout
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > until:
+                self.end()
+                pytest.fail(f"{self.command} ended or took over {timeout} s before it came that far\n{self.stderr}")
+            time.sleep(0.05)
+
+    def end(self):
+        if self.process.poll() is None:
+            family = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.send_signal(signal.SIGTERM)  # mpirun then ends its ranks and cleans up
+            _, alive = psutil.wait_procs([psutil.Process(self.process.pid), *family], timeout=10)
+            for process in alive:
+                process.kill()
+        self.stdout, self.stderr = self.process.communicate()
+
+    @property
+    def code(self):
+        return self.process.returncode
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start ``python arguments`` on so many ranks (0: without mpirun) in an empty folder."""
+    jobs = []
+
+    def start_job(*arguments, ranks=0, cwd=tmp_path, environ=None):
+        jobs.append(Job(arguments, ranks, cwd, environ))
+        return jobs[-1]
+
+    before = set(os.listdir("/dev/shm"))
+    yield start_job
+    for job in jobs:
+        if job.code is None:
+            job.end()
+    left = set(os.listdir("/dev/shm")) - before
+    assert not left, f"shared memory was left behind: {left}"
+
+
+@pytest.fixture
+def hpcfsdp(start):
+    """Run ``hpcfsdp arguments`` to its end."""
+
+    def run(*arguments, **options):
+        return start("-m", "hpcfsdp", *arguments, **options).wait()
+
+    return run
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """Arguments of a training that takes no time, in a folder whose name has spaces."""
+    corpus = tmp_path / "some words.txt"
+    corpus.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 40)
+    run_dir = tmp_path / "a run"
+    return [*TINY, "--data.paths", str(corpus), "--run_dir", str(run_dir), "--train.batch", "4"]
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """A checkpoint of a small plain model with its optimizer."""
+    import torch
+
+    from hpcfsdp import checkpoint
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    output = model(torch.ones(1, 3))
+    model[1].register_buffer("counts", torch.arange(5))
+    model.twin = model[0]
+    optimizer = torch.optim.AdamW(model.parameters())
+    output.sum().backward()
+    optimizer.step()
+    path = tmp_path_factory.mktemp("saved") / "step-00000007.h5"
+    return checkpoint.save(path, model=model, optimizer=optimizer, step=7, extra={"note": "x"})
