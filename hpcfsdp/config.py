@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, set_parsing_settings
 
 from hpcfsdp import env
 from hpcfsdp.errors import UsageError
@@ -86,7 +86,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _parser(kind: type, prog: str) -> ArgumentParser:
-    parser = ArgumentParser(prog=prog, env_prefix=env.CONFIG_PREFIX.rstrip("_"), default_env=True, exit_on_error=False)
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the text below a field is its help
+    parser = ArgumentParser(
+        prog=prog,
+        usage=f"{prog} [run.yaml] [--section.key value ...]",
+        env_prefix=env.CONFIG_PREFIX.rstrip("_"),
+        default_env=True,
+        exit_on_error=False,
+    )
     parser.add_argument("--config", action="config", help="YAML file with sections and keys as below")
     parser.add_class_arguments(kind)
     return parser

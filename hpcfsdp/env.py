@@ -1,7 +1,8 @@
-"""The one place that reads and writes ``os.environ``."""
+"""What surrounds the process: the one place that reads and writes ``os.environ``."""
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator, Mapping
 
 CONFIG_PREFIX = "HPCFSDP_"
@@ -60,3 +61,8 @@ def config_values() -> dict[str, str]:
 def colour_refused() -> bool:
     """Whether the user asks for output without colour (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR"))
+
+
+def host_name() -> str:
+    """The name of this node, without its domain."""
+    return socket.gethostname().split(".")[0]

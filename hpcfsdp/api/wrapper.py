@@ -18,8 +18,8 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.runtime.clip import clip_grad_norm
-from hpcfsdp.runtime.state import Engine, Phase
-from hpcfsdp.runtime.unit import Unit
+from hpcfsdp.runtime.state import Phase
+from hpcfsdp.runtime.unit import Engine, Unit
 
 WRAPPED = "_fsdp_wrapped_module"
 FLAT_PARAM = "_flat_param"
@@ -42,7 +42,8 @@ class FullyShardedDataParallel(nn.Module):
         auto_wrap_policy: chooses submodules that become units of their own, see ``hpcfsdp.wrap``. One unit at a time
             is gathered, so memory and overlap depend on it.
         backward_prefetch: accepted for torch's default; gathers are not issued ahead of time yet.
-        device_id: where the module is moved before it is sharded; by default the world's device.
+        device_id: where the module is moved before it is sharded; by default the world's device, or none for a
+            `process_group` of one's own.
         sync_module_states: every rank takes rank 0's parameters and buffers.
         limit_all_gathers: accepted; never more than one unit and those around it are gathered.
 
@@ -87,7 +88,7 @@ class FullyShardedDataParallel(nn.Module):
         _check_module(module)
         self.comm = communicator_for(process_group, required=True)
         self._is_root = False
-        device = _target_device(module, device_id)
+        device = _target_device(process_group, device_id)
         if device is not None:
             module.to(device)
         if auto_wrap_policy is not None:
@@ -270,11 +271,11 @@ def _check_module(module: nn.Module) -> None:
         )
 
 
-def _target_device(module: nn.Module, device_id: int | torch.device | None) -> torch.device | None:
+def _target_device(process_group: Any, device_id: int | torch.device | None) -> torch.device | None:
     """Where to move the module, None to leave it where it is."""
     if isinstance(device_id, int):
         return torch.device("cuda", device_id)
     if device_id is not None:
         return torch.device(device_id)
     world = launch.current_world()
-    return None if world is None else world.device
+    return world.device if world is not None and process_group is None else None

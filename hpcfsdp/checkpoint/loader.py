@@ -15,7 +15,7 @@ from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
 from hpcfsdp.checkpoint.schema import CheckpointInfo
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointMismatchError
-from hpcfsdp.state.model import communicator_of, model_tensors
+from hpcfsdp.state.model import communicator_of, device_of, model_tensors
 from hpcfsdp.state.optimizer import OptimizerRestore, SavedTensor
 from hpcfsdp.state.tensors import StateTensor
 
@@ -65,7 +65,7 @@ def load(
         piece.fill(values)
     if restore is not None:
         restore.apply()
-    _restore_rng(index, comm, next(model.parameters()).device)
+    _restore_rng(index, comm, device_of(model))
     return index.info
 
 

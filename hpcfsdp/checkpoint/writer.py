@@ -20,7 +20,7 @@ from hpcfsdp.checkpoint.catalog import partial_path
 from hpcfsdp.checkpoint.plan import SavePlan, plan_save
 from hpcfsdp.comm import Communicator, assert_same, raise_together
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.state.model import communicator_of, model_tensors
+from hpcfsdp.state.model import communicator_of, device_of, model_tensors
 from hpcfsdp.state.optimizer import optimizer_state
 from hpcfsdp.state.tensors import StateTensor
 
@@ -133,7 +133,7 @@ def _plain_group(index: int, group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gather_rng(comm: Communicator, model: nn.Module) -> dict[str, np.ndarray]:
-    everyone = comm.all_gather_object(rng.capture(next(model.parameters()).device))
+    everyone = comm.all_gather_object(rng.capture(device_of(model)))
     return {f"{schema.RNG}/{kind}": np.stack([states[kind] for states in everyone]) for kind in everyone[0]}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp import config as configuration
+from hpcfsdp import config as configuration, env
 from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.train.config import RunConfig
 
@@ -40,14 +40,13 @@ def _train(arguments: Sequence[str], comm: Any, stop: Any) -> int:
     import hpcfsdp
     from hpcfsdp.comm.agree import raise_together
     from hpcfsdp.comm.mpi import MpiCommunicator
-    from hpcfsdp.launch.bootstrap import host_name
     from hpcfsdp.observe import log
     from hpcfsdp.train.loop import train
 
     with raise_together(MpiCommunicator(comm)):
         config = configuration.parse(RunConfig, arguments, prog=_PROG)
         try:
-            log.set_up(comm.rank, comm.size, host_name(), Path(config.run_dir, "logs"))
+            log.set_up(comm.rank, comm.size, env.host_name(), Path(config.run_dir, "logs"))
         except OSError as error:
             raise HpcfsdpError(f"run_dir {config.run_dir}: cannot write there: {error.strerror}") from error
     world = hpcfsdp.init(None if config.device == "auto" else config.device)

@@ -8,6 +8,8 @@ import traceback
 from types import TracebackType
 from typing import Any
 
+from hpcfsdp import env
+
 OUTPUT_GRACE_S = 0.5
 """Launchers drop output that has not reached them when the abort does."""
 
@@ -41,11 +43,9 @@ def abort(message: str, exit_code: int) -> None:
     """Print a message with rank and host, and end all processes of the job. Does not return."""
     from mpi4py import MPI
 
-    from hpcfsdp.launch.bootstrap import host_name
-
     world = MPI.COMM_WORLD
     sys.stdout.flush()
-    sys.stderr.write(f"hpcfsdp: rank {world.rank} of {world.size} on {host_name()}: {message.rstrip()}\n")
+    sys.stderr.write(f"hpcfsdp: rank {world.rank} of {world.size} on {env.host_name()}: {message.rstrip()}\n")
     sys.stderr.flush()
     time.sleep(OUTPUT_GRACE_S)
     world.Abort(exit_code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -157,8 +156,3 @@ def finalize() -> None:
     abort.uninstall()
     _world.comm.Free()
     _world = None
-
-
-def host_name() -> str:
-    """The name of this node, without its domain."""
-    return socket.gethostname().split(".")[0]

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 LOGGER = logging.getLogger("hpcfsdp")
 
@@ -37,13 +38,25 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(entry)
 
 
+class _StderrHandler(logging.StreamHandler):
+    """Writes to what stderr is at the time: a progress bar puts itself in its place and stays below the lines."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _stream: TextIO) -> None:
+        pass
+
+
 def set_up(rank: int, size: int, host: str, directory: Path | None = None) -> None:
     """Send what hpcfsdp logs to stderr (rank 0) and to ``directory/rank-<rank>.jsonl`` (every rank)."""
     close()
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False
     if rank == 0:
-        _add(logging.StreamHandler(sys.stderr), _PlainFormatter(rank, size, host))
+        _add(_StderrHandler(), _PlainFormatter(rank, size, host))
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         _add(logging.FileHandler(directory / f"rank-{rank:04d}.jsonl"), _JsonFormatter(rank, host))

@@ -7,7 +7,7 @@ which event is told in docs/architecture.md, "The life of a step".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from hpcfsdp import _compat
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.runtime.hooks import UnknownContainerError, tensors_in
-from hpcfsdp.runtime.state import TRANSITIONS, Engine, Phase
+from hpcfsdp.runtime.state import TRANSITIONS, Phase
 
 
 @dataclass
@@ -52,13 +52,14 @@ class Unit:
     def pre_forward(self, args: Any, kwargs: Any) -> _Call:
         """Collective. Gather the parameters; from here on the module may compute."""
         self._enter(Phase.RECOMPUTE if self.phase is Phase.BACKWARD else Phase.FORWARD)
-        self.unshard()
         call = _Call()
-        if self.flats and torch.is_grad_enabled():
-            for tensor in tensors_in((args, kwargs), strict=False):
-                if tensor.requires_grad:
-                    call.inputs_pending += 1
-                    tensor.register_hook(self._input_hook(call))
+        try:
+            self.unshard()
+            if self.flats and torch.is_grad_enabled():
+                self._watch_inputs(call, (args, kwargs))
+        except BaseException:
+            self.leave_forward()
+            raise
         return call
 
     def post_forward(self, call: _Call, outputs: Any) -> None:
@@ -128,6 +129,12 @@ class Unit:
             )
         self.phase = phase
 
+    def _watch_inputs(self, call: _Call, inputs: Any) -> None:
+        for tensor in tensors_in(inputs, strict=False):
+            if tensor.requires_grad:
+                call.inputs_pending += 1
+                tensor.register_hook(self._input_hook(call))
+
     def _watch_outputs(self, call: _Call, outputs: Any) -> None:
         try:
             found = list(tensors_in(outputs, strict=True))
@@ -191,3 +198,23 @@ class Unit:
         for unit in self.engine.units:
             if unit.phase is Phase.BACKWARD:
                 unit.post_backward()
+
+
+@dataclass
+class Engine:
+    """What all units under one root share.
+
+    Attributes:
+        units: in the order in which the modules were registered, the root first.
+        in_backward: whether a backward pass has begun and its end has been asked for.
+    """
+
+    units: list[Unit] = field(default_factory=list)
+    in_backward: bool = False
+
+    def recover(self) -> None:
+        """Bring all units back to rest if a backward pass was broken off by an exception."""
+        if self.in_backward and not _compat.in_backward():
+            self.in_backward = False
+            for unit in self.units:
+                unit.reset()

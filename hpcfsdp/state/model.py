@@ -28,6 +28,11 @@ def communicator_of(model: nn.Module) -> Communicator:
     return wrappers[0].comm if wrappers else communicator_for(None, required=False)
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model computes: the device of its first parameter, the CPU for a model without any."""
+    return next((param.device for param in model.parameters()), torch.device("cpu"))
+
+
 def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout]]:
     """Each flat parameter with its layout under the names that parameters have in the whole model."""
     for path, module in model.named_modules():

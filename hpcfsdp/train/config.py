@@ -14,7 +14,7 @@ class ModelConfig:
     layers: int = 4
     width: int = 256
     heads: int = 4
-    context: int = 256
+    context: int = 128
     """Bytes that a prediction may look back on."""
     dropout: float = 0.0
 
@@ -51,7 +51,7 @@ class LoopConfig:
     """Of the whole training, over all runs; the learning rate follows it."""
     run_steps: int = 0
     """At most this many in this run; 0 for all that are left."""
-    batch: int = 8
+    batch: int = 16
     """Sequences in a step, over all ranks; the number of ranks does not change what a step computes."""
     accumulation: int = 1
     """Micro-batches that a step is split into, to save memory."""
