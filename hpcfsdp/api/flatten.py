@@ -54,12 +54,10 @@ def own_params(root: nn.Module, *, stop_at: type[nn.Module]) -> OwnParams:
     """
     found: dict[nn.Parameter, OwnParam] = {}
     buffers: dict[torch.Tensor, None] = {}
-    seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, prefix: str) -> None:
-        if isinstance(module, stop_at) or module in seen:
+        if isinstance(module, stop_at):
             return
-        seen.add(module)
         for name, param in module._parameters.items():
             if param is None:
                 continue
@@ -71,10 +69,12 @@ def own_params(root: nn.Module, *, stop_at: type[nn.Module]) -> OwnParams:
             entry = found.setdefault(param, OwnParam(param, prefix + name, []))
             if entry.places:
                 entry.aliases += (prefix + name,)
-            entry.places.append((module, name))
+            if (module, name) not in entry.places:  # a module may be registered in several places
+                entry.places.append((module, name))
         buffers.update((buffer, None) for buffer in module._buffers.values() if buffer is not None)
-        for name, child in module.named_children():
-            visit(child, f"{prefix}{name}.")
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{prefix}{name}.")
 
     visit(root, "")
     devices = {entry.param.device: entry.fqn for entry in found.values()}
@@ -89,22 +89,32 @@ def own_params(root: nn.Module, *, stop_at: type[nn.Module]) -> OwnParams:
     return OwnParams(list(groups.values()), list(buffers))
 
 
-def check_same_model(comm: Communicator, layouts: Sequence[FlatLayout]) -> None:
-    """Collective over `comm`. Raise on every rank, naming the first difference, unless all ranks have these layouts."""
-    prints = comm.all_gather_object([layout.fingerprint() for layout in layouts])
+def check_same_model(comm: Communicator, layouts: Sequence[FlatLayout], trained: Sequence[bool]) -> None:
+    """Collective over `comm`. Raise on every rank, naming the first difference, unless all have the same parameters.
+
+    Args:
+        trained: whether the parameters of each layout require gradients.
+    """
+    prints = comm.all_gather_object(
+        [(layout.fingerprint(), grad) for layout, grad in zip(layouts, trained, strict=True)]
+    )
     if all(other == prints[0] for other in prints):
         return
-    mine = [(slot.fqn, slot.shape, str(layout.dtype)) for layout in layouts for slot in layout.slots]
+    mine = [
+        (slot.fqn, slot.shape, str(layout.dtype), "trained" if grad else "with requires_grad=False")
+        for layout, grad in zip(layouts, trained, strict=True)
+        for slot in layout.slots
+    ]
     everyone = comm.all_gather_object(mine)
     rank = next(rank for rank, other in enumerate(prints) if other != prints[0])
-    nothing = ("nothing", "", "")
+    nothing = ("nothing", "", "", "")
     for index in range(max(len(everyone[0]), len(everyone[rank]))):
         first = everyone[0][index] if index < len(everyone[0]) else nothing
         other = everyone[rank][index] if index < len(everyone[rank]) else nothing
         if first != other:
             raise DisagreementError(
-                "ranks wrap different models: as parameter {} rank 0 has {} {} {}, rank {} has {} {} {}".format(
+                "ranks wrap different models: as parameter {} rank 0 has {} {} {} {}, rank {} has {} {} {} {}".format(
                     index, *first, rank, *other
                 )
             )
-    raise DisagreementError(f"ranks wrap different models: parameters of rank 0 and {rank} differ in requires_grad")
+    raise DisagreementError(f"ranks wrap different models: rank 0 and rank {rank} differ in tied names")

@@ -18,8 +18,8 @@ def choose_units(root: nn.Module, policy: Any) -> dict[nn.Module, dict[str, Any]
     Args:
         policy: one of torch's policy objects (``ModuleWrapPolicy``, ``CustomPolicy``), or a function
             ``policy(module=, recurse=, nonwrapped_numel=) -> bool`` as torch's FSDP takes it: asked with
-            ``recurse=True`` whether to look inside of a module, then with ``recurse=False`` whether to wrap it, told
-            how many elements of it no unit inside has taken.
+            ``recurse=True`` whether to consider a module and what is inside of it at all, then with
+            ``recurse=False`` whether to wrap it, told how many elements of it no unit inside has taken.
 
     Returns:
         Each module with the constructor arguments that the policy gives it alone.
@@ -37,11 +37,12 @@ def choose_units(root: nn.Module, policy: Any) -> dict[nn.Module, dict[str, Any]
         """Elements below `module` that chosen units own."""
         numel = sum(param.numel() for param in module.parameters())
         taken = 0
-        if policy(module=module, recurse=True, nonwrapped_numel=numel):
-            for child in module.children():
-                if child not in seen:
-                    seen.add(child)
-                    taken += visit(child)
+        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+            return taken  # neither what is inside of it nor the module itself
+        for child in module.children():
+            if child not in seen:
+                seen.add(child)
+                taken += visit(child)
         if module is not root and policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
             chosen[module] = {}
             return numel
@@ -63,8 +64,9 @@ def check_ties(root: nn.Module, units: dict[nn.Module, dict[str, Any]]) -> None:
                     f"parameters {first_name!r} and {prefix + name!r} are tied but the policy puts them in different "
                     "units: wrap the smallest module that holds both instead, or neither"
                 )
-        for name, child in module.named_children():
-            visit(child, f"{prefix}{name}.", child if child in units else unit)
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{prefix}{name}.", child if child in units else unit)
 
     visit(root, "", root)
 

@@ -224,7 +224,7 @@ class FullyShardedDataParallel(nn.Module):
             FlatLayout.plan(((p.fqn, p.param.shape, p.aliases) for p in group), group[0].param.dtype, self.comm.size)
             for group in own.groups
         ]
-        check_same_model(self.comm, layouts)
+        check_same_model(self.comm, layouts, [group[0].param.requires_grad for group in own.groups])
         flats = []
         for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
             leaves = [entry.param for entry in group]

@@ -22,7 +22,7 @@ def split_arrays(value: Any, path: str = "") -> tuple[Any, dict[str, np.ndarray]
     def visit(item: Any, place: str) -> Any:
         if item is None or isinstance(item, (bool, int, float, str)):
             return item
-        if isinstance(item, np.generic):
+        if isinstance(item, np.generic) and item.dtype.kind in "biuf" and item.dtype.itemsize <= 8:
             return item.item()
         if isinstance(item, dict):
             bad = [key for key in item if not isinstance(key, str) or key == _ARRAY_KEY]
@@ -31,7 +31,7 @@ def split_arrays(value: Any, path: str = "") -> tuple[Any, dict[str, np.ndarray]
             return {key: visit(entry, f"{place}[{key!r}]") for key, entry in item.items()}
         if isinstance(item, (list, tuple)):
             return [visit(entry, f"{place}[{index}]") for index, entry in enumerate(item)]
-        array = _as_array(item)
+        array = _as_array(item, place)
         if array is None:
             raise CheckpointError(
                 f"extra{place} is a {type(item).__name__}: numbers, strings, lists, dicts, arrays and tensors can be "
@@ -55,12 +55,12 @@ def join_arrays(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     return value
 
 
-def _as_array(item: Any) -> np.ndarray | None:
-    if hasattr(item, "detach"):  # a tensor, told without importing torch
+def _as_array(item: Any, place: str) -> np.ndarray | None:
+    if hasattr(item, "resolve_conj"):  # a tensor, told without importing torch
         try:
-            item = item.detach().cpu().numpy()
-        except TypeError as error:
-            raise CheckpointError(f"a tensor of dtype {item.dtype} in extra cannot be saved: {error}") from None
+            item = item.detach().resolve_conj().resolve_neg().cpu().numpy()
+        except (TypeError, NotImplementedError, RuntimeError) as error:
+            raise CheckpointError(f"extra{place}: a tensor of {item.dtype} on {item.device}: {error}") from None
     if isinstance(item, np.ndarray) and item.dtype.kind in "biufc":
         return item
     return None

@@ -94,6 +94,12 @@ def _check_model(index: CheckpointIndex, targets: list[StateTensor]) -> None:
                 f"  differing: {tensor.name} is {list(spec.shape)} {spec.dtype} in the file, "
                 f"{list(tensor.shape)} {dtype} in the model"
             )
+        own = [alias for alias in tensor.aliases if index.links.get(f"{schema.MODEL}/{alias}", path) != path]
+        own += [alias for alias in tensor.aliases if f"{schema.MODEL}/{alias}" in index.tensors]
+        lines += [
+            f"  differing: {alias} is a tensor of its own in the file, tied to {tensor.name} in the model"
+            for alias in own
+        ]
     for path in sorted(there.difference(here)):
         lines.append(f"  unexpected in the file: {path.split('/', 1)[1]} {list(index.resolve(path).shape)}")
     if lines:

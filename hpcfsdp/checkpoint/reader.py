@@ -202,7 +202,7 @@ def _read_small(file: h5py.File) -> dict[str, Any]:
             found[name] = file[name][()]
     for group in (schema.EXTRA_ARRAYS, schema.RNG):
         for name in file.get(group, ()):
-            found[f"{group}/{name}"] = file[group][name][()]
+            found[f"{group}/{name}"] = np.asarray(file[group][name][()])
     return {name: bytes(value) if isinstance(value, bytes) else value for name, value in found.items()}
 
 
@@ -213,12 +213,21 @@ def _read_extra(small: dict[str, Any]) -> dict[str, Any]:
 
 
 def _links(file: h5py.File, names: list[str]) -> dict[str, str]:
-    known = {f"{schema.MODEL}/{name}" for name in file[schema.MODEL]}
+    known = set(_paths_below(file[schema.MODEL], schema.MODEL))
     further = known.difference(names)
     if not further:
         return {}
     by_address = {h5py.h5o.get_info(file[name].id).addr: name for name in names if name in known}
     return {name: by_address[h5py.h5o.get_info(file[name].id).addr] for name in sorted(further)}
+
+
+def _paths_below(group: h5py.Group, path: str) -> Iterator[str]:
+    # Not h5py's visit: it passes over the further names of a dataset.
+    for name, item in group.items():
+        if isinstance(item, h5py.Group):
+            yield from _paths_below(item, f"{path}/{name}")
+        else:
+            yield f"{path}/{name}"
 
 
 def _check_extents(

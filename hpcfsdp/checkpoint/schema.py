@@ -147,7 +147,7 @@ def torch_dtype(dataset: h5py.Dataset) -> str:
             return name
         raise ValueError(f"{dataset.name} has the unknown dtype {name!r}")
     for name, kind in _NUMPY_DTYPES.items():
-        if np.dtype(kind) == dataset.dtype:
+        if np.dtype(kind) == dataset.dtype and not needs_mark(name):
             return name
     raise ValueError(f"{dataset.name} has the type {dataset.dtype}, which is none of a tensor")
 

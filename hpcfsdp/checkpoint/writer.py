@@ -113,7 +113,10 @@ def _collect(
     values, arrays = extras.split_arrays(dict(extra or {}))
     small[schema.EXTRA_VALUES] = schema.to_json(values)
     small |= {f"{schema.EXTRA_ARRAYS}/{name}": array for name, array in arrays.items()}
-    small[schema.CONFIG] = schema.to_json(None if config is None else dict(config))
+    try:
+        small[schema.CONFIG] = schema.to_json(None if config is None else dict(config))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"config must hold what JSON knows: {error}") from None
     return tensors, small
 
 

@@ -140,6 +140,16 @@ class FlatLayout:
         )
         return dataclasses.replace(self, slots=slots)
 
+    def aliased(self, others: Iterable[FlatLayout]) -> FlatLayout:
+        """The same layout, in which the names that `others` give to the same slots are further names."""
+        slots = self.slots
+        for other in others:
+            slots = tuple(
+                dataclasses.replace(slot, aliases=(*slot.aliases, twin.fqn, *twin.aliases))
+                for slot, twin in zip(slots, other.slots, strict=True)
+            )
+        return dataclasses.replace(self, slots=slots)
+
     def resharded(self, num_shards: int) -> FlatLayout:
         """The same parameters in the same order, cut for another number of ranks."""
         return self.plan(((slot.fqn, slot.shape, slot.aliases) for slot in self.slots), self.dtype, num_shards)

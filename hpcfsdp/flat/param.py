@@ -44,9 +44,8 @@ class FlatParam:
         self.requires_grad = first.requires_grad
         self._full = torch.empty(layout.padded_numel, dtype=layout.dtype, device=first.device)
         self._views = [self._full[slot.offset : slot.end].view(slot.shape) for slot in layout.slots]
-        nothing = torch.full(
-            (), torch.nan if layout.dtype.is_floating_point else 0, dtype=layout.dtype, device=first.device
-        )
+        value = torch.nan if layout.dtype.is_floating_point or layout.dtype.is_complex else 0
+        nothing = torch.full((), value, dtype=layout.dtype, device=first.device)
         self._placeholders = [nothing.expand(slot.shape) for slot in layout.slots]
         self._gaps = layout.gaps()
         self._grad: torch.Tensor | None = None

@@ -17,7 +17,10 @@ def choose(wanted: str | torch.device | None, local_rank: int) -> torch.device:
     Under ``--gpus-per-task=1`` every rank sees one device, which is index 0 for each of them.
     """
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = torch.device(wanted if wanted is not None else ("cuda" if visible else "cpu"))
+    try:
+        device = torch.device(wanted if wanted is not None else ("cuda" if visible else "cpu"))
+    except (RuntimeError, TypeError):
+        raise LaunchError(f"device {wanted!r} is not supported: use 'cpu' or 'cuda'") from None
     if device.type not in ("cpu", "cuda"):
         raise LaunchError(f"device {str(device)!r} is not supported: use 'cpu' or 'cuda'")
     if device.type == "cpu":

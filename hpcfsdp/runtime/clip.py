@@ -34,7 +34,7 @@ def clip_grad_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive or inf, not {norm_type}")
     params = list(shards)
-    grads = [param.grad for param in params if param.grad is not None]
+    grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
     wide = [torch.float64 for grad in grads if grad.dtype == torch.float64]
     dtype = wide[0] if wide else torch.float32
     device = params[0].device if params else torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -35,10 +36,18 @@ def device_of(model: nn.Module) -> torch.device:
 
 def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout]]:
     """Each flat parameter with its layout under the names that parameters have in the whole model."""
-    for path, module in model.named_modules():
+    paths: dict[FullyShardedDataParallel, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, FullyShardedDataParallel):
-            for flat in module.unit.flats:
-                yield flat, flat.layout.renamed(lambda fqn, path=path: clean_fqn(f"{path}.{fqn}" if path else fqn))
+            paths.setdefault(module, []).append(path)
+    for wrapper, known_as in paths.items():
+        for flat in wrapper.unit.flats:
+            first, *others = (flat.layout.renamed(functools.partial(_joined, path)) for path in known_as)
+            yield flat, first.aliased(others)
+
+
+def _joined(path: str, name: str) -> str:
+    return clean_fqn(f"{path}.{name}" if path else name)
 
 
 def shard_pieces(layout: FlatLayout, shard_rank: int, shard: torch.Tensor) -> dict[str, tuple[LocalPiece, ...]]:
@@ -69,7 +78,7 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
         own = [*module._parameters.items(), *_persistent_buffers(module)]
         for name, tensor in own:
             if tensor is not None and tensor not in flat_shards:
-                whole.setdefault(tensor, []).append(clean_fqn(f"{path}.{name}" if path else name))
+                whole.setdefault(tensor, []).append(_joined(path, name))
     for tensor, (name, *aliases) in whole.items():
         found[name] = replicated(name, tensor.detach(), tuple(aliases))
     return list(found.values())

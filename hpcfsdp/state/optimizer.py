@@ -100,6 +100,10 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
         groups.append({"params": [fqn for member in members for fqn in member.shapes], **hyper})
         for member in members:
             for key, value in optimizer.state.get(member.param, {}).items():
+                if "/" in key:
+                    raise CheckpointError(
+                        f"optimizer state {key!r} of {next(iter(member.shapes))!r}: a key with / in it"
+                    )
                 for fqn in member.shapes:
                     if isinstance(value, torch.Tensor):
                         tensors.append(member.state_tensor(fqn, key, value))
@@ -212,10 +216,10 @@ class OptimizerRestore:
                 )
             state[key] = first
             return
-        kinds = {(v.dtype, v.shape == ()) if isinstance(v, SavedTensor) else type(v) for v in values.values()}
+        kinds = {v.dtype if isinstance(v, SavedTensor) else type(v) for v in values.values()}
         if len(kinds) > 1:
             raise CheckpointMismatchError(f"optimizer state {key!r} differs in dtype between {sorted(values)}")
-        if first.shape == ():
+        if not _elementwise(member, key, values):
             device = self._scalar_device(member.param, key)
             for name in values:
                 value = torch.zeros((), dtype=first.dtype, device=device)
@@ -242,6 +246,14 @@ class OptimizerRestore:
                 beside = key != "step" or group.get("capturable") or group.get("fused")
                 return param.device if beside else torch.device("cpu")
         return param.device
+
+
+def _elementwise(member: TrainedParam, key: str, values: Mapping[str, SavedTensor]) -> bool:
+    """Whether a state value has an element for each element of its parameter, rather than one for all of it."""
+    if member.layout is None or any(value.shape != () for value in values.values()):
+        return any(value.shape != () for value in values.values())
+    # Of parameters without dimensions, one element could be either; `step` is what optimizers count in.
+    return key != "step" and all(shape == () for shape in member.shapes.values())
 
 
 def _by_param(

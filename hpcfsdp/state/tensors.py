@@ -28,7 +28,7 @@ class LocalPiece:
     def slice(self, start: int, numel: int) -> torch.Tensor:
         """Elements of the whole tensor that lie in this piece, 1-D on the CPU; a copy only where needed."""
         begin = start - self.start
-        return self.tensor.detach().contiguous().view(-1)[begin : begin + numel].cpu()
+        return self.tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)[begin : begin + numel].cpu()
 
     @torch.no_grad()
     def fill(self, values: torch.Tensor) -> None:

@@ -119,6 +119,8 @@ def check(config: RunConfig, num_ranks: int) -> None:
         "optim.warmup_steps": config.optim.warmup_steps,
         "optim.clip_norm": config.optim.clip_norm,
         "optim.min_lr": config.optim.min_lr,
+        "optim.weight_decay": config.optim.weight_decay,
+        "seed": config.seed,
     }
     for name, value in positive.items():
         if not value > 0:
@@ -128,8 +130,10 @@ def check(config: RunConfig, num_ranks: int) -> None:
             raise UsageError(f"{name} must not be negative, but is {value}")
     if model.width % model.heads:
         raise UsageError(f"model.width ({model.width}) must be a multiple of model.heads ({model.heads})")
-    if not 0 <= model.dropout < 1:
-        raise UsageError(f"model.dropout must be in [0, 1), not {model.dropout}")
+    fractions = {"model.dropout": model.dropout, "optim.beta1": config.optim.beta1, "optim.beta2": config.optim.beta2}
+    for name, value in fractions.items():
+        if not 0 <= value < 1:
+            raise UsageError(f"{name} must be in [0, 1), not {value}")
     if not 0 < config.data.held_out < 1:
         raise UsageError(f"data.held_out must be between 0 and 1, not {config.data.held_out}")
     if config.device not in ("auto", "cpu", "cuda"):
