@@ -43,11 +43,15 @@ def parse(kind: type[Config], argv: Sequence[str], *, prog: str, environ: Mappin
     keys = known_keys(kind)
     _check_flags(arguments, keys)
     _check_environment(values, keys)
-    for path in _config_files(arguments):
-        _check_file(path, keys)
+    files, flags = _split_files(arguments)
+    files = files or ([values[_variable("config")]] if _variable("config") in values else [])
+    files = [path for path in files if _has_keys(Path(path), keys)]
+    # jsonargparse lets a file overrule the environment: hand it everything as flags, of which the last one counts.
+    ordered = [f"--config={path}" for path in files]
+    ordered += [f"--{key}={values[_variable(key)]}" for key in keys if _variable(key) in values]
     parser = _parser(kind, prog)
     try:
-        parsed = parser.parse_args(arguments, env=values)
+        parsed = parser.parse_args([*ordered, *flags], env=False)
         return typing.cast(Config, _build(kind, parsed.as_dict()))
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and error.code in (0, None):
@@ -117,23 +121,36 @@ def _check_flags(arguments: Sequence[str], keys: Sequence[str]) -> None:
 
 
 def _check_environment(values: Mapping[str, str], keys: Sequence[str]) -> None:
-    known = {env.CONFIG_PREFIX + key.upper().replace(".", "__"): key for key in (*keys, "config")}
+    known = [_variable(key) for key in (*keys, "config")]
     for variable in values:
         if variable not in known:
             raise UsageError(f"unknown environment variable {variable}{nearest(variable, known)}")
 
 
-def _config_files(arguments: Sequence[str]) -> list[Path]:
-    found = []
-    for index, argument in enumerate(arguments):
-        if argument == "--config" and index + 1 < len(arguments):
-            found.append(Path(arguments[index + 1]))
+def _variable(key: str) -> str:
+    return env.CONFIG_PREFIX + key.upper().replace(".", "__")
+
+
+def _split_files(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The files that ``--config`` names, and all other arguments."""
+    files: list[str] = []
+    others: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--config":
+            path = next(rest, None)
+            if path is None:
+                raise UsageError("--config needs the path of a file")
+            files.append(path)
         elif argument.startswith("--config="):
-            found.append(Path(argument.split("=", 1)[1]))
-    return found
+            files.append(argument.split("=", 1)[1])
+        else:
+            others.append(argument)
+    return files, others
 
 
-def _check_file(path: Path, keys: Sequence[str]) -> None:
+def _has_keys(path: Path, keys: Sequence[str]) -> bool:
+    """Whether a configuration file holds anything; raises if it cannot be read or holds an unknown key."""
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -145,6 +162,7 @@ def _check_file(path: Path, keys: Sequence[str]) -> None:
     for name in _flatten(content or {}):
         if name not in keys:
             raise UsageError(f"configuration file {path}: unknown key {name!r}{nearest(name, keys)}")
+    return bool(content)
 
 
 def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterable[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from hpcfsdp.checkpoint import schema
 from hpcfsdp.checkpoint.schema import TensorSpec
@@ -69,7 +70,17 @@ def plan_save(tensors: Sequence[tuple[str, StateTensor]], block_bytes: int = sch
                 blocks.append(Block(len(specs), extent.shard_rank, begin, numel))
         links += [(f"{group}/{_checked(alias)}", spec.path) for alias in tensor.aliases]
         specs.append(spec)
+    _check_places([spec.path for spec in specs] + [path for path, _ in links])
     return SavePlan(tuple(specs), tuple(blocks), tuple(links))
+
+
+def _check_places(paths: Sequence[str]) -> None:
+    """Raise if a path would have to be a dataset and a group at once."""
+    datasets = set(paths)
+    for path in paths:
+        for parent in PurePosixPath(path).parents:
+            if str(parent) in datasets:
+                raise CheckpointError(f"{str(parent)!r} and {path!r} cannot both stand in a file: rename one of them")
 
 
 def _checked(name: str) -> str:

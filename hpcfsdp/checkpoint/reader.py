@@ -202,7 +202,7 @@ def _read_small(file: h5py.File) -> dict[str, Any]:
             found[name] = file[name][()]
     for group in (schema.EXTRA_ARRAYS, schema.RNG):
         for name in file.get(group, ()):
-            found[f"{group}/{name}"] = np.asarray(file[group][name][()])
+            found[f"{group}/{name}"] = file[group][name][...]
     return {name: bytes(value) if isinstance(value, bytes) else value for name, value in found.items()}
 
 

@@ -146,7 +146,7 @@ def _check_room(path: Path, plan: SavePlan) -> None:
         raise IsADirectoryError("there is a directory of that name")
     free = shutil.disk_usage(path.parent).free
     if free < plan.nbytes:
-        raise CheckpointError(f"{path}: {plan.nbytes} bytes are needed, {free} are free on that file system")
+        raise CheckpointError(f"{plan.nbytes} bytes are needed, {free} are free on that file system")
 
 
 def _write_blocks(
@@ -195,9 +195,13 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _errors_of(path: Path) -> Iterator[None]:
-    """Turn what the operating system or HDF5 says into a ``CheckpointError`` that names the file."""
+    """Have every error name the file, also those of the operating system and of HDF5."""
     try:
         yield
+    except CheckpointError as error:
+        if str(error).startswith(f"{path}: "):
+            raise
+        raise type(error)(f"{path}: {error}") from error
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise CheckpointError(f"{path}: cannot write the checkpoint: {reason}") from error

@@ -16,6 +16,8 @@ from hpcfsdp.state.tensors import StateTensor, replicated
 
 Scalar = bool | int | float
 
+_TORCH_SCALARS = {"step", "mu_product", "eta", "mu"}
+
 
 @dataclass(frozen=True)
 class TrainedParam:
@@ -252,8 +254,8 @@ def _elementwise(member: TrainedParam, key: str, values: Mapping[str, SavedTenso
     """Whether a state value has an element for each element of its parameter, rather than one for all of it."""
     if member.layout is None or any(value.shape != () for value in values.values()):
         return any(value.shape != () for value in values.values())
-    # Of parameters without dimensions, one element could be either; `step` is what optimizers count in.
-    return key != "step" and all(shape == () for shape in member.shapes.values())
+    # Of parameters without dimensions a single element could be either: go by the names that torch.optim uses.
+    return key not in _TORCH_SCALARS and all(shape == () for shape in member.shapes.values())
 
 
 def _by_param(
