@@ -1,0 +1,394 @@
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.utils.checkpoint import checkpoint as recompute
+
+import hpcfsdp
+from hpcfsdp import fsdp, wrap
+from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.errors import DisagreementError, EngineError
+from hpcfsdp.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from hpcfsdp.runtime.state import Phase
+
+
+def shard(module, comm=None, **arguments):
+    return FullyShardedDataParallel(module, process_group=comm or SoloCommunicator(), **arguments)
+
+
+class Mixed(nn.Module):
+    """Tied, frozen, reused and recomputed layers, two dtypes, a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.wide = nn.Linear(4, 4, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.first(self.embed(ids))
+        x = recompute(self.second, x, use_reentrant=False).tanh()
+        x = self.frozen(self.first(x))
+        return self.head(self.wide(x.double()).float() * self.scale)
+
+
+POLICIES = {
+    "one_unit": None,
+    "linears": wrap.ModuleWrapPolicy({nn.Linear}),
+    "some": lambda module, recurse, nonwrapped_numel: recurse or getattr(module, "out_features", 0) == 4,
+}
+
+
+@pytest.mark.parametrize("name", ["one_unit", "some"])
+def test_training_equals_that_of_the_plain_module(name):
+    torch.manual_seed(0)
+    plain = Mixed()
+    model = shard(copy.deepcopy(plain), auto_wrap_policy=POLICIES[name])
+    nets = [plain, model]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
+    for step in range(3):
+        losses, norms = [], []
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            for part in range(2):
+                ids = torch.tensor([[step, part, 2], [3, 4, 5]])
+                loss = nn.functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+                loss.backward()
+            if net is plain:
+                norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5))
+            else:
+                norms.append(net.clip_grad_norm_(0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        torch.testing.assert_close(*losses)
+        torch.testing.assert_close(*(norm.float() for norm in norms))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), plain(ids))
+    for wrapper in FullyShardedDataParallel.fsdp_modules(model):
+        assert wrapper.unit.phase is Phase.IDLE
+        assert all(flat.unsharded_bytes == 0 for flat in wrapper.unit.flats)
+
+
+def test_two_ranks_train_like_one_on_all_data(run_ranks):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    data = torch.randn(4, 3)
+
+    def body(comm):
+        net = shard(copy.deepcopy(plain), comm, auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Linear}))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            net(data[comm.rank * 2 : comm.rank * 2 + 2]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return net(data).detach()
+
+    results = run_ranks(2, body)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        plain(data).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for result in results:
+        torch.testing.assert_close(result, plain(data).detach())
+
+
+def test_arguments_stand_as_in_torch_with_the_same_defaults():
+    mine = inspect.signature(FullyShardedDataParallel).parameters
+    torchs = inspect.signature(torch_fsdp.FullyShardedDataParallel).parameters
+    assert list(mine) == list(torchs)
+    assert [p.default for p in mine.values()] == [p.default for p in torchs.values()]
+    assert [p.kind for p in mine.values()] == [p.kind for p in torchs.values()]
+
+
+def test_enums_and_configuration_classes_are_torchs_own():
+    names = set(fsdp.__all__) - {"FullyShardedDataParallel"}
+    assert names == {"BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy"}
+    assert all(getattr(fsdp, name) is getattr(torch_fsdp, name) for name in names)
+    assert hpcfsdp.FullyShardedDataParallel is FullyShardedDataParallel
+
+
+UNSUPPORTED = [
+    ("sharding_strategy", ShardingStrategy.SHARD_GRAD_OP),
+    ("sharding_strategy", ShardingStrategy.NO_SHARD),
+    ("sharding_strategy", ShardingStrategy.HYBRID_SHARD),
+    ("cpu_offload", CPUOffload(offload_params=True)),
+    ("mixed_precision", MixedPrecision(param_dtype=torch.bfloat16)),
+    ("ignored_modules", [nn.Linear(1, 1)]),
+    ("param_init_fn", nn.init.zeros_),
+    ("forward_prefetch", True),
+    ("use_orig_params", True),
+    ("ignored_states", [nn.Parameter(torch.zeros(2))]),
+    ("device_mesh", "mesh"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), UNSUPPORTED, ids=lambda value: value if isinstance(value, str) else "")
+def test_an_argument_that_is_not_supported_is_named_and_the_module_left_alone(name, value):
+    module = nn.Linear(2, 2)
+    with pytest.raises(NotImplementedError) as caught:
+        shard(module, **{name: value})
+    assert str(caught.value).startswith(f"{name}={value!r} is not supported yet; supported: ")
+    assert list(dict(module.named_parameters())) == ["weight", "bias"]
+    assert not module.weight.isnan().any()
+
+
+def test_values_that_mean_the_default_are_accepted():
+    model = shard(
+        nn.Linear(2, 2),
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
+        cpu_offload=CPUOffload(offload_params=False),
+        mixed_precision=MixedPrecision(),
+        ignored_modules=[],
+        ignored_states=(),
+        backward_prefetch=None,
+        device_id=torch.device("cpu"),
+        limit_all_gathers=False,
+    )
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_wrapping_twice_is_refused():
+    with pytest.raises(ValueError) as caught:
+        shard(shard(nn.Linear(2, 2)))
+    assert str(caught.value) == "the module is a FullyShardedDataParallel already: wrap a module once"
+
+
+def test_a_module_without_parameters_is_refused():
+    with pytest.raises(ValueError, match=r"^ReLU has no parameters to shard$"):
+        shard(nn.ReLU())
+
+
+def test_a_root_whose_children_own_all_parameters_is_fine():
+    model = shard(nn.Sequential(shard(nn.Linear(2, 2)), nn.ReLU()))
+    assert model.unit.flats == ()
+    model(torch.ones(1, 2)).sum().backward()
+    assert model[0].unit.flats[0].parameter.grad is not None
+
+
+@pytest.mark.parametrize("value", [3, None, nn.Linear, torch.zeros(2)])
+def test_what_is_no_module_is_refused_by_type(value):
+    with pytest.raises(TypeError) as caught:
+        shard(value)
+    assert str(caught.value) == f"FullyShardedDataParallel wraps a torch.nn.Module, not {type(value).__name__}"
+
+
+def test_a_parameter_on_the_meta_device_is_named():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(NotImplementedError) as caught:
+        shard(module)
+    assert str(caught.value) == (
+        "parameter '1.weight' is on the meta device, which is not supported yet: materialise the module first"
+    )
+
+
+def test_a_parameter_tied_to_a_unit_that_is_wrapped_already_is_named():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    module[0] = shard(module[0])
+    with pytest.raises(ValueError) as caught:
+        shard(module)
+    assert str(caught.value) == (
+        "parameter '1.weight' is tied to 'weight', which belongs to a unit that is wrapped already: wrap the smallest "
+        "module that holds both instead"
+    )
+
+
+def test_a_policy_that_tears_tied_parameters_apart_is_refused():
+    with pytest.raises(ValueError, match=r"^parameters 'embed\.weight' and 'head\.weight' are tied but the policy"):
+        shard(Mixed(), auto_wrap_policy=POLICIES["linears"])
+
+
+def test_a_policy_for_a_module_that_was_wrapped_by_hand_is_refused():
+    module = nn.Sequential(shard(nn.Linear(2, 2)), nn.Linear(2, 2))
+    with pytest.raises(ValueError) as caught:
+        shard(module, auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Linear}))
+    assert str(caught.value) == (
+        "auto_wrap_policy was given for a Sequential that holds FullyShardedDataParallel modules already: wrap either "
+        "by hand or by policy"
+    )
+
+
+def test_arguments_of_a_policy_reach_the_units_they_are_for():
+    policy = wrap.CustomPolicy(lambda m: {"use_orig_params": True} if isinstance(m, nn.Linear) else False)
+    with pytest.raises(NotImplementedError, match=r"^use_orig_params=True is not supported yet"):
+        shard(nn.Sequential(nn.Linear(2, 2)), auto_wrap_policy=policy)
+
+
+def test_a_module_registered_twice_becomes_one_unit():
+    shared = nn.Linear(2, 2)
+    model = shard(nn.Sequential(shared, nn.Sequential(shared)), auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Linear}))
+    assert model[0] is model[1][0]
+    assert len(FullyShardedDataParallel.fsdp_modules(model)) == 2
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def test_parameters_at_rest_read_nan_in_their_shape_and_dtype():
+    module = nn.Linear(3, 2, dtype=torch.float64)
+    model = shard(module)
+    for _ in range(2):
+        assert (module.weight.shape, module.weight.dtype) == ((2, 3), torch.float64)
+        assert module.weight.isnan().all()
+        assert module.bias.isnan().all()
+        model(torch.ones(1, 3, dtype=torch.float64))
+
+
+def test_parameters_at_rest_refuse_to_be_written():
+    module = nn.Linear(3, 2)
+    shard(module)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+        module.weight.add_(1)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+        module.weight.copy_(torch.ones(2, 3))
+    with torch.no_grad():
+        assert module.weight.isnan().all()
+
+
+def test_the_optimizer_gets_one_shard_for_each_dtype_and_kind_of_parameter():
+    model = shard(Mixed())
+    found = {(p.dtype, p.requires_grad, p.dim()) for p in model.parameters()}
+    assert found == {(torch.float32, True, 1), (torch.float64, True, 1), (torch.float32, False, 1)}
+    assert [name for name, _ in model.named_parameters()] == [
+        f"_fsdp_wrapped_module._flat_param{suffix}" for suffix in ("", "_1", "_2")
+    ]
+
+
+def test_buffers_stay_whole():
+    model = shard(nn.BatchNorm1d(3))
+    model(torch.randn(4, 3))
+    assert model.running_mean.shape == (3,)
+    assert int(model.num_batches_tracked) == 1
+
+
+def test_a_model_can_be_printed_and_switched_to_evaluation():
+    model = shard(nn.Sequential(nn.Linear(3, 2)), auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Linear}))
+    assert "FullyShardedDataParallel(" in str(model)
+    assert "Linear(in_features=3, out_features=2, bias=True)" in str(model)
+    assert not model.eval()[0].module.training
+
+
+@pytest.mark.parametrize(
+    ("use", "mend"),
+    [
+        (lambda model: model.state_dict(), "hpcfsdp.checkpoint.save writes a file"),
+        (lambda model: model.load_state_dict({}), "load into the plain module before wrapping it"),
+        (lambda model: model.to(torch.float64), "move or cast the module before wrapping it, or pass device_id"),
+        (lambda model: model.half(), "move or cast the module before wrapping it, or pass device_id"),
+        (lambda model: nn.Sequential(model).double(), "move or cast the module before wrapping it"),
+        (lambda model: nn.Sequential(model).state_dict(), "hpcfsdp.checkpoint.save writes a file"),
+    ],
+)
+def test_what_a_sharded_model_cannot_do_says_what_to_do_instead(use, mend):
+    with pytest.raises(NotImplementedError) as caught:
+        use(shard(nn.Linear(2, 2)))
+    assert mend in str(caught.value)
+
+
+def test_attributes_items_and_length_are_those_of_the_module():
+    class Named(nn.Sequential):
+        def __init__(self, *layers):
+            super().__init__(*layers)
+            self.hidden_size = 7
+
+        def greet(self):
+            return "hello"
+
+    model = shard(Named(nn.Linear(2, 2), nn.ReLU()))
+    assert (model.hidden_size, model.greet(), len(model)) == (7, "hello", 2)
+    assert model[1] is model.module[1]
+    assert list(model) == list(model.module)
+    assert model.module is model._fsdp_wrapped_module
+    with pytest.raises(AttributeError, match=r"^'Named' object has no attribute 'nothing'"):
+        _ = model.nothing
+
+
+def test_fsdp_modules_lists_outer_ones_first_and_roots_alone_if_asked():
+    first = shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Linear}))
+    second = shard(nn.Linear(2, 2))
+    model = nn.ModuleList([first, second])
+    assert FullyShardedDataParallel.fsdp_modules(model) == [first, first[0], first[1], second]
+    assert FullyShardedDataParallel.fsdp_modules(model, root_only=True) == [first, second]
+    assert FullyShardedDataParallel.fsdp_modules(nn.Linear(1, 1)) == []
+
+
+def test_without_a_process_group_init_is_named():
+    with pytest.raises(RuntimeError, match=r"^there is no process group yet: call hpcfsdp\.init\(\) first"):
+        FullyShardedDataParallel(nn.Linear(2, 2))
+
+
+def test_a_process_group_of_another_type_is_refused_by_type():
+    with pytest.raises(TypeError) as caught:
+        FullyShardedDataParallel(nn.Linear(2, 2), "world")
+    assert str(caught.value) == (
+        "process_group must be a torch.distributed ProcessGroup or an hpcfsdp Communicator, not str"
+    )
+
+
+def test_clipping_an_inner_unit_is_refused():
+    model = shard(nn.Sequential(nn.Linear(2, 2)), auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Linear}))
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(EngineError) as caught:
+        model[0].clip_grad_norm_(1.0)
+    assert str(caught.value) == "clip_grad_norm_ is to be called on the root FullyShardedDataParallel"
+
+
+def test_clipping_inside_of_a_forward_is_refused_with_the_units_name():
+    class Clipping(nn.Linear):
+        def forward(self, x):
+            model.clip_grad_norm_(1.0)
+
+    model = shard(Clipping(2, 2))
+    with pytest.raises(EngineError, match=r"^clip_grad_norm_ was called while Clipping is in forward$"):
+        model(torch.ones(1, 2))
+
+
+def test_units_are_named_by_their_place_in_the_model_once_it_was_called():
+    policy = wrap.ModuleWrapPolicy({nn.Linear})
+    model = shard(nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)), auto_wrap_policy=policy)
+    model(torch.ones(1, 2))
+    units = [wrapper.unit.name for wrapper in FullyShardedDataParallel.fsdp_modules(model)]
+    assert units == ["Sequential", "0.0", "1"]
+
+
+def test_fewer_elements_than_ranks_are_told(run_ranks):
+    def body(comm):
+        shard(nn.PReLU(2), comm)(torch.ones(1, 2))
+
+    for error in run_ranks(3, body):
+        assert type(error) is EngineError
+        assert str(error) == (
+            "the model has 2 parameter element(s) for 3 ranks: nothing to shard for some of them; start fewer ranks or "
+            "use a larger model"
+        )
+
+
+def test_every_rank_takes_rank_0s_parameters_and_buffers_if_asked(run_ranks):
+    def body(comm):
+        module = nn.BatchNorm1d(3)
+        nn.init.constant_(module.weight, comm.rank + 5.0)
+        module.running_mean.fill_(comm.rank + 7.0)
+        model = shard(module, comm, sync_module_states=True)
+        model.unit.unshard()
+        return module.weight.tolist(), module.running_mean.tolist()
+
+    assert run_ranks(2, body) == [([5, 5, 5], [7, 7, 7])] * 2
+
+
+def test_ranks_that_train_different_parameters_are_told_apart(run_ranks):
+    def body(comm):
+        shard(nn.Linear(2, 2).requires_grad_(comm.rank == 0), comm)
+
+    results = run_ranks(2, body)
+    assert [type(error) for error in results] == [DisagreementError] * 2
+    assert "requires_grad" in str(results[0])
+
+
+def test_a_communicator_of_ones_own_leaves_the_module_on_its_device():
+    assert shard(nn.Linear(2, 2)).unit.flats[0].parameter.device == torch.device("cpu")

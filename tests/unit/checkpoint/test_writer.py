@@ -1,0 +1,320 @@
+import errno
+import os
+import shutil
+from types import SimpleNamespace
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hpcfsdp
+from hpcfsdp import checkpoint
+from hpcfsdp.checkpoint import schema
+from hpcfsdp.errors import CheckpointError, DisagreementError
+from hpcfsdp.fsdp import FullyShardedDataParallel
+
+
+def layer(fill=1.0):
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, fill)
+    return model
+
+
+def test_save_returns_the_absolute_path_and_makes_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint.save("new/folder/a.h5", model=layer()) == tmp_path / "new/folder/a.h5"
+    assert os.listdir(tmp_path / "new/folder") == ["a.h5"]
+
+
+def test_every_tensor_stands_under_its_own_name_with_shape_and_values(tmp_path, make_model, train_steps):
+    model = make_model(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train_steps(model, optimizer, 2)
+    path = checkpoint.save(tmp_path / "a.h5", model=model, optimizer=optimizer)
+    with h5py.File(path) as file:
+        assert set(file["model"]) == set(model.state_dict())
+        for name, tensor in model.state_dict().items():
+            expected = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+            assert file["model"][name].shape == tuple(tensor.shape)
+            np.testing.assert_array_equal(file["model"][name][()], expected.numpy())
+        assert set(file["optim/state"]) == {name for name, _ in model.named_parameters()}
+        for name, param in model.named_parameters():
+            for key, value in optimizer.state[param].items():
+                assert file["optim/state"][name][key].shape == tuple(value.shape)
+                np.testing.assert_array_equal(file["optim/state"][name][key][()], value.numpy())
+
+
+def test_tied_names_are_one_dataset(tmp_path, make_model):
+    with h5py.File(checkpoint.save(tmp_path / "a.h5", model=make_model(0))) as file:
+        assert file["model/head.weight"] == file["model/embed.weight"]
+        assert file["model/head.weight"].shape == (5, 4)
+
+
+def test_buffers_that_are_not_persistent_are_left_out(tmp_path, make_model):
+    with h5py.File(checkpoint.save(tmp_path / "a.h5", model=make_model(0))) as file:
+        assert "scratch" not in file["model"]
+        assert "brief" in file["model"]
+
+
+def test_the_file_tells_what_it_is(tmp_path):
+    path = checkpoint.save(tmp_path / "a.h5", model=layer(), step=12, config={"lr": [0.1]}, extra={"best": 2.5})
+    with h5py.File(path) as file:
+        assert file.attrs["format"] == b"hpcfsdp"
+        assert file.attrs["software_version"] == hpcfsdp.__version__.encode()
+        assert (file.attrs["step"], file.attrs["world_size"], file.attrs["committed"]) == (12, 1, 1)
+    info = checkpoint.open_index(path).info
+    assert (info.path, info.step, info.world_size, info.format_version) == (path, 12, 1, schema.FORMAT_VERSION)
+    assert (info.config, info.extra) == ({"lr": [0.1]}, {"best": 2.5})
+
+
+def test_a_large_tensor_starts_at_a_multiple_of_a_mebibyte(tmp_path):
+    path = checkpoint.save(tmp_path / "a.h5", model=nn.Linear(1 << 10, 1 << 8))
+    with h5py.File(path) as file:
+        assert file["model/weight"].id.get_offset() % (1 << 20) == 0
+
+
+def test_a_module_name_with_a_slash_can_be_read_back(tmp_path):
+    model = nn.ModuleDict({"a/b": layer(3.0)})
+    checkpoint.save(tmp_path / "a.h5", model=model)
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert file["model/a/b.weight"].shape == (2, 3)
+    other = nn.ModuleDict({"a/b": layer()})
+    checkpoint.load(tmp_path / "a.h5", model=other)
+    assert torch.equal(other["a/b"].weight, model["a/b"].weight)
+
+
+def test_names_that_cannot_both_stand_in_a_file_are_told(tmp_path):
+    model = nn.Module()
+    model.w = nn.Parameter(torch.ones(2))
+    model.add_module("w/x", layer())
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(tmp_path / "a.h5", model=model)
+    assert str(caught.value) == (
+        f"{tmp_path}/a.h5: 'model/w' and 'model/w/x.weight' cannot both stand in a file: rename one of them"
+    )
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_model_without_parameters_keeps_its_buffers(tmp_path):
+    model = nn.BatchNorm1d(2, affine=False)
+    model.running_mean.fill_(3)
+    checkpoint.save(tmp_path / "a.h5", model=model)
+    other = nn.BatchNorm1d(2, affine=False)
+    checkpoint.load(tmp_path / "a.h5", model=other)
+    assert other.running_mean.tolist() == [3, 3]
+
+
+def test_a_lazily_conjugated_buffer_is_written_as_its_values(tmp_path):
+    model = layer()
+    model.register_buffer("b", torch.tensor([1 + 2j]).conj())
+    checkpoint.save(tmp_path / "a.h5", model=model)
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert file["model/b"][...].tolist() == [1 - 2j]
+
+
+def test_a_tensor_with_holes_is_written_in_row_major_order(tmp_path):
+    model = layer()
+    model.register_buffer("b", torch.arange(6).view(2, 3).t())
+    with h5py.File(checkpoint.save(tmp_path / "a.h5", model=model)) as file:
+        assert file["model/b"][...].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def previous(tmp_path):
+    """A folder with a good checkpoint of ones, and its path."""
+    return checkpoint.save(tmp_path / "a.h5", model=layer(1.0), step=1)
+
+
+def assert_kept(path):
+    """The previous file is whole, and nothing else is in its folder."""
+    assert os.listdir(path.parent) == ["a.h5"]
+    model = layer(0.0)
+    assert checkpoint.load(path, model=model).step == 1
+    assert torch.equal(model.weight, torch.ones(2, 3))
+
+
+def test_a_new_file_takes_the_place_of_the_previous_one(tmp_path):
+    path = previous(tmp_path)
+    checkpoint.save(path, model=layer(2.0), step=2)
+    assert os.listdir(tmp_path) == ["a.h5"]
+    assert checkpoint.open_index(path).info.step == 2
+
+
+def test_a_full_disk_is_named_and_the_previous_file_kept(tmp_path, monkeypatch):
+    path = previous(tmp_path)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hpcfsdp.checkpoint.writer.os.pwrite", full)
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.save(path, model=layer(2.0), step=2)
+    assert str(caught.value) == f"{path}: cannot write the checkpoint: No space left on device"
+    assert_kept(path)
+
+
+def test_data_that_cannot_be_forced_to_disk_is_an_error(tmp_path, monkeypatch):
+    path = previous(tmp_path)
+
+    def broken(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hpcfsdp.checkpoint.writer.os.fsync", broken)
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.save(path, model=layer(2.0), step=2)
+    assert str(caught.value) == f"{path}: cannot write the checkpoint: Input/output error"
+    assert_kept(path)
+
+
+def test_the_file_is_on_disk_before_it_gets_its_name_and_its_name_before_save_returns(tmp_path, monkeypatch):
+    fsync, replace, events = os.fsync, os.replace, []
+
+    def note_sync(fd):
+        events.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    def note_replace(source, target):
+        events.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr("hpcfsdp.checkpoint.writer.os.fsync", note_sync)
+    monkeypatch.setattr("hpcfsdp.checkpoint.writer.os.replace", note_replace)
+    checkpoint.save(tmp_path / "a.h5", model=layer())
+    partial = str(tmp_path / ".a.h5.partial")
+    assert events == [partial, partial, "replace", str(tmp_path)]
+
+
+def test_an_interrupted_save_leaves_the_previous_file_alone(tmp_path, monkeypatch):
+    path = previous(tmp_path)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hpcfsdp.checkpoint.writer.os.pwrite", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(path, model=layer(2.0), step=2)
+    assert_kept(path)
+
+
+def test_writes_that_take_few_bytes_at_a_time_are_gone_on_with(tmp_path, monkeypatch, make_model):
+    pwrite = os.pwrite
+    monkeypatch.setattr("hpcfsdp.checkpoint.writer.os.pwrite", lambda fd, view, at: pwrite(fd, view[:7], at))
+    model, other = make_model(0), make_model(1)
+    checkpoint.save(tmp_path / "a.h5", model=model)
+    checkpoint.load(tmp_path / "a.h5", model=other)
+    assert all(torch.equal(a, other.state_dict()[name]) for name, a in model.state_dict().items())
+
+
+def test_too_little_room_is_told_in_bytes_before_anything_is_written(tmp_path, monkeypatch):
+    path = previous(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=31))
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.save(path, model=layer(2.0), step=2)
+    assert str(caught.value) == f"{path}: 32 bytes are needed, 31 are free on that file system"
+    assert_kept(path)
+
+
+def test_a_directory_of_that_name_is_refused(tmp_path):
+    path = tmp_path / "a.h5"
+    path.mkdir()
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(path, model=layer())
+    assert str(caught.value) == f"{path}: cannot write the checkpoint: there is a directory of that name"
+    assert os.listdir(tmp_path) == ["a.h5"]
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(tmp_path / "file/a.h5", model=layer())
+    assert str(caught.value) == f"{tmp_path}/file/a.h5: cannot write the checkpoint: File exists"
+
+
+def test_a_place_where_nothing_can_be_written_is_named():
+    with pytest.raises(CheckpointError, match=r"^/proc/x\.h5: "):
+        checkpoint.save("/proc/x.h5", model=layer())
+
+
+def test_a_file_that_hdf5_cannot_create_is_named_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr("hpcfsdp.checkpoint.writer.partial_path", lambda _: tmp_path / "none" / "x.partial")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(tmp_path / "a.h5", model=layer())
+    assert str(caught.value) == f"{tmp_path}/a.h5: cannot write the checkpoint: No such file or directory"
+
+
+def test_a_value_in_extra_that_cannot_be_kept_is_named(tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(tmp_path / "a.h5", model=layer(), extra={"a": object()})
+    assert str(caught.value).startswith(f"{tmp_path}/a.h5: extra['a'] is a object: ")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_configuration_that_is_not_json_is_a_checkpoint_error(tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(tmp_path / "a.h5", model=layer(), config={"a": object()})
+    assert str(caught.value).startswith(f"{tmp_path}/a.h5: config must hold what JSON knows: ")
+    assert "object" in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_group_option_that_cannot_be_kept_is_named(tmp_path):
+    model = layer()
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "schedule": object()}], lr=0.1)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(tmp_path / "a.h5", model=model, optimizer=optimizer)
+    assert str(caught.value) == (
+        f"{tmp_path}/a.h5: param_groups[0]['schedule'] of the optimizer is a object, which cannot be saved"
+    )
+
+
+def test_an_unsupported_dtype_is_refused_by_name(tmp_path):
+    model = layer()
+    model.register_buffer("tiny", torch.zeros(2).to(torch.float8_e5m2))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(tmp_path / "a.h5", model=model)
+    assert str(caught.value) == (
+        f"{tmp_path}/a.h5: 'tiny' has dtype torch.float8_e5m2, which checkpoints do not hold yet"
+    )
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_error_of_one_rank_is_every_ranks_error(tmp_path, monkeypatch, run_ranks):
+    path = previous(tmp_path)
+    pwrite, shard_bytes = os.pwrite, 16
+
+    def full_on_the_last_rank(fd, view, at):
+        if bytes(view) == np.full(shard_bytes // 4, 5, np.float32).tobytes():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(fd, view, at)
+
+    def body(comm):
+        model = nn.ParameterDict({"w": nn.Parameter(torch.tensor([1.0, 2, 3, 4, 5, 5, 5, 5]))})
+        checkpoint.save(path, model=FullyShardedDataParallel(model, process_group=comm), step=2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hpcfsdp.checkpoint.writer.os.pwrite", full_on_the_last_rank)
+        results = run_ranks(2, body)
+    message = f"{path}: cannot write the checkpoint: No space left on device"
+    assert [(type(error), str(error)) for error in results] == [
+        (CheckpointError, f"rank 1: {message}"),
+        (CheckpointError, message),
+    ]
+    assert all(error.collective for error in results)
+    assert_kept(path)
+
+
+def test_ranks_with_different_buffers_are_told_apart_before_anything_is_written(tmp_path, run_ranks):
+    def body(comm):
+        model = nn.Linear(4, 4)
+        model.register_buffer("b", torch.zeros(2 + comm.rank))
+        checkpoint.save(tmp_path / "a.h5", model=FullyShardedDataParallel(model, process_group=comm))
+
+    for error in run_ranks(2, body):
+        assert type(error) is DisagreementError
+        assert str(error).startswith("the plan of the checkpoint (model and optimizer must be the same on all ranks)")
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,30 @@
+import pytest
+
+from hpcfsdp.comm import communicator_for
+from hpcfsdp.comm.solo import SoloCommunicator
+
+
+def test_a_process_without_a_world_stands_alone():
+    assert isinstance(communicator_for(None, required=False), SoloCommunicator)
+
+
+def test_a_missing_world_is_named_where_one_is_required():
+    with pytest.raises(RuntimeError) as caught:
+        communicator_for(None, required=True)
+    assert str(caught.value) == (
+        "there is no process group yet: call hpcfsdp.init() first (or torch.distributed.init_process_group)"
+    )
+
+
+def test_a_communicator_is_used_as_it_is():
+    comm = SoloCommunicator()
+    assert communicator_for(comm, required=True) is comm
+
+
+@pytest.mark.parametrize("group", [3, "world", (1, 2), 0])
+def test_anything_else_is_refused_by_its_type(group):
+    with pytest.raises(TypeError) as caught:
+        communicator_for(group, required=True)
+    assert str(caught.value) == (
+        f"process_group must be a torch.distributed ProcessGroup or an hpcfsdp Communicator, not {type(group).__name__}"
+    )

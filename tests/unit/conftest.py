@@ -1,0 +1,150 @@
+"""What several files of tests share, as fixtures."""
+
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+
+class ThreadComm:
+    """A ``Communicator`` of ranks that are threads of this process."""
+
+    def __init__(self, rank, size, barrier, board):
+        self.rank, self.size = rank, size
+        self._barrier, self._board, self._round = barrier, board, 0
+
+    def _exchange(self, value):
+        self._round += 1
+        slots = self._board.setdefault(self._round, [None] * self.size)
+        slots[self.rank] = value
+        self._barrier.wait(timeout=10)
+        return list(slots)
+
+    def all_gather_into_tensor(self, output, shard):
+        output.copy_(torch.cat(self._exchange(shard.detach().clone())))
+
+    def reduce_scatter_tensor(self, output, full, op):
+        total = full.detach().clone()
+        self.all_reduce(total, op)
+        output.copy_(total.view(self.size, -1)[self.rank])
+
+    def all_reduce(self, tensor, op):
+        everyone = torch.stack(self._exchange(tensor.detach().clone()))
+        total = everyone.amax(0) if op == "max" else everyone.sum(0)
+        tensor.copy_(total / self.size if op == "average" else total)
+
+    def broadcast(self, tensor, src):
+        tensor.copy_(self._exchange(tensor.detach().clone())[src])
+
+    def all_gather_object(self, value):
+        return [pickle.loads(text) for text in self._exchange(pickle.dumps(value))]
+
+    def broadcast_object(self, value, src=0):
+        return self.all_gather_object(value)[src]
+
+
+@pytest.fixture(scope="session")
+def run_ranks():
+    """``run_ranks(size, body)``: what ``body(comm)`` returns on each rank, or the exception that it raises."""
+
+    def run(size, body):
+        barrier, board, results = threading.Barrier(size), {}, [None] * size
+
+        def work(rank):
+            try:
+                results[rank] = body(ThreadComm(rank, size, barrier, board))
+            except BaseException as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_python():
+    """``run_python(code, *arguments)``: stdout of a Python process of its own, which must succeed."""
+
+    def run(code, *arguments):
+        command = [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return run
+
+
+class Model(nn.Module):
+    """Tied weights, a scalar parameter, buffers of many dtypes, and one that is not persistent."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.hidden = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.randn(()))
+        self.register_buffer("brief", torch.randn(3).bfloat16())
+        self.register_buffer("wide", torch.randn(2, 2, dtype=torch.float64))
+        self.register_buffer("mask", torch.rand(4) < 0.5)
+        self.register_buffer("empty", torch.zeros(0, 3))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def forward(self, ids):
+        return self.head(self.norm(self.hidden(self.embed(ids)))) * self.scale
+
+
+@pytest.fixture(scope="session")
+def make_model():
+    """``make_model(seed)``: a small model with one of everything that a checkpoint has to keep."""
+
+    def make(seed):
+        torch.manual_seed(seed)
+        return Model()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def train_steps():
+    """``train_steps(model, optimizer, count)``: steps on data that is the same in each call; the last loss."""
+
+    def train(model, optimizer, count):
+        ids = torch.tensor([0, 1, 2, 3, 4, 0])
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(ids), ids.flip(0))
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def same():
+    """``same(a, b)``: whether two nested values are equal in type, dtype and every bit."""
+
+    def compare(a, b):
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, torch.Tensor):
+            kinds = [(tensor.dtype, tensor.shape, tensor.requires_grad) for tensor in (a, b)]
+            return kinds[0] == kinds[1] and torch.equal(a, b)
+        if isinstance(a, dict):
+            return list(a) == list(b) and all(compare(a[key], b[key]) for key in a)
+        if isinstance(a, (list, tuple)):
+            return len(a) == len(b) and all(compare(x, y) for x, y in zip(a, b, strict=True))
+        return a == b
+
+    return compare

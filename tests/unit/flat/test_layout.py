@@ -1,0 +1,208 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from hpcfsdp.flat.layout import ALIGNMENT_BYTES, FlatLayout, ParamSlot, ShardExtent
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.complex128]
+
+SHAPES = st.lists(st.integers(0, 6), max_size=3).map(tuple)
+
+
+@st.composite
+def params(draw):
+    """Parameters of a model: names, shapes, and further names of tied ones."""
+    shapes = draw(st.lists(SHAPES, max_size=8))
+    ties = draw(st.lists(st.integers(0, 2), min_size=len(shapes), max_size=len(shapes)))
+    return [
+        (f"layer.{index}", shape, tuple(f"tied.{index}.{tie}" for tie in range(count)))
+        for index, (shape, count) in enumerate(zip(shapes, ties, strict=True))
+    ]
+
+
+layouts = st.builds(FlatLayout.plan, params(), st.sampled_from(DTYPES), st.integers(1, 9))
+
+
+def buffer_of(layout):
+    """A flat buffer whose elements are 1, 2, 3, ... where a parameter owns them and 0 elsewhere."""
+    buffer, values, next_value = np.zeros(layout.padded_numel, dtype=np.int64), {}, 1
+    for slot in layout.slots:
+        values[slot.fqn] = np.arange(next_value, next_value + slot.numel).reshape(slot.shape)
+        next_value += slot.numel
+        buffer[slot.offset : slot.end] = values[slot.fqn].ravel()
+    return buffer, values
+
+
+@given(layouts)
+@settings(max_examples=80, deadline=None)
+def test_shards_put_together_by_param_extents_are_the_parameters(layout):
+    buffer, values = buffer_of(layout)
+    shards = buffer.reshape(layout.num_shards, layout.shard_numel)
+    for slot in layout.slots:
+        for name in (slot.fqn, *slot.aliases):
+            runs = [
+                shards[extent.shard_rank, extent.shard_offset : extent.shard_offset + extent.numel]
+                for extent in layout.param_extents(name)
+            ]
+            joined = np.concatenate([np.zeros(0, np.int64), *runs]).reshape(slot.shape)
+            assert np.array_equal(joined, values[slot.fqn])
+
+
+@given(layouts)
+@settings(max_examples=80, deadline=None)
+def test_shards_put_together_by_extents_are_the_parameters(layout):
+    buffer, values = buffer_of(layout)
+    shards = buffer.reshape(layout.num_shards, layout.shard_numel)
+    joined = {slot.fqn: np.zeros(slot.numel, np.int64) for slot in layout.slots}
+    for rank in range(layout.num_shards):
+        for extent in layout.extents(rank):
+            run = shards[rank, extent.shard_offset : extent.shard_offset + extent.numel]
+            joined[extent.fqn][extent.start : extent.start + extent.numel] = run
+    for slot in layout.slots:
+        assert np.array_equal(joined[slot.fqn].reshape(slot.shape), values[slot.fqn])
+
+
+@given(layouts)
+@settings(max_examples=80, deadline=None)
+def test_param_extents_tile_each_parameter_once_in_order(layout):
+    for slot in layout.slots:
+        extents, end = layout.param_extents(slot.fqn), 0
+        for extent in extents:
+            assert extent.numel > 0
+            assert extent.start == end
+            end += extent.numel
+        assert end == slot.numel
+        ranks = [extent.shard_rank for extent in extents]
+        assert ranks == sorted(set(ranks))
+
+
+@given(layouts)
+@settings(max_examples=80, deadline=None)
+def test_extents_of_a_rank_are_those_param_extents_that_lie_on_it_in_order_of_its_shard(layout):
+    for rank in range(layout.num_shards):
+        everywhere = [extent for slot in layout.slots for extent in layout.param_extents(slot.fqn)]
+        assert layout.extents(rank) == tuple(extent for extent in everywhere if extent.shard_rank == rank)
+        end = 0
+        for extent in layout.extents(rank):
+            assert extent.shard_offset >= end
+            end = extent.shard_offset + extent.numel
+        assert end <= layout.shard_numel
+
+
+@given(layouts)
+@settings(max_examples=80, deadline=None)
+def test_slots_and_gaps_tile_the_buffer_without_overlap(layout):
+    runs = [(slot.offset, slot.end) for slot in layout.slots if slot.numel] + layout.gaps()
+    end = 0
+    for begin, stop in sorted(runs):
+        assert begin == end < stop
+        end = stop
+    assert end == layout.padded_numel
+
+
+@given(layouts)
+@settings(max_examples=80, deadline=None)
+def test_parameters_and_shards_start_at_aligned_bytes_and_shards_are_no_longer_than_needed(layout):
+    assert ALIGNMENT_BYTES == 16
+    size = layout.dtype.itemsize
+    assert all(slot.offset * size % ALIGNMENT_BYTES == 0 for slot in layout.slots)
+    assert layout.shard_numel * size % ALIGNMENT_BYTES == 0
+    used = layout.slots[-1].end if layout.slots else 0
+    needed = -(-used // layout.num_shards)
+    assert needed <= layout.shard_numel < needed + ALIGNMENT_BYTES // size
+
+
+@given(params(), st.sampled_from(DTYPES), st.integers(1, 9), st.integers(1, 9))
+@settings(max_examples=50, deadline=None)
+def test_resharded_is_what_plan_makes_for_that_number_of_ranks(model, dtype, first, second):
+    layout = FlatLayout.plan(model, dtype, first)
+    assert layout.resharded(second) == FlatLayout.plan(model, dtype, second)
+    assert layout.resharded(second).resharded(first) == layout
+
+
+@given(layouts)
+@settings(max_examples=50, deadline=None)
+def test_renamed_changes_names_and_aliases_alone(layout):
+    renamed = layout.renamed(lambda name: f"root.{name}")
+    assert sorted(renamed.by_name) == sorted(f"root.{name}" for name in layout.by_name)
+    assert renamed.renamed(lambda name: name.removeprefix("root.")) == layout
+    for old, new in zip(layout.slots, renamed.slots, strict=True):
+        assert (old.offset, old.shape) == (new.offset, new.shape)
+
+
+def test_aliased_adds_the_names_of_other_layouts_to_the_same_slots():
+    layout = FlatLayout.plan([("w", (2,), ("v",)), ("b", (3,), ())], torch.float32, 2)
+    found = layout.aliased([layout.renamed("x.{}".format), layout.renamed("y.{}".format)])
+    assert [(slot.fqn, slot.aliases) for slot in found.slots] == [
+        ("w", ("v", "x.w", "x.v", "y.w", "y.v")),
+        ("b", ("x.b", "y.b")),
+    ]
+    assert found.param_extents("y.b") == layout.param_extents("b")
+    assert layout.aliased([]) == layout
+
+
+@given(layouts)
+@settings(max_examples=50, deadline=None)
+def test_numel_counts_each_tied_parameter_once_and_no_padding(layout):
+    assert layout.numel == sum(math.prod(slot.shape) for slot in layout.slots)
+    assert layout.padded_numel == layout.numel + sum(end - begin for begin, end in layout.gaps())
+
+
+def test_a_parameter_is_cut_where_a_shard_ends():
+    layout = FlatLayout.plan([("weight", (3, 5), ()), ("bias", (3,), ())], torch.float32, 3)
+    assert layout.slots == (ParamSlot("weight", (3, 5), 0), ParamSlot("bias", (3,), 16))
+    assert (layout.shard_numel, layout.padded_numel, layout.numel) == (8, 24, 18)
+    assert layout.gaps() == [(15, 16), (19, 24)]
+    assert layout.extents(1) == (ShardExtent("weight", 1, 8, 7, 0),)
+    assert layout.param_extents("weight") == (ShardExtent("weight", 0, 0, 8, 0), ShardExtent("weight", 1, 8, 7, 0))
+    assert layout.extents(2) == (ShardExtent("bias", 2, 0, 3, 0),)
+
+
+def test_a_rank_that_holds_padding_only_has_no_extents():
+    layout = FlatLayout.plan([("weight", (4,), ())], torch.float32, 3)
+    assert [len(layout.extents(rank)) for rank in range(3)] == [1, 0, 0]
+
+
+def test_an_unknown_name_has_no_extents():
+    layout = FlatLayout.plan([("weight", (4,), ("alias",))], torch.float32, 2)
+    assert layout.param_extents("alias") == layout.param_extents("weight")
+    with pytest.raises(KeyError, match="bias"):
+        layout.param_extents("bias")
+
+
+def test_fingerprint_tells_every_difference():
+    def fingerprint(name="w", shape=(2, 3), aliases=(), dtype=torch.float32, num_shards=2):
+        return FlatLayout.plan([(name, shape, aliases)], dtype, num_shards).fingerprint()
+
+    assert fingerprint() == fingerprint()
+    others = [
+        fingerprint(name="v"),
+        fingerprint(shape=(3, 2)),
+        fingerprint(aliases=("v",)),
+        fingerprint(dtype=torch.int32),
+        fingerprint(num_shards=3),
+    ]
+    assert len({fingerprint(), *others}) == 6
+
+
+@pytest.mark.parametrize(
+    ("given_twice", "model"),
+    [
+        ("w", [("w", (1,), ()), ("w", (2,), ())]),
+        ("w", [("w", (1,), ()), ("v", (2,), ("w",))]),
+        ("t", [("w", (1,), ("t",)), ("v", (2,), ("t",))]),
+        ("w", [("w", (1,), ("w",))]),
+    ],
+)
+def test_a_name_given_twice_is_refused(given_twice, model):
+    with pytest.raises(ValueError, match=f"^parameter name '{given_twice}' is given twice$"):
+        FlatLayout.plan(model, torch.float32, 1)
+
+
+@pytest.mark.parametrize("num_shards", [0, -1])
+def test_a_layout_without_ranks_is_refused(num_shards):
+    with pytest.raises(ValueError, match=f"^a layout needs at least one shard, not {num_shards}$"):
+        FlatLayout.plan([("w", (1,), ())], torch.float32, num_shards)

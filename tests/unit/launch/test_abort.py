@@ -1,0 +1,51 @@
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from hpcfsdp import env
+from hpcfsdp.errors import CheckpointCorruptError
+from hpcfsdp.launch import abort
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    """The exception hook before, and the exit codes with which MPI was aborted."""
+    codes = []
+
+    def quiet(*_):
+        pass
+
+    monkeypatch.setattr(sys, "excepthook", quiet)
+    monkeypatch.setattr(abort, "_previous", None)
+    monkeypatch.setattr(abort, "OUTPUT_GRACE_S", 0)
+    world = SimpleNamespace(rank=2, size=3, Abort=codes.append)
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=world)))
+    return quiet, codes
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ValueError("x"), 1), (CheckpointCorruptError("x"), 4), (KeyboardInterrupt(), 130)]
+)
+def test_an_uncaught_error_is_printed_with_its_rank_and_ends_the_job_with_its_exit_code(hook, capsys, error, code):
+    abort.install(SimpleNamespace(rank=2, size=3))
+    sys.excepthook(type(error), error, None)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"hpcfsdp: rank 2 of 3 on {env.host_name()}: ")
+    assert type(error).__name__ in lines[-1]
+    assert hook[1] == [code]
+
+
+def test_a_single_process_keeps_its_hook(hook):
+    abort.install(SimpleNamespace(rank=0, size=1))
+    assert sys.excepthook is hook[0]
+
+
+def test_uninstall_gives_the_hook_back_also_after_two_installs(hook):
+    for _ in range(2):
+        abort.install(SimpleNamespace(rank=0, size=2))
+    assert sys.excepthook is not hook[0]
+    abort.uninstall()
+    assert sys.excepthook is hook[0]
+    abort.uninstall()
+    assert sys.excepthook is hook[0]

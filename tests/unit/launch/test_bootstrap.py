@@ -1,0 +1,81 @@
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from hpcfsdp.errors import LaunchError
+from hpcfsdp.launch import bootstrap
+
+LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+@pytest.fixture
+def mpi(monkeypatch):
+    """``mpi(size)``: an mpi4py whose world has so many ranks; no launcher started this process."""
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def make(size, finalized=False):
+        package = ModuleType("mpi4py")
+        package.MPI = SimpleNamespace(
+            COMM_WORLD=SimpleNamespace(size=size),
+            Is_finalized=lambda: finalized,
+            Get_library_version=lambda: "MPICH Version: 4.2\nMPICH Release date: then\n\x00",
+        )
+        monkeypatch.setitem(sys.modules, "mpi4py", package)
+        return package.MPI
+
+    return make
+
+
+def test_a_process_that_no_launcher_started_is_a_world_of_one(mpi):
+    library = mpi(1)
+    assert bootstrap.load_mpi() is library
+
+
+@pytest.mark.parametrize("variable", LAUNCHER_VARIABLES)
+def test_a_launcher_that_the_mpi_library_does_not_hear_is_told(mpi, monkeypatch, variable):
+    mpi(1)
+    monkeypatch.setenv(variable, "4")
+    with pytest.raises(LaunchError) as caught:
+        bootstrap.load_mpi()
+    assert str(caught.value) == (
+        f"the launcher started 4 processes ({variable}=4), but the MPI library that mpi4py loaded (MPICH Version: 4.2) "
+        "does not hear it: every process would be rank 0 of 1. Start with that library's own mpirun, choose its "
+        "plug-in (srun --mpi=pmix or --mpi=pmi2), or install mpi4py for the launcher's MPI"
+    )
+    assert caught.value.exit_code == 3
+
+
+def test_a_launcher_that_the_mpi_library_hears_is_fine(mpi, monkeypatch):
+    library = mpi(4)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    assert bootstrap.load_mpi() is library
+
+
+def test_a_launcher_of_one_process_is_fine(mpi, monkeypatch):
+    library = mpi(1)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert bootstrap.load_mpi() is library
+
+
+def test_mpirun_inside_of_a_larger_allocation_goes_by_its_own_size(mpi, monkeypatch):
+    library = mpi(1)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    assert bootstrap.load_mpi() is library
+
+
+def test_mpi_cannot_start_again_after_its_end(mpi):
+    mpi(1, finalized=True)
+    with pytest.raises(LaunchError) as caught:
+        bootstrap.load_mpi()
+    assert str(caught.value) == (
+        "MPI has been finalised in this process and cannot start again; call hpcfsdp.init() earlier"
+    )
+
+
+def test_there_is_no_world_before_init_and_finalize_then_does_nothing():
+    assert bootstrap.current_world() is None
+    bootstrap.finalize()
+    assert bootstrap.current_world() is None

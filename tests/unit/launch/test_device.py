@@ -1,0 +1,135 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from hpcfsdp.errors import LaunchError
+from hpcfsdp.launch import device
+from hpcfsdp.launch.device import choose, fair_threads
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """``gpus(count)``: let this process see so many GPUs."""
+
+    def see(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    return see
+
+
+def test_without_a_gpu_ranks_compute_on_the_cpu(gpus):
+    gpus(0)
+    assert choose(None, 3) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("count", "local_rank", "index"), [(4, 0, 0), (4, 3, 3), (1, 3, 0), (2, 5, 1)])
+def test_each_rank_takes_the_gpu_of_its_local_rank_among_those_it_sees(gpus, count, local_rank, index):
+    gpus(count)
+    assert choose(None, local_rank) == torch.device("cuda", index)
+    assert choose("cuda", local_rank) == torch.device("cuda", index)
+
+
+def test_a_named_device_is_taken_as_it_is(gpus):
+    gpus(4)
+    assert choose("cuda:2", 0) == torch.device("cuda", 2)
+    assert choose(torch.device("cuda", 1), 3) == torch.device("cuda", 1)
+    assert choose("cpu", 0) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("wanted", ["cuda", "cuda:0"])
+def test_a_gpu_that_is_not_there_is_an_error(gpus, wanted):
+    gpus(0)
+    with pytest.raises(LaunchError) as caught:
+        choose(wanted, 0)
+    assert str(caught.value) == (
+        f"device '{wanted}' was asked for, but this process sees no GPU; ask the launcher for one"
+    )
+    assert caught.value.exit_code == 3
+
+
+def test_a_gpu_number_beyond_those_visible_is_an_error(gpus):
+    gpus(2)
+    with pytest.raises(LaunchError, match=r"^device 'cuda:2' was asked for, but this process sees 2 GPU\(s\)$"):
+        choose("cuda:2", 0)
+
+
+def test_another_kind_of_device_is_refused(gpus):
+    gpus(0)
+    with pytest.raises(LaunchError, match=r"^device 'meta' is not supported: use 'cpu' or 'cuda'$"):
+        choose("meta", 0)
+
+
+def test_a_word_that_is_no_device_is_refused(gpus):
+    gpus(0)
+    with pytest.raises(LaunchError, match=r"'gpu'.*use 'cpu' or 'cuda'"):
+        choose("gpu", 0)
+
+
+@pytest.mark.parametrize(
+    ("mine", "everyone", "threads"),
+    [
+        ({0, 1, 2, 3}, [{0, 1, 2, 3}], 4),
+        ({0, 1, 2, 3}, [{0, 1, 2, 3}] * 2, 2),
+        ({0, 1, 2}, [{0, 1, 2}] * 3, 1),
+        ({0, 1}, [{0, 1}, {2, 3}], 2),
+        ({0, 1, 2, 3}, [{0, 1, 2, 3}, {0, 1}], 3),
+        ({0}, [{0}] * 8, 1),
+        (set(range(6)), [set(range(6))] * 4, 1),
+    ],
+)
+def test_cores_are_split_among_the_ranks_that_may_use_them(mine, everyone, threads):
+    assert fair_threads(mine, everyone) == threads
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_ranks_that_share_all_cores_never_start_more_threads_than_cores_unless_there_are_more_ranks(cores, ranks):
+    everyone = [set(range(cores))] * ranks
+    assert fair_threads(everyone[0], everyone) == max(1, cores // ranks)
+
+
+def node_of(rank, *values):
+    """The ranks of a node, of which the others say `values`."""
+    return SimpleNamespace(rank=rank, allgather=lambda mine: [*values[:rank], mine, *values[rank:]])
+
+
+def test_bind_sets_the_threads_of_a_rank_on_the_cpu(gpus, monkeypatch):
+    gpus(0)
+    chosen = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    assert device.bind(None, node_of(1, {0, 1, 2, 3})) == torch.device("cpu")
+    assert chosen == [2]
+
+
+def test_bind_leaves_the_threads_that_the_user_fixed(gpus, monkeypatch):
+    gpus(0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: pytest.fail("threads were changed"))
+    assert device.bind("cpu", node_of(0)) == torch.device("cpu")
+
+
+@pytest.fixture
+def uuids(gpus, monkeypatch):
+    gpus(2)
+    made_current = []
+    monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=f"GPU-{d.index}"))
+    return made_current
+
+
+def test_bind_makes_a_gpu_current_that_no_other_rank_has(uuids):
+    assert device.bind(None, node_of(1, "GPU-0")) == torch.device("cuda", 1)
+    assert uuids == [torch.device("cuda", 1)]
+
+
+def test_ranks_that_share_a_gpu_are_named(uuids):
+    with pytest.raises(LaunchError) as caught:
+        device.bind("cuda:1", node_of(0, "GPU-0", "GPU-1"))
+    assert str(caught.value) == (
+        "local ranks [0, 2] of this node share one GPU (cuda:1, GPU-1), which NCCL refuses: start at most one process "
+        "per GPU, or let each see another one (srun --gpus-per-task=1)"
+    )

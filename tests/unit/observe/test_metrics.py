@@ -1,0 +1,63 @@
+import json
+
+from hpcfsdp.observe.metrics import MetricsFile
+
+
+def steps(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def written(path, *wanted, resume_step=0):
+    metrics = MetricsFile(path, resume_step=resume_step)
+    for step in wanted:
+        metrics.write({"step": step, "loss": step / 2})
+    metrics.close()
+
+
+def test_records_are_json_lines_in_the_order_of_writing(tmp_path):
+    path = tmp_path / "new/metrics.jsonl"
+    written(path, 1, 2)
+    assert path.read_text() == '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 1.0}\n'
+
+
+def test_a_record_is_in_the_file_as_soon_as_it_is_written(tmp_path):
+    metrics = MetricsFile(tmp_path / "m.jsonl")
+    metrics.write({"step": 1})
+    assert steps(tmp_path / "m.jsonl") == [1]
+    metrics.close()
+
+
+def test_resuming_drops_the_records_of_later_steps(tmp_path):
+    path = tmp_path / "m.jsonl"
+    written(path, 1, 2, 3, 4)
+    written(path, 3, 4, 5, resume_step=2)
+    assert steps(path) == [1, 2, 3, 4, 5]
+
+
+def test_a_new_run_starts_with_an_empty_file(tmp_path):
+    path = tmp_path / "m.jsonl"
+    written(path, 1, 2)
+    written(path, 1)
+    assert steps(path) == [1]
+
+
+def test_lines_that_were_cut_off_or_are_no_records_are_dropped(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n\n{"loss": 2}\n[3]\n4\n{"step": 2}\n{"step": 2, "lo')
+    written(path, 3, resume_step=2)
+    assert steps(path) == [1, 2, 3]
+
+
+def test_a_last_line_without_its_end_is_kept_whole(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}')
+    written(path, 2, resume_step=1)
+    assert path.read_text().splitlines()[0] == '{"step": 1}'
+    assert steps(path) == [1, 2]
+
+
+def test_no_other_file_is_left_behind(tmp_path):
+    path = tmp_path / "m.jsonl"
+    written(path, 1)
+    written(path, 2, resume_step=1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.jsonl"]

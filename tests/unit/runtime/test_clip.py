@@ -1,0 +1,69 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.runtime.clip import clip_grad_norm
+
+GRADS = [[3.0, -4.0, 0.0], [12.0], [0.5, 0.25]]
+ALL = [3.0, -4.0, 0.0, 12.0, 0.5, 0.25]
+
+
+def params(dtype=torch.float32, grads=GRADS):
+    made = [nn.Parameter(torch.zeros(len(grad), dtype=dtype)) for grad in grads]
+    for param, grad in zip(made, grads, strict=True):
+        param.grad = torch.tensor(grad, dtype=dtype)
+    return made
+
+
+@pytest.mark.parametrize("norm_type", [1, 2.0, 3.5, math.inf])
+@pytest.mark.parametrize("max_norm", [0.5, 5, 1000.0, math.inf])
+def test_norm_and_gradients_are_those_of_torch(norm_type, max_norm):
+    mine, torchs = params(), params()
+    total = clip_grad_norm(mine, SoloCommunicator(), max_norm, norm_type)
+    torch.testing.assert_close(total, nn.utils.clip_grad_norm_(torchs, max_norm, norm_type))
+    for a, b in zip(mine, torchs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_each_element_counts_once_over_all_ranks(run_ranks, norm_type):
+    everything = params(grads=[ALL])
+    expected = clip_grad_norm(everything, SoloCommunicator(), 1.0, norm_type)
+
+    def body(comm):
+        mine = params(grads=GRADS[comm.rank : comm.rank + 1])
+        return clip_grad_norm(mine, comm, 1.0, norm_type), mine[0].grad
+
+    results = run_ranks(3, body)
+    for total, _ in results:
+        torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(torch.cat([grad for _, grad in results]), everything[0].grad)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_a_rank_without_gradients_counts_as_zero(run_ranks, norm_type):
+    def body(comm):
+        mine = params() if comm.rank else [nn.Parameter(torch.zeros(2))]
+        return clip_grad_norm(mine, comm, 1.0, norm_type).item()
+
+    results = run_ranks(2, body)
+    assert results[0] == results[1] == pytest.approx(torch.tensor(ALL).norm(norm_type).item())
+
+
+def test_the_norm_is_float32_for_half_precision_and_float64_for_float64():
+    assert clip_grad_norm(params(torch.bfloat16), SoloCommunicator(), 1.0).dtype == torch.float32
+    assert clip_grad_norm(params(torch.float64), SoloCommunicator(), 1.0).dtype == torch.float64
+
+
+def test_gradients_without_elements_are_left_out():
+    total = clip_grad_norm(params(grads=[*GRADS, []]), SoloCommunicator(), 1.0, math.inf)
+    assert total.item() == 12
+
+
+@pytest.mark.parametrize("norm_type", [0, -1.0, math.nan])
+def test_a_norm_that_is_none_is_refused(norm_type):
+    with pytest.raises(ValueError, match=f"^norm_type must be positive or inf, not {float(norm_type)}$"):
+        clip_grad_norm(params(), SoloCommunicator(), 1.0, norm_type)

@@ -1,0 +1,177 @@
+import pytest
+import torch
+from torch import nn
+
+from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.runtime.state import TRANSITIONS, Phase
+from hpcfsdp.runtime.unit import Engine, Unit
+
+LEGAL = {
+    (Phase.IDLE, Phase.FORWARD),
+    (Phase.IDLE, Phase.BACKWARD),
+    (Phase.FORWARD, Phase.IDLE),
+    (Phase.BACKWARD, Phase.IDLE),
+    (Phase.BACKWARD, Phase.RECOMPUTE),
+    (Phase.RECOMPUTE, Phase.BACKWARD),
+}
+
+
+def make_unit():
+    leaf = nn.Parameter(torch.ones(2))
+    flat = FlatParam([leaf], FlatLayout.plan([("w", (2,), ())], torch.float32, 1), SoloCommunicator())
+    return Unit("blocks.0", [flat])
+
+
+def test_the_table_lists_each_legal_transition():
+    assert {(before, after) for before, afters in TRANSITIONS.items() for after in afters} == LEGAL
+    assert set(TRANSITIONS) == set(Phase)
+
+
+@pytest.mark.parametrize("before", Phase)
+@pytest.mark.parametrize("after", Phase)
+def test_a_unit_goes_where_the_table_allows_and_stays_otherwise(before, after):
+    unit = make_unit()
+    unit.phase = before
+    if (before, after) in LEGAL:
+        unit._enter(after)
+        assert unit.phase is after
+        return
+    with pytest.raises(EngineError) as caught:
+        unit._enter(after)
+    assert str(caught.value) == (
+        f"blocks.0: cannot go from {before.value} to {after.value}; a unit may be called several times in a step, but "
+        "not from inside of its own forward"
+    )
+    assert unit.phase is before
+
+
+def test_a_unit_that_calls_itself_is_refused_and_can_be_used_afterwards():
+    class Recursive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x, again=None):
+            return self.layer(x) if again is None else again(x)
+
+    model = FullyShardedDataParallel(Recursive(), process_group=SoloCommunicator())
+    with pytest.raises(EngineError, match=r"^Recursive: cannot go from forward to forward; "):
+        model(torch.ones(1, 2), model)
+    assert model.unit.phase is Phase.IDLE
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+
+
+def broken_off():
+    """An engine whose backward an exception broke off."""
+    unit = make_unit()
+    unit.unshard()
+    unit.flats[0].leaves[0].grad = torch.ones(2)
+    unit.flats[0].take_grad(0)
+    unit.phase = Phase.BACKWARD
+    engine = Engine([unit], in_backward=True)
+    unit.engine = engine
+    return engine, unit
+
+
+def test_recover_brings_units_of_a_broken_backward_to_rest():
+    engine, unit = broken_off()
+    engine.recover()
+    assert not engine.in_backward
+    assert unit.phase is Phase.IDLE
+    assert unit.flats[0].unsharded_bytes == 0
+    assert unit.flats[0].parameter.grad is None
+    assert unit.flats[0].leaves[0].grad is None
+
+
+def test_recover_leaves_a_backward_alone_that_is_still_running(monkeypatch):
+    engine, unit = broken_off()
+    monkeypatch.setattr("hpcfsdp._compat.in_backward", lambda: True)
+    engine.recover()
+    assert engine.in_backward
+    assert unit.phase is Phase.BACKWARD
+    assert unit.flats[0].is_unsharded
+
+
+def test_recover_does_nothing_outside_of_a_backward():
+    engine, unit = broken_off()
+    engine.in_backward = False
+    engine.recover()
+    assert unit.phase is Phase.BACKWARD
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_training_goes_on_after_an_error_in_the_middle_of_a_step(place):
+    class Failing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x, fail=False):
+            x = self.first(x)
+            if fail and place == "forward":
+                raise KeyError("forward")
+            if fail:
+                x.register_hook(lambda _: {}["backward"])
+            return self.second(x)
+
+    torch.manual_seed(0)
+    plain = Failing()
+    model = Failing()
+    model.load_state_dict(plain.state_dict())
+    model = FullyShardedDataParallel(model, process_group=SoloCommunicator())
+    with pytest.raises(KeyError, match=place):
+        model(torch.ones(1, 2), fail=True).sum().backward()
+    for net in (plain, model):
+        net(torch.ones(1, 2)).sum().backward()
+    expected = torch.cat([param.grad.flatten() for param in plain.parameters()])
+    shard = model.unit.flats[0]
+    grads = [shard.parameter.grad[slot.offset : slot.end] for slot in shard.layout.slots]
+    assert torch.equal(torch.cat(grads), expected)
+    assert shard.unsharded_bytes == 0
+
+
+def test_a_parameter_used_outside_of_its_unit_is_named():
+    model = FullyShardedDataParallel(nn.Linear(2, 2), process_group=SoloCommunicator())
+    model(torch.ones(1, 2))
+    model.unit.unshard()
+    loss = model.module.weight.sum()
+    with pytest.raises(EngineError) as caught:
+        loss.backward()
+    assert str(caught.value) == (
+        "Linear: a gradient of 'weight' arrived while the unit was in idle; parameters of a unit may be used only "
+        "through a call of the unit"
+    )
+
+
+def test_an_output_of_unknown_type_is_named():
+    class Wrapped:
+        pass
+
+    class Strange(nn.Linear):
+        def forward(self, x):
+            return Wrapped()
+
+    model = FullyShardedDataParallel(Strange(2, 2), process_group=SoloCommunicator())
+    with pytest.raises(EngineError, match=r"^Strange: its forward returns an object of type .*Wrapped, in which"):
+        model(torch.ones(1, 2))
+    assert model.unit.phase is Phase.IDLE
+    with torch.no_grad():
+        assert isinstance(model(torch.ones(1, 2)), Wrapped)
+
+
+def test_an_output_that_views_a_parameter_is_refused():
+    class Leaking(nn.Linear):
+        def forward(self, x):
+            return self.weight[0]
+
+    model = FullyShardedDataParallel(Leaking(2, 3), process_group=SoloCommunicator())
+    with pytest.raises(EngineError) as caught:
+        model(torch.ones(1, 2))
+    assert str(caught.value) == (
+        "Leaking: its forward returns a view of one of its own parameters (shape (2,)), whose memory is freed when the "
+        "unit is left; return a clone"
+    )

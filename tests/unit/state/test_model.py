@@ -1,0 +1,107 @@
+import pytest
+import torch
+from torch import nn
+
+from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.state.model import clean_fqn, communicator_of, flat_params, model_tensors, shard_pieces
+from hpcfsdp.wrap import ModuleWrapPolicy
+
+
+def shard(module, comm=None):
+    policy = ModuleWrapPolicy({nn.Linear})
+    return FullyShardedDataParallel(module, process_group=comm or SoloCommunicator(), auto_wrap_policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        ("layer.weight", "layer.weight"),
+        ("_fsdp_wrapped_module.layer._fsdp_wrapped_module.weight", "layer.weight"),
+        ("_orig_mod.layer._checkpoint_wrapped_module.weight", "layer.weight"),
+        ("my_orig_mod.weight", "my_orig_mod.weight"),
+        ("_fsdp_wrapped_module", ""),
+        ("", ""),
+    ],
+)
+def test_names_of_wrappers_are_left_out(name, clean):
+    assert clean_fqn(name) == clean
+
+
+def test_a_plain_module_stands_alone_and_a_sharded_one_has_its_communicator():
+    assert isinstance(communicator_of(nn.Linear(1, 1)), SoloCommunicator)
+    comm = SoloCommunicator()
+    assert communicator_of(nn.Sequential(shard(nn.Sequential(nn.Linear(2, 2)), comm))) is comm
+
+
+def test_tensors_of_a_plain_module_stand_in_its_order_with_ties_and_without_scratch_buffers(make_model):
+    model = make_model(0)
+    found = model_tensors(model)
+    assert [tensor.name for tensor in found] == [name for name in model.state_dict() if name != "head.weight"]
+    by_name = {tensor.name: tensor for tensor in found}
+    assert by_name["embed.weight"].aliases == ("head.weight",)
+    for tensor in found:
+        expected = model.state_dict()[tensor.name]
+        assert (tensor.shape, tensor.dtype) == (tuple(expected.shape), expected.dtype)
+        assert torch.equal(tensor.pieces[0].tensor, expected)
+
+
+def test_pieces_of_a_plain_module_are_its_memory(make_model):
+    model = make_model(0)
+    piece = next(tensor for tensor in model_tensors(model) if tensor.name == "scale").pieces[0]
+    piece.fill(torch.tensor([4.0]))
+    assert model.scale.item() == 4
+
+
+def test_a_sharded_model_has_the_tensors_of_the_plain_one_under_the_same_names(make_model):
+    plain = {tensor.name: tensor for tensor in model_tensors(make_model(0))}
+    policy = ModuleWrapPolicy({nn.BatchNorm1d})
+    model = FullyShardedDataParallel(make_model(0), process_group=SoloCommunicator(), auto_wrap_policy=policy)
+    found = {tensor.name: tensor for tensor in model_tensors(model)}
+    assert set(found) == set(plain)
+    for name, tensor in found.items():
+        assert (tensor.shape, tensor.dtype, tensor.aliases) == (
+            plain[name].shape,
+            plain[name].dtype,
+            plain[name].aliases,
+        )
+        values = [piece.tensor.flatten() for piece in tensor.pieces]
+        assert torch.equal(
+            torch.cat([torch.zeros(0, dtype=tensor.dtype), *values]), plain[name].pieces[0].tensor.flatten()
+        )
+
+
+def test_the_pieces_of_all_ranks_are_the_parameter(run_ranks):
+    torch.manual_seed(0)
+    weight = torch.randn(5, 7)
+
+    def body(comm):
+        module = nn.Linear(7, 5)
+        module.weight.data.copy_(weight)
+        tensor = next(t for t in model_tensors(shard(nn.Sequential(module), comm)) if t.name == "0.weight")
+        return tensor.extents, [(piece.start, piece.tensor.clone()) for piece in tensor.pieces]
+
+    results = run_ranks(3, body)
+    assert all(extents == results[0][0] for extents, _ in results)
+    pieces = [piece for _, pieces in results for piece in pieces]
+    assert [start for start, _ in pieces] == [extent.start for extent in results[0][0]]
+    assert torch.equal(torch.cat([values for _, values in pieces]).view(5, 7), weight)
+
+
+def test_flat_params_come_with_names_of_the_whole_model():
+    model = nn.ModuleDict({"net": shard(nn.Sequential(nn.Linear(2, 2), nn.PReLU()))})
+    assert [[slot.fqn for slot in layout.slots] for _, layout in flat_params(model)] == [
+        ["net.1.weight"],
+        ["net.0.weight", "net.0.bias"],
+    ]
+
+
+def test_shard_pieces_view_the_shard_and_are_empty_where_the_rank_has_nothing():
+    layout = FlatLayout.plan([("a", (6,), ()), ("b", (0,), ()), ("c", (2,), ())], torch.float32, 3)
+    shard = torch.arange(4.0)
+    pieces = shard_pieces(layout, 1, shard)
+    assert (pieces["b"], pieces["c"]) == ((), ())
+    assert [(piece.start, piece.tensor.tolist()) for piece in pieces["a"]] == [(4, [0, 1])]
+    pieces["a"][0].fill(torch.tensor([8.0, 9.0]))
+    assert shard.tolist() == [8, 9, 2, 3]

@@ -1,0 +1,244 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
+from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.state.optimizer import OptimizerRestore, SavedTensor, optimizer_state, trained_params
+
+
+def shard(module):
+    return FullyShardedDataParallel(module, process_group=SoloCommunicator())
+
+
+def trained(model, kind=torch.optim.AdamW, **arguments):
+    """An optimizer after one step."""
+    optimizer = kind(model.parameters(), **arguments)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def saved_of(state):
+    return {tensor.name: SavedTensor(tensor.shape, tensor.dtype) for tensor in state.tensors}
+
+
+def test_parameters_of_a_plain_model_stand_under_their_names():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    optimizer = torch.optim.SGD([{"params": [model[1].bias]}, {"params": [model[0].weight, model[0].bias]}], lr=0.1)
+    groups = trained_params(model, optimizer)
+    assert [[member.shapes for member in group] for group in groups] == [
+        [{"1.bias": (3,)}],
+        [{"0.weight": (2, 2)}, {"0.bias": (2,)}],
+    ]
+
+
+def test_one_shard_stands_for_all_of_its_parameters():
+    model = shard(nn.Linear(2, 3))
+    [[member]] = trained_params(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert member.shapes == {"weight": (3, 2), "bias": (3,)}
+    assert member.param is model.unit.flats[0].parameter
+
+
+def test_a_parameter_of_another_model_is_refused_by_group_and_shape():
+    model = nn.Linear(2, 3)
+    groups = [{"params": [model.weight]}, {"params": [nn.Parameter(torch.zeros(4, 5))]}]
+    with pytest.raises(CheckpointError) as caught:
+        trained_params(model, torch.optim.SGD(groups, lr=0.1))
+    assert str(caught.value) == (
+        "the optimizer's group 1 holds a parameter of shape (4, 5) that the model does not have: build the optimizer "
+        "from model.parameters() after wrapping the model"
+    )
+
+
+def test_an_optimizer_built_before_wrapping_is_refused():
+    module = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match=r"group 0 holds a parameter of shape \(3, 2\)"):
+        trained_params(shard(module), optimizer)
+
+
+@pytest.mark.parametrize("wrapper", [lambda module: module, shard])
+def test_state_is_named_by_parameter_and_key_in_the_shape_of_the_parameter(wrapper):
+    model = wrapper(nn.Linear(2, 3))
+    state = optimizer_state(model, trained(model))
+    assert {tensor.name: tensor.shape for tensor in state.tensors} == {
+        "weight/step": (),
+        "weight/exp_avg": (3, 2),
+        "weight/exp_avg_sq": (3, 2),
+        "bias/step": (),
+        "bias/exp_avg": (3,),
+        "bias/exp_avg_sq": (3,),
+    }
+    assert state.scalars == {}
+    assert state.groups[0]["params"] == ["weight", "bias"]
+    assert state.groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_numbers_are_scalars_of_each_parameter_and_none_is_nothing():
+    model = shard(nn.Linear(2, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.unit.flats[0].parameter] = {"count": 3, "rate": 0.5, "done": True, "nothing": None}
+    state = optimizer_state(model, optimizer)
+    assert state.tensors == []
+    assert state.scalars == {
+        f"{fqn}/{key}": value
+        for fqn in ("weight", "bias")
+        for key, value in [("count", 3), ("rate", 0.5), ("done", True)]
+    }
+
+
+def test_a_value_of_another_type_is_refused_by_key_name_and_type():
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.bias]["history"] = [1]
+    with pytest.raises(CheckpointError) as caught:
+        optimizer_state(model, optimizer)
+    assert str(caught.value) == "optimizer state 'history' of 'bias' is a list: tensors and numbers can be saved"
+
+
+def test_state_of_another_shape_than_the_shard_is_refused():
+    model = shard(nn.Linear(2, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.unit.flats[0].parameter]["rows"] = torch.zeros(3)
+    with pytest.raises(CheckpointError) as caught:
+        optimizer_state(model, optimizer)
+    assert str(caught.value) == (
+        "optimizer state 'rows' of 'weight' has shape (3,), neither a scalar nor that of the shard, (12,): it cannot "
+        "be split by parameter"
+    )
+
+
+def restored(model, optimizer, saved=None, scalars=None, groups=None, fill=None):
+    """A restore of what `optimizer` holds now, changed as told, into a new optimizer."""
+    state = optimizer_state(model, optimizer)
+    groups = state.groups if groups is None else groups
+    new = type(optimizer)(model.parameters(), lr=9.0)
+    restore = OptimizerRestore(model, new, saved_of(state) if saved is None else saved, scalars or {}, groups)
+    values = {tensor.name: tensor for tensor in state.tensors}
+    for tensor in restore.tensors:
+        for piece, source in zip(tensor.pieces, values[tensor.name].pieces, strict=True):
+            piece.fill((fill or {}).get(tensor.name, source.slice(piece.start, piece.numel)))
+    return new, restore
+
+
+@pytest.mark.parametrize("wrapper", [lambda module: module, shard])
+def test_restored_state_is_the_saved_one_and_in_place_only_after_apply(wrapper, same):
+    model = wrapper(nn.Linear(2, 3))
+    optimizer = trained(model, amsgrad=True)
+    new, restore = restored(model, optimizer)
+    restore.check()
+    assert new.state_dict()["state"] == {}
+    assert new.param_groups[0]["lr"] == 9.0
+    restore.apply()
+    assert same(new.state_dict(), optimizer.state_dict())
+
+
+def test_a_step_count_stays_on_the_cpu_and_in_its_dtype():
+    model = nn.Linear(2, 3)
+    optimizer = trained(model)
+    new, restore = restored(model, optimizer)
+    restore.check()
+    restore.apply()
+    step = new.state[model.weight]["step"]
+    assert (step.device.type, step.dtype, step.item()) == ("cpu", torch.float32, 1)
+
+
+def test_steps_that_differ_within_one_shard_are_refused():
+    model = shard(nn.Linear(2, 3))
+    _, restore = restored(model, trained(model), fill={"bias/step": torch.tensor([7.0])})
+    with pytest.raises(CheckpointMismatchError) as caught:
+        restore.check()
+    assert str(caught.value) == (
+        "optimizer state 'step' is 1.0 for 'weight' and 7.0 for 'bias', which share one flat parameter here: wrap them "
+        "in different units"
+    )
+
+
+def error_of(model, saved, scalars=None, groups=None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    groups = groups or [{"params": ["weight", "bias"], "lr": 0.1}]
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(CheckpointMismatchError) as caught:
+        OptimizerRestore(model, optimizer, saved, scalars or {}, groups)
+    assert optimizer.state_dict() == before
+    return str(caught.value)
+
+
+TWO_BY_THREE, THREE = SavedTensor((3, 2), torch.float32), SavedTensor((3,), torch.float32)
+
+
+def test_state_of_only_some_parameters_of_a_shard_is_refused():
+    assert error_of(shard(nn.Linear(2, 3)), {"weight/m": TWO_BY_THREE}) == (
+        "the checkpoint holds optimizer state ['m'] for 'weight' and [] for 'bias', which share one flat parameter "
+        "here: wrap them in different units"
+    )
+
+
+def test_other_keys_for_other_parameters_of_a_shard_are_refused():
+    assert error_of(shard(nn.Linear(2, 3)), {"weight/m": TWO_BY_THREE, "bias/v": THREE}) == (
+        "the checkpoint holds optimizer state ['m'] for 'weight' and ['v'] for 'bias', which share one flat parameter "
+        "here: wrap them in different units"
+    )
+
+
+def test_state_of_another_dtype_within_a_shard_is_refused():
+    saved = {"weight/m": TWO_BY_THREE, "bias/m": SavedTensor((3,), torch.float64)}
+    message = error_of(shard(nn.Linear(2, 3)), saved)
+    assert message == "optimizer state 'm' differs in dtype between ['bias', 'weight']"
+
+
+def test_state_of_another_shape_than_the_parameter_is_refused():
+    assert error_of(shard(nn.Linear(2, 3)), {"weight/m": THREE, "bias/m": THREE}) == (
+        "optimizer state 'm' of 'weight' has shape (3,) in the checkpoint, the parameter has (3, 2)"
+    )
+
+
+def test_numbers_that_differ_within_a_shard_are_refused():
+    assert error_of(shard(nn.Linear(2, 3)), {}, {"weight/count": 1, "bias/count": 2}) == (
+        "optimizer state 'count' is 1 for 'weight' and 2 for 'bias', which share one flat parameter here: wrap them in "
+        "different units"
+    )
+
+
+def test_a_number_beside_a_tensor_within_a_shard_is_refused():
+    message = error_of(shard(nn.Linear(2, 3)), {"weight/m": TWO_BY_THREE}, {"bias/m": 2})
+    assert message == "optimizer state 'm' differs in dtype between ['bias', 'weight']"
+
+
+def test_a_plain_model_may_have_state_of_any_shape_and_of_some_parameters():
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved = {"weight/rows": THREE}
+    restore = OptimizerRestore(model, optimizer, saved, {"bias/count": 2}, [{"params": ["weight", "bias"], "lr": 0.5}])
+    restore.tensors[0].pieces[0].fill(torch.tensor([1.0, 2.0, 3.0]))
+    restore.check()
+    restore.apply()
+    assert optimizer.state[model.weight]["rows"].tolist() == [1, 2, 3]
+    assert optimizer.state[model.bias] == {"count": 2}
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        (
+            [{"params": ["weight"]}, {"params": ["bias"]}],
+            "the optimizer has 1 group(s) of [2] parameters, the checkpoint 2 of [1, 1]",
+        ),
+        (
+            [{"params": ["weight", "scale"]}],
+            "the optimizer has 1 group(s) of [2] parameters, the checkpoint 1 of [2]; in the checkpoint only: scale; "
+            "in the optimizer only: bias",
+        ),
+        (
+            [{"params": ["weight"]}],
+            "the optimizer has 1 group(s) of [2] parameters, the checkpoint 1 of [1]; in the optimizer only: bias",
+        ),
+    ],
+)
+def test_groups_of_other_parameters_are_told(groups, text):
+    assert error_of(nn.Linear(2, 3), {}, groups=groups) == text

@@ -1,0 +1,106 @@
+import dataclasses
+
+import pytest
+
+from hpcfsdp.errors import UsageError
+from hpcfsdp.train.config import DataConfig, RunConfig, check, data_paths
+
+
+def changed(**values):
+    """A configuration with ``section__key=value`` changed."""
+    config = RunConfig()
+    for name, value in values.items():
+        section, _, key = name.rpartition("__")
+        if section:
+            value = dataclasses.replace(getattr(config, section), **{key: value})
+        config = dataclasses.replace(config, **{section or key: value})
+    return config
+
+
+def error_of(config, num_ranks=1):
+    with pytest.raises(UsageError) as caught:
+        check(config, num_ranks)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_the_defaults_work_on_one_and_on_eight_ranks():
+    check(RunConfig(), 1)
+    check(RunConfig(), 8)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers",
+        "model.width",
+        "model.heads",
+        "model.context",
+        "train.steps",
+        "train.batch",
+        "train.accumulation",
+        "train.log_every",
+        "eval.bytes",
+        "optim.lr",
+    ],
+)
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_value_that_must_be_positive_is_named(name, value):
+    assert error_of(changed(**{name.replace(".", "__"): value})) == f"{name} must be positive, not {value}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["train.run_steps", "checkpoint.every", "optim.warmup_steps", "optim.clip_norm", "optim.min_lr"],
+)
+def test_a_value_that_must_not_be_negative_is_named(name):
+    check(changed(**{name.replace(".", "__"): 0}), 1)
+    assert error_of(changed(**{name.replace(".", "__"): -1})) == f"{name} must not be negative, but is -1"
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (
+            {"model__width": 10, "model__heads": 4},
+            "model.width (10) must be a multiple of model.heads (4)",
+        ),
+        ({"model__dropout": 1.0}, "model.dropout must be in [0, 1), not 1.0"),
+        ({"model__dropout": -0.1}, "model.dropout must be in [0, 1), not -0.1"),
+        ({"data__held_out": 0.0}, "data.held_out must be between 0 and 1, not 0.0"),
+        ({"data__held_out": 1.0}, "data.held_out must be between 0 and 1, not 1.0"),
+        ({"device": "gpu"}, "device must be auto, cpu or cuda, not 'gpu'"),
+        ({"optim__lr": float("nan")}, "optim.lr must be positive, not nan"),
+        ({"optim__clip_norm": float("nan")}, "optim.clip_norm must not be negative, but is nan"),
+    ],
+)
+def test_a_value_that_cannot_work_is_named(values, text):
+    assert error_of(changed(**values)) == text
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"optim__beta1": 1.0}, "optim.beta1"),
+        ({"optim__beta1": -0.1}, "optim.beta1"),
+        ({"optim__beta2": 1.0}, "optim.beta2"),
+        ({"optim__weight_decay": -0.1}, "optim.weight_decay"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_a_value_that_torch_or_numpy_refuse_is_named_before_they_do(values, name):
+    assert name in error_of(changed(**values))
+
+
+def test_a_batch_that_leaves_some_rank_without_a_sequence_is_told_with_the_mend():
+    config = changed(train__batch=8, train__accumulation=3)
+    check(config, 2)
+    assert error_of(config, 3) == (
+        "train.batch (8 sequences a step) is less than one for each of 3 rank(s) in each of train.accumulation=3 "
+        "micro-batch(es): use a larger batch or fewer ranks"
+    )
+
+
+@pytest.mark.parametrize(("given", "paths"), [([], []), ("a b", ["a b"]), (["a", "b"], ["a", "b"])])
+def test_paths_are_a_list_also_of_a_single_one(given, paths):
+    assert data_paths(DataConfig(paths=given)) == paths
