@@ -10,15 +10,15 @@ CONFIG_PREFIX = "HPCFSDP_"
 # What launchers say about the number of processes they started, the most specific first. SLURM's variable comes last:
 # it is also inherited by processes that an mpirun inside of an allocation started.
 _LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-# What Open MPI's own launcher, or one that speaks PMIx to it, sets.
-_OPEN_MPI_MARKS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK")
+# What a launcher sets for Open MPI: its own mpirun, or srun through PMIx or PMI2.
+_OPEN_MPI_MARKS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
 
 
 def launcher_size() -> tuple[str, int] | None:
     """The variable by which the launcher says how many processes it started, and that number; None without one."""
     for name in _LAUNCHER_SIZES:
         value = os.environ.get(name, "")
-        if value.isdigit():
+        if value.isdecimal():
             return name, int(value)
     return None
 

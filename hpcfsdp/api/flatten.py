@@ -58,7 +58,7 @@ def own_params(root: nn.Module, *, stop_at: type[nn.Module]) -> OwnParams:
     def visit(module: nn.Module, prefix: str) -> None:
         if isinstance(module, stop_at):
             return
-        for name, param in module._parameters.items():
+        for name, param in [*module._parameters.items(), *_taken_from(module)]:
             if param is None:
                 continue
             if hasattr(param, _TAKEN):
@@ -87,6 +87,24 @@ def own_params(root: nn.Module, *, stop_at: type[nn.Module]) -> OwnParams:
     for entry in found.values():
         groups.setdefault((entry.param.dtype, entry.param.requires_grad), []).append(entry)
     return OwnParams(list(groups.values()), list(buffers))
+
+
+def _taken_from(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters of a module that a wrapper elsewhere in the model has taken, see ``OwnParam.deregister``."""
+    return [(name, value) for name, value in module.__dict__.items() if isinstance(value, nn.Parameter)]
+
+
+def move_outside(root: nn.Module, device: torch.device, *, stop_at: type[nn.Module]) -> None:
+    """Move what lies in no submodule of the type `stop_at` to a device; those have been moved already."""
+
+    def visit(module: nn.Module) -> None:
+        if isinstance(module, stop_at):
+            return
+        module._apply(lambda tensor: tensor.to(device), recurse=False)
+        for child in module.children():
+            visit(child)
+
+    visit(root)
 
 
 def check_same_model(comm: Communicator, layouts: Sequence[FlatLayout], trained: Sequence[bool]) -> None:

@@ -26,7 +26,7 @@ def choose_units(root: nn.Module, policy: Any) -> dict[nn.Module, dict[str, Any]
     """
     if _compat.is_policy_object(policy):
         wanted = _compat.run_wrap_policy(policy, root)
-        order = [module for module in _post_order(root) if module in wanted]
+        order = [module for module in _post_order(root) if module in wanted and _has_parameters(module)]
         return {module: wanted[module] for module in order if module is not root}
     if not callable(policy):
         raise TypeError(f"auto_wrap_policy must be a function or one of torch's wrap policies, not {policy!r}")
@@ -43,7 +43,11 @@ def choose_units(root: nn.Module, policy: Any) -> dict[nn.Module, dict[str, Any]
             if child not in seen:
                 seen.add(child)
                 taken += visit(child)
-        if module is not root and policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+        if (
+            module is not root
+            and _has_parameters(module)
+            and policy(module=module, recurse=False, nonwrapped_numel=numel - taken)
+        ):
             chosen[module] = {}
             return numel
         return taken
@@ -69,6 +73,10 @@ def check_ties(root: nn.Module, units: dict[nn.Module, dict[str, Any]]) -> None:
                 visit(child, f"{prefix}{name}.", child if child in units else unit)
 
     visit(root, "", root)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _post_order(root: nn.Module) -> list[nn.Module]:

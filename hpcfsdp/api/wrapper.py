@@ -12,7 +12,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from hpcfsdp import launch
 from hpcfsdp.api import policies
-from hpcfsdp.api.flatten import OwnParams, check_same_model, own_params
+from hpcfsdp.api.flatten import OwnParams, check_same_model, move_outside, own_params
 from hpcfsdp.comm import Communicator, communicator_for
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
@@ -90,7 +90,7 @@ class FullyShardedDataParallel(nn.Module):
         self._is_root = False
         device = _target_device(process_group, device_id)
         if device is not None:
-            module.to(device)
+            move_outside(module, device, stop_at=FullyShardedDataParallel)
         if auto_wrap_policy is not None:
             self._wrap_children(
                 module,
@@ -100,6 +100,7 @@ class FullyShardedDataParallel(nn.Module):
                 sync_module_states=sync_module_states,
                 limit_all_gathers=limit_all_gathers,
             )
+        _check_readers(module)
         self._fsdp_wrapped_module = module
         own = own_params(module, stop_at=FullyShardedDataParallel)
         if not own.groups and not self.fsdp_modules(module):
@@ -269,6 +270,19 @@ def _check_module(module: nn.Module) -> None:
         raise NotImplementedError(
             f"parameter {on_meta[0]!r} is on the meta device, which is not supported yet: materialise the module first"
         )
+
+
+def _check_readers(module: nn.Module) -> None:
+    """Refuse units inside of modules that read the parameters of their children without calling them."""
+    for name, reader in module.named_modules():
+        if isinstance(reader, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+            inside = [child for child, m in reader.named_modules() if isinstance(m, FullyShardedDataParallel)]
+            if inside:
+                kind, where = type(reader).__name__, f" {name!r}" if name else ""
+                raise ValueError(
+                    f"{inside[0]!r} is a unit inside of the {kind}{where}, which reads its children's parameters without "
+                    f"calling them and would read NaN: wrap the whole {kind}, see ModuleWrapPolicy"
+                )
 
 
 def _target_device(process_group: Any, device_id: int | torch.device | None) -> torch.device | None:

@@ -132,6 +132,10 @@ class FlatLayout:
         """The runs that lie on one rank, in the order of its shard; empty for a rank that holds padding only."""
         return tuple(extent for slot in self.slots for extent in self._cut(slot, shard_rank, shard_rank + 1))
 
+    def param_extent(self, fqn: str, shard_rank: int) -> ShardExtent | None:
+        """The run of the parameter `fqn` (or an alias) that lies on one rank, None if there is none."""
+        return next(self._cut(self.by_name[fqn], shard_rank, shard_rank + 1), None)
+
     def renamed(self, rename: Callable[[str], str]) -> FlatLayout:
         """The same layout with every name, aliases too, passed through `rename`."""
         slots = tuple(
@@ -149,10 +153,6 @@ class FlatLayout:
                 for slot, twin in zip(slots, other.slots, strict=True)
             )
         return dataclasses.replace(self, slots=slots)
-
-    def resharded(self, num_shards: int) -> FlatLayout:
-        """The same parameters in the same order, cut for another number of ranks."""
-        return self.plan(((slot.fqn, slot.shape, slot.aliases) for slot in self.slots), self.dtype, num_shards)
 
     def fingerprint(self) -> str:
         """A short text that two layouts share when they are equal."""

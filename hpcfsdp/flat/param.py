@@ -3,7 +3,7 @@
 The original parameters stay the objects they were. While the flat parameter is unsharded their data views the flat
 buffer, so the all-gather's output is what the module computes with, without a copy. While it is sharded they view a
 single NaN expanded to their shape: shape and dtype can be asked for, values read by mistake show at once, and writing
-raises.
+raises or is forgotten.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ class FlatParam:
         self.requires_grad = first.requires_grad
         self._full = torch.empty(layout.padded_numel, dtype=layout.dtype, device=first.device)
         self._views = [self._full[slot.offset : slot.end].view(slot.shape) for slot in layout.slots]
-        value = torch.nan if layout.dtype.is_floating_point or layout.dtype.is_complex else 0
-        nothing = torch.full((), value, dtype=layout.dtype, device=first.device)
-        self._placeholders = [nothing.expand(slot.shape) for slot in layout.slots]
+        self._nothing_value = torch.nan if layout.dtype.is_floating_point or layout.dtype.is_complex else 0
+        self._nothing = torch.full((len(self.leaves),), self._nothing_value, dtype=layout.dtype, device=first.device)
+        self._placeholders = [
+            nothing.expand(slot.shape) for nothing, slot in zip(self._nothing.unbind(), layout.slots, strict=True)
+        ]
         self._gaps = layout.gaps()
         self._grad: torch.Tensor | None = None
         self._filled = [False] * len(self.leaves)
@@ -82,12 +84,15 @@ class FlatParam:
         """Free the gathered values; only the shard is left."""
         if not free_storage(self._full):
             return
+        self._nothing.fill_(self._nothing_value)
         for leaf, placeholder in zip(self.leaves, self._placeholders, strict=True):
             leaf.data = placeholder
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` views the gathered values, which are gone after ``reshard``."""
-        return self.is_unsharded and tensor.untyped_storage().data_ptr() == self._full.untyped_storage().data_ptr()
+        if tensor.layout is not torch.strided or not self.is_unsharded:
+            return False
+        return tensor.untyped_storage().data_ptr() == self._full.untyped_storage().data_ptr()
 
     def alloc_grad(self) -> None:
         """Make room for the full gradient, unless there is."""
@@ -97,12 +102,16 @@ class FlatParam:
             self._filled = [False] * len(self.leaves)
 
     @torch.no_grad()
-    def take_grad(self, index: int) -> None:
-        """Move the gradient that autograd left on one leaf into the gradient buffer."""
+    def take_grad(self, index: int) -> bool:
+        """Move the gradient that autograd left on one leaf into the gradient buffer.
+
+        Returns:
+            Whether it is the first for this leaf since the buffer was allocated.
+        """
         leaf, slot = self.leaves[index], self.layout.slots[index]
         grad, leaf.grad = leaf.grad, None
         if grad is None:
-            return
+            return False
         if grad.layout is not torch.strided:
             raise EngineError(
                 f"the gradient of {slot.fqn!r} is {grad.layout}: sparse gradients cannot be sharded; use a dense one"
@@ -111,9 +120,10 @@ class FlatParam:
         target = self._grad[slot.offset : slot.end].view(slot.shape)
         if self._filled[index]:
             target.add_(grad)
-        else:
-            target.copy_(grad)
-            self._filled[index] = True
+            return False
+        target.copy_(grad)
+        self._filled[index] = True
+        return True
 
     @torch.no_grad()
     def reduce_grad(self) -> None:

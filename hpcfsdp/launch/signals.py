@@ -27,7 +27,7 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set outside of Python
         self._previous.clear()
 
     def _note(self, number: int, _frame: FrameType | None) -> None:

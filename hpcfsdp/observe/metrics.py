@@ -15,7 +15,7 @@ class MetricsFile:
         """Open the file; records of steps after `resume_step`, from a run that was cut off later, are dropped."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_step]
+            kept = [line for line in path.read_text(errors="replace").splitlines() if _step(line) <= resume_step]
             draft = path.with_name(f".{path.name}.partial")
             draft.write_text("".join(f"{line}\n" for line in kept))
             os.replace(draft, path)
@@ -31,6 +31,6 @@ class MetricsFile:
 
 def _step(line: str) -> float:
     try:
-        return json.loads(line)["step"]
+        return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")  # a line that was cut off while it was written

@@ -35,8 +35,8 @@ def clip_grad_norm(
         raise ValueError(f"norm_type must be positive or inf, not {norm_type}")
     params = list(shards)
     grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
-    wide = [torch.float64 for grad in grads if grad.dtype == torch.float64]
-    dtype = wide[0] if wide else torch.float32
+    # From the parameters, which are the same on all ranks; a gradient may be missing on some.
+    dtype = torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
     device = params[0].device if params else torch.device("cpu")
     norms = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in grads]
     if math.isinf(norm_type):

@@ -6,11 +6,13 @@ which event is told in docs/architecture.md, "The life of a step".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hpcfsdp import _compat
 from hpcfsdp.errors import EngineError
@@ -19,11 +21,29 @@ from hpcfsdp.runtime.hooks import UnknownContainerError, tensors_in
 from hpcfsdp.runtime.state import TRANSITIONS, Phase
 
 
-@dataclass
 class _Call:
-    """One forward call of a unit, as far as its backward has to know: the inputs that still wait for a gradient."""
+    """One forward call of a unit, as far as its backward has to know.
 
-    inputs_pending: int = 0
+    Lives as long as the graph that the call made: the hooks on its outputs hold it, those on its inputs do not.
+    """
+
+    def __init__(self) -> None:
+        self.inputs_pending = 0
+        """Inputs that still wait for their gradient in the backward that is running."""
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+        """Have `hook` called with the gradient of an input."""
+        self._handles.append(tensor.register_hook(hook))
+
+    def begin_backward(self) -> None:
+        """All inputs wait again: one graph may be run through several times (``retain_graph``)."""
+        self.inputs_pending = len(self._handles)
+
+    def __del__(self) -> None:
+        # An input that is a leaf outlives the graph, and would collect a hook for each step.
+        for handle in self._handles:
+            handle.remove()
 
 
 class Unit:
@@ -47,10 +67,11 @@ class Unit:
         self._calls: list[_Call] = []  # those whose backward has begun
         for flat in self._trained:
             for index, leaf in enumerate(flat.leaves):
-                leaf.register_post_accumulate_grad_hook(self._leaf_hook(flat, index))
+                leaf.register_post_accumulate_grad_hook(_leaf_hook(self, flat, index))
 
     def pre_forward(self, args: Any, kwargs: Any) -> _Call:
         """Collective. Gather the parameters; from here on the module may compute."""
+        self._check_unchanged()
         self._enter(Phase.RECOMPUTE if self.phase is Phase.BACKWARD else Phase.FORWARD)
         call = _Call()
         try:
@@ -65,7 +86,7 @@ class Unit:
     def post_forward(self, call: _Call, outputs: Any) -> None:
         """Ask to be told when gradients reach the outputs, and free the parameters."""
         try:
-            if self.flats and torch.is_grad_enabled():
+            if self.flats:
                 self._watch_outputs(call, outputs)
         finally:
             self.leave_forward()
@@ -94,6 +115,7 @@ class Unit:
                 flat.alloc_grad()
         self.unshard()
         if not any(known is call for known in self._calls):
+            call.begin_backward()
             self._calls.append(call)
 
     def post_backward(self) -> None:
@@ -129,15 +151,23 @@ class Unit:
             )
         self.phase = phase
 
+    def _check_unchanged(self) -> None:
+        for flat in self.flats:
+            if flat.parameter.requires_grad != flat.requires_grad:
+                raise EngineError(
+                    f"{self.name}: requires_grad of its parameters was set to {flat.parameter.requires_grad} after "
+                    "wrapping, which the original parameters do not hear: freeze or unfreeze before wrapping"
+                )
+
     def _watch_inputs(self, call: _Call, inputs: Any) -> None:
+        hook = _input_hook(self, call)
         for tensor in tensors_in(inputs, strict=False):
             if tensor.requires_grad:
-                call.inputs_pending += 1
-                tensor.register_hook(self._input_hook(call))
+                call.watch(tensor, hook)
 
     def _watch_outputs(self, call: _Call, outputs: Any) -> None:
         try:
-            found = list(tensors_in(outputs, strict=True))
+            found = list(tensors_in(outputs, strict=torch.is_grad_enabled()))
         except UnknownContainerError as error:
             raise EngineError(
                 f"{self.name}: its forward returns an object of type {error}, in which gradients cannot be followed; "
@@ -149,36 +179,25 @@ class Unit:
                     f"{self.name}: its forward returns a view of one of its own parameters (shape "
                     f"{tuple(tensor.shape)}), whose memory is freed when the unit is left; return a clone"
                 )
-            if tensor.requires_grad:
-                tensor.register_hook(self._output_hook(call))
+            if tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(_output_hook(self, call))
 
-    def _output_hook(self, call: _Call):
-        def before_backward(_grad: torch.Tensor) -> None:
-            self.pre_backward(call)
+    def _input_done(self, call: _Call) -> None:
+        call.inputs_pending -= 1
+        self._finish_when_complete()
 
-        return before_backward
-
-    def _input_hook(self, call: _Call):
-        def input_done(_grad: torch.Tensor) -> None:
-            call.inputs_pending -= 1
-            self._finish_when_complete()
-
-        return input_done
-
-    def _leaf_hook(self, flat: FlatParam, index: int):
-        def gradient_ready(_leaf: torch.Tensor) -> None:
-            if self.phase is not Phase.BACKWARD:
-                raise EngineError(
-                    f"{self.name}: a gradient of {flat.layout.slots[index].fqn!r} arrived while the unit was in "
-                    f"{self.phase.value}; parameters of a unit may be used only through a call of the unit"
-                )
-            flat.take_grad(index)
+    def _leaf_done(self, flat: FlatParam, index: int) -> None:
+        if self.phase is not Phase.BACKWARD:
+            raise EngineError(
+                f"{self.name}: a gradient of {flat.layout.slots[index].fqn!r} arrived while the unit was in "
+                f"{self.phase.value}; parameters of a unit may be used only through a call of the unit"
+            )
+        # With reentrant checkpointing a parameter that is used several times gets its gradient in several parts.
+        if flat.take_grad(index) and self._leaves_pending > 0:
             self._leaves_pending -= 1
             if self._leaves_pending == 0:
                 self._reduce_grads()
-            self._finish_when_complete()
-
-        return gradient_ready
+        self._finish_when_complete()
 
     def _reduce_grads(self) -> None:
         for flat in self._trained:
@@ -198,6 +217,36 @@ class Unit:
         for unit in self.engine.units:
             if unit.phase is Phase.BACKWARD:
                 unit.post_backward()
+
+
+def _output_hook(unit: Unit, call: _Call) -> Callable[[torch.Tensor], None]:
+    def before_backward(_grad: torch.Tensor) -> None:
+        unit.pre_backward(call)
+
+    return before_backward
+
+
+def _input_hook(unit: Unit, call: _Call) -> Callable[[torch.Tensor], None]:
+    weak_unit, weak_call = weakref.ref(unit), weakref.ref(call)
+
+    def input_done(_grad: torch.Tensor) -> None:
+        unit, call = weak_unit(), weak_call()
+        if unit is not None and call is not None:
+            unit._input_done(call)
+
+    return input_done
+
+
+def _leaf_hook(unit: Unit, flat: FlatParam, index: int) -> Callable[[torch.Tensor], None]:
+    # The leaf belongs to the flat parameter and that to the unit: a strong reference back would keep all of them.
+    weak_unit, weak_flat = weakref.ref(unit), weakref.ref(flat)
+
+    def gradient_ready(_leaf: torch.Tensor) -> None:
+        unit, flat = weak_unit(), weak_flat()
+        if unit is not None and flat is not None:
+            unit._leaf_done(flat, index)
+
+    return gradient_ready
 
 
 @dataclass

@@ -10,6 +10,7 @@ from torch import nn
 
 from hpcfsdp.api.wrapper import WRAPPED, FullyShardedDataParallel
 from hpcfsdp.comm import Communicator, communicator_for
+from hpcfsdp.errors import CheckpointError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated
@@ -50,29 +51,39 @@ def _joined(path: str, name: str) -> str:
     return clean_fqn(f"{path}.{name}" if path else name)
 
 
-def shard_pieces(layout: FlatLayout, shard_rank: int, shard: torch.Tensor) -> dict[str, tuple[LocalPiece, ...]]:
-    """This rank's run of each parameter, as views of a 1-D tensor laid out like the shard; empty where it has none."""
-    pieces: dict[str, tuple[LocalPiece, ...]] = {slot.fqn: () for slot in layout.slots}
-    for extent in layout.extents(shard_rank):
-        view = shard[extent.shard_offset : extent.shard_offset + extent.numel]
-        pieces[extent.fqn] += (LocalPiece(extent.start, view),)
-    return pieces
+def shard_pieces(layout: FlatLayout, fqn: str, shard_rank: int, shard: torch.Tensor) -> tuple[LocalPiece, ...]:
+    """This rank's run of a parameter as a view of a 1-D tensor laid out like the shard; empty where it has none."""
+    extent = layout.param_extent(fqn, shard_rank)
+    if extent is None:
+        return ()
+    return (LocalPiece(extent.start, shard[extent.shard_offset : extent.shard_offset + extent.numel]),)
 
 
 def model_tensors(model: nn.Module) -> list[StateTensor]:
     """Every parameter and persistent buffer, in the order of the model; not collective.
 
     Parameters that no unit owns, and buffers, count as replicated.
+
+    Raises:
+        CheckpointError: two tensors would have the same name.
     """
     found: dict[str, StateTensor] = {}
+
+    def add(tensor: StateTensor) -> None:
+        for name in (tensor.name, *tensor.aliases):
+            if name in taken:
+                raise CheckpointError(f"two tensors of the model are called {name!r} without the names of wrappers")
+            taken.add(name)
+        found[tensor.name] = tensor
+
+    taken: set[str] = set()
     flat_shards: set[nn.Parameter] = set()
     for flat, layout in flat_params(model):
         flat_shards.add(flat.parameter)
-        pieces = shard_pieces(layout, flat.comm.rank, flat.parameter.data)
         for slot in layout.slots:
-            found[slot.fqn] = StateTensor(
-                slot.fqn, slot.shape, layout.dtype, layout.param_extents(slot.fqn), pieces[slot.fqn], slot.aliases
-            )
+            pieces = shard_pieces(layout, slot.fqn, flat.comm.rank, flat.parameter.data)
+            extents = layout.param_extents(slot.fqn)
+            add(StateTensor(slot.fqn, slot.shape, layout.dtype, extents, pieces, slot.aliases))
     whole: dict[torch.Tensor, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         own = [*module._parameters.items(), *_persistent_buffers(module)]
@@ -80,7 +91,7 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
             if tensor is not None and tensor not in flat_shards:
                 whole.setdefault(tensor, []).append(_joined(path, name))
     for tensor, (name, *aliases) in whole.items():
-        found[name] = replicated(name, tensor.detach(), tuple(aliases))
+        add(replicated(name, tensor.detach(), tuple(aliases)))
     return list(found.values())
 
 

@@ -45,7 +45,7 @@ class TrainedParam:
                 f"optimizer state {key!r} of {fqn!r} has shape {tuple(value.shape)}, neither a scalar nor that of the "
                 f"shard, {tuple(self.param.shape)}: it cannot be split by parameter"
             )
-        pieces = shard_pieces(self.layout, self.shard_rank, value)[fqn]
+        pieces = shard_pieces(self.layout, fqn, self.shard_rank, value)
         return StateTensor(name, self.shapes[fqn], value.dtype, self.layout.param_extents(fqn), pieces)
 
 
@@ -180,7 +180,11 @@ class OptimizerRestore:
         """Put the new state and hyper-parameters in place."""
         for group, hyper in zip(self._optimizer.param_groups, self._groups, strict=True):
             for key, value in hyper.items():
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+                now = group.get(key)
+                if isinstance(now, torch.Tensor):  # a capturable optimizer's lr has to stay the tensor it is
+                    now.fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(now, tuple) else value
         for param, state in self._state.items():
             self._optimizer.state[param] = state
         for param in [p for p in self._optimizer.state if p not in self._state]:

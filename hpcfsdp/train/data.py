@@ -159,7 +159,11 @@ def _files_below(root: Path, skipped: set[str], suffix: str) -> list[tuple[Path,
     if not os.access(root, os.R_OK | os.X_OK):
         raise DataError(f"{root}: cannot be read")
     found = []
-    for folder, subfolders, names in os.walk(root):
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: {error.strerror}") from error
+
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = sorted(name for name in subfolders if name not in skipped and not name.startswith("."))
         for name in sorted(names):
             path = Path(folder, name)
