@@ -77,7 +77,9 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def write_yaml(config: Any, path: Path) -> None:
     """Write a configuration so that ``--config`` reads it back."""
-    path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
+    draft = path.with_name(f".{path.name}.partial")
+    draft.write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
+    draft.replace(path)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -159,15 +161,17 @@ def _has_keys(path: Path, keys: Sequence[str]) -> bool:
         raise UsageError(f"configuration file {path}: not YAML: {_one_line(error)}") from None
     if content is not None and not isinstance(content, Mapping):
         raise UsageError(f"configuration file {path}: must hold keys and values, not a {type(content).__name__}")
-    for name in _flatten(content or {}):
+    for name, value in _flatten(content or {}):
+        if value is None and any(key.startswith(f"{name}.") for key in keys):
+            raise UsageError(f"configuration file {path}: section {name!r} is empty: leave it out, or give it keys")
         if name not in keys:
             raise UsageError(f"configuration file {path}: unknown key {name!r}{nearest(name, keys)}")
     return bool(content)
 
 
-def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterable[str]:
+def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for name, value in content.items():
-        yield f"{prefix}{name}"
+        yield f"{prefix}{name}", value
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{name}.")
 

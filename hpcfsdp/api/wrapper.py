@@ -280,8 +280,8 @@ def _check_readers(module: nn.Module) -> None:
             if inside:
                 kind, where = type(reader).__name__, f" {name!r}" if name else ""
                 raise ValueError(
-                    f"{inside[0]!r} is a unit inside of the {kind}{where}, which reads its children's parameters without "
-                    f"calling them and would read NaN: wrap the whole {kind}, see ModuleWrapPolicy"
+                    f"{inside[0]!r} is a unit inside of the {kind}{where}, which reads its children's parameters "
+                    f"without calling them and would read NaN: wrap the whole {kind}, see ModuleWrapPolicy"
                 )
 
 

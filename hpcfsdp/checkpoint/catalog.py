@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from pathlib import Path
+
+ABANDONED_AFTER_S = 3600.0
 
 _STEP_NAME = re.compile(r"step-(\d+)\.h5")
 
@@ -13,9 +16,19 @@ def checkpoint_path(directory: str | Path, step: int) -> Path:
     return Path(directory) / f"step-{step:08d}.h5"
 
 
-def partial_path(path: Path) -> Path:
-    """Where a checkpoint is written before it gets its final name; ``ls`` and ``latest`` pass over it."""
-    return path.with_name(f".{path.name}.partial")
+def partial_path(path: Path, token: str) -> Path:
+    """Where a checkpoint is written before it gets its final name; ``ls`` and ``latest`` pass over it.
+
+    Args:
+        token: of one save alone. Two jobs that save to one path must not write into one file.
+    """
+    return path.with_name(f".{path.name}.{token}.partial")
+
+
+def abandoned_partials(path: Path, now_s: float) -> list[Path]:
+    """Files that savers of `path` left behind: not written to for ``ABANDONED_AFTER_S`` before `now_s` (Unix time)."""
+    found = path.parent.glob(f".{glob.escape(path.name)}.*.partial")
+    return sorted(part for part in found if now_s - part.stat().st_mtime > ABANDONED_AFTER_S)
 
 
 def checkpoint_files(directory: str | Path) -> list[Path]:

@@ -9,6 +9,7 @@ import numpy as np
 from hpcfsdp.errors import CheckpointError
 
 _ARRAY_KEY = "__array__"
+_ITEMS_KEY = "__items__"
 
 
 def split_arrays(value: Any, path: str = "") -> tuple[Any, dict[str, np.ndarray]]:
@@ -25,10 +26,13 @@ def split_arrays(value: Any, path: str = "") -> tuple[Any, dict[str, np.ndarray]
         if isinstance(item, np.generic) and item.dtype.kind in "biuf" and item.dtype.itemsize <= 8:
             return item.item()
         if isinstance(item, dict):
-            bad = [key for key in item if not isinstance(key, str) or key == _ARRAY_KEY]
+            bad = [key for key in item if not isinstance(key, (str, int, float, bool, type(None)))]
             if bad:
-                raise CheckpointError(f"extra{place}: key {bad[0]!r} cannot be saved; use other strings as keys")
-            return {key: visit(entry, f"{place}[{key!r}]") for key, entry in item.items()}
+                raise CheckpointError(f"extra{place}: key {bad[0]!r} cannot be saved; use strings or numbers as keys")
+            entries = {key: visit(entry, f"{place}[{key!r}]") for key, entry in item.items()}
+            if all(isinstance(key, str) and key not in (_ARRAY_KEY, _ITEMS_KEY) for key in entries):
+                return entries
+            return {_ITEMS_KEY: [list(pair) for pair in entries.items()]}  # JSON would make strings of the keys
         if isinstance(item, (list, tuple)):
             return [visit(entry, f"{place}[{index}]") for index, entry in enumerate(item)]
         array = _as_array(item, place)
@@ -49,6 +53,8 @@ def join_arrays(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     if isinstance(value, dict):
         if set(value) == {_ARRAY_KEY}:
             return arrays[value[_ARRAY_KEY]]
+        if set(value) == {_ITEMS_KEY}:
+            return {key: join_arrays(entry, arrays) for key, entry in value[_ITEMS_KEY]}
         return {key: join_arrays(entry, arrays) for key, entry in value.items()}
     if isinstance(value, list):
         return [join_arrays(entry, arrays) for entry in value]

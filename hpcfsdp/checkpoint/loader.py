@@ -14,10 +14,10 @@ from hpcfsdp.checkpoint import rng, schema
 from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
 from hpcfsdp.checkpoint.schema import CheckpointInfo
 from hpcfsdp.comm import Communicator, raise_together
-from hpcfsdp.errors import CheckpointCorruptError, CheckpointMismatchError
+from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from hpcfsdp.state.model import communicator_of, device_of, model_tensors
 from hpcfsdp.state.optimizer import OptimizerRestore, SavedTensor
-from hpcfsdp.state.tensors import StateTensor
+from hpcfsdp.state.tensors import LocalPiece, StateTensor
 
 
 def load(
@@ -44,6 +44,7 @@ def load(
         CheckpointCorruptError: it is damaged.
     """
     comm = communicator_of(model)
+    path = os.path.expanduser(path)
     index: CheckpointIndex | None = None
     with raise_together(comm):
         if comm.rank == 0:
@@ -56,11 +57,11 @@ def load(
         if optimizer is not None:
             restore = _plan_optimizer(index, model, optimizer)
             for tensor in restore.tensors:
-                for piece, values in _read_pieces(reader, schema.OPTIM_STATE, tensor, tensor.dtype):
+                for piece, values in _read_pieces(reader, schema.OPTIM_STATE, tensor):
                     piece.fill(values)
             restore.check()
         # Read aside first: a damaged block must not leave a model that is half old and half new.
-        staged = [item for tensor in targets for item in _read_pieces(reader, schema.MODEL, tensor, tensor.dtype)]
+        staged = [item for tensor in targets for item in _read_pieces(reader, schema.MODEL, tensor)]
     for piece, values in staged:
         piece.fill(values)
     if restore is not None:
@@ -69,12 +70,12 @@ def load(
     return index.info
 
 
-def _read_pieces(
-    reader: BlockReader, group: str, tensor: StateTensor, dtype: torch.dtype
-) -> Iterator[tuple[object, torch.Tensor]]:
+def _read_pieces(reader: BlockReader, group: str, tensor: StateTensor) -> Iterator[tuple[LocalPiece, torch.Tensor]]:
     for piece in tensor.pieces:
+        if any(step == 0 and size > 1 for step, size in zip(piece.tensor.stride(), piece.tensor.shape, strict=True)):
+            raise CheckpointError(f"{tensor.name!r} is an expanded tensor, which cannot be filled: make it contiguous")
         values = reader.read(f"{group}/{tensor.name}", piece.start, piece.numel)
-        yield piece, torch.from_numpy(values).view(dtype)
+        yield piece, torch.from_numpy(values).view(tensor.dtype)
 
 
 def _check_model(index: CheckpointIndex, targets: list[StateTensor]) -> None:
@@ -134,7 +135,7 @@ def _restore_rng(index: CheckpointIndex, comm: Communicator, device: torch.devic
     row = min(comm.rank, index.info.world_size - 1)
     try:
         rng.restore({kind: states[row] for kind, states in index.rng.items()}, device)
-    except (IndexError, RuntimeError, ValueError) as error:
+    except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"{index.info.path}: its random number states do not fit: {error}") from error
     if comm.rank >= index.info.world_size and "torch_cpu" in index.rng:
         seed = schema.checksum(np.ascontiguousarray(index.rng["torch_cpu"])) ^ comm.rank

@@ -85,6 +85,6 @@ def _check_places(paths: Sequence[str]) -> None:
 
 def _checked(name: str) -> str:
     parts = name.split("/")
-    if not name.isprintable() or any(part in ("", ".", "..") for part in parts) or not name.isascii():
+    if not name.isprintable() or any(part in ("", ".", "..") for part in parts):
         raise CheckpointError(f"{name!r} cannot be the name of a dataset: rename the module or parameter")
     return name

@@ -98,9 +98,12 @@ class BlockReader:
         """Elements `start` to `start + numel` of a tensor, 1-D, in ``schema.numpy_dtype`` of its dtype.
 
         Raises:
+            ValueError: the tensor has no such elements.
             CheckpointCorruptError: the bytes are not those that were written.
         """
         spec = self._index.resolve(path)
+        if not 0 <= start <= start + numel <= spec.numel:
+            raise ValueError(f"{path} has {spec.numel} elements, asked for {start} to {start + numel}")
         first, end = self._index.first_rows[spec.path]
         rows = self._index.extents[first:end]
         output = np.empty(numel, dtype=schema.numpy_dtype(spec.dtype))

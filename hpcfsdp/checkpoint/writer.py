@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
+import operator
 import os
+import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +20,15 @@ from torch import nn
 
 from hpcfsdp._version import __version__
 from hpcfsdp.checkpoint import extra as extras, rng, schema, skeleton
-from hpcfsdp.checkpoint.catalog import partial_path
+from hpcfsdp.checkpoint.catalog import abandoned_partials, partial_path
 from hpcfsdp.checkpoint.plan import SavePlan, plan_save
 from hpcfsdp.comm import Communicator, assert_same, raise_together
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.state.model import communicator_of, device_of, model_tensors
 from hpcfsdp.state.optimizer import optimizer_state
 from hpcfsdp.state.tensors import StateTensor
+
+_METADATA_BYTES_PER_TENSOR = 512
 
 
 def save(
@@ -40,7 +46,8 @@ def save(
     `path` is the previous file, the new one, or absent. A failure on any rank is raised on every rank.
 
     Args:
-        path: of the file, on a file system that all ranks share. The directory is made if it is missing.
+        path: of the file, on a file system that all ranks share; rank 0's counts. The directory is made if it is
+            missing.
         model: sharded by ``FullyShardedDataParallel``, or a plain module (then rank 0 writes it).
         optimizer: built from ``model.parameters()``.
         step: number of the training step, kept in the file.
@@ -54,15 +61,15 @@ def save(
         CheckpointError: the file cannot be written, or a value cannot be kept.
         DisagreementError: ranks hold different models or optimizers.
     """
-    path = Path(os.path.abspath(path))
-    partial = partial_path(path)
     comm = communicator_of(model)
+    path, token = comm.broadcast_object((Path(os.path.abspath(os.path.expanduser(path))), secrets.token_hex(4)))
+    partial = partial_path(path, token)
     with raise_together(comm), _errors_of(path):
+        step = operator.index(step)
         tensors, small = _collect(model, optimizer, extra, config)
-        plan = plan_save([(group, tensor) for group, tensor in tensors])
-    assert_same(
-        comm, plan.fingerprint(), "the plan of the checkpoint (model and optimizer must be the same on all ranks)"
-    )
+        plan = plan_save(tensors)
+    assert_same(comm, step, "step")
+    assert_same(comm, plan.fingerprint(), "the plan of the checkpoint (the tensors of model and optimizer)")
     small |= _gather_rng(comm, model)
     attributes = {
         "software": "hpcfsdp",
@@ -76,6 +83,8 @@ def save(
         with raise_together(comm), _errors_of(path):
             if comm.rank == 0:
                 _check_room(path, plan)
+                for abandoned in abandoned_partials(path, time.time()):
+                    abandoned.unlink(missing_ok=True)
                 offsets = skeleton.create(partial, plan, attributes, small)
         offsets = comm.broadcast_object(offsets)
         with raise_together(comm), _errors_of(path):
@@ -87,7 +96,7 @@ def save(
                 skeleton.commit(partial, plan, rows, small)
                 _sync(partial)
                 os.replace(partial, path)
-                _sync(path.parent)
+                _sync_folder(path.parent)
     except BaseException:
         if comm.rank == 0:
             with contextlib.suppress(OSError):
@@ -145,8 +154,9 @@ def _check_room(path: Path, plan: SavePlan) -> None:
     if path.is_dir():
         raise IsADirectoryError("there is a directory of that name")
     free = shutil.disk_usage(path.parent).free
-    if free < plan.nbytes:
-        raise CheckpointError(f"{plan.nbytes} bytes are needed, {free} are free on that file system")
+    needed = plan.nbytes + _METADATA_BYTES_PER_TENSOR * len(plan.specs)
+    if free < needed:
+        raise CheckpointError(f"{needed} bytes are needed, {free} are free on that file system")
 
 
 def _write_blocks(
@@ -183,6 +193,15 @@ def _extent_rows(plan: SavePlan, offsets: Sequence[int], sums: Mapping[int, int]
         at = offsets[block.tensor] + block.start * plan.specs[block.tensor].itemsize
         rows[index] = (block.tensor, block.rank, block.start, block.numel, at, sums[index])
     return rows
+
+
+def _sync_folder(path: Path) -> None:
+    try:
+        _sync(path)
+    except OSError as error:
+        # The file has its name already. Some file systems have no such call for folders, some folders cannot be opened.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+            raise
 
 
 def _sync(path: Path) -> None:

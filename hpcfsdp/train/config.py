@@ -73,7 +73,8 @@ class CheckpointConfig:
     every: int = 200
     """Steps between two; one is always written at the end. 0: only at the end."""
     resume: str = "auto"
-    """auto: from the newest in the run's folder if there is one; never; or the path of a file."""
+    """auto: from the newest in the run's folder if there is one. The path of a file: from there, as long as the folder
+    holds none. never: refuse a folder that holds some."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Trainer:
         self.run_dir = Path(config.run_dir)
         self.step = 0
         self.newest: Path | None = None
-        self._prepare_folder()
+        self._check_folder()
         self.split = self._find_data()
         self.corpus = data.Corpus(self.split.train)
         self.window = config.model.context + 1
@@ -73,6 +73,7 @@ class Trainer:
         # From here on ranks draw different random numbers: dropout masks must not repeat from rank to rank.
         torch.manual_seed(config.seed + 1 + world.rank)
         self._resume()
+        self._write_config()
 
     def run(self, stop: StopRequest) -> Outcome:
         """Train until the steps are done or a signal asks to stop; the newest checkpoint then holds every step."""
@@ -176,7 +177,19 @@ class Trainer:
         finally:
             corpus.close()
 
-    def _prepare_folder(self) -> None:
+    def _check_folder(self) -> None:
+        newest = None
+        with raise_together(self.comm):
+            if self.world.rank == 0:  # for all: on a shared file system another rank may see an older listing
+                newest = checkpoint.latest(self.run_dir / "checkpoints")
+                if newest is not None and self.config.checkpoint.resume == "never":
+                    raise UsageError(
+                        f"checkpoint.resume is never, but {self.run_dir} holds checkpoints up to {newest.name}: a "
+                        "second training there would mix with the first; choose another run_dir, or remove that one"
+                    )
+        self.newest = self.comm.broadcast_object(newest)
+
+    def _write_config(self) -> None:
         with raise_together(self.comm):
             try:
                 if self.world.rank == 0:
@@ -207,14 +220,12 @@ class Trainer:
             raise UsageError(f"the model has {elements} parameter elements for {self.comm.size} ranks: use fewer ranks")
 
     def _resume(self) -> None:
-        wanted = self.config.checkpoint.resume
-        path = None
-        if wanted == "auto":
-            # Rank 0 looks, for all: on a shared file system another rank may see an older listing.
-            newest = checkpoint.latest(self.run_dir / "checkpoints") if self.world.rank == 0 else None
-            path = self.comm.broadcast_object(newest)
-        elif wanted != "never":
+        wanted, path = self.config.checkpoint.resume, self.newest
+        if path is None and wanted not in ("auto", "never"):
             path = Path(wanted)
+        elif path is not None and wanted != "auto" and Path(wanted) != path:
+            # A job that is requeued has the same arguments as at first: it must not start over.
+            log.warning("the run has gone on since %s: resuming from %s", wanted, path)
         if path is None:
             elements = count_elements(self.config.model)
             log.info("new run: %d parameters on %d rank(s), %s", elements, self.comm.size, self.world.device.type)

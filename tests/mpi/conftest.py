@@ -6,7 +6,9 @@ the test (waiting for it in a collective) ends the job. Rank 0 alone reports.
 """
 
 import os
+import shutil
 import sys
+import tempfile
 import time
 
 import pytest
@@ -19,11 +21,22 @@ MPI = load_mpi()
 COMM = MPI.COMM_WORLD.Dup()
 PATIENCE_S = 20.0
 
+# A folder for each rank: several pytest processes would clean up one folder at the same time.
+TEMPORARY = COMM.bcast(tempfile.mkdtemp(prefix="hpcfsdp-tests-") if COMM.rank == 0 else None)
+os.mkdir(f"{TEMPORARY}/{COMM.rank}")
+os.environ["PYTEST_DEBUG_TEMPROOT"] = f"{TEMPORARY}/{COMM.rank}"
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     if COMM.rank != 0:
         config.pluginmanager.get_plugin("terminalreporter")._tw._file = open(os.devnull, "w")  # noqa: SIM115
+
+
+def pytest_unconfigure():
+    COMM.Barrier()
+    if COMM.rank == 0:
+        shutil.rmtree(TEMPORARY, ignore_errors=True)
 
 
 def pytest_report_header():

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 
 import h5py
 import numpy as np
@@ -11,9 +12,10 @@ from torch import nn
 
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint import writer
-from hpcfsdp.checkpoint.catalog import partial_path
+from hpcfsdp.checkpoint.catalog import ABANDONED_AFTER_S, partial_path
 from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, DisagreementError
+from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from tests.mpi.models import (
     Block,
@@ -299,12 +301,15 @@ def test_a_file_left_by_a_killed_writer_is_no_checkpoint_and_in_nobodys_way(comm
     assert path == []
     target = shared_path / "step-00000004.h5"
     if comm.rank == 0:
-        partial_path(target).write_bytes(b"half")
+        for token, age_s in (("old", 2 * ABANDONED_AFTER_S), ("new", 0)):
+            partial_path(target, token).write_bytes(b"half")
+            os.utime(partial_path(target, token), (time.time() - age_s,) * 2)
     comm.all_gather_object(None)
     assert checkpoint.latest(shared_path) is None
     checkpoint.save(target, model=shard(make_net()), step=4)
     assert checkpoint.latest(shared_path) == target
-    assert os.listdir(shared_path) == [target.name]
+    # The young one may be another job's, which is just writing it.
+    assert sorted(os.listdir(shared_path)) == [partial_path(target, "new").name, target.name]
 
 
 def test_ranks_with_different_optimizers_are_told_before_anything_is_written(comm, shared_path):
@@ -323,3 +328,31 @@ def test_saving_over_a_process_group(world, shared_path):
     model = shard(plain_copy(make_net()), world.process_group)
     path = checkpoint.save(shared_path / "gloo.h5", model=model, step=2)
     assert checkpoint.load(path, model=shard(make_net(seed=2), world.process_group)).step == 2
+
+
+def test_a_step_that_differs_between_ranks_is_refused(comm, shared_path):
+    if comm.size == 1:
+        pytest.skip("one rank cannot disagree")
+    with pytest.raises(DisagreementError, match=rf"step differs .* rank 0 has 0, rank {comm.size - 1} has 1"):
+        checkpoint.save(shared_path / "x.h5", model=shard(make_net()), step=int(comm.rank == comm.size - 1))
+    assert os.listdir(shared_path) == []
+
+
+def test_rank_0s_path_counts(comm, shared_path):
+    path = checkpoint.save(shared_path / f"{comm.rank}.h5", model=shard(make_net()))
+    assert path == shared_path / "0.h5"
+    comm.all_gather_object(None)
+    assert os.listdir(shared_path) == ["0.h5"]
+
+
+def test_units_of_many_parameters_are_planned_in_time_linear_in_them(comm, shared_path, monkeypatch):
+    # Counted, not timed: how often the layout is asked for a run.
+    model = FullyShardedDataParallel(nn.ParameterList([torch.ones(3) for _ in range(60)]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    calls, cut = [], FlatLayout._cut
+    monkeypatch.setattr(FlatLayout, "_cut", lambda *arguments: calls.append(1) or cut(*arguments))
+    checkpoint.save(shared_path / "many.h5", model=model, optimizer=optimizer)
+    assert len(calls) <= 2 * 3 * 60  # a parameter and two tensors of its state, each for this rank and for all

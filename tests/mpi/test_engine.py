@@ -2,6 +2,8 @@
 
 import ctypes
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -440,3 +442,121 @@ def test_units_inside_of_a_plain_module(comm):
     for expected, got in both_step(plain, mixed, comm, vectors):
         assert got == pytest.approx(expected, rel=1e-5)
     assert unsharded_bytes(mixed) == 0
+
+
+def test_nesting_by_hand(comm):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 2))
+    nested = plain_copy(plain)
+    nested[0] = FullyShardedDataParallel(nested[0])
+    sharded = FullyShardedDataParallel(nested)
+    for expected, got in both_step(plain, sharded, comm, vectors):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_enable_wrap(comm):
+    from hpcfsdp.wrap import enable_wrap, wrap
+
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel):
+        sharded = wrap(nn.Sequential(wrap(nn.Linear(WIDTH, 5)), nn.Linear(5, 2)))
+    assert len(FullyShardedDataParallel.fsdp_modules(sharded)) == 2
+    sharded(vectors(0)).sum().backward()
+    assert unsharded_bytes(sharded) == 0
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_one_graph_run_through_twice(comm, frozen):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), nn.Linear(WIDTH, 2))
+    plain[1].requires_grad_(not frozen)
+    sharded = shard(plain_copy(plain))
+    for model in (plain, sharded):
+        x = vectors(0) if model is plain else vectors(0).chunk(comm.size)[comm.rank]
+        y = model(x)
+        y.square().mean().backward(retain_graph=True)
+        y.abs().mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    torch.testing.assert_close(sharded.clip_grad_norm_(1e9), expected, **CLOSE)
+    assert unsharded_bytes(sharded) == 0
+
+
+def test_a_model_that_is_deleted_is_freed(comm):
+    sharded = shard(make_net())
+    train_sharded(sharded, adamw(sharded), range(1), comm)
+    watched = [weakref.ref(flat) for unit in units(sharded) for flat in unit.flats]
+    del sharded
+    gc.collect()
+    assert [flat() for flat in watched] == [None] * len(watched)
+
+
+def test_an_input_that_is_used_again_and_again_collects_no_hooks(comm):
+    sharded = FullyShardedDataParallel(nn.Linear(WIDTH, 2))
+    x = vectors(0).requires_grad_()
+    for _ in range(4):
+        sharded(x).sum().backward()
+    gc.collect()
+    assert len(x._backward_hooks) <= 1
+
+
+def test_a_view_of_a_parameter_is_refused_without_gradients_too(comm):
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(WIDTH, 2))
+
+        def forward(self, n):
+            return self.table[:n]
+
+    sharded = FullyShardedDataParallel(Positions())
+    with torch.no_grad(), pytest.raises(EngineError, match=r"view of one of its own parameters.*clone"):
+        sharded(3)
+
+
+def test_freezing_after_wrapping_is_refused(comm):
+    sharded = shard(make_net())
+    sharded.requires_grad_(False)
+    with pytest.raises(EngineError, match=r"requires_grad.*set to False after wrapping"):
+        sharded(torch.zeros(1, 2, dtype=torch.int64))
+
+
+def test_units_inside_of_modules_that_read_their_childrens_parameters_are_refused(comm):
+    layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    with pytest.raises(ValueError, match=r"inside of the TransformerEncoderLayer.*wrap the whole"):
+        FullyShardedDataParallel(layer, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+
+def test_a_module_that_lies_in_two_units_is_refused(comm):
+    shared = nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(shared, FullyShardedDataParallel(nn.Sequential(shared, nn.ReLU())))
+    with pytest.raises(ValueError, match=r"'0\.weight' is tied to '0\.weight', which belongs to a unit"):
+        FullyShardedDataParallel(model)
+
+
+def test_a_layer_called_several_times_under_reentrant_checkpointing(comm):
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            for _ in range(3):
+                x = recompute(self.layer, x, use_reentrant=True)
+            return x
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Loop())
+    sharded = FullyShardedDataParallel(plain_copy(plain), auto_wrap_policy=ModuleWrapPolicy({Loop}))
+    for expected, got in both_step(plain, sharded, comm, vectors):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_writing_to_a_sharded_parameter_is_refused_or_forgotten(comm):
+    sharded = FullyShardedDataParallel(nn.Linear(3, 2))
+    weight, bias = sharded.module.weight, sharded.module.bias
+    with pytest.raises(RuntimeError, match="single memory location"):
+        nn.init.normal_(weight)
+    nn.init.ones_(weight)
+    assert bias.isnan().all()
+    with torch.no_grad():
+        sharded(torch.ones(1, 3))
+    assert weight.isnan().all()

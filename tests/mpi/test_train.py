@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hpcfsdp import checkpoint
-from hpcfsdp.errors import CheckpointCorruptError, DataError, HpcfsdpError, UsageError
+from hpcfsdp.errors import CheckpointCorruptError, CheckpointMismatchError, DataError, HpcfsdpError, UsageError
 from hpcfsdp.launch.signals import StopRequest
 from hpcfsdp.train import data, loop
 from hpcfsdp.train.config import (
@@ -183,3 +183,28 @@ def test_too_little_data_is_named_on_every_rank(world, make_config, shared_path)
 def test_a_batch_smaller_than_the_number_of_ranks_is_refused(world, make_config):
     with pytest.raises(UsageError, match=rf"train\.batch \({world.size} .*train\.accumulation=2"):
         run(make_config(batch=world.size, accumulation=2), world)
+
+
+def test_a_second_training_in_the_folder_of_another_is_refused(world, make_config):
+    run(make_config(steps=2), world)
+    with pytest.raises(UsageError, match=r"never.*step-00000002\.h5.*another run_dir"):
+        run(make_config(steps=2, resume="never"), world)
+    assert run(make_config("fresh", steps=2, resume="never"), world).step == 2
+
+
+def test_a_run_that_started_from_a_file_goes_on_from_its_own_checkpoints(world, make_config, shared_path):
+    first = run(make_config("first", steps=8, run_steps=2), world)
+    branch = make_config("branch", steps=8, run_steps=2, resume=str(first.checkpoint))
+    assert run(branch, world).step == 4
+    assert run(branch, world).step == 6  # a job that is requeued has the same arguments
+
+
+def test_a_run_that_cannot_start_leaves_the_configuration_of_the_folder(world, make_config):
+    config = make_config(steps=2)
+    run(config, world)
+    with open(f"{config.run_dir}/config.yaml") as file:
+        before = file.read()
+    with pytest.raises(CheckpointMismatchError):
+        run(make_config(steps=2, model=ModelConfig(layers=1, width=24, heads=3, context=16)), world)
+    with open(f"{config.run_dir}/config.yaml") as file:
+        assert file.read() == before

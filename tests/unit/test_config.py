@@ -345,3 +345,9 @@ def test_a_written_file_reads_back_as_it_was(tmp_path_factory, config):
 )
 def test_nearest_ends_a_message_or_is_nothing(name, end):
     assert nearest(name, ["steps", "seed", "net.layers"]) == end
+
+
+def test_a_section_without_keys_in_a_file_is_told(tmp_path):
+    (tmp_path / "run.yaml").write_text("optim:\nseed: 1\n")
+    with pytest.raises(UsageError, match=r"run\.yaml: section 'optim' is empty: leave it out, or give it keys"):
+        parse(Config, [str(tmp_path / "run.yaml")], prog="p", environ={})

@@ -141,7 +141,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("policy", FUNCTIONS.values(), ids=FUNCTIONS.keys())
 def test_function_policies_choose_what_torch_chooses(policy):
-    assert set(choose(policy)) == choose_as_torch(policy)
+    assert set(choose(policy)) == choose_as_torch(policy) - {"heads.b.1"}  # which has no parameters
 
 
 def test_custom_policy_gives_arguments_to_single_modules():

@@ -32,8 +32,8 @@ def test_other_files_are_passed_over(tmp_path):
 
 def test_a_file_being_written_is_none_of_the_checkpoints(tmp_path):
     path = checkpoint_path(tmp_path, 5)
-    assert partial_path(path) == tmp_path / ".step-00000005.h5.partial"
-    partial_path(path).touch()
+    assert partial_path(path, "ab") == tmp_path / ".step-00000005.h5.ab.partial"
+    partial_path(path, "ab").touch()
     assert latest(tmp_path) is None
 
 

@@ -55,7 +55,7 @@ def test_plans_of_all_ranks_are_equal_whatever_they_keep_in_memory(shapes, num_r
     layout = FlatLayout.plan([(f"p{i}", s, (f"t{i}",)) for i, s in enumerate(shapes)], torch.float32, num_ranks)
     plans = []
     for rank in range(num_ranks):
-        pieces = shard_pieces(layout, rank, torch.zeros(layout.shard_numel))
+        pieces = {s.fqn: shard_pieces(layout, s.fqn, rank, torch.zeros(layout.shard_numel)) for s in layout.slots}
         tensors = [
             StateTensor(s.fqn, s.shape, torch.float32, layout.param_extents(s.fqn), pieces[s.fqn], s.aliases)
             for s in layout.slots
@@ -107,7 +107,7 @@ def test_fingerprint_tells_every_difference():
     assert len({plan.fingerprint() for plan in plans}) == len(plans)
 
 
-BAD_NAMES = ["", ".", "..", "a/../b", "a//b", "/a", "a/", "./a", "a\nb", "a\0b", "größe"]
+BAD_NAMES = ["", ".", "..", "a/../b", "a//b", "/a", "a/", "./a", "a\nb", "a\0b"]
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)

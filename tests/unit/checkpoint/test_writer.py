@@ -1,6 +1,9 @@
 import errno
 import os
 import shutil
+import stat
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import h5py
@@ -11,7 +14,7 @@ from torch import nn
 
 import hpcfsdp
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint import schema
+from hpcfsdp.checkpoint import schema, writer
 from hpcfsdp.errors import CheckpointError, DisagreementError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 
@@ -183,7 +186,9 @@ def test_the_file_is_on_disk_before_it_gets_its_name_and_its_name_before_save_re
     monkeypatch.setattr("hpcfsdp.checkpoint.writer.os.fsync", note_sync)
     monkeypatch.setattr("hpcfsdp.checkpoint.writer.os.replace", note_replace)
     checkpoint.save(tmp_path / "a.h5", model=layer())
-    partial = str(tmp_path / ".a.h5.partial")
+    partial = events[0]
+    assert partial.startswith(f"{tmp_path}/.a.h5.")
+    assert partial.endswith(".partial")
     assert events == [partial, partial, "replace", str(tmp_path)]
 
 
@@ -215,7 +220,7 @@ def test_too_little_room_is_told_in_bytes_before_anything_is_written(tmp_path, m
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=31))
         with pytest.raises(CheckpointError) as caught:
             checkpoint.save(path, model=layer(2.0), step=2)
-    assert str(caught.value) == f"{path}: 32 bytes are needed, 31 are free on that file system"
+    assert str(caught.value) == f"{path}: 1056 bytes are needed, 31 are free on that file system"
     assert_kept(path)
 
 
@@ -241,10 +246,73 @@ def test_a_place_where_nothing_can_be_written_is_named():
 
 
 def test_a_file_that_hdf5_cannot_create_is_named_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpcfsdp.checkpoint.writer.partial_path", lambda _: tmp_path / "none" / "x.partial")
+    monkeypatch.setattr("hpcfsdp.checkpoint.writer.partial_path", lambda *_: tmp_path / "none" / "x.partial")
     with pytest.raises(CheckpointError) as caught:
         checkpoint.save(tmp_path / "a.h5", model=layer())
     assert str(caught.value) == f"{tmp_path}/a.h5: cannot write the checkpoint: No such file or directory"
+
+
+@pytest.mark.parametrize("limit", [600, 3000])
+def test_a_disk_that_fills_up_while_hdf5_writes_is_an_error_and_not_a_crash(tmp_path, limit):
+    code = f"""
+import resource, torch
+from hpcfsdp import checkpoint
+from hpcfsdp.errors import CheckpointError
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+try:
+    checkpoint.save("a.h5", model=torch.nn.Linear(2, 2))
+except CheckpointError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path}/a.h5: cannot write the checkpoint: File too large\n"
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_synced_is_no_failure_of_the_file(tmp_path, monkeypatch):
+    def refuse_folders(fd):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "no such call")
+
+    monkeypatch.setattr("hpcfsdp.checkpoint.writer.os.fsync", refuse_folders)
+    path = checkpoint.save(tmp_path / "a.h5", model=layer(), step=4)
+    assert checkpoint.open_index(path).info.step == 4
+
+
+def test_two_savers_of_one_path_write_into_two_files(tmp_path, monkeypatch):
+    write, inner = writer._write_blocks, []
+
+    def save_inside(*arguments):
+        if not inner:
+            inner.append(True)
+            checkpoint.save(tmp_path / "a.h5", model=layer(2.0), step=2)
+        return write(*arguments)
+
+    monkeypatch.setattr(writer, "_write_blocks", save_inside)
+    checkpoint.save(tmp_path / "a.h5", model=layer(1.0), step=1)
+    other = layer(9.0)
+    assert checkpoint.load(tmp_path / "a.h5", model=other).step == 1
+    assert torch.equal(other.weight, layer(1.0).weight)
+    assert os.listdir(tmp_path) == ["a.h5"]
+
+
+@pytest.mark.parametrize("step", ["x", 3.7, None])
+def test_a_step_that_is_no_whole_number_is_refused(tmp_path, step):
+    with pytest.raises(TypeError):
+        checkpoint.save(tmp_path / "a.h5", model=layer(), step=step)
+    assert os.listdir(tmp_path) == []
+
+
+def test_names_in_any_script_stand_in_the_file(tmp_path):
+    model = torch.nn.Module()
+    model.register_buffer("größe", torch.ones(3))
+    path = checkpoint.save(tmp_path / "a.h5", model=model)
+    model.get_buffer("größe").zero_()
+    checkpoint.load(path, model=model)
+    assert model.get_buffer("größe").tolist() == [1, 1, 1]
+    with h5py.File(path) as file:
+        assert list(file["model"]) == ["größe"]
 
 
 def test_a_value_in_extra_that_cannot_be_kept_is_named(tmp_path):
@@ -316,5 +384,7 @@ def test_ranks_with_different_buffers_are_told_apart_before_anything_is_written(
 
     for error in run_ranks(2, body):
         assert type(error) is DisagreementError
-        assert str(error).startswith("the plan of the checkpoint (model and optimizer must be the same on all ranks)")
+        assert str(error).startswith(
+            "the plan of the checkpoint (the tensors of model and optimizer) differs between ranks"
+        )
     assert os.listdir(tmp_path) == []

@@ -115,12 +115,13 @@ def test_parameters_and_shards_start_at_aligned_bytes_and_shards_are_no_longer_t
     assert needed <= layout.shard_numel < needed + ALIGNMENT_BYTES // size
 
 
-@given(params(), st.sampled_from(DTYPES), st.integers(1, 9), st.integers(1, 9))
+@given(layouts)
 @settings(max_examples=50, deadline=None)
-def test_resharded_is_what_plan_makes_for_that_number_of_ranks(model, dtype, first, second):
-    layout = FlatLayout.plan(model, dtype, first)
-    assert layout.resharded(second) == FlatLayout.plan(model, dtype, second)
-    assert layout.resharded(second).resharded(first) == layout
+def test_the_extent_of_a_parameter_on_a_rank_is_the_one_among_all_of_its_extents(layout):
+    for name in layout.by_name:
+        extents = {extent.shard_rank: extent for extent in layout.param_extents(name)}
+        ranks = range(layout.num_shards)
+        assert [layout.param_extent(name, rank) for rank in ranks] == [extents.get(rank) for rank in ranks]
 
 
 @given(layouts)

@@ -100,7 +100,7 @@ def test_flat_params_come_with_names_of_the_whole_model():
 def test_shard_pieces_view_the_shard_and_are_empty_where_the_rank_has_nothing():
     layout = FlatLayout.plan([("a", (6,), ()), ("b", (0,), ()), ("c", (2,), ())], torch.float32, 3)
     shard = torch.arange(4.0)
-    pieces = shard_pieces(layout, 1, shard)
+    pieces = {name: shard_pieces(layout, name, 1, shard) for name in "abc"}
     assert (pieces["b"], pieces["c"]) == ((), ())
     assert [(piece.start, piece.tensor.tolist()) for piece in pieces["a"]] == [(4, [0, 1])]
     pieces["a"][0].fill(torch.tensor([8.0, 9.0]))
