@@ -6,7 +6,8 @@ without the mark, not one with half of its metadata.
 
 from __future__ import annotations
 
-import io
+import errno
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,41 +20,16 @@ from hpcfsdp.checkpoint.plan import SavePlan
 from hpcfsdp.checkpoint.schema import Digest
 
 
-class _KeptErrors(io.FileIO):
-    """A file whose writes always seem to succeed; the first error is raised when it is closed.
-
-    HDF5 2.0 crashes when it cannot flush its metadata, say on a full disk.
-    """
-
-    error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        done = 0
-        try:
-            while self.error is None and done < len(view):
-                done += super().write(view[done:]) or 0
-        except OSError as error:
-            self.error = error
-        return len(view)
-
-    def truncate(self, size: int | None = None) -> int:
-        try:
-            return super().truncate(size) if self.error is None else 0
-        except OSError as error:
-            self.error = error
-            return 0
-
-    def close(self) -> None:
-        super().close()
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
+def metadata_bytes(plan: SavePlan, small: Mapping[str, np.ndarray | bytes]) -> int:
+    """A bound on what a file holds beside the tensors' elements."""
+    tables = schema.EXTENT_DTYPE.itemsize * len(plan.blocks) + sum(len(spec.path) for spec in plan.specs)
+    values = sum(len(value) if isinstance(value, bytes) else value.nbytes for value in small.values())
+    return (256 << 10) + (2 << 10) * len(plan.specs) + tables + values
 
 
 def create(
     path: Path, plan: SavePlan, attributes: Mapping[str, Any], small: Mapping[str, np.ndarray | bytes]
-) -> list[int]:
+) -> tuple[list[int], int]:
     """Write a new file with room for all tensors, and everything small, but without the mark of a checkpoint.
 
     Args:
@@ -61,38 +37,58 @@ def create(
         small: further datasets by path: arrays, or ASCII text as bytes.
 
     Returns:
-        The byte offset in the file of each tensor of the plan, 0 for one without elements.
+        The byte offset in the file of each tensor of the plan (0 for one without elements), and that of the table.
     """
-    layout = {
-        "libver": schema.LIBVER,
-        "alignment_threshold": schema.ALIGNMENT_BYTES,
-        "alignment_interval": schema.ALIGNMENT_BYTES,
-        "meta_block_size": min(4 << 20, max(2048, 512 * len(plan.specs))),
-    }
-    with _KeptErrors(path, "x+") as raw, h5py.File(raw, "w", **layout) as file:
+    _reserve(path, metadata_bytes(plan, small), plan.nbytes)
+    with h5py.File(
+        path,
+        "w",
+        libver=schema.LIBVER,
+        locking=False,
+        alignment_threshold=schema.ALIGNMENT_BYTES,
+        alignment_interval=schema.ALIGNMENT_BYTES,
+        meta_block_size=min(4 << 20, max(2048, 512 * len(plan.specs))),
+    ) as file:
         for name, value in {"format": schema.FORMAT, "format_version": schema.FORMAT_VERSION, **attributes}.items():
             file.attrs[name] = np.bytes_(value) if isinstance(value, str) else value
-        file.attrs["committed"] = np.uint8(0)
+        file.attrs["digest"], file.attrs["committed"] = np.uint64(0), np.uint8(0)
         file.create_group(schema.MODEL, track_order=True)
         offsets = [_create_tensor(file, spec) for spec in plan.specs]
         for further, path_in_file in plan.links:
             file[further] = file[path_in_file]
         for name, value in _with_names(plan, small).items():
             file.create_dataset(name, data=np.bytes_(value) if isinstance(value, bytes) else value)
-        _create(file, schema.EXTENTS, h5py.h5t.py_create(schema.EXTENT_DTYPE), (len(plan.blocks),))
-    return offsets
+        table = _create(file, schema.EXTENTS, h5py.h5t.py_create(schema.EXTENT_DTYPE), (len(plan.blocks),))
+        return offsets, table.get_offset() or 0
 
 
 def commit(path: Path, plan: SavePlan, rows: np.ndarray, small: Mapping[str, np.ndarray | bytes]) -> None:
-    """Write the table of extents and the mark: from here on the file is a checkpoint."""
+    """Set the mark, once everything else is in the file: from here on it is a checkpoint."""
     digest = Digest()
     for name, value in sorted(_with_names(plan, small).items()):
         digest.add(name, value)
     digest.add(schema.EXTENTS, rows)
-    with _KeptErrors(path, "r+") as raw, h5py.File(raw, "r+", libver=schema.LIBVER) as file:
-        file[schema.EXTENTS][...] = rows
-        file.attrs["digest"] = digest.value()
-        file.attrs["committed"] = np.uint8(1)
+    with h5py.File(path, "r+", libver=schema.LIBVER, locking=False) as file:
+        # In place: HDF5 then overwrites bytes that are on disk already, and needs no new room.
+        file.attrs.modify("digest", digest.value())
+        file.attrs.modify("committed", np.uint8(1))
+
+
+def _reserve(path: Path, metadata_bytes: int, data_bytes: int) -> None:
+    """Create the file and prove that there is room, by the means of the operating system.
+
+    HDF5 2.0 crashes the process when it cannot flush its metadata; what fails has to fail before HDF5 has the file.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        try:
+            os.posix_fallocate(fd, 0, metadata_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that cannot tell
+                raise
+        os.ftruncate(fd, metadata_bytes + data_bytes)
+    finally:
+        os.close(fd)
 
 
 def _with_names(plan: SavePlan, small: Mapping[str, np.ndarray | bytes]) -> dict[str, np.ndarray | bytes]:

@@ -28,8 +28,6 @@ from hpcfsdp.state.model import communicator_of, device_of, model_tensors
 from hpcfsdp.state.optimizer import optimizer_state
 from hpcfsdp.state.tensors import StateTensor
 
-_METADATA_BYTES_PER_TENSOR = 512
-
 
 def save(
     path: str | os.PathLike[str],
@@ -79,13 +77,14 @@ def save(
         "world_size": np.int64(comm.size),
     }
     offsets: list[int] = []
+    table_offset = 0
     try:
         with raise_together(comm), _errors_of(path):
             if comm.rank == 0:
-                _check_room(path, plan)
+                _check_room(path, plan.nbytes + skeleton.metadata_bytes(plan, small))
                 for abandoned in abandoned_partials(path, time.time()):
                     abandoned.unlink(missing_ok=True)
-                offsets = skeleton.create(partial, plan, attributes, small)
+                offsets, table_offset = skeleton.create(partial, plan, attributes, small)
         offsets = comm.broadcast_object(offsets)
         with raise_together(comm), _errors_of(path):
             sums = _write_blocks(partial, plan, [tensor for _, tensor in tensors], offsets, comm.rank)
@@ -93,6 +92,7 @@ def save(
         with raise_together(comm), _errors_of(path):
             if comm.rank == 0:
                 rows = _extent_rows(plan, offsets, {index: total for part in everyone for index, total in part})
+                _write_table(partial, rows, table_offset)
                 skeleton.commit(partial, plan, rows, small)
                 _sync(partial)
                 os.replace(partial, path)
@@ -149,14 +149,13 @@ def _gather_rng(comm: Communicator, model: nn.Module) -> dict[str, np.ndarray]:
     return {f"{schema.RNG}/{kind}": np.stack([states[kind] for states in everyone]) for kind in everyone[0]}
 
 
-def _check_room(path: Path, plan: SavePlan) -> None:
+def _check_room(path: Path, needed_bytes: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError("there is a directory of that name")
     free = shutil.disk_usage(path.parent).free
-    needed = plan.nbytes + _METADATA_BYTES_PER_TENSOR * len(plan.specs)
-    if free < needed:
-        raise CheckpointError(f"{needed} bytes are needed, {free} are free on that file system")
+    if free < needed_bytes:
+        raise CheckpointError(f"{needed_bytes} bytes are needed, {free} are free on that file system")
 
 
 def _write_blocks(
@@ -178,6 +177,15 @@ def _write_blocks(
     finally:
         os.close(fd)
     return sums
+
+
+def _write_table(partial: Path, rows: np.ndarray, offset: int) -> None:
+    fd = os.open(partial, os.O_WRONLY)
+    try:
+        _write_all(fd, rows.view(np.uint8), offset)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _write_all(fd: int, data: np.ndarray, offset: int) -> None:
