@@ -126,7 +126,9 @@ class Trainer:
         )
         self.newest = path
         seconds = time.perf_counter() - began
-        checkpoint_log.info("saved %s step=%d bytes=%d secs=%.2f", path, self.step, path.stat().st_size, seconds)
+        if self.world.rank == 0:  # another node may not see the new name yet
+            size = path.stat().st_size
+            checkpoint_log.info("saved %s step=%d bytes=%d secs=%.2f", path, self.step, size, seconds)
 
     def _train_step(self, stop: StopRequest) -> tuple[float, float, float, int]:
         """One optimizer step: loss in nats per byte, gradient norm, learning rate, signal that any rank received."""

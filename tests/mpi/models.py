@@ -109,3 +109,34 @@ def whole_parameters(model, path):
 
 def plain_copy(model):
     return copy.deepcopy(model)
+
+
+def units(model):
+    return [wrapper.unit for wrapper in FullyShardedDataParallel.fsdp_modules(model)]
+
+
+def unsharded_bytes(model):
+    return sum(flat.unsharded_bytes for unit in units(model) for flat in unit.flats)
+
+
+def both_step(plain, sharded, comm, make_input, steps=4, call=lambda model, x: model(x)):
+    """Train both on the same global batches; the losses of each step."""
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, weight_decay=0) for m in (plain, sharded)]
+    results = []
+    for step in range(steps):
+        x = make_input(step)
+        expected = call(plain, x).square().mean()
+        expected.backward()
+        got = call(sharded, x.chunk(comm.size)[comm.rank]).square().mean()
+        got.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        mean = got.detach().clone()
+        comm.all_reduce(mean, "average")
+        results.append((expected.item(), mean.item()))
+    return results
+
+
+def vectors(step, *shape):
+    return torch.randn(12, *(shape or (WIDTH,)), generator=torch.Generator().manual_seed(step))
