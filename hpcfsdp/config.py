@@ -7,7 +7,6 @@ from: an error that names it, its place and the nearest known key.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from hpcfsdp import env
-from hpcfsdp.errors import UsageError
+from hpcfsdp.errors import UsageError, nearest
 
 Config = TypeVar("Config")
 
@@ -80,15 +79,6 @@ def write_yaml(config: Any, path: Path) -> None:
     draft = path.with_name(f".{path.name}.partial")
     draft.write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
     draft.replace(path)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, or nothing."""
-    candidates = list(known)
-    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
-    if not close:  # the right key in the wrong section
-        close = [key for key in candidates if key.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]][:1]
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _parser(kind: type, prog: str) -> ArgumentParser:

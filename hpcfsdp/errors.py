@@ -1,5 +1,8 @@
 """Errors of hpcfsdp. Each carries the exit code that a command ends with when the error reaches it."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class HpcfsdpError(Exception):
     """Base of all errors that hpcfsdp raises on purpose; the message says what is wrong and how to mend it."""
@@ -53,3 +56,12 @@ def rebuild(kind: str, message: str) -> HpcfsdpError:
     if isinstance(found, type) and issubclass(found, HpcfsdpError):
         return found(message)
     return HpcfsdpError(message)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or nothing."""
+    candidates = list(known)
+    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
+    if not close:  # the right key in the wrong section
+        close = [key for key in candidates if key.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]][:1]
+    return f"; did you mean {close[0]!r}?" if close else ""

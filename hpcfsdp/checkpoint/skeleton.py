@@ -74,7 +74,7 @@ def commit(path: Path, plan: SavePlan, rows: np.ndarray, small: Mapping[str, np.
         file.attrs.modify("committed", np.uint8(1))
 
 
-def _reserve(path: Path, metadata_bytes: int, data_bytes: int) -> None:
+def _reserve(path: Path, head_bytes: int, data_bytes: int) -> None:
     """Create the file and prove that there is room, by the means of the operating system.
 
     HDF5 2.0 crashes the process when it cannot flush its metadata; what fails has to fail before HDF5 has the file.
@@ -82,11 +82,11 @@ def _reserve(path: Path, metadata_bytes: int, data_bytes: int) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         try:
-            os.posix_fallocate(fd, 0, metadata_bytes)
+            os.posix_fallocate(fd, 0, head_bytes)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that cannot tell
                 raise
-        os.ftruncate(fd, metadata_bytes + data_bytes)
+        os.ftruncate(fd, head_bytes + data_bytes)
     finally:
         os.close(fd)
 

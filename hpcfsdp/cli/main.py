@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from hpcfsdp._version import __version__
-from hpcfsdp.errors import HpcfsdpError, UsageError
+from hpcfsdp.errors import HpcfsdpError, UsageError, nearest
 
 # verb -> module with main(arguments) -> exit code, and one line for the help
 VERBS = {
@@ -45,11 +45,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"hpcfsdp {__version__}")
             return 0
         if verb not in VERBS:
-            import difflib
-
-            close = difflib.get_close_matches(verb, VERBS, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise UsageError(f"unknown verb {verb!r}{hint} The verbs are: {', '.join(VERBS)}")
+            raise UsageError(f"unknown verb {verb!r}{nearest(verb, VERBS)}\n\n{usage()}")
         return importlib.import_module(VERBS[verb][0]).main(rest)
     except HpcfsdpError as error:
         print(f"hpcfsdp: {error}", file=sys.stderr)

@@ -12,7 +12,7 @@ import numpy as np
 from hpcfsdp.checkpoint import schema
 from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
 from hpcfsdp.cli.arguments import Parser, print_json, print_table, readable_bytes, readable_shape
-from hpcfsdp.errors import UsageError
+from hpcfsdp.errors import UsageError, nearest
 
 FIRST_VALUES = 8
 
@@ -105,10 +105,7 @@ def _find(index: CheckpointIndex, name: str) -> str:
     for candidate in (name, f"{schema.MODEL}/{name}", f"{schema.OPTIM_STATE}/{name}"):
         if candidate in known:
             return candidate
-    import difflib
-
-    close = difflib.get_close_matches(name, known + [path.split("/", 1)[1] for path in known], n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = nearest(name, known + [path.split("/", 1)[1] for path in known])
     raise UsageError(f"{index.info.path}: holds no tensor {name!r}{hint} (hpcfsdp ls lists them)")
 
 

@@ -246,10 +246,11 @@ class OptimizerRestore:
         self.tensors += [member.state_tensor(name, key, state[key]) for name in values]
 
     def _scalar_device(self, param: nn.Parameter, key: str) -> torch.device:
-        # torch's optimizers keep step on the CPU unless capturable or fused, where it sits beside the parameter.
-        for group in self._optimizer.param_groups:
+        # torch's optimizers keep step on the CPU unless capturable or fused, where it sits beside the parameter; the
+        # checkpoint's flags are those that will hold.
+        for group, hyper in zip(self._optimizer.param_groups, self._groups, strict=True):
             if any(member is param for member in group["params"]):
-                beside = key != "step" or group.get("capturable") or group.get("fused")
+                beside = key != "step" or hyper.get("capturable") or hyper.get("fused")
                 return param.device if beside else torch.device("cpu")
         return param.device
 

@@ -112,8 +112,9 @@ class Trainer:
                 metrics.close()
 
     def save(self) -> None:
-        """Write a checkpoint of the current step."""
+        """Write a checkpoint of the current step, unless the step has made parameters that are not finite."""
         began = time.perf_counter()
+        self._check_finite()
         path = checkpoint_path(self.run_dir / "checkpoints", self.step)
         position = {"samples": self.step * self.config.train.batch, "corpus": self.split.fingerprint}
         checkpoint.save(
@@ -129,6 +130,14 @@ class Trainer:
         if self.world.rank == 0:  # another node may not see the new name yet
             size = path.stat().st_size
             checkpoint_log.info("saved %s step=%d bytes=%d secs=%.2f", path, self.step, size, seconds)
+
+    def _check_finite(self) -> None:
+        # The loss tells only at the next step, when the checkpoint to go back to would be damaged already.
+        counts = [(~param.detach().isfinite()).sum().double() for param in self.model.parameters()]
+        bad = torch.stack(counts).sum()
+        self.comm.all_reduce(bad, "sum")
+        if bad.item():
+            raise _diverged(f"{int(bad.item())} elements of the parameters are not finite after step {self.step}")
 
     def _train_step(self, stop: StopRequest) -> tuple[float, float, float, int]:
         """One optimizer step: loss in nats per byte, gradient norm, learning rate, signal that any rank received."""
@@ -154,12 +163,7 @@ class Trainer:
         comm.all_reduce(received, "max")
         mean = told[0].item() / predicted
         if not (math.isfinite(mean) and math.isfinite(norm.item())):
-            error = HpcfsdpError(
-                f"the loss is {mean} and the gradient norm {norm.item()} at step {self.step + 1}: training has "
-                "diverged; the last checkpoint is from before. Try a lower optim.lr or a longer optim.warmup_steps"
-            )
-            error.collective = True
-            raise error
+            raise _diverged(f"the loss is {mean} and the gradient norm {norm.item()} at step {self.step + 1}")
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -248,6 +252,15 @@ class Trainer:
             )
         if position.get("samples") != self.step * self.config.train.batch:
             data_log.warning("train.batch was another one: some sequences may be seen again or left out")
+
+
+def _diverged(what: str) -> HpcfsdpError:
+    error = HpcfsdpError(
+        f"{what}: training has diverged; the last checkpoint is from before. Try a lower optim.lr or a longer "
+        "optim.warmup_steps"
+    )
+    error.collective = True
+    return error
 
 
 def _record(step: int, loss: float, norm: float, rate: float, seconds: float, speed: float) -> dict[str, object]:

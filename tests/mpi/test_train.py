@@ -115,7 +115,9 @@ def test_a_run_in_pieces_is_bitwise_the_run_at_once(world, make_config):
 def test_a_finished_training_has_nothing_to_do_and_says_so(world, make_config, caplog):
     config = make_config(steps=2)
     run(config, world)
-    outcome = run(config, world)
+    with caplog.at_level("WARNING", "hpcfsdp"):
+        outcome = run(config, world)
+    assert "all 2 steps are done already; raise train.steps to go on" in caplog.text
     assert (outcome.step, len(records(config))) == (2, 2)
     assert outcome.checkpoint.name == "step-00000002.h5"
 
@@ -153,13 +155,23 @@ def test_training_beats_the_unigram_baseline(world, make_config):
     assert outcome.held_out.bits_per_byte < 0.6 * outcome.held_out.unigram_bits_per_byte
 
 
-def test_divergence_is_an_error_on_every_rank_and_saves_nothing(world, make_config, monkeypatch):
-    config = make_config(every=1)
+@pytest.mark.parametrize(
+    ("every", "text"),
+    [
+        (0, r"the loss is nan .* at step 3: training has diverged"),
+        (1, r"parameters are not finite after step 2: training"),
+    ],
+    ids=["seen in the loss", "seen before a save"],
+)
+def test_divergence_is_an_error_on_every_rank_and_is_never_saved(world, make_config, monkeypatch, every, text):
+    config = make_config(every=every)
     rates = iter([1e-3, math.inf, math.inf])
     monkeypatch.setattr(loop, "learning_rate", lambda *_: next(rates))
-    with pytest.raises(HpcfsdpError, match=r"at step 3: training has diverged.*optim\.lr"):
+    with pytest.raises(HpcfsdpError, match=text) as caught:
         run(config, world)
-    assert [p.name for p in checkpoint.checkpoint_files(f"{config.run_dir}/checkpoints")][:1] == ["step-00000001.h5"]
+    assert caught.value.collective
+    saved = [path.name for path in checkpoint.checkpoint_files(f"{config.run_dir}/checkpoints")]
+    assert saved == ["step-00000001.h5"][:every]
 
 
 def test_a_damaged_newest_checkpoint_stops_the_run_and_names_the_file(world, make_config):

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.config import known_keys, nearest, parse, to_dict, write_yaml
-from hpcfsdp.errors import UsageError
+from hpcfsdp.config import known_keys, parse, to_dict, write_yaml
+from hpcfsdp.errors import UsageError, nearest
 
 
 @dataclass(frozen=True)
