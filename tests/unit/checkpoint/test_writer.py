@@ -145,31 +145,18 @@ def test_a_new_file_takes_the_place_of_the_previous_one(tmp_path):
     assert checkpoint.open_index(path).info.step == 2
 
 
-def test_a_full_disk_is_named_and_the_previous_file_kept(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("call", "number"), [("pwrite", errno.ENOSPC), ("fsync", errno.EIO)])
+def test_a_disk_that_fails_is_named_and_the_previous_file_kept(tmp_path, monkeypatch, call, number):
     path = previous(tmp_path)
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpcfsdp.checkpoint.writer.os.pwrite", full)
+        patch.setattr(f"hpcfsdp.checkpoint.writer.os.{call}", fail)
         with pytest.raises(CheckpointError) as caught:
             checkpoint.save(path, model=layer(2.0), step=2)
-    assert str(caught.value) == f"{path}: cannot write the checkpoint: No space left on device"
-    assert_kept(path)
-
-
-def test_data_that_cannot_be_forced_to_disk_is_an_error(tmp_path, monkeypatch):
-    path = previous(tmp_path)
-
-    def broken(_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr("hpcfsdp.checkpoint.writer.os.fsync", broken)
-        with pytest.raises(CheckpointError) as caught:
-            checkpoint.save(path, model=layer(2.0), step=2)
-    assert str(caught.value) == f"{path}: cannot write the checkpoint: Input/output error"
+    assert str(caught.value) == f"{path}: cannot write the checkpoint: {os.strerror(number)}"
     assert_kept(path)
 
 
