@@ -11,12 +11,13 @@ from hpcfsdp._version import __version__
 # name -> module that defines it; a module name mapped to itself is a public submodule
 _PUBLIC = {
     "FullyShardedDataParallel": "hpcfsdp.fsdp",
-    "World": "hpcfsdp.launch",
-    "init": "hpcfsdp.launch",
-    "finalize": "hpcfsdp.launch",
+    "World": "hpcfsdp.world",
+    "init": "hpcfsdp.world",
+    "finalize": "hpcfsdp.world",
     "checkpoint": "hpcfsdp.checkpoint",
     "errors": "hpcfsdp.errors",
     "fsdp": "hpcfsdp.fsdp",
+    "mpi": "hpcfsdp.mpi",
     "wrap": "hpcfsdp.wrap",
 }
 

@@ -8,8 +8,34 @@ import torch.distributed as dist
 from torch import nn
 
 # torch 2.13 renames the two collectives and deprecates the older names, which are all that 2.11 has.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+Work = dist._Work
+"""Base of work handles that are written in Python."""
+
+
+def all_gather_single(
+    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """``dist.all_gather_into_tensor`` by the name that this torch has for it."""
+    return _all_gather(output, shard, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(
+    output: torch.Tensor, full: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """``dist.reduce_scatter_tensor`` by the name that this torch has for it."""
+    return _reduce_scatter(output, full, op=op, group=group, async_op=async_op)
+
+
+def device_of_group(group: dist.ProcessGroup) -> torch.device:
+    """The device on which a process group works: a GPU if it can, with the index that is current."""
+    kinds = {device.type for device in getattr(group, "_device_types", [])}
+    if "cuda" in kinds and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def in_backward() -> bool:

@@ -48,6 +48,11 @@ def export_rendezvous(values: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
+def compare_calls() -> bool:
+    """Whether collectives are to be compared between ranks: torch's own switch for that."""
+    return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+
+
 def threads_chosen() -> bool:
     """Whether the user fixed the number of threads per process."""
     return "OMP_NUM_THREADS" in os.environ

@@ -24,6 +24,10 @@ class LaunchError(HpcfsdpError):
     exit_code = 3
 
 
+class CommunicationError(HpcfsdpError):
+    """A collective was called with wrong tensors, or not by all ranks in the same way."""
+
+
 class DataError(HpcfsdpError):
     """Training data that is missing, empty or unreadable."""
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from hpcfsdp import launch
 from hpcfsdp.api import policies
 from hpcfsdp.api.flatten import OwnParams, check_same_model, move_outside, own_params
 from hpcfsdp.comm import Communicator, communicator_for
@@ -20,6 +19,7 @@ from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.runtime.clip import clip_grad_norm
 from hpcfsdp.runtime.state import Phase
 from hpcfsdp.runtime.unit import Engine, Unit
+from hpcfsdp.world import current_world
 
 WRAPPED = "_fsdp_wrapped_module"
 FLAT_PARAM = "_flat_param"
@@ -291,5 +291,5 @@ def _target_device(process_group: Any, device_id: int | torch.device | None) -> 
         return torch.device("cuda", device_id)
     if device_id is not None:
         return torch.device(device_id)
-    world = launch.current_world()
+    world = current_world()
     return world.device if world is not None and process_group is None else None

@@ -1,4 +1,4 @@
-"""Collectives on tensors behind one protocol, whatever carries them."""
+"""Collectives on tensors behind one protocol, whatever carries them; topology and meshes."""
 
 from hpcfsdp.comm.agree import assert_same, raise_together
 from hpcfsdp.comm.communicator import Communicator

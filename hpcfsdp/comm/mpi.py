@@ -1,117 +1,406 @@
-"""Collectives on CPU tensors through mpi4py."""
+"""Collectives on CPU tensors over MPI: messages between any ranks, shared memory where a node has it.
+
+Each collective is a generator of the conditions it waits for (progress.py). Those on tensors from ``alloc`` work on the
+node's shared memory (shared.py); all others exchange messages (exchange.py).
+"""
 
 from __future__ import annotations
 
+import pickle
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
-from hpcfsdp.comm.communicator import ReduceOp, accumulate_dtype, check_sizes
-from hpcfsdp.errors import EngineError
+from hpcfsdp.comm import exchange, shared
+from hpcfsdp.comm.communicator import (
+    ReduceOp,
+    accumulate_dtype,
+    check_list,
+    check_peer,
+    check_sizes,
+    check_tensors,
+    refuse_op,
+)
+from hpcfsdp.comm.messages import Call, Mail
+from hpcfsdp.comm.progress import Running, Steps, complete, run
+from hpcfsdp.comm.reduce import Reduction
+from hpcfsdp.comm.shared import Place
+from hpcfsdp.comm.topology import Topology
+from hpcfsdp.comm.window import Window
+from hpcfsdp.errors import CommunicationError
 
-# Moving bytes needs no more of a dtype than its size; wide words keep the element count below MPI's 2**31.
-_WORDS = ((8, MPI.INT64_T), (4, MPI.INT32_T), (2, MPI.INT16_T), (1, MPI.INT8_T))
-_MAX_COUNT = 2**31 - 1
-
-_ARITHMETIC = {
-    torch.float64: MPI.DOUBLE,
-    torch.float32: MPI.FLOAT,
-    torch.int64: MPI.INT64_T,
-    torch.int32: MPI.INT32_T,
-    torch.int16: MPI.INT16_T,
-    torch.int8: MPI.INT8_T,
-    torch.uint8: MPI.UINT8_T,
-}
-
-
-def _memory(tensor: torch.Tensor) -> MPI.buffer:
-    # Not tensor.numpy(): that marks the storage as shared, and a shared storage can never be freed by resizing it.
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-
-def _words(tensor: torch.Tensor) -> list[Any]:
-    """An MPI message of the tensor's bytes."""
-    nbytes = tensor.numel() * tensor.element_size()
-    size, word = next((size, word) for size, word in _WORDS if nbytes % size == 0)
-    if nbytes // size > _MAX_COUNT:
-        raise EngineError(
-            f"one message of {nbytes} bytes ({tensor.numel()} x {tensor.dtype}) is over MPI's count limit: "
-            "wrap the model in smaller units"
-        )
-    return [_memory(tensor), nbytes // size, word]
+_TAGS = 1 << 13
+"""Collectives under way at a time that can be told apart; tags above are those of ``send`` and ``recv``."""
+_TAG_COMPARE = _TAGS
+_TAG_USER = _TAGS + 1
+_COMPARED_BYTES = 192
 
 
 class MpiCommunicator:
     """A ``Communicator`` over the ranks of an mpi4py communicator, for CPU tensors of any dtype."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        topology: Topology | None = None,
+        *,
+        timeout_s: float = 1800.0,
+        compare_calls: bool = False,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            comm: used by this object alone from here on; its tags and collectives are taken.
+            topology: which of its ranks share memory; None if it is not known, and none is shared then.
+            timeout_s: how long a collective waits for ranks that do not take part.
+            compare_calls: before each collective all ranks compare what they call, and a rank that calls something
+                else is named. Costs a message to every rank each time.
+
+        Raises:
+            CommunicationError: the topology is one of another number of ranks.
+        """
         self.comm = comm
         self.rank: int = comm.rank
         self.size: int = comm.size
+        self.topology = topology or Topology.regular(comm.size, 1)
+        self.timeout_s = timeout_s
+        self.compare_calls = compare_calls
+        if self.topology.size != self.size:
+            raise CommunicationError(
+                f"a topology of {self.topology.size} ranks ({self.topology}) was given for {self.size} ranks"
+            )
+        self._calls = 0
+        self._closed = False
+        self._node: MPI.Intracomm | None = None
+        self._windows: dict[int, Window] = {}  # by address
 
     def __repr__(self) -> str:
-        return f"MpiCommunicator(rank={self.rank}, size={self.size})"
+        return f"MpiCommunicator(rank={self.rank}, size={self.size}, {self.topology})"
 
-    def all_gather_into_tensor(self, output: torch.Tensor, shard: torch.Tensor) -> None:
-        check_sizes("all_gather_into_tensor", self, output, shard)
-        self._check_device("all_gather_into_tensor", output)
-        # Allgather counts what each rank contributes, on the receiving side too.
-        message = _words(shard)
-        self.comm.Allgather(message, [_memory(output), message[1], message[2]])
+    # Memory
 
-    def reduce_scatter_tensor(self, output: torch.Tensor, full: torch.Tensor, op: ReduceOp) -> None:
-        check_sizes("reduce_scatter_tensor", self, full, output)
-        self._check_device("reduce_scatter_tensor", full)
-        segments = full.view(self.size, -1)
-        wide = accumulate_dtype(full.dtype)
-        total = output if wide == output.dtype else torch.empty_like(output, dtype=wide)
-        total.copy_(segments[self.rank])
-        arriving = torch.empty_like(output)
-        # Pairwise exchange: one segment of scratch memory, any dtype, and a fixed order of summation. Measured four
-        # times faster than Open MPI's MPI_Reduce_scatter_block in shared memory (2 and 4 ranks, 16 and 64 MiB).
-        for distance in range(1, self.size):
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            self.comm.Sendrecv(_words(segments[to]), to, recvbuf=_words(arriving), source=source)
-            if op == "max":
-                torch.maximum(total, arriving.to(total.dtype), out=total)
-            else:
-                total.add_(arriving)
-        if op == "average":
-            total.div_(self.size)
-        if total is not output:
-            output.copy_(total)
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        self._check_device("all_reduce", tensor)
-        if not tensor.is_contiguous():
-            raise EngineError(
-                f"all_reduce on rank {self.rank}: the tensor is not contiguous (stride {tensor.stride()})"
+    def alloc(self, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> torch.Tensor:
+        self._check_open("alloc")
+        if numel < 0 or (gathered and numel % self.size):
+            raise CommunicationError(
+                f"alloc on rank {self.rank}: {numel} elements"
+                + (f" are not {self.size} equal segments" if numel >= 0 else " are no size")
             )
-        kind = _ARITHMETIC.get(tensor.dtype)
-        if kind is None:  # no such type in MPI: gather and reduce here
-            everyone = tensor.new_empty((self.size, tensor.numel()))
-            self.comm.Allgather(_words(tensor), [_memory(everyone), *_words(tensor)[1:]])
-            everyone = everyone.to(accumulate_dtype(tensor.dtype))
-            reduced = everyone.amax(0) if op == "max" else everyone.sum(0)
-            tensor.copy_(reduced.view(tensor.shape) if op != "average" else (reduced / self.size).view(tensor.shape))
-            return
-        self.comm.Allreduce(MPI.IN_PLACE, [_memory(tensor), tensor.numel(), kind], MPI.MAX if op == "max" else MPI.SUM)
-        if op == "average":
-            tensor.div_(self.size)
+        if self._node is None:
+            self._node = self.comm.Split(self.topology.node_rank(self.rank), self.rank)
+        asked = self._node.allgather((numel, dtype, gathered))
+        neighbours = self.topology.node_of(self.rank)
+        for neighbour, other in zip(neighbours, asked, strict=True):
+            if other != asked[0]:
+                raise CommunicationError(
+                    f"alloc: rank {neighbours[0]} asks for {asked[0]}, rank {neighbour} for {other} "
+                    "(elements, dtype, gathered); all ranks must ask for the same"
+                )
+        window = Window(self._node, neighbours, numel, dtype, gathered=gathered)
+        if numel:
+            self._windows[window.mine.data_ptr()] = window
+        return window.mine
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        self._check_device("broadcast", tensor)
-        if not tensor.is_contiguous():
-            raise EngineError(f"broadcast on rank {self.rank}: the tensor is not contiguous (stride {tensor.stride()})")
-        self.comm.Bcast(_words(tensor), root=src)
+    def free(self, tensor: torch.Tensor) -> None:
+        if tensor.numel() and self._windows.pop(tensor.data_ptr(), None) is None:
+            raise CommunicationError(
+                f"free on rank {self.rank}: this tensor of {tensor.numel()} x {tensor.dtype} did not come from alloc "
+                "of this communicator, or was freed before"
+            )
+
+    def release(self, full: torch.Tensor) -> None:
+        window = self._window_of(full, gathered=True)
+        if window is not None:
+            window.done()
+
+    def claim(self, full: torch.Tensor) -> None:
+        window = self._window_of(full, gathered=True)
+        if window is not None:
+            run(shared.claim(window), f"claim of {_described(full)}", self.rank, self.timeout_s, False, self)
+
+    # Collectives on tensors
+
+    def all_gather_into_tensor(
+        self, output: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False
+    ) -> Running | None:
+        label = f"all_gather_into_tensor of {_described(shard)}"
+        self._check(label, output, shard)
+        check_sizes(label, self, output, shard)
+        segments = _segments(output, self.size)
+        window = self._window_of(output, gathered=True)
+        if window is None:
+            return self._run(label, async_op, exchange.all_gather, segments, shard)
+        if output.numel() != window.mine.numel():
+            raise CommunicationError(
+                f"{label} on rank {self.rank}: gathered memory of {window.mine.numel()} elements can only be gathered "
+                f"as a whole, not {output.numel()} of them"
+            )
+        return self._run(label, async_op, shared.all_gather, self._place(window), segments, shard)
+
+    def reduce_scatter_tensor(
+        self,
+        output: torch.Tensor,
+        full: torch.Tensor,
+        op: ReduceOp,
+        *,
+        wire: torch.dtype | None = None,
+        accumulate: torch.dtype | None = None,
+        async_op: bool = False,
+    ) -> Running | None:
+        label = f"reduce_scatter_tensor({op}) of {_described(full)}" + (f" as {wire}" if wire else "")
+        self._check(label, full)
+        self._check(label, output)
+        check_sizes(label, self, full, output)
+        how = self._reduction(label, op, full, wire, accumulate)
+        pieces, window = _segments(full, self.size), self._window_of(full)
+        if window is None:
+            return self._run(label, async_op, exchange.reduce_scatter, pieces, output.view(-1), how)
+        return self._run(label, async_op, shared.reduce_scatter, self._place(window), pieces, output.view(-1), how)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp, *, accumulate: torch.dtype | None = None, async_op: bool = False
+    ) -> Running | None:
+        label = f"all_reduce({op}) of {_described(tensor)}"
+        self._check(label, tensor)
+        how = self._reduction(label, op, tensor, None, accumulate)
+        window = self._window_of(tensor)
+        if window is None:
+            return self._run(label, async_op, exchange.all_reduce, tensor.view(-1), how)
+        pieces = tensor.view(-1).tensor_split(self.size)
+        return self._run(label, async_op, shared.all_reduce, self._place(window), pieces, how)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, *, async_op: bool = False
+    ) -> Running | None:
+        """`output` becomes the reduction of all ranks' ``inputs[rank]``; its size may be another on each rank."""
+        label = f"reduce_scatter({op}) of {output.dtype}"
+        check_list(label, self, "inputs", inputs)
+        self._check(label, output, *inputs)
+        self._check_same_numel(label, output, inputs[self.rank])
+        how = self._reduction(label, op, output, None, None)
+        pieces = [piece.view(-1) for piece in inputs]
+        return self._run(label, async_op, exchange.reduce_scatter, pieces, output.view(-1), how)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Running | None:
+        label = f"broadcast from {src} of {_described(tensor)}"
+        self._check(label, tensor)
+        check_peer(label, self, src)
+        return self._run(label, async_op, exchange.broadcast, tensor, src)
+
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, async_op: bool = False
+    ) -> Running | None:
+        label = f"all_gather of {tensor.dtype}"
+        check_list(label, self, "outputs", outputs)
+        self._check(label, tensor, *outputs)
+        self._check_same_numel(label, outputs[self.rank], tensor)
+        return self._run(label, async_op, exchange.all_gather, outputs, tensor)
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, async_op: bool = False
+    ) -> Running | None:
+        check_list("all_to_all", self, "outputs", outputs)
+        check_list("all_to_all", self, "inputs", inputs)
+        label = f"all_to_all of {inputs[0].dtype}"
+        self._check(label, *inputs, *outputs)
+        self._check_same_numel(label, outputs[self.rank], inputs[self.rank])
+        return self._run(label, async_op, exchange.all_to_all, outputs, inputs)
+
+    def gather(
+        self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, dst: int, *, async_op: bool = False
+    ) -> Running | None:
+        label = f"gather to {dst} of {tensor.dtype}"
+        check_peer(label, self, dst)
+        self._check(label, tensor)
+        if self.rank != dst:
+            return self._run(label, async_op, exchange.deliver, tensor, dst)
+        check_list(label, self, "outputs", outputs)
+        self._check(label, tensor, *outputs)
+        self._check_same_numel(label, outputs[dst], tensor)
+        return self._run(label, async_op, exchange.collect, outputs, tensor)
+
+    def scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, *, async_op: bool = False
+    ) -> Running | None:
+        label = f"scatter from {src} of {output.dtype}"
+        check_peer(label, self, src)
+        self._check(label, output)
+        if self.rank != src:
+            return self._run(label, async_op, exchange.accept, output, src)
+        check_list(label, self, "inputs", inputs)
+        self._check(label, output, *inputs)
+        self._check_same_numel(label, output, inputs[src])
+        return self._run(label, async_op, exchange.distribute, output, inputs)
+
+    def barrier(self, *, async_op: bool = False) -> Running | None:
+        self._check_open("barrier")
+        return self._run("barrier", async_op, exchange.barrier)
+
+    # Messages between two ranks
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Running | None:
+        """Not collective. Send `tensor` to rank `dst`, which receives it with the same tag."""
+        label = f"send to {dst} of {_described(tensor)}"
+        self._check(label, tensor)
+        check_peer(label, self, dst)
+        steps = exchange.deliver(Call(self.comm, label, self._user_tag(label, tag)), tensor, dst)
+        return run(steps, label, self.rank, self.timeout_s, async_op, self)
+
+    def recv(
+        self, tensor: torch.Tensor, src: int | None, tag: int = 0, *, async_op: bool = False
+    ) -> tuple[Mail, Running | None]:
+        """Not collective. Receive what rank `src` (None: any) sends with the same tag; the mail tells its source."""
+        label = f"recv from {'any rank' if src is None else src} of {_described(tensor)}"
+        self._check(label, tensor)
+        if src is not None:
+            check_peer(label, self, src)
+        mail = Mail(self.comm, label, self._user_tag(label, tag))
+        mail.receive(tensor, MPI.ANY_SOURCE if src is None else src)
+        return mail, run(exchange.accept_posted(mail), label, self.rank, self.timeout_s, async_op, self)
+
+    # Collectives on objects
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return self.comm.allgather(value)
+        mine = _pickled(value)
+        counts = torch.empty(self.size, dtype=torch.int64)
+        self.all_gather_into_tensor(counts, torch.tensor([mine.numel()]))
+        blobs = [torch.empty(count, dtype=torch.uint8) for count in counts.tolist()]
+        self.all_gather(blobs, mine)
+        return [pickle.loads(_raw(blob)) for blob in blobs]
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        return self.comm.bcast(value, root=src)
+        blob = _pickled(value) if self.rank == src else torch.empty(0, dtype=torch.uint8)
+        count = torch.tensor([blob.numel()])
+        self.broadcast(count, src)
+        if self.rank != src:
+            blob = torch.empty(int(count), dtype=torch.uint8)
+        self.broadcast(blob, src)
+        return value if self.rank == src else pickle.loads(_raw(blob))
 
-    def _check_device(self, operation: str, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu":
-            raise EngineError(f"{operation} on rank {self.rank}: MPI takes CPU tensors, this one is on {tensor.device}")
+    # Groups, and the end
+
+    def subgroup(self, ranks: Sequence[int]) -> MpiCommunicator:
+        self._check_open("subgroup")
+        ranks = list(ranks)
+        if self.rank not in ranks or ranks != sorted(set(ranks) & set(range(self.size))):
+            raise CommunicationError(
+                f"subgroup on rank {self.rank} of {self.size}: {ranks} must be ascending ranks of this communicator, "
+                "this rank among them"
+            )
+        comm = members_only(self.comm, ranks)
+        return MpiCommunicator(
+            comm, self.topology.restrict(ranks), timeout_s=self.timeout_s, compare_calls=self.compare_calls
+        )
+
+    def close(self) -> None:
+        """Collective. Complete what is under way, let go of all memory, and refuse further calls."""
+        if self._closed:
+            return
+        complete(self)
+        self.abandon()
+        if self._node is not None:
+            self._node.Free()
+        self.comm.Free()
+
+    def abandon(self) -> None:
+        """Not collective. Refuse further calls, and leave what is under way as it is."""
+        self._closed = True
+        self._windows.clear()
+
+    # What they share
+
+    def _run(self, label: str, async_op: bool, collective: Callable[..., Steps], *arguments: Any) -> Running | None:
+        self._calls += 1
+        steps = collective(Call(self.comm, label, self._calls % _TAGS), *arguments)
+        if self.compare_calls and self.size > 1:
+            steps = self._compared(steps, f"{label} (call {self._calls})")
+        return run(steps, label, self.rank, self.timeout_s, async_op, self)
+
+    def _compared(self, steps: Steps, text: str) -> Steps:
+        """The steps, after all ranks have told each other what they call."""
+        told = torch.zeros(_COMPARED_BYTES, dtype=torch.uint8)
+        encoded = text.encode()[:_COMPARED_BYTES]
+        told[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        everyone = [torch.empty_like(told) for _ in range(self.size)]
+        yield from exchange.all_gather(Call(self.comm, text, _TAG_COMPARE), everyone, told)
+        for peer in range(self.size):
+            theirs = _raw(everyone[peer]).rstrip(b"\0").decode(errors="replace")
+            if theirs != text:
+                raise CommunicationError(f"rank {self.rank} calls {text}, but rank {peer} calls {theirs}")
+        yield from steps
+
+    def _user_tag(self, label: str, tag: int) -> int:
+        limit = self.comm.Get_attr(MPI.TAG_UB) - _TAG_USER
+        if not 0 <= tag <= limit:
+            raise CommunicationError(f"{label} on rank {self.rank}: tag {tag} is not in 0 to {limit}")
+        return _TAG_USER + tag
+
+    def _window_of(self, tensor: torch.Tensor, *, gathered: bool = False) -> Window | None:
+        """The window that `tensor` lies in, None for any other memory, or memory of the other kind."""
+        if not self._windows or not tensor.numel():
+            return None
+        window = self._windows.get(tensor.untyped_storage().data_ptr())
+        return window if window and window.gathered == gathered and window.mine.dtype == tensor.dtype else None
+
+    def _place(self, window: Window) -> Place:
+        return Place(window, self.topology, self.rank)
+
+    def _reduction(
+        self, label: str, op: ReduceOp, tensor: torch.Tensor, wire: torch.dtype | None, accumulate: torch.dtype | None
+    ) -> Reduction:
+        problem = refuse_op(op, tensor.dtype)
+        if problem:
+            raise CommunicationError(f"{label} on rank {self.rank}: {problem}")
+        return Reduction(op, wire or tensor.dtype, accumulate or accumulate_dtype(tensor.dtype), self.size)
+
+    def _check(self, label: str, *tensors: torch.Tensor) -> None:
+        self._check_open(label)
+        check_tensors(label, self, *tensors)
+
+    def _check_open(self, label: str) -> None:
+        if self._closed:
+            raise CommunicationError(
+                f"{label} on rank {self.rank}: the communicator has been closed (hpcfsdp.finalize, or its process "
+                "group was destroyed)"
+            )
+
+    def _check_same_numel(self, label: str, output: torch.Tensor, given: torch.Tensor) -> None:
+        if output.numel() != given.numel():
+            raise CommunicationError(
+                f"{label} on rank {self.rank}: its own output has {output.numel()} elements, its input {given.numel()}"
+            )
+
+
+def _segments(full: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """`size` equal parts of `full`, as views."""
+    flat = full.view(-1)
+    numel = flat.numel() // size
+    return [flat[numel * place : numel * (place + 1)] for place in range(size)]
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tensor.numel()} x {tensor.dtype}"
+
+
+def _pickled(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+
+
+def _raw(blob: torch.Tensor) -> bytes:
+    return blob.numpy().tobytes()
+
+
+def members_only(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
+    """Collective over `ranks`, ascending ranks of `comm`, which the others need not call. A communicator of these."""
+    everyone = comm.Get_group()
+    members = everyone.Incl(ranks)
+    # Creations that go on at the same time are told apart by their members, or by this.
+    made = comm.Create_group(members, zlib.crc32(repr(list(ranks)).encode()) % _TAGS)
+    members.Free()
+    everyone.Free()
+    return made

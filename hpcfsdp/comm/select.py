@@ -6,10 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hpcfsdp import launch
+from hpcfsdp.comm.backend import carries
 from hpcfsdp.comm.communicator import Communicator
-from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
+from hpcfsdp.world import current_world
 
 
 def communicator_for(group: dist.ProcessGroup | Communicator | None, *, required: bool) -> Communicator:
@@ -22,22 +23,20 @@ def communicator_for(group: dist.ProcessGroup | Communicator | None, *, required
         group: a process group of torch.distributed, a communicator, or None for the world.
         required: raise where there is no world yet; otherwise this process stands alone.
     """
-    world = launch.current_world()
     if isinstance(group, dist.ProcessGroup):
-        return TorchGroupCommunicator(group)
+        return group.communicator if carries(group) else TorchGroupCommunicator(group)
     if group is not None:
         return _checked(group)
-    if world is not None and world.device.type == "cpu":
-        from hpcfsdp.comm.mpi import MpiCommunicator
-
-        return MpiCommunicator(world.comm)
+    world = current_world()
+    if world is not None:
+        return world.communicator
     if dist.is_initialized():
-        return TorchGroupCommunicator(dist.group.WORLD)
+        return communicator_for(dist.group.WORLD, required=required)
     if required:
         raise RuntimeError(
             "there is no process group yet: call hpcfsdp.init() first (or torch.distributed.init_process_group)"
         )
-    return SoloCommunicator()
+    return FakeCommunicator()
 
 
 def _checked(group: Any) -> Communicator:

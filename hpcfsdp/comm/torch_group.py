@@ -1,14 +1,37 @@
-"""Collectives through a process group of torch.distributed: NCCL on GPUs, gloo as a fallback on CPU."""
+"""Collectives through a process group of torch.distributed: NCCL on GPUs, gloo or any other on the CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hpcfsdp import _compat
-from hpcfsdp.comm.communicator import ReduceOp, accumulate_dtype, check_sizes
+from hpcfsdp.comm.communicator import (
+    ReduceOp,
+    accumulate_dtype,
+    check_list,
+    check_peer,
+    check_sizes,
+    check_tensors,
+    refuse_op,
+)
+from hpcfsdp.comm.progress import Finished
+from hpcfsdp.comm.reduce import reduce_into
+from hpcfsdp.errors import CommunicationError
+
+_NATIVE_DTYPES = {torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8}
+"""Those that all backends reduce themselves. The others are moved as bytes and reduced here."""
+
+_NATIVE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "average": dist.ReduceOp.SUM,  # not every backend has an average of its own
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
 
 
 class TorchGroupCommunicator:
@@ -18,32 +41,153 @@ class TorchGroupCommunicator:
         self.group = group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
+        self.device = _compat.device_of_group(group)
 
     def __repr__(self) -> str:
         return f"TorchGroupCommunicator({dist.get_backend(self.group)}, rank={self.rank}, size={self.size})"
 
-    def all_gather_into_tensor(self, output: torch.Tensor, shard: torch.Tensor) -> None:
+    def alloc(self, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def free(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def release(self, full: torch.Tensor) -> None:
+        pass
+
+    def claim(self, full: torch.Tensor) -> None:
+        pass
+
+    def all_gather_into_tensor(
+        self, output: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False
+    ) -> _Work | Finished | None:
+        check_tensors("all_gather_into_tensor", self, output, shard)
         check_sizes("all_gather_into_tensor", self, output, shard)
-        _compat.all_gather_single(output, shard, group=self.group)
+        return _ended(_compat.all_gather_single(_bytes(output), _bytes(shard), self.group, async_op), async_op)
 
-    def reduce_scatter_tensor(self, output: torch.Tensor, full: torch.Tensor, op: ReduceOp) -> None:
+    def reduce_scatter_tensor(
+        self,
+        output: torch.Tensor,
+        full: torch.Tensor,
+        op: ReduceOp,
+        *,
+        wire: torch.dtype | None = None,
+        accumulate: torch.dtype | None = None,
+        async_op: bool = False,
+    ) -> _Work | Finished | None:
+        check_tensors("reduce_scatter_tensor", self, full)
+        check_tensors("reduce_scatter_tensor", self, output)
         check_sizes("reduce_scatter_tensor", self, full, output)
-        wide = accumulate_dtype(full.dtype)
-        total = output if wide == full.dtype else torch.empty_like(output, dtype=wide)
-        _compat.reduce_scatter_single(total, full.to(wide), op=_op(op), group=self.group)
-        self._finish(total, op)
-        if total is not output:
-            output.copy_(total)
+        wire, accumulate = self._dtypes("reduce_scatter_tensor", op, full, wire, accumulate)
+        output, divisor = output.detach().view(-1), self.size if op == "average" else 1
+        if wire == accumulate and wire in _NATIVE_DTYPES and op in _NATIVE_OPS:
+            total = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
+            travelling = full.detach().to(wire).view(-1)
+            work = _compat.reduce_scatter_single(total, travelling, _NATIVE_OPS[op], self.group, async_op)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        wide = tensor.to(accumulate_dtype(tensor.dtype))
-        dist.all_reduce(wide, op=_op(op), group=self.group)
-        self._finish(wide, op)
-        if wide is not tensor:
-            tensor.copy_(wide)
+            def keep() -> None:
+                if divisor != 1:
+                    total.div_(divisor)
+                if total is not output:
+                    output.copy_(total)
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        dist.broadcast(tensor, group_src=src, group=self.group)
+            return _ended(work, async_op, keep)
+        # Values travel in the wire dtype, and are summed here in another: as many bytes as a sum on the way would take.
+        travelling = full.detach().to(wire).view(-1)
+        arriving = torch.empty_like(travelling)
+        work = dist.all_to_all_single(_bytes(arriving), _bytes(travelling), group=self.group, async_op=async_op)
+
+        def reduce() -> None:
+            pieces = list(arriving.view(self.size, -1))
+            reduce_into(output, pieces, op, accumulate, divisor=divisor)
+
+        return _ended(work, async_op, reduce)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp, *, accumulate: torch.dtype | None = None, async_op: bool = False
+    ) -> _Work | Finished | None:
+        check_tensors("all_reduce", self, tensor)
+        wire, accumulate = self._dtypes("all_reduce", op, tensor, None, accumulate)
+        flat, divisor = tensor.detach().view(-1), self.size if op == "average" else 1
+        if (
+            wire in _NATIVE_DTYPES | {torch.float16, torch.bfloat16}
+            and accumulate in _NATIVE_DTYPES
+            and op in _NATIVE_OPS
+        ):
+            total = flat.to(accumulate)
+
+            def keep() -> None:
+                if divisor != 1:
+                    total.div_(divisor)
+                if total is not flat:
+                    flat.copy_(total)
+
+            return _ended(dist.all_reduce(total, _NATIVE_OPS[op], self.group, async_op), async_op, keep)
+        everyone = torch.empty(self.size * flat.numel(), dtype=flat.dtype, device=flat.device)
+        work = _compat.all_gather_single(_bytes(everyone), _bytes(flat), self.group, async_op)
+
+        def reduce() -> None:
+            reduce_into(flat, list(everyone.view(self.size, -1)), op, accumulate, divisor=divisor)
+
+        return _ended(work, async_op, reduce)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> _Work | Finished | None:
+        check_tensors("broadcast", self, tensor)
+        check_peer("broadcast", self, src)
+        return _ended(dist.broadcast(_bytes(tensor), group_src=src, group=self.group, async_op=async_op), async_op)
+
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, async_op: bool = False
+    ) -> _Work | Finished | None:
+        check_list("all_gather", self, "outputs", outputs)
+        check_tensors("all_gather", self, tensor, *outputs)
+        # Backends gather equal parts: pad to the largest.
+        largest = max(output.numel() for output in outputs)
+        padded = torch.zeros(largest, dtype=tensor.dtype, device=tensor.device)
+        padded[: tensor.numel()].copy_(tensor.detach().view(-1))
+        everyone = torch.empty(self.size * largest, dtype=tensor.dtype, device=tensor.device)
+        work = _compat.all_gather_single(_bytes(everyone), _bytes(padded), self.group, async_op)
+
+        def keep() -> None:
+            for output, part in zip(outputs, everyone.view(self.size, -1), strict=True):
+                output.detach().view(-1).copy_(part[: output.numel()])
+
+        return _ended(work, async_op, keep)
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, async_op: bool = False
+    ) -> _Work | Finished | None:
+        check_list("all_to_all", self, "outputs", outputs)
+        check_list("all_to_all", self, "inputs", inputs)
+        check_tensors("all_to_all", self, *inputs, *outputs)
+        return self._exchange(outputs, inputs, async_op)
+
+    def gather(
+        self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, dst: int, *, async_op: bool = False
+    ) -> _Work | Finished | None:
+        check_peer("gather", self, dst)
+        check_tensors("gather", self, tensor)
+        if self.rank == dst:
+            check_list("gather", self, "outputs", outputs)
+            check_tensors("gather", self, tensor, *outputs)
+        nothing = tensor.new_empty(0)
+        sent = [tensor if rank == dst else nothing for rank in range(self.size)]
+        return self._exchange(outputs if self.rank == dst else [nothing] * self.size, sent, async_op)
+
+    def scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, *, async_op: bool = False
+    ) -> _Work | Finished | None:
+        check_peer("scatter", self, src)
+        check_tensors("scatter", self, output)
+        if self.rank == src:
+            check_list("scatter", self, "inputs", inputs)
+            check_tensors("scatter", self, output, *inputs)
+        nothing = output.new_empty(0)
+        received = [output if rank == src else nothing for rank in range(self.size)]
+        return self._exchange(received, inputs if self.rank == src else [nothing] * self.size, async_op)
+
+    def barrier(self, *, async_op: bool = False) -> _Work | Finished | None:
+        return _ended(dist.barrier(self.group, async_op), async_op)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -55,10 +199,72 @@ class TorchGroupCommunicator:
         dist.broadcast_object_list(holder, group_src=src, group=self.group)
         return holder[0]
 
-    def _finish(self, total: torch.Tensor, op: ReduceOp) -> None:
-        if op == "average":  # not every backend has an average of its own
-            total.div_(self.size)
+    def subgroup(self, ranks: Sequence[int]) -> TorchGroupCommunicator:
+        ranks = list(ranks)
+        if self.rank not in ranks or any(not 0 <= rank < self.size for rank in ranks):
+            raise CommunicationError(
+                f"subgroup on rank {self.rank} of {self.size}: {ranks} must be ranks of this communicator, this rank "
+                "among them"
+            )
+        members = [dist.get_global_rank(self.group, rank) for rank in ranks]
+        return TorchGroupCommunicator(dist.new_group(members, use_local_synchronization=True))
+
+    def _exchange(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
+    ) -> _Work | Finished | None:
+        sent = torch.cat([_bytes(tensor) for tensor in inputs])
+        sent_bytes = [tensor.numel() * tensor.element_size() for tensor in inputs]
+        received_bytes = [tensor.numel() * tensor.element_size() for tensor in outputs]
+        received = torch.empty(sum(received_bytes), dtype=torch.uint8, device=sent.device)
+        work = dist.all_to_all_single(received, sent, received_bytes, sent_bytes, group=self.group, async_op=async_op)
+
+        def keep() -> None:
+            for output, part in zip(outputs, received.split(received_bytes), strict=True):
+                _bytes(output).copy_(part)
+
+        return _ended(work, async_op, keep)
+
+    def _dtypes(
+        self, label: str, op: str, tensor: torch.Tensor, wire: torch.dtype | None, accumulate: torch.dtype | None
+    ) -> tuple[torch.dtype, torch.dtype]:
+        problem = refuse_op(op, tensor.dtype)
+        if problem:
+            raise CommunicationError(f"{label} on rank {self.rank}: {problem}")
+        return wire or tensor.dtype, accumulate or accumulate_dtype(tensor.dtype)
 
 
-def _op(op: ReduceOp) -> Any:
-    return dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+class _Work:
+    """A collective of torch.distributed, and what is left to do here when it is through."""
+
+    def __init__(self, work: dist.Work, finish: Callable[[], None]) -> None:
+        self._work = work
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._finish is not None:
+            with torch.no_grad():
+                self._finish()
+            self._finish = None
+
+    def is_completed(self) -> bool:
+        if not self._work.is_completed():
+            return False
+        self.wait()
+        return True
+
+
+def _ended(
+    work: dist.Work | None, async_op: bool, finish: Callable[[], None] = lambda: None
+) -> _Work | Finished | None:
+    """What a collective returns whose transport has returned `work`."""
+    if work is not None:
+        return _Work(work, finish)
+    with torch.no_grad():
+        finish()
+    return Finished() if async_op else None  # a group that this rank is alone in, for example
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor of any dtype."""
+    return tensor.detach().view(-1).view(torch.uint8)

@@ -1,5 +1,1 @@
-"""Start and end: MPI, the process group, the device of this rank, signals and aborts."""
-
-from hpcfsdp.launch.bootstrap import World, current_world, finalize, init
-
-__all__ = ["World", "current_world", "finalize", "init"]
+"""This process and its surroundings: MPI, the device, the way to a store, signals and aborts."""

@@ -16,7 +16,6 @@ from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.checkpoint.catalog import checkpoint_path
 from hpcfsdp.comm import Communicator, communicator_for, raise_together
 from hpcfsdp.errors import CheckpointError, DataError, HpcfsdpError, UsageError
-from hpcfsdp.launch import World
 from hpcfsdp.launch.signals import StopRequest
 from hpcfsdp.observe.metrics import MetricsFile
 from hpcfsdp.observe.progress import progress
@@ -25,6 +24,7 @@ from hpcfsdp.train.config import RunConfig, check, data_paths
 from hpcfsdp.train.evaluate import HeldOut, evaluate
 from hpcfsdp.train.model import GPT, Block, count_elements
 from hpcfsdp.train.schedule import learning_rate
+from hpcfsdp.world import World
 from hpcfsdp.wrap import ModuleWrapPolicy
 
 log = logging.getLogger("hpcfsdp.train")

@@ -3,7 +3,7 @@ import torch
 
 from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
-from hpcfsdp.errors import DisagreementError, EngineError, HpcfsdpError, UsageError
+from hpcfsdp.errors import CommunicationError, DisagreementError, HpcfsdpError, UsageError
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -106,10 +106,11 @@ def test_buffers_stay_resizable_after_a_collective(world):
     ids=["size", "dtype", "stride"],
 )
 def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent(carrier, full, shard):
-    with pytest.raises(EngineError, match=rf"on rank {carrier.rank}"):
+    with pytest.raises(CommunicationError, match=rf"on rank {carrier.rank}"):
         carrier.all_gather_into_tensor(full(carrier.size), shard())
-    with pytest.raises(EngineError, match=rf"on rank {carrier.rank}"):
-        carrier.reduce_scatter_tensor(shard(), full(carrier.size), "sum")
+    if full(carrier.size).dtype == shard().dtype:  # a reduction may keep its result in another dtype
+        with pytest.raises(CommunicationError, match=rf"on rank {carrier.rank}"):
+            carrier.reduce_scatter_tensor(shard(), full(carrier.size), "sum")
 
 
 @pytest.mark.parametrize("culprit", ["first", "last"])

@@ -139,10 +139,10 @@ def test_held_out_bits_do_not_depend_on_the_number_of_ranks(world, comm, make_co
     corpus = data.Corpus(split.held_out)
     torch.manual_seed(0)
     result = evaluate(GPT(config.model), comm, corpus, 16, 500, torch.device("cpu"))
-    from hpcfsdp.comm.solo import SoloCommunicator
+    from hpcfsdp.comm.fake import FakeCommunicator
 
     torch.manual_seed(0)
-    alone = evaluate(GPT(config.model), SoloCommunicator(), corpus, 16, 500, torch.device("cpu"))
+    alone = evaluate(GPT(config.model), FakeCommunicator(), corpus, 16, 500, torch.device("cpu"))
     assert result.predicted_bytes == alone.predicted_bytes == 31 * 16
     assert result.bits_per_byte == pytest.approx(alone.bits_per_byte, rel=1e-6)
     assert result.unigram_bits_per_byte == pytest.approx(alone.unigram_bits_per_byte, rel=1e-12)

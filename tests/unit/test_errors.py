@@ -7,6 +7,7 @@ EXIT_CODES = {
     "HpcfsdpError": 1,
     "UsageError": 2,
     "LaunchError": 3,
+    "CommunicationError": 1,
     "DataError": 1,
     "EngineError": 1,
     "CheckpointError": 1,

@@ -61,7 +61,7 @@ def test_help_of_a_verb_loads_neither_torch_nor_mpi(run_python):
 
 
 def test_dir_lists_the_public_names():
-    names = {"FullyShardedDataParallel", "World", "init", "finalize", "checkpoint", "errors", "fsdp", "wrap"}
+    names = {"FullyShardedDataParallel", "World", "init", "finalize", "checkpoint", "errors", "fsdp", "mpi", "wrap"}
     assert names | {"__version__"} == set(hpcfsdp.__all__)
     assert set(hpcfsdp.__all__) <= set(dir(hpcfsdp))
     assert dir(hpcfsdp) == sorted(dir(hpcfsdp))
@@ -71,7 +71,7 @@ def test_every_public_name_can_be_had():
     for name in hpcfsdp.__all__:
         assert getattr(hpcfsdp, name) is not None
     assert hpcfsdp.checkpoint.__name__ == "hpcfsdp.checkpoint"
-    assert hpcfsdp.init.__module__ == "hpcfsdp.launch.bootstrap"
+    assert hpcfsdp.init.__module__ == "hpcfsdp.world"
 
 
 def test_an_unknown_name_is_an_attribute_error():

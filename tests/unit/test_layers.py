@@ -17,7 +17,7 @@ TREES = {module: ast.parse(path.read_text(), str(path)) for module, path in FILE
 LAYERS = [
     {"errors", "config", "env", "_compat", "_version"},
     {"launch", "observe"},
-    {"comm"},
+    {"comm", "mpi", "world"},
     {"flat"},
     {"runtime"},
     {"api", "state", "fsdp", "wrap"},

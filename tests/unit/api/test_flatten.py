@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from hpcfsdp.api.flatten import check_same_model, own_params
-from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import DisagreementError
 from hpcfsdp.flat.layout import FlatLayout
 
@@ -111,7 +111,7 @@ def results_of(run_ranks, size, usual, other):
 
 def test_equal_models_agree(run_ranks):
     usual = layouts(("w", (2, 3))), [True]
-    check_same_model(SoloCommunicator(), *usual)
+    check_same_model(FakeCommunicator(), *usual)
     assert results_of(run_ranks, 3, usual, usual) == [None] * 3
 
 

@@ -9,14 +9,14 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import hpcfsdp
 from hpcfsdp import fsdp, wrap
-from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import DisagreementError, EngineError
 from hpcfsdp.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.runtime.state import Phase
 
 
 def shard(module, comm=None, **arguments):
-    return FullyShardedDataParallel(module, process_group=comm or SoloCommunicator(), **arguments)
+    return FullyShardedDataParallel(module, process_group=comm or FakeCommunicator(), **arguments)
 
 
 class Mixed(nn.Module):

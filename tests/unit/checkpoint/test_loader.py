@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hpcfsdp import checkpoint
-from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.wrap import ModuleWrapPolicy
@@ -246,7 +246,7 @@ def test_a_module_registered_twice_fits_whether_sharded_or_not(tmp_path, policy)
 
     saved, model = make(), make()
     checkpoint.save(tmp_path / "a.h5", model=saved)
-    model = FullyShardedDataParallel(model, process_group=SoloCommunicator(), auto_wrap_policy=policy)
+    model = FullyShardedDataParallel(model, process_group=FakeCommunicator(), auto_wrap_policy=policy)
     checkpoint.load(tmp_path / "a.h5", model=model)
     checkpoint.save(tmp_path / "b.h5", model=model)
     again = make()
@@ -355,7 +355,7 @@ def assert_files_are_exchanged(folder, train_steps, same, kind, make_optimizer):
     plain_optimizer = make_optimizer(plain.parameters(), 0.01)
     train_steps(plain, plain_optimizer, 2)
     checkpoint.save(folder / "plain.h5", model=plain, optimizer=plain_optimizer)
-    model = sharded(seeded(kind, 1), SoloCommunicator())
+    model = sharded(seeded(kind, 1), FakeCommunicator())
     optimizer = make_optimizer(model.parameters(), 0.5)
     checkpoint.load(folder / "plain.h5", model=model, optimizer=optimizer)
     checkpoint.save(folder / "sharded.h5", model=model, optimizer=optimizer)

@@ -1,11 +1,11 @@
 import pytest
 
 from hpcfsdp.comm import communicator_for
-from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.comm.fake import FakeCommunicator
 
 
 def test_a_process_without_a_world_stands_alone():
-    assert isinstance(communicator_for(None, required=False), SoloCommunicator)
+    assert isinstance(communicator_for(None, required=False), FakeCommunicator)
 
 
 def test_a_missing_world_is_named_where_one_is_required():
@@ -17,7 +17,7 @@ def test_a_missing_world_is_named_where_one_is_required():
 
 
 def test_a_communicator_is_used_as_it_is():
-    comm = SoloCommunicator()
+    comm = FakeCommunicator()
     assert communicator_for(comm, required=True) is comm
 
 

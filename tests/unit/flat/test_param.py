@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
@@ -11,7 +11,7 @@ from hpcfsdp.flat.param import FlatParam
 def make(*tensors, requires_grad=True):
     leaves = [nn.Parameter(tensor, requires_grad=requires_grad) for tensor in tensors]
     named = [(f"p{index}", leaf.shape, ()) for index, leaf in enumerate(leaves)]
-    return FlatParam(leaves, FlatLayout.plan(named, leaves[0].dtype, 1), SoloCommunicator())
+    return FlatParam(leaves, FlatLayout.plan(named, leaves[0].dtype, 1), FakeCommunicator())
 
 
 def test_the_shard_holds_the_values_and_zeros_between_them():

@@ -73,9 +73,3 @@ def test_mpi_cannot_start_again_after_its_end(mpi):
     assert str(caught.value) == (
         "MPI has been finalised in this process and cannot start again; call hpcfsdp.init() earlier"
     )
-
-
-def test_there_is_no_world_before_init_and_finalize_then_does_nothing():
-    assert bootstrap.current_world() is None
-    bootstrap.finalize()
-    assert bootstrap.current_world() is None

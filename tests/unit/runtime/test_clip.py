@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.runtime.clip import clip_grad_norm
 
 GRADS = [[3.0, -4.0, 0.0], [12.0], [0.5, 0.25]]
@@ -22,7 +22,7 @@ def params(dtype=torch.float32, grads=GRADS):
 @pytest.mark.parametrize("max_norm", [0.5, 5, 1000.0, math.inf])
 def test_norm_and_gradients_are_those_of_torch(norm_type, max_norm):
     mine, torchs = params(), params()
-    total = clip_grad_norm(mine, SoloCommunicator(), max_norm, norm_type)
+    total = clip_grad_norm(mine, FakeCommunicator(), max_norm, norm_type)
     torch.testing.assert_close(total, nn.utils.clip_grad_norm_(torchs, max_norm, norm_type))
     for a, b in zip(mine, torchs, strict=True):
         torch.testing.assert_close(a.grad, b.grad)
@@ -31,7 +31,7 @@ def test_norm_and_gradients_are_those_of_torch(norm_type, max_norm):
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_each_element_counts_once_over_all_ranks(run_ranks, norm_type):
     everything = params(grads=[ALL])
-    expected = clip_grad_norm(everything, SoloCommunicator(), 1.0, norm_type)
+    expected = clip_grad_norm(everything, FakeCommunicator(), 1.0, norm_type)
 
     def body(comm):
         mine = params(grads=GRADS[comm.rank : comm.rank + 1])
@@ -54,16 +54,16 @@ def test_a_rank_without_gradients_counts_as_zero(run_ranks, norm_type):
 
 
 def test_the_norm_is_float32_for_half_precision_and_float64_for_float64():
-    assert clip_grad_norm(params(torch.bfloat16), SoloCommunicator(), 1.0).dtype == torch.float32
-    assert clip_grad_norm(params(torch.float64), SoloCommunicator(), 1.0).dtype == torch.float64
+    assert clip_grad_norm(params(torch.bfloat16), FakeCommunicator(), 1.0).dtype == torch.float32
+    assert clip_grad_norm(params(torch.float64), FakeCommunicator(), 1.0).dtype == torch.float64
 
 
 def test_gradients_without_elements_are_left_out():
-    total = clip_grad_norm(params(grads=[*GRADS, []]), SoloCommunicator(), 1.0, math.inf)
+    total = clip_grad_norm(params(grads=[*GRADS, []]), FakeCommunicator(), 1.0, math.inf)
     assert total.item() == 12
 
 
 @pytest.mark.parametrize("norm_type", [0, -1.0, math.nan])
 def test_a_norm_that_is_none_is_refused(norm_type):
     with pytest.raises(ValueError, match=f"^norm_type must be positive or inf, not {float(norm_type)}$"):
-        clip_grad_norm(params(), SoloCommunicator(), 1.0, norm_type)
+        clip_grad_norm(params(), FakeCommunicator(), 1.0, norm_type)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
@@ -22,7 +22,7 @@ LEGAL = {
 
 def make_unit():
     leaf = nn.Parameter(torch.ones(2))
-    flat = FlatParam([leaf], FlatLayout.plan([("w", (2,), ())], torch.float32, 1), SoloCommunicator())
+    flat = FlatParam([leaf], FlatLayout.plan([("w", (2,), ())], torch.float32, 1), FakeCommunicator())
     return Unit("blocks.0", [flat])
 
 
@@ -58,7 +58,7 @@ def test_a_unit_that_calls_itself_is_refused_and_can_be_used_afterwards():
         def forward(self, x, again=None):
             return self.layer(x) if again is None else again(x)
 
-    model = FullyShardedDataParallel(Recursive(), process_group=SoloCommunicator())
+    model = FullyShardedDataParallel(Recursive(), process_group=FakeCommunicator())
     with pytest.raises(EngineError, match=r"^Recursive: cannot go from forward to forward; "):
         model(torch.ones(1, 2), model)
     assert model.unit.phase is Phase.IDLE
@@ -122,7 +122,7 @@ def test_training_goes_on_after_an_error_in_the_middle_of_a_step(place):
     plain = Failing()
     model = Failing()
     model.load_state_dict(plain.state_dict())
-    model = FullyShardedDataParallel(model, process_group=SoloCommunicator())
+    model = FullyShardedDataParallel(model, process_group=FakeCommunicator())
     with pytest.raises(KeyError, match=place):
         model(torch.ones(1, 2), fail=True).sum().backward()
     for net in (plain, model):
@@ -135,7 +135,7 @@ def test_training_goes_on_after_an_error_in_the_middle_of_a_step(place):
 
 
 def test_a_parameter_used_outside_of_its_unit_is_named():
-    model = FullyShardedDataParallel(nn.Linear(2, 2), process_group=SoloCommunicator())
+    model = FullyShardedDataParallel(nn.Linear(2, 2), process_group=FakeCommunicator())
     model(torch.ones(1, 2))
     model.unit.unshard()
     loss = model.module.weight.sum()
@@ -155,7 +155,7 @@ def test_an_output_of_unknown_type_is_named():
         def forward(self, x):
             return Wrapped()
 
-    model = FullyShardedDataParallel(Strange(2, 2), process_group=SoloCommunicator())
+    model = FullyShardedDataParallel(Strange(2, 2), process_group=FakeCommunicator())
     with pytest.raises(EngineError, match=r"^Strange: its forward returns an object of type .*Wrapped, in which"):
         model(torch.ones(1, 2))
     assert model.unit.phase is Phase.IDLE
@@ -168,7 +168,7 @@ def test_an_output_that_views_a_parameter_is_refused():
         def forward(self, x):
             return self.weight[0]
 
-    model = FullyShardedDataParallel(Leaking(2, 3), process_group=SoloCommunicator())
+    model = FullyShardedDataParallel(Leaking(2, 3), process_group=FakeCommunicator())
     with pytest.raises(EngineError) as caught:
         model(torch.ones(1, 2))
     assert str(caught.value) == (

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.state.model import clean_fqn, communicator_of, flat_params, model_tensors, shard_pieces
@@ -11,7 +11,7 @@ from hpcfsdp.wrap import ModuleWrapPolicy
 
 def shard(module, comm=None):
     policy = ModuleWrapPolicy({nn.Linear})
-    return FullyShardedDataParallel(module, process_group=comm or SoloCommunicator(), auto_wrap_policy=policy)
+    return FullyShardedDataParallel(module, process_group=comm or FakeCommunicator(), auto_wrap_policy=policy)
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,8 @@ def test_names_of_wrappers_are_left_out(name, clean):
 
 
 def test_a_plain_module_stands_alone_and_a_sharded_one_has_its_communicator():
-    assert isinstance(communicator_of(nn.Linear(1, 1)), SoloCommunicator)
-    comm = SoloCommunicator()
+    assert isinstance(communicator_of(nn.Linear(1, 1)), FakeCommunicator)
+    comm = FakeCommunicator()
     assert communicator_of(nn.Sequential(shard(nn.Sequential(nn.Linear(2, 2)), comm))) is comm
 
 
@@ -57,7 +57,7 @@ def test_pieces_of_a_plain_module_are_its_memory(make_model):
 def test_a_sharded_model_has_the_tensors_of_the_plain_one_under_the_same_names(make_model):
     plain = {tensor.name: tensor for tensor in model_tensors(make_model(0))}
     policy = ModuleWrapPolicy({nn.BatchNorm1d})
-    model = FullyShardedDataParallel(make_model(0), process_group=SoloCommunicator(), auto_wrap_policy=policy)
+    model = FullyShardedDataParallel(make_model(0), process_group=FakeCommunicator(), auto_wrap_policy=policy)
     found = {tensor.name: tensor for tensor in model_tensors(model)}
     assert set(found) == set(plain)
     for name, tensor in found.items():

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.state.optimizer import OptimizerRestore, SavedTensor, optimizer_state, trained_params
 
 
 def shard(module):
-    return FullyShardedDataParallel(module, process_group=SoloCommunicator())
+    return FullyShardedDataParallel(module, process_group=FakeCommunicator())
 
 
 def trained(model, kind=torch.optim.AdamW, **arguments):

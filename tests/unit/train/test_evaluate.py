@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcfsdp.comm.solo import SoloCommunicator
+from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import DataError
 from hpcfsdp.train.data import Corpus, Span
 from hpcfsdp.train.evaluate import evaluate
@@ -42,7 +42,7 @@ def corpus(tmp_path):
 
 
 def run(model, corpus, context=8, num_bytes=1000, comm=None):
-    return evaluate(model, comm or SoloCommunicator(), corpus, context, num_bytes, torch.device("cpu"))
+    return evaluate(model, comm or FakeCommunicator(), corpus, context, num_bytes, torch.device("cpu"))
 
 
 def test_a_model_that_knows_nothing_needs_8_bits_for_a_byte(corpus):

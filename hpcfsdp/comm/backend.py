@@ -1,0 +1,383 @@
+"""The torch.distributed backend ``hpcmpi`` and the rendezvous ``mpi://``, for stock torch code. See hpcfsdp/mpi.py.
+
+torch lets a Python class stand in for a whole process group, not for one backend inside of a group: a group is either
+all hpcmpi or none of it. Tensors on a GPU are staged through pinned host memory.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hpcfsdp import _compat, env
+from hpcfsdp.comm.communicator import ReduceOp
+from hpcfsdp.comm.progress import Running
+from hpcfsdp.comm.topology import Topology
+from hpcfsdp.errors import CommunicationError, LaunchError
+from hpcfsdp.launch import rendezvous
+from hpcfsdp.world import DEFAULT_TIMEOUT_S, Job, export_ranks, job
+
+if TYPE_CHECKING:
+    from hpcfsdp.comm.mpi import MpiCommunicator
+
+NAME = "hpcmpi"
+
+_OPS: tuple[tuple[Any, ReduceOp], ...] = (
+    (dist.ReduceOp.SUM, "sum"),
+    (dist.ReduceOp.AVG, "average"),
+    (dist.ReduceOp.PRODUCT, "product"),
+    (dist.ReduceOp.MIN, "min"),
+    (dist.ReduceOp.MAX, "max"),
+    (dist.ReduceOp.BAND, "band"),
+    (dist.ReduceOp.BOR, "bor"),
+    (dist.ReduceOp.BXOR, "bxor"),
+)
+
+
+def register() -> None:
+    """Make torch know the backend and the rendezvous. Does not start MPI. May be called again."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create_group, extended_api=True, devices=["cpu", "cuda"])
+        dist.register_rendezvous_handler("mpi", _rendezvous)
+
+
+def _rendezvous(url: str, timeout: datetime.timedelta | None = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """Collective over all processes of the job. Ranks from MPI, and a store whose address goes over MPI."""
+    if url.rstrip("/") != "mpi:":
+        raise LaunchError(f"init_method {url!r}: 'mpi://' takes nothing more, ranks and addresses come from MPI")
+    this = job()
+    seconds = DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
+    store, address = rendezvous.open_store(this.comm, single_node=this.topology.num_nodes == 1, timeout_s=seconds)
+    export_ranks(this.topology, this.comm.rank, address, store.port)
+    yield store, this.comm.rank, this.comm.size
+    raise LaunchError("an MPI job cannot be joined again: start a new one")
+
+
+def _create_group(options: Any, topology: Topology | None) -> MpiProcessGroup:
+    """What torch calls on the members of a new group; `topology` is given as ``pg_options``."""
+    this = job()
+    from hpcfsdp.comm.mpi import MpiCommunicator, members_only  # starts MPI where nothing has yet
+
+    timeout_s = options.timeout.total_seconds()
+    ranks = list(options.global_ranks_in_group) or list(range(this.comm.size))
+    if len(ranks) != options.group_size or ranks[options.group_rank] != this.comm.rank:
+        raise LaunchError(
+            f"torch.distributed has this process as rank {options.group_rank} of {options.group_size}, MPI as rank "
+            f"{this.comm.rank} of {this.comm.size}: use init_method='mpi://', which takes both from MPI"
+        )
+    if topology is None:
+        parent = dist.group.WORLD if dist.is_initialized() else None
+        topology = (parent.communicator if carries(parent) else this).topology.restrict(ranks)
+    if len(ranks) == this.comm.size:
+        comm = this.comm.Dup()
+    else:
+        _meet(options.store, this, ranks, timeout_s)
+        comm = members_only(this.comm, ranks)
+    return MpiProcessGroup(MpiCommunicator(comm, topology, timeout_s=timeout_s, compare_calls=env.compare_calls()))
+
+
+def _meet(store: Any, this: Job, ranks: list[int], timeout_s: float) -> None:
+    """Collective over `ranks`. Wait until all members of a group have come, and agree on who is one.
+
+    MPI would wait without end for a member that does not know it is one.
+    """
+    mine = f"rank {this.comm.rank} makes a group of ranks {ranks}"
+    first = store.compare_set("members", "", mine).decode()
+    if first.rpartition(" of ")[2] != mine.rpartition(" of ")[2]:
+        store.set("refused", f"{first}, but {mine}: all members must give the same")
+    store.set(f"here/{this.comm.rank}", "")
+    awaited, began_s = set(ranks), time.monotonic()
+    while awaited:
+        if store.check(["refused"]):
+            raise CommunicationError(store.get("refused").decode())
+        awaited = {rank for rank in awaited if not store.check([f"here/{rank}"])}
+        if awaited and time.monotonic() - began_s > timeout_s:
+            raise CommunicationError(
+                f"{mine}, but after {timeout_s:g} s rank(s) {sorted(awaited)} have not called new_group for it"
+            )
+        time.sleep(0.0005 if awaited else 0)
+
+
+def carries(group: Any) -> bool:
+    """Whether a process group is one of hpcmpi."""
+    return isinstance(group, MpiProcessGroup)
+
+
+class MpiProcessGroup(dist.ProcessGroup):
+    """A process group of torch.distributed over MPI.
+
+    Attributes:
+        communicator: what carries its collectives; hpcfsdp's own code uses it directly.
+    """
+
+    def __init__(self, communicator: MpiCommunicator) -> None:
+        super().__init__(communicator.rank, communicator.size)
+        self.communicator = communicator
+        self._name = self._desc = ""
+
+    # What torch asks of a group
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._desc = desc
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def name(self) -> str:
+        return NAME
+
+    def size(self) -> int:
+        return self.communicator.size
+
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self.communicator.timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        self.communicator.close()
+
+    def abort(self) -> None:
+        self.communicator.abandon()
+
+    def __repr__(self) -> str:
+        return f"MpiProcessGroup({self._name!r}, {self.communicator})"
+
+    # Collectives. torch's C++ side calls some of these, its Python side others; names are torch's.
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> GroupWork:
+        hosts = _Hosts(outputs=tensors, filled=True)
+        op = _op(dist.ReduceOp.SUM if opts is None else opts.reduceOp)
+        return hosts.work([self.communicator.all_reduce(tensor, op, async_op=True) for tensor in hosts.outputs])
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> GroupWork:
+        # Only the root may see the result: the others reduce a copy.
+        root = opts.rootRank == self.rank()
+        hosts = _Hosts(outputs=tensors if root else [tensor.detach().clone() for tensor in tensors], filled=True)
+        op = _op(opts.reduceOp)
+        return hosts.work([self.communicator.all_reduce(tensor, op, async_op=True) for tensor in hosts.outputs])
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> GroupWork:
+        hosts = _Hosts(outputs=tensors, filled=opts.rootRank == self.rank())
+        return hosts.work([self.communicator.broadcast(t, opts.rootRank, async_op=True) for t in hosts.outputs])
+
+    def allgather(
+        self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> GroupWork:
+        (outputs,), (mine,) = output_lists, inputs
+        hosts = _Hosts(inputs=[mine], outputs=outputs)
+        return hosts.work([self.communicator.all_gather(hosts.outputs, hosts.inputs[0], async_op=True)])
+
+    def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> GroupWork:
+        return self.all_gather_single_coalesced([output], [mine], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> GroupWork:
+        hosts = _Hosts(inputs=inputs, outputs=outputs)
+        pairs = zip(hosts.outputs, hosts.inputs, strict=True)
+        return hosts.work(
+            [self.communicator.all_gather_into_tensor(output, mine, async_op=True) for output, mine in pairs]
+        )
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], input_lists: Sequence[Sequence[torch.Tensor]], opts: Any
+    ) -> GroupWork:
+        (output,), (pieces,) = outputs, input_lists
+        hosts = _Hosts(inputs=pieces, outputs=[output])
+        op = _op(opts.reduceOp)
+        return hosts.work([self.communicator.reduce_scatter(hosts.outputs[0], hosts.inputs, op, async_op=True)])
+
+    def reduce_scatter_single(self, output: torch.Tensor, full: torch.Tensor, opts: Any) -> GroupWork:
+        return self.reduce_scatter_single_coalesced([output], [full], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any
+    ) -> GroupWork:
+        hosts = _Hosts(inputs=inputs, outputs=outputs)
+        pairs, op = zip(hosts.outputs, hosts.inputs, strict=True), _op(opts.reduceOp)
+        return hosts.work(
+            [self.communicator.reduce_scatter_tensor(output, full, op, async_op=True) for output, full in pairs]
+        )
+
+    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> GroupWork:
+        hosts = _Hosts(inputs=inputs, outputs=outputs)
+        return hosts.work([self.communicator.all_to_all(hosts.outputs, hosts.inputs, async_op=True)])
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> GroupWork:
+        hosts = _Hosts(inputs=[given], outputs=[output])
+        outputs = self._rows(hosts.outputs[0], output_splits)
+        inputs = self._rows(hosts.inputs[0], input_splits)
+        return hosts.work([self.communicator.all_to_all(outputs, inputs, async_op=True)])
+
+    def gather(
+        self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any
+    ) -> GroupWork:
+        root = opts.rootRank == self.rank()
+        hosts = _Hosts(inputs=inputs, outputs=output_lists[0] if root else [])
+        outputs = hosts.outputs if root else None
+        return hosts.work([self.communicator.gather(outputs, hosts.inputs[0], opts.rootRank, async_op=True)])
+
+    def scatter(
+        self, outputs: Sequence[torch.Tensor], input_lists: Sequence[Sequence[torch.Tensor]], opts: Any
+    ) -> GroupWork:
+        root = opts.rootRank == self.rank()
+        hosts = _Hosts(inputs=input_lists[0] if root else [], outputs=outputs)
+        inputs = hosts.inputs if root else None
+        return hosts.work([self.communicator.scatter(hosts.outputs[0], inputs, opts.rootRank, async_op=True)])
+
+    def barrier(self, opts: Any = None) -> GroupWork:
+        return _Hosts().work([self.communicator.barrier(async_op=True)])
+
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> GroupWork:
+        hosts = _Hosts(inputs=tensors)
+        return hosts.work([self.communicator.send(tensor, dst, tag, async_op=True) for tensor in hosts.inputs])
+
+    def recv(self, tensors: Sequence[torch.Tensor], src: int | None, tag: int = 0) -> GroupWork:
+        hosts = _Hosts(outputs=tensors)
+        mails, works = zip(
+            *(self.communicator.recv(tensor, src, tag, async_op=True) for tensor in hosts.outputs), strict=True
+        )
+        return hosts.work(list(works), mail=mails[-1])
+
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> GroupWork:
+        return self.recv(tensors, None, tag)
+
+    # The names that torch 2.11 has for some of them
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _rows(self, tensor: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
+        """The part of each rank, as runs of rows; equal parts where no split is given."""
+        if not splits:
+            if tensor.shape[0] % self.size():
+                raise CommunicationError(
+                    f"all_to_all_single on rank {self.rank()}: {tensor.shape[0]} rows do not divide by {self.size()} "
+                    "ranks; give split sizes"
+                )
+            splits = [tensor.shape[0] // self.size()] * self.size()
+        return list(tensor.split(list(splits)))
+
+
+class _Hosts:
+    """What MPI reads and writes in place of the caller's tensors: these themselves, if on the CPU and contiguous."""
+
+    def __init__(
+        self, inputs: Sequence[torch.Tensor] = (), outputs: Sequence[torch.Tensor] = (), *, filled: bool = False
+    ) -> None:
+        """
+        Args:
+            filled: the outputs are inputs, too.
+        """
+        self.inputs = [_host(tensor, fill=True) for tensor in inputs]
+        self.outputs = [_host(tensor, fill=filled) for tensor in outputs]
+        self._results = list(outputs)
+
+    def work(self, parts: Sequence[Running | None], mail: Any = None) -> GroupWork:
+        return GroupWork([part for part in parts if part is not None], self, mail)
+
+    def bring_back(self) -> list[torch.Tensor]:
+        """Write what was staged to where the caller wants it; the caller's tensors."""
+        with torch.no_grad():
+            for result, host in zip(self._results, self.outputs, strict=True):
+                if host.data_ptr() != result.data_ptr() or host.device != result.device:
+                    result.copy_(host)
+        return self._results
+
+
+def _host(tensor: torch.Tensor, *, fill: bool) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        return tensor
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    if fill:
+        staged.copy_(tensor)
+    return staged
+
+
+class GroupWork(_compat.Work):
+    """A collective of a group under way."""
+
+    def __init__(self, parts: Sequence[Running], hosts: _Hosts, mail: Any) -> None:
+        super().__init__()
+        self._parts = parts
+        self._hosts = hosts
+        self._mail = mail
+        self._results: list[torch.Tensor] | None = None
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Return when the result may be used; `timeout` instead of that of the group."""
+        for part in self._parts:
+            part.wait(timeout.total_seconds() if timeout else None)
+        if self._results is None:
+            self._results = self._hosts.bring_back()
+        return True
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        return all(part.is_completed() for part in self._parts) and self.wait()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        assert self._results is not None
+        return self._results
+
+    def source_rank(self) -> int:
+        """The rank that a received message came from."""
+        return self._mail.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future:
+        """The result as a future that is complete: nothing moves a collective on while code in C++ waits for it."""
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+
+def _op(op: Any) -> ReduceOp:
+    for known, name in _OPS:
+        if op == known:
+            return name
+    raise CommunicationError(f"hpcmpi does not reduce by {op}: use one of {', '.join(name for _, name in _OPS)}")

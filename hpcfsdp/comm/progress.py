@@ -1,0 +1,148 @@
+"""Collectives as steps that are taken when they can be: one way to wait, to time out, and to say for whom.
+
+A collective is a generator. It posts messages or flags, yields a ``Condition``, and goes on when that holds. Whoever
+waits for one collective moves all others along that this process has begun, so collectives under way never block each
+other, and nothing ever blocks inside of MPI: signals and timeouts are heard at once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Generator, Sequence
+from typing import Protocol
+
+from hpcfsdp.errors import CommunicationError
+
+_YIELD_AFTER = 50
+"""Looks before the core is offered to others; within them a peer that runs on another core has mostly answered."""
+_CLOCK_EVERY = 8
+_SLEEP_AFTER_S = 1.0
+_SLEEP_S = 0.0002
+"""A long wait (rank 0 writes a file, a peer compiles) stops burning its core."""
+
+
+class Condition(Protocol):
+    """What a collective waits for."""
+
+    def holds(self) -> bool:
+        """Whether the wait is over. Raises what the wait found to be wrong."""
+
+    def missing(self) -> Sequence[int]:
+        """The ranks that have not come yet."""
+
+
+Steps = Generator[Condition, None, None]
+
+
+class Running:
+    """A collective that has been begun. See ``Work`` in communicator.py."""
+
+    def __init__(self, steps: Steps, label: str, rank: int, timeout_s: float, owner: object) -> None:
+        self.label = label
+        self.owner = owner
+        self._steps = steps
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._condition: Condition | None = None
+        self._error: BaseException | None = None
+        self._done = False
+        self._stepping = threading.Lock()
+        self._advance()
+        if not self._done:
+            _under_way.append(self)
+
+    def is_completed(self) -> bool:
+        self._advance()
+        return self._done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the collective is complete.
+
+        Raises:
+            CommunicationError: what the collective found to be wrong, or it took longer than `timeout_s` (default:
+                that of the communicator).
+        """
+        if not self._done:
+            self._wait(self._timeout_s if timeout_s is None else timeout_s)
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self, timeout_s: float) -> None:
+        began_s, looks = time.monotonic(), 0
+        while not self._done:
+            self._advance()
+            if len(_under_way) > 1:
+                for other in tuple(_under_way):
+                    other._advance()
+            looks += 1
+            if looks < _YIELD_AFTER:
+                continue
+            os.sched_yield()
+            if looks % _CLOCK_EVERY == 0:
+                waited_s = time.monotonic() - began_s
+                if waited_s > timeout_s and not self._done:
+                    self._finish(self._timed_out(timeout_s))
+                elif waited_s > _SLEEP_AFTER_S:
+                    time.sleep(_SLEEP_S)
+
+    def _advance(self) -> None:
+        """Take all steps that can be taken now."""
+        if self._done or not self._stepping.acquire(blocking=False):  # another thread is at it
+            return
+        try:
+            while not self._done and (self._condition is None or self._condition.holds()):
+                self._condition = next(self._steps)
+        except StopIteration:
+            self._finish(None)
+        except Exception as error:
+            self._finish(error)
+        finally:
+            self._stepping.release()
+
+    def _finish(self, error: BaseException | None) -> None:
+        self._error = error
+        self._done = True
+        self._condition = None
+        self._steps.close()
+        if self in _under_way:
+            _under_way.remove(self)
+
+    def _timed_out(self, timeout_s: float) -> CommunicationError:
+        missing = list(self._condition.missing()) if self._condition is not None else []
+        waiting_for = f"rank(s) {', '.join(map(str, missing))}" if missing else "other ranks"
+        return CommunicationError(
+            f"{self.label} on rank {self._rank}: waited {timeout_s:g} s for {waiting_for}, which did not take part. "
+            "They hang, have left, or call other collectives; TORCH_DISTRIBUTED_DEBUG=DETAIL compares the calls of all "
+            "ranks and names the one that differs"
+        )
+
+
+class Finished:
+    """The work of a collective that was complete when its call returned."""
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_under_way: list[Running] = []
+
+
+def run(steps: Steps, label: str, rank: int, timeout_s: float, async_op: bool, owner: object) -> Running | None:
+    """Begin a collective of `owner`, and complete it unless `async_op`."""
+    work = Running(steps, label, rank, timeout_s, owner)
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def complete(owner: object) -> None:
+    """Complete all collectives of `owner` that are under way; nobody may have waited for them."""
+    for work in tuple(_under_way):
+        if work.owner is owner:
+            work.wait()

@@ -1,0 +1,231 @@
+"""Memory that the ranks of one node share, with the flags by which they take turns on it.
+
+The protocol, and why each wait is there, is told in docs/design/windows.md.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import tempfile
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpcfsdp.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+ARRIVED, DONE = 0, 1
+"""Counters of a rank: operations it has entered (what it contributes is written), and left (it reads no more)."""
+
+_LINE = 256
+"""Bytes of flags for each rank, a multiple of the cache line: two counters, then two notes."""
+_COUNTERS = 16
+_NOTE = (_LINE - _COUNTERS) // 2
+_ALIGNMENT = 4096
+
+# x86 keeps loads and stores of one core in the order in which the protocol needs them. Elsewhere two rounds through a
+# lock do: a release followed by an acquire is a barrier for everything before against everything after.
+_NEEDS_FENCE = platform.machine().lower() not in ("x86_64", "amd64")
+_lock = threading.Lock()
+
+
+def _fence() -> None:
+    if _NEEDS_FENCE:
+        with _lock:
+            pass
+        with _lock:
+            pass
+
+
+def share(node: MPI.Intracomm, nbytes: int) -> mmap.mmap:
+    """Collective over `node`, ranks that share memory. `nbytes` bytes, zero, mapped by all of them.
+
+    The memory has no name (``memfd_create``, opened by the others through ``/proc``), so none is left behind in
+    /dev/shm, however processes end, and the size of /dev/shm (64 MiB in many containers) is no limit. Where processes
+    do not see each other in ``/proc``, a file in /dev/shm is used, whose name is removed as soon as all have it.
+
+    Raises:
+        CommunicationError: on all ranks, if one cannot map the memory.
+    """
+    if node.size == 1:
+        return mmap.mmap(-1, nbytes)
+    unnamed, first = _map_together(node, nbytes, _open_unnamed)
+    if unnamed is not None:
+        return unnamed
+    named, second = _map_together(node, nbytes, _open_named)
+    if named is None:
+        raise CommunicationError(
+            f"{nbytes} bytes of memory could not be shared on this node: {first}; with a file in /dev/shm: {second}"
+        )
+    return named
+
+
+def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[mmap.mmap | None, str | None]:
+    """Map what `opener` gives on every rank of `node`; the mapping, or what went wrong on the lowest rank it did."""
+    fd, memory, problem, opened = -1, None, None, None
+    try:
+        fd, name, opened = opener(None, nbytes) if node.rank == 0 else (-1, None, None)
+    except OSError as error:
+        name, problem = None, f"local rank 0: {error}"
+    identity = node.bcast((name, os.fstat(fd).st_ino, os.fstat(fd).st_dev) if fd >= 0 else None)
+    if identity is not None:
+        try:
+            if node.rank != 0:
+                fd, _, _ = opener(identity[0], nbytes)
+                found = os.fstat(fd)
+                if (found.st_ino, found.st_dev) != identity[1:]:
+                    raise OSError(f"{identity[0]} is another file here: do processes have process ids of their own?")
+            memory = mmap.mmap(fd, nbytes)
+        except (OSError, ValueError) as error:
+            problem = f"local rank {node.rank}: {error}"
+    problems = [p for p in node.allgather(problem) if p]
+    if fd >= 0:
+        os.close(fd)
+    if opened is not None:
+        os.unlink(opened)
+    return (None, problems[0]) if problems else (memory, None)
+
+
+def _open_unnamed(path: str | None, nbytes: int) -> tuple[int, str, None]:
+    if path is not None:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC), path, None
+    fd = os.memfd_create("hpcfsdp", os.MFD_CLOEXEC)
+    os.ftruncate(fd, nbytes)
+    return fd, f"/proc/{os.getpid()}/fd/{fd}", None
+
+
+def _open_named(path: str | None, nbytes: int) -> tuple[int, str, str | None]:
+    if path is not None:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC), path, None
+    fd, path = tempfile.mkstemp(prefix="hpcfsdp-", dir="/dev/shm")
+    try:
+        os.posix_fallocate(fd, 0, nbytes)  # a full /dev/shm is an error here, and would be a SIGBUS at the first write
+    except OSError:
+        os.close(fd)
+        os.unlink(path)
+        raise
+    return fd, path, path
+
+
+class Window:
+    """Shared memory for collectives: flags, and either one region for all ranks of the node or one for each.
+
+    Attributes:
+        gathered: whether there is one region for all.
+        regions: for each rank of the node, in order, its memory as a 1-D tensor; the same one if `gathered`.
+        epoch: operations begun on this window, the same number on all ranks.
+        busy: whether one of them is under way.
+    """
+
+    def __init__(
+        self, node: MPI.Intracomm, ranks: Sequence[int], numel: int, dtype: torch.dtype, *, gathered: bool
+    ) -> None:
+        """Collective over `node`.
+
+        Args:
+            ranks: the names of the node's ranks in messages, those in the communicator.
+        """
+        self.gathered = gathered
+        self.epoch = 0
+        self.busy = False
+        self._ranks = tuple(ranks)
+        self._mine = node.rank
+        self._peers = tuple(place for place in range(node.size) if place != node.rank)
+        flag_bytes = _aligned(node.size * _LINE)
+        region_bytes = _aligned(max(1, numel * dtype.itemsize))
+        self._memory = share(node, flag_bytes + region_bytes * (1 if gathered else node.size))
+        self._flags = memoryview(self._memory)[: node.size * _LINE]
+        self._counters = self._flags.cast("q")
+        regions = [
+            torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=flag_bytes + region_bytes * place)
+            if numel
+            else torch.empty(0, dtype=dtype)
+            for place in ([0] if gathered else range(node.size))
+        ]
+        self.regions = tuple(regions * node.size) if gathered else tuple(regions)
+
+    @property
+    def mine(self) -> torch.Tensor:
+        """This rank's region."""
+        return self.regions[self._mine]
+
+    def arrive(self, note: str) -> None:
+        """Tell the peers that this rank's part of the operation is written.
+
+        Args:
+            note: what the operation is; the peers compare it with theirs.
+        """
+        text = note.encode()[:_NOTE].ljust(_NOTE)
+        begin = self._note_begin(self._mine)
+        self._flags[begin : begin + _NOTE] = text
+        self._set(ARRIVED)
+
+    def done(self) -> None:
+        """Tell the peers that this rank reads nothing of the operation any more."""
+        self._set(DONE)
+
+    def all_arrived(self) -> Turn:
+        return Turn(self, ARRIVED, self.epoch, compare=True)
+
+    def all_done(self) -> Turn:
+        return Turn(self, DONE, self.epoch, compare=False)
+
+    def note_of(self, place: int) -> str:
+        begin = self._note_begin(place)
+        return bytes(self._flags[begin : begin + _NOTE]).decode(errors="replace").rstrip()
+
+    def _note_begin(self, place: int) -> int:
+        # Two notes in turn: a peer may be one operation ahead before its last note has been read.
+        return place * _LINE + _COUNTERS + _NOTE * (self.epoch % 2)
+
+    def _set(self, counter: int) -> None:
+        _fence()
+        self._counters[self._mine * (_LINE // 8) + counter] = self.epoch
+        _fence()
+
+    def _reached(self, place: int, counter: int, epoch: int) -> bool:
+        if self._counters[place * (_LINE // 8) + counter] < epoch:
+            return False
+        _fence()
+        return True
+
+
+class Turn:
+    """Until a counter of every peer has reached an operation. A ``Condition`` of progress.py."""
+
+    def __init__(self, window: Window, counter: int, epoch: int, *, compare: bool) -> None:
+        self._window = window
+        self._counter = counter
+        self._epoch = epoch
+        self._compare = compare
+        self._awaited = list(window._peers)
+
+    def holds(self) -> bool:
+        window = self._window
+        while self._awaited:
+            place = self._awaited[-1]
+            if not window._reached(place, self._counter, self._epoch):
+                return False
+            if self._compare:
+                mine, theirs = window.note_of(window._mine), window.note_of(place)
+                if mine != theirs:
+                    raise CommunicationError(
+                        f"rank {window._ranks[window._mine]} calls {mine}, but rank {window._ranks[place]} calls "
+                        f"{theirs} on the same memory: all ranks must call the same"
+                    )
+            self._awaited.pop()
+        return True
+
+    def missing(self) -> list[int]:
+        window = self._window
+        return [window._ranks[p] for p in self._awaited if not window._reached(p, self._counter, self._epoch)]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

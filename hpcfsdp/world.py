@@ -1,0 +1,226 @@
+"""All processes of the job, found through MPI: ranks and nodes, a device for each, a process group, meshes."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpcfsdp import env
+from hpcfsdp.errors import LaunchError
+from hpcfsdp.launch.bootstrap import load_mpi
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from mpi4py import MPI
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from hpcfsdp.comm.communicator import Communicator
+    from hpcfsdp.comm.mesh import Extent
+    from hpcfsdp.comm.mpi import MpiCommunicator
+    from hpcfsdp.comm.topology import Topology
+
+DEFAULT_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class World:
+    """All processes of the job as this process sees them."""
+
+    rank: int
+    """Of this process among all, 0 to size - 1."""
+    topology: Topology
+    """Which ranks share a node."""
+    device: torch.device
+    """Where this rank computes."""
+    comm: MPI.Intracomm
+    """An mpi4py communicator of its own over all processes, for your messages: they meet no one else's."""
+    process_group: dist.ProcessGroup
+    """torch's default process group: NCCL where `device` is a GPU, hpcmpi otherwise."""
+    communicator: Communicator
+    """Carries tensors on `device` between all ranks."""
+    host: MpiCommunicator
+    """Carries tensors in host memory between all ranks; `communicator` itself where `device` is the CPU."""
+
+    @property
+    def size(self) -> int:
+        """Processes in the job."""
+        return self.topology.size
+
+    @property
+    def local_rank(self) -> int:
+        """Of this process among those on its node."""
+        return self.topology.local_rank(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        """Processes on this node."""
+        return len(self.topology.node_of(self.rank))
+
+    @property
+    def node_rank(self) -> int:
+        """Of this node among all nodes, in the order of their lowest rank."""
+        return self.topology.node_rank(self.rank)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.topology.num_nodes
+
+    def mesh(self, **dimensions: Extent) -> DeviceMesh:
+        """Collective over all ranks. A torch ``DeviceMesh`` that follows the nodes.
+
+        The last dimensions are within nodes wherever their product divides the ranks of a node, however the launcher
+        numbered the ranks::
+
+            world.mesh()                                          # 1-D, "shard" over all ranks
+            world.mesh(replicate="nodes", shard="node")           # hybrid: shard within a node, replicate across nodes
+            world.mesh(replicate=2, shard=None, tensor=4)         # None: what the others leave
+
+        Args:
+            dimensions: name -> ranks along it, the outermost first: a number, "nodes" (how many there are), "node" (the
+                ranks on each), or None for what is left. Default: ``shard=None``.
+
+        Raises:
+            LaunchError: the product is not the number of ranks, or nodes differ where "nodes" or "node" is asked.
+        """
+        from hpcfsdp.comm.mesh import make_mesh, plan_mesh
+
+        return make_mesh(plan_mesh(self.topology, dimensions or {"shard": None}), self.device.type)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What MPI says of the job, before there is any process group."""
+
+    comm: MPI.Intracomm
+    topology: Topology
+
+
+_world: World | None = None
+
+
+@functools.cache
+def job() -> Job:
+    """Collective over all processes of the job, the first time. Start MPI, find the nodes, guard against failures."""
+    mpi = load_mpi()
+    from hpcfsdp.comm.topology import Topology
+    from hpcfsdp.launch import abort
+
+    comm = mpi.COMM_WORLD.Dup()
+    node = comm.Split_type(mpi.COMM_TYPE_SHARED)
+    topology = Topology.from_labels(comm.allgather(node.bcast(comm.rank)))
+    node.Free()
+    abort.install(comm)
+    return Job(comm, topology)
+
+
+def current_world() -> World | None:
+    """The world that ``init`` made, None before it and after ``finalize``."""
+    return _world
+
+
+def init(
+    device: str | torch.device | None = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    split_nodes: int = 1,
+) -> World:
+    """Collective over all processes of the job. Start MPI and torch.distributed and return the ``World``.
+
+    The launcher is mpirun, mpiexec or srun; a plain ``python`` process is a world of one. Ranks and nodes come from
+    MPI (``MPI_Comm_split_type``), never from the environment. A second call returns the same world.
+
+    Args:
+        device: "cpu", "cuda", or one device such as "cuda:1". Default: a GPU where one is visible, else the CPU. Of
+            several visible GPUs each rank takes the one of its local rank.
+        backend: of torch's default process group: "hpcmpi", "nccl", "gloo". Default: "nccl" on a GPU, else "hpcmpi".
+        timeout_s: seconds after which a collective gives up waiting for other ranks.
+        split_nodes: imagine each node to be so many. For tests of several nodes on one machine.
+
+    Raises:
+        LaunchError: the launcher does not fit the MPI library, the wanted device is not there, two ranks share one
+            GPU, there is no such backend, or torch.distributed was initialised before with another number of ranks.
+    """
+    global _world
+    if _world is not None:
+        return _world
+    if not timeout_s > 0:
+        raise LaunchError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
+    comm, topology = job().comm, job().topology.split(split_nodes)
+    import torch.distributed as dist
+
+    from hpcfsdp.comm import backend as hpcmpi
+    from hpcfsdp.comm.mpi import MpiCommunicator
+    from hpcfsdp.comm.torch_group import TorchGroupCommunicator
+    from hpcfsdp.launch import abort, device as devices, rendezvous
+
+    hpcmpi.register()
+    if backend is not None and backend not in dist.Backend.backend_list:
+        raise LaunchError(f"there is no backend {backend!r}: use one of {', '.join(dist.Backend.backend_list)}")
+    node = comm.Split(job().topology.node_rank(comm.rank), comm.rank)
+    chosen = devices.bind(device, node)
+    node.Free()
+
+    if not dist.is_initialized():
+        backend = backend or ("nccl" if chosen.type == "cuda" else hpcmpi.NAME)
+        store, address = rendezvous.open_store(comm, single_node=job().topology.num_nodes == 1, timeout_s=timeout_s)
+        export_ranks(topology, comm.rank, address, store.port)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        options = topology if backend == hpcmpi.NAME else None
+        dist.init_process_group(
+            backend, store=store, rank=comm.rank, world_size=comm.size, timeout=timeout, pg_options=options
+        )
+        abort.install(comm)  # again: torch has put a hook in front, which holds output back until ours returns
+    elif dist.get_world_size() != comm.size or dist.get_rank() != comm.rank:
+        raise LaunchError(
+            f"torch.distributed was initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but MPI has this "
+            f"process as rank {comm.rank} of {comm.size}: call hpcfsdp.init() first, or start with one launcher"
+        )
+    if hpcmpi.carries(dist.group.WORLD):
+        host = dist.group.WORLD.communicator
+    else:
+        host = MpiCommunicator(comm.Dup(), topology, timeout_s=timeout_s, compare_calls=env.compare_calls())
+    _world = World(
+        rank=comm.rank,
+        topology=topology,
+        device=chosen,
+        comm=comm.Dup(),
+        process_group=dist.group.WORLD,
+        communicator=host if chosen.type == "cpu" else TorchGroupCommunicator(dist.group.WORLD),
+        host=host,
+    )
+    return _world
+
+
+def export_ranks(topology: Topology, rank: int, address: str, port: int) -> None:
+    """Set the variables by which third-party code finds its rank and the store, only where they are unset."""
+    env.export_rendezvous(
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(topology.size),
+            "LOCAL_RANK": str(topology.local_rank(rank)),
+            "LOCAL_WORLD_SIZE": str(len(topology.node_of(rank))),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+    )
+
+
+def finalize() -> None:
+    """Collective over all processes of the job. Take down the process group and forget the world.
+
+    MPI itself ends with the process, so ``init`` may be called again. Without a world this does nothing.
+    """
+    global _world
+    if _world is None:
+        return
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _world.host.close()
+    _world.comm.Free()
+    _world = None
