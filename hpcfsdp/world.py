@@ -106,13 +106,14 @@ def job() -> Job:
     """Collective over all processes of the job, the first time. Start MPI, find the nodes, guard against failures."""
     mpi = load_mpi()
     from hpcfsdp.comm.topology import Topology
-    from hpcfsdp.launch import abort
+    from hpcfsdp.launch import abort, farewell
 
     comm = mpi.COMM_WORLD.Dup()
     node = comm.Split_type(mpi.COMM_TYPE_SHARED)
     topology = Topology.from_labels(comm.allgather(node.bcast(comm.rank)))
     node.Free()
     abort.install(comm)
+    farewell.install(comm.Dup())
     return Job(comm, topology)
 
 

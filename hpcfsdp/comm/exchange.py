@@ -14,6 +14,8 @@ from hpcfsdp.comm.messages import Call, Mail, Pending, message
 from hpcfsdp.comm.progress import Steps
 from hpcfsdp.comm.reduce import Reduction, reduce_into
 
+_ALL_PAIRS = 128
+"""Ranks up to which everyone may write to everyone just to say that it is there."""
 _SMALL_BYTES = 1 << 16
 """Up to here a reduction is cheapest as one round of messages, with everything summed where it arrives."""
 _CHUNK_BYTES = 1 << 20
@@ -77,7 +79,21 @@ def broadcast(call: Call, tensor: torch.Tensor, src: int) -> Steps:
 
 
 def barrier(call: Call) -> Steps:
-    yield Pending(call.comm.Ibarrier(), [])
+    if call.size > _ALL_PAIRS:
+        yield Pending(call.comm.Ibarrier(), [])
+    else:
+        yield from meet(call, range(call.size))
+
+
+def meet(call: Call, ranks: Sequence[int]) -> Steps:
+    """Wait for all of `ranks`; those that do not come are known."""
+    nothing = torch.empty(0)
+    mail = call.mail()
+    for peer in ranks:
+        if peer != call.rank:
+            mail.receive(nothing, peer)
+            mail.send(nothing, peer)
+    yield mail
 
 
 def reduce_scatter(call: Call, pieces: Sequence[torch.Tensor], output: torch.Tensor, how: Reduction) -> Steps:

@@ -31,11 +31,13 @@ from hpcfsdp.comm.shared import Place
 from hpcfsdp.comm.topology import Topology
 from hpcfsdp.comm.window import Window
 from hpcfsdp.errors import CommunicationError
+from hpcfsdp.launch import farewell
 
 _TAGS = 1 << 13
 """Collectives under way at a time that can be told apart; tags above are those of ``send`` and ``recv``."""
 _TAG_COMPARE = _TAGS
-_TAG_USER = _TAGS + 1
+_TAG_MEET = _TAGS + 1
+_TAG_USER = _TAGS + 2
 _COMPARED_BYTES = 192
 
 
@@ -91,17 +93,23 @@ class MpiCommunicator:
                 f"alloc on rank {self.rank}: {numel} elements"
                 + (f" are not {self.size} equal segments" if numel >= 0 else " are no size")
             )
+        label = f"alloc of {numel} x {dtype}" + (", gathered" if gathered else "")
+        run(exchange.meet(self._call(label), range(self.size)), label, self.rank, self.timeout_s, False, self)
+        for rank, other in enumerate(self.comm.allgather(label)):
+            if other != label:
+                raise CommunicationError(
+                    f"rank {self.rank} calls {label}, but rank {rank} calls {other}: all ranks must ask for the same"
+                )
         if self._node is None:
             self._node = self.comm.Split(self.topology.node_rank(self.rank), self.rank)
-        asked = self._node.allgather((numel, dtype, gathered))
-        neighbours = self.topology.node_of(self.rank)
-        for neighbour, other in zip(neighbours, asked, strict=True):
-            if other != asked[0]:
-                raise CommunicationError(
-                    f"alloc: rank {neighbours[0]} asks for {asked[0]}, rank {neighbour} for {other} "
-                    "(elements, dtype, gathered); all ranks must ask for the same"
-                )
-        window = Window(self._node, neighbours, numel, dtype, gathered=gathered)
+        window, problem = None, None
+        try:
+            window = Window(self._node, self.topology.node_of(self.rank), numel, dtype, gathered=gathered)
+        except CommunicationError as error:
+            problem = str(error)
+        problems = [other for other in self.comm.allgather(problem) if other]
+        if window is None or problems:
+            raise CommunicationError(f"{label}: {problems[0]}")
         if numel:
             self._windows[window.mine.data_ptr()] = window
         return window.mine
@@ -292,6 +300,9 @@ class MpiCommunicator:
                 f"subgroup on rank {self.rank} of {self.size}: {ranks} must be ascending ranks of this communicator, "
                 "this rank among them"
             )
+        label = f"subgroup of ranks {ranks}"
+        call = Call(self.comm, label, _TAG_MEET)
+        run(exchange.meet(call, ranks), label, self.rank, self.timeout_s, False, self)
         comm = members_only(self.comm, ranks)
         return MpiCommunicator(
             comm, self.topology.restrict(ranks), timeout_s=self.timeout_s, compare_calls=self.compare_calls
@@ -312,14 +323,26 @@ class MpiCommunicator:
         self._closed = True
         self._windows.clear()
 
+    def departed(self) -> set[int]:
+        """Not collective. The ranks of which it is known that they have left the program."""
+        gone = sorted(farewell.departed())
+        if not gone:
+            return set()
+        everyone, members = MPI.COMM_WORLD.Get_group(), self.comm.Get_group()
+        places = MPI.Group.Translate_ranks(everyone, gone, members)
+        return {place for place in places if place != MPI.UNDEFINED}
+
     # What they share
 
     def _run(self, label: str, async_op: bool, collective: Callable[..., Steps], *arguments: Any) -> Running | None:
-        self._calls += 1
-        steps = collective(Call(self.comm, label, self._calls % _TAGS), *arguments)
+        steps = collective(self._call(label), *arguments)
         if self.compare_calls and self.size > 1:
             steps = self._compared(steps, f"{label} (call {self._calls})")
         return run(steps, label, self.rank, self.timeout_s, async_op, self)
+
+    def _call(self, label: str) -> Call:
+        self._calls += 1
+        return Call(self.comm, label, self._calls % _TAGS)
 
     def _compared(self, steps: Steps, text: str) -> Steps:
         """The steps, after all ranks have told each other what they call."""

@@ -13,6 +13,8 @@ import time
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
+import torch
+
 from hpcfsdp.errors import CommunicationError
 
 _YIELD_AFTER = 50
@@ -33,13 +35,20 @@ class Condition(Protocol):
         """The ranks that have not come yet."""
 
 
+class Owner(Protocol):
+    """What a collective belongs to."""
+
+    def departed(self) -> set[int]:
+        """The ranks of which it is known that they have left the program."""
+
+
 Steps = Generator[Condition, None, None]
 
 
 class Running:
     """A collective that has been begun. See ``Work`` in communicator.py."""
 
-    def __init__(self, steps: Steps, label: str, rank: int, timeout_s: float, owner: object) -> None:
+    def __init__(self, steps: Steps, label: str, rank: int, timeout_s: float, owner: Owner) -> None:
         self.label = label
         self.owner = owner
         self._steps = steps
@@ -86,7 +95,9 @@ class Running:
                     self._finish(self._timed_out(timeout_s))
                 elif waited_s > _SLEEP_AFTER_S:
                     time.sleep(_SLEEP_S)
+                    self._look_for_departed()
 
+    @torch.no_grad()
     def _advance(self) -> None:
         """Take all steps that can be taken now."""
         if self._done or not self._stepping.acquire(blocking=False):  # another thread is at it
@@ -98,6 +109,9 @@ class Running:
             self._finish(None)
         except Exception as error:
             self._finish(error)
+        except BaseException as error:  # an interrupt; without this a later wait would take the steps to be complete
+            self._finish(error)
+            raise
         finally:
             self._stepping.release()
 
@@ -108,6 +122,17 @@ class Running:
         self._steps.close()
         if self in _under_way:
             _under_way.remove(self)
+
+    def _look_for_departed(self) -> None:
+        gone = sorted(self.owner.departed() & set(self._condition.missing())) if self._condition is not None else []
+        self._advance()  # what they sent before they left
+        if gone and not self._done:
+            self._finish(
+                CommunicationError(
+                    f"{self.label} on rank {self._rank}: rank(s) {', '.join(map(str, gone))} left the program without "
+                    "taking part"
+                )
+            )
 
     def _timed_out(self, timeout_s: float) -> CommunicationError:
         missing = list(self._condition.missing()) if self._condition is not None else []
@@ -132,7 +157,7 @@ class Finished:
 _under_way: list[Running] = []
 
 
-def run(steps: Steps, label: str, rank: int, timeout_s: float, async_op: bool, owner: object) -> Running | None:
+def run(steps: Steps, label: str, rank: int, timeout_s: float, async_op: bool, owner: Owner) -> Running | None:
     """Begin a collective of `owner`, and complete it unless `async_op`."""
     work = Running(steps, label, rank, timeout_s, owner)
     if async_op:

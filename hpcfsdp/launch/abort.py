@@ -1,7 +1,9 @@
-"""An uncaught exception on one rank ends the whole job within seconds; the others would wait in a collective."""
+"""A failure on one rank ends the whole job within seconds; the others would wait in a collective."""
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import time
 import traceback
@@ -13,30 +15,25 @@ from hpcfsdp import env
 OUTPUT_GRACE_S = 0.5
 """Launchers drop output that has not reached them when the abort does."""
 
-_previous: Any = None
-
 
 def install(comm: Any) -> None:
-    """From now on an uncaught exception prints its traceback, with rank and host, and ends all processes of the job."""
-    global _previous
+    """From now on an uncaught exception prints its traceback, with rank and host, and ends all processes of the job.
+
+    May be called again, to be in front of hooks that others have put there since.
+    """
     if comm.size == 1:
         return
+    process = os.getpid()
 
     def report_and_abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = "".join(traceback.format_exception(kind, error, trace))
+        if os.getpid() != process:  # a forked child: its parent is the rank
+            sys.stderr.write(text)
+            return
         code = 130 if issubclass(kind, KeyboardInterrupt) else getattr(error, "exit_code", 1)
         abort(f"ended the job after an uncaught error\n{text}", code)
 
-    _previous = _previous or sys.excepthook
     sys.excepthook = report_and_abort
-
-
-def uninstall() -> None:
-    """Give uncaught exceptions back to whoever had them before ``install``."""
-    global _previous
-    if _previous is not None:
-        sys.excepthook = _previous
-        _previous = None
 
 
 def abort(message: str, exit_code: int) -> None:
@@ -45,7 +42,9 @@ def abort(message: str, exit_code: int) -> None:
 
     world = MPI.COMM_WORLD
     sys.stdout.flush()
-    sys.stderr.write(f"hpcfsdp: rank {world.rank} of {world.size} on {env.host_name()}: {message.rstrip()}\n")
-    sys.stderr.flush()
+    # torch's own exception hook collects what is printed until ours returns, which it does not.
+    stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ else sys.stderr
+    stream.write(f"hpcfsdp: rank {world.rank} of {world.size} on {env.host_name()}: {message.rstrip()}\n")
+    stream.flush()
     time.sleep(OUTPUT_GRACE_S)
     world.Abort(exit_code)

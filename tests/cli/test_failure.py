@@ -17,6 +17,29 @@ world.comm.Barrier()  # the others wait here for the one that failed
 """
 
 
+WAITING = """
+import os, sys, time
+import torch
+import hpcfsdp
+world = hpcfsdp.init("cpu")
+comm = world.communicator
+window = comm.alloc(8 * world.size, torch.float32, gathered=True)
+world.comm.Barrier()
+open(f"ready-{{world.rank}}", "w").close()
+if world.rank == 1:
+    {action}
+while True:
+    {place}
+"""
+
+PLACES = {
+    "a collective": "comm.all_reduce(torch.ones(4), 'sum')",
+    "a window synchronisation": "comm.all_gather_into_tensor(window, window[8 * world.rank : 8 * (world.rank + 1)])",
+    "a barrier of MPI's own": "world.comm.Barrier()",
+    "a file write": "open(f'file-{world.rank}', 'wb').write(bytes(1 << 24))",
+}
+
+
 def started(start, tmp_path, action):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(action=action))
@@ -35,6 +58,60 @@ def test_an_uncaught_exception_on_one_rank_ends_all_with_its_traceback(start, tm
     assert job.code != 0
     assert job.stderr.count(text) == 1
     assert "hpcfsdp: rank 1 of 3 on " in job.stderr
+
+
+RAISES = ("raise ZeroDivisionError('on purpose')", "ZeroDivisionError: on purpose", 1)
+EXITS = ("sys.exit(7)", "left the program with exit code 7", 7)
+TELLS = ("sys.exit('no more')", "no more", 1)
+
+
+@pytest.mark.parametrize(
+    ("place", "failure"),
+    [*((place, RAISES) for place in PLACES), *((place, EXITS) for place in list(PLACES)[1:3]), ("a collective", TELLS)],
+)
+def test_a_rank_that_fails_ends_those_that_are_in(start, tmp_path, place, failure):
+    action, text, code = failure
+    place = PLACES[place]
+    script = tmp_path / "script.py"
+    script.write_text(WAITING.format(action=action, place=place))
+    job = start(script, ranks=3)
+    job.wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 3)
+    began = time.monotonic()
+    job.wait(20)
+    assert time.monotonic() - began < 10
+    assert job.code == code
+    assert job.stderr.count(text) == 1
+    assert "hpcfsdp: rank 1 of 3 on " in job.stderr
+
+
+@pytest.mark.parametrize("action", ["raise SystemExit(3)", "sys.exit()"])
+def test_a_rank_that_leaves_early_is_missed_by_those_that_wait_for_it(start, tmp_path, action):
+    script = tmp_path / "script.py"
+    script.write_text(WAITING.format(action=action, place="comm.barrier()"))
+    job = start(script, ranks=3).wait(20)
+    assert job.code != 0
+    assert "barrier on rank" in job.stderr
+    assert "rank(s) 1 left the program without taking part" in job.stderr
+
+
+@pytest.mark.parametrize("last_words", ["sys.exit(5)", "try: sys.exit(5)\nexcept SystemExit: time.sleep(world.rank)"])
+def test_ranks_that_leave_together_end_in_good_order(start, tmp_path, last_words):
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys, time\nimport hpcfsdp\nworld = hpcfsdp.init('cpu')\n{last_words}\n")
+    job = start(script, ranks=3).wait(30)
+    assert (job.code == 5) == (last_words == "sys.exit(5)")
+    assert "hpcfsdp:" not in job.stderr
+
+
+def test_a_rank_that_ends_early_in_peace_waits_for_the_others(start, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time\nimport hpcfsdp\nworld = hpcfsdp.init('cpu')\n"
+        "try: sys.exit(5)\nexcept SystemExit: pass\n"
+        "if world.rank == 0: time.sleep(5); print('done')\n"
+    )
+    job = start(script, ranks=3).wait(30)
+    assert (job.code, job.stdout) == (0, "done\n"), job.stderr
 
 
 def test_a_killed_rank_ends_the_job_and_leaves_no_process(start, tmp_path):

@@ -1,3 +1,5 @@
+import io
+import os
 import sys
 from types import SimpleNamespace
 
@@ -17,7 +19,6 @@ def hook(monkeypatch):
         pass
 
     monkeypatch.setattr(sys, "excepthook", quiet)
-    monkeypatch.setattr(abort, "_previous", None)
     monkeypatch.setattr(abort, "OUTPUT_GRACE_S", 0)
     world = SimpleNamespace(rank=2, size=3, Abort=codes.append)
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=world)))
@@ -41,11 +42,17 @@ def test_a_single_process_keeps_its_hook(hook):
     assert sys.excepthook is hook[0]
 
 
-def test_uninstall_gives_the_hook_back_also_after_two_installs(hook):
-    for _ in range(2):
-        abort.install(SimpleNamespace(rank=0, size=2))
-    assert sys.excepthook is not hook[0]
-    abort.uninstall()
-    assert sys.excepthook is hook[0]
-    abort.uninstall()
-    assert sys.excepthook is hook[0]
+def test_the_traceback_is_not_lost_in_another_hook_that_collects_output(hook, capsys, monkeypatch):
+    abort.install(SimpleNamespace(rank=2, size=3))
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    sys.excepthook(ValueError, ValueError("x"), None)
+    assert "ValueError: x" in capsys.readouterr().err
+
+
+def test_a_forked_child_prints_its_traceback_and_leaves_the_job_alone(hook, capsys, monkeypatch):
+    abort.install(SimpleNamespace(rank=2, size=3))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    sys.excepthook(ValueError, ValueError("x"), None)
+    assert "ValueError: x" in capsys.readouterr().err
+    assert hook[1] == []
