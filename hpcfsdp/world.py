@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpcfsdp import env
-from hpcfsdp.errors import LaunchError
+from hpcfsdp.errors import LaunchError, nearest
 from hpcfsdp.launch.bootstrap import load_mpi
 
 if TYPE_CHECKING:
@@ -159,10 +159,9 @@ def init(
     from hpcfsdp.launch import abort, device as devices, rendezvous
 
     hpcmpi.register()
-    if backend is not None and backend not in dist.Backend.backend_list:
-        raise LaunchError(f"there is no backend {backend!r}: use one of {', '.join(dist.Backend.backend_list)}")
+    _check_backend(backend)
     node = comm.Split(job().topology.node_rank(comm.rank), comm.rank)
-    chosen = devices.bind(device, node)
+    chosen = devices.bind(device, node, exclusive="nccl" in (backend or "nccl"))
     node.Free()
 
     if not dist.is_initialized():
@@ -190,10 +189,20 @@ def init(
         device=chosen,
         comm=comm.Dup(),
         process_group=dist.group.WORLD,
-        communicator=host if chosen.type == "cpu" else TorchGroupCommunicator(dist.group.WORLD),
+        communicator=host if chosen.type == "cpu" else TorchGroupCommunicator(dist.group.WORLD, chosen),
         host=host,
     )
     return _world
+
+
+def _check_backend(backend: str | None) -> None:
+    import torch.distributed as dist
+
+    known = dist.Backend.backend_list
+    for part in backend.split(",") if backend is not None else ():  # "nccl", or "cpu:gloo,cuda:nccl"
+        name = part.rpartition(":")[2]
+        if name not in known:
+            raise LaunchError(f"there is no backend {name!r}: use one of {', '.join(known)}{nearest(name, known)}")
 
 
 def export_ranks(topology: Topology, rank: int, address: str, port: int) -> None:

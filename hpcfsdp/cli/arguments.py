@@ -51,6 +51,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Se
     Console(no_color=env.colour_refused() or None, highlight=False).print(table)
 
 
+def print_markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write a Markdown table to stdout."""
+    for row in (columns, ["---"] * len(columns), *rows):
+        print("| " + " | ".join(str(cell) for cell in row) + " |")
+
+
 def readable_bytes(count: int) -> str:
     """1536 -> "1.5 KiB"."""
     value = float(count)

@@ -9,9 +9,9 @@ import torch
 
 from hpcfsdp.comm.communicator import ReduceOp
 
-_CHUNK_NUMEL = 1 << 16
-"""Elements reduced at a time: the running total stays in the core's own cache while one source after the other is
-added to it (256 KiB of float32)."""
+_CHUNK_NUMEL = 1 << 17
+"""Elements reduced at a time where that takes several steps: the running total stays in the core's own cache while one
+source after the other is added to it (512 KiB of float32)."""
 
 _COMBINE = {
     "sum": torch.add,
@@ -69,9 +69,10 @@ def reduce_into(
     direct = {output.dtype, *(source.dtype for source in sources)} == {accumulate} and wire in (None, accumulate)
     direct = direct and all(source.data_ptr() != output.data_ptr() for source in sources[2:])
     numel = output.numel()
-    scratch = None if direct else torch.empty(min(_CHUNK_NUMEL, numel), dtype=accumulate, device=output.device)
-    for begin in range(0, numel, _CHUNK_NUMEL):
-        end = min(begin + _CHUNK_NUMEL, numel)
+    chunk = numel if direct and len(sources) <= 2 else min(_CHUNK_NUMEL, numel)
+    scratch = None if direct else torch.empty(chunk, dtype=accumulate, device=output.device)
+    for begin in range(0, numel, max(chunk, 1)):
+        end = min(begin + chunk, numel)
         first, *others = (_converted(source[begin:end], wire, accumulate) for source in sources)
         total = output[begin:end] if scratch is None else scratch[: end - begin]
         for other in others:

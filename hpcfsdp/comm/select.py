@@ -23,11 +23,14 @@ def communicator_for(group: dist.ProcessGroup | Communicator | None, *, required
         group: a process group of torch.distributed, a communicator, or None for the world.
         required: raise where there is no world yet; otherwise this process stands alone.
     """
+    world = current_world()
     if isinstance(group, dist.ProcessGroup):
-        return group.communicator if carries(group) else TorchGroupCommunicator(group)
+        on_gpu = world is not None and world.device.type == "cuda"
+        if carries(group) and not on_gpu:
+            return group.communicator
+        return TorchGroupCommunicator(group, world.device if carries(group) else None)
     if group is not None:
         return _checked(group)
-    world = current_world()
     if world is not None:
         return world.communicator
     if dist.is_initialized():

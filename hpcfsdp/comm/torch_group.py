@@ -37,11 +37,11 @@ _NATIVE_OPS = {
 class TorchGroupCommunicator:
     """A ``Communicator`` over a ``torch.distributed.ProcessGroup``."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
         self.group = group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
-        self.device = _compat.device_of_group(group)
+        self.device = device or _compat.device_of_group(group)
 
     def __repr__(self) -> str:
         return f"TorchGroupCommunicator({dist.get_backend(self.group)}, rank={self.rank}, size={self.size})"
@@ -207,7 +207,7 @@ class TorchGroupCommunicator:
                 "among them"
             )
         members = [dist.get_global_rank(self.group, rank) for rank in ranks]
-        return TorchGroupCommunicator(dist.new_group(members, use_local_synchronization=True))
+        return TorchGroupCommunicator(dist.new_group(members, use_local_synchronization=True), self.device)
 
     def _exchange(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool

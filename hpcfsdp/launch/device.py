@@ -41,14 +41,18 @@ def fair_threads(mine: set[int], everyone: list[set[int]]) -> int:
     return max(1, int(share + 1e-9))
 
 
-def bind(wanted: str | torch.device | None, node: Any) -> torch.device:
-    """Collective over `node` (the ranks of one node). Choose this rank's device and make it current."""
+def bind(wanted: str | torch.device | None, node: Any, *, exclusive: bool = True) -> torch.device:
+    """Collective over `node` (the ranks of one node). Choose this rank's device and make it current.
+
+    Args:
+        exclusive: refuse ranks that share a GPU, as NCCL does. hpcmpi, which stages through the host, lets them.
+    """
     device = choose(wanted, node.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         uuids = node.allgather(str(torch.cuda.get_device_properties(device).uuid))
         twins = [rank for rank, uuid in enumerate(uuids) if uuid == uuids[node.rank]]
-        if len(twins) > 1:
+        if exclusive and len(twins) > 1:
             raise LaunchError(
                 f"local ranks {twins} of this node share one GPU ({device}, {uuids[node.rank]}), which NCCL refuses: "
                 f"start at most one process per GPU, or let each see another one (srun --gpus-per-task=1)"

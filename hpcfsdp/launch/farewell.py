@@ -5,8 +5,8 @@ without more the process would wait in ``MPI_Finalize`` for the others, and thes
 
 - A rank that leaves with an error code waits ``GRACE_S`` for the others to leave, too (all may have found the same
   error), then ends the job.
-- A rank that leaves in any other way, and finds itself alone, says so to the others. Whoever waits for it in a collective
-  raises an error instead (``departed``).
+- A rank that leaves in any other way, and finds itself alone, says so to the others. Whoever waits for it in a
+  collective raises an error instead (``departed``).
 """
 
 from __future__ import annotations

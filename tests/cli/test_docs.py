@@ -28,3 +28,11 @@ def test_quickstart(start, tmp_path, saved, index):
     (tmp_path / "example.py").write_text(blocks("docs/quickstart.md", "python")[index])
     job = start("example.py").wait()
     assert job.code == 0, job.stderr
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("index", range(len(blocks("docs/communication.md", "python"))))
+def test_communication(start, tmp_path, index, ranks):
+    (tmp_path / "example.py").write_text(blocks("docs/communication.md", "python")[index])
+    job = start("example.py", ranks=ranks).wait()
+    assert job.code == 0, job.stderr

@@ -22,7 +22,7 @@ LAYERS = [
     {"runtime"},
     {"api", "state", "fsdp", "wrap"},
     {"checkpoint"},
-    {"cli", "train", "__main__", ""},
+    {"bench", "cli", "train", "__main__", ""},
 ]
 
 

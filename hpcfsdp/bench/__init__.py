@@ -1,0 +1,1 @@
+"""Measurements against the peers, in one run: what ``hpcfsdp bench`` prints."""

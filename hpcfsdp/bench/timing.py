@@ -1,0 +1,53 @@
+"""Times of competing ways to do one thing, measured in turn so that all meet the same noise."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hpcfsdp.comm import Communicator
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of repeated runs; each is that of the slowest rank."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread_s(self) -> tuple[float, float]:
+        """The fastest and the slowest run."""
+        return min(self.seconds), max(self.seconds)
+
+
+def in_turn(
+    comm: Communicator, ways: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 2, calls: int = 1
+) -> dict[str, Times]:
+    """Collective over `comm`. Time each way `repeats` times, one after the other, the ranks starting together.
+
+    Args:
+        calls: how often a way is called in each run; the time is that of one call. More than one for what is too
+            short for the clock and for the start of the ranks.
+    """
+    for way in ways.values():
+        for _ in range(warmup):
+            way()
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            comm.barrier()
+            began_s = time.perf_counter()
+            for _ in range(calls):
+                way()
+            mine = torch.tensor([(time.perf_counter() - began_s) / calls], dtype=torch.float64)
+            comm.all_reduce(mine, "max")
+            found[name].append(float(mine))
+    return {name: Times(tuple(seconds)) for name, seconds in found.items()}
