@@ -43,7 +43,7 @@ def _train(arguments: Sequence[str], comm: Any, stop: Any) -> int:
     from hpcfsdp.observe import log
     from hpcfsdp.train.loop import train
 
-    with raise_together(MpiCommunicator(comm)):
+    with raise_together(MpiCommunicator(comm.Dup())):
         config = configuration.parse(RunConfig, arguments, prog=_PROG)
         try:
             log.set_up(comm.rank, comm.size, env.host_name(), Path(config.run_dir, "logs"))
