@@ -30,6 +30,11 @@ def reduce_scatter_single(
     return _reduce_scatter(output, full, op=op, group=group, async_op=async_op)
 
 
+def premultiplier(op: Any) -> Any | None:
+    """What ``ReduceOp.PREMUL_SUM`` multiplies each rank's values by before it sums them; None for any other op."""
+    return op.__getstate__()[1] if op == dist.ReduceOp.PREMUL_SUM else None
+
+
 def device_of_group(group: dist.ProcessGroup) -> torch.device:
     """The device on which a process group works: a GPU if it can, with the index that is current."""
     kinds = {device.type for device in getattr(group, "_device_types", [])}

@@ -10,17 +10,18 @@ import datetime
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlsplit
 
 import torch
 import torch.distributed as dist
 
 from hpcfsdp import _compat, env
 from hpcfsdp.comm.communicator import ReduceOp
-from hpcfsdp.comm.progress import Running
+from hpcfsdp.comm.progress import Running, Steps, run
 from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import CommunicationError, LaunchError
-from hpcfsdp.launch import rendezvous
-from hpcfsdp.world import DEFAULT_TIMEOUT_S, Job, export_ranks, job
+from hpcfsdp.launch import farewell, rendezvous
+from hpcfsdp.world import DEFAULT_TIMEOUT_S, export_ranks, job
 
 if TYPE_CHECKING:
     from hpcfsdp.comm.mpi import MpiCommunicator
@@ -48,9 +49,17 @@ def register() -> None:
 
 def _rendezvous(url: str, timeout: datetime.timedelta | None = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
     """Collective over all processes of the job. Ranks from MPI, and a store whose address goes over MPI."""
-    if url.rstrip("/") != "mpi:":
+    this, parts = job(), urlsplit(url)
+    given = dict(parse_qsl(parts.query))  # torch puts what init_process_group was given there
+    known = {"rank": str(this.comm.rank), "world_size": str(this.comm.size)}
+    if parts.netloc or parts.path.strip("/") or set(given) - set(known):
         raise LaunchError(f"init_method {url!r}: 'mpi://' takes nothing more, ranks and addresses come from MPI")
-    this = job()
+    for name, value in given.items():
+        if value != known[name]:
+            raise LaunchError(
+                f"init_process_group was given {name}={value}, but MPI has this process as rank {this.comm.rank} of "
+                f"{this.comm.size}: leave rank and world_size out, 'mpi://' takes both from MPI"
+            )
     seconds = DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
     store, address = rendezvous.open_store(this.comm, single_node=this.topology.num_nodes == 1, timeout_s=seconds)
     export_ranks(this.topology, this.comm.rank, address, store.port)
@@ -73,34 +82,82 @@ def _create_group(options: Any, topology: Topology | None) -> MpiProcessGroup:
     if topology is None:
         parent = dist.group.WORLD if dist.is_initialized() else None
         topology = (parent.communicator if carries(parent) else this).topology.restrict(ranks)
-    if len(ranks) == this.comm.size:
-        comm = this.comm.Dup()
-    else:
-        _meet(options.store, this, ranks, timeout_s)
+    if options.global_ranks_in_group:
+        _meet(options.store, this.comm.rank, ranks, timeout_s)
         comm = members_only(this.comm, ranks)
+    else:
+        comm = this.comm.Dup()
     return MpiProcessGroup(MpiCommunicator(comm, topology, timeout_s=timeout_s, compare_calls=env.compare_calls()))
 
 
-def _meet(store: Any, this: Job, ranks: list[int], timeout_s: float) -> None:
+def _meet(store: Any, rank: int, ranks: list[int], timeout_s: float) -> None:
     """Collective over `ranks`. Wait until all members of a group have come, and agree on who is one.
 
-    MPI would wait without end for a member that does not know it is one.
+    MPI itself would wait without end for a member that does not know it is one, and nothing else would move meanwhile.
     """
-    mine = f"rank {this.comm.rank} makes a group of ranks {ranks}"
-    first = store.compare_set("members", "", mine).decode()
-    if first.rpartition(" of ")[2] != mine.rpartition(" of ")[2]:
-        store.set("refused", f"{first}, but {mine}: all members must give the same")
-    store.set(f"here/{this.comm.rank}", "")
-    awaited, began_s = set(ranks), time.monotonic()
-    while awaited:
-        if store.check(["refused"]):
-            raise CommunicationError(store.get("refused").decode())
-        awaited = {rank for rank in awaited if not store.check([f"here/{rank}"])}
-        if awaited and time.monotonic() - began_s > timeout_s:
-            raise CommunicationError(
-                f"{mine}, but after {timeout_s:g} s rank(s) {sorted(awaited)} have not called new_group for it"
-            )
-        time.sleep(0.0005 if awaited else 0)
+    meeting = _Meeting(store, rank, ranks)
+    try:
+        run(meeting.steps(), f"new_group of ranks {ranks}", rank, timeout_s, False, meeting)
+    except CommunicationError as error:
+        meeting.end(str(error))
+    meeting.close()
+
+
+class _Meeting:
+    """Ranks that tell each other through torch's store that they are here. ``Condition`` and ``Owner`` of progress.py.
+
+    The first to know how the meeting ends writes it down; that holds for all, also for those that come later.
+    """
+
+    _ALL_HERE = "all are here"
+    _LONGEST_PAUSE_S = 0.05
+
+    def __init__(self, store: Any, rank: int, ranks: list[int]) -> None:
+        self._store = store
+        self._ranks = ranks
+        self._outcome: str | None = None
+        self._look_at_s = self._pause_s = 0.0
+        mine = f"rank {rank} makes a group of ranks {ranks}"
+        first = store.compare_set("members", "", mine).decode()
+        store.set(f"here/{rank}", "")
+        if first.rpartition(" of ")[2] != mine.rpartition(" of ")[2]:
+            self.end(f"{first}, but {mine}: all members must give the same")
+        elif store.add("count", 1) == len(ranks):
+            self.end(self._ALL_HERE)
+
+    def steps(self) -> Steps:
+        yield self
+
+    def holds(self) -> bool:
+        now_s = time.monotonic()
+        if self._outcome is None and now_s >= self._look_at_s:
+            self._pause_s = min(2 * self._pause_s + 1e-4, self._LONGEST_PAUSE_S)  # one store answers all ranks
+            self._look_at_s = now_s + self._pause_s
+            if self._store.check(["outcome"]):
+                self._outcome = self._store.get("outcome").decode()
+        return self._outcome is not None
+
+    def missing(self) -> list[int]:
+        return [rank for rank in self._ranks if not self._store.check([f"here/{rank}"])]
+
+    def departed(self) -> set[int]:
+        return farewell.departed()
+
+    def end(self, outcome: str) -> None:
+        """Not collective. Write down how the meeting ends, unless that is known already."""
+        self._outcome = self._store.compare_set("outcome", "", outcome).decode()
+
+    def close(self) -> None:
+        """Raise what has kept the members from meeting. Otherwise the last to leave clears up.
+
+        torch may give another group of the same ranks the name, and with it the part of the store, of one that is
+        gone. Who the members were stays there, for those that come with another list.
+        """
+        if self._outcome != self._ALL_HERE:
+            raise CommunicationError(self._outcome)
+        if self._store.add("left", 1) == len(self._ranks):
+            for key in ("count", "outcome", "left", *(f"here/{rank}" for rank in self._ranks)):
+                self._store.delete_key(key)
 
 
 def carries(group: Any) -> bool:
@@ -156,6 +213,19 @@ class MpiProcessGroup(dist.ProcessGroup):
     def rank(self) -> int:
         return self.communicator.rank
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(kind) for kind in kinds]
+
+    def _get_backend(self, device: torch.device) -> MpiProcessGroup:
+        return self
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         self.communicator.timeout_s = timeout.total_seconds()
 
@@ -171,18 +241,17 @@ class MpiProcessGroup(dist.ProcessGroup):
     # Collectives. torch's C++ side calls some of these, its Python side others; names are torch's.
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> GroupWork:
-        hosts = _Hosts(outputs=tensors, filled=True)
-        op = _op(dist.ReduceOp.SUM if opts is None else opts.reduceOp)
-        return hosts.work([self.communicator.all_reduce(tensor, op, async_op=True) for tensor in hosts.outputs])
+        hosts = _Hosts(outputs=tensors, filled=True, op=dist.ReduceOp.SUM if opts is None else opts.reduceOp)
+        return hosts.work([self.communicator.all_reduce(tensor, hosts.op, async_op=True) for tensor in hosts.outputs])
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> GroupWork:
         # Only the root may see the result: the others reduce a copy.
         root = opts.rootRank == self.rank()
-        hosts = _Hosts(outputs=tensors if root else [tensor.detach().clone() for tensor in tensors], filled=True)
-        op = _op(opts.reduceOp)
-        return hosts.work([self.communicator.all_reduce(tensor, op, async_op=True) for tensor in hosts.outputs])
+        outputs = tensors if root else [tensor.detach().clone() for tensor in tensors]
+        hosts = _Hosts(outputs=outputs, filled=True, op=opts.reduceOp)
+        return hosts.work([self.communicator.all_reduce(tensor, hosts.op, async_op=True) for tensor in hosts.outputs])
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> GroupWork:
         hosts = _Hosts(outputs=tensors, filled=opts.rootRank == self.rank())
@@ -194,6 +263,14 @@ class MpiProcessGroup(dist.ProcessGroup):
         (outputs,), (mine,) = output_lists, inputs
         hosts = _Hosts(inputs=[mine], outputs=outputs)
         return hosts.work([self.communicator.all_gather(hosts.outputs, hosts.inputs[0], async_op=True)])
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> GroupWork:
+        hosts = _Hosts(inputs=inputs, outputs=[output for of_rank in output_lists for output in of_rank])
+        columns = [hosts.outputs[place :: len(inputs)] for place in range(len(inputs))]
+        pairs = zip(columns, hosts.inputs, strict=True)
+        return hosts.work([self.communicator.all_gather(column, mine, async_op=True) for column, mine in pairs])
 
     def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> GroupWork:
         return self.all_gather_single_coalesced([output], [mine], opts)
@@ -211,9 +288,8 @@ class MpiProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[torch.Tensor], input_lists: Sequence[Sequence[torch.Tensor]], opts: Any
     ) -> GroupWork:
         (output,), (pieces,) = outputs, input_lists
-        hosts = _Hosts(inputs=pieces, outputs=[output])
-        op = _op(opts.reduceOp)
-        return hosts.work([self.communicator.reduce_scatter(hosts.outputs[0], hosts.inputs, op, async_op=True)])
+        hosts = _Hosts(inputs=pieces, outputs=[output], op=opts.reduceOp)
+        return hosts.work([self.communicator.reduce_scatter(hosts.outputs[0], hosts.inputs, hosts.op, async_op=True)])
 
     def reduce_scatter_single(self, output: torch.Tensor, full: torch.Tensor, opts: Any) -> GroupWork:
         return self.reduce_scatter_single_coalesced([output], [full], opts)
@@ -221,10 +297,10 @@ class MpiProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any
     ) -> GroupWork:
-        hosts = _Hosts(inputs=inputs, outputs=outputs)
-        pairs, op = zip(hosts.outputs, hosts.inputs, strict=True), _op(opts.reduceOp)
+        hosts = _Hosts(inputs=inputs, outputs=outputs, op=opts.reduceOp)
+        pairs = zip(hosts.outputs, hosts.inputs, strict=True)
         return hosts.work(
-            [self.communicator.reduce_scatter_tensor(output, full, op, async_op=True) for output, full in pairs]
+            [self.communicator.reduce_scatter_tensor(output, full, hosts.op, async_op=True) for output, full in pairs]
         )
 
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> GroupWork:
@@ -261,7 +337,10 @@ class MpiProcessGroup(dist.ProcessGroup):
         return hosts.work([self.communicator.scatter(hosts.outputs[0], inputs, opts.rootRank, async_op=True)])
 
     def barrier(self, opts: Any = None) -> GroupWork:
-        return _Hosts().work([self.communicator.barrier(async_op=True)])
+        timeout_s = opts.timeout.total_seconds() if opts is not None else 0.0  # negative where none was given
+        work = _Hosts().work([self.communicator.barrier(async_op=True)])
+        work.timeout_s = timeout_s if timeout_s > 0 else None
+        return work
 
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> GroupWork:
         hosts = _Hosts(inputs=tensors)
@@ -300,15 +379,27 @@ class _Hosts:
     """What MPI reads and writes in place of the caller's tensors: these themselves, if on the CPU and contiguous."""
 
     def __init__(
-        self, inputs: Sequence[torch.Tensor] = (), outputs: Sequence[torch.Tensor] = (), *, filled: bool = False
+        self,
+        inputs: Sequence[torch.Tensor] = (),
+        outputs: Sequence[torch.Tensor] = (),
+        *,
+        filled: bool = False,
+        op: Any = None,
     ) -> None:
         """
         Args:
             filled: the outputs are inputs, too.
+            op: torch's name of the reduction that follows. The attribute `op` is ours.
         """
+        factor = None if op is None else _compat.premultiplier(op)
+        self.op: ReduceOp = "sum" if op is None or factor is not None else _op(op)
         self.inputs = [_host(tensor, fill=True) for tensor in inputs]
         self.outputs = [_host(tensor, fill=filled) for tensor in outputs]
         self._results = list(outputs)
+        if factor is not None:
+            self.inputs = [host * factor for host in self.inputs]
+            for host in self.outputs if filled else ():
+                host.mul_(factor)
 
     def work(self, parts: Sequence[Running | None], mail: Any = None) -> GroupWork:
         return GroupWork([part for part in parts if part is not None], self, mail)
@@ -337,6 +428,7 @@ class GroupWork(_compat.Work):
 
     def __init__(self, parts: Sequence[Running], hosts: _Hosts, mail: Any) -> None:
         super().__init__()
+        self.timeout_s: float | None = None  # None: that of the group
         self._parts = parts
         self._hosts = hosts
         self._mail = mail
@@ -345,7 +437,7 @@ class GroupWork(_compat.Work):
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Return when the result may be used; `timeout` instead of that of the group."""
         for part in self._parts:
-            part.wait(timeout.total_seconds() if timeout else None)
+            part.wait(timeout.total_seconds() if timeout else self.timeout_s)
         if self._results is None:
             self._results = self._hosts.bring_back()
         return True

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hpcfsdp.comm.messages import Call, Mail, Pending, message
+from hpcfsdp.comm.messages import Call, Mail, Pending
 from hpcfsdp.comm.progress import Steps
 from hpcfsdp.comm.reduce import Reduction, reduce_into
 
@@ -75,7 +75,33 @@ def distribute(call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor])
 
 
 def broadcast(call: Call, tensor: torch.Tensor, src: int) -> Steps:
-    yield Pending(call.comm.Ibcast(message(tensor), root=src), [src] if call.rank != src else [])
+    """The number of bytes goes from `src` to everyone; the bytes go down a tree, each part on as soon as it is here."""
+    flat, place = tensor.view(-1), (call.rank - src) % call.size
+    size = torch.tensor([flat.numel() * flat.element_size()])
+    told = call.mail()
+    if place:
+        announced = torch.empty_like(size)
+        told.receive(announced, src)
+        yield told
+        if announced != size:
+            raise told.mismatch(src, f"{int(announced)} bytes", int(size))
+    else:
+        for peer in _others(call):
+            told.send(size, peer)
+    # Without its lowest bit, a place in the tree is that of its parent.
+    lowest = place & -place or 1 << (call.size - 1).bit_length()
+    steps = [1 << bit for bit in reversed(range(lowest.bit_length() - 1))]
+    children = [(src + place + step) % call.size for step in steps if place + step < call.size]
+    parts = flat.split(max(1, _CHUNK_BYTES // flat.element_size()))
+    arrivals = [call.mail() for _ in parts]
+    for part, arrival in zip(parts, arrivals, strict=True):
+        if place:
+            arrival.receive(part, (src + place - lowest) % call.size)
+    for part, arrival in zip(parts, arrivals, strict=True):
+        yield arrival
+        for child in children:
+            told.send(part, child)
+    yield told
 
 
 def barrier(call: Call) -> Steps:

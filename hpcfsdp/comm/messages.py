@@ -15,6 +15,9 @@ from hpcfsdp.errors import CommunicationError
 _WORDS = ((8, MPI.INT64_T), (4, MPI.INT32_T), (2, MPI.INT16_T), (1, MPI.INT8_T))
 _MAX_COUNT = 2**31 - 1
 
+_abandoned: list[Any] = []
+"""What a collective that failed has left under way: MPI may read and write these tensors until the program ends."""
+
 
 def message(tensor: torch.Tensor) -> list[Any]:
     """The tensor's bytes, as mpi4py takes a buffer."""
@@ -62,20 +65,24 @@ class Mail:
             self._posts.pop()
             if expected is not None:
                 self.source = self._status.Get_source()
-                got = self._status.Get_count(MPI.BYTE)
+                got = self._status.Get_elements(MPI.BYTE)  # Get_count knows no more than 2**31 - 1
                 if got != expected:
-                    raise self._mismatch(self.source, f"{got} bytes", expected)
+                    raise self.mismatch(self.source, f"{got} bytes", expected)
         return True
 
+    def __del__(self) -> None:
+        _abandoned.extend(self._posts)
+
     def missing(self) -> list[int]:
-        return sorted({peer for request, peer, _, _ in self._posts if peer >= 0 and not request.Test()})
+        return sorted({peer for request, peer, _, _ in self._posts if peer >= 0 and not request.Get_status()})
 
     def _refused(self, error: MPI.Exception, peer: int, expected: int | None) -> CommunicationError:
         if expected is not None and error.Get_error_class() == MPI.ERR_TRUNCATE:
-            return self._mismatch(peer, "more", expected)
+            return self.mismatch(peer, "more", expected)
         return CommunicationError(f"{self._label} on rank {self._comm.rank}: {error.Get_error_string()}")
 
-    def _mismatch(self, peer: int, got: str, expected: int) -> CommunicationError:
+    def mismatch(self, peer: int, got: str, expected: int) -> CommunicationError:
+        """What there is to say when `peer` sent something else."""
         return CommunicationError(
             f"{self._label} on rank {self._comm.rank}: rank {peer} sent {got} where {expected} bytes were expected; "
             "sizes or dtypes differ between these ranks"

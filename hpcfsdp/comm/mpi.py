@@ -94,7 +94,7 @@ class MpiCommunicator:
                 + (f" are not {self.size} equal segments" if numel >= 0 else " are no size")
             )
         label = f"alloc of {numel} x {dtype}" + (", gathered" if gathered else "")
-        run(exchange.meet(self._call(label), range(self.size)), label, self.rank, self.timeout_s, False, self)
+        run(exchange.barrier(self._call(label)), label, self.rank, self.timeout_s, False, self)
         for rank, other in enumerate(self.comm.allgather(label)):
             if other != label:
                 raise CommunicationError(

@@ -124,7 +124,8 @@ class Running:
             _under_way.remove(self)
 
     def _look_for_departed(self) -> None:
-        gone = sorted(self.owner.departed() & set(self._condition.missing())) if self._condition is not None else []
+        departed = self.owner.departed()
+        gone = sorted(departed & set(self._condition.missing())) if departed and self._condition is not None else []
         self._advance()  # what they sent before they left
         if gone and not self._done:
             self._finish(

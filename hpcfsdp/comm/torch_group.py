@@ -207,7 +207,9 @@ class TorchGroupCommunicator:
                 "among them"
             )
         members = [dist.get_global_rank(self.group, rank) for rank in ranks]
-        return TorchGroupCommunicator(dist.new_group(members, use_local_synchronization=True), self.device)
+        # torch names such a group by its ranks and the number of groups of this process: the same on all members.
+        group = dist.new_group(members, backend=dist.get_backend(self.group), use_local_synchronization=True)
+        return TorchGroupCommunicator(group, self.device)
 
     def _exchange(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
@@ -248,7 +250,7 @@ class _Work:
             self._finish = None
 
     def is_completed(self) -> bool:
-        if not self._work.is_completed():
+        if self._finish is not None and not self._work.is_completed():
             return False
         self.wait()
         return True

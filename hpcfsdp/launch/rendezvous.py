@@ -63,4 +63,5 @@ def open_store(comm: Any, *, single_node: bool, timeout_s: float) -> tuple[Any, 
         address = first_reached_by_all(comm.bcast(addresses_of_this_host() if store else None), port, comm)
     if store is None:
         store = dist.TCPStore(address, port, comm.size, is_master=False, timeout=timeout)
+    comm.Barrier()  # rank 0 may fail at what comes next, and its store with it: others would try to connect in vain
     return store, address

@@ -1,0 +1,218 @@
+"""Scripts that are stock torch but for one import, started as users start them."""
+
+import textwrap
+
+import pytest
+
+HEAD = """
+import os, sys
+import torch
+import torch.distributed as dist
+import hpcfsdp.mpi
+
+def total(group=None):
+    value = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(value, group=group)
+    return int(value)
+"""
+
+
+@pytest.fixture
+def script(start, tmp_path):
+    """Run these lines, after the imports of a stock script, to their end."""
+
+    def run(lines, head=HEAD, **options):
+        path = tmp_path / "script.py"
+        path.write_text(head + textwrap.dedent(lines))
+        return start(path, **options).wait()
+
+    return run
+
+
+def words(job):
+    assert job.code == 0, job.stderr
+    return sorted(job.stdout.split())
+
+
+@pytest.mark.parametrize("backend", ["hpcmpi", "gloo"])
+def test_a_stock_script_finds_its_ranks_through_mpi(script, backend):
+    job = script(
+        f"""
+        dist.init_process_group("{backend}", init_method="mpi://")
+        assert dist.get_backend() == "{backend}" and dist.get_world_size() == 3
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        assert [os.environ[name] for name in names] == [str(dist.get_rank()), "3", "77", "3"], os.environ
+        assert os.environ["MASTER_ADDR"] == "127.0.0.1" and int(os.environ["MASTER_PORT"]) > 0
+        print(total(), flush=True)  # and no more: the script does not take its groups down
+        """,
+        ranks=3,
+        environ={"LOCAL_RANK": "77"},  # given by someone else, and kept
+    )
+    assert words(job) == ["6"] * 3
+    assert "Traceback" not in job.stderr
+
+
+def test_groups_are_taken_down_and_made_again(script):
+    job = script(
+        """
+        for backend in ("hpcmpi", "gloo", "hpcmpi", "hpcmpi"):
+            dist.init_process_group(backend, init_method="mpi://")
+            pair = dist.new_group([0, 2], backend="hpcmpi")
+            if dist.get_rank() != 1:
+                assert total(pair) == 4
+            world = dist.group.WORLD
+            dist.all_reduce(torch.ones(100_000), async_op=True)  # nobody waits for it
+            assert total() == 6
+            dist.destroy_process_group()
+            assert not dist.is_initialized()
+            if backend == "hpcmpi":
+                try:
+                    world.allreduce([torch.ones(1)])
+                except hpcfsdp.errors.CommunicationError as error:
+                    assert "process group was destroyed" in str(error)
+                else:
+                    raise AssertionError("a destroyed group works")
+        """,
+        head=HEAD + "import hpcfsdp.errors\n",
+        ranks=3,
+    )
+    assert words(job) == []
+
+
+def test_the_world_takes_over_a_group_that_is_there(script):
+    job = script(
+        """
+        dist.init_process_group("hpcmpi", init_method="mpi://")
+        world = hpcfsdp.init("cpu")
+        assert world.process_group is dist.group.WORLD
+        assert world.communicator is dist.group.WORLD.communicator
+        value = torch.ones(4)
+        world.communicator.all_reduce(value, "sum")
+        assert value[0] == 2 and total(world.mesh().get_group()) == 3
+        hpcfsdp.finalize()
+        assert not dist.is_initialized()
+        world = hpcfsdp.init("cpu")
+        print(total())
+        """,
+        ranks=2,
+    )
+    assert words(job) == ["3", "3"]
+
+
+def test_one_plain_process_is_a_world_of_one(script):
+    job = script(
+        """
+        assert "mpi4py.MPI" not in sys.modules, "importing hpcfsdp.mpi has started MPI"
+        dist.init_process_group("hpcmpi", init_method="mpi://", rank=0, world_size=1)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+        model(torch.ones(2, 3)).sum().backward()
+        print(dist.get_world_size(), total(), model.module.bias.grad.item())
+        dist.destroy_process_group()
+        """
+    )
+    assert words(job) == ["1", "1", "2.0"]
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_what_contradicts_mpi_is_refused_on_every_rank(script, ranks):
+    job = script(
+        """
+        from hpcfsdp.errors import LaunchError
+
+        def refused(kind, *texts, backend="hpcmpi", **arguments):
+            try:
+                dist.init_process_group(backend, **arguments)
+            except kind as error:
+                assert all(text in str(error) for text in texts), error
+            else:
+                raise AssertionError(arguments)
+            assert not dist.is_initialized()
+
+        for url in ("mpi://somewhere", "mpi://:29500", "mpi:///a/file", "mpi://?timeout=3"):
+            refused(LaunchError, url, "takes nothing more", init_method=url)
+        refused(LaunchError, "rank=7", "MPI has this process as rank", init_method="mpi://", rank=7)
+        refused(LaunchError, "world_size=9", "leave rank and world_size out", init_method="mpi://", world_size=9)
+        store = dist.HashStore()
+        refused(
+            LaunchError, "this process as rank 2 of 5", "use init_method='mpi://'", store=store, rank=2, world_size=5
+        )
+        if not torch.cuda.is_available():
+            refused((RuntimeError, ValueError), "NCCL", backend="nccl", init_method="mpi://")
+        dist.init_process_group("hpcmpi", init_method="mpi://")
+        print(dist.get_world_size())
+        """,
+        ranks=ranks,
+    )
+    assert words(job) == [str(max(ranks, 1))] * max(ranks, 1)
+
+
+def test_an_uncaught_error_of_one_rank_ends_a_stock_job(script):
+    job = script(
+        """
+        dist.init_process_group("hpcmpi", init_method="mpi://")
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("on purpose")
+        dist.barrier()
+        """,
+        ranks=3,
+    )
+    assert job.code != 0
+    assert job.stderr.count("ZeroDivisionError: on purpose") == 1
+    assert "hpcfsdp: rank 1 of 3 on " in job.stderr
+
+
+def test_in_detail_calls_are_compared_and_models_train(script):
+    job = script(
+        """
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.device_mesh import init_device_mesh
+
+        dist.init_process_group("hpcmpi", init_method="mpi://")
+        for model in (
+            torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2)),
+            fully_shard(torch.nn.Linear(3, 2), mesh=init_device_mesh("cpu", (2,))),
+        ):
+            model(torch.ones(1, 3)).sum().backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())
+        try:
+            if dist.get_rank() == 0:
+                dist.all_reduce(torch.ones(3))
+            else:
+                dist.broadcast(torch.ones(3), 0)
+        except hpcfsdp.errors.CommunicationError as error:
+            mine, theirs = "all_reduce(sum) of 3 x torch.float32", "broadcast from 0 of 3 x torch.float32"
+            if dist.get_rank() == 1:
+                mine, theirs = theirs, mine
+            assert f"rank {dist.get_rank()} calls {mine}" in str(error), error
+            assert f"rank {1 - dist.get_rank()} calls {theirs}" in str(error), error
+            print("named")
+        dist.group.WORLD.abort()
+        """,
+        head=HEAD + "import hpcfsdp.errors\n",
+        ranks=2,
+        environ={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+    )
+    assert words(job) == ["named", "named"]
+
+
+def test_a_hybrid_mesh_follows_the_nodes(script):
+    job = script(
+        """
+        from torch.distributed.fsdp import fully_shard
+
+        world = hpcfsdp.init("cpu", split_nodes=2)
+        assert (world.num_nodes, world.local_size, world.node_rank) == (2, 2, world.rank // 2)
+        mesh = world.mesh(replicate="nodes", shard="node")
+        assert mesh.mesh.tolist() == [[0, 1], [2, 3]] and mesh.mesh_dim_names == ("replicate", "shard")
+        inside, across = mesh.get_group("shard"), mesh.get_group("replicate")
+        assert all(hpcfsdp.mpi.NAME == dist.get_backend(group) for group in (inside, across))
+        assert inside.communicator.topology.num_nodes == 1 and across.communicator.topology.num_nodes == 2
+        model = fully_shard(torch.nn.Linear(3, 4), mesh=mesh)
+        model(torch.full((1, 3), world.rank + 1.0)).sum().backward()
+        assert model.weight.grad.full_tensor().tolist() == [[2.5] * 3] * 4, model.weight.grad
+        print(dist.get_world_size(inside), dist.get_world_size(across))
+        hpcfsdp.finalize()
+        """,
+        ranks=4,
+    )
+    assert words(job) == ["2"] * 8
