@@ -10,8 +10,26 @@ CONFIG_PREFIX = "HPCFSDP_"
 # What launchers say about the number of processes they started, the most specific first. SLURM's variable comes last:
 # it is also inherited by processes that an mpirun inside of an allocation started.
 _LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_LAUNCHER_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 # What a launcher sets for Open MPI: its own mpirun, or srun through PMIx or PMI2.
 _OPEN_MPI_MARKS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
+# What decides how MPI, NCCL and threads behave, and is often set wrongly or forgotten.
+_DIAGNOSTIC = (
+    *_LAUNCHER_SIZES,
+    *_LAUNCHER_RANKS,
+    "CUDA_VISIBLE_DEVICES",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "MPI4PY_RC_THREAD_LEVEL",
+    "MPICH_GPU_SUPPORT_ENABLED",
+    "NCCL_SOCKET_IFNAME",
+    "OMPI_ALLOW_RUN_AS_ROOT",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
+    "OMP_NUM_THREADS",
+    "SLURM_JOB_ID",
+    "SLURM_MPI_TYPE",
+    "SLURM_STEP_ID",
+)
 
 
 def launcher_size() -> tuple[str, int] | None:
@@ -21,6 +39,24 @@ def launcher_size() -> tuple[str, int] | None:
         if value.isdecimal():
             return name, int(value)
     return None
+
+
+def launcher_rank() -> int | None:
+    """The rank of this process according to the launcher, for use where MPI cannot be asked; None without one."""
+    values = (os.environ.get(name, "") for name in _LAUNCHER_RANKS)
+    return next((int(value) for value in values if value.isdecimal()), None)
+
+
+def launcher_ends_all() -> bool:
+    """Whether the launcher ends all processes as soon as one ends with an error. Open MPI's does."""
+    return "OMPI_COMM_WORLD_RANK" in os.environ
+
+
+def started_by_srun() -> bool:
+    """Whether SLURM's own launcher started this process, not an mpirun inside of an allocation."""
+    tasks, rank = os.environ.get("SLURM_STEP_NUM_TASKS"), os.environ.get("SLURM_PROCID")
+    size = launcher_size()
+    return size is not None and tasks == str(size[1]) and rank == str(launcher_rank())
 
 
 @contextlib.contextmanager
@@ -61,6 +97,11 @@ def threads_chosen() -> bool:
 def config_values() -> dict[str, str]:
     """Every ``HPCFSDP_*`` variable: the configuration given by the environment."""
     return {name: value for name, value in os.environ.items() if name.startswith(CONFIG_PREFIX)}
+
+
+def diagnostic_values() -> dict[str, str]:
+    """The variables that ``hpcfsdp doctor`` looks at, those that are set."""
+    return {name: os.environ[name] for name in _DIAGNOSTIC if name in os.environ}
 
 
 def colour_refused() -> bool:

@@ -13,7 +13,9 @@ from hpcfsdp.errors import HpcfsdpError, UsageError, nearest
 # verb -> module with main(arguments) -> exit code, and one line for the help
 VERBS = {
     "train": ("hpcfsdp.cli.train", "train a byte-level GPT (run it with mpirun or srun)"),
+    "bench": ("hpcfsdp.cli.bench", "measure against the peers (run it with mpirun or srun)"),
     "ls": ("hpcfsdp.cli.ls", "list checkpoints in a folder, or tensors in a checkpoint"),
+    "doctor": ("hpcfsdp.cli.doctor", "say what here would break a training (alone, or with mpirun or srun)"),
     "show": ("hpcfsdp.cli.show", "show what a checkpoint, or one tensor of it, holds"),
 }
 

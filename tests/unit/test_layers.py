@@ -22,7 +22,7 @@ LAYERS = [
     {"runtime"},
     {"api", "state", "fsdp", "wrap"},
     {"checkpoint"},
-    {"bench", "cli", "train", "__main__", ""},
+    {"bench", "cli", "doctor", "train", "__main__", ""},
 ]
 
 

@@ -1,0 +1,63 @@
+"""``hpcfsdp doctor``: what surrounds the process, a finding per line with what to do. Also for mpirun and srun."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from hpcfsdp import env
+from hpcfsdp.cli.arguments import Parser, print_json
+from hpcfsdp.doctor.examine import Diagnosis, examine
+from hpcfsdp.doctor.finding import Finding, summary
+from hpcfsdp.errors import UsageError
+
+_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
+_LEVEL_WIDTH, _AREA_WIDTH = 9, 11
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Collective over all processes of the job. Examine and print; the exit code is the same on every rank."""
+    parser = Parser(
+        "doctor",
+        "Look at Python, torch, MPI, HDF5, devices, cores and the network, and say what to do about each problem. "
+        "As a plain process, or on many ranks: mpirun -n 4 hpcfsdp doctor.",
+    )
+    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=60.0, help="for MPI to answer (default 60)")
+    options = parser.parse_args(arguments)
+    if not options.timeout > 0:
+        raise UsageError(f"--timeout must be a positive number of seconds, not {options.timeout:g}")
+    return examine(options.timeout, _print_as_json if options.json else _print_as_text)
+
+
+def _print_as_json(diagnosis: Diagnosis) -> None:
+    print_json(asdict(diagnosis))
+    sys.stdout.flush()
+
+
+def _print_as_text(diagnosis: Diagnosis) -> None:
+    """One line for each finding; on a terminal what to do stands below it."""
+    if sys.stdout.isatty() and env.launcher_rank() is None:  # mpirun gives its ranks terminals that lead anywhere
+        _print_on_terminal(diagnosis.findings)
+    else:
+        for finding in diagnosis.findings:
+            mend = f" -> {finding.mend}" if finding.mend else ""
+            print(f"{finding.level:{_LEVEL_WIDTH}}{finding.area:{_AREA_WIDTH}}{finding.what}{mend}".replace("\n", " "))
+    print(summary(diagnosis.findings), flush=True)
+
+
+def _print_on_terminal(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for width in (_LEVEL_WIDTH - 2, _AREA_WIDTH - 2):
+        table.add_column(min_width=width, no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        what = Text(finding.what)
+        if finding.mend:
+            what.append(f"\n-> {finding.mend}", style="bold")
+        table.add_row(Text(finding.level, style=_STYLES[finding.level]), Text(finding.area), what)
+    Console(no_color=env.colour_refused() or None, highlight=False).print(table)

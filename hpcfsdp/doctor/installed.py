@@ -1,0 +1,113 @@
+"""What the packages here are and can do. Most of it is found by loading them, which is the child's business."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "mpi4py", "h5py", "numpy", "psutil")
+
+
+def versions() -> dict[str, str | None]:
+    """The installed version of each of ``PACKAGES``, without loading it."""
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        found[name] = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def steps(*, initialise_mpi: bool) -> Iterator[dict[str, Any]]:
+    """Facts, one package after the other: loading the next one may end the process.
+
+    Args:
+        initialise_mpi: MPI runs in this process. Otherwise its library is loaded, without starting it.
+    """
+    if not initialise_mpi:
+        with contextlib.suppress(ImportError, AttributeError):
+            import mpi4py
+
+            mpi4py.rc.initialize = False
+    looks = {"torch": _torch, "h5py": _h5py, "library": _mpi_library}
+    if initialise_mpi:  # the library is there already; else it comes last, since it is the one that ends processes
+        looks = {"library": _mpi_library, **looks}
+    for name, look in looks.items():
+        yield {"stage": f"loading {name if name != 'library' else 'the MPI library'}"}
+        yield {name: look()}
+
+
+def _torch() -> dict[str, Any]:
+    try:
+        import torch
+    except Exception as error:
+        return {"error": _first_line(error)}
+    facts: dict[str, Any] = {
+        "version": importlib.metadata.version("torch"),
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "gpu_files": len(glob.glob("/dev/nvidia[0-9]*")) or int(Path("/dev/kfd").exists()),
+        "nccl": None,
+    }
+    if torch.version.cuda or torch.version.hip:
+        with contextlib.suppress(Exception):
+            facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return facts
+
+
+def _mpi_library() -> dict[str, Any]:
+    try:
+        from mpi4py import MPI
+    except Exception as error:
+        return {"error": _first_line(error)}
+    facts: dict[str, Any] = {
+        "text": MPI.Get_library_version().split("\n")[0].strip("\0 "),
+        "standard": ".".join(map(str, MPI.Get_version())),
+        "files": mpi_files(_maps()),
+        "thread_level": None,
+    }
+    if MPI.Is_initialized():
+        levels = {
+            MPI.THREAD_SINGLE: "single",
+            MPI.THREAD_FUNNELED: "funneled",
+            MPI.THREAD_SERIALIZED: "serialized",
+            MPI.THREAD_MULTIPLE: "multiple",
+        }
+        facts["thread_level"] = levels[MPI.Query_thread()]
+    return facts
+
+
+def _h5py() -> dict[str, Any]:
+    known = set(mpi_files(_maps()))
+    try:
+        import h5py
+
+        return {
+            "version": h5py.__version__,
+            "hdf5": h5py.version.hdf5_version,
+            "mpi": bool(h5py.get_config().mpi),
+            "other_mpi_files": sorted(set(mpi_files(_maps())) - known) if known else [],
+        }
+    except Exception as error:
+        return {"error": _first_line(error)}
+
+
+def mpi_files(maps: str) -> list[str]:
+    """The MPI libraries among the files that a process has mapped (the text of ``/proc/self/maps``)."""
+    return sorted(set(re.findall(r"(/\S*/libmpi(?:ch)?(?:_\w+)?\.so\S*)", maps)))
+
+
+def _maps() -> str:
+    try:
+        return Path("/proc/self/maps").read_text()
+    except OSError:
+        return ""
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,112 @@
+"""What all ranks together know: places, cores, devices, the way to each other, its speed. Runs in the child."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hpcfsdp import env, world as worlds
+from hpcfsdp.doctor import bandwidth, installed
+from hpcfsdp.doctor.spans import spans
+from hpcfsdp.errors import HpcfsdpError, LaunchError
+from hpcfsdp.launch import device as devices, rendezvous
+
+
+def steps(limit_s: float) -> Iterator[dict[str, Any]]:
+    """Collective over all processes of the job. Facts, each stage announced; equal on all ranks."""
+    yield {"stage": "finding the nodes"}
+    job = worlds.job()
+    topology = job.topology
+    table = job.comm.allgather(_of_this_rank(topology.local_rank(job.comm.rank)))
+    yield {"nodes": [list(node) for node in topology.nodes], "ranks": table}
+
+    yield {"stage": "connecting the ranks by TCP"}
+    network: dict[str, Any] = {"address": None, "error": None}
+    try:
+        single = topology.num_nodes == 1
+        store, network["address"] = rendezvous.open_store(job.comm, single_node=single, timeout_s=limit_s)
+        del store
+    except LaunchError as error:
+        network["error"] = str(error)
+    yield {"network": network}
+    if network["error"] is not None:
+        return
+
+    on_gpu = all_on_gpus_of_their_own(table)
+    yield {"stage": f"hpcfsdp.init on {'GPUs' if on_gpu else 'the CPU'}"}
+    try:
+        world = worlds.init(None if on_gpu else "cpu", timeout_s=limit_s)
+    except HpcfsdpError as error:
+        yield {"init_error": str(error)}
+        raise
+    threads = world.comm.allgather(torch.get_num_threads())
+    yield {"device": world.device.type, "ranks": [row | {"threads": n} for row, n in zip(table, threads, strict=True)]}
+
+    yield {"stage": "allocating shared memory"}
+    memory = bandwidth.shared_memory(world)
+    yield {"shared_memory": memory}
+    yield {"stage": "an all-gather and a reduce-scatter"}
+    yield {"bandwidth": bandwidth.measure(world, shared=memory["error"] is None)}
+    worlds.finalize()
+
+
+def all_on_gpus_of_their_own(table: list[dict[str, Any]]) -> bool:
+    """Whether ``hpcfsdp.init`` will put every rank on a GPU, and no two on the same."""
+    uuids = [row["gpu"]["uuid"] for row in table if row["gpu"]]
+    return len(uuids) == len(table) == len(set(uuids))
+
+
+def _of_this_rank(local_rank: int) -> dict[str, Any]:
+    return {
+        "host": env.host_name(),
+        "python": sys.version.split()[0],
+        "packages": installed.versions(),
+        "cores": spans(os.sched_getaffinity(0)),
+        "node_cores": os.cpu_count(),
+        "omp_num_threads": env.diagnostic_values().get("OMP_NUM_THREADS"),
+        "interfaces": _interfaces(),
+        "shm_bytes": _shm_bytes(),
+        **_gpu(local_rank),
+    }
+
+
+def _gpu(local_rank: int) -> dict[str, Any]:
+    facts: dict[str, Any] = {"gpus_visible": 0, "gpu": None, "gpu_error": None}
+    try:
+        facts["gpus_visible"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if facts["gpus_visible"]:
+            device = devices.choose(None, local_rank)
+            properties = torch.cuda.get_device_properties(device)
+            facts["gpu"] = {
+                "device": str(device),
+                "name": properties.name,
+                "uuid": str(properties.uuid),
+                "bytes": properties.total_memory,
+            }
+    except (RuntimeError, LaunchError) as error:
+        facts["gpu_error"] = str(error).splitlines()[0]
+    return facts
+
+
+def _interfaces() -> dict[str, list[str]]:
+    import psutil
+
+    found: dict[str, list[str]] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        addresses = [entry.address for entry in entries if entry.family == socket.AF_INET]
+        if addresses:
+            found[name] = addresses
+    return found
+
+
+def _shm_bytes() -> int | None:
+    with contextlib.suppress(OSError):
+        room = os.statvfs("/dev/shm")
+        return room.f_frsize * room.f_blocks
+    return None

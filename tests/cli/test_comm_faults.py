@@ -1,0 +1,63 @@
+"""A rank that is killed while others wait for it in a collective: the whole job ends, and nothing is left behind."""
+
+import os
+import time
+
+import psutil
+import pytest
+
+SCRIPT = """
+import sys, time
+import torch
+import hpcfsdp
+
+world = hpcfsdp.init("cpu", split_nodes={nodes})
+comm = world.communicator
+full = comm.alloc(4 * comm.size, torch.float32, gathered=True)
+inputs = comm.alloc(4 * comm.size, torch.float32)
+big = torch.ones(1 << 20)
+comm.all_gather_into_tensor(full, torch.ones(4))
+comm.all_reduce(inputs, "sum")
+comm.barrier()
+open(f"ready-{{world.rank}}", "w").close()
+if world.rank == 1:
+    time.sleep(100)
+{call}
+print("went on", flush=True)
+"""
+
+CALLS = {
+    "claiming a window": (1, "comm.claim(full)"),
+    "gathering into a window": (1, "comm.all_gather_into_tensor(full, torch.ones(4))"),
+    "gathering from other nodes": (3, "comm.all_gather_into_tensor(full, torch.ones(4))"),
+    "reducing a window": (1, "comm.reduce_scatter_tensor(torch.empty(4), inputs, 'sum')"),
+    "reducing by messages": (1, "comm.all_reduce(big, 'sum')"),
+    "receiving a broadcast": (1, "comm.broadcast(big, 1)"),
+    "making memory": (1, "comm.alloc(8, torch.float32)"),
+    "a barrier": (1, "comm.barrier()"),
+}
+
+
+@pytest.mark.parametrize(("nodes", "call"), CALLS.values(), ids=CALLS)
+def test_a_rank_killed_while_others_wait_for_it_ends_the_job(start, tmp_path, nodes, call):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(call=call, nodes=nodes))
+    job = start(script, ranks=3)
+    job.wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 3)
+    family = psutil.Process(job.process.pid).children(recursive=True)
+    victim = next(rank for rank in job.ranks() if number_of(rank) == 1)
+    time.sleep(0.3)  # the others come to wait
+    victim.kill()
+    killed = time.monotonic()
+    job.wait(20)
+    assert job.code != 0
+    assert time.monotonic() - killed < 10
+    assert "went on" not in job.stdout
+    assert not [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("hpcfsdp-")]
+
+
+def number_of(process):
+    """The rank of a process, as its launcher has told it."""
+    environ = process.environ()
+    return int(environ.get("OMPI_COMM_WORLD_RANK") or environ["PMI_RANK"])

@@ -1,0 +1,187 @@
+"""The doctor as users run it: alone, under mpirun, and where MPI or one rank fails."""
+
+import json
+import os
+import time
+
+import psutil
+import pytest
+
+REPLACED = """
+from types import SimpleNamespace
+rc = SimpleNamespace(initialize=True)
+"""
+REAL_EXCEPT_ON_RANK_1 = """
+import os, sys, time
+here = os.path.dirname(os.path.dirname(__file__))
+sys.path.remove(here)
+del sys.modules["mpi4py"]
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    {action}
+import mpi4py as real
+sys.modules["mpi4py"] = real
+"""
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """``fake(package, MPI)``: variables with which Python finds an mpi4py of this source."""
+
+    def write(package, module=""):
+        folder = tmp_path / "fake" / "mpi4py"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text(package)
+        (folder / "MPI.py").write_text(module)
+        return {"PYTHONPATH": str(folder.parent)}
+
+    return write
+
+
+def levels(report):
+    return {(finding["area"], finding["level"]) for finding in report["findings"]}
+
+
+def of(report, area):
+    return next(finding for finding in report["findings"] if finding["area"] == area)
+
+
+def test_a_plain_process(hpcfsdp):
+    done = hpcfsdp("doctor")
+    assert (done.code, done.stderr) == (0, "")
+    *lines, last = done.stdout.splitlines()
+    assert {line.split()[0] for line in lines} <= {"ok", "note", "warning"}
+    areas = [line.split()[1] for line in lines]
+    wanted = ["python", "torch", "mpi4py", "h5py", "hdf5", "mpi", "nodes", "devices", "binding", "network", "memory"]
+    assert [area for area in areas if area in wanted] == wanted
+    assert lines[-1].endswith("-> to measure: mpirun -n 2 python -m hpcfsdp doctor")
+    assert last.endswith("ready to train")
+    assert "\x1b" not in done.stdout
+
+
+def test_json_of_a_plain_process(hpcfsdp):
+    done = hpcfsdp("doctor", "--json")
+    assert (done.code, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert set(report) == {"findings", "facts", "ranks"}
+    assert set(of(report, "mpi")) == {"area", "level", "what", "mend"}
+    assert report["facts"]["world"] == {"rank": 0, "size": 1}
+    (rank,) = report["ranks"]
+    assert (rank["rank"], rank["packages"]) == (0, report["facts"]["packages"])
+
+
+def test_two_ranks_give_one_report_with_bandwidth(hpcfsdp):
+    done = hpcfsdp("doctor", "--json", ranks=2)
+    assert done.code == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert report["facts"]["nodes"] == [[0, 1]]
+    assert of(report, "memory")["what"].startswith("ranks share memory")
+    measured = report["facts"]["bandwidth"]
+    kinds = [f"{kind}{where}" for where in ("", " in shared memory") for kind in ("all-gather", "reduce-scatter")]
+    assert list(measured) == kinds
+    assert all(result["correct"] and result["gb_per_s"] > 0 for result in measured.values())
+
+
+def test_text_of_ranks_is_plain_although_mpirun_gives_them_terminals(hpcfsdp):
+    done = hpcfsdp("doctor", ranks=2)
+    assert done.code == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    assert sum(line.startswith("ok       mpi ") for line in done.stdout.splitlines()) == 1
+    assert done.stdout.splitlines()[-1].endswith("ready to train")
+
+
+def test_a_problem_on_many_ranks_is_told_once_and_ends_all_with_3(hpcfsdp):
+    done = hpcfsdp("doctor", "--json", ranks=2, environ={"MPI4PY_RC_THREAD_LEVEL": "single"})
+    assert done.code == 3
+    report = json.loads(done.stdout)
+    assert {finding["area"] for finding in report["findings"] if finding["level"] == "problem"} == {"mpi"}
+    assert "thread level single" in done.stdout
+    assert len(report["ranks"]) == 2
+    assert "hpcfsdp:" not in done.stderr
+
+
+def test_help_needs_no_mpi(hpcfsdp, fake):
+    done = hpcfsdp("doctor", "--help", environ=fake("raise SystemExit('MPI was loaded')"))
+    assert done.code == 0, done.stderr
+    assert "--timeout SECONDS" in done.stdout
+
+
+def test_a_wrong_time_limit(hpcfsdp):
+    done = hpcfsdp("doctor", "--timeout", "0")
+    assert (done.code, done.stdout) == (2, "")
+    assert "--timeout must be a positive number" in done.stderr
+
+
+def test_a_login_node_where_mpi_aborts(hpcfsdp, fake):
+    abort = "import os, sys\nprint('no fabric here', file=sys.stderr, flush=True)\nos.abort()"
+    done = hpcfsdp("doctor", "--json", environ=fake(REPLACED, abort))
+    assert (done.code, done.stderr) == (3, "")
+    report = json.loads(done.stdout)
+    finding = of(report, "mpi")
+    assert finding["what"] == ("initialising MPI ended the process (signal 6, SIGABRT); it printed: no fabric here")
+    assert "login node" in finding["mend"]
+    assert "srun -n 2 python -m hpcfsdp doctor" in finding["mend"]
+    assert {("torch", "ok"), ("h5py", "ok")} <= levels(report)  # told all the same
+    assert report["ranks"] == []
+
+
+def test_an_mpi_that_hangs(hpcfsdp, fake):
+    began = time.monotonic()
+    done = hpcfsdp("doctor", "--timeout", "3", environ=fake(REPLACED, "import time\ntime.sleep(1000)"))
+    assert done.code == 3
+    assert "initialising MPI gave no answer within 3 s" in done.stdout
+    assert "MPI.py" in done.stdout  # where it hangs
+    assert time.monotonic() - began < 30
+
+
+def test_an_mpi_library_that_is_missing(hpcfsdp, fake):
+    environ = fake(REPLACED, "raise RuntimeError('cannot load MPI library\\nlibmpi.so.40: no such file')")
+    done = hpcfsdp("doctor", environ=environ)
+    assert (done.code, done.stderr) == (3, "")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("problem")]
+    assert "cannot load MPI library libmpi.so.40: no such file -> load or install an MPI" in line
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ranks_that_mpi_does_not_hear_of_print_once(hpcfsdp, rank):
+    environ = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": rank, "SLURM_JOB_ID": "7"}
+    done = hpcfsdp("doctor", environ=environ)
+    assert (done.code, done.stderr) == (3, "")
+    if rank == "0":
+        assert "the launcher started 4 processes (SLURM_STEP_NUM_TASKS=4)" in done.stdout
+        assert "job 7" in done.stdout
+    else:
+        assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("action", "failure"),
+    [
+        ("os.abort()", "initialising MPI ended the process (signal 6, SIGABRT)"),
+        ("from mpi4py import MPI; os.kill(os.getpid(), 11)", "initialising MPI ended the process (signal 11, SIGSEGV)"),
+        ("time.sleep(1000)", "initialising MPI gave no answer within 8 s"),
+    ],
+    ids=["before MPI", "after MPI", "hangs"],
+)
+def test_one_rank_that_fails_is_named_and_rank_0_still_reports(start, fake, action, failure):
+    environ = fake(REAL_EXCEPT_ON_RANK_1.format(action=action))
+    job = start("-m", "hpcfsdp", "doctor", "--json", "--timeout", "8", ranks=2, environ=environ)
+    job.wait_for(lambda: len(job.ranks()) >= 3)  # rank 0 with its child, and rank 1
+    family = psutil.Process(job.process.pid).children(recursive=True)
+    job.wait()
+    assert job.code == 3
+    assert f"hpcfsdp: rank 1 on {os.uname().nodename.split('.')[0]}: {failure}" in job.stderr
+    finding = of(json.loads(job.stdout), "mpi")
+    assert finding["level"] == "problem"
+    assert "gave no answer within 8 s" in finding["what"]
+    assert "other ranks" in finding["mend"]
+    alive = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not alive
+
+
+def test_all_ranks_whose_mpi_aborts_end_at_once_with_one_report(hpcfsdp, fake):
+    began = time.monotonic()
+    done = hpcfsdp("doctor", "--json", ranks=2, environ=fake(REPLACED, "import os\nos.abort()"))
+    assert done.code == 3
+    assert of(json.loads(done.stdout), "mpi")["level"] == "problem"
+    assert time.monotonic() - began < 40

@@ -1,0 +1,745 @@
+"""Memory that the ranks of a node share: what collectives on it give, and the protocol by which ranks take turns.
+
+Nodes are imagined: ranks of one machine are told that they are on several.
+"""
+
+import ast
+import inspect
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpcfsdp.comm import messages, shared, window as windows
+from hpcfsdp.comm.communicator import segment
+from hpcfsdp.comm.mpi import MpiCommunicator
+from hpcfsdp.comm.topology import Topology
+from hpcfsdp.errors import CommunicationError
+
+MIB = 1 << 20
+
+
+def machines(size):
+    """Different machines of so many ranks."""
+    made = [
+        Topology.regular(1, size),
+        Topology.regular(size, 1),
+        *(Topology.uneven([size - k, k]) for k in range(1, size)),
+        *(Topology.uneven([k, size - k]) for k in range(1, size)),
+        Topology.from_labels([rank % 2 for rank in range(size)]),
+        Topology.from_labels([rank % 3 for rank in range(size)]),
+    ]
+    return list(dict.fromkeys(made))
+
+
+@pytest.fixture
+def make(world):
+    """``make(topology, **options)``: an ``MpiCommunicator`` over all ranks that may be broken by the test."""
+    made = []
+
+    def make_communicator(topology=None, **options):
+        topology = topology or Topology.regular(1, world.size)
+        made.append(MpiCommunicator(world.comm.Dup(), topology, **options))
+        return made[-1]
+
+    yield make_communicator
+    for communicator in made:
+        communicator.abandon()
+
+
+@pytest.fixture
+def several(world):
+    if world.size == 1:
+        pytest.skip("one rank shares memory with nobody")
+
+
+def held(rank, numel, turn=0, dtype=torch.float32):
+    """What a rank holds in a turn: whole numbers, so that sums are exact whatever their order."""
+    return (torch.arange(numel) % 7 + 10 * rank + 100 * turn).to(dtype)
+
+
+# What collectives give
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int64], ids=str)
+@pytest.mark.parametrize("numel", [1, 5, 3000])
+def test_every_machine_gathers_and_reduces_as_plain_memory_does(world, make, dtype, numel):
+    plain = make(Topology.regular(world.size, 1))
+    for topology in machines(world.size):
+        comm = make(topology)
+        full, inputs = comm.alloc(numel * comm.size, dtype, gathered=True), comm.alloc(numel * comm.size, dtype)
+        assert not full.to(torch.float32).any()
+        for turn in range(3):
+            shard = (held(comm.rank, numel, turn) % 5).to(dtype)
+            expected = torch.empty(numel * comm.size, dtype=dtype)
+            plain.all_gather_into_tensor(expected, shard)
+            comm.claim(full)
+            if turn % 2:
+                segment(full, comm).copy_(shard)
+                comm.all_gather_into_tensor(full, segment(full, comm))
+            else:
+                comm.all_gather_into_tensor(full, shard)
+            assert torch.equal(full.double(), expected.double()), topology
+            comm.release(full)
+
+            given = (held(comm.rank, numel * comm.size, turn) % 3).to(dtype)
+            for op in ("sum", "max"):
+                outputs = []
+                for communicator, memory in ((plain, given.clone()), (comm, inputs)):
+                    memory.copy_(given)
+                    output = torch.empty(numel, dtype=dtype)
+                    communicator.reduce_scatter_tensor(output, memory, op)
+                    assert torch.equal(memory.double(), given.double())
+                    communicator.all_reduce(memory, op)
+                    outputs.append((output, memory.clone()))
+                assert torch.equal(outputs[0][0].double(), outputs[1][0].double()), (topology, op)
+                assert torch.equal(outputs[0][1].double(), outputs[1][1].double()), (topology, op)
+
+
+def test_values_are_rounded_once_whatever_the_nodes_are(world, make):
+    for topology in machines(world.size):
+        comm = make(topology)
+        inputs = comm.alloc(comm.size, torch.bfloat16)
+        inputs.fill_(256.0 if comm.rank == 0 else 1.0)  # 256 + 1 is 256 in bfloat16
+        output = torch.empty(1)
+        comm.reduce_scatter_tensor(output, inputs, "sum")
+        assert output.item() == 255.0 + comm.size, topology
+        wide = comm.alloc(comm.size, torch.float32)
+        wide.fill_(257.0)  # 256 in bfloat16
+        comm.reduce_scatter_tensor(output, wide, "average", wire=torch.bfloat16)
+        assert output.item() == 256.0, topology
+        assert set(wide.tolist()) == {257.0}
+
+
+def test_an_all_reduce_is_bitwise_the_same_on_all_ranks_and_each_time(world, make):
+    for topology in machines(world.size):
+        comm = make(topology)
+        memory = comm.alloc(1001, torch.float32)
+        results = []
+        for _ in range(2):
+            memory.copy_(torch.randn(1001, generator=torch.Generator().manual_seed(comm.rank)))
+            comm.all_reduce(memory, "average")
+            results.append(memory.numpy().tobytes())
+        assert len({*world.comm.allgather(results[0]), *world.comm.allgather(results[1])}) == 1, topology
+
+
+# Memory
+
+
+def memory_shared_by(kind, world):
+    """MiB of shared memory that all ranks together hold, each page counted once."""
+    world.comm.Barrier()
+    text = Path("/proc/self/smaps_rollup").read_text()
+    mine = sum(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{kind}:"))
+    world.comm.Barrier()
+    return world.comm.allreduce(mine) / 1024
+
+
+def mapped(name):
+    return Path("/proc/self/maps").read_text().count(name)
+
+
+def test_a_node_holds_gathered_memory_once_and_gives_it_back(world, make):
+    comm = make()
+    world.comm.Barrier()
+    before = memory_shared_by("Pss_Shmem", world)
+    full = comm.alloc(6 * MIB, torch.float32, gathered=True)
+    numel = full.numel() // comm.size
+    segment(full, comm).fill_(comm.rank + 1.0)
+    comm.all_gather_into_tensor(full, segment(full, comm))
+    assert full[::numel].tolist()[: comm.size] == [rank + 1.0 for rank in range(comm.size)]
+    assert full.sum() == numel * comm.size * (comm.size + 1) / 2  # reads every page
+    assert abs(memory_shared_by("Pss_Shmem", world) - before - 24) < 2
+    comm.release(full)
+    comm.free(full)
+    assert abs(memory_shared_by("Pss_Shmem", world) - before - 24) < 2  # the tensor is still there
+    del full
+    assert abs(memory_shared_by("Pss_Shmem", world) - before) < 2
+    assert mapped("memfd:hpcfsdp") == 0
+
+
+def test_memory_to_reduce_is_held_once_for_each_rank(world, make):
+    comm = make()
+    before = memory_shared_by("Pss_Shmem", world)
+    inputs = comm.alloc(2 * MIB * comm.size, torch.float32)
+    inputs.fill_(1.0)
+    output = torch.empty(2 * MIB)
+    comm.reduce_scatter_tensor(output, inputs, "sum")
+    assert abs(memory_shared_by("Pss_Shmem", world) - before - 8 * comm.size**2) < 2
+    comm.close()
+    del inputs
+    assert abs(memory_shared_by("Pss_Shmem", world) - before) < 2
+
+
+def test_a_write_of_one_rank_is_seen_by_its_neighbours_alone(world, make):
+    for topology in machines(world.size):
+        comm = make(topology)
+        full = comm.alloc(comm.size, torch.int64, gathered=True)
+        segment(full, comm).fill_(comm.rank + 1)
+        world.comm.Barrier()
+        neighbours = topology.node_of(comm.rank)
+        assert full.tolist() == [rank + 1 if rank in neighbours else 0 for rank in range(comm.size)], topology
+        world.comm.Barrier()
+
+
+def test_gathering_in_place_returns_the_very_memory_of_the_shard(make):
+    comm = make()
+    full = comm.alloc(4 * comm.size, torch.float32, gathered=True)
+    own = segment(full, comm)
+    assert own.data_ptr() == full.data_ptr() + comm.rank * 16
+    own.fill_(comm.rank)
+    comm.all_gather_into_tensor(full, own)
+    assert full.tolist() == [float(rank) for rank in range(comm.size) for _ in range(4)]
+
+
+def test_many_windows_live_side_by_side(make):
+    comm = make()
+    held_at_a_time = [comm.alloc(comm.size * n, torch.float32, gathered=True) for n in range(1, 9)]
+    for n, full in enumerate(held_at_a_time, 1):
+        comm.all_gather_into_tensor(full, torch.full((n,), float(10 * n + comm.rank)))
+    for n, full in enumerate(held_at_a_time, 1):
+        assert full.tolist() == [float(10 * n + rank) for rank in range(comm.size) for _ in range(n)]
+    for full in held_at_a_time[::2]:
+        comm.free(full)
+    comm.all_gather_into_tensor(held_at_a_time[1], torch.full((2,), -1.0))
+    assert set(held_at_a_time[1].tolist()) == {-1.0}
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_empty_memory_is_no_special_case(make, gathered):
+    comm = make()
+    empty = comm.alloc(0, torch.float32, gathered=gathered)
+    assert empty.numel() == 0
+    comm.all_gather_into_tensor(empty, torch.empty(0))
+    comm.reduce_scatter_tensor(torch.empty(0), empty, "sum")
+    comm.all_reduce(empty, "sum")
+    comm.claim(empty)
+    comm.release(empty)
+    comm.free(empty)
+
+
+def test_only_what_alloc_gave_can_be_freed_and_only_once(make):
+    comm, other = make(), make()
+    mine, foreign = comm.alloc(8, torch.float32), other.alloc(8, torch.float32)
+    comm.free(mine)
+    for tensor in (mine, foreign, torch.empty(8)):
+        with pytest.raises(CommunicationError) as caught:
+            comm.free(tensor)
+        assert str(caught.value) == (
+            f"free on rank {comm.rank}: this tensor of 8 x torch.float32 did not come from alloc of this communicator, "
+            "or was freed before"
+        )
+    mine.fill_(1.0)  # freed memory is plain memory as long as somebody holds it
+    comm.all_reduce(mine, "sum")
+    assert mine.tolist() == [float(comm.size)] * 8
+
+
+def test_sizes_that_cannot_be_are_refused(make):
+    comm = make()
+    with pytest.raises(CommunicationError, match=f"alloc on rank {comm.rank}: -1 elements are no size"):
+        comm.alloc(-1, torch.float32)
+    if comm.size > 1:
+        with pytest.raises(CommunicationError, match=f"elements are not {comm.size} equal segments"):
+            comm.alloc(comm.size + 1, torch.float32, gathered=True)
+
+
+@pytest.mark.parametrize("what", ["numel", "dtype", "gathered"])
+def test_ranks_that_ask_for_different_memory_are_told_on_every_node(several, world, make, what):
+    for topology in machines(world.size):
+        comm = make(topology)
+        odd = world.rank == world.size - 1
+        with pytest.raises(CommunicationError) as caught:
+            comm.alloc(
+                2 * comm.size * (1 + (odd and what == "numel")),
+                torch.float16 if odd and what == "dtype" else torch.bfloat16,
+                gathered=odd and what == "gathered",
+            )
+        asked = f"alloc of {2 * comm.size} x torch.bfloat16"
+        other = {
+            "numel": f"alloc of {4 * comm.size} x torch.bfloat16",
+            "dtype": f"alloc of {2 * comm.size} x torch.float16",
+            "gathered": f"{asked}, gathered",
+        }[what]
+        mine, theirs, peer = (other, asked, 0) if odd else (asked, other, world.size - 1)
+        assert str(caught.value) == (
+            f"rank {world.rank} calls {mine}, but rank {peer} calls {theirs}: all ranks must ask for the same"
+        )
+        comm.alloc(4, torch.float32)  # and memory can be had as before
+
+
+def failing(path, nbytes):
+    raise OSError("not here")
+
+
+def elsewhere(path, nbytes):
+    """What another process with the same id, in a namespace of its own, would find there."""
+    if path is None:
+        return UNNAMED(path, nbytes)
+    return os.memfd_create("another"), path, None
+
+
+UNNAMED = windows._open_unnamed
+
+
+@pytest.mark.parametrize("culprit", ["first", "last"])
+@pytest.mark.parametrize("opener", [failing, elsewhere])
+def test_a_named_file_serves_where_processes_do_not_see_each_other(several, world, make, monkeypatch, culprit, opener):
+    if world.rank == (0 if culprit == "first" else world.size - 1):
+        monkeypatch.setattr(windows, "_open_unnamed", opener)
+    comm = make()
+    full = comm.alloc(4 * comm.size, torch.float32, gathered=True)
+    falls_back = culprit == "last" or opener is failing
+    assert mapped("/dev/shm/hpcfsdp-") == (1 if falls_back else 0)
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("hpcfsdp-")]
+    comm.all_gather_into_tensor(full, torch.full((4,), float(comm.rank)))
+    assert full.tolist() == [float(rank) for rank in range(comm.size) for _ in range(4)]
+    comm.close()
+    del full
+    assert mapped("/dev/shm/hpcfsdp-") == 0
+
+
+@pytest.mark.parametrize("culprit", ["first", "last"])
+def test_memory_that_cannot_be_shared_is_an_error_on_every_rank(several, world, make, monkeypatch, culprit):
+    odd = 0 if culprit == "first" else world.size - 1
+    for topology in (Topology.regular(1, world.size), Topology.uneven([world.size - 1, 1])):
+        if len(topology.node_of(odd)) == 1:  # it shares memory with nobody
+            continue
+        comm = make(topology)
+        with monkeypatch.context() as patch:
+            if world.rank == odd:
+                patch.setattr(windows, "_open_unnamed", failing)
+                patch.setattr(windows, "_open_named", failing)
+            with pytest.raises(CommunicationError) as caught:
+                comm.alloc(8, torch.float32)
+        local = topology.local_rank(odd)
+        assert str(caught.value).startswith("alloc of 8 x torch.float32: ")
+        assert str(caught.value).endswith(
+            f"bytes of memory could not be shared on this node: local rank {local}: not here; with a file in /dev/shm: "
+            f"local rank {local}: not here"
+        )
+        assert not [name for name in os.listdir("/dev/shm") if name.startswith("hpcfsdp-")]
+        assert comm.alloc(8, torch.float32).tolist() == [0.0] * 8
+
+
+def test_a_full_shared_folder_is_an_error_and_leaves_nothing(several, world, make, monkeypatch):
+    def full(fd, offset, nbytes):
+        raise OSError("no space left")
+
+    if world.rank == 0:
+        monkeypatch.setattr(windows, "_open_unnamed", failing)
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    comm = make()
+    with pytest.raises(CommunicationError, match="with a file in /dev/shm: local rank 0: no space left"):
+        comm.alloc(8, torch.float32)
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("hpcfsdp-")]
+
+
+# Ranks that call something else, or not at all
+
+
+DIFFERENT = {
+    "operation": (
+        lambda comm, memory: comm.all_reduce(memory, "sum"),
+        lambda comm, memory: comm.reduce_scatter_tensor(torch.empty(memory.numel() // comm.size), memory, "sum"),
+    ),
+    "reduction": (
+        lambda comm, memory: comm.all_reduce(memory, "sum"),
+        lambda comm, memory: comm.all_reduce(memory, "max"),
+    ),
+    "numel": (
+        lambda comm, memory: comm.all_reduce(memory, "sum"),
+        lambda comm, memory: comm.all_reduce(memory[:3], "sum"),
+    ),
+    "wire": (
+        lambda comm, memory: comm.reduce_scatter_tensor(torch.empty(2), memory, "sum", wire=torch.bfloat16),
+        lambda comm, memory: comm.reduce_scatter_tensor(torch.empty(2), memory, "sum"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_calls_that_differ_on_the_same_memory_are_told_on_every_rank(several, world, make, what):
+    comm = make(timeout_s=10)
+    memory = comm.alloc(2 * comm.size, torch.float32)
+    for odd in (0, world.size - 1):
+        with pytest.raises(CommunicationError) as caught:
+            DIFFERENT[what][world.rank == odd](comm, memory)
+        texts = world.comm.allgather(str(caught.value))
+        # "rank 0 calls THIS, but rank 1 calls THAT on the same memory: ..."
+        for rank, text in enumerate(texts):
+            mine, _, rest = text.partition(", but rank ")
+            peer, _, theirs = rest.removesuffix(" on the same memory: all ranks must call the same").partition(
+                " calls "
+            )
+            assert mine.startswith(f"rank {rank} calls ")
+            assert (rank == odd) != (int(peer) == odd)
+            assert mine.removeprefix(f"rank {rank} calls ") != theirs
+            assert texts[int(peer)].startswith(f"rank {peer} calls {theirs}")
+        memory.fill_(1.0)
+        comm.all_reduce(memory, "sum")  # the memory is as good as before
+        assert memory.tolist() == [float(comm.size)] * memory.numel()
+
+
+def test_two_collectives_on_one_window_at_a_time_are_refused(several, world, make):
+    comm = make()
+    memory = comm.alloc(2 * comm.size, torch.float32)
+    memory.fill_(1.0)
+    if world.rank == 0:
+        first = comm.all_reduce(memory, "sum", async_op=True)
+        with pytest.raises(CommunicationError, match="another collective on the same memory is still under way"):
+            comm.all_reduce(memory, "sum")
+        world.comm.Barrier()
+        first.wait()
+    else:
+        world.comm.Barrier()
+        comm.all_reduce(memory, "sum")
+    assert memory.tolist() == [float(comm.size)] * memory.numel()
+
+
+def test_gathered_memory_is_gathered_as_a_whole(make):
+    comm = make()
+    full = comm.alloc(4 * comm.size, torch.float32, gathered=True)
+    with pytest.raises(CommunicationError) as caught:
+        comm.all_gather_into_tensor(full[: 2 * comm.size], torch.empty(2))
+    assert str(caught.value).endswith(
+        f"gathered memory of {4 * comm.size} elements can only be gathered as a whole, not {2 * comm.size} of them"
+    )
+
+
+def test_a_rank_that_does_not_come_to_a_window_is_named(several, world, make):
+    comm, missing = make(timeout_s=0.25), world.size - 1
+    numel = 2 * comm.size
+    fulls = [comm.alloc(numel, torch.float32, gathered=True) for _ in range(3)]
+    inputs = [comm.alloc(numel, torch.float32) for _ in range(2)]
+    comm.all_gather_into_tensor(fulls[2], torch.ones(2))
+    if world.rank != missing:
+        for name, call in {
+            "all_gather_into_tensor of 2 x torch.float32": lambda: comm.all_gather_into_tensor(fulls[0], torch.ones(2)),
+            "reduce_scatter_tensor(sum) of": lambda: comm.reduce_scatter_tensor(torch.empty(2), inputs[0], "sum"),
+            "all_reduce(max) of": lambda: comm.all_reduce(inputs[1], "max"),
+            f"claim of {numel} x torch.float32": lambda: comm.claim(fulls[2]),
+        }.items():
+            with pytest.raises(CommunicationError) as caught:
+                call()
+            assert str(caught.value).startswith(name)
+            assert f" on rank {world.rank}: waited 0.25 s for rank(s) {missing}, which did not" in str(caught.value)
+    world.comm.Barrier()
+
+
+# The protocol
+
+
+class Dice:
+    """Sleeps of random length at random moments; each rank has its own."""
+
+    def __init__(self, seed):
+        self._random = random.Random(seed)
+
+    def sleep(self, chance=0.3):
+        if self._random.random() < chance:
+            time.sleep(self._random.random() ** 3 * 0.003)
+
+
+@pytest.fixture
+def delays(world, monkeypatch):
+    """Delays before and after everything by which ranks meet."""
+    dice = Dice(world.rank)
+
+    def delay(holder, name, chance=0.3):
+        original = getattr(holder, name)
+
+        def delayed(*arguments, **options):
+            dice.sleep(chance)
+            result = original(*arguments, **options)
+            dice.sleep(chance)
+            return result
+
+        monkeypatch.setattr(holder, name, delayed)
+
+    delay(windows.Window, "_set")
+    delay(windows.Window, "arrive")
+    delay(windows.Window, "_reached", 0.01)
+    delay(windows.Window, "note_of", 0.1)
+    delay(shared, "_in_region")
+    delay(shared, "reduce_into")
+    delay(messages.Mail, "send")
+    delay(messages.Mail, "receive")
+    delay(messages.Mail, "holds", 0.01)
+    return dice
+
+
+ROUNDS = 20
+
+
+def test_gathered_memory_is_right_under_delays(world, make, delays):
+    for topology in machines(world.size):
+        comm = make(topology)
+        numel = 50
+        full, own_turn = comm.alloc(numel * comm.size, torch.float32, gathered=True), 0
+        for turn in range(1, ROUNDS):
+            expected = torch.cat([held(rank, numel, turn) for rank in range(comm.size)])
+            delays.sleep()
+            if turn % 3 == 0:
+                comm.all_gather_into_tensor(full, held(comm.rank, numel, turn))
+            else:
+                if own_turn:
+                    comm.claim(full)
+                delays.sleep()
+                segment(full, comm).copy_(held(comm.rank, numel, turn))
+                delays.sleep()
+                comm.all_gather_into_tensor(full, segment(full, comm))
+                if turn % 3 == 1:  # as for the backward pass: again, with nothing written
+                    comm.release(full)
+                    comm.all_gather_into_tensor(full, segment(full, comm))
+            own_turn = turn
+            for _ in range(2):
+                assert torch.equal(full, expected), (topology, turn)
+                delays.sleep(1.0)
+            assert torch.equal(full, expected), (topology, turn)
+            if turn % 2:
+                comm.release(full)
+
+
+def test_reductions_are_right_under_delays_and_leave_their_input_to_the_caller(world, make, delays):
+    for topology in machines(world.size):
+        comm = make(topology)
+        numel = 30
+        inputs = comm.alloc(numel * comm.size, torch.float32)
+        output = torch.empty(numel)
+        for turn in range(ROUNDS):
+            given = [held(rank, inputs.numel(), turn) for rank in range(comm.size)]
+            inputs.copy_(given[comm.rank])
+            delays.sleep()
+            if turn % 2:
+                comm.reduce_scatter_tensor(output, inputs, "sum")
+                inputs.fill_(-1.0)
+                assert torch.equal(output, segment(sum(given), comm)), (topology, turn)
+            else:
+                comm.all_reduce(inputs, "sum")
+                result = inputs.clone()
+                inputs.fill_(-1.0)
+                assert torch.equal(result, sum(given)), (topology, turn)
+
+
+def waits():
+    """The waits in shared.py: (function, its which) by line."""
+    found = {}
+    for function in ast.parse(inspect.getsource(shared)).body:
+        if isinstance(function, ast.FunctionDef) and not function.decorator_list:
+            lines = [node.lineno for node in ast.walk(function) if isinstance(node, ast.Yield)]
+            found |= {line: (function.name, number) for number, line in enumerate(sorted(lines), 1)}
+    return found
+
+
+def leaving_out(site, original):
+    """A collective that goes on at once where it should wait."""
+    lines = waits()
+
+    def collective(*arguments):
+        steps = original(*arguments)
+        for condition in steps:
+            innermost = steps
+            while inspect.isgenerator(innermost.gi_yieldfrom):
+                innermost = innermost.gi_yieldfrom
+            if lines[innermost.gi_frame.f_lineno] != site:
+                yield condition
+
+    return collective
+
+
+class Stage:
+    """Two ranks that race: the late one is held until the other has done what it should not do yet."""
+
+    def __init__(self, world, make, monkeypatch, patience_s):
+        self.world, self.make, self.monkeypatch = world, make, monkeypatch
+        self.is_late, self.is_first = world.rank == world.size - 1, world.rank == 0
+        self._patience_s = patience_s
+        self._board = torch.frombuffer(windows.share(world.comm, 4096), dtype=torch.int64, count=1)
+        world.comm.Barrier()
+
+    def signal(self):
+        if self.is_first:
+            self._board[0] = 1
+
+    def hold(self):
+        """On the late rank: wait for the signal, but not without end; in a right protocol it does not come."""
+        until = time.monotonic() + self._patience_s
+        while self.is_late and not self._board[0] and time.monotonic() < until:
+            time.sleep(0.001)
+
+    def around(self, holder, name, before=lambda: None, after=lambda: None, when=lambda *_: True):
+        original = getattr(holder, name)
+
+        def wrapped(*arguments, **options):
+            wanted = when(*arguments)
+            if wanted:
+                before()
+            result = original(*arguments, **options)
+            if wanted:
+                after()
+            return result
+
+        self.monkeypatch.setattr(holder, name, wrapped)
+
+    def machine(self, kind):
+        size = self.world.size
+        return self.make(
+            {
+                "one node": Topology.regular(1, size),
+                "single ranks": Topology.regular(size, 1),
+                "late rank on the first node": Topology.from_labels(
+                    [1 if 0 < rank < size - 1 else 0 for rank in range(size)]
+                ),
+            }[kind]
+        )
+
+
+NUMEL = 6
+
+
+def gathered(stage, kind, turn=0):
+    comm = stage.machine(kind)
+    full = comm.alloc(NUMEL * comm.size, torch.float32, gathered=True)
+    comm.all_gather_into_tensor(full, held(comm.rank, NUMEL, turn))
+    stage.world.comm.Barrier()
+    return comm, full
+
+
+def all_of(comm, turn, numel=NUMEL):
+    return torch.cat([held(rank, numel, turn) for rank in range(comm.size)])
+
+
+def write_while_the_late_rank_reads(stage, turn):
+    comm, full = gathered(stage, "one node", turn)
+    stage.hold()
+    right = torch.equal(full, all_of(comm, turn))
+    comm.claim(full)
+    segment(full, comm).fill_(-1.0)
+    stage.signal()
+    return right
+
+
+def gather_another_shard_while_the_late_rank_reads(stage, turn):
+    comm, full = gathered(stage, "one node", turn)
+    stage.around(windows.Window, "arrive", after=stage.signal)
+    stage.hold()
+    right = torch.equal(full, all_of(comm, turn))
+    comm.all_gather_into_tensor(full, torch.full((NUMEL,), -1.0))
+    return right
+
+
+def receive_from_other_nodes_while_the_late_rank_reads(stage, turn):
+    if stage.world.size < 3:
+        return gather_another_shard_while_the_late_rank_reads(stage, turn)
+    comm, full = gathered(stage, "late rank on the first node", turn)
+    stage.around(windows.Window, "arrive", after=stage.signal)
+    stage.hold()
+    right = torch.equal(full, all_of(comm, turn))
+    if 0 < comm.rank < comm.size - 1:
+        comm.claim(full)
+        segment(full, comm).fill_(-1.0)
+    comm.all_gather_into_tensor(full, segment(full, comm))
+    return right
+
+
+def gather(stage, turn, kind):
+    comm, full = gathered(stage, kind, turn)
+    comm.claim(full)
+    stage.hold()
+    segment(full, comm).copy_(held(comm.rank, NUMEL, turn + 1))
+    comm.all_gather_into_tensor(full, segment(full, comm))
+    right = torch.equal(full, all_of(comm, turn + 1))
+    stage.signal()
+    return right
+
+
+def read_before_other_nodes_have_sent(stage, turn):
+    return gather(stage, turn, "single ranks")
+
+
+def read_before_the_late_rank_has_written(stage, turn):
+    return gather(stage, turn, "one node")
+
+
+def reduction(stage, turn, kind, operation, before=lambda: None):
+    """One reduction; whether its result is right, also after what another rank does with its own input."""
+    comm = stage.machine(kind)
+    inputs = comm.alloc(NUMEL * comm.size, torch.float32)
+    stage.world.comm.Barrier()
+    before()
+    given = [held(rank, inputs.numel(), turn) for rank in range(comm.size)]
+    inputs.copy_(given[comm.rank])
+    if operation == "reduce_scatter":
+        result, expected = torch.empty(NUMEL), segment(sum(given), comm)
+        comm.reduce_scatter_tensor(result, inputs, "sum")
+    else:
+        comm.all_reduce(inputs, "sum")
+        result, expected = inputs.clone(), sum(given)
+    inputs.fill_(-1.0)
+    stage.signal()
+    return torch.equal(result, expected)
+
+
+def reduce_before_the_late_rank_has_written(stage, turn):
+    stage.around(shared, "reduce_into", after=stage.signal)
+    return reduction(stage, turn, "one node", "reduce_scatter", before=stage.hold)
+
+
+def reduce_before_other_nodes_have_sent(stage, turn):
+    return reduction(stage, turn, "single ranks", "reduce_scatter", before=stage.hold)
+
+
+def change_the_input_while_the_late_rank_reduces(stage, turn):
+    stage.around(shared, "reduce_into", before=stage.hold)
+    return reduction(stage, turn, "one node", "reduce_scatter")
+
+
+def return_before_other_nodes_have_sent_their_result(stage, turn):
+    # The last step of the first half: its messages have left, those of the second half have not.
+    stage.around(shared, "reduce_into", before=stage.hold, when=lambda output, sources, *_: len(sources) > 1)
+    return reduction(stage, turn, "single ranks", "all_reduce")
+
+
+def copy_before_the_late_rank_has_reduced(stage, turn):
+    stage.around(shared, "reduce_into", before=stage.hold)
+    stage.around(windows.Window, "done", before=stage.signal)
+    return reduction(stage, turn, "one node", "all_reduce")
+
+
+def change_the_result_while_the_late_rank_copies(stage, turn):
+    stage.around(shared, "_in_region", before=stage.hold, when=lambda window, *_: window.epoch == 2)
+    return reduction(stage, turn, "one node", "all_reduce")
+
+
+RACES = [
+    (("claim", 1), write_while_the_late_rank_reads),
+    (("all_gather", 1), gather_another_shard_while_the_late_rank_reads),
+    (("all_gather", 1), receive_from_other_nodes_while_the_late_rank_reads),
+    (("all_gather", 2), read_before_other_nodes_have_sent),
+    (("all_gather", 3), read_before_the_late_rank_has_written),
+    (("_reduce_mine", 1), reduce_before_the_late_rank_has_written),
+    (("_reduce_mine", 2), reduce_before_other_nodes_have_sent),
+    (("reduce_scatter", 1), change_the_input_while_the_late_rank_reduces),
+    (("all_reduce", 1), return_before_other_nodes_have_sent_their_result),
+    (("all_reduce", 2), copy_before_the_late_rank_has_reduced),
+    (("all_reduce", 3), change_the_result_while_the_late_rank_copies),
+]
+
+
+def test_there_is_a_race_for_every_wait():
+    assert sorted(set(waits().values())) == sorted({site for site, _ in RACES})
+
+
+@pytest.mark.parametrize(("site", "race"), RACES, ids=[race.__name__ for _, race in RACES])
+def test_without_any_one_wait_values_are_wrong(several, world, make, monkeypatch, site, race):
+    with monkeypatch.context() as patch:
+        right = race(Stage(world, make, patch, patience_s=0.05), turn=1)
+    assert world.comm.allreduce(right) == world.size
+    with monkeypatch.context() as patch:
+        for name in ("claim", "all_gather", "reduce_scatter", "all_reduce"):
+            patch.setattr(shared, name, leaving_out(site, getattr(shared, name)))
+        right = race(Stage(world, make, patch, patience_s=5.0), turn=3)
+        assert world.comm.allreduce(right) < world.size
