@@ -23,13 +23,23 @@ class MeshPlan:
     Attributes:
         names: of the dimensions, the outermost first.
         shape: ranks along each dimension; the product is the number of all ranks.
-        ranks: all ranks in row-major order. They run through one node after the other, so that the last dimensions
-            lie within nodes wherever their product divides the ranks of a node.
+        ranks: all ranks in row-major order. With more than one dimension they run through one node after the other,
+            so that the last dimensions lie within nodes wherever their product divides the ranks of a node.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
+
+    def lines(self, dimension: int) -> list[tuple[int, ...]]:
+        """The groups of ranks along a dimension, each in the order of its coordinate."""
+        ranks = torch.tensor(self.ranks, dtype=torch.int64).view(self.shape)
+        return [tuple(line) for line in ranks.movedim(dimension, -1).reshape(-1, self.shape[dimension]).tolist()]
+
+    @property
+    def is_ascending(self) -> bool:
+        """Whether the ranks of every line are in order."""
+        return all(list(line) == sorted(line) for d in range(len(self.shape)) for line in self.lines(d))
 
 
 def plan_mesh(topology: Topology, dimensions: Mapping[str, Extent]) -> MeshPlan:
@@ -40,11 +50,56 @@ def plan_mesh(topology: Topology, dimensions: Mapping[str, Extent]) -> MeshPlan:
             ranks of a node; None, for one dimension at most: what the others leave.
 
     Raises:
-        LaunchError: the product is not the number of ranks, "nodes" or "node" is asked of nodes of different sizes, or
-            an extent is no positive number.
+        LaunchError: the product is not the number of ranks, "nodes" or "node" is asked of nodes of different sizes or
+            in the wrong order, or an extent is no positive number.
     """
     if not dimensions:
         raise LaunchError("a mesh needs at least one dimension, for example shard=None")
+    known = _numbers(topology, dimensions)
+    written = " x ".join(f"{name}={'?' if extent is None else extent}" for name, extent in known.items())
+    open_names = [name for name, extent in known.items() if extent is None]
+    if len(open_names) > 1:
+        raise LaunchError(f"mesh {written}: only one dimension may be None (what the others leave)")
+    product = prod(extent for extent in known.values() if extent is not None)
+    if open_names and topology.size % product == 0:
+        known[open_names[0]] = topology.size // product
+    elif open_names or product != topology.size:
+        raise LaunchError(
+            f"mesh {written}: {product} does not {'divide' if open_names else 'equal'} the {topology.size} rank(s) of "
+            f"this job ({topology})"
+        )
+    shape = tuple(extent for extent in known.values() if extent is not None)
+    plan = _ordered(topology, tuple(known), shape, written)
+    for dimension, (name, extent) in enumerate(dimensions.items()):
+        wanted = {"node": 1, "nodes": topology.num_nodes}.get(extent)
+        for line in plan.lines(dimension):
+            if wanted is not None and len({topology.node_rank(rank) for rank in line}) != wanted:
+                raise LaunchError(
+                    f"mesh {written}: {name}={extent!r} does not follow the nodes in this place (ranks {line} would be "
+                    "one line of it): dimensions within nodes come last, those across nodes first"
+                )
+    return plan
+
+
+def _ordered(topology: Topology, names: tuple[str, ...], shape: tuple[int, ...], written: str) -> MeshPlan:
+    """The plan with the ranks of every line in order.
+
+    torch sorts the ranks of each group: in any other order a coordinate would not be the rank in its group.
+    """
+    plan = MeshPlan(names, shape, tuple(rank for node in topology.nodes for rank in node))
+    if plan.is_ascending:
+        return plan
+    per_node = topology.ranks_per_node
+    if len(shape) > 1 and (per_node is None or per_node % shape[-1] == 0):
+        raise LaunchError(
+            f"mesh {written}: the ranks lie on the nodes in a way that no mesh can follow ({topology.nodes}); start "
+            "them block by block (srun --distribution=block) or in turn (cyclic)"
+        )
+    return MeshPlan(names, shape, tuple(range(topology.size)))  # no line could lie within a node anyway
+
+
+def _numbers(topology: Topology, dimensions: Mapping[str, Extent]) -> dict[str, int | None]:
+    """The dimensions with "node" and "nodes" as numbers."""
     known: dict[str, int | None] = {}
     for name, extent in dimensions.items():
         if extent in ("nodes", "node"):
@@ -59,23 +114,7 @@ def plan_mesh(topology: Topology, dimensions: Mapping[str, Extent]) -> MeshPlan:
             known[name] = extent
         else:
             raise LaunchError(f"mesh dimension {name}={extent!r}: give a positive number, 'nodes', 'node' or None")
-    written = " x ".join(f"{name}={'?' if extent is None else extent}" for name, extent in known.items())
-    open_names = [name for name, extent in known.items() if extent is None]
-    if len(open_names) > 1:
-        raise LaunchError(f"mesh {written}: only one dimension may be None (what the others leave)")
-    product = prod(extent for extent in known.values() if extent is not None)
-    if open_names and topology.size % product == 0:
-        known[open_names[0]] = topology.size // product
-    elif open_names or product != topology.size:
-        raise LaunchError(
-            f"mesh {written}: {product} does not {'divide' if open_names else 'equal'} the {topology.size} rank(s) of "
-            f"this job ({topology})"
-        )
-    return MeshPlan(
-        names=tuple(known),
-        shape=tuple(extent for extent in known.values() if extent is not None),
-        ranks=tuple(rank for node in topology.nodes for rank in node),
-    )
+    return known
 
 
 def make_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:

@@ -111,15 +111,19 @@ class MpiCommunicator:
         if window is None or problems:
             raise CommunicationError(f"{label}: {problems[0]}")
         if numel:
-            self._windows[window.mine.data_ptr()] = window
+            self._windows[window.address] = window
         return window.mine
 
     def free(self, tensor: torch.Tensor) -> None:
-        if tensor.numel() and self._windows.pop(tensor.data_ptr(), None) is None:
+        if not tensor.numel():
+            return
+        window = self._windows.get(tensor.untyped_storage().data_ptr())
+        if window is None or window.mine.data_ptr() != tensor.data_ptr() or window.mine.numel() != tensor.numel():
             raise CommunicationError(
                 f"free on rank {self.rank}: this tensor of {tensor.numel()} x {tensor.dtype} did not come from alloc "
-                "of this communicator, or was freed before"
+                "of this communicator, is a part of what did, or was freed before"
             )
+        del self._windows[window.address]
 
     def release(self, full: torch.Tensor) -> None:
         window = self._window_of(full, gathered=True)

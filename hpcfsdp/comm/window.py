@@ -5,7 +5,6 @@ The protocol, and why each wait is there, is told in docs/design/windows.md.
 
 from __future__ import annotations
 
-import mmap
 import os
 import platform
 import tempfile
@@ -43,8 +42,8 @@ def _fence() -> None:
             pass
 
 
-def share(node: MPI.Intracomm, nbytes: int) -> mmap.mmap:
-    """Collective over `node`, ranks that share memory. `nbytes` bytes, zero, mapped by all of them.
+def share(node: MPI.Intracomm, nbytes: int) -> torch.Tensor:
+    """Collective over `node`, ranks that share memory. `nbytes` bytes, zero, mapped by all of them, as uint8.
 
     The memory has no name (``memfd_create``, opened by the others through ``/proc``), so none is left behind in
     /dev/shm, however processes end, and the size of /dev/shm (64 MiB in many containers) is no limit. Where processes
@@ -54,7 +53,7 @@ def share(node: MPI.Intracomm, nbytes: int) -> mmap.mmap:
         CommunicationError: on all ranks, if one cannot map the memory.
     """
     if node.size == 1:
-        return mmap.mmap(-1, nbytes)
+        return torch.zeros(nbytes, dtype=torch.uint8)
     unnamed, first = _map_together(node, nbytes, _open_unnamed)
     if unnamed is not None:
         return unnamed
@@ -66,7 +65,7 @@ def share(node: MPI.Intracomm, nbytes: int) -> mmap.mmap:
     return named
 
 
-def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[mmap.mmap | None, str | None]:
+def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[torch.Tensor | None, str | None]:
     """Map what `opener` gives on every rank of `node`; the mapping, or what went wrong on the lowest rank it did."""
     fd, memory, problem, opened = -1, None, None, None
     try:
@@ -81,8 +80,9 @@ def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[mmap.mmap | None
                 found = os.fstat(fd)
                 if (found.st_ino, found.st_dev) != identity[1:]:
                     raise OSError(f"{identity[0]} is another file here: do processes have process ids of their own?")
-            memory = mmap.mmap(fd, nbytes)
-        except (OSError, ValueError) as error:
+            # Unlike mmap.mmap this keeps no file descriptor, of which a process may have few.
+            memory = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:
             problem = f"local rank {node.rank}: {error}"
     problems = [p for p in node.allgather(problem) if p]
     if fd >= 0:
@@ -139,21 +139,21 @@ class Window:
         self._peers = tuple(place for place in range(node.size) if place != node.rank)
         flag_bytes = _aligned(node.size * _LINE)
         region_bytes = _aligned(max(1, numel * dtype.itemsize))
-        self._memory = share(node, flag_bytes + region_bytes * (1 if gathered else node.size))
-        self._flags = memoryview(self._memory)[: node.size * _LINE]
+        memory = share(node, flag_bytes + region_bytes * (1 if gathered else node.size))
+        self._flags = memoryview(memory[:flag_bytes].numpy())
         self._counters = self._flags.cast("q")
-        regions = [
-            torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=flag_bytes + region_bytes * place)
-            if numel
-            else torch.empty(0, dtype=dtype)
-            for place in ([0] if gathered else range(node.size))
-        ]
-        self.regions = tuple(regions * node.size) if gathered else tuple(regions)
+        begins = [flag_bytes + (0 if gathered else region_bytes * place) for place in range(node.size)]
+        self.regions = tuple(memory[begin : begin + numel * dtype.itemsize].view(dtype) for begin in begins)
 
     @property
     def mine(self) -> torch.Tensor:
         """This rank's region."""
         return self.regions[self._mine]
+
+    @property
+    def address(self) -> int:
+        """Where the window begins; the storage of every tensor on it begins there, too."""
+        return self.mine.untyped_storage().data_ptr()
 
     def arrive(self, note: str) -> None:
         """Tell the peers that this rank's part of the operation is written.

@@ -129,8 +129,9 @@ def test_an_all_reduce_is_bitwise_the_same_on_all_ranks_and_each_time(world, mak
 # Memory
 
 
-def memory_shared_by(kind, world):
-    """MiB of shared memory that all ranks together hold, each page counted once."""
+def memory_held(world):
+    """MiB that all ranks together hold, each page counted once: shared memory, or with one rank plain memory."""
+    kind = "Pss_Shmem" if world.size > 1 else "Pss_Anon"
     world.comm.Barrier()
     text = Path("/proc/self/smaps_rollup").read_text()
     mine = sum(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{kind}:"))
@@ -145,33 +146,41 @@ def mapped(name):
 def test_a_node_holds_gathered_memory_once_and_gives_it_back(world, make):
     comm = make()
     world.comm.Barrier()
-    before = memory_shared_by("Pss_Shmem", world)
+    before = memory_held(world)
     full = comm.alloc(6 * MIB, torch.float32, gathered=True)
     numel = full.numel() // comm.size
     segment(full, comm).fill_(comm.rank + 1.0)
     comm.all_gather_into_tensor(full, segment(full, comm))
     assert full[::numel].tolist()[: comm.size] == [rank + 1.0 for rank in range(comm.size)]
     assert full.sum() == numel * comm.size * (comm.size + 1) / 2  # reads every page
-    assert abs(memory_shared_by("Pss_Shmem", world) - before - 24) < 2
+    assert abs(memory_held(world) - before - 24) < 2
     comm.release(full)
     comm.free(full)
-    assert abs(memory_shared_by("Pss_Shmem", world) - before - 24) < 2  # the tensor is still there
+    assert abs(memory_held(world) - before - 24) < 2  # the tensor is still there
     del full
-    assert abs(memory_shared_by("Pss_Shmem", world) - before) < 2
+    assert abs(memory_held(world) - before) < 2
     assert mapped("memfd:hpcfsdp") == 0
 
 
 def test_memory_to_reduce_is_held_once_for_each_rank(world, make):
     comm = make()
-    before = memory_shared_by("Pss_Shmem", world)
+    before = memory_held(world)
     inputs = comm.alloc(2 * MIB * comm.size, torch.float32)
     inputs.fill_(1.0)
     output = torch.empty(2 * MIB)
     comm.reduce_scatter_tensor(output, inputs, "sum")
-    assert abs(memory_shared_by("Pss_Shmem", world) - before - 8 * comm.size**2) < 2
+    assert abs(memory_held(world) - before - 8 * comm.size**2) < 2
     comm.close()
     del inputs
-    assert abs(memory_shared_by("Pss_Shmem", world) - before) < 2
+    assert abs(memory_held(world) - before) < 2
+
+
+def test_windows_keep_no_file_descriptors(make):
+    comm = make()
+    before = len(os.listdir("/proc/self/fd"))
+    held = [comm.alloc(8, torch.float32) for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len({tensor.data_ptr() for tensor in held}) == 20
 
 
 def test_a_write_of_one_rank_is_seen_by_its_neighbours_alone(world, make):
@@ -225,12 +234,12 @@ def test_only_what_alloc_gave_can_be_freed_and_only_once(make):
     comm, other = make(), make()
     mine, foreign = comm.alloc(8, torch.float32), other.alloc(8, torch.float32)
     comm.free(mine)
-    for tensor in (mine, foreign, torch.empty(8)):
+    for tensor in (mine, foreign, torch.empty(8), comm.alloc(9, torch.float32)[1:]):
         with pytest.raises(CommunicationError) as caught:
             comm.free(tensor)
         assert str(caught.value) == (
             f"free on rank {comm.rank}: this tensor of 8 x torch.float32 did not come from alloc of this communicator, "
-            "or was freed before"
+            "is a part of what did, or was freed before"
         )
     mine.fill_(1.0)  # freed memory is plain memory as long as somebody holds it
     comm.all_reduce(mine, "sum")
@@ -557,7 +566,7 @@ class Stage:
         self.world, self.make, self.monkeypatch = world, make, monkeypatch
         self.is_late, self.is_first = world.rank == world.size - 1, world.rank == 0
         self._patience_s = patience_s
-        self._board = torch.frombuffer(windows.share(world.comm, 4096), dtype=torch.int64, count=1)
+        self._board = windows.share(world.comm, 4096).view(torch.int64)
         world.comm.Barrier()
 
     def signal(self):

@@ -13,7 +13,6 @@ TWO_OF_FOUR = Topology.regular(2, 4)
         ({"shard": None}, (8,)),
         ({"shard": 8}, (8,)),
         ({"replicate": "nodes", "shard": "node"}, (2, 4)),
-        ({"shard": "node", "replicate": "nodes"}, (4, 2)),
         ({"replicate": "nodes", "shard": None}, (2, 4)),
         ({"replicate": None, "shard": "node"}, (2, 4)),
         ({"replicate": 2, "shard": None, "tensor": 2}, (2, 2, 2)),
@@ -35,6 +34,33 @@ def test_a_single_rank_makes_a_mesh_of_any_names():
 def test_ranks_that_the_launcher_dealt_out_come_node_by_node():
     plan = plan_mesh(Topology.from_labels("abab"), {"replicate": "nodes", "shard": "node"})
     assert (plan.shape, plan.ranks) == ((2, 2), (0, 2, 1, 3))
+
+
+def test_a_single_dimension_keeps_the_numbers_of_the_ranks():
+    assert plan_mesh(Topology.from_labels("abab"), {"shard": None}).ranks == (0, 1, 2, 3)
+
+
+def test_lines_that_fit_no_node_keep_the_numbers_of_the_ranks():
+    plan = plan_mesh(Topology.from_labels("abcabc"), {"replicate": 2, "shard": 3})
+    assert plan.ranks == (0, 1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("labels", ["aabb", "abab", "aaabbb", "ababab", "abcabc", "aabbcc"])
+def test_a_coordinate_is_the_rank_in_its_group(labels):
+    plan = plan_mesh(Topology.from_labels(labels), {"replicate": "nodes", "shard": "node"})
+    assert [list(line) for d in (0, 1) for line in plan.lines(d)] == [sorted(x) for d in (0, 1) for x in plan.lines(d)]
+
+
+def test_ranks_that_lie_about_without_order_are_refused():
+    with pytest.raises(LaunchError, match=r"no mesh can follow \(\(\(0, 3\), \(1, 2\)\)\); start them block by block"):
+        plan_mesh(Topology.from_labels("abba"), {"replicate": "nodes", "shard": "node"})
+
+
+def test_dimensions_within_nodes_come_last():
+    with pytest.raises(
+        LaunchError, match=r"shard='node' does not follow the nodes in this place \(ranks \(0, 2, 4, 6\)"
+    ):
+        plan_mesh(TWO_OF_FOUR, {"shard": "node", "replicate": "nodes"})
 
 
 def test_nodes_of_different_sizes_hold_a_mesh_of_plain_numbers():
