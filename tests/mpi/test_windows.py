@@ -163,11 +163,10 @@ def test_a_node_holds_gathered_memory_once_and_gives_it_back(world, make):
 
 
 def test_memory_to_reduce_is_held_once_for_each_rank(world, make):
-    comm = make()
+    comm, output = make(), torch.zeros(2 * MIB).fill_(1.0)
     before = memory_held(world)
     inputs = comm.alloc(2 * MIB * comm.size, torch.float32)
     inputs.fill_(1.0)
-    output = torch.empty(2 * MIB)
     comm.reduce_scatter_tensor(output, inputs, "sum")
     assert abs(memory_held(world) - before - 8 * comm.size**2) < 2
     comm.close()
@@ -419,7 +418,8 @@ def test_gathered_memory_is_gathered_as_a_whole(make):
 
 
 def test_a_rank_that_does_not_come_to_a_window_is_named(several, world, make):
-    comm, missing = make(timeout_s=0.25), world.size - 1
+    comm, missing = make(timeout_s=1), world.size - 1
+    others = world.comm.Split(world.rank == missing)
     numel = 2 * comm.size
     fulls = [comm.alloc(numel, torch.float32, gathered=True) for _ in range(3)]
     inputs = [comm.alloc(numel, torch.float32) for _ in range(2)]
@@ -431,10 +431,12 @@ def test_a_rank_that_does_not_come_to_a_window_is_named(several, world, make):
             "all_reduce(max) of": lambda: comm.all_reduce(inputs[1], "max"),
             f"claim of {numel} x torch.float32": lambda: comm.claim(fulls[2]),
         }.items():
+            others.Barrier()  # those that come do so together
             with pytest.raises(CommunicationError) as caught:
                 call()
             assert str(caught.value).startswith(name)
-            assert f" on rank {world.rank}: waited 0.25 s for rank(s) {missing}, which did not" in str(caught.value)
+            assert f" on rank {world.rank}: waited 1 s for rank(s) {missing}, which did not" in str(caught.value)
+    others.Free()
     world.comm.Barrier()
 
 
