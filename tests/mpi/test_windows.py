@@ -162,7 +162,7 @@ def test_a_node_holds_gathered_memory_once_and_gives_it_back(world, make):
     assert mapped("memfd:hpcfsdp") == 0
 
 
-def test_memory_to_reduce_is_held_once_for_each_rank(world, make):
+def test_memory_to_reduce_is_held_once_for_each_rank(several, world, make):
     comm, output = make(), torch.zeros(2 * MIB).fill_(1.0)
     before = memory_held(world)
     inputs = comm.alloc(2 * MIB * comm.size, torch.float32)
