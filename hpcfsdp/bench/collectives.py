@@ -39,7 +39,7 @@ def measure(world: World, sizes: Sequence[int], *, repeats: int) -> list[Measure
     gloo = dist.new_group(backend="gloo")
     found = []
     for nbytes in sizes:
-        numel = nbytes // 4 // world.size * world.size
+        numel = max(1, nbytes // 4 // world.size) * world.size
         buffers = _Buffers(world, numel)
         copied = in_turn(world.host, {"copy": buffers.copy}, repeats=repeats, calls=_calls(nbytes))["copy"]
         for collective, moved, ways in _competitors(world, gloo, buffers):
@@ -51,7 +51,7 @@ def measure(world: World, sizes: Sequence[int], *, repeats: int) -> list[Measure
 
 
 def _calls(nbytes: int) -> int:
-    return max(1, 4 * MIB // max(nbytes, 1))
+    return min(200, max(1, 4 * MIB // nbytes))
 
 
 class _Buffers:
