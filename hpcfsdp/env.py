@@ -32,6 +32,10 @@ _DIAGNOSTIC = (
 )
 
 
+_exported: dict[str, str] = {}
+"""What this process has set itself: another rendezvous may set it anew."""
+
+
 def launcher_size() -> tuple[str, int] | None:
     """The variable by which the launcher says how many processes it started, and that number; None without one."""
     for name in _LAUNCHER_SIZES:
@@ -79,9 +83,10 @@ def singleton_mpi() -> Iterator[None]:
 
 
 def export_rendezvous(values: Mapping[str, str]) -> None:
-    """Set ``RANK``, ``WORLD_SIZE`` and the like for third-party code, only where they are unset."""
+    """Set ``RANK``, ``WORLD_SIZE`` and the like for third-party code, where nobody else has."""
     for name, value in values.items():
-        os.environ.setdefault(name, value)
+        if os.environ.get(name) in (None, _exported.get(name)):
+            os.environ[name] = _exported[name] = value
 
 
 def compare_calls() -> bool:

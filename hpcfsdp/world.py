@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,16 @@ DEFAULT_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
+class _Settings:
+    """The arguments of ``init``."""
+
+    device: str | None = None
+    backend: str | None = None
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    split_nodes: int = 1
+
+
+@dataclass(frozen=True)
 class World:
     """All processes of the job as this process sees them."""
 
@@ -43,6 +54,10 @@ class World:
     """Carries tensors on `device` between all ranks."""
     host: MpiCommunicator
     """Carries tensors in host memory between all ranks; `communicator` itself where `device` is the CPU."""
+    settings: _Settings
+    """What ``init`` was called with."""
+    made_process_group: bool
+    """Whether ``init`` made the process group, so that ``finalize`` takes it down."""
 
     @property
     def size(self) -> int:
@@ -146,23 +161,28 @@ def init(
             GPU, there is no such backend, or torch.distributed was initialised before with another number of ranks.
     """
     global _world
+    settings = _Settings(None if device is None else str(device), backend, timeout_s, split_nodes)
     if _world is not None:
+        if settings not in (_Settings(), _world.settings):
+            raise LaunchError(f"init was called before with {_world.settings}, and now with {settings}: finalize first")
         return _world
     if not timeout_s > 0:
         raise LaunchError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
-    comm, topology = job().comm, job().topology.split(split_nodes)
+    comm = job().comm
     import torch.distributed as dist
 
     from hpcfsdp.comm import backend as hpcmpi
     from hpcfsdp.comm.mpi import MpiCommunicator
     from hpcfsdp.comm.torch_group import TorchGroupCommunicator
-    from hpcfsdp.launch import abort, device as devices, rendezvous
+    from hpcfsdp.launch import abort, device as devices, farewell, rendezvous
 
     hpcmpi.register()
-    _check_backend(backend)
+    farewell.part_in_peace(False)
+    topology, wanted = _agreed(settings)
     node = comm.Split(job().topology.node_rank(comm.rank), comm.rank)
-    chosen = devices.bind(device, node, exclusive="nccl" in (backend or "nccl"))
+    chosen = devices.bind(wanted, node, exclusive="nccl" in (backend or "nccl"))
     node.Free()
+    made = not dist.is_initialized()
 
     if not dist.is_initialized():
         backend = backend or ("nccl" if chosen.type == "cuda" else hpcmpi.NAME)
@@ -174,6 +194,8 @@ def init(
             backend, store=store, rank=comm.rank, world_size=comm.size, timeout=timeout, pg_options=options
         )
         abort.install(comm)  # again: torch has put a hook in front, which holds output back until ours returns
+    elif backend is not None and backend != dist.get_backend():
+        raise LaunchError(f"backend {backend!r} was asked for, but torch.distributed runs on {dist.get_backend()!r}")
     elif dist.get_world_size() != comm.size or dist.get_rank() != comm.rank:
         raise LaunchError(
             f"torch.distributed was initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but MPI has this "
@@ -191,18 +213,62 @@ def init(
         process_group=dist.group.WORLD,
         communicator=host if chosen.type == "cpu" else TorchGroupCommunicator(dist.group.WORLD, chosen),
         host=host,
+        settings=settings,
+        made_process_group=made,
     )
     return _world
+
+
+def _agreed(settings: _Settings) -> tuple[Topology, torch.device]:
+    """Collective over all ranks. The topology and this rank's device, if all ranks want the same and can have it.
+
+    One node with a broken driver would else compute on its CPUs and leave the others waiting in NCCL.
+    """
+    from hpcfsdp.launch import device as devices
+
+    this = job()
+    topology, chosen, problem = this.topology, None, None
+    try:
+        _check_backend(settings.backend)
+        if settings.split_nodes != 1:
+            topology = topology.split(settings.split_nodes)
+        chosen = devices.choose(settings.device, this.topology.local_rank(this.comm.rank))
+    except (LaunchError, ValueError, ZeroDivisionError) as error:
+        problem = str(error)
+    mine = (settings.backend, settings.timeout_s, settings.split_nodes, chosen.type if chosen else None)
+    everyone = this.comm.allgather((env.host_name(), problem, mine))
+    for rank, (host, trouble, _) in enumerate(everyone):
+        if trouble:
+            raise _together(trouble if this.comm.size == 1 else f"rank {rank} on {host}: {trouble}")
+    for rank, (host, _, theirs) in enumerate(everyone):
+        if theirs != everyone[0][2]:
+            raise _together(
+                f"ranks differ in (backend, timeout_s, split_nodes, device): rank 0 on {everyone[0][0]} has "
+                f"{everyone[0][2]}, rank {rank} on {host} has {theirs}"
+            )
+    return topology, chosen
+
+
+def _together(message: str) -> LaunchError:
+    error = LaunchError(message)
+    error.collective = True
+    return error
 
 
 def _check_backend(backend: str | None) -> None:
     import torch.distributed as dist
 
-    known = dist.Backend.backend_list
-    for part in backend.split(",") if backend is not None else ():  # "nccl", or "cpu:gloo,cuda:nccl"
+    known = {"hpcmpi", "gloo"} | ({"nccl"} if dist.is_nccl_available() else set())
+    known |= {name for name in dist.Backend.backend_list if name not in ("undefined", "mpi", "nccl")}
+    parts = backend.split(",") if backend is not None else []  # "nccl", or "cpu:gloo,cuda:nccl"
+    for part in parts:
         name = part.rpartition(":")[2]
         if name not in known:
-            raise LaunchError(f"there is no backend {name!r}: use one of {', '.join(known)}{nearest(name, known)}")
+            raise LaunchError(
+                f"there is no backend {name!r}: use one of {', '.join(sorted(known))}{nearest(name, known)}"
+            )
+        if name == "hpcmpi" and part != backend:
+            raise LaunchError(f"backend {backend!r}: hpcmpi serves a whole group, not one device of it; give 'hpcmpi'")
 
 
 def export_ranks(topology: Topology, rank: int, address: str, port: int) -> None:
@@ -220,17 +286,29 @@ def export_ranks(topology: Topology, rank: int, address: str, port: int) -> None
 
 
 def finalize() -> None:
-    """Collective over all processes of the job. Take down the process group and forget the world.
+    """Collective over all processes of the job. Take down the process group that ``init`` made and forget the world.
 
-    MPI itself ends with the process, so ``init`` may be called again. Without a world this does nothing.
+    MPI itself ends with the process, so ``init`` may be called again. Without a world this does nothing. While an
+    exception is on its way up (in a ``finally``) it waits for nobody: the others may not come.
     """
     global _world
     if _world is None:
         return
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    _world.host.close()
-    _world.comm.Free()
-    _world = None
+    from hpcfsdp.comm.backend import carries
+    from hpcfsdp.launch import farewell
+
+    world, _world = _world, None
+    if sys.exc_info()[0] is not None:
+        world.host.abandon()
+        return
+    world.host.barrier()
+    farewell.part_in_peace()
+    try:
+        if world.made_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+        if world.made_process_group or not carries(world.process_group):
+            world.host.close()
+    finally:
+        world.comm.Free()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hpcfsdp import _compat
 from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.comm.communicator import segment
+from hpcfsdp.comm.reduce import reduce_into
 from hpcfsdp.world import World
 
 MIB = 1 << 20
@@ -23,8 +24,8 @@ class Measurement:
 
     Attributes:
         nbytes: of the full float32 tensor.
-        floor_s: seconds that the bytes which must be moved take at the speed of copying memory, all ranks at once. A
-            copy of n bytes reads n and writes n; what reads or writes more is counted in halves.
+        floor_s: seconds that it takes to read and write as many bytes in memory of one's own, all ranks at once: what
+            any way on this machine must take. 0 where nothing has to be moved.
         ways: name -> times.
     """
 
@@ -41,11 +42,11 @@ def measure(world: World, sizes: Sequence[int], *, repeats: int) -> list[Measure
     for nbytes in sizes:
         numel = max(1, nbytes // 4 // world.size) * world.size
         buffers = _Buffers(world, numel)
-        copied = in_turn(world.host, {"copy": buffers.copy}, repeats=repeats, calls=_calls(nbytes))["copy"]
-        for collective, moved, ways in _competitors(world, gloo, buffers):
-            calls = _calls(nbytes) if moved else 200
-            times = in_turn(world.host, ways, repeats=repeats, calls=calls)
-            found.append(Measurement(collective, numel * 4, moved * copied.median_s, times))
+        for collective, floor, ways in _competitors(world, gloo, buffers):
+            calls = _calls(nbytes) if floor else 200
+            times = in_turn(world.host, ways | ({"floor": floor} if floor else {}), repeats=repeats, calls=calls)
+            floor_s = times.pop("floor").median_s if floor else 0.0
+            found.append(Measurement(collective, numel * 4, floor_s, times))
         buffers.free()
     return found
 
@@ -59,37 +60,51 @@ class _Buffers:
 
     def __init__(self, world: World, numel: int) -> None:
         self.comm = world.host
-        self.full, self.other = torch.ones(numel), torch.ones(numel)
-        self.shard = torch.ones(numel // world.size)
+        self.full, self.other = torch.zeros(numel), torch.ones(numel)  # zeros stay so under any number of sums
+        self.shard = torch.zeros(numel // world.size)
+        self.segments = list(self.full.view(world.size, -1))
         self.shared_full = self.comm.alloc(numel, torch.float32)
         self.shared_gathered = self.comm.alloc(numel, torch.float32, gathered=True)
-        self.shared_full.fill_(1)
+        self.shared_full.fill_(0)
         segment(self.shared_gathered, self.comm).fill_(1)
 
     def copy(self) -> None:
+        """As many bytes as an all-gather moves."""
         self.other.copy_(self.full)
+
+    def reduce(self) -> None:
+        """As many bytes as a reduce-scatter moves."""
+        reduce_into(self.shard, self.segments, "sum", torch.float32)
+
+    def reduce_and_copy(self) -> None:
+        """As many bytes as an all-reduce moves: each rank reduces a segment, and copies the others."""
+        self.reduce()
+        numel = self.full.numel() - self.shard.numel()
+        self.other[:numel].copy_(self.full[:numel])
 
     def free(self) -> None:
         self.comm.free(self.shared_full)
         self.comm.free(self.shared_gathered)
 
 
-def _competitors(world: World, gloo: Any, b: _Buffers) -> list[tuple[str, float, dict[str, Callable[[], object]]]]:
-    """name, bytes that must be moved as a multiple of a copy of the full tensor, and the ways to do it."""
+def _competitors(
+    world: World, gloo: Any, b: _Buffers
+) -> list[tuple[str, Callable[[], object] | None, dict[str, Callable[[], object]]]]:
+    """name, the same bytes moved in memory of one's own, and the ways to do it."""
     from mpi4py import MPI
 
-    n, host, mpi = world.size, world.host, world.comm
+    host, mpi = world.host, world.comm
     mine = segment(b.shared_gathered, host)
-    full, shard, other = b.full.numpy(), b.shard.numpy(), b.other.numpy()
+    full, shard = b.full.numpy(), b.shard.numpy()
     return [
         (
             "all_gather, zero-copy",
-            0.0,
+            None,
             {"hpcfsdp shared": lambda: host.all_gather_into_tensor(b.shared_gathered, mine)},
         ),
         (
             "all_gather",
-            1.0,
+            b.copy,
             {
                 "hpcfsdp": lambda: host.all_gather_into_tensor(b.full, b.shard),
                 "gloo": lambda: _compat.all_gather_single(b.full, b.shard, gloo, False),
@@ -98,7 +113,7 @@ def _competitors(world: World, gloo: Any, b: _Buffers) -> list[tuple[str, float,
         ),
         (
             "reduce_scatter",
-            (1 + 1 / n) / 2,  # reads everyone's segment, writes one
+            b.reduce,
             {
                 "hpcfsdp shared": lambda: host.reduce_scatter_tensor(b.shard, b.shared_full, "sum"),
                 "hpcfsdp": lambda: host.reduce_scatter_tensor(b.shard, b.full, "sum"),
@@ -108,12 +123,12 @@ def _competitors(world: World, gloo: Any, b: _Buffers) -> list[tuple[str, float,
         ),
         (
             "all_reduce",
-            (1 + 1 / n) / 2 + (n - 1) / n,  # a reduce-scatter, then the others' segments are copied
+            b.reduce_and_copy,
             {
-                "hpcfsdp shared": lambda: host.all_reduce(b.shared_full, "max"),
-                "hpcfsdp": lambda: host.all_reduce(b.full, "max"),
-                "gloo": lambda: dist.all_reduce(b.full, dist.ReduceOp.MAX, gloo),
-                "MPI_Allreduce": lambda: mpi.Allreduce(full, other, MPI.MAX),
+                "hpcfsdp shared": lambda: host.all_reduce(b.shared_full, "sum"),
+                "hpcfsdp": lambda: host.all_reduce(b.full, "sum"),
+                "gloo": lambda: dist.all_reduce(b.full, dist.ReduceOp.SUM, gloo),
+                "MPI_Allreduce": lambda: mpi.Allreduce(MPI.IN_PLACE, full, MPI.SUM),
             },
         ),
     ]

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from hpcfsdp.bench.collectives import MIB, Measurement
 from hpcfsdp.bench.timing import Times
 
-COLLECTIVES = ("collective", "size", "way", "median", "min-max", "against gloo", "against copying")
+COLLECTIVES = ("collective", "size", "way", "median", "min-max", "against gloo", "against the floor")
 BACKENDS = ("engine", "backend", "step", "min-max", "against gloo")
 
 
 def collective_rows(found: Sequence[Measurement]) -> list[tuple[str, ...]]:
-    """One row for each way, with how many times faster than gloo, and how many times slower than the memory allows."""
+    """One row for each way, with how many times faster than gloo, and how many times slower than memory allows."""
     return [
         (
             one.collective,

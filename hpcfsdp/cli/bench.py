@@ -20,8 +20,8 @@ def main(arguments: Sequence[str]) -> int:
         "what",
         choices=("collectives", "backends"),
         metavar="WHAT",
-        help="collectives: against gloo, plain MPI calls and copying memory; backends: steps of stock DDP, FSDP1 and "
-        "FSDP2 on hpcmpi and on gloo",
+        help="collectives: against gloo, plain MPI calls and the speed of memory; backends: steps of stock DDP, "
+        "FSDP1 and FSDP2 on hpcmpi and on gloo",
     )
     parser.add_argument("--repeats", type=_positive, default=9, metavar="N", help="runs of each way; default: 9")
     parser.add_argument("--sizes", type=_megabytes, nargs="+", metavar="MIB", help="collectives: default 1 16 64")
@@ -55,14 +55,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _megabytes(text: str) -> int:
-    size = float(text)
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
     if not 0 < size < 1e6:
         raise argparse.ArgumentTypeError(f"{text} MiB is no size")
     return int(size * (1 << 20))
 
 
 def _positive(text: str) -> int:
-    count = int(text)
+    count = int(text) if text.isdecimal() else 0
     if count < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return count

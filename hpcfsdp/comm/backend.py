@@ -6,6 +6,7 @@ all hpcmpi or none of it. Tensors on a GPU are staged through pinned host memory
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
 from collections.abc import Iterator, Sequence
@@ -445,10 +446,15 @@ class GroupWork(_compat.Work):
     synchronize = wait
 
     def is_completed(self) -> bool:
-        return all(part.is_completed() for part in self._parts) and self.wait()
+        """Whether it is over, well or not; ``wait`` raises what went wrong."""
+        if not all(part.is_completed() for part in self._parts):
+            return False
+        with contextlib.suppress(CommunicationError):
+            self.wait()
+        return True
 
     def is_success(self) -> bool:
-        return self.is_completed()
+        return self.is_completed() and self._results is not None
 
     def result(self) -> list[torch.Tensor]:
         self.wait()

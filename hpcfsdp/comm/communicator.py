@@ -174,6 +174,45 @@ def check_sizes(operation: str, comm: Communicator, full: torch.Tensor, shard: t
             f"{operation} on rank {comm.rank} of {comm.size}: the full tensor has {full.numel()} elements, the shard "
             f"{shard.numel()}; it must have {comm.size} times the shard's"
         )
+    begin, end = _span(full)
+    first, last = _span(shard)
+    mine = begin + comm.rank * (end - begin) // comm.size
+    if first < end and begin < last and (first != mine or last - first != (end - begin) // comm.size):
+        raise CommunicationError(
+            f"{operation} on rank {comm.rank} of {comm.size}: the shard lies within the full tensor, but is not "
+            f"segment {comm.rank} of it: others would read what is being written"
+        )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    return begin, begin + tensor.numel() * tensor.element_size()
+
+
+def check_same_numel(operation: str, comm: Communicator, output: torch.Tensor, given: torch.Tensor) -> None:
+    """Refuse an output that cannot hold what its own rank contributes."""
+    if output.numel() != given.numel():
+        raise CommunicationError(
+            f"{operation} on rank {comm.rank}: its own output has {output.numel()} elements, its input {given.numel()}"
+        )
+
+
+def check_alloc(comm: Communicator, numel: int, gathered: bool) -> None:
+    """Refuse a size that no memory can have, or that does not divide into segments."""
+    if numel < 0 or (gathered and numel % comm.size):
+        why = f"are not {comm.size} equal segments" if numel >= 0 else "are no size"
+        raise CommunicationError(f"alloc on rank {comm.rank}: {numel} elements {why}")
+
+
+def check_members(comm: Communicator, ranks: Sequence[int]) -> list[int]:
+    """Refuse a list that is not one of ascending ranks, this one among them; the list."""
+    members = list(ranks)
+    if comm.rank not in members or members != sorted(set(members) & set(range(comm.size))):
+        raise CommunicationError(
+            f"subgroup on rank {comm.rank} of {comm.size}: {members} must be ascending ranks of this communicator, "
+            "this rank among them"
+        )
+    return members
 
 
 def check_tensors(operation: str, comm: Communicator, *tensors: torch.Tensor, same_dtype: bool = True) -> None:

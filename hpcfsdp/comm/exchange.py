@@ -5,14 +5,16 @@ Each function is a generator of the conditions it waits for.
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from hpcfsdp.comm.messages import Call, Mail, Pending
+from hpcfsdp.comm.messages import Call, Mail
 from hpcfsdp.comm.progress import Steps
 from hpcfsdp.comm.reduce import Reduction, reduce_into
+from hpcfsdp.errors import CommunicationError
 
 _ALL_PAIRS = 128
 """Ranks up to which everyone may write to everyone just to say that it is there."""
@@ -105,21 +107,33 @@ def broadcast(call: Call, tensor: torch.Tensor, src: int) -> Steps:
 
 
 def barrier(call: Call) -> Steps:
-    if call.size > _ALL_PAIRS:
-        yield Pending(call.comm.Ibarrier(), [])
-    else:
+    """Wait for all ranks."""
+    if call.size <= _ALL_PAIRS:
         yield from meet(call, range(call.size))
+        return
+    nothing, distance = torch.empty(0), 1
+    while distance < call.size:  # each round a rank hears of twice as many
+        mail = call.mail()
+        mail.receive(nothing, (call.rank - distance) % call.size)
+        mail.send(nothing, (call.rank + distance) % call.size)
+        yield mail
+        distance *= 2
 
 
 def meet(call: Call, ranks: Sequence[int]) -> Steps:
-    """Wait for all of `ranks`; those that do not come are known."""
-    nothing = torch.empty(0)
+    """Wait for all of `ranks`; those that do not come are known, and those that come for something else."""
+    mine = torch.tensor([zlib.crc32(call.label.encode())])
+    theirs = {peer: torch.empty_like(mine) for peer in ranks if peer != call.rank}
     mail = call.mail()
-    for peer in ranks:
-        if peer != call.rank:
-            mail.receive(nothing, peer)
-            mail.send(nothing, peer)
+    for peer, place in theirs.items():
+        mail.receive(place, peer)
+        mail.send(mine, peer)
     yield mail
+    for peer, place in theirs.items():
+        if place != mine:
+            raise CommunicationError(
+                f"rank {call.rank} calls {call.label}, but rank {peer} calls something else: all must call the same"
+            )
 
 
 def reduce_scatter(call: Call, pieces: Sequence[torch.Tensor], output: torch.Tensor, how: Reduction) -> Steps:

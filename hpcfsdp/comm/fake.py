@@ -10,7 +10,9 @@ import torch
 from hpcfsdp.comm.communicator import (
     ReduceOp,
     accumulate_dtype,
+    check_alloc,
     check_list,
+    check_members,
     check_peer,
     check_sizes,
     check_tensors,
@@ -43,6 +45,7 @@ class FakeCommunicator:
         return f"FakeCommunicator(rank={self.rank}, size={self.size})"
 
     def alloc(self, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> torch.Tensor:
+        check_alloc(self, numel, gathered)
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def free(self, tensor: torch.Tensor) -> None:
@@ -143,9 +146,7 @@ class FakeCommunicator:
         return value
 
     def subgroup(self, ranks: Sequence[int]) -> FakeCommunicator:
-        ranks = list(ranks)
-        if self.rank not in ranks:
-            raise CommunicationError(f"subgroup on rank {self.rank}: it is not among {ranks}")
+        ranks = check_members(self, ranks)
         topology = self.topology.restrict(ranks)
         return FakeCommunicator(ranks.index(self.rank), len(ranks), topology=topology, device=self.device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,25 +11,20 @@ from mpi4py import MPI
 
 from hpcfsdp.errors import CommunicationError
 
-# Moving bytes needs no more of a dtype than its size; wide words keep the element count below MPI's 2**31.
-_WORDS = ((8, MPI.INT64_T), (4, MPI.INT32_T), (2, MPI.INT16_T), (1, MPI.INT8_T))
-_MAX_COUNT = 2**31 - 1
+_PART_BYTES = 1 << 30
+"""A message of MPI has fewer than 2**31 elements: longer ones go in parts."""
 
 _abandoned: list[Any] = []
 """What a collective that failed has left under way: MPI may read and write these tensors until the program ends."""
 
 
-def message(tensor: torch.Tensor) -> list[Any]:
-    """The tensor's bytes, as mpi4py takes a buffer."""
-    nbytes = tensor.numel() * tensor.element_size()
-    size, word = next((size, word) for size, word in _WORDS if nbytes % size == 0)
-    if nbytes // size > _MAX_COUNT:
-        raise CommunicationError(
-            f"one message of {nbytes} bytes ({tensor.numel()} x {tensor.dtype}) is over MPI's count limit: "
-            "wrap the model in smaller units"
-        )
-    # Not tensor.numpy(): that marks the storage as shared, and a shared storage can never be freed by resizing it.
-    return [MPI.buffer.fromaddress(tensor.data_ptr(), nbytes), nbytes // size, word]
+def _parts(tensor: torch.Tensor) -> Iterator[tuple[list[Any], int]]:
+    """The tensor's bytes, as mpi4py takes buffers, and how many each has."""
+    address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    for begin in range(0, max(nbytes, 1), _PART_BYTES):
+        count = min(_PART_BYTES, nbytes - begin)
+        # Not tensor.numpy(): that marks the storage as shared, and a shared storage cannot be freed by resizing it.
+        yield [MPI.buffer.fromaddress(address + begin, count), count, MPI.BYTE], count
 
 
 class Mail:
@@ -47,12 +42,14 @@ class Mail:
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Post a message. The tensor must not change until the mail is through."""
-        self._posts.append((self._comm.Isend(message(tensor), dest=to, tag=self._tag), to, None, tensor))
+        for part, _ in _parts(tensor):
+            self._posts.append((self._comm.Isend(part, dest=to, tag=self._tag), to, None, tensor))
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         """Post the place for a message."""
-        request = self._comm.Irecv(message(tensor), source=source, tag=self._tag)
-        self._posts.append((request, source, tensor.numel() * tensor.element_size(), tensor))
+        for part, nbytes in _parts(tensor):
+            request = self._comm.Irecv(part, source=source, tag=self._tag)
+            self._posts.append((request, source, nbytes, tensor))
 
     def holds(self) -> bool:
         while self._posts:  # any test moves all messages along, so one at a time is enough
@@ -65,7 +62,7 @@ class Mail:
             self._posts.pop()
             if expected is not None:
                 self.source = self._status.Get_source()
-                got = self._status.Get_elements(MPI.BYTE)  # Get_count knows no more than 2**31 - 1
+                got = self._status.Get_count(MPI.BYTE)
                 if got != expected:
                     raise self.mismatch(self.source, f"{got} bytes", expected)
         return True
@@ -107,17 +104,3 @@ class Call:
 
     def mail(self) -> Mail:
         return Mail(self.comm, self.label, self.tag)
-
-
-class Pending:
-    """One nonblocking collective of MPI's own. A ``Condition`` of progress.py."""
-
-    def __init__(self, request: MPI.Request, awaited: Sequence[int]) -> None:
-        self._request = request
-        self._awaited = awaited
-
-    def holds(self) -> bool:
-        return self._request.Test()
-
-    def missing(self) -> Sequence[int]:
-        return self._awaited

@@ -18,8 +18,11 @@ from hpcfsdp.comm import exchange, shared
 from hpcfsdp.comm.communicator import (
     ReduceOp,
     accumulate_dtype,
+    check_alloc,
     check_list,
+    check_members,
     check_peer,
+    check_same_numel,
     check_sizes,
     check_tensors,
     refuse_op,
@@ -29,7 +32,7 @@ from hpcfsdp.comm.progress import Running, Steps, complete, run
 from hpcfsdp.comm.reduce import Reduction
 from hpcfsdp.comm.shared import Place
 from hpcfsdp.comm.topology import Topology
-from hpcfsdp.comm.window import Window
+from hpcfsdp.comm.window import Window, window_at
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch import farewell
 
@@ -88,13 +91,9 @@ class MpiCommunicator:
 
     def alloc(self, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> torch.Tensor:
         self._check_open("alloc")
-        if numel < 0 or (gathered and numel % self.size):
-            raise CommunicationError(
-                f"alloc on rank {self.rank}: {numel} elements"
-                + (f" are not {self.size} equal segments" if numel >= 0 else " are no size")
-            )
+        check_alloc(self, numel, gathered)
         label = f"alloc of {numel} x {dtype}" + (", gathered" if gathered else "")
-        run(exchange.barrier(self._call(label)), label, self.rank, self.timeout_s, False, self)
+        run(exchange.barrier(self._call("alloc")), label, self.rank, self.timeout_s, False, self)
         for rank, other in enumerate(self.comm.allgather(label)):
             if other != label:
                 raise CommunicationError(
@@ -105,7 +104,7 @@ class MpiCommunicator:
         window, problem = None, None
         try:
             window = Window(self._node, self.topology.node_of(self.rank), numel, dtype, gathered=gathered)
-        except CommunicationError as error:
+        except Exception as error:  # whatever it is, the others have to hear of it
             problem = str(error)
         problems = [other for other in self.comm.allgather(problem) if other]
         if window is None or problems:
@@ -126,12 +125,12 @@ class MpiCommunicator:
         del self._windows[window.address]
 
     def release(self, full: torch.Tensor) -> None:
-        window = self._window_of(full, gathered=True)
+        window = self._gathered_window("release", full)
         if window is not None:
             window.done()
 
     def claim(self, full: torch.Tensor) -> None:
-        window = self._window_of(full, gathered=True)
+        window = self._gathered_window("claim", full)
         if window is not None:
             run(shared.claim(window), f"claim of {_described(full)}", self.rank, self.timeout_s, False, self)
 
@@ -141,10 +140,10 @@ class MpiCommunicator:
         self, output: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False
     ) -> Running | None:
         label = f"all_gather_into_tensor of {_described(shard)}"
-        self._check(label, output, shard)
+        window = self._window_of(output, gathered=True)
+        self._check(label, shard, output) if window is not None else self._check(label, shard, written=[output])
         check_sizes(label, self, output, shard)
         segments = _segments(output, self.size)
-        window = self._window_of(output, gathered=True)
         if window is None:
             return self._run(label, async_op, exchange.all_gather, segments, shard)
         if output.numel() != window.mine.numel():
@@ -165,25 +164,28 @@ class MpiCommunicator:
         async_op: bool = False,
     ) -> Running | None:
         label = f"reduce_scatter_tensor({op}) of {_described(full)}" + (f" as {wire}" if wire else "")
+        label += f" in {accumulate}" if accumulate else ""
         self._check(label, full)
-        self._check(label, output)
+        self._check(label, written=[output])
         check_sizes(label, self, full, output)
         how = self._reduction(label, op, full, wire, accumulate)
         pieces, window = _segments(full, self.size), self._window_of(full)
         if window is None:
             return self._run(label, async_op, exchange.reduce_scatter, pieces, output.view(-1), how)
+        label += _at(full, window)
         return self._run(label, async_op, shared.reduce_scatter, self._place(window), pieces, output.view(-1), how)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, *, accumulate: torch.dtype | None = None, async_op: bool = False
     ) -> Running | None:
-        label = f"all_reduce({op}) of {_described(tensor)}"
-        self._check(label, tensor)
+        label = f"all_reduce({op}) of {_described(tensor)}" + (f" in {accumulate}" if accumulate else "")
+        self._check(label, written=[tensor])
         how = self._reduction(label, op, tensor, None, accumulate)
         window = self._window_of(tensor)
         if window is None:
             return self._run(label, async_op, exchange.all_reduce, tensor.view(-1), how)
         pieces = tensor.view(-1).tensor_split(self.size)
+        label += _at(tensor, window)
         return self._run(label, async_op, shared.all_reduce, self._place(window), pieces, how)
 
     def reduce_scatter(
@@ -192,15 +194,15 @@ class MpiCommunicator:
         """`output` becomes the reduction of all ranks' ``inputs[rank]``; its size may be another on each rank."""
         label = f"reduce_scatter({op}) of {output.dtype}"
         check_list(label, self, "inputs", inputs)
-        self._check(label, output, *inputs)
-        self._check_same_numel(label, output, inputs[self.rank])
+        self._check(label, *inputs, written=[output])
+        check_same_numel(label, self, output, inputs[self.rank])
         how = self._reduction(label, op, output, None, None)
         pieces = [piece.view(-1) for piece in inputs]
         return self._run(label, async_op, exchange.reduce_scatter, pieces, output.view(-1), how)
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Running | None:
         label = f"broadcast from {src} of {_described(tensor)}"
-        self._check(label, tensor)
+        self._check(label, written=[tensor])
         check_peer(label, self, src)
         return self._run(label, async_op, exchange.broadcast, tensor, src)
 
@@ -209,8 +211,8 @@ class MpiCommunicator:
     ) -> Running | None:
         label = f"all_gather of {tensor.dtype}"
         check_list(label, self, "outputs", outputs)
-        self._check(label, tensor, *outputs)
-        self._check_same_numel(label, outputs[self.rank], tensor)
+        self._check(label, tensor, written=outputs)
+        check_same_numel(label, self, outputs[self.rank], tensor)
         return self._run(label, async_op, exchange.all_gather, outputs, tensor)
 
     def all_to_all(
@@ -219,8 +221,8 @@ class MpiCommunicator:
         check_list("all_to_all", self, "outputs", outputs)
         check_list("all_to_all", self, "inputs", inputs)
         label = f"all_to_all of {inputs[0].dtype}"
-        self._check(label, *inputs, *outputs)
-        self._check_same_numel(label, outputs[self.rank], inputs[self.rank])
+        self._check(label, *inputs, written=outputs)
+        check_same_numel(label, self, outputs[self.rank], inputs[self.rank])
         return self._run(label, async_op, exchange.all_to_all, outputs, inputs)
 
     def gather(
@@ -232,8 +234,8 @@ class MpiCommunicator:
         if self.rank != dst:
             return self._run(label, async_op, exchange.deliver, tensor, dst)
         check_list(label, self, "outputs", outputs)
-        self._check(label, tensor, *outputs)
-        self._check_same_numel(label, outputs[dst], tensor)
+        self._check(label, tensor, written=outputs)
+        check_same_numel(label, self, outputs[dst], tensor)
         return self._run(label, async_op, exchange.collect, outputs, tensor)
 
     def scatter(
@@ -241,12 +243,12 @@ class MpiCommunicator:
     ) -> Running | None:
         label = f"scatter from {src} of {output.dtype}"
         check_peer(label, self, src)
-        self._check(label, output)
+        self._check(label, written=[output])
         if self.rank != src:
             return self._run(label, async_op, exchange.accept, output, src)
         check_list(label, self, "inputs", inputs)
         self._check(label, output, *inputs)
-        self._check_same_numel(label, output, inputs[src])
+        check_same_numel(label, self, output, inputs[src])
         return self._run(label, async_op, exchange.distribute, output, inputs)
 
     def barrier(self, *, async_op: bool = False) -> Running | None:
@@ -268,12 +270,15 @@ class MpiCommunicator:
     ) -> tuple[Mail, Running | None]:
         """Not collective. Receive what rank `src` (None: any) sends with the same tag; the mail tells its source."""
         label = f"recv from {'any rank' if src is None else src} of {_described(tensor)}"
-        self._check(label, tensor)
+        self._check(label, written=[tensor])
         if src is not None:
             check_peer(label, self, src)
         mail = Mail(self.comm, label, self._user_tag(label, tag))
         mail.receive(tensor, MPI.ANY_SOURCE if src is None else src)
-        return mail, run(exchange.accept_posted(mail), label, self.rank, self.timeout_s, async_op, self)
+        work = run(exchange.accept_posted(mail), label, self.rank, self.timeout_s, async_op, self)
+        if work is not None:
+            work.optional = True
+        return mail, work
 
     # Collectives on objects
 
@@ -298,12 +303,7 @@ class MpiCommunicator:
 
     def subgroup(self, ranks: Sequence[int]) -> MpiCommunicator:
         self._check_open("subgroup")
-        ranks = list(ranks)
-        if self.rank not in ranks or ranks != sorted(set(ranks) & set(range(self.size))):
-            raise CommunicationError(
-                f"subgroup on rank {self.rank} of {self.size}: {ranks} must be ascending ranks of this communicator, "
-                "this rank among them"
-            )
+        ranks = check_members(self, ranks)
         label = f"subgroup of ranks {ranks}"
         call = Call(self.comm, label, _TAG_MEET)
         run(exchange.meet(call, ranks), label, self.rank, self.timeout_s, False, self)
@@ -316,11 +316,13 @@ class MpiCommunicator:
         """Collective. Complete what is under way, let go of all memory, and refuse further calls."""
         if self._closed:
             return
-        complete(self)
-        self.abandon()
-        if self._node is not None:
-            self._node.Free()
-        self.comm.Free()
+        try:
+            complete(self)
+        finally:
+            self.abandon()
+            if self._node is not None:
+                self._node.Free()
+            self.comm.Free()
 
     def abandon(self) -> None:
         """Not collective. Refuse further calls, and leave what is under way as it is."""
@@ -374,6 +376,16 @@ class MpiCommunicator:
         window = self._windows.get(tensor.untyped_storage().data_ptr())
         return window if window and window.gathered == gathered and window.mine.dtype == tensor.dtype else None
 
+    def _gathered_window(self, what: str, full: torch.Tensor) -> Window | None:
+        self._check_open(what)
+        window = self._window_of(full, gathered=True)
+        if window is None and full.numel():
+            raise CommunicationError(
+                f"{what} on rank {self.rank}: this tensor of {_described(full)} is no gathered memory of this "
+                "communicator"
+            )
+        return window
+
     def _place(self, window: Window) -> Place:
         return Place(window, self.topology, self.rank)
 
@@ -385,9 +397,17 @@ class MpiCommunicator:
             raise CommunicationError(f"{label} on rank {self.rank}: {problem}")
         return Reduction(op, wire or tensor.dtype, accumulate or accumulate_dtype(tensor.dtype), self.size)
 
-    def _check(self, label: str, *tensors: torch.Tensor) -> None:
+    def _check(self, label: str, *tensors: torch.Tensor, written: Sequence[torch.Tensor] = ()) -> None:
         self._check_open(label)
-        check_tensors(label, self, *tensors)
+        check_tensors(label, self, *tensors, *written)
+        for tensor in written:
+            window = window_at(tensor)
+            if window is not None and window.gathered and len(window.regions) > 1:
+                raise CommunicationError(
+                    f"{label} on rank {self.rank}: the output lies in gathered memory, of which the ranks of a node "
+                    "hold one copy: only all_gather_into_tensor, with the communicator and dtype it was made for, may "
+                    "write there"
+                )
 
     def _check_open(self, label: str) -> None:
         if self._closed:
@@ -396,18 +416,17 @@ class MpiCommunicator:
                 "group was destroyed)"
             )
 
-    def _check_same_numel(self, label: str, output: torch.Tensor, given: torch.Tensor) -> None:
-        if output.numel() != given.numel():
-            raise CommunicationError(
-                f"{label} on rank {self.rank}: its own output has {output.numel()} elements, its input {given.numel()}"
-            )
-
 
 def _segments(full: torch.Tensor, size: int) -> list[torch.Tensor]:
     """`size` equal parts of `full`, as views."""
     flat = full.view(-1)
     numel = flat.numel() // size
     return [flat[numel * place : numel * (place + 1)] for place in range(size)]
+
+
+def _at(tensor: torch.Tensor, window: Window) -> str:
+    """Where in a window: neighbours read the same place of theirs."""
+    return f" at {tensor.storage_offset() - window.mine.storage_offset()} of shared memory"
 
 
 def _described(tensor: torch.Tensor) -> str:

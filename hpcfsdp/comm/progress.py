@@ -7,15 +7,18 @@ other, and nothing ever blocks inside of MPI: signals and timeouts are heard at 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 import torch
 
 from hpcfsdp.errors import CommunicationError
+
+log = logging.getLogger("hpcfsdp.comm")
 
 _YIELD_AFTER = 50
 """Looks before the core is offered to others; within them a peer that runs on another core has mostly answered."""
@@ -51,6 +54,9 @@ class Running:
     def __init__(self, steps: Steps, label: str, rank: int, timeout_s: float, owner: Owner) -> None:
         self.label = label
         self.owner = owner
+        self.optional = False
+        """Whether it may never complete, like a receive that nobody sends to."""
+        self._heard = False
         self._steps = steps
         self._rank = rank
         self._timeout_s = timeout_s
@@ -63,6 +69,7 @@ class Running:
             _under_way.append(self)
 
     def is_completed(self) -> bool:
+        _advance_all()  # others, too: this one may wait for a rank that waits for one of them
         self._advance()
         return self._done
 
@@ -75,24 +82,28 @@ class Running:
         """
         if not self._done:
             self._wait(self._timeout_s if timeout_s is None else timeout_s)
+        self._heard = True
         if self._error is not None:
             raise self._error
+
+    def __del__(self) -> None:
+        if self._done and self._error is not None and not self._heard:
+            log.error("%s, which nobody waited for, failed: %s", self.label, self._error)
 
     def _wait(self, timeout_s: float) -> None:
         began_s, looks = time.monotonic(), 0
         while not self._done:
             self._advance()
             if len(_under_way) > 1:
-                for other in tuple(_under_way):
-                    other._advance()
+                _advance_all()
             looks += 1
             if looks < _YIELD_AFTER:
                 continue
             os.sched_yield()
             if looks % _CLOCK_EVERY == 0:
                 waited_s = time.monotonic() - began_s
-                if waited_s > timeout_s and not self._done:
-                    self._finish(self._timed_out(timeout_s))
+                if waited_s > timeout_s:
+                    self._give_up(lambda missing: _timed_out(missing, timeout_s))
                 elif waited_s > _SLEEP_AFTER_S:
                     time.sleep(_SLEEP_S)
                     self._look_for_departed()
@@ -125,24 +136,29 @@ class Running:
 
     def _look_for_departed(self) -> None:
         departed = self.owner.departed()
-        gone = sorted(departed & set(self._condition.missing())) if departed and self._condition is not None else []
-        self._advance()  # what they sent before they left
-        if gone and not self._done:
-            self._finish(
-                CommunicationError(
-                    f"{self.label} on rank {self._rank}: rank(s) {', '.join(map(str, gone))} left the program without "
-                    "taking part"
-                )
-            )
+        if departed:
+            self._advance()  # what they sent before they left
+            self._give_up(lambda missing: _left(departed & set(missing)))
 
-    def _timed_out(self, timeout_s: float) -> CommunicationError:
-        missing = list(self._condition.missing()) if self._condition is not None else []
-        waiting_for = f"rank(s) {', '.join(map(str, missing))}" if missing else "other ranks"
-        return CommunicationError(
-            f"{self.label} on rank {self._rank}: waited {timeout_s:g} s for {waiting_for}, which did not take part. "
-            "They hang, have left, or call other collectives; TORCH_DISTRIBUTED_DEBUG=DETAIL compares the calls of all "
-            "ranks and names the one that differs"
-        )
+    def _give_up(self, reason: Callable[[Sequence[int]], str | None]) -> None:
+        """End with an error, if there is a reason to; `reason` is told the ranks that are missing."""
+        with self._stepping:  # no other thread is in the middle of a step
+            why = None if self._done else reason(self._condition.missing() if self._condition is not None else [])
+            if why:
+                self._finish(CommunicationError(f"{self.label} on rank {self._rank}: {why}"))
+
+
+def _left(ranks: set[int]) -> str | None:
+    names = ", ".join(map(str, sorted(ranks)))
+    return f"rank(s) {names} left the program without taking part" if ranks else None
+
+
+def _timed_out(missing: Sequence[int], timeout_s: float) -> str:
+    names = f"rank(s) {', '.join(map(str, missing))}" if missing else "other ranks"
+    return (
+        f"waited {timeout_s:g} s for {names}, which did not take part. They hang, have left, or call other "
+        "collectives; TORCH_DISTRIBUTED_DEBUG=DETAIL compares the calls of all ranks and names the one that differs"
+    )
 
 
 class Finished:
@@ -158,6 +174,11 @@ class Finished:
 _under_way: list[Running] = []
 
 
+def _advance_all() -> None:
+    for work in tuple(_under_way):
+        work._advance()
+
+
 def run(steps: Steps, label: str, rank: int, timeout_s: float, async_op: bool, owner: Owner) -> Running | None:
     """Begin a collective of `owner`, and complete it unless `async_op`."""
     work = Running(steps, label, rank, timeout_s, owner)
@@ -168,7 +189,20 @@ def run(steps: Steps, label: str, rank: int, timeout_s: float, async_op: bool, o
 
 
 def complete(owner: object) -> None:
-    """Complete all collectives of `owner` that are under way; nobody may have waited for them."""
+    """Complete all collectives of `owner` that are under way; nobody may have waited for them.
+
+    Receives that no message has come for are given up: there may never be one.
+
+    Raises:
+        CommunicationError: that of the first collective that failed.
+    """
+    errors = []
     for work in tuple(_under_way):
-        if work.owner is owner:
-            work.wait()
+        if work.owner is owner and not work.is_completed():
+            try:
+                work.wait(0.0 if work.optional else None)
+            except CommunicationError as error:
+                if not work.optional:
+                    errors.append(error)
+    if errors:
+        raise errors[0]

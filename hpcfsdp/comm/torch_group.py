@@ -12,8 +12,11 @@ from hpcfsdp import _compat
 from hpcfsdp.comm.communicator import (
     ReduceOp,
     accumulate_dtype,
+    check_alloc,
     check_list,
+    check_members,
     check_peer,
+    check_same_numel,
     check_sizes,
     check_tensors,
     refuse_op,
@@ -47,6 +50,7 @@ class TorchGroupCommunicator:
         return f"TorchGroupCommunicator({dist.get_backend(self.group)}, rank={self.rank}, size={self.size})"
 
     def alloc(self, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> torch.Tensor:
+        check_alloc(self, numel, gathered)
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def free(self, tensor: torch.Tensor) -> None:
@@ -141,6 +145,7 @@ class TorchGroupCommunicator:
     ) -> _Work | Finished | None:
         check_list("all_gather", self, "outputs", outputs)
         check_tensors("all_gather", self, tensor, *outputs)
+        check_same_numel("all_gather", self, outputs[self.rank], tensor)
         # Backends gather equal parts: pad to the largest.
         largest = max(output.numel() for output in outputs)
         padded = torch.zeros(largest, dtype=tensor.dtype, device=tensor.device)
@@ -160,6 +165,7 @@ class TorchGroupCommunicator:
         check_list("all_to_all", self, "outputs", outputs)
         check_list("all_to_all", self, "inputs", inputs)
         check_tensors("all_to_all", self, *inputs, *outputs)
+        check_same_numel("all_to_all", self, outputs[self.rank], inputs[self.rank])
         return self._exchange(outputs, inputs, async_op)
 
     def gather(
@@ -170,6 +176,7 @@ class TorchGroupCommunicator:
         if self.rank == dst:
             check_list("gather", self, "outputs", outputs)
             check_tensors("gather", self, tensor, *outputs)
+            check_same_numel("gather", self, outputs[dst], tensor)
         nothing = tensor.new_empty(0)
         sent = [tensor if rank == dst else nothing for rank in range(self.size)]
         return self._exchange(outputs if self.rank == dst else [nothing] * self.size, sent, async_op)
@@ -182,6 +189,7 @@ class TorchGroupCommunicator:
         if self.rank == src:
             check_list("scatter", self, "inputs", inputs)
             check_tensors("scatter", self, output, *inputs)
+            check_same_numel("scatter", self, output, inputs[src])
         nothing = output.new_empty(0)
         received = [output if rank == src else nothing for rank in range(self.size)]
         return self._exchange(received, inputs if self.rank == src else [nothing] * self.size, async_op)
@@ -200,12 +208,7 @@ class TorchGroupCommunicator:
         return holder[0]
 
     def subgroup(self, ranks: Sequence[int]) -> TorchGroupCommunicator:
-        ranks = list(ranks)
-        if self.rank not in ranks or any(not 0 <= rank < self.size for rank in ranks):
-            raise CommunicationError(
-                f"subgroup on rank {self.rank} of {self.size}: {ranks} must be ranks of this communicator, this rank "
-                "among them"
-            )
+        ranks = check_members(self, ranks)
         members = [dist.get_global_rank(self.group, rank) for rank in ranks]
         # torch names such a group by its ranks and the number of groups of this process: the same on all members.
         group = dist.new_group(members, backend=dist.get_backend(self.group), use_local_synchronization=True)

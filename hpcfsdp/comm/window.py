@@ -9,6 +9,7 @@ import os
 import platform
 import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,7 @@ def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[torch.Tensor | N
     fd, memory, problem, opened = -1, None, None, None
     try:
         fd, name, opened = opener(None, nbytes) if node.rank == 0 else (-1, None, None)
-    except OSError as error:
+    except Exception as error:  # whatever it is, the others have to hear of it
         name, problem = None, f"local rank 0: {error}"
     identity = node.bcast((name, os.fstat(fd).st_ino, os.fstat(fd).st_dev) if fd >= 0 else None)
     if identity is not None:
@@ -82,7 +83,7 @@ def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[torch.Tensor | N
                     raise OSError(f"{identity[0]} is another file here: do processes have process ids of their own?")
             # Unlike mmap.mmap this keeps no file descriptor, of which a process may have few.
             memory = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             problem = f"local rank {node.rank}: {error}"
     problems = [p for p in node.allgather(problem) if p]
     if fd >= 0:
@@ -96,7 +97,11 @@ def _open_unnamed(path: str | None, nbytes: int) -> tuple[int, str, None]:
     if path is not None:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC), path, None
     fd = os.memfd_create("hpcfsdp", os.MFD_CLOEXEC)
-    os.ftruncate(fd, nbytes)
+    try:
+        os.ftruncate(fd, nbytes)
+    except Exception:
+        os.close(fd)
+        raise
     return fd, f"/proc/{os.getpid()}/fd/{fd}", None
 
 
@@ -106,11 +111,19 @@ def _open_named(path: str | None, nbytes: int) -> tuple[int, str, str | None]:
     fd, path = tempfile.mkstemp(prefix="hpcfsdp-", dir="/dev/shm")
     try:
         os.posix_fallocate(fd, 0, nbytes)  # a full /dev/shm is an error here, and would be a SIGBUS at the first write
-    except OSError:
+    except Exception:
         os.close(fd)
         os.unlink(path)
         raise
     return fd, path, path
+
+
+_alive: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
+
+
+def window_at(tensor: torch.Tensor) -> Window | None:
+    """The window of this process, of whatever communicator, that `tensor` lies in."""
+    return _alive.get(tensor.untyped_storage().data_ptr()) if _alive and tensor.numel() else None
 
 
 class Window:
@@ -144,6 +157,8 @@ class Window:
         self._counters = self._flags.cast("q")
         begins = [flag_bytes + (0 if gathered else region_bytes * place) for place in range(node.size)]
         self.regions = tuple(memory[begin : begin + numel * dtype.itemsize].view(dtype) for begin in begins)
+        if numel:
+            _alive[self.address] = self
 
     @property
     def mine(self) -> torch.Tensor:
@@ -176,9 +191,9 @@ class Window:
     def all_done(self) -> Turn:
         return Turn(self, DONE, self.epoch, compare=False)
 
-    def note_of(self, place: int) -> str:
+    def note_of(self, place: int) -> bytes:
         begin = self._note_begin(place)
-        return bytes(self._flags[begin : begin + _NOTE]).decode(errors="replace").rstrip()
+        return bytes(self._flags[begin : begin + _NOTE])
 
     def _note_begin(self, place: int) -> int:
         # Two notes in turn: a peer may be one operation ahead before its last note has been read.
@@ -216,8 +231,8 @@ class Turn:
                 mine, theirs = window.note_of(window._mine), window.note_of(place)
                 if mine != theirs:
                     raise CommunicationError(
-                        f"rank {window._ranks[window._mine]} calls {mine}, but rank {window._ranks[place]} calls "
-                        f"{theirs} on the same memory: all ranks must call the same"
+                        f"rank {window._ranks[window._mine]} calls {_text(mine)}, but rank {window._ranks[place]} "
+                        f"calls {_text(theirs)} on the same memory: all ranks must call the same"
                     )
             self._awaited.pop()
         return True
@@ -225,6 +240,10 @@ class Turn:
     def missing(self) -> list[int]:
         window = self._window
         return [window._ranks[p] for p in self._awaited if not window._reached(p, self._counter, self._epoch)]
+
+
+def _text(note: bytes) -> str:
+    return note.decode(errors="replace").rstrip()
 
 
 def _aligned(nbytes: int) -> int:

@@ -4,7 +4,7 @@ An uncaught exception ends the job at once (abort.py). Leaving through ``sys.exi
 without more the process would wait in ``MPI_Finalize`` for the others, and these for it in a collective.
 
 - A rank that leaves with an error code waits ``GRACE_S`` for the others to leave, too (all may have found the same
-  error), then ends the job.
+  error), then ends the job. Not after ``hpcfsdp.finalize()``, to which all have come.
 - A rank that leaves in any other way, and finds itself alone, says so to the others. Whoever waits for it in a
   collective raises an error instead (``departed``).
 """
@@ -12,6 +12,7 @@ without more the process would wait in ``MPI_Finalize`` for the others, and thes
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import threading
@@ -21,8 +22,10 @@ from typing import Any, NoReturn
 
 from hpcfsdp.launch.abort import abort
 
-GRACE_S = 3.0
+GRACE_S = 4.0
 SAY_AFTER_S = 1.0
+MOST_TOLD = 128
+"""Ranks up to which one tells all others. In larger jobs those that wait for it go by their timeout."""
 _TAG = 1
 
 _comm: Any = None
@@ -30,6 +33,7 @@ _process = 0
 _last: weakref.ref[_Exit] | None = None
 _code: int = 0
 """The error code with which this process ends, 0 if it does without error or if that is not known."""
+_in_peace = False
 _gone: set[int] = set()
 
 
@@ -63,11 +67,18 @@ def install(comm: Any) -> None:
     atexit.register(_leave)
 
 
+def part_in_peace(parted: bool = True) -> None:
+    """Not collective. All ranks have come to the end of their common work: what each does then is its own matter."""
+    global _in_peace
+    _in_peace = parted
+
+
 def departed() -> set[int]:
     """Not collective. The ranks that have said that they left the program."""
-    if _comm is not None:
-        while _comm.Iprobe(tag=_TAG):
-            _gone.add(_receive())
+    while _comm is not None and (letter := _comm.Improbe(tag=_TAG)) is not None:
+        status = _status()
+        letter.Recv(bytearray(1), status)
+        _gone.add(status.Get_source())
     return _gone
 
 
@@ -88,26 +99,27 @@ def _leave() -> None:
 
     if os.getpid() != _process or MPI.Is_finalized():
         return
+    gc.collect()  # an error that was caught, and lives on in a circle with its own traceback
     alive = _last() if _last is not None else None
     code = _code or (_code_of(alive) if alive is not None else 0)
+    if _in_peace:
+        code = 0
     arrival, began_s, told = _comm.Ibarrier(), time.monotonic(), []
     while not arrival.Test():
         waited_s = time.monotonic() - began_s
         if code and waited_s > GRACE_S:
             abort(f"left the program with exit code {code}, while other ranks are still inside of it", code)
-        if waited_s > SAY_AFTER_S and not told and not code:
+        if waited_s > SAY_AFTER_S and not told and not code and _comm.size <= MOST_TOLD:
             told = [_comm.Isend(bytearray(1), peer, _TAG) for peer in range(_comm.size) if peer != _comm.rank]
         time.sleep(0.001)
     # All are here. What was said and not heard must be taken, or MPI would end with messages under way.
     for rank, has_told in enumerate(_comm.allgather(bool(told))):
         if has_told and rank != _comm.rank and rank not in _gone:
-            _receive(rank)
+            _comm.Recv(bytearray(1), rank, _TAG)
     MPI.Request.Waitall(told)
 
 
-def _receive(source: int | None = None) -> int:
+def _status() -> Any:
     from mpi4py import MPI
 
-    status = MPI.Status()
-    _comm.Recv(bytearray(1), MPI.ANY_SOURCE if source is None else source, _TAG, status)
-    return status.Get_source()
+    return MPI.Status()

@@ -557,8 +557,8 @@ def test_the_mesh_of_the_world_is_one_dimension_over_all_ranks(world):
 
 
 def test_a_mesh_of_the_world_by_nodes(world):
-    mesh = world.mesh(replicate="nodes", shard="node")  # the tests run on one node
-    assert mesh.mesh.tolist() == [list(range(world.size))]
+    mesh = world.mesh(replicate="nodes", shard="node")
+    assert mesh.mesh.tolist() == [list(node) for node in world.topology.nodes]
     close(train(fsdp2(mesh)), train(fsdp2(world.mesh())))
 
 

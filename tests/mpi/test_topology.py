@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 
 from hpcfsdp.comm import communicator_for
 from hpcfsdp.comm.mesh import make_mesh, plan_mesh
@@ -13,10 +14,12 @@ def line_of(mesh, name):
     return dist.get_process_group_ranks(mesh.get_group(name))
 
 
-def test_the_ranks_of_one_machine_share_a_node(world):
-    assert world.topology == Topology.regular(1, world.size)
-    assert (world.local_rank, world.local_size) == (world.rank, world.size)
-    assert (world.node_rank, world.num_nodes) == (0, 1)
+def test_ranks_share_a_node_where_they_share_memory(world):
+    node = world.comm.Split_type(MPI.COMM_TYPE_SHARED)  # mostly all ranks; tests/slurm runs these tests on two nodes
+    assert world.topology.node_of(world.rank) == tuple(node.allgather(world.rank))
+    assert (world.local_rank, world.local_size) == (node.rank, node.size)
+    assert world.num_nodes == world.comm.allreduce(int(node.rank == 0))
+    node.Free()
     assert communicator_for(None, required=True).topology == world.topology
 
 
@@ -26,7 +29,7 @@ def test_a_mesh_has_one_dimension_over_all_ranks_unless_others_are_given(world):
     assert mesh.mesh.tolist() == list(range(world.size))
     assert line_of(mesh, "shard") == list(range(world.size))
     mesh = world.mesh(replicate="nodes", shard="node")
-    assert mesh.mesh.tolist() == [list(range(world.size))]
+    assert mesh.mesh.tolist() == [list(node) for node in world.topology.nodes]
     with pytest.raises(LaunchError, match=rf"does not divide the {world.size} rank\(s\) of this job"):
         world.mesh(replicate=world.size + 1, shard=None)
 

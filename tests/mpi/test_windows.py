@@ -754,3 +754,64 @@ def test_without_any_one_wait_values_are_wrong(several, world, make, monkeypatch
             patch.setattr(shared, name, leaving_out(site, getattr(shared, name)))
         right = race(Stage(world, make, patch, patience_s=5.0), turn=3)
         assert world.comm.allreduce(right) < world.size
+
+
+# What gathered memory is not for
+
+
+def test_gathered_memory_is_written_by_gathering_alone(several, make):
+    comm, other = make(), make()
+    full = comm.alloc(2 * comm.size, torch.float32, gathered=True)
+    outputs = list(full.split(2))
+    for call in (
+        lambda: comm.all_reduce(full, "sum"),
+        lambda: comm.broadcast(full, 0),
+        lambda: comm.reduce_scatter_tensor(full[:2], torch.ones(2 * comm.size), "sum"),
+        lambda: comm.all_gather(outputs, torch.ones(2)),
+        lambda: comm.all_to_all(outputs, [torch.ones(2)] * comm.size),
+        lambda: comm.all_gather_into_tensor(full.view(torch.int32), torch.ones(2, dtype=torch.int32)),
+        lambda: other.all_gather_into_tensor(full, torch.ones(2)),
+    ):
+        with pytest.raises(CommunicationError, match=r"on rank \d: the output lies in gathered memory"):
+            call()
+
+
+def test_only_gathered_memory_is_released_and_claimed(make):
+    comm = make()
+    for memory in (
+        torch.ones(4),
+        comm.alloc(4, torch.float32),
+        make().alloc(4 * comm.size, torch.float32, gathered=True),
+    ):
+        for call in (comm.release, comm.claim):
+            with pytest.raises(
+                CommunicationError, match=rf"{call.__name__} on rank {comm.rank}: .* no gathered memory"
+            ):
+                call(memory)
+
+
+def test_neighbours_that_mean_other_places_of_a_window_are_told(several, make):
+    comm = make(timeout_s=10)
+    window = comm.alloc(4, torch.float32)
+    place = window[2:] if comm.rank == 0 else window[:2]
+    with pytest.raises(
+        CommunicationError, match=r"at 2 of shared memory.* at 0 of shared|at 0 of shared.* at 2 of shared"
+    ):
+        comm.all_reduce(place, "sum")
+
+
+def test_a_shard_lies_in_its_own_segment_or_elsewhere(several, make):
+    comm = make()
+    full = torch.zeros(3 * comm.size)
+    wrong = full.split(3)[(comm.rank + 1) % comm.size]
+    for call in (
+        lambda: comm.all_gather_into_tensor(full, wrong),
+        lambda: comm.reduce_scatter_tensor(wrong, full, "sum"),
+    ):
+        with pytest.raises(CommunicationError, match=f"is not segment {comm.rank} of it"):
+            call()
+
+
+def test_memory_that_no_machine_has_is_an_error_on_every_rank(several, make):
+    with pytest.raises(CommunicationError):
+        make().alloc(2**60, torch.float64)

@@ -133,7 +133,9 @@ def test_a_sub_group_has_its_place_and_its_part_of_the_machine():
     comm = FakeCommunicator(3, 4, topology=Topology.regular(2, 2))
     part = comm.subgroup([1, 3])
     assert (part.rank, part.size, part.topology.nodes) == (1, 2, ((0,), (1,)))
-    with pytest.raises(CommunicationError, match=r"subgroup on rank 3: it is not among \[0, 1\]"):
+    with pytest.raises(
+        CommunicationError, match=r"subgroup on rank 3 of 4: \[0, 1\] must be ascending ranks of this communicator"
+    ):
         comm.subgroup([0, 1])
 
 

@@ -21,7 +21,9 @@ def hook(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", quiet)
     monkeypatch.setattr(abort, "OUTPUT_GRACE_S", 0)
     world = SimpleNamespace(rank=2, size=3, Abort=codes.append)
-    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=world)))
+    monkeypatch.setitem(
+        sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=world, Is_finalized=lambda: False))
+    )
     return quiet, codes
 
 
@@ -35,6 +37,29 @@ def test_an_uncaught_error_is_printed_with_its_rank_and_ends_the_job_with_its_ex
     assert lines[0].startswith(f"hpcfsdp: rank 2 of 3 on {env.host_name()}: ")
     assert type(error).__name__ in lines[-1]
     assert hook[1] == [code]
+
+
+def test_an_exit_code_is_one_that_says_error(hook):
+    for code in (0, 256, 3):
+        abort.abort("x", code)
+    assert hook[1] == [1, 1, 3]
+
+
+def test_only_errors_of_this_project_choose_their_exit_code(hook):
+    class Foreign(Exception):
+        exit_code = 0
+
+    abort.install(SimpleNamespace(rank=2, size=3))
+    sys.excepthook(Foreign, Foreign(), None)
+    assert hook[1] == [1]
+
+
+def test_the_job_ends_though_nothing_can_be_printed(hook, monkeypatch):
+    abort.install(SimpleNamespace(rank=2, size=3))
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    sys.excepthook(ValueError, ValueError("x"), None)
+    assert hook[1] == [1]
 
 
 def test_a_single_process_keeps_its_hook(hook):
