@@ -1,5 +1,6 @@
 """What is left when ranks fail: a traceback that says where, an exit code, and nothing running."""
 
+import re
 import time
 
 import psutil
@@ -141,3 +142,42 @@ def test_a_launcher_that_the_mpi_library_does_not_hear_is_explained(start, tmp_p
     assert job.code != 0
     assert "SLURM_STEP_NUM_TASKS=4" in job.stderr
     assert "--mpi=pmix" in job.stderr
+
+
+INIT = """
+import sys, time
+import hpcfsdp
+from hpcfsdp.errors import LaunchError
+rank = int(__import__("mpi4py.MPI").MPI.COMM_WORLD.rank)
+try:
+    hpcfsdp.init("cpu", **({options} if rank == 1 else {{}}))
+except LaunchError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("dict(split_nodes=2)", "rank 0 on .* has (None, 1800.0, 1, 'cpu'), rank 1 on .* has (None, 1800.0, 2, 'cpu')"),
+        ("dict(backend='gloo')", "rank 1 on .* has ('gloo', 1800.0, 1, 'cpu')"),
+        ("dict(backend='glue')", "rank 1 on .*: there is no backend 'glue': use one of .*; did you mean 'gloo'"),
+        ("dict(split_nodes=9)", "rank 1 on .*: a node of 2 rank(s) cannot be split into 9 nodes"),
+    ],
+)
+def test_ranks_that_start_differently_all_hear_of_it(start, tmp_path, options, text):
+    script = tmp_path / "script.py"
+    script.write_text(INIT.format(options=options))
+    job = start(script, ranks=2).wait(30)
+    pattern = re.escape(text).replace(re.escape(".*"), ".*")
+    assert len(re.findall(pattern, job.stdout)) == 2, job.stdout + job.stderr
+
+
+def test_after_finalize_a_rank_may_leave_long_before_the_others(start, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time\nimport hpcfsdp\nworld = hpcfsdp.init('cpu')\nhpcfsdp.finalize()\n"
+        "if world.rank == 0: time.sleep(6); print('done')\nsys.exit(75)\n"
+    )
+    job = start(script, ranks=2).wait(30)
+    assert (job.code, job.stdout) == (75, "done\n"), job.stderr

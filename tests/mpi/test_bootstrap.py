@@ -72,3 +72,22 @@ def test_threads_are_shared_between_the_ranks_of_a_node(world):
     everyone = world.comm.allgather(cores)
     threads = world.comm.allgather(device.fair_threads(cores, everyone))
     assert sum(threads) <= max(len(set().union(*everyone)), world.size)
+
+
+def test_init_with_other_arguments_is_refused(world):
+    with pytest.raises(
+        LaunchError, match=r"init was called before with .*device='cpu'.*, and now with .*device='cuda'"
+    ):
+        hpcfsdp.init("cuda")
+    assert hpcfsdp.init("cpu") is world
+
+
+def test_variables_that_others_have_set_stay(monkeypatch):
+    from hpcfsdp import env
+
+    monkeypatch.setattr(env, "_exported", {})
+    monkeypatch.setenv("RANK", "theirs")
+    monkeypatch.delenv("MASTER_PORT")
+    for port in ("1", "2"):
+        env.export_rendezvous({"RANK": "0", "MASTER_PORT": port})
+    assert (os.environ["RANK"], os.environ["MASTER_PORT"]) == ("theirs", "2")

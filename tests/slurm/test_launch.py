@@ -1,0 +1,92 @@
+"""What hpcfsdp.init finds on two nodes, and what it says where srun and the MPI library do not speak one language."""
+
+import json
+from collections import Counter
+
+import pytest
+
+TOPOLOGY = """
+import json, os
+import torch, torch.distributed as dist
+import hpcfsdp
+
+world = hpcfsdp.init("cpu")
+total = torch.tensor([world.rank + 1.0])
+dist.all_reduce(total)
+assert total.item() == world.size * (world.size + 1) / 2
+names = ["rank", "size", "node_rank", "num_nodes", "local_rank", "local_size"]
+mine = {name: getattr(world, name) for name in names} | {"node": os.environ["SLURMD_NODENAME"]}
+everyone = world.comm.gather(mine)
+if world.rank == 0:
+    print(json.dumps(everyone))
+hpcfsdp.finalize()
+"""
+REFUSED = """
+import hpcfsdp
+try:
+    hpcfsdp.init("cpu")
+except hpcfsdp.errors.LaunchError as error:
+    raise SystemExit(f"refused: {error}")
+"""
+
+
+@pytest.fixture
+def topology(tmp_path):
+    script = tmp_path / "topology.py"
+    script.write_text(TOPOLOGY)
+    return script
+
+
+def check(step, nodes):
+    """`nodes`: for each rank the number of its node, in the order of their lowest ranks."""
+    assert step.code == 0, step.stderr
+    everyone, count = json.loads(step.stdout), Counter(nodes)
+    names = list(dict.fromkeys(one["node"] for one in everyone))
+    assert [names.index(one["node"]) for one in everyone] == nodes
+    for rank, (one, node) in enumerate(zip(everyone, nodes, strict=True)):
+        assert (one["rank"], one["size"]) == (rank, len(nodes))
+        assert (one["node_rank"], one["num_nodes"]) == (node, len(count))
+        assert (one["local_rank"], one["local_size"]) == (nodes[:rank].count(node), count[node])
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes"),
+    [
+        ("-N2 -n4 --distribution=block", [0, 0, 1, 1]),
+        ("-N2 -n4 --distribution=cyclic", [0, 1, 0, 1]),
+        ("-N2 -n3 --distribution=block", [0, 0, 1]),
+        ("-N1 -n2", [0, 0]),
+    ],
+    ids=["block", "cyclic", "uneven", "one node"],
+)
+def test_ranks_find_their_nodes(srun, topology, options, nodes):
+    check(srun(options, topology).wait(), nodes)
+
+
+def test_open_mpi_finds_the_nodes_through_pmix(srun, cluster, open_mpi, topology):
+    if not cluster.named:
+        pytest.skip("Open MPI tells nodes by their host names, and this system gives slurmd none of its own")
+    if not cluster.speaks_pmix():
+        pytest.skip("SLURM's PMIx plug-in does not load (Debian: libpmix-dev)")
+    step = srun("-N2 -n4 --distribution=cyclic", topology, python=open_mpi, mpi="pmix").wait()
+    check(step, [0, 1, 0, 1])
+
+
+def test_open_mpi_under_pmi2_is_refused_and_both_sides_are_named(srun, open_mpi, tmp_path):
+    step = srun("-N2 -n2", "-m", "hpcfsdp", "train", python=open_mpi).wait()
+    assert step.code == 3, step.stderr
+    assert step.stderr.count("the launcher started 2 processes (PMI_SIZE=2)") == 2
+    assert step.stderr.count("MPI library that mpi4py loaded (Open MPI ") == 2
+    assert "--mpi=pmix" in step.stderr
+    script = tmp_path / "refused.py"
+    script.write_text(REFUSED)
+    step = srun("-N2 -n2", script, python=open_mpi).wait()
+    assert step.code == 1, step.stderr
+    assert step.stderr.count("refused: the launcher started 2 processes (PMI_SIZE=2)") == 2
+
+
+def test_mpich_without_a_plugin_is_refused(srun):
+    step = srun("-N2 -n2", "-m", "hpcfsdp", "train", mpi="none").wait()
+    assert step.code == 3, step.stderr
+    assert "(SLURM_STEP_NUM_TASKS=2)" in step.stderr
+    assert "loaded (MPICH " in step.stderr
