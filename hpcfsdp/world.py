@@ -48,8 +48,6 @@ class World:
     """Where this rank computes."""
     comm: MPI.Intracomm
     """An mpi4py communicator of its own over all processes, for your messages: they meet no one else's."""
-    process_group: dist.ProcessGroup
-    """torch's default process group: NCCL where `device` is a GPU, hpcmpi otherwise."""
     communicator: Communicator
     """Carries tensors on `device` between all ranks."""
     host: MpiCommunicator
@@ -58,6 +56,14 @@ class World:
     """What ``init`` was called with."""
     made_process_group: bool
     """Whether ``init`` made the process group, so that ``finalize`` takes it down."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """torch's default process group: NCCL where `device` is a GPU, hpcmpi otherwise."""
+        import torch.distributed as dist
+
+        # Not held here: a group of gloo that outlives its destruction ends the process with an abort.
+        return dist.group.WORLD
 
     @property
     def size(self) -> int:
@@ -210,7 +216,6 @@ def init(
         topology=topology,
         device=chosen,
         comm=comm.Dup(),
-        process_group=dist.group.WORLD,
         communicator=host if chosen.type == "cpu" else TorchGroupCommunicator(dist.group.WORLD, chosen),
         host=host,
         settings=settings,
@@ -300,6 +305,7 @@ def finalize() -> None:
     from hpcfsdp.launch import farewell
 
     world, _world = _world, None
+    own_host = world.made_process_group or not carries(world.process_group)
     if sys.exc_info()[0] is not None:
         world.host.abandon()
         return
@@ -308,7 +314,7 @@ def finalize() -> None:
     try:
         if world.made_process_group and dist.is_initialized():
             dist.destroy_process_group()
-        if world.made_process_group or not carries(world.process_group):
+        if own_host:
             world.host.close()
     finally:
         world.comm.Free()

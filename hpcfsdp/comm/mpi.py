@@ -274,7 +274,7 @@ class MpiCommunicator:
         if src is not None:
             check_peer(label, self, src)
         mail = Mail(self.comm, label, self._user_tag(label, tag))
-        mail.receive(tensor, MPI.ANY_SOURCE if src is None else src)
+        mail.receive_from_anyone(tensor) if src is None else mail.receive(tensor, src)
         work = run(exchange.accept_posted(mail), label, self.rank, self.timeout_s, async_op, self)
         if work is not None:
             work.optional = True

@@ -75,9 +75,11 @@ def part_in_peace(parted: bool = True) -> None:
 
 def departed() -> set[int]:
     """Not collective. The ranks that have said that they left the program."""
-    while _comm is not None and (letter := _comm.Improbe(tag=_TAG)) is not None:
-        status = _status()
-        letter.Recv(bytearray(1), status)
+    from mpi4py import MPI
+
+    status = MPI.Status()
+    while _comm is not None and (letter := _comm.Improbe(tag=_TAG, status=status)) is not None:
+        letter.Recv(bytearray(1))
         _gone.add(status.Get_source())
     return _gone
 
@@ -117,9 +119,3 @@ def _leave() -> None:
         if has_told and rank != _comm.rank and rank not in _gone:
             _comm.Recv(bytearray(1), rank, _TAG)
     MPI.Request.Waitall(told)
-
-
-def _status() -> Any:
-    from mpi4py import MPI
-
-    return MPI.Status()
