@@ -143,15 +143,14 @@ class MpiCommunicator:
         window = self._window_of(output, gathered=True)
         self._check(label, shard, output) if window is not None else self._check(label, shard, written=[output])
         check_sizes(label, self, output, shard)
-        segments = _segments(output, self.size)
         if window is None:
-            return self._run(label, async_op, exchange.all_gather, segments, shard)
+            return self._run(label, async_op, exchange.all_gather, _segments(output, self.size), shard)
         if output.numel() != window.mine.numel():
             raise CommunicationError(
                 f"{label} on rank {self.rank}: gathered memory of {window.mine.numel()} elements can only be gathered "
                 f"as a whole, not {output.numel()} of them"
             )
-        return self._run(label, async_op, shared.all_gather, self._place(window), segments, shard)
+        return self._run(label, async_op, shared.all_gather, self._place(window), output.view(-1), shard)
 
     def reduce_scatter_tensor(
         self,

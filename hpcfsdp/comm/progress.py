@@ -20,8 +20,9 @@ from hpcfsdp.errors import CommunicationError
 
 log = logging.getLogger("hpcfsdp.comm")
 
-_YIELD_AFTER = 50
-"""Looks before the core is offered to others; within them a peer that runs on another core has mostly answered."""
+_YIELD_AFTER = 4
+"""Looks before the core is offered to others. Where nobody else wants it the offer costs next to nothing; where ranks
+outnumber cores the peer that is waited for gets it at once."""
 _CLOCK_EVERY = 8
 _SLEEP_AFTER_S = 1.0
 _SLEEP_S = 0.0002

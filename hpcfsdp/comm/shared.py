@@ -53,9 +53,10 @@ def claim(window: Window) -> Steps:
         yield window.all_done()
 
 
-def all_gather(call: Call, place: Place, segments: Sequence[torch.Tensor], shard: torch.Tensor) -> Steps:
-    """Make every rank's segment visible on this node. `segments` view the whole window, one for each rank."""
-    window, mine = place.window, segments[place.rank]
+def all_gather(call: Call, place: Place, whole: torch.Tensor, shard: torch.Tensor) -> Steps:
+    """Make every rank's segment visible on this node. `whole` views the whole window."""
+    window, numel = place.window, shard.numel()
+    mine = whole[numel * place.rank : numel * (place.rank + 1)]
     in_place = mine.data_ptr() == shard.data_ptr()
     with _exclusive(window):
         window.done()
@@ -67,7 +68,7 @@ def all_gather(call: Call, place: Place, segments: Sequence[torch.Tensor], shard
         if place.topology.num_nodes > 1:
             mail = call.mail()
             for ward in place.topology.wards(place.rank):
-                mail.receive(segments[ward], ward)
+                mail.receive(whole[numel * ward : numel * (ward + 1)], ward)
             for _, steward in place.stewards():
                 mail.send(mine, steward)
             yield mail
