@@ -154,6 +154,7 @@ def init(
 
     The launcher is mpirun, mpiexec or srun; a plain ``python`` process is a world of one. Ranks and nodes come from
     MPI (``MPI_Comm_split_type``), never from the environment. A second call returns the same world.
+    Ranks that ask for different things, or find different devices, all raise.
 
     Args:
         device: "cpu", "cuda", or one device such as "cuda:1". Default: a GPU where one is visible, else the CPU. Of
@@ -164,7 +165,8 @@ def init(
 
     Raises:
         LaunchError: the launcher does not fit the MPI library, the wanted device is not there, two ranks share one
-            GPU, there is no such backend, or torch.distributed was initialised before with another number of ranks.
+            GPU, there is no such backend, ranks differ in what they ask for or find, ``init`` was called before with
+            other arguments, or torch.distributed was initialised before with another number of ranks.
     """
     global _world
     settings = _Settings(None if device is None else str(device), backend, timeout_s, split_nodes)

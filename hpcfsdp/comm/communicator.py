@@ -197,11 +197,32 @@ def check_same_numel(operation: str, comm: Communicator, output: torch.Tensor, g
         )
 
 
-def check_alloc(comm: Communicator, numel: int, gathered: bool) -> None:
+def check_alloc(comm: Communicator | PlainMemory, numel: int, gathered: bool) -> None:
     """Refuse a size that no memory can have, or that does not divide into segments."""
     if numel < 0 or (gathered and numel % comm.size):
         why = f"are not {comm.size} equal segments" if numel >= 0 else "are no size"
         raise CommunicationError(f"alloc on rank {comm.rank}: {numel} elements {why}")
+
+
+class PlainMemory:
+    """The memory of a communicator that shares none: what torch allocates, and nothing to wait for."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def alloc(self, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> torch.Tensor:
+        check_alloc(self, numel, gathered)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def free(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def release(self, full: torch.Tensor) -> None:
+        pass
+
+    def claim(self, full: torch.Tensor) -> None:
+        pass
 
 
 def check_members(comm: Communicator, ranks: Sequence[int]) -> list[int]:

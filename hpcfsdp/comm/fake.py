@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from hpcfsdp.comm.communicator import (
+    PlainMemory,
     ReduceOp,
     accumulate_dtype,
-    check_alloc,
     check_list,
     check_members,
     check_peer,
@@ -23,7 +23,7 @@ from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import CommunicationError
 
 
-class FakeCommunicator:
+class FakeCommunicator(PlainMemory):
     """A ``Communicator`` as if each of `size` ranks held what this one holds. With one rank that is simply true."""
 
     def __init__(
@@ -43,19 +43,6 @@ class FakeCommunicator:
 
     def __repr__(self) -> str:
         return f"FakeCommunicator(rank={self.rank}, size={self.size})"
-
-    def alloc(self, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> torch.Tensor:
-        check_alloc(self, numel, gathered)
-        return torch.zeros(numel, dtype=dtype, device=self.device)
-
-    def free(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def release(self, full: torch.Tensor) -> None:
-        pass
-
-    def claim(self, full: torch.Tensor) -> None:
-        pass
 
     def all_gather_into_tensor(
         self, output: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from hpcfsdp import _compat
 from hpcfsdp.comm.communicator import (
+    PlainMemory,
     ReduceOp,
     accumulate_dtype,
-    check_alloc,
     check_list,
     check_members,
     check_peer,
@@ -37,7 +37,7 @@ _NATIVE_OPS = {
 }
 
 
-class TorchGroupCommunicator:
+class TorchGroupCommunicator(PlainMemory):
     """A ``Communicator`` over a ``torch.distributed.ProcessGroup``."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
@@ -48,19 +48,6 @@ class TorchGroupCommunicator:
 
     def __repr__(self) -> str:
         return f"TorchGroupCommunicator({dist.get_backend(self.group)}, rank={self.rank}, size={self.size})"
-
-    def alloc(self, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> torch.Tensor:
-        check_alloc(self, numel, gathered)
-        return torch.zeros(numel, dtype=dtype, device=self.device)
-
-    def free(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def release(self, full: torch.Tensor) -> None:
-        pass
-
-    def claim(self, full: torch.Tensor) -> None:
-        pass
 
     def all_gather_into_tensor(
         self, output: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False
