@@ -48,14 +48,40 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def will_run(node: Any) -> bool:
+    """Whether the backward that is running will come to a node of the graph."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf for which torch.autograd.grad was asked: its gradient goes to the caller
+        return False
+
+
+def accumulator_of(leaf: torch.Tensor) -> Any:
+    """The node of the graph that adds to the gradient of a leaf."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def forget_autocast_casts(device_type: str) -> None:
+    """Free the casts of weights that autocast has kept for further use: the weights themselves are freed, too."""
+    if torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled():
+        torch.clear_autocast_cache()
+
+
+def default_store() -> Any:
+    """The store of torch.distributed's default process group, None where there is none."""
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Have the autograd engine call `callback` at the end of the backward pass that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def run_wrap_policy(policy: Any, root: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+def run_wrap_policy(policy: Any, root: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
     """The modules that one of torch's policy objects wants wrapped, each with keyword arguments of its own."""
-    return policy._run_policy(root, ignored_modules=set(), root_kwargs={})
+    return policy._run_policy(root, ignored_modules=ignored, root_kwargs={})
 
 
 def is_policy_object(policy: Any) -> bool:
@@ -72,3 +98,17 @@ def tensors_of(value: Any) -> Iterable[torch.Tensor] | None:
     if type(value) not in _pytree.SUPPORTED_NODES:
         return None
     return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def take_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """The children of a container that torch's pytree registry knows, and how to rebuild it from others.
+
+    One level only: children may be containers. None for a type that the registry does not know.
+    """
+    from torch.utils import _pytree
+
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return None
+    children, context = node.flatten_fn(value)
+    return list(children), lambda others: node.unflatten_fn(others, context)

@@ -1,6 +1,8 @@
 """Errors of hpcfsdp. Each carries the exit code that a command ends with when the error reaches it."""
 
 import difflib
+import sys
+import traceback
 from collections.abc import Iterable
 
 
@@ -69,3 +71,20 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if not close:  # the right key in the wrong section
         close = [key for key in candidates if key.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]][:1]
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def p_assert(condition: object, message: str) -> None:
+    """``assert`` for code that autograd calls: prints the message and the stack to stderr before it raises.
+
+    What is raised inside of a callback of autograd may reach the caller without its traceback, in another thread, or
+    not at all.
+
+    Raises:
+        AssertionError: `condition` does not hold.
+    """
+    if condition:
+        return
+    stack = "".join(traceback.format_stack()[:-1])
+    sys.stderr.write(f"AssertionError: {message}\n{stack}")  # in one piece: other ranks write too
+    sys.stderr.flush()
+    raise AssertionError(message)

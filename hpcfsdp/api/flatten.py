@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from hpcfsdp.api.ignored import Ignored
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import DisagreementError
 from hpcfsdp.flat.layout import FlatLayout
@@ -24,12 +25,21 @@ class OwnParam:
     places: list[tuple[nn.Module, str]]
     aliases: tuple[str, ...] = ()
 
+    def take(self) -> None:
+        """Mark the parameter as one that belongs to a unit."""
+        setattr(self.param, _TAKEN, self.fqn)
+
     def deregister(self) -> None:
         """Keep the parameter as a plain attribute, so that modules find it and ``parameters()`` does not."""
-        setattr(self.param, _TAKEN, self.fqn)
         for module, name in self.places:
             del module._parameters[name]
             module.__dict__[name] = self.param
+
+    def register(self) -> None:
+        """The way back from ``deregister``."""
+        for module, name in self.places:
+            del module.__dict__[name]
+            module._parameters[name] = self.param
 
 
 @dataclass
@@ -37,41 +47,66 @@ class OwnParams:
     """What one unit owns.
 
     Attributes:
-        groups: parameters that share dtype and ``requires_grad``, one flat parameter each: frozen ones cost no
-            gradient memory, and no dtype is converted into another.
+        groups: parameters that share dtype, ``requires_grad`` and the kind of their modules, one flat parameter each:
+            frozen ones cost no gradient memory, and no dtype is converted into another.
         buffers: persistent or not.
     """
 
     groups: list[list[OwnParam]] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
 
+    @property
+    def entries(self) -> list[OwnParam]:
+        """All parameters, group by group."""
+        return [entry for group in self.groups for entry in group]
 
-def own_params(root: nn.Module, *, stop_at: type[nn.Module]) -> OwnParams:
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All parameters, then all buffers."""
+        return [entry.param for entry in self.entries] + self.buffers
+
+
+def own_params(
+    root: nn.Module,
+    *,
+    stop_at: type[nn.Module],
+    ignored: Ignored | None = None,
+    apart: tuple[type[nn.Module], ...] = (),
+) -> OwnParams:
     """Parameters and buffers below `root` that lie in no submodule of the type `stop_at`.
+
+    Args:
+        ignored: what not to own.
+        apart: types of modules whose parameters are not grouped with those of others.
 
     Raises:
         ValueError: they lie on several devices, or one is tied to a parameter that another unit has taken.
     """
     found: dict[nn.Parameter, OwnParam] = {}
+    is_apart: dict[nn.Parameter, bool] = {}
+    left = ignored or Ignored()
     buffers: dict[torch.Tensor, None] = {}
 
     def visit(module: nn.Module, prefix: str) -> None:
         if isinstance(module, stop_at):
             return
         for name, param in [*module._parameters.items(), *_taken_from(module)]:
-            if param is None:
+            if param is None or param in left.params:
                 continue
             if hasattr(param, _TAKEN):
                 raise ValueError(
                     f"parameter {prefix + name!r} is tied to {getattr(param, _TAKEN)!r}, which belongs to a unit that "
                     "is wrapped already: wrap the smallest module that holds both instead"
                 )
+            is_apart[param] = is_apart.get(param, False) or isinstance(module, apart)
             entry = found.setdefault(param, OwnParam(param, prefix + name, []))
             if entry.places:
                 entry.aliases += (prefix + name,)
             if (module, name) not in entry.places:  # a module may be registered in several places
                 entry.places.append((module, name))
-        buffers.update((buffer, None) for buffer in module._buffers.values() if buffer is not None)
+        buffers.update(
+            (buffer, None) for buffer in module._buffers.values() if buffer is not None and buffer not in left.buffers
+        )
         for name, child in module._modules.items():
             if child is not None:
                 visit(child, f"{prefix}{name}.")
@@ -83,9 +118,10 @@ def own_params(root: nn.Module, *, stop_at: type[nn.Module]) -> OwnParams:
         raise ValueError(
             f"the parameters of one unit lie on several devices ({places}): move them to one, or pass device_id"
         )
-    groups: dict[tuple[torch.dtype, bool], list[OwnParam]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool], list[OwnParam]] = {}
     for entry in found.values():
-        groups.setdefault((entry.param.dtype, entry.param.requires_grad), []).append(entry)
+        kind = (entry.param.dtype, entry.param.requires_grad, is_apart[entry.param])
+        groups.setdefault(kind, []).append(entry)
     return OwnParams(list(groups.values()), list(buffers))
 
 
@@ -94,13 +130,22 @@ def _taken_from(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, value) for name, value in module.__dict__.items() if isinstance(value, nn.Parameter)]
 
 
-def move_outside(root: nn.Module, device: torch.device, *, stop_at: type[nn.Module]) -> None:
-    """Move what lies in no submodule of the type `stop_at` to a device; those have been moved already."""
+def move_outside(
+    root: nn.Module, device: torch.device, *, stop_at: type[nn.Module], ignored: Ignored | None = None
+) -> None:
+    """Move what lies in no submodule of the type `stop_at` to a device; those have been moved already.
+
+    What is ignored stays, and what is on the meta device.
+    """
+    left = ignored or Ignored()
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_meta or tensor in left.params or tensor in left.buffers else tensor.to(device)
 
     def visit(module: nn.Module) -> None:
         if isinstance(module, stop_at):
             return
-        module._apply(lambda tensor: tensor.to(device), recurse=False)
+        module._apply(moved, recurse=False)
         for child in module.children():
             visit(child)
 

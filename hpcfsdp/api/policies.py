@@ -8,11 +8,12 @@ from typing import Any
 from torch import nn
 
 from hpcfsdp import _compat
+from hpcfsdp.api.ignored import Ignored
 
 Policy = Callable[..., Any]
 
 
-def choose_units(root: nn.Module, policy: Any) -> dict[nn.Module, dict[str, Any]]:
+def choose_units(root: nn.Module, policy: Any, ignored: Ignored | None = None) -> dict[nn.Module, dict[str, Any]]:
     """The submodules of `root` (never `root` itself) that the policy wants wrapped, inner ones before outer ones.
 
     Args:
@@ -20,22 +21,24 @@ def choose_units(root: nn.Module, policy: Any) -> dict[nn.Module, dict[str, Any]
             ``policy(module=, recurse=, nonwrapped_numel=) -> bool`` as torch's FSDP takes it: asked with
             ``recurse=True`` whether to consider a module and what is inside of it at all, then with
             ``recurse=False`` whether to wrap it, told how many elements of it no unit inside has taken.
+        ignored: modules that are never wrapped, and parameters that count for none.
 
     Returns:
         Each module with the constructor arguments that the policy gives it alone.
     """
+    left = ignored or Ignored()
     if _compat.is_policy_object(policy):
-        wanted = _compat.run_wrap_policy(policy, root)
-        order = [module for module in _post_order(root) if module in wanted and _has_parameters(module)]
+        wanted = _compat.run_wrap_policy(policy, root, set(left.modules))
+        order = [module for module in _post_order(root) if module in wanted and _has_parameters(module, left)]
         return {module: wanted[module] for module in order if module is not root}
     if not callable(policy):
         raise TypeError(f"auto_wrap_policy must be a function or one of torch's wrap policies, not {policy!r}")
     chosen: dict[nn.Module, dict[str, Any]] = {}
-    seen: set[nn.Module] = set()
+    seen: set[nn.Module] = set(left.modules)
 
     def visit(module: nn.Module) -> int:
         """Elements below `module` that chosen units own."""
-        numel = sum(param.numel() for param in module.parameters())
+        numel = sum(param.numel() for param in module.parameters() if param not in left.params)
         taken = 0
         if not policy(module=module, recurse=True, nonwrapped_numel=numel):
             return taken  # neither what is inside of it nor the module itself
@@ -45,7 +48,7 @@ def choose_units(root: nn.Module, policy: Any) -> dict[nn.Module, dict[str, Any]
                 taken += visit(child)
         if (
             module is not root
-            and _has_parameters(module)
+            and _has_parameters(module, left)
             and policy(module=module, recurse=False, nonwrapped_numel=numel - taken)
         ):
             chosen[module] = {}
@@ -56,12 +59,14 @@ def choose_units(root: nn.Module, policy: Any) -> dict[nn.Module, dict[str, Any]
     return chosen
 
 
-def check_ties(root: nn.Module, units: dict[nn.Module, dict[str, Any]]) -> None:
+def check_ties(root: nn.Module, units: dict[nn.Module, dict[str, Any]], ignored: Ignored | None = None) -> None:
     """Raise a ValueError if two units would own one (tied) parameter: only one of them could gather it."""
     owner: dict[nn.Parameter, tuple[nn.Module, str]] = {}
 
     def visit(module: nn.Module, prefix: str, unit: nn.Module) -> None:
         for name, param in module.named_parameters(recurse=False):
+            if ignored is not None and param in ignored.params:
+                continue
             first_unit, first_name = owner.setdefault(param, (unit, prefix + name))
             if first_unit is not unit:
                 raise ValueError(
@@ -75,8 +80,8 @@ def check_ties(root: nn.Module, units: dict[nn.Module, dict[str, Any]]) -> None:
     visit(root, "", root)
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+def _has_parameters(module: nn.Module, ignored: Ignored) -> bool:
+    return any(param not in ignored.params for param in module.parameters())
 
 
 def _post_order(root: nn.Module) -> list[nn.Module]:

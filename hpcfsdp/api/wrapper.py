@@ -2,62 +2,85 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from hpcfsdp.api import policies
+from hpcfsdp.api import policies, precision, unshard
 from hpcfsdp.api.flatten import OwnParams, check_same_model, move_outside, own_params
-from hpcfsdp.comm import Communicator, communicator_for
+from hpcfsdp.api.groups import Groups, resolve_groups
+from hpcfsdp.api.ignored import Ignored, resolve_ignored
+from hpcfsdp.api.materialize import materialize
+from hpcfsdp.api.state_dicts import StateDictMethods
+from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.flat.precision import Dtypes
+from hpcfsdp.flat.sync import sync_params_and_buffers
 from hpcfsdp.runtime.clip import clip_grad_norm
+from hpcfsdp.runtime.engine import Engine
 from hpcfsdp.runtime.state import Phase
-from hpcfsdp.runtime.unit import Engine, Unit
+from hpcfsdp.runtime.unit import Unit
 from hpcfsdp.world import current_world
 
 WRAPPED = "_fsdp_wrapped_module"
 FLAT_PARAM = "_flat_param"
+_KEEPS_VALUES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2, ShardingStrategy.NO_SHARD)
+_engines = itertools.count()
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(StateDictMethods, nn.Module):
     """Shards a module's parameters over ranks, gathers them while it computes, and reduces their gradients.
 
-    Constructing one is collective over the process group. Arguments stand in the order of torch's class of the same
-    name. At rest each rank holds its shard alone: the optimizer is built from ``model.parameters()`` *after* wrapping
-    and steps the shards. Original parameters keep name, shape and dtype; outside of forward and backward their values
-    read as NaN.
+    Constructing one is collective over the ranks it shards over. Arguments are those of torch's class of the same
+    name. At rest each rank holds its shard alone. Without `use_orig_params` the optimizer is built from
+    ``model.parameters()`` *after* wrapping and steps the shards; original parameters keep name, shape and dtype, and
+    read as NaN outside of forward and backward. With it ``model.parameters()`` are the original parameters, which at
+    rest are 1-D and hold this rank's run of each, possibly empty.
 
     Args:
         module: to be sharded, in place; every rank passes the same one, with the same values unless
             `sync_module_states`.
-        process_group: the ranks to shard over; by default all of them. A torch ``ProcessGroup`` or an hpcfsdp
-            ``Communicator``.
-        sharding_strategy: ``ShardingStrategy.FULL_SHARD`` (the default).
+        process_group: the ranks to shard over; by default all of them. A torch ``ProcessGroup``, an hpcfsdp
+            ``Communicator``, or for hybrid strategies a pair (shard, replicate).
+        sharding_strategy: ``FULL_SHARD`` by default. ``SHARD_GRAD_OP`` keeps gathered parameters between forward and
+            backward, ``NO_SHARD`` replicates; ``HYBRID_SHARD`` and ``_HYBRID_SHARD_ZERO2`` shard within each node and
+            replicate across nodes, as MPI sees them.
+        cpu_offload: keep shards and their gradients in host memory.
         auto_wrap_policy: chooses submodules that become units of their own, see ``hpcfsdp.wrap``. One unit at a time
             is gathered, so memory and overlap depend on it.
-        backward_prefetch: accepted for torch's default; gathers are not issued ahead of time yet.
+        backward_prefetch: gather the next unit before (``BACKWARD_PRE``) or after (``BACKWARD_POST``) the gradients of
+            one are computed. Where a node shares its memory there is nothing to gather.
+        mixed_precision: dtypes to compute and to reduce in, and of buffers.
+        ignored_modules: modules that stay as they are.
+        param_init_fn: gives values to modules that were built on the meta device; their ``reset_parameters`` otherwise.
         device_id: where the module is moved before it is sharded; by default the world's device, or none for a
             `process_group` of one's own.
         sync_module_states: every rank takes rank 0's parameters and buffers.
-        limit_all_gathers: accepted; never more than one unit and those around it are gathered.
+        forward_prefetch: gather the unit that comes next in the forward before computing with one.
+        limit_all_gathers: accepted for torch's sake: memory for one unit ahead is all that is ever taken.
+        use_orig_params: ``parameters()`` are the original ones.
+        ignored_states: instead of `ignored_modules`: modules or parameters.
+        device_mesh: instead of `process_group`: a mesh of one dimension, or (replicate, shard).
 
     Raises:
-        NotImplementedError: an argument that is not supported yet has another value than its default.
-        ValueError: the module is wrapped already, has no parameters, parameters on several devices, or tied
-            parameters that the policy tears apart.
+        ValueError: the module is wrapped already, has no parameters, parameters on several devices, or tied parameters
+            that the policy tears apart; arguments that exclude each other.
         DisagreementError: ranks pass different models.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        process_group: dist.ProcessGroup | Communicator | None = None,
+        process_group: dist.ProcessGroup | Communicator | tuple[Any, Any] | None = None,
         sharding_strategy: ShardingStrategy | None = None,
         cpu_offload: CPUOffload | None = None,
         auto_wrap_policy: Callable[..., Any] | None = None,
@@ -71,44 +94,65 @@ class FullyShardedDataParallel(nn.Module):
         limit_all_gathers: bool = True,
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
-        device_mesh: Any = None,
+        device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        _refuse_unsupported(
-            sharding_strategy=(sharding_strategy, (None, ShardingStrategy.FULL_SHARD)),
-            cpu_offload=(cpu_offload, (None, CPUOffload(offload_params=False))),
-            mixed_precision=(mixed_precision, (None, MixedPrecision())),
-            ignored_modules=(None if ignored_modules is None else list(ignored_modules), (None, [])),
-            param_init_fn=(param_init_fn, (None,)),
-            forward_prefetch=(forward_prefetch, (False,)),
-            use_orig_params=(use_orig_params, (False,)),
-            ignored_states=(None if ignored_states is None else list(ignored_states), (None, [])),
-            device_mesh=(device_mesh, (None,)),
-        )
         _check_module(module)
-        self.comm = communicator_for(process_group, required=True)
+        _check_types(cpu_offload, mixed_precision, backward_prefetch)
+        self.groups = resolve_groups(process_group, device_mesh, sharding_strategy)
+        self.ignored = resolve_ignored(
+            module,
+            ignored_modules,
+            ignored_states,
+            stop_at=FullyShardedDataParallel,
+            inherited=[wrapper.ignored for wrapper in self.fsdp_modules(module)],
+        )
+        self.mixed_precision = mixed_precision or MixedPrecision()
         self._is_root = False
-        device = _target_device(process_group, device_id)
-        if device is not None:
-            move_outside(module, device, stop_at=FullyShardedDataParallel)
+        self._use_orig_params = use_orig_params
+        self._offload = cpu_offload is not None and cpu_offload.offload_params
+        device = _target_device(process_group, device_mesh, device_id)
+        _bring(
+            module,
+            device,
+            self.ignored,
+            param_init_fn=param_init_fn,
+            auto_wrapped=auto_wrap_policy is not None,
+            values_count=not sync_module_states,
+        )
         if auto_wrap_policy is not None:
             self._wrap_children(
                 module,
                 auto_wrap_policy,
-                process_group=self.comm,
+                process_group=self.groups,
+                cpu_offload=cpu_offload,
                 backward_prefetch=backward_prefetch,
+                mixed_precision=mixed_precision,
+                param_init_fn=param_init_fn,
+                device_id=device,
                 sync_module_states=sync_module_states,
+                forward_prefetch=forward_prefetch,
                 limit_all_gathers=limit_all_gathers,
+                use_orig_params=use_orig_params,
+                ignored_states=self.ignored,
             )
+            _materialize(module, device, self.ignored, param_init_fn, not sync_module_states)
         _check_readers(module)
+        apart = precision.ignored_classes(mixed_precision)
+        precision.remember_full_precision(module, apart, stop_at=FullyShardedDataParallel)
         self._fsdp_wrapped_module = module
-        own = own_params(module, stop_at=FullyShardedDataParallel)
-        if not own.groups and not self.fsdp_modules(module):
+        self._own = own_params(module, stop_at=FullyShardedDataParallel, ignored=self.ignored, apart=apart)
+        if not self._own.groups and not self.fsdp_modules(module):
             raise ValueError(f"{type(module).__name__} has no parameters to shard")
-        self._unit = Unit(type(module).__name__, self._make_flats(own, sync_module_states))
         if sync_module_states:
-            for buffer in own.buffers:
-                self.comm.broadcast(buffer, 0)
+            for comm in self._comms():
+                sync_params_and_buffers(comm, self._own.tensors)
+        self._unit = self._make_unit(self._own, apart)
+        self._unit.prefetch_forward = forward_prefetch
+        if backward_prefetch is not None:
+            self._unit.prefetch_backward = "pre" if backward_prefetch is BackwardPrefetch.BACKWARD_PRE else "post"
+        precision.keep_full_precision(module, apart, stop_at=FullyShardedDataParallel)
+        self._apart = apart
 
     @property
     def module(self) -> nn.Module:
@@ -120,24 +164,51 @@ class FullyShardedDataParallel(nn.Module):
         """The unit of this wrapper: its flat parameters and their state."""
         return self._unit
 
+    @property
+    def comm(self) -> Communicator:
+        """All ranks of this wrapper, replicas too; only the shards of hybrid groups that do not make up the world."""
+        return self.groups.everyone or self.groups.shard
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Collective over the process group. Run the wrapped module with gathered parameters."""
         unit = self._unit
         if unit.engine is None:
             self._become_root()
-        if self._is_root:
-            unit.engine.recover()
-        call = unit.pre_forward(args, kwargs)
+        call, args, kwargs = unit.pre_forward(args, kwargs)
         try:
             outputs = self._fsdp_wrapped_module(*args, **kwargs)
         except BaseException:
-            unit.leave_forward()
+            unit.leave_forward(broken=True)
             raise
         unit.post_forward(call, outputs)
         return outputs
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Collective over the process group. Clip the gradients of the whole model to a total norm; for the root only.
+    def check_is_root(self) -> bool:
+        """Whether this wrapper is the outermost one; decides it, if nothing has been called yet."""
+        if self._unit.engine is None:
+            self._become_root()
+        return self._is_root
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients back without communication, until a backward outside of this context reduces their sum.
+
+        Each rank holds whole gradients meanwhile, in at least float32. For the root only, around forward and backward.
+
+        Raises:
+            EngineError: called on a unit inside of another one, or during forward or backward.
+        """
+        engine = self._root_engine("no_sync")
+        before, engine.sync_grads = engine.sync_grads, False
+        try:
+            yield
+        finally:
+            engine.sync_grads = before
+
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
+        """Collective over all ranks. Clip the gradients of the whole model to a total norm; for the root only.
+
+        Parameters that are ignored count once, as if they were the same on all ranks.
 
         Returns:
             The norm before clipping, a scalar, the same on every rank.
@@ -145,14 +216,40 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             EngineError: called on a unit inside of another one, or during forward or backward.
         """
-        units = [wrapper.unit for wrapper in self.fsdp_modules(self)]
-        if self._unit.engine is not None and not self._is_root:
-            raise EngineError("clip_grad_norm_ is to be called on the root FullyShardedDataParallel")
-        busy = [unit for unit in units if unit.phase is not Phase.IDLE]
-        if busy:
-            raise EngineError(f"clip_grad_norm_ was called while {busy[0].name} is in {busy[0].phase.value}")
-        shards = [flat.parameter for unit in units for flat in unit.flats]
-        return clip_grad_norm(shards, self.comm, max_norm, norm_type)
+        self._root_engine("clip_grad_norm_")
+        groups: dict[int, tuple[Communicator, list[nn.Parameter]]] = {}
+        managed: set[nn.Parameter] = set()
+        for wrapper in self.fsdp_modules(self):
+            for flat in wrapper.unit.flats:
+                params = flat.leaves if flat.use_orig_params else (flat.parameter,)
+                managed.update(params)
+                groups.setdefault(id(flat.comm), (flat.comm, []))[1].extend(params)
+        rest = [param for param in self.parameters() if param not in managed]
+        (comm, params), *others = groups.values()
+        return clip_grad_norm(params, comm, max_norm, norm_type, others=[*others, (None, rest)])
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Have `hook` reduce gradients instead; for the root only, before training.
+
+        It is called as ``hook(state, full_gradient, output)``, both 1-D in the dtype in which gradients travel, and has
+        to fill `output` with this rank's segment of the average; under ``NO_SHARD`` as ``hook(state, gradient)``, to
+        average in place.
+
+        Raises:
+            EngineError: called on a unit inside of another one, the strategy is hybrid, or there is a hook already.
+            TypeError: `hook` cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError(f"a communication hook must be a function, not {type(hook).__name__}")
+        self._root_engine("register_comm_hook")
+        wrappers = self.fsdp_modules(self)
+        if any(wrapper.groups.is_hybrid for wrapper in wrappers):
+            raise EngineError("communication hooks are not supported under hybrid strategies, which reduce twice")
+        grads = [grad for wrapper in wrappers for grad in wrapper.unit.grads]
+        if any(grad.comm_hook is not None for grad in grads):
+            raise EngineError("a communication hook is registered already")
+        for grad in grads:
+            grad.comm_hook = (state, hook)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -167,25 +264,61 @@ class FullyShardedDataParallel(nn.Module):
             found = [wrapper for wrapper in found if wrapper not in inside]
         return found
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Not supported yet: it would hold shards under names of no use to anyone."""
-        raise NotImplementedError(
-            "state_dict of a sharded model is not supported yet; hpcfsdp.checkpoint.save writes a file that holds "
-            "every parameter whole, and that any number of ranks loads"
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Collective over the process group. A context in which parameters are whole, see ``api.unshard``."""
+        return unshard.unshard_params(
+            module,
+            FullyShardedDataParallel,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
         )
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Not supported yet, see ``state_dict``."""
-        raise NotImplementedError(
-            "load_state_dict of a sharded model is not supported yet; load into the plain module before wrapping it, "
-            "or use hpcfsdp.checkpoint.load"
-        )
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Collective over the process group. Call `fn` on every module, inner ones first, with whole parameters."""
+        with self.summon_full_params(self, recurse=False, writeback=True):
+            for child in self.children():
+                _apply_below(child, fn)
+        fn(self)
+        return self
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            "a sharded model cannot be moved or cast as a whole: move or cast the module before wrapping it, or pass "
-            "device_id"
-        )
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; within ``summon_full_params`` without the names of wrappers."""
+        return self._named(super().named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As of any module; within ``summon_full_params`` without the names of wrappers."""
+        return self._named(super().named_buffers(*args, **kwargs))
+
+    def _named(self, found: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        summoned = self._unit.phase is Phase.SUMMON
+        for name, tensor in found:
+            yield (name.replace(f"{WRAPPED}.", "") if summoned else name), tensor
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        for flat in (flat for wrapper in self.fsdp_modules(self) for flat in wrapper.unit.flats):
+            probe = torch.empty(0, dtype=flat.parameter.dtype, device=flat.device)
+            after = fn(probe)
+            if after.device != probe.device or after.dtype != probe.dtype:
+                raise EngineError(
+                    f"a sharded model cannot be moved or cast as a whole (from {probe.device}, {probe.dtype} to "
+                    f"{after.device}, {after.dtype}): move or cast the module before wrapping it, or pass device_id"
+                )
+        managed = {p for w in self.fsdp_modules(self) for flat in w.unit.flats for p in (flat.parameter, *flat.leaves)}
+        for module in self.modules():
+            if not isinstance(module, FullyShardedDataParallel):
+                nn.Module._apply(module, lambda t: t if t in managed else fn(t), recurse=False)
+        return self
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -204,14 +337,29 @@ class FullyShardedDataParallel(nn.Module):
     def __len__(self) -> int:
         return len(self._fsdp_wrapped_module)
 
+    def _comms(self) -> list[Communicator]:
+        """The communicators that together connect all ranks."""
+        return [comm for comm in (self.groups.shard, self.groups.replicate) if comm is not None and comm.size > 1]
+
+    def _root_engine(self, what: str) -> Engine:
+        if self._unit.engine is not None and not self._is_root:
+            raise EngineError(f"{what} is to be called on the root FullyShardedDataParallel")
+        self.check_is_root()
+        engine = self._unit.engine
+        assert engine is not None
+        busy = [unit for unit in engine.units if unit.phase is not Phase.IDLE]
+        if busy:
+            raise EngineError(f"{what} was called while {busy[0].name} is in {busy[0].phase.value}")
+        return engine
+
     def _wrap_children(self, module: nn.Module, policy: Any, **arguments: Any) -> None:
         if FullyShardedDataParallel.fsdp_modules(module):
             raise ValueError(
                 f"auto_wrap_policy was given for a {type(module).__name__} that holds FullyShardedDataParallel modules "
                 "already: wrap either by hand or by policy"
             )
-        chosen = policies.choose_units(module, policy)
-        policies.check_ties(module, chosen)
+        chosen = policies.choose_units(module, policy, self.ignored)
+        policies.check_ties(module, chosen, self.ignored)
         for child, own_arguments in chosen.items():
             wrapped = FullyShardedDataParallel(child, **{**arguments, **own_arguments})
             # A module may be registered in several places: each of them gets the one wrapper.
@@ -220,44 +368,79 @@ class FullyShardedDataParallel(nn.Module):
                     if registered is child and parent is not wrapped:
                         parent._modules[name] = wrapped
 
-    def _make_flats(self, own: OwnParams, sync_module_states: bool) -> list[FlatParam]:
+    def _make_unit(self, own: OwnParams, apart: tuple[type[nn.Module], ...]) -> Unit:
+        groups = self.groups
         layouts = [
-            FlatLayout.plan(((p.fqn, p.param.shape, p.aliases) for p in group), group[0].param.dtype, self.comm.size)
+            FlatLayout.plan(((p.fqn, p.param.shape, p.aliases) for p in group), group[0].param.dtype, groups.shard.size)
             for group in own.groups
         ]
-        check_same_model(self.comm, layouts, [group[0].param.requires_grad for group in own.groups])
+        for comm in [groups.everyone] if groups.everyone is not None else self._comms():
+            check_same_model(comm, layouts, [group[0].param.requires_grad for group in own.groups])
         flats = []
         for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
-            leaves = [entry.param for entry in group]
-            flat = FlatParam(leaves, layout, self.comm, sync_from=0 if sync_module_states else None)
+            flat = FlatParam(
+                [entry.param for entry in group],
+                layout,
+                groups.shard,
+                replicas=groups.replicate if groups.num_replicas > 1 else None,
+                dtypes=self._dtypes(layout.dtype, isinstance(group[0].places[0][0], apart)),
+                use_orig_params=self._use_orig_params,
+                offload=self._offload,
+                always_whole=groups.strategy is ShardingStrategy.NO_SHARD,
+            )
             for entry in group:
-                entry.deregister()
-            self._fsdp_wrapped_module.register_parameter(FLAT_PARAM + (f"_{index}" if index else ""), flat.parameter)
+                entry.take()
+                if not self._use_orig_params:
+                    entry.deregister()
+            if not self._use_orig_params:
+                name = FLAT_PARAM + (f"_{index}" if index else "")
+                self._fsdp_wrapped_module.register_parameter(name, flat.parameter)
             flats.append(flat)
-        return flats
+        name = type(self._fsdp_wrapped_module).__name__
+        return Unit(name, flats, reshard_after_forward=groups.strategy not in _KEEPS_VALUES)
+
+    def _dtypes(self, kept: torch.dtype, full_precision: bool) -> Dtypes:
+        mixed = self.mixed_precision
+        if full_precision:
+            return Dtypes.plan(kept)
+        return Dtypes.plan(
+            kept,
+            param=mixed.param_dtype,
+            reduce=mixed.reduce_dtype,
+            keep_low_precision_grads=mixed.keep_low_precision_grads,
+        )
 
     def _become_root(self) -> None:
         wrappers = self.fsdp_modules(self)
         numel = sum(flat.layout.numel for wrapper in wrappers for flat in wrapper.unit.flats)
-        if numel < self.comm.size:
+        if numel < self.groups.shard.size:
             raise EngineError(
-                f"the model has {numel} parameter element(s) for {self.comm.size} ranks: nothing to shard for some of "
-                "them; start fewer ranks or use a larger model"
+                f"the model has {numel} parameter element(s) for {self.groups.shard.size} ranks: nothing to shard for "
+                "some of them; start fewer ranks or use a larger model"
             )
-        engine = Engine([wrapper.unit for wrapper in wrappers])
         names = {inner: name for name, inner in self.named_modules()}
         for wrapper in wrappers:
+            mixed, unit = wrapper.mixed_precision, wrapper.unit
             wrapper._is_root = wrapper is self
+            unit.name = names[wrapper].replace(f"{WRAPPED}.", "").replace(WRAPPED, "") or unit.name
+            unit.holds_units = len(self.fsdp_modules(wrapper)) > 1
+            cast = mixed.cast_root_forward_inputs if wrapper is self else mixed.cast_forward_inputs
+            unit.input_dtype = mixed.param_dtype if cast else None
+            if mixed.buffer_dtype is not None:
+                precision.cast_buffers(self, mixed.buffer_dtype, wrapper._own.buffers, wrapper._apart)
+        engine = Engine([wrapper.unit for wrapper in wrappers], self.comm, f"{next(_engines)}")
+        for wrapper in wrappers:
             wrapper.unit.engine = engine
-            wrapper.unit.name = names[wrapper].replace(f"{WRAPPED}.", "").replace(WRAPPED, "") or wrapper.unit.name
 
 
-def _refuse_unsupported(**arguments: tuple[Any, tuple[Any, ...]]) -> None:
-    for name, (value, supported) in arguments.items():
-        if value not in supported:
-            raise NotImplementedError(
-                f"{name}={value!r} is not supported yet; supported: {', '.join(repr(s) for s in supported)}"
-            )
+def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
+    """``Module.apply`` that leaves units inside of a summoned one to themselves."""
+    if isinstance(module, FullyShardedDataParallel):
+        module.apply(fn)
+        return
+    for child in module.children():
+        _apply_below(child, fn)
+    fn(module)
 
 
 def _check_module(module: nn.Module) -> None:
@@ -265,11 +448,45 @@ def _check_module(module: nn.Module) -> None:
         raise TypeError(f"FullyShardedDataParallel wraps a torch.nn.Module, not {type(module).__name__}")
     if isinstance(module, FullyShardedDataParallel):
         raise ValueError("the module is a FullyShardedDataParallel already: wrap a module once")
-    on_meta = [name for name, param in module.named_parameters() if param.is_meta]
-    if on_meta:
-        raise NotImplementedError(
-            f"parameter {on_meta[0]!r} is on the meta device, which is not supported yet: materialise the module first"
-        )
+
+
+def _check_types(cpu_offload: Any, mixed_precision: Any, backward_prefetch: Any) -> None:
+    for name, value, kind in (
+        ("cpu_offload", cpu_offload, CPUOffload),
+        ("mixed_precision", mixed_precision, MixedPrecision),
+        ("backward_prefetch", backward_prefetch, BackwardPrefetch),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__} or None, not {value!r}")
+
+
+def _bring(
+    module: nn.Module,
+    device: torch.device | None,
+    ignored: Ignored,
+    *,
+    param_init_fn: Any,
+    auto_wrapped: bool,
+    values_count: bool,
+) -> None:
+    """Move the module to its device, and give values to what is on the meta device unless units inside do that."""
+    if device is not None:
+        move_outside(module, device, stop_at=FullyShardedDataParallel, ignored=ignored)
+    if not auto_wrapped:
+        _materialize(module, device, ignored, param_init_fn, values_count)
+
+
+def _materialize(
+    module: nn.Module, device: torch.device | None, ignored: Ignored, param_init_fn: Any, values_count: bool
+) -> None:
+    materialize(
+        module,
+        device=device or torch.device("cpu"),
+        param_init_fn=param_init_fn,
+        stop_at=FullyShardedDataParallel,
+        ignored=ignored,
+        values_count=values_count,
+    )
 
 
 def _check_readers(module: nn.Module) -> None:
@@ -285,11 +502,13 @@ def _check_readers(module: nn.Module) -> None:
                 )
 
 
-def _target_device(process_group: Any, device_id: int | torch.device | None) -> torch.device | None:
+def _target_device(process_group: Any, device_mesh: Any, device_id: int | torch.device | None) -> torch.device | None:
     """Where to move the module, None to leave it where it is."""
     if isinstance(device_id, int):
         return torch.device("cuda", device_id)
     if device_id is not None:
         return torch.device(device_id)
+    if isinstance(process_group, Groups):
+        return None
     world = current_world()
-    return world.device if world is not None and process_group is None else None
+    return world.device if world is not None and process_group is None and device_mesh is None else None

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
+from hpcfsdp.bench import host, memory, step
 from hpcfsdp.bench.collectives import MIB, Measurement
 from hpcfsdp.bench.timing import Times
 
 COLLECTIVES = ("collective", "size", "way", "median", "min-max", "against gloo", "against the floor")
 BACKENDS = ("engine", "backend", "step", "min-max", "against gloo")
+STEP = ("engine", "step", "min-max", "x floor", "hpcfsdp / it")
+HOST = ("engine", "per unit", "min-max", "over plain", "min-max", "hpcfsdp / it, over plain")
+MEMORY = ("engine", "baseline", "peak above it", "min-max of steps", "analytic", "peak / analytic", "hpcfsdp / it")
 
 
 def collective_rows(found: Sequence[Measurement]) -> list[tuple[str, ...]]:
@@ -37,6 +42,55 @@ def backend_rows(found: Mapping[str, Mapping[str, Times]]) -> list[tuple[str, ..
     ]
 
 
+def step_rows(found: step.Measurement) -> list[tuple[str, ...]]:
+    """One row for each engine, as a multiple of the floor, and what hpcfsdp takes as a multiple of it."""
+    medians = {engine: times.median_s for engine, times in found.times.items()}
+    return [
+        (
+            engine,
+            readable(times.median_s),
+            _spread(times),
+            _ratio(times.median_s, medians.get(step.FLOOR)),
+            _against(engine, medians),
+        )
+        for engine, times in found.times.items()
+    ]
+
+
+def host_rows(found: host.Measurement) -> list[tuple[str, ...]]:
+    """One row for each engine, for each unit of the model, and what hpcfsdp adds as a multiple of what it adds."""
+    over = {engine: found.over_plain(engine) for engine in found.times if engine != host.PLAIN}
+    medians = {engine: times.median_s for engine, times in over.items()}
+    return [
+        (
+            engine,
+            readable(found.per_unit(engine).median_s),
+            _spread(found.per_unit(engine)),
+            readable(medians[engine]) if engine in over else "",
+            _spread(over[engine]) if engine in over else "",
+            _against(engine, medians),
+        )
+        for engine in found.times
+    ]
+
+
+def memory_rows(found: Sequence[memory.Peak]) -> list[tuple[str, ...]]:
+    """One row for each engine, as a multiple of what is to be expected, and what hpcfsdp takes as a multiple of it."""
+    peaks = {one.engine: float(one.peak_bytes) for one in found}
+    return [
+        (
+            one.engine,
+            _mib(one.baseline_bytes),
+            _mib(one.peak_bytes),
+            f"{_mib(min(one.steps_bytes))} - {_mib(max(one.steps_bytes))}",
+            _mib(one.analytic_bytes),
+            f"{one.peak_bytes / one.analytic_bytes:.3f}x",
+            _against(one.engine, peaks),
+        )
+        for one in found
+    ]
+
+
 def collective_json(found: Sequence[Measurement]) -> list[dict[str, object]]:
     return [
         {"collective": one.collective, "bytes": one.nbytes, "floor_s": one.floor_s, "ways": _as_json(one.ways)}
@@ -48,9 +102,42 @@ def backend_json(found: Mapping[str, Mapping[str, Times]]) -> dict[str, object]:
     return {engine: _as_json(ways) for engine, ways in found.items()}
 
 
+def step_json(found: step.Measurement) -> dict[str, object]:
+    medians = {engine: times.median_s for engine, times in found.times.items()}
+    return {
+        engine: {**one, "loss": found.losses[engine], "hpcfsdp_ratio": medians[step.OWN] / medians[engine]}
+        for engine, one in _as_json(found.times).items()
+    }
+
+
+def host_json(found: host.Measurement) -> dict[str, object]:
+    """Seconds for each unit; engines that were skipped with the reason alone."""
+    per_unit = _as_json({engine: found.per_unit(engine) for engine in found.times})
+    over = {engine: found.over_plain(engine).median_s for engine in found.times}
+    measured = {engine: {**one, "median_over_plain_s": over[engine]} for engine, one in per_unit.items()}
+    return {**measured, **{engine: {"skipped": reason} for engine, reason in found.skipped.items()}}
+
+
+def memory_json(found: Sequence[memory.Peak]) -> dict[str, object]:
+    own = next(one for one in found if one.engine == step.OWN)
+    return {
+        one.engine: {
+            **asdict(one),
+            "peak_bytes": one.peak_bytes,
+            "analytic_ratio": one.peak_bytes / one.analytic_bytes,
+            "hpcfsdp_ratio": own.peak_bytes / one.peak_bytes,
+        }
+        for one in found
+    }
+
+
 def readable(seconds: float) -> str:
     """0.0015 -> "1.50 ms"."""
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:.1f} MiB"
 
 
 def _spread(times: Times) -> str:
@@ -62,5 +149,16 @@ def _faster(times: Times, gloo: Times | None) -> str:
     return f"{gloo.median_s / times.median_s:.2f}x" if gloo is not None and gloo is not times else ""
 
 
-def _as_json(ways: Mapping[str, Times]) -> dict[str, object]:
+def _ratio(value: float, unit: float | None) -> str:
+    return f"{value / unit:.2f}x" if unit else ""
+
+
+def _against(engine: str, medians: Mapping[str, float]) -> str:
+    """What hpcfsdp takes as a multiple of what another engine takes."""
+    if engine.startswith(step.OWN) or step.OWN not in medians:
+        return ""
+    return _ratio(medians[step.OWN], medians.get(engine))
+
+
+def _as_json(ways: Mapping[str, Times]) -> dict[str, dict[str, object]]:
     return {name: {"median_s": times.median_s, "seconds": list(times.seconds)} for name, times in ways.items()}

@@ -1,4 +1,4 @@
-"""``hpcfsdp bench WHAT``: measure against the peers, all in one run. Start it with mpirun or srun.
+"""``hpcfsdp bench WHAT``: measure against the peers, all in one run. Start it with mpirun or srun; ``host`` alone.
 
 Tables are Markdown: they read well, and go into docs/benchmarks.md as they are.
 """
@@ -6,52 +6,134 @@ Tables are Markdown: they read well, and go into docs/benchmarks.md as they are.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from hpcfsdp import env
 from hpcfsdp.cli.arguments import Parser, print_json, print_markdown
+from hpcfsdp.errors import UsageError
 from hpcfsdp.launch.bootstrap import load_mpi
+
+_HELP = """collectives: against gloo, plain MPI calls and the speed of memory; backends: steps of stock DDP, FSDP1 and
+FSDP2 on hpcmpi and on gloo; step: steps of hpcfsdp, of these over gloo, and of no communication at all; memory: the
+peak of such a step beside what it has to be; host: what wrapping costs a unit, in one process (without mpirun)"""
+
+
+class _Found(NamedTuple):
+    """A measurement as a table, notes below it, and as JSON."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    as_json: Any
+    notes: Sequence[str] = ()
 
 
 def main(arguments: Sequence[str]) -> int:
     """Collective over all processes of the job. Measure, print on rank 0, and return the exit code."""
     parser = Parser("bench", "Measure against the peers in one run, on as many ranks as mpirun starts.")
+    parser.add_argument("what", choices=(*_TOGETHER, "host"), metavar="WHAT", help=_HELP)
     parser.add_argument(
-        "what",
-        choices=("collectives", "backends"),
-        metavar="WHAT",
-        help="collectives: against gloo, plain MPI calls and the speed of memory; backends: steps of stock DDP, "
-        "FSDP1 and FSDP2 on hpcmpi and on gloo",
+        "--repeats", type=_positive, metavar="N", help="runs of each way; default: 9, host: 40, memory: 5"
     )
-    parser.add_argument("--repeats", type=_positive, default=9, metavar="N", help="runs of each way; default: 9")
     parser.add_argument("--sizes", type=_megabytes, nargs="+", metavar="MIB", help="collectives: default 1 16 64")
-    parser.add_argument("--layers", type=_positive, default=6, metavar="N", help="backends: of the GPT; default: 6")
-    parser.add_argument("--width", type=_positive, default=512, metavar="N", help="backends: default: 512")
+    parser.add_argument(
+        "--layers", type=_positive, metavar="N", help="backends, step, memory: of the GPT; default: 6, memory: 8"
+    )
+    parser.add_argument(
+        "--width", type=_heads_wide, metavar="N", help="the same: a multiple of 8; default: 512, memory: 768"
+    )
+    parser.add_argument("--units", type=_positive, default=32, metavar="N", help="host: of the model; default: 32")
+    parser.add_argument(
+        "--keep-freed",
+        action="store_true",
+        help="memory: let the C library keep what is freed within a step, as it does by default",
+    )
     options = parser.parse_args(arguments)
+    return _alone(options) if options.what == "host" else _together(options)
+
+
+def _together(options: argparse.Namespace) -> int:
+    """Collective over all processes of the job."""
     load_mpi()  # before torch
     import torch
 
     import hpcfsdp
-    from hpcfsdp.bench import backends, collectives, report
 
     world = hpcfsdp.init("cpu")
     torch.set_num_threads(1)
-    if options.what == "collectives":
-        sizes = options.sizes or [collectives.MIB * size for size in (1, 16, 64)]
-        found = collectives.measure(world, sizes, repeats=options.repeats)
-        columns, rows, measured = report.COLLECTIVES, report.collective_rows(found), report.collective_json(found)
-    else:
-        found = backends.measure(world, layers=options.layers, width=options.width, repeats=options.repeats)
-        columns, rows, measured = report.BACKENDS, report.backend_rows(found), report.backend_json(found)
+    found = _TOGETHER[options.what](world, options)
     if world.rank == 0:
-        if options.json:
-            print_json(
-                {"host": env.host_name(), "topology": str(world.topology), "ranks": world.size, "measured": measured}
-            )
-        else:
-            print_markdown(columns, rows)
+        _tell(found, options, {"topology": str(world.topology), "ranks": world.size})
     hpcfsdp.finalize()
     return 0
+
+
+def _alone(options: argparse.Namespace) -> int:
+    launched = env.launcher_size()
+    if launched is not None and launched[1] > 1:
+        raise UsageError(f"hpcfsdp bench: host measures one process, and the launcher started {launched[1]}")
+    import torch
+
+    from hpcfsdp.bench import host, report
+
+    torch.set_num_threads(1)
+    found = host.measure(units=options.units, repeats=options.repeats or 40)
+    notes = [f"{engine} was skipped: {reason}" for engine, reason in found.skipped.items()]
+    table = _Found(report.HOST, report.host_rows(found), report.host_json(found), notes)
+    _tell(table, options, {"ranks": host.RANKS, "units": found.units})
+    return 0
+
+
+def _tell(found: _Found, options: argparse.Namespace, facts: dict[str, Any]) -> None:
+    if options.json:
+        print_json({"host": env.host_name(), **facts, "measured": found.as_json})
+        return
+    print_markdown(found.columns, found.rows)
+    for note in found.notes:
+        print(f"\n{note}")
+
+
+def _collectives(world: Any, options: argparse.Namespace) -> _Found:
+    from hpcfsdp.bench import collectives, report
+
+    sizes = options.sizes or [collectives.MIB * size for size in (1, 16, 64)]
+    found = collectives.measure(world, sizes, repeats=options.repeats or 9)
+    return _Found(report.COLLECTIVES, report.collective_rows(found), report.collective_json(found))
+
+
+def _backends(world: Any, options: argparse.Namespace) -> _Found:
+    from hpcfsdp.bench import backends, report
+
+    found = backends.measure(world, **_shape(options, 6, 512), repeats=options.repeats or 9)
+    return _Found(report.BACKENDS, report.backend_rows(found), report.backend_json(found))
+
+
+def _step(world: Any, options: argparse.Namespace) -> _Found:
+    from hpcfsdp.bench import report, step
+
+    found = step.measure(world, **_shape(options, 6, 512), repeats=options.repeats or 9)
+    return _Found(report.STEP, report.step_rows(found), report.step_json(found))
+
+
+def _memory(world: Any, options: argparse.Namespace) -> _Found:
+    from hpcfsdp.bench import memory, report
+
+    shape = _shape(options, 8, 768)
+    found = memory.measure(world, **shape, repeats=options.repeats or 5, keep_freed=options.keep_freed)
+    return _Found(report.MEMORY, report.memory_rows(found), report.memory_json(found))
+
+
+_TOGETHER: dict[str, Callable[[Any, argparse.Namespace], _Found]] = {
+    "collectives": _collectives,
+    "backends": _backends,
+    "step": _step,
+    "memory": _memory,
+}
+
+
+def _shape(options: argparse.Namespace, layers: int, width: int) -> dict[str, int]:
+    """The GPT that is asked for, or the usual one."""
+    return {"layers": options.layers or layers, "width": options.width or width}
 
 
 def _megabytes(text: str) -> int:
@@ -69,3 +151,10 @@ def _positive(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return count
+
+
+def _heads_wide(text: str) -> int:
+    width = _positive(text)
+    if width % 8:
+        raise argparse.ArgumentTypeError(f"{text} is not a multiple of 8, the heads of attention")
+    return width

@@ -40,6 +40,14 @@ class Communicator(Protocol):
 
     # Memory
 
+    @property
+    def shares_gathered(self) -> bool:
+        """Whether memory from ``alloc(gathered=True)`` is one memory for all ranks."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether some ranks read each other's memory from ``alloc``; the same on all ranks."""
+
     def alloc(self, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> torch.Tensor:
         """Memory of `numel` elements, 1-D and zero, on which the collectives of this communicator work best.
 
@@ -75,18 +83,29 @@ class Communicator(Protocol):
         *,
         wire: torch.dtype | None = None,
         accumulate: torch.dtype | None = None,
+        label: str = "",
         async_op: bool = False,
     ) -> Work | None:
         """`output` (n elements) becomes segment `rank` of `full` (size * n elements), reduced over ranks.
 
         Three dtypes: values travel in `wire` (default: that of `full`), are summed in `accumulate` (default:
         ``accumulate_dtype`` of `full`), and are kept in that of `output`.
+
+        Args:
+            label: what it is that is reduced. Where it costs nothing (in shared memory) ranks that reduce different
+                things at a time raise; elsewhere it is for messages.
         """
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, *, accumulate: torch.dtype | None = None, async_op: bool = False
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        *,
+        accumulate: torch.dtype | None = None,
+        label: str = "",
+        async_op: bool = False,
     ) -> Work | None:
-        """`tensor` becomes its reduction over all ranks, bitwise the same on each."""
+        """`tensor` becomes its reduction over all ranks, bitwise the same on each. See ``reduce_scatter_tensor``."""
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None:
         """`tensor` becomes what it is on rank `src`."""
@@ -113,6 +132,13 @@ class Communicator(Protocol):
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait for all ranks."""
+
+    def meet(self, note: str) -> None:
+        """Wait for all ranks, and raise on each of them, naming both, if one came with another note.
+
+        Raises:
+            CommunicationError: the notes differ.
+        """
 
     # Collectives on small, picklable Python objects
 
@@ -207,9 +233,15 @@ def check_alloc(comm: Communicator | PlainMemory, numel: int, gathered: bool) ->
 class PlainMemory:
     """The memory of a communicator that shares none: what torch allocates, and nothing to wait for."""
 
+    shares_memory = False
+
     rank: int
     size: int
     device: torch.device
+
+    @property
+    def shares_gathered(self) -> bool:
+        return False
 
     def alloc(self, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> torch.Tensor:
         check_alloc(self, numel, gathered)

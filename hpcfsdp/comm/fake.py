@@ -61,6 +61,7 @@ class FakeCommunicator(PlainMemory):
         *,
         wire: torch.dtype | None = None,
         accumulate: torch.dtype | None = None,
+        label: str = "",
         async_op: bool = False,
     ) -> Finished | None:
         check_tensors("reduce_scatter_tensor", self, full)
@@ -71,7 +72,13 @@ class FakeCommunicator(PlainMemory):
         return _work(async_op)
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, *, accumulate: torch.dtype | None = None, async_op: bool = False
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        *,
+        accumulate: torch.dtype | None = None,
+        label: str = "",
+        async_op: bool = False,
     ) -> Finished | None:
         check_tensors("all_reduce", self, tensor)
         tensor.detach().copy_(self._reduced("all_reduce", tensor.detach(), op, None, accumulate))
@@ -124,6 +131,9 @@ class FakeCommunicator(PlainMemory):
 
     def barrier(self, *, async_op: bool = False) -> Finished | None:
         return _work(async_op)
+
+    def meet(self, note: str) -> None:
+        pass
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size

@@ -83,11 +83,20 @@ class MpiCommunicator:
         self._closed = False
         self._node: MPI.Intracomm | None = None
         self._windows: dict[int, Window] = {}  # by address
+        self._turnstile: Window | None = None  # where `meet` exchanges notes
+
+    @property
+    def shares_memory(self) -> bool:
+        return any(len(node) > 1 for node in self.topology.nodes)
 
     def __repr__(self) -> str:
         return f"MpiCommunicator(rank={self.rank}, size={self.size}, {self.topology})"
 
     # Memory
+
+    @property
+    def shares_gathered(self) -> bool:
+        return self.topology.num_nodes == 1 and self.size > 1
 
     def alloc(self, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> torch.Tensor:
         self._check_open("alloc")
@@ -160,9 +169,11 @@ class MpiCommunicator:
         *,
         wire: torch.dtype | None = None,
         accumulate: torch.dtype | None = None,
+        label: str = "",
         async_op: bool = False,
     ) -> Running | None:
-        label = f"reduce_scatter_tensor({op}) of {_described(full)}" + (f" as {wire}" if wire else "")
+        label = f"{label}: " if label else ""
+        label += f"reduce_scatter_tensor({op}) of {_described(full)}" + (f" as {wire}" if wire else "")
         label += f" in {accumulate}" if accumulate else ""
         self._check(label, full)
         self._check(label, written=[output])
@@ -175,9 +186,16 @@ class MpiCommunicator:
         return self._run(label, async_op, shared.reduce_scatter, self._place(window), pieces, output.view(-1), how)
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, *, accumulate: torch.dtype | None = None, async_op: bool = False
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        *,
+        accumulate: torch.dtype | None = None,
+        label: str = "",
+        async_op: bool = False,
     ) -> Running | None:
-        label = f"all_reduce({op}) of {_described(tensor)}" + (f" in {accumulate}" if accumulate else "")
+        label = f"{label}: " if label else ""
+        label += f"all_reduce({op}) of {_described(tensor)}" + (f" in {accumulate}" if accumulate else "")
         self._check(label, written=[tensor])
         how = self._reduction(label, op, tensor, None, accumulate)
         window = self._window_of(tensor)
@@ -253,6 +271,18 @@ class MpiCommunicator:
     def barrier(self, *, async_op: bool = False) -> Running | None:
         self._check_open("barrier")
         return self._run("barrier", async_op, exchange.barrier)
+
+    def meet(self, note: str) -> None:
+        self._check_open("meet")
+        if self.size == 1:
+            return
+        if self.topology.num_nodes > 1:
+            nothing: Steps = iter(())  # type: ignore[assignment]
+            run(self._compared(nothing, note), note, self.rank, self.timeout_s, False, self)
+            return
+        if self._turnstile is None:
+            self._turnstile = self._window_of(self.alloc(self.size, torch.uint8, gathered=True), gathered=True)
+        run(shared.meet(self._turnstile, note), note, self.rank, self.timeout_s, False, self)
 
     # Messages between two ranks
 

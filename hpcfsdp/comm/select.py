@@ -6,18 +6,20 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hpcfsdp import _compat
 from hpcfsdp.comm.backend import carries
 from hpcfsdp.comm.communicator import Communicator
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
-from hpcfsdp.world import current_world
+from hpcfsdp.world import World, current_world
 
 
 def communicator_for(group: dist.ProcessGroup | Communicator | None, *, required: bool) -> Communicator:
     """The communicator for a process group; by default the one of the world.
 
     After ``hpcfsdp.init()`` the world's collectives go over MPI on CPU and over NCCL on GPUs. With torch.distributed
-    alone they go over its default group. A ``Communicator`` is returned as it is.
+    alone they go over its default group; torch's "fake" backend gets a ``FakeCommunicator``. A ``Communicator`` is
+    returned as it is.
 
     Args:
         group: a process group of torch.distributed, a communicator, or None for the world.
@@ -25,10 +27,7 @@ def communicator_for(group: dist.ProcessGroup | Communicator | None, *, required
     """
     world = current_world()
     if isinstance(group, dist.ProcessGroup):
-        on_gpu = world is not None and world.device.type == "cuda"
-        if carries(group) and not on_gpu:
-            return group.communicator
-        return TorchGroupCommunicator(group, world.device if carries(group) else None)
+        return _over(group, world)
     if group is not None:
         return _checked(group)
     if world is not None:
@@ -40,6 +39,15 @@ def communicator_for(group: dist.ProcessGroup | Communicator | None, *, required
             "there is no process group yet: call hpcfsdp.init() first (or torch.distributed.init_process_group)"
         )
     return FakeCommunicator()
+
+
+def _over(group: dist.ProcessGroup, world: World | None) -> Communicator:
+    if carries(group):
+        on_gpu = world is not None and world.device.type == "cuda"
+        return TorchGroupCommunicator(group, world.device) if on_gpu else group.communicator
+    if dist.get_backend(group) == "fake":  # torch's own, for planning and tests: its collectives move nothing
+        return FakeCommunicator(group.rank(), group.size(), device=_compat.device_of_group(group))
+    return TorchGroupCommunicator(group)
 
 
 def _checked(group: Any) -> Communicator:

@@ -53,6 +53,15 @@ def claim(window: Window) -> Steps:
         yield window.all_done()
 
 
+def meet(window: Window, note: str) -> Steps:
+    """Wait until all neighbours are here, with the same note."""
+    with _exclusive(window):
+        window.done()
+        window.epoch += 1
+        window.arrive(note)
+        yield window.all_arrived()
+
+
 def all_gather(call: Call, place: Place, whole: torch.Tensor, shard: torch.Tensor) -> Steps:
     """Make every rank's segment visible on this node. `whole` views the whole window."""
     window, numel = place.window, shard.numel()

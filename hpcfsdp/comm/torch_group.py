@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ class TorchGroupCommunicator(PlainMemory):
         *,
         wire: torch.dtype | None = None,
         accumulate: torch.dtype | None = None,
+        label: str = "",
         async_op: bool = False,
     ) -> _Work | Finished | None:
         check_tensors("reduce_scatter_tensor", self, full)
@@ -95,7 +97,13 @@ class TorchGroupCommunicator(PlainMemory):
         return _ended(work, async_op, reduce)
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, *, accumulate: torch.dtype | None = None, async_op: bool = False
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        *,
+        accumulate: torch.dtype | None = None,
+        label: str = "",
+        async_op: bool = False,
     ) -> _Work | Finished | None:
         check_tensors("all_reduce", self, tensor)
         wire, accumulate = self._dtypes("all_reduce", op, tensor, None, accumulate)
@@ -183,6 +191,17 @@ class TorchGroupCommunicator(PlainMemory):
 
     def barrier(self, *, async_op: bool = False) -> _Work | Finished | None:
         return _ended(dist.barrier(self.group, async_op), async_op)
+
+    def meet(self, note: str) -> None:
+        digest = int.from_bytes(hashlib.blake2b(note.encode(), digest_size=7).digest(), "little")
+        mine = torch.tensor([digest], device=self.device)
+        everyone = torch.empty(self.size, dtype=mine.dtype, device=self.device)
+        self.all_gather_into_tensor(everyone, mine)
+        if everyone.eq(mine).all():
+            return
+        for peer, theirs in enumerate(self.all_gather_object(note)):
+            if theirs != note:
+                raise CommunicationError(f"rank {self.rank} calls {note}, but rank {peer} calls {theirs}")
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size

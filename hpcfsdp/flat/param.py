@@ -1,9 +1,11 @@
-"""A flat parameter: one shard that stays, a buffer for all shards that comes and goes, and gradients on the way back.
+"""A flat parameter: one shard that stays, a buffer in which all shards come together, and what the leaves view.
 
-The original parameters stay the objects they were. While the flat parameter is unsharded their data views the flat
-buffer, so the all-gather's output is what the module computes with, without a copy. While it is sharded they view a
-single NaN expanded to their shape: shape and dtype can be asked for, values read by mistake show at once, and writing
-raises or is forgotten.
+The original parameters stay the objects they were. While the flat parameter is unsharded their data views the buffer,
+so the all-gather's output is what the module computes with, without a copy. At rest they view
+
+- one NaN expanded to their shape: shape and dtype can be asked for, values read by mistake show at once, and writing
+  raises or is forgotten; or
+- with `use_orig_params` their own run of the shard, 1-D: what the optimizer steps.
 """
 
 from __future__ import annotations
@@ -14,146 +16,213 @@ import torch
 from torch import nn
 
 from hpcfsdp.comm import Communicator
+from hpcfsdp.comm.communicator import Work, segment
 from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.buffer import Buffer, Resident, Transient, Whole
 from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.flat.storage import alloc_storage, free_storage
+from hpcfsdp.flat.precision import Dtypes
 
 
 class FlatParam:
-    """Parameters of one dtype, device and ``requires_grad``, laid out by a ``FlatLayout`` and sharded over `comm`.
+    """Parameters of one dtype and device, laid out by a ``FlatLayout`` and sharded over `comm`.
 
     Attributes:
         layout: where each parameter lies.
+        comm: the ranks that hold the shards.
+        dtypes: of the shard, of the gathered values, of gradients.
         leaves: the original parameters, in the order of the layout's slots.
-        parameter: this rank's shard, 1-D, ``layout.shard_numel`` elements: what the optimizer steps. Its ``grad`` is
-            the averaged gradient of the shard.
+        parameter: this rank's shard, 1-D, ``layout.shard_numel`` elements. Without `use_orig_params` it is what the
+            optimizer steps, and its ``grad`` is the averaged gradient of the shard.
+        device: where the module computes; the shard lies there, too, unless it is offloaded.
+        is_unsharded: whether the leaves hold their full values.
     """
 
     def __init__(
-        self, leaves: Sequence[nn.Parameter], layout: FlatLayout, comm: Communicator, *, sync_from: int | None = None
+        self,
+        leaves: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        comm: Communicator,
+        *,
+        replicas: Communicator | None = None,
+        dtypes: Dtypes | None = None,
+        use_orig_params: bool = False,
+        offload: bool = False,
+        always_whole: bool = False,
     ) -> None:
-        """Collective over `comm` if `sync_from` is given. Take over the leaves' values and free their memory.
+        """Collective over `comm`. Take over the leaves' values, the same on all ranks.
 
         Args:
-            sync_from: the rank whose values all take; None where each rank's values are known to be the same.
+            replicas: ranks that hold the same shard as this one.
+            offload: the shard lies in host memory.
+            always_whole: the leaves show their values at rest, too; for one shard alone.
         """
         self.layout = layout
         self.comm = comm
+        self.replicas = replicas
+        self.dtypes = dtypes or Dtypes.plan(layout.dtype)
         self.leaves = tuple(leaves)
-        first = self.leaves[0]
-        self.requires_grad = first.requires_grad
-        self._full = torch.empty(layout.padded_numel, dtype=layout.dtype, device=first.device)
-        self._views = [self._full[slot.offset : slot.end].view(slot.shape) for slot in layout.slots]
-        self._nothing_value = torch.nan if layout.dtype.is_floating_point or layout.dtype.is_complex else 0
-        self._nothing = torch.full((len(self.leaves),), self._nothing_value, dtype=layout.dtype, device=first.device)
-        self._placeholders = [
-            nothing.expand(slot.shape) for nothing, slot in zip(self._nothing.unbind(), layout.slots, strict=True)
-        ]
-        self._gaps = layout.gaps()
-        self._grad: torch.Tensor | None = None
-        self._filled = [False] * len(self.leaves)
+        self.use_orig_params = use_orig_params
+        self.device = self.leaves[0].device
+        self.is_unsharded = False
+        requires_grad = any(leaf.requires_grad for leaf in self.leaves)
 
-        self._zero_gaps(self._full)
-        for leaf, view, placeholder in zip(self.leaves, self._views, self._placeholders, strict=True):
-            view.copy_(leaf.detach())
-            leaf.data = placeholder
-        if sync_from is not None:
-            comm.broadcast(self._full, sync_from)
-        self.parameter = nn.Parameter(self._segment(self._full).clone(), requires_grad=self.requires_grad)
-        free_storage(self._full)
+        full = self._flattened()
+        self._buffer, shard = self._place(full, torch.device("cpu") if offload else self.device)
+        self.parameter = nn.Parameter(shard, requires_grad=requires_grad)
+        self._shard = shard  # as the optimizer should find it; a user may have put something else in its place
+        self._always_whole = always_whole
+        self._nothing_value = torch.nan if layout.dtype.is_floating_point or layout.dtype.is_complex else 0
+        self._nothing = torch.full((len(self.leaves),), self._nothing_value, dtype=layout.dtype, device=self.device)
+        if always_whole or use_orig_params:
+            self._resting = list(self.shard_views(shard))
+        else:
+            pairs = zip(self._nothing.unbind(), layout.slots, strict=True)
+            self._resting = [nothing.expand(slot.shape) for nothing, slot in pairs]
+        self._views = self._views_of(self._buffer.full)
+        self._buffer.free()
+        self._stays_bound = always_whole and isinstance(self._buffer, Whole)
+        self._bind(self._resting)
 
     @property
-    def is_unsharded(self) -> bool:
-        return self._full.untyped_storage().size() != 0
+    def requires_grad(self) -> bool:
+        return any(leaf.requires_grad for leaf in self.leaves)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether nothing has to be gathered: the values stay."""
+        return self._buffer.resident
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether ranks share the memory of the gathered values, and have to meet around its use."""
+        return isinstance(self._buffer, Resident)
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The gathered values, 1-D, ``layout.padded_numel`` elements; without memory at rest unless it is resident."""
+        return self._buffer.full
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes held beyond the shard and its gradient: the flat buffer and the gradient buffer, 0 when at rest."""
-        grad_bytes = 0 if self._grad is None else self._grad.untyped_storage().nbytes()
-        return self._full.untyped_storage().size() + grad_bytes
+        """Bytes held for gathered values beyond the shard, 0 when at rest."""
+        return self._buffer.held_bytes
 
-    def unshard(self) -> None:
-        """Collective over `comm`. Gather all shards; the leaves hold their full values afterwards."""
-        if not alloc_storage(self._full, self.layout.padded_numel):
-            return
-        self.comm.all_gather_into_tensor(self._full, self.parameter.data)
-        for leaf, view in zip(self.leaves, self._views, strict=True):
-            leaf.data = view
+    def publish(self) -> None:
+        """Have this rank's segment of resident memory hold the shard, before the ranks meet to use it."""
+        if isinstance(self._buffer, Resident):
+            self._buffer.write(self._shard)
+
+    def gather(self, *, async_op: bool = False) -> Work | None:
+        """Collective over `comm`. Bring all shards together; ``bind`` shows them to the module when that is done."""
+        return self._buffer.gather(self._shard, async_op=async_op)
+
+    def bind(self) -> None:
+        """Let the leaves view the gathered values."""
+        self.is_unsharded = True
+        if not self._stays_bound:
+            self._bind(self._views)
 
     def reshard(self) -> None:
         """Free the gathered values; only the shard is left."""
-        if not free_storage(self._full):
+        self.is_unsharded = False
+        self._buffer.free()
+        if self._stays_bound:
             return
-        self._nothing.fill_(self._nothing_value)
-        for leaf, placeholder in zip(self.leaves, self._placeholders, strict=True):
-            leaf.data = placeholder
+        self._nothing.fill_(self._nothing_value)  # someone may have written to it
+        self._bind(self._resting)
+
+    def unshard(self) -> None:
+        """Collective over `comm`. Gather all shards; the leaves hold their full values afterwards."""
+        if not self.is_unsharded:
+            self.publish()
+            if self.is_resident:
+                self.comm.meet("unshard")
+            self.gather()
+            self.bind()
+
+    def take_back(self) -> None:
+        """Copy what a user has put in place of the shard (``param.data = ...``) into it.
+
+        Raises:
+            EngineError: it has another number of elements.
+        """
+        if self.parameter.data_ptr() != self._shard.data_ptr() or self.parameter.numel() != self._shard.numel():
+            self._replace(self._shard, self.parameter.data, "the flat parameter")
+            self.parameter.data = self._shard
+        if not self.use_orig_params or self.is_unsharded:
+            return
+        for leaf, resting, slot in zip(self.leaves, self._resting, self.layout.slots, strict=True):
+            if leaf.data_ptr() != resting.data_ptr() or leaf.numel() != resting.numel():
+                self._replace(resting, leaf.data, f"{slot.fqn!r}")
+                leaf.data = resting
+
+    def shard_views(self, shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Each parameter's part of a tensor laid out like the shard: its run, 1-D, empty where it has none here.
+
+        If one rank holds everything and shows it at rest, the parts have the parameters' shapes.
+        """
+        return self._views_of(shard) if self._always_whole else self._runs_of(shard)
+
+    def views(self, full: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Each parameter's elements in a tensor laid out like ``full``, as views of their shapes."""
+        return self._views if full is self._buffer.full else self._views_of(full)
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` views the gathered values, which are gone after ``reshard``."""
-        if tensor.layout is not torch.strided or not self.is_unsharded:
+        if tensor.layout is not torch.strided or not self.is_unsharded or self._stays_bound:
             return False
-        return tensor.untyped_storage().data_ptr() == self._full.untyped_storage().data_ptr()
+        return tensor.untyped_storage().data_ptr() == self._buffer.full.untyped_storage().data_ptr()
 
-    def alloc_grad(self) -> None:
-        """Make room for the full gradient, unless there is."""
-        if self._grad is None:
-            self._grad = torch.empty_like(self._full)
-            self._zero_gaps(self._grad)
-            self._filled = [False] * len(self.leaves)
-
-    @torch.no_grad()
-    def take_grad(self, index: int) -> bool:
-        """Move the gradient that autograd left on one leaf into the gradient buffer.
-
-        Returns:
-            Whether it is the first for this leaf since the buffer was allocated.
-        """
-        leaf, slot = self.leaves[index], self.layout.slots[index]
-        grad, leaf.grad = leaf.grad, None
-        if grad is None:
-            return False
-        if grad.layout is not torch.strided:
-            raise EngineError(
-                f"the gradient of {slot.fqn!r} is {grad.layout}: sparse gradients cannot be sharded; use a dense one"
-            )
-        self.alloc_grad()
-        target = self._grad[slot.offset : slot.end].view(slot.shape)
-        if self._filled[index]:
-            target.add_(grad)
-            return False
-        target.copy_(grad)
-        self._filled[index] = True
-        return True
-
-    @torch.no_grad()
-    def reduce_grad(self) -> None:
-        """Collective over `comm`. Average the gradient buffer over ranks, add this rank's segment to the shard's grad.
-
-        Parameters that took no part in this backward count as zero.
-        """
-        if self._grad is None:
-            return
-        for filled, slot in zip(self._filled, self.layout.slots, strict=True):
-            if not filled:
-                self._grad[slot.offset : slot.end].zero_()
-        shard_grad = torch.empty_like(self.parameter)
-        self.comm.reduce_scatter_tensor(shard_grad, self._grad, "average")
-        self._grad = None
-        if self.parameter.grad is None:
-            self.parameter.grad = shard_grad
-        else:
-            self.parameter.grad.add_(shard_grad)
-
-    def drop_grad(self) -> None:
-        """Forget gradients of a backward that was broken off."""
-        self._grad = None
-        for leaf in self.leaves:
-            leaf.grad = None
-
-    def _segment(self, full: torch.Tensor) -> torch.Tensor:
-        numel = self.layout.shard_numel
-        return full[self.comm.rank * numel : (self.comm.rank + 1) * numel]
-
-    def _zero_gaps(self, full: torch.Tensor) -> None:
-        for begin, end in self._gaps:
+    def _flattened(self) -> torch.Tensor:
+        """The values of all leaves, whose own memory is given up one by one."""
+        full = torch.empty(self.layout.padded_numel, dtype=self.layout.dtype, device=self.device)
+        for begin, end in self.layout.gaps():
             full[begin:end].zero_()
+        nothing = torch.empty((), dtype=full.dtype, device=self.device)
+        for leaf, view, slot in zip(self.leaves, self._views_of(full), self.layout.slots, strict=True):
+            view.copy_(leaf.detach())
+            leaf.data = nothing.expand(slot.shape)
+        return full
+
+    def _place(self, full: torch.Tensor, home: torch.device) -> tuple[Buffer, torch.Tensor]:
+        """The buffer, and the shard with its values."""
+        numel, compute = self.layout.padded_numel, self.dtypes.compute
+        mine = segment(full, self.comm)
+        if self.comm.shares_gathered and home == self.device:
+            buffer = Resident(self.comm, numel, compute)
+            if compute != full.dtype:
+                return buffer, mine.clone()
+            buffer.write(mine)
+            return buffer, buffer.segment
+        if self.comm.size == 1 and compute == full.dtype and home == self.device:
+            return Whole(full), full
+        buffer = Transient(self.comm, numel, compute, self.device)
+        if home == self.device:
+            return buffer, mine.clone()
+        shard = mine.to(home)
+        return buffer, shard.pin_memory() if self.device.type == "cuda" else shard
+
+    def _bind(self, values: Sequence[torch.Tensor]) -> None:
+        for leaf, value in zip(self.leaves, values):  # noqa: B905 (this runs twice in each call of a unit)
+            leaf.data = value
+
+    def _views_of(self, full: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots)
+
+    def _runs_of(self, shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = []
+        for slot in self.layout.slots:
+            extent = self.layout.param_extent(slot.fqn, self.comm.rank)
+            begin, numel = (extent.shard_offset, extent.numel) if extent else (0, 0)
+            found.append(shard[begin : begin + numel])
+        return tuple(found)
+
+    @torch.no_grad()
+    def _replace(self, target: torch.Tensor, values: torch.Tensor, what: str) -> None:
+        if values.numel() != target.numel():
+            raise EngineError(
+                f"rank {self.comm.rank}: the data of {what} was replaced by a tensor of shape {tuple(values.shape)}, "
+                f"but this rank's shard of it has {target.numel()} element(s): assign values for the shard, or assign "
+                "whole parameters within FullyShardedDataParallel.summon_full_params(model)"
+            )
+        target.copy_(values.reshape(target.shape))

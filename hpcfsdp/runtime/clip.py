@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -13,7 +13,12 @@ from hpcfsdp.comm import Communicator
 
 @torch.no_grad()
 def clip_grad_norm(
-    shards: Iterable[nn.Parameter], comm: Communicator, max_norm: float, norm_type: float = 2.0
+    shards: Iterable[nn.Parameter],
+    comm: Communicator,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    others: Iterable[tuple[Communicator | None, Sequence[nn.Parameter]]] = (),
 ) -> torch.Tensor:
     """Collective over `comm`. Scale gradients so that the norm of all of them, over all ranks, is at most `max_norm`.
 
@@ -22,32 +27,55 @@ def clip_grad_norm(
     Args:
         shards: parameters whose gradients are this rank's part of the whole.
         max_norm: upper bound.
-        norm_type: p of the p-norm, > 0 or inf.
+        norm_type: p of the p-norm, > 0 or inf; 0 counts the elements that are not 0.
+        others: parameters that are sharded over other ranks, with their communicator; or on all ranks the same, with
+            None.
 
     Returns:
         The norm before clipping, a float32 scalar (float64 if a gradient is), the same on every rank.
 
     Raises:
-        ValueError: `norm_type` is not positive.
+        ValueError: `norm_type` is negative or NaN.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be positive or inf, not {norm_type}")
-    params = list(shards)
-    grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
+    if not norm_type >= 0:
+        raise ValueError(f"norm_type must be 0, positive or inf, not {norm_type}")
+    groups = [(comm, list(shards)), *((group, list(params)) for group, params in others)]
     # From the parameters, which are the same on all ranks; a gradient may be missing on some.
-    dtype = torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
-    device = params[0].device if params else torch.device("cpu")
-    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in grads]
+    everything = [param for _, params in groups for param in params]
+    dtype = torch.float64 if any(param.dtype == torch.float64 for param in everything) else torch.float32
+    totals = []
+    for group, params in groups:
+        if params or group is comm:
+            device = params[0].device if params else comm.device
+            totals.append(_sum_of_powers(group, params, norm_type, dtype, device))
+    device = totals[0].device
+    gathered = torch.stack([total.to(device) for total in totals])
     if math.isinf(norm_type):
-        total = torch.stack(norms).amax() if norms else torch.zeros((), dtype=dtype, device=device)
-        comm.all_reduce(total, "max")
+        total = gathered.amax()
     else:
-        powers = [norm**norm_type for norm in norms]
-        total = torch.stack(powers).sum() if powers else torch.zeros((), dtype=dtype, device=device)
-        comm.all_reduce(total, "sum")
-        total = total ** (1.0 / norm_type)
+        total = gathered.sum()
+        total = total ** (1.0 / norm_type) if norm_type else total
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        grad.mul_(scale.to(grad.dtype))
+    for param in everything:
+        if param.grad is not None and param.grad.numel():
+            param.grad.mul_(scale.to(param.grad.device, param.grad.dtype))
+    return total
+
+
+def _sum_of_powers(
+    comm: Communicator | None, params: Sequence[nn.Parameter], p: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Collective over `comm`. The p-th power of the p-norm; the norm itself where p is inf."""
+    grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
+    norms = [torch.linalg.vector_norm(grad, p, dtype=dtype) for grad in grads]
+    if math.isinf(p):
+        total = torch.stack(norms).amax() if norms else torch.zeros((), dtype=dtype, device=device)
+    else:
+        powers = [norm**p if p else norm for norm in norms]
+        total = torch.stack(powers).sum() if powers else torch.zeros((), dtype=dtype, device=device)
+    if comm is not None and comm.size > 1:
+        here = total.to(comm.device)
+        comm.all_reduce(here, "max" if math.isinf(p) else "sum")
+        total = here.to(device)
     return total

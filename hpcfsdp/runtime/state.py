@@ -16,11 +16,14 @@ class Phase(Enum):
     """Gradients flow through it: unsharded until they have."""
     RECOMPUTE = "recompute"
     """Its forward runs again inside of its backward (activation checkpointing): unsharded, and stays so."""
+    SUMMON = "summon_full_params"
+    """The user has asked for its whole parameters."""
 
 
 TRANSITIONS = {
-    Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD},
+    Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD, Phase.SUMMON},
     Phase.FORWARD: {Phase.IDLE},
     Phase.BACKWARD: {Phase.IDLE, Phase.RECOMPUTE},
     Phase.RECOMPUTE: {Phase.BACKWARD},
+    Phase.SUMMON: {Phase.IDLE},
 }

@@ -1,24 +1,30 @@
 """One unit: parameters that are gathered before use, freed after it, and whose gradients are reduced when complete.
 
 The methods stand in the order of a step: ``pre_forward, post_forward, pre_backward, post_backward``. What happens on
-which event is told in docs/architecture.md, "The life of a step".
+which event is told in docs/design/step.md.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
 from hpcfsdp import _compat
 from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.runtime.containers import apply_to_tensors, cast_forward_inputs
+from hpcfsdp.runtime.engine import Engine
 from hpcfsdp.runtime.hooks import UnknownContainerError, tensors_in
 from hpcfsdp.runtime.state import TRANSITIONS, Phase
+
+Leaf = tuple[FlatGrad, int]
+"""A leaf by the gradient that it has a part in, and its index there."""
 
 
 class _Call:
@@ -27,121 +33,197 @@ class _Call:
     Lives as long as the graph that the call made: the hooks on its outputs hold it, those on its inputs do not.
     """
 
+    __slots__ = ("__weakref__", "accumulators", "backward", "inputs", "inputs_pending")
+
     def __init__(self) -> None:
+        self.inputs: list[Any] = []
+        """Nodes through which gradients leave the call towards what was computed before it."""
+        self.accumulators: list[tuple[Leaf, Any]] = []
+        """Nodes that add to the gradients of the unit's leaves."""
         self.inputs_pending = 0
-        """Inputs that still wait for their gradient in the backward that is running."""
-        self._handles: list[RemovableHandle] = []
-
-    def watch(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-        """Have `hook` called with the gradient of an input."""
-        self._handles.append(tensor.register_hook(hook))
-
-    def begin_backward(self) -> None:
-        """All inputs wait again: one graph may be run through several times (``retain_graph``)."""
-        self.inputs_pending = len(self._handles)
-
-    def __del__(self) -> None:
-        # An input that is a leaf outlives the graph, and would collect a hook for each step.
-        for handle in self._handles:
-            handle.remove()
+        self.backward = 0
+        """The engine's number of the last backward that has come to it: a graph may be gone through several times."""
 
 
 class Unit:
     """Flat parameters that live and die together, and the module calls that need them.
 
     Attributes:
-        name: of the wrapped module within the root, for messages.
+        name: of the wrapped module within the root, for messages; unlike any other's under the root.
         flats: one for each dtype and ``requires_grad`` among the parameters; empty if children own all of them.
+        grads: of those flat parameters that may get gradients.
+        gathers: the flat parameters that are gathered, and not resident.
+        holds_units: whether the module has other units inside.
         phase: what the unit is doing; changed by ``_enter`` alone.
+        is_gathered: whether memory for the values of ``gathers`` is taken.
+        gathered: the event that the values are there.
+        owes_grads: whether a forward has been run whose gradients have not been reduced yet.
         engine: shared with all units under the same root; set when the root is first called.
+        input_dtype: floating inputs are cast to it, None to leave them.
+        reshard_after_forward: whether the values are freed between forward and backward.
+        prefetch_forward, prefetch_backward: gather the unit that comes next; "pre": before, "post": after the
+            gradients of this one.
     """
 
-    def __init__(self, name: str, flats: Sequence[FlatParam]) -> None:
+    def __init__(self, name: str, flats: Sequence[FlatParam], *, reshard_after_forward: bool = True) -> None:
         self.name = name
         self.flats = tuple(flats)
+        self.reshard_after_forward = reshard_after_forward
+        self.holds_units = False
+        self.input_dtype: torch.dtype | None = None
+        self.prefetch_forward = False
+        self.prefetch_backward: str | None = None
         self.phase = Phase.IDLE
         self.engine: Engine | None = None
-        self._trained = tuple(flat for flat in self.flats if flat.requires_grad)
-        self._num_leaves = sum(len(flat.leaves) for flat in self._trained)
-        self._leaves_pending = 0
+        self.gathers = tuple(flat for flat in self.flats if not flat.is_here)
+        self.is_gathered = False
+        self.gathered: Any = None
+        self.owes_grads = False
+        self.grads = tuple(FlatGrad(flat) for flat in self.flats if flat.layout.dtype.is_floating_point)
+        self._leaves = [(grad, index, leaf) for grad in self.grads for index, leaf in enumerate(grad.flat.leaves)]
+        self._hooked = [False] * len(self._leaves)
         self._calls: list[_Call] = []  # those whose backward has begun
-        for flat in self._trained:
-            for index, leaf in enumerate(flat.leaves):
-                leaf.register_post_accumulate_grad_hook(_leaf_hook(self, flat, index))
+        self._counted: set[Any] = set()  # accumulators that will run, or have run, in this backward
+        self._outstanding: Counter[Leaf] = Counter()  # how often each leaf is still to get a gradient
+        self._num_outstanding = 0
 
-    def pre_forward(self, args: Any, kwargs: Any) -> _Call:
-        """Collective. Gather the parameters; from here on the module may compute."""
-        self._check_unchanged()
-        self._enter(Phase.RECOMPUTE if self.phase is Phase.BACKWARD else Phase.FORWARD)
+    @property
+    def is_unsharded(self) -> bool:
+        return any(flat.is_unsharded for flat in self.flats)
+
+    # The life of a step
+
+    def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, tuple[Any, ...], Any]:
+        """Collective. Gather the parameters; from here on the module may compute, with the arguments that return."""
+        engine = self.engine
+        assert engine is not None
+        engine.enter(self)
         call = _Call()
         try:
-            self.unshard()
-            if self.flats and torch.is_grad_enabled():
-                self._watch_inputs(call, (args, kwargs))
+            self._enter(Phase.RECOMPUTE if self.phase is Phase.BACKWARD else Phase.FORWARD)
         except BaseException:
-            self.leave_forward()
+            engine.leave(self, broken=True)
             raise
-        return call
+        try:
+            if self.flats:
+                self._hear_leaves()
+                engine.order.note(("forward", self.name))
+                engine.unshard(self)
+                if self.prefetch_forward:
+                    engine.gather_ahead("forward")
+                engine.await_unshard(self)
+            if self.input_dtype is not None:
+                args, kwargs = cast_forward_inputs(self.input_dtype, args, kwargs)
+            if self.flats and torch.is_grad_enabled():
+                args, kwargs = self._watch_inputs(call, args, kwargs)
+        except BaseException:
+            self.leave_forward(broken=True)
+            raise
+        return call, args, kwargs
 
     def post_forward(self, call: _Call, outputs: Any) -> None:
-        """Ask to be told when gradients reach the outputs, and free the parameters."""
+        """Collective at the end of the outermost call. Wait for gradients at the outputs, free the parameters."""
+        broken = True
         try:
             if self.flats:
                 self._watch_outputs(call, outputs)
+                _compat.forget_autocast_casts(self.flats[0].device.type)
+            broken = False
         finally:
-            self.leave_forward()
+            self.leave_forward(broken=broken)
 
-    def leave_forward(self) -> None:
+    def leave_forward(self, *, broken: bool) -> None:
         """End the forward, also one that an exception broke off."""
+        assert self.engine is not None
         if self.phase is Phase.RECOMPUTE:
             self._enter(Phase.BACKWARD)
         else:
             self._enter(Phase.IDLE)
-            self.reshard()
+            if self.reshard_after_forward or broken or not torch.is_grad_enabled():
+                self.engine.reshard(self)
+        self.engine.leave(self, broken=broken)
 
     def pre_backward(self, call: _Call) -> None:
         """Collective when it is the first for this unit. Gather the parameters before gradients flow through."""
+        engine = self.engine
+        assert engine is not None
         if self.phase is Phase.FORWARD:
             raise EngineError(f"{self.name}: backward ran through the unit while its forward was still running")
-        assert self.engine is not None
-        if not self.engine.in_backward:
-            self.engine.in_backward = True
-            _compat.call_after_backward(self._finish_backward)
+        engine.begin_backward()
+        if call.backward == engine.backwards:  # another output of the same call
+            return
+        call.backward = engine.backwards
         if self.phase is Phase.IDLE:
-            self._enter(Phase.BACKWARD)
-            self._leaves_pending = self._num_leaves
-            self._calls.clear()
-            for flat in self._trained:
-                flat.alloc_grad()
-        self.unshard()
-        if not any(known is call for known in self._calls):
-            call.begin_backward()
-            self._calls.append(call)
+            engine.take_turn(self)
+            self._begin_backward()
+        self._calls.append(call)
+        call.inputs_pending = sum(map(_compat.will_run, call.inputs))
+        for leaf, node in call.accumulators:
+            if node not in self._counted and _compat.will_run(node):
+                self._counted.add(node)
+                self._outstanding[leaf] += 1
+                self._num_outstanding += 1
+        self._finish_when_complete()
 
     def post_backward(self) -> None:
-        """Collective. Reduce the gradients and free the parameters: nothing more flows through this unit."""
-        self._reduce_grads()
+        """Collective. Nothing more flows through this unit: reduce its gradients, free its parameters.
+
+        The gradients of a unit that holds others are reduced at the end of the backward: when its own leaves are
+        complete may differ between ranks, the end does not.
+        """
+        assert self.engine is not None
+        self.flush_grads()
         self._enter(Phase.IDLE)
-        self._calls.clear()
-        self.reshard()
+        self._forget_calls()
+        self.engine.end_turn(self)
+        self.engine.reshard(self)
+        if self.prefetch_backward == "post":
+            self.engine.gather_ahead("backward")
 
-    def unshard(self) -> None:
-        """Collective. Gather all flat parameters of the unit."""
-        for flat in self.flats:
-            flat.unshard()
+    def flush_grads(self) -> None:
+        """Collective. Reduce the gradients if all that are to come are here, and no unit inside is still at work."""
+        assert self.engine is not None
+        if not self.holds_units and self._num_outstanding == 0:
+            for grad in self.grads:
+                self.engine.flush(grad)
 
-    def reshard(self) -> None:
-        """Free what ``unshard`` gathered."""
-        for flat in self.flats:
-            flat.reshard()
+    def be_absent(self) -> None:
+        """Collective. Take part in what other ranks do with this unit in a backward that does not come to it here."""
+        self._begin_backward()
+        self.post_backward()
+
+    def begin_summon(self) -> None:
+        """Not collective. The user takes over the leaves."""
+        self._enter(Phase.SUMMON)
+
+    def end_summon(self) -> None:
+        """Not collective. The leaves are at rest again."""
+        self._enter(Phase.IDLE)
 
     def reset(self) -> None:
-        """Back to rest after a forward or backward that was broken off by an exception."""
+        """Back to rest after a backward that was broken off by an exception."""
+        assert self.engine is not None
         self.phase = Phase.IDLE
-        self._calls.clear()
-        for flat in self.flats:
-            flat.drop_grad()
-        self.reshard()
+        self._forget_calls()
+        self.owes_grads = False
+        for grad in self.grads:
+            grad.drop()
+        self.engine.reshard(self)
+
+    # Parts of it
+
+    def _begin_backward(self) -> None:
+        engine = self.engine
+        assert engine is not None
+        self._enter(Phase.BACKWARD)
+        engine.order.note(("backward", self.name))
+        for grad in self.grads:
+            if grad.flat.requires_grad:
+                engine.acquire(grad)
+        engine.unshard(self)
+        if self.prefetch_backward == "pre":
+            engine.gather_ahead("backward")
+        engine.await_unshard(self)
 
     def _enter(self, phase: Phase) -> None:
         if phase not in TRANSITIONS[self.phase]:
@@ -151,72 +233,104 @@ class Unit:
             )
         self.phase = phase
 
-    def _check_unchanged(self) -> None:
-        for flat in self.flats:
-            if flat.parameter.requires_grad != flat.requires_grad:
-                raise EngineError(
-                    f"{self.name}: requires_grad of its parameters was set to {flat.parameter.requires_grad} after "
-                    "wrapping, which the original parameters do not hear: freeze or unfreeze before wrapping"
-                )
+    def _forget_calls(self) -> None:
+        self._calls.clear()
+        self._counted.clear()
+        self._outstanding.clear()
+        self._num_outstanding = 0
 
-    def _watch_inputs(self, call: _Call, inputs: Any) -> None:
+    def _hear_leaves(self) -> None:
+        """Follow what users have done to ``requires_grad`` since the last time."""
+        for flat in self.flats:
+            if not flat.use_orig_params and flat.parameter.requires_grad != flat.requires_grad:
+                for leaf in flat.leaves:
+                    leaf.requires_grad_(flat.parameter.requires_grad)
+        for place, (grad, index, leaf) in enumerate(self._leaves):
+            if leaf.requires_grad and not self._hooked[place]:
+                leaf.register_post_accumulate_grad_hook(_leaf_hook(self, grad, index))
+                self._hooked[place] = True
+
+    def _watch_inputs(self, call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The same arguments, in which each tensor with a gradient to come is a view that only this call uses.
+
+        The gradient of the view is complete when this call is through, whoever else uses the tensor.
+        """
         hook = _input_hook(self, call)
-        for tensor in tensors_in(inputs, strict=False):
-            if tensor.requires_grad:
-                call.watch(tensor, hook)
+
+        def watched(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            view = tensor.view_as(tensor)
+            view.register_hook(hook)
+            call.inputs.append(view.grad_fn)
+            return view
+
+        return apply_to_tensors(watched, args), apply_to_tensors(watched, kwargs)
 
     def _watch_outputs(self, call: _Call, outputs: Any) -> None:
+        grad_enabled = torch.is_grad_enabled()
         try:
-            found = list(tensors_in(outputs, strict=torch.is_grad_enabled()))
+            found = list(tensors_in(outputs, strict=grad_enabled))
         except UnknownContainerError as error:
             raise EngineError(
                 f"{self.name}: its forward returns an object of type {error}, in which gradients cannot be followed; "
                 "return tensors in tuples, lists, dicts or dataclasses, or register the type with torch.utils._pytree"
             ) from None
+        hook = None
         for tensor in found:
-            if any(flat.owns_memory_of(tensor) for flat in self.flats):
-                raise EngineError(
-                    f"{self.name}: its forward returns a view of one of its own parameters (shape "
-                    f"{tuple(tensor.shape)}), whose memory is freed when the unit is left; return a clone"
-                )
-            if tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(_output_hook(self, call))
+            for flat in self.flats:
+                if flat.owns_memory_of(tensor):
+                    raise EngineError(
+                        f"{self.name}: its forward returns a view of one of its own parameters (shape "
+                        f"{tuple(tensor.shape)}), whose memory is freed when the unit is left; return a clone"
+                    )
+            if grad_enabled and tensor.requires_grad:
+                hook = hook or _output_hook(self, call)
+                tensor.register_hook(hook)
+        if hook is None:
+            return
+        call.accumulators = [
+            ((grad, index), _compat.accumulator_of(leaf)) for grad, index, leaf in self._leaves if leaf.requires_grad
+        ]
+        if self.phase is not Phase.RECOMPUTE:
+            assert self.engine is not None
+            self.engine.expect_backward(self)
 
     def _input_done(self, call: _Call) -> None:
         call.inputs_pending -= 1
         self._finish_when_complete()
 
-    def _leaf_done(self, flat: FlatParam, index: int) -> None:
+    def _leaf_done(self, grad: FlatGrad, index: int) -> None:
         if self.phase is not Phase.BACKWARD:
             raise EngineError(
-                f"{self.name}: a gradient of {flat.layout.slots[index].fqn!r} arrived while the unit was in "
+                f"{self.name}: a gradient of {grad.flat.layout.slots[index].fqn!r} arrived while the unit was in "
                 f"{self.phase.value}; parameters of a unit may be used only through a call of the unit"
             )
-        # With reentrant checkpointing a parameter that is used several times gets its gradient in several parts.
-        if flat.take_grad(index) and self._leaves_pending > 0:
-            self._leaves_pending -= 1
-            if self._leaves_pending == 0:
-                self._reduce_grads()
-        self._finish_when_complete()
-
-    def _reduce_grads(self) -> None:
-        for flat in self._trained:
-            flat.reduce_grad()
+        assert self.engine is not None
+        self.engine.acquire(grad)
+        grad.take(index)
+        if self._outstanding[grad, index] > 0:
+            self._outstanding[grad, index] -= 1
+            self._num_outstanding -= 1
+            self._finish_when_complete()
 
     def _finish_when_complete(self) -> None:
-        # Parameters may be needed until the gradients of the inputs are done, not only those of the parameters: think
-        # of frozen weights, or of a weight that is used detached.
-        waiting = self._leaves_pending > 0 or any(call.inputs_pending > 0 for call in self._calls)
-        if self.phase is Phase.BACKWARD and not waiting:
-            self.post_backward()
+        """End the unit's backward if nothing can need its parameters any more.
 
-    def _finish_backward(self) -> None:
-        """Called once at the end of the backward pass: complete the units in which some parameter took no part."""
-        assert self.engine is not None
-        self.engine.in_backward = False
-        for unit in self.engine.units:
-            if unit.phase is Phase.BACKWARD:
-                unit.post_backward()
+        They may be needed until the gradients of the inputs are done, not only those of the parameters: think of frozen
+        weights, or of a weight that is used detached. Without inputs to tell the end by, all leaves together do, or
+        the end of the backward: units inside may need the parameters of this one, and reentrant checkpoints hide leaves
+        in graphs of their own.
+        """
+        if self.phase is not Phase.BACKWARD or self._num_outstanding:
+            return
+        if any(call.inputs_pending > 0 for call in self._calls):
+            return
+        if not any(call.inputs for call in self._calls):
+            hidden = any(leaf.requires_grad and not grad.has(index) for grad, index, leaf in self._leaves)
+            if self.holds_units or hidden:
+                return
+        self.post_backward()
 
 
 def _output_hook(unit: Unit, call: _Call) -> Callable[[torch.Tensor], None]:
@@ -237,33 +351,13 @@ def _input_hook(unit: Unit, call: _Call) -> Callable[[torch.Tensor], None]:
     return input_done
 
 
-def _leaf_hook(unit: Unit, flat: FlatParam, index: int) -> Callable[[torch.Tensor], None]:
+def _leaf_hook(unit: Unit, grad: FlatGrad, index: int) -> Callable[[nn.Parameter], None]:
     # The leaf belongs to the flat parameter and that to the unit: a strong reference back would keep all of them.
-    weak_unit, weak_flat = weakref.ref(unit), weakref.ref(flat)
+    weak_unit, weak_grad = weakref.ref(unit), weakref.ref(grad)
 
-    def gradient_ready(_leaf: torch.Tensor) -> None:
-        unit, flat = weak_unit(), weak_flat()
-        if unit is not None and flat is not None:
-            unit._leaf_done(flat, index)
+    def gradient_ready(_leaf: nn.Parameter) -> None:
+        unit, grad = weak_unit(), weak_grad()
+        if unit is not None and grad is not None:
+            unit._leaf_done(grad, index)
 
     return gradient_ready
-
-
-@dataclass
-class Engine:
-    """What all units under one root share.
-
-    Attributes:
-        units: in the order in which the modules were registered, the root first.
-        in_backward: whether a backward pass has begun and its end has been asked for.
-    """
-
-    units: list[Unit] = field(default_factory=list)
-    in_backward: bool = False
-
-    def recover(self) -> None:
-        """Bring all units back to rest if a backward pass was broken off by an exception."""
-        if self.in_backward and not _compat.in_backward():
-            self.in_backward = False
-            for unit in self.units:
-                unit.reset()

@@ -20,8 +20,57 @@ def test_backends_are_measured_with_every_engine_of_torch(hpcfsdp):
     assert rows == [[f"| {engine}", way] for engine in ("ddp", "fsdp1", "fsdp2") for way in ("gloo", "hpcmpi")]
 
 
+SMALL = ("--layers", "1", "--width", "16", "--repeats", "1")
+
+
+def test_a_step_is_measured_with_every_engine_and_they_learn_the_same(hpcfsdp):
+    job = hpcfsdp("bench", "step", *SMALL, "--json", ranks=2)
+    assert job.code == 0, job.stderr
+    measured = json.loads(job.stdout)["measured"]
+    assert list(measured) == ["floor", "ddp", "fsdp1", "fsdp2", "hpcfsdp"]
+    assert all(len(one["seconds"]) == 1 and one["hpcfsdp_ratio"] > 0 for one in measured.values())
+    losses = [one["loss"] for engine, one in measured.items() if engine != "floor"]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
+    assert measured["floor"]["loss"] > losses[0]
+
+
+def test_a_step_is_printed_as_a_table(hpcfsdp):
+    job = hpcfsdp("bench", "step", *SMALL)
+    assert job.code == 0, job.stderr
+    assert job.stdout.startswith("| engine | step | min-max | x floor | hpcfsdp / it |\n")
+
+
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_the_cost_of_a_unit_is_measured_in_one_process(hpcfsdp, ranks):
+    job = hpcfsdp("bench", "host", "--units", "2", "--repeats", "2", "--json", ranks=ranks)
+    assert job.code == 0, job.stderr
+    report = json.loads(job.stdout)
+    assert (report["ranks"], report["units"]) == (8, 2)
+    assert list(report["measured"])[:5] == ["plain", "fsdp1", "fsdp1_orig", "fsdp2", "hpcfsdp"]
+    for one in report["measured"].values():
+        assert "skipped" in one or (len(one["seconds"]) == 2 and "median_over_plain_s" in one)
+
+
+def test_memory_is_measured_with_every_engine(hpcfsdp):
+    job = hpcfsdp("bench", "memory", *SMALL, "--json", ranks=2)
+    assert job.code == 0, job.stderr
+    measured = json.loads(job.stdout)["measured"]
+    assert list(measured) == ["hpcfsdp", "plain", "ddp", "fsdp1", "fsdp2"]
+    for one in measured.values():
+        assert one["baseline_bytes"] > one["peak_bytes"] > one["analytic_bytes"] // 2
+        assert len(one["steps_bytes"]) == 1
+        assert one["hpcfsdp_ratio"] > 0
+
+
+def test_the_cost_of_a_unit_is_not_measured_on_several_ranks(hpcfsdp):
+    job = hpcfsdp("bench", "host", ranks=2)
+    assert job.code == 2
+    assert "host measures one process, and the launcher started 2" in job.stderr
+
+
 @pytest.mark.parametrize(
-    "arguments", [["nothing"], ["collectives", "--sizes", "-1"], ["collectives", "--repeats", "0"]]
+    "arguments",
+    [["nothing"], ["collectives", "--sizes", "-1"], ["collectives", "--repeats", "0"], ["step", "--width", "12"]],
 )
 def test_wrong_arguments_are_refused(hpcfsdp, arguments):
     job = hpcfsdp("bench", *arguments)

@@ -1,7 +1,11 @@
-import pytest
+import contextlib
 
-from hpcfsdp import errors
-from hpcfsdp.errors import HpcfsdpError, rebuild
+import pytest
+import torch
+from torch.distributed import utils as stock
+
+from hpcfsdp import _compat, errors
+from hpcfsdp.errors import HpcfsdpError, p_assert, rebuild
 
 EXIT_CODES = {
     "HpcfsdpError": 1,
@@ -51,3 +55,45 @@ def test_marking_one_error_as_collective_leaves_the_others():
     error = HpcfsdpError("text")
     error.collective = True
     assert not HpcfsdpError("other").collective
+
+
+def test_what_holds_is_not_spoken_of(capsys):
+    assert p_assert([0], "text") is None
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("condition", [False, None, [], 0, torch.tensor(False)])
+def test_what_does_not_hold_is_printed_with_the_stack_and_raised(capsys, condition):
+    def where_it_went_wrong():
+        p_assert(condition, "the text")
+
+    with pytest.raises(AssertionError, match=r"^the text$"):
+        where_it_went_wrong()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("AssertionError: the text\n")
+    assert "where_it_went_wrong" in err.splitlines()[-2]
+    assert "p_assert(condition" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("place", ["hook", "end of backward"])
+def test_it_is_printed_inside_of_callbacks_of_autograd(capsys, place):
+    def check(*_grads):
+        p_assert(False, "the text")
+
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(check if place == "hook" else lambda _grad: _compat.call_after_backward(check))
+    with contextlib.suppress(AssertionError):  # as the program might
+        x.sum().backward()
+    err = capsys.readouterr().err
+    assert err.startswith("AssertionError: the text\n")
+    assert "in check" in err
+
+
+def test_torch_splits_message_and_stack_between_stdout_and_stderr(capsys):
+    """The message is lost where stdout is that of a program, or is buffered when the process is ended."""
+    with pytest.raises(AssertionError):
+        stock._p_assert(False, "the text")
+    out, err = capsys.readouterr()
+    assert "the text" in out
+    assert not err.startswith("the text")

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from hpcfsdp.bench import report
+from hpcfsdp.bench import host, memory, report, step
 from hpcfsdp.bench.collectives import Measurement
 from hpcfsdp.bench.timing import Times
 
@@ -35,3 +35,62 @@ def test_json_holds_every_run():
     (one,) = json.loads(json.dumps(report.collective_json([Measurement("x", 4, 0.25, WAYS)])))
     assert one["ways"]["hpcfsdp"] == {"median_s": 0.002, "seconds": [0.001, 0.004, 0.002]}
     assert json.loads(json.dumps(report.backend_json({"ddp": WAYS})))["ddp"]["gloo"]["median_s"] == 0.01
+
+
+STEP = step.Measurement(
+    {"floor": Times((0.001,)), "ddp": Times((0.004,)), "hpcfsdp": WAYS["hpcfsdp"]},
+    {"floor": 5.0, "ddp": 2.0, "hpcfsdp": 2.0},
+)
+
+
+def test_a_step_is_compared_with_the_floor_and_hpcfsdp_with_every_engine():
+    assert report.step_rows(STEP) == [
+        ("floor", "1.00 ms", "1.00 ms - 1.00 ms", "1.00x", "2.00x"),
+        ("ddp", "4.00 ms", "4.00 ms - 4.00 ms", "4.00x", "0.50x"),
+        ("hpcfsdp", "2.00 ms", "1.00 ms - 4.00 ms", "2.00x", ""),
+    ]
+
+
+def test_json_of_a_step_holds_ratios_and_losses():
+    ddp = json.loads(json.dumps(report.step_json(STEP)))["ddp"]
+    assert ddp == {"median_s": 0.004, "seconds": [0.004], "loss": 2.0, "hpcfsdp_ratio": 0.5}
+
+
+HOST = host.Measurement(
+    units=10,
+    times={"plain": Times((0.001, 0.002)), "fsdp2": Times((0.006, 0.007)), "hpcfsdp": Times((0.003, 0.005))},
+    skipped={"hpcfsdp_orig": "not there"},
+)
+
+
+def test_what_a_unit_costs_is_told_above_the_plain_units_of_the_same_round():
+    assert report.host_rows(HOST) == [
+        ("plain", "150.0 us", "100.0 us - 200.0 us", "", "", ""),
+        ("fsdp2", "650.0 us", "600.0 us - 700.0 us", "500.0 us", "500.0 us - 500.0 us", "0.50x"),
+        ("hpcfsdp", "400.0 us", "300.0 us - 500.0 us", "250.0 us", "200.0 us - 300.0 us", ""),
+    ]
+
+
+def test_json_of_host_costs_says_what_was_skipped():
+    found = json.loads(json.dumps(report.host_json(HOST)))
+    assert found["hpcfsdp"]["median_over_plain_s"] == pytest.approx(0.00025)
+    assert found["hpcfsdp_orig"] == {"skipped": "not there"}
+
+
+MIB = 1 << 20
+PEAKS = [
+    memory.Peak("hpcfsdp", 200 * MIB, (9 * MIB, 10 * MIB), 8 * MIB),
+    memory.Peak("fsdp2", 100 * MIB, (20 * MIB,), 8 * MIB),
+]
+
+
+def test_the_worst_step_is_compared_with_what_memory_has_to_be():
+    assert report.memory_rows(PEAKS) == [
+        ("hpcfsdp", "200.0 MiB", "10.0 MiB", "9.0 MiB - 10.0 MiB", "8.0 MiB", "1.250x", ""),
+        ("fsdp2", "100.0 MiB", "20.0 MiB", "20.0 MiB - 20.0 MiB", "8.0 MiB", "2.500x", "0.50x"),
+    ]
+
+
+def test_json_of_memory_holds_ratios():
+    fsdp2 = json.loads(json.dumps(report.memory_json(PEAKS)))["fsdp2"]
+    assert (fsdp2["peak_bytes"], fsdp2["analytic_ratio"], fsdp2["hpcfsdp_ratio"]) == (20 * MIB, 2.5, 0.5)

@@ -1,4 +1,7 @@
 import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp.comm import communicator_for
 from hpcfsdp.comm.fake import FakeCommunicator
@@ -28,3 +31,16 @@ def test_anything_else_is_refused_by_its_type(group):
     assert str(caught.value) == (
         f"process_group must be a torch.distributed ProcessGroup or an hpcfsdp Communicator, not {type(group).__name__}"
     )
+
+
+def test_torchs_fake_backend_gets_a_communicator_of_one_process():
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    try:
+        comm = communicator_for(None, required=True)
+        part = communicator_for(dist.new_group([1, 3]), required=True)
+    finally:
+        dist.destroy_process_group()
+    assert isinstance(comm, FakeCommunicator)
+    assert (comm.rank, comm.size, part.rank, part.size) == (3, 4, 1, 2)
+    assert comm.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert not comm.shares_gathered

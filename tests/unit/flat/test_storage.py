@@ -1,8 +1,11 @@
+import numpy
 import pytest
 import torch
+import torch.distributed._functional_collectives  # torch's functions for storage use it, but import it not
+from torch.distributed import utils as stock
 
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.storage import alloc_storage, free_storage
+from hpcfsdp.flat.storage import alloc_storage, data_ptr_allocated, free_storage
 
 
 def storage_bytes(tensor):
@@ -77,3 +80,82 @@ def test_freeing_under_other_tensors_is_refused_with_offset_shape_and_size(part,
         "holds 16 bytes"
     )
     assert tensor.tolist() == [0, 1, 2, 3]
+
+
+def test_a_shape_says_how_many_elements_there_are_to_be():
+    tensor = torch.ones(2, 3)
+    free_storage(tensor)
+    assert alloc_storage(tensor, tensor.shape)
+    assert storage_bytes(tensor) == 24
+    assert not alloc_storage(tensor, torch.Size([3, 2]))
+    scalar = torch.ones(())
+    free_storage(scalar)
+    assert alloc_storage(scalar, torch.Size([]))
+    assert storage_bytes(scalar) == 4
+
+
+def test_torch_frees_what_other_tensors_view_and_says_no_sizes_of_what_is_allocated():
+    tensor = torch.arange(4.0)
+    stock._free_storage(tensor[:2])
+    assert storage_bytes(tensor) == 0
+    with pytest.raises(AssertionError) as caught:
+        stock._alloc_storage(torch.zeros(4), torch.Size([8]))
+    assert not any(digit in str(caught.value).replace("be 0", "") for digit in "123456789")
+
+
+def test_all_elements_may_be_freed_in_any_order_of_dimensions():
+    tensor = torch.arange(6.0).view(2, 3)
+    assert free_storage(tensor.t())
+    assert storage_bytes(tensor) == 0
+
+
+def test_as_many_elements_that_overlap_are_not_all_there_are():
+    """torch frees them: they begin where the storage begins."""
+    tensor = torch.arange(4.0)
+    overlapping = tensor.as_strided((2, 2), (0, 1))
+    with pytest.raises(
+        EngineError, match=r"^the tensor is not the sole occupant of its storage: .* the storage holds 16"
+    ):
+        free_storage(overlapping)
+    assert tensor.tolist() == [0, 1, 2, 3]
+    stock._free_storage(overlapping)
+    assert storage_bytes(tensor) == 0
+
+
+def test_memory_of_others_is_refused():
+    array = numpy.zeros(4, dtype=numpy.float32)
+    with pytest.raises(
+        EngineError, match=r"^the storage of 16 bytes cannot be resized to 0: its memory is not torch's"
+    ):
+        free_storage(torch.from_numpy(array))
+    nothing = torch.from_numpy(array[:0])
+    with pytest.raises(EngineError, match=r"^the storage of 0 bytes cannot be resized to 16: "):
+        alloc_storage(nothing, 4)
+
+
+def test_memory_that_there_is_not_is_torchs_own_error():
+    with pytest.raises(RuntimeError, match="memory"):
+        alloc_storage(torch.empty(0), 1 << 58)
+
+
+def test_parameters_in_use_by_autograd_are_freed_and_allocated():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    assert free_storage(parameter)
+    assert alloc_storage(parameter, 3)
+    assert parameter.requires_grad
+
+
+def test_allocated_memory_is_told_from_freed():
+    tensor = torch.ones(3)
+    view = tensor[1:]
+    seen = [data_ptr_allocated(tensor), data_ptr_allocated(view)]
+    free_storage(tensor)
+    seen += [data_ptr_allocated(tensor), data_ptr_allocated(view), stock._data_ptr_allocated(tensor)]
+    alloc_storage(tensor, 3)
+    seen += [data_ptr_allocated(tensor), data_ptr_allocated(view), stock._data_ptr_allocated(tensor)]
+    assert seen == [True, True, False, False, False, True, True, True]
+
+
+def test_no_memory_is_behind_meta_tensors_and_those_without_elements():
+    assert not data_ptr_allocated(torch.empty(3, device="meta"))
+    assert not data_ptr_allocated(torch.empty(0))

@@ -1,0 +1,86 @@
+"""A gradient scaler for gradients of which each rank holds a part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+
+from hpcfsdp.comm import Communicator, communicator_for
+
+
+class ShardedGradScaler(TorchShardedGradScaler):
+    """torch's scaler of the same name, with ranks that never differ in whether they step.
+
+    A rank sees the gradients of its own shards, so all ranks have to agree on whether there is an inf or a NaN. Beyond
+    torch's:
+
+    - fused optimizers, which unscale on their own, are agreed upon too: in torch the ranks without an inf step, and the
+      scale is another on each;
+    - the process group is looked up when it is needed; in torch the default is the one there was when the module was
+      imported;
+    - ranks whose gradients lie on different devices, or that have none, do not wait for each other;
+    - the scale does not grow to infinity on the CPU either.
+
+    Args:
+        device: where the scale lives, "cuda" or "cpu".
+        init_scale: the first scale.
+        backoff_factor: of the scale, after a step with an inf or a NaN.
+        growth_factor: of the scale, after `growth_interval` steps without.
+        growth_interval: steps.
+        enabled: False to do nothing at all.
+        process_group: the ranks that hold gradients of one model, all replicas among them, as a ``ProcessGroup`` or a
+            ``Communicator``; by default all ranks.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | Communicator | None = None,
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            backoff_factor=backoff_factor,
+            growth_factor=growth_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+            process_group=process_group,
+        )
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Collective over the process group. Divide the gradients of an optimizer by the scale."""
+        # Not torch's sharded one, which agrees after _unscale_grads_: here that has been done.
+        GradScaler.unscale_(self, optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Collective over the process group. Step the optimizer unless a rank has an inf or a NaN."""
+        return super().step(optimizer, *args, **kwargs)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool = True,
+    ) -> dict[torch.device, torch.Tensor]:
+        # Both ways come through here: unscale_, and the check for optimizers that unscale on their own.
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        comm = communicator_for(self.process_group, required=False)
+        here = sum(flag.detach().reshape(1).to(comm.device) for flag in found.values())
+        comm.all_reduce(here, "max")
+        return {found_inf.device: here.to(found_inf.device).view(found_inf.shape)}
+
+    def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
+        before = self._scale.clone()
+        super()._amp_update_scale_cpu_(found_inf)
+        if not self._scale.isfinite():
+            self._scale.copy_(before)

@@ -1,0 +1,255 @@
+"""Who shards with whom, and who replicates what: from the arguments of the wrapper to communicators."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
+
+from hpcfsdp import env
+from hpcfsdp.comm import Communicator, communicator_for
+from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.comm.mesh import plan_mesh
+from hpcfsdp.comm.topology import Topology
+from hpcfsdp.errors import DisagreementError, LaunchError
+from hpcfsdp.world import current_world
+
+log = logging.getLogger("hpcfsdp.groups")
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The communicators of one unit.
+
+    Attributes:
+        strategy: never None.
+        shard: the ranks among which each parameter is divided; of size 1 under ``NO_SHARD``.
+        replicate: the ranks that hold the same shard, over which gradients are reduced once more; None where each
+            shard exists once by the strategy. All ranks of `shard` have one rank here, and the other way round.
+        everyone: all ranks of the unit, ``shard x replicate`` of them: for what has to be compared or agreed. None
+            for a pair of groups that do not make up the whole world: then it takes one call over each of the two.
+    """
+
+    strategy: ShardingStrategy
+    shard: Communicator
+    replicate: Communicator | None
+    everyone: Communicator | None
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.strategy in _HYBRID
+
+    @property
+    def num_replicas(self) -> int:
+        """How often each shard exists."""
+        return 1 if self.replicate is None else self.replicate.size
+
+
+def resolve_groups(
+    process_group: Any, device_mesh: DeviceMesh | None, sharding_strategy: ShardingStrategy | None
+) -> Groups:
+    """Collective over all ranks that are to be in the groups. The communicators for the wrapper's arguments.
+
+    ``FULL_SHARD`` and ``SHARD_GRAD_OP`` shard over `process_group`, a 1-D `device_mesh`, or all ranks. ``NO_SHARD``
+    replicates over them. The hybrid strategies take a pair (shard, replicate) of groups, a 2-D mesh with the dimensions
+    (replicate, shard), or nothing: then they shard within each node and replicate across nodes. Nodes are those of the
+    world, and without ``hpcfsdp.init`` ranks whose hosts have one name; visible devices are never counted. These
+    groups are made once, however many units ask for them.
+
+    Args:
+        process_group: a ``ProcessGroup`` of torch or a ``Communicator``, a pair of them, or the ``Groups`` of an outer
+            unit, which are used again, also under another strategy.
+        device_mesh: instead of `process_group`.
+        sharding_strategy: None for ``FULL_SHARD``, or that of the ``Groups``.
+
+    Raises:
+        TypeError: an argument of a type that is none of these.
+        ValueError: `process_group` and `device_mesh` are both given, or do not fit the strategy.
+        LaunchError: nodes hold different numbers of ranks, or ranks lie on them in no order that groups can follow.
+        DisagreementError: a pair of groups is no grid: ranks that share one have different places in the other.
+        RuntimeError: there is no process group yet.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("process_group and device_mesh were both given: pass one of them")
+    if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"device_mesh must be a torch DeviceMesh, not {type(device_mesh).__name__}")
+    strategy = _strategy(process_group, sharding_strategy)
+    if isinstance(process_group, Groups):
+        return _regrouped(process_group, strategy)
+    if strategy in _HYBRID:
+        return _hybrid(process_group, device_mesh, strategy)
+    if isinstance(process_group, (tuple, list)):
+        raise ValueError(
+            f"a pair (shard, replicate) of process groups was given under {strategy.name}, which takes one group; for "
+            "a pair use HYBRID_SHARD"
+        )
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"{strategy.name} takes a device_mesh of one dimension, not {device_mesh.ndim}: pass one of them, as "
+                "mesh['shard'], or use HYBRID_SHARD, which takes (replicate, shard)"
+            )
+        process_group = device_mesh.get_group()
+    return _plain(communicator_for(process_group, required=True), strategy)
+
+
+def _strategy(process_group: Any, given: ShardingStrategy | None) -> ShardingStrategy:
+    if given is None:
+        return process_group.strategy if isinstance(process_group, Groups) else ShardingStrategy.FULL_SHARD
+    if not isinstance(given, ShardingStrategy):
+        raise TypeError(f"sharding_strategy must be a ShardingStrategy, not {given!r}")
+    return given
+
+
+def _plain(comm: Communicator, strategy: ShardingStrategy) -> Groups:
+    if strategy is ShardingStrategy.NO_SHARD:
+        return Groups(strategy, FakeCommunicator(device=comm.device), comm, comm)
+    return Groups(strategy, comm, None, comm)
+
+
+def _regrouped(groups: Groups, strategy: ShardingStrategy) -> Groups:
+    """The groups of another unit for this strategy."""
+    if strategy is groups.strategy:
+        return groups
+    if strategy in _HYBRID and groups.is_hybrid:
+        return replace(groups, strategy=strategy)
+    if strategy not in _HYBRID and groups.everyone is not None:
+        return _plain(groups.everyone, strategy)
+    raise ValueError(
+        f"{strategy.name} does not fit the process groups of {groups.strategy.name} that the outer unit has: give this "
+        "unit a process_group or a device_mesh of its own"
+    )
+
+
+def _hybrid(process_group: Any, device_mesh: DeviceMesh | None, strategy: ShardingStrategy) -> Groups:
+    if device_mesh is not None:
+        if device_mesh.ndim != 2:
+            raise ValueError(
+                f"{strategy.name} takes a device_mesh of two dimensions (replicate, shard), not {device_mesh.ndim}, "
+                "for example hpcfsdp.init().mesh(replicate='nodes', shard='node')"
+            )
+        replicate, shard = (communicator_for(device_mesh.get_group(place), required=True) for place in (0, 1))
+        return Groups(strategy, shard, replicate, _members_of(device_mesh))
+    if process_group is None:
+        shard, replicate = _node_groups()
+        return Groups(strategy, shard, replicate, communicator_for(None, required=True))
+    if not isinstance(process_group, (tuple, list)) or len(process_group) != 2:
+        given = type(process_group).__name__
+        if isinstance(process_group, (tuple, list)):
+            given += f" of {len(process_group)}"
+        raise ValueError(
+            f"{strategy.name} takes a pair (shard, replicate) of process groups, not {given}; without one it shards "
+            "within each node and replicates across nodes"
+        )
+    if None in process_group:
+        raise ValueError(f"{strategy.name} was given {process_group}: both groups of the pair (shard, replicate) count")
+    shard, replicate = (communicator_for(group, required=True) for group in process_group)
+    _check_grid(shard, replicate)
+    everyone = _default_or_none()
+    if everyone is not None and everyone.size != shard.size * replicate.size:
+        everyone = None
+    return Groups(strategy, shard, replicate, everyone)
+
+
+def _default_or_none() -> Communicator | None:
+    """The communicator over all ranks, where there is one."""
+    if current_world() is None and not dist.is_initialized():
+        return None
+    return communicator_for(None, required=True)
+
+
+def _check_grid(shard: Communicator, replicate: Communicator) -> None:
+    """Collective over both. Ranks that shard one replica must be one replica, and the other way round."""
+    rows = shard.all_gather_object((replicate.rank, replicate.size))
+    columns = replicate.all_gather_object((shard.rank, shard.size))
+    for name, places, other in (("shard", rows, "replicate"), ("replicate", columns, "shard")):
+        if len(set(places)) > 1:
+            raise DisagreementError(
+                f"the process groups (shard, replicate) make no grid: the ranks of this rank's {name} group are "
+                + ", ".join(f"{place} of {size}" for place, size in places)
+                + f" in their {other} groups, and should be the same in all of them"
+            )
+
+
+class _Made:
+    """What has been made for the process group and the world that are current, neither of which is held."""
+
+    def __init__(self) -> None:
+        world = current_world()
+        self._process_group = weakref.ref(dist.group.WORLD, self._forget)
+        self._world = weakref.ref(world) if world is not None else None
+        self._subgroups: dict[tuple[int, ...], Communicator] = {}
+        self._topology: Topology | None = None
+
+    @classmethod
+    def current(cls) -> _Made:
+        global _made
+        if _made is None or not _made._is_current():
+            _made = cls()
+        return _made
+
+    def _is_current(self) -> bool:
+        world = current_world()
+        same_world = world is None if self._world is None else world is not None and self._world() is world
+        return same_world and self._process_group() is dist.group.WORLD
+
+    def _forget(self, _process_group: weakref.ref) -> None:
+        # Groups of gloo that outlive the end of torch.distributed can end the process with an abort.
+        self._subgroups.clear()
+
+    def subgroup(self, everyone: Communicator, ranks: tuple[int, ...]) -> Communicator:
+        """Collective over `ranks` of `everyone`, all ranks, the first time. None is made for one rank, or for all."""
+        if len(ranks) == everyone.size:
+            return everyone
+        if ranks not in self._subgroups:
+            alone = len(ranks) == 1
+            self._subgroups[ranks] = FakeCommunicator(device=everyone.device) if alone else everyone.subgroup(ranks)
+        return self._subgroups[ranks]
+
+    def topology(self, everyone: Communicator) -> Topology:
+        """Collective over `everyone`, all ranks, the first time. Which of them share a node."""
+        if self._topology is None:
+            world = current_world()
+            known = world.topology if world is not None else getattr(everyone, "topology", None)
+            # torch.distributed alone knows nothing of nodes.
+            self._topology = known or Topology.from_labels(everyone.all_gather_object(env.host_name()))
+            if self._topology.num_nodes == 1 and everyone.rank == 0:
+                log.info(
+                    "HYBRID_SHARD on one node: each of its %d rank(s) holds a part, and there is one replica",
+                    everyone.size,
+                )
+        return self._topology
+
+
+_made: _Made | None = None
+
+
+def _members_of(mesh: DeviceMesh) -> Communicator:
+    """Collective over the ranks of a mesh, the first time. A communicator over them all."""
+    everyone = communicator_for(None, required=True)
+    return _Made.current().subgroup(everyone, tuple(sorted(mesh.mesh.flatten().tolist())))
+
+
+def _node_groups() -> tuple[Communicator, Communicator]:
+    """Collective over all ranks, the first time. The ranks of this node, and those of this local rank on all nodes."""
+    everyone, made = communicator_for(None, required=True), _Made.current()
+    topology = made.topology(everyone)
+    if topology.ranks_per_node is None:
+        raise LaunchError(
+            f"HYBRID_SHARD shards within each node and replicates across nodes, which needs nodes of one size, but "
+            f"they are {topology}: start the same number of ranks on each (srun --ntasks-per-node), or pass "
+            "process_group=(shard, replicate) or a device_mesh"
+        )
+    plan = plan_mesh(topology, {"replicate": "nodes", "shard": "node"})
+    replicate, shard = (
+        made.subgroup(everyone, next(line for line in plan.lines(dimension) if everyone.rank in line))
+        for dimension in (0, 1)
+    )
+    return shard, replicate

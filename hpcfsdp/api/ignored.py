@@ -1,0 +1,129 @@
+"""What the wrapper leaves alone: modules, parameters and buffers that the user has asked it to ignore."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What is neither sharded nor gathered nor reduced nor cast.
+
+    Attributes:
+        modules: those given and all inside of them, down to units, which remain units.
+        params: those given, and those of the modules.
+        buffers: of the modules.
+    """
+
+    modules: frozenset[nn.Module] = frozenset()
+    params: frozenset[nn.Parameter] = frozenset()
+    buffers: frozenset[torch.Tensor] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.params)
+
+
+def resolve_ignored(
+    root: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | Ignored | None,
+    *,
+    stop_at: type[nn.Module],
+    inherited: Iterable[Ignored] = (),
+) -> Ignored:
+    """What the wrapper of `root` is to ignore. Modules and parameters outside of `root` are welcome in the lists.
+
+    Args:
+        ignored_modules: modules.
+        ignored_states: instead of them: modules, or parameters, or what an outer wrapper ignores.
+        stop_at: the type of units. One inside of an ignored module is a unit as before.
+        inherited: what units within `root` ignore: `root` ignores it too, in whatever place it is tied to.
+
+    Raises:
+        TypeError: an entry is no module (or parameter), or the argument is not iterable.
+        ValueError: both arguments are given, modules and parameters are mixed, `root` itself is to be ignored, or an
+            entry is a unit, or lies in a unit that does not ignore it.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError("ignored_modules and ignored_states were both given: pass ignored_states alone")
+    others = list(inherited)
+    if isinstance(ignored_states, Ignored):
+        others.append(ignored_states)
+        ignored_states = None
+    modules, params = _entries("ignored_modules", ignored_modules, (nn.Module,)), []
+    for entry in _entries("ignored_states", ignored_states, (nn.Parameter, nn.Module)):
+        (modules if isinstance(entry, nn.Module) else params).append(entry)
+    if ignored_states is not None and modules and params:
+        raise ValueError(
+            f"ignored_states holds {len(modules)} module(s) and {len(params)} parameter(s): give either modules or "
+            "parameters"
+        )
+    before = Ignored(
+        frozenset().union(*(other.modules for other in others)),
+        frozenset().union(*(other.params for other in others)),
+        frozenset().union(*(other.buffers for other in others)),
+    )
+    _check_not_sharded(root, modules, params, before, stop_at)
+    inside = dict.fromkeys(found for module in modules for found in _below(module, stop_at))
+    if root in inside:
+        raise ValueError(
+            f"the {type(root).__name__} that is to be wrapped is to be ignored itself: nothing would be left to shard"
+        )
+    return Ignored(
+        before.modules.union(inside),
+        before.params.union(params, _own(inside, "_parameters")),
+        before.buffers.union(_own(inside, "_buffers")),
+    )
+
+
+def _check_not_sharded(
+    root: nn.Module,
+    modules: list[nn.Module],
+    params: list[nn.Parameter],
+    before: Ignored,
+    stop_at: type[nn.Module],
+) -> None:
+    """Refuse what units within `root` have taken already, unless they ignore it themselves."""
+    units = [unit for unit in root.modules() if isinstance(unit, stop_at)]
+    taken_modules = {module for unit in units for module in unit.modules()} - before.modules
+    taken_params = {param for unit in units for param in unit.parameters()} - before.params
+    shown = [f"a {type(module).__name__}" for module in modules if isinstance(module, stop_at)]
+    shown += [f"a {type(module).__name__} within a unit" for module in modules if module in taken_modules]
+    shown += [f"a parameter of shape {tuple(param.shape)} of a unit" for param in params if param in taken_params]
+    if shown:
+        raise ValueError(
+            f"{shown[0]} is to be ignored, but is sharded already: have the inner wrapper ignore it, or wrap from the "
+            "outside in with auto_wrap_policy"
+        )
+
+
+def _entries(argument: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """The entries of an argument, which may be a generator, as a list."""
+    wanted = " or ".join(f"torch.nn.{kind.__name__}" for kind in kinds)
+    if given is None:
+        return []
+    try:
+        entries = list(given)
+    except TypeError:
+        raise TypeError(f"{argument} must be a list of {wanted}, not {type(given).__name__}") from None
+    for place, entry in enumerate(entries):
+        if not isinstance(entry, kinds):
+            shown = repr(entry) if isinstance(entry, (str, int, float, type)) else "one"
+            raise TypeError(f"{argument}[{place}] must be a {wanted}, not {shown} of type {type(entry).__name__}")
+    return entries
+
+
+def _below(module: nn.Module, stop_at: type[nn.Module]) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if not isinstance(child, stop_at):
+            yield from _below(child, stop_at)
+
+
+def _own(modules: Iterable[nn.Module], registry: str) -> list[Any]:
+    return [tensor for module in modules for tensor in getattr(module, registry).values() if tensor is not None]

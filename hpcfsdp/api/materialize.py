@@ -1,0 +1,301 @@
+"""Modules that were built on the meta device get memory and values, and nothing is left without a value unnoticed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from hpcfsdp.api.ignored import Ignored
+
+_WITHOUT_VALUES = {
+    torch.empty,
+    torch.empty_like,
+    torch.empty_permuted,
+    torch.empty_strided,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_empty_strided,
+}
+"""What returns memory as it was found."""
+
+_SENTINEL_BYTE = 0xA5
+"""Of integers of two bytes and more: four of them in a row are no value that anyone initialises with."""
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """A module that owns parameters or buffers on the meta device."""
+
+    fqn: str
+    module: nn.Module
+    states: tuple[tuple[str, str, torch.Tensor], ...]
+    """Registry ("_parameters" or "_buffers"), name, and what stood there on the meta device."""
+
+    def names(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """FQN of each, and what stands there now."""
+        prefix = f"{self.fqn}." if self.fqn else ""
+        for registry, name, _ in self.states:
+            yield prefix + name, getattr(self.module, registry).get(name)
+
+
+def materialize(
+    module: nn.Module,
+    *,
+    device: torch.device,
+    param_init_fn: Callable[[nn.Module], Any] | None,
+    stop_at: type[nn.Module],
+    ignored: Ignored | None = None,
+    values_count: bool = True,
+) -> list[str]:
+    """Give memory and values to all parameters and buffers on the meta device below `module`; others are not touched.
+
+    Without `param_init_fn` each module that owns some gets memory on `device`, and its ``reset_parameters()`` is
+    called, inner modules before outer ones: that is the order in which they are built, so the same seed mostly gives
+    the values that the module would have had without the meta device. ``_reset_parameters`` counts too, which
+    ``nn.MultiheadAttention`` has.
+
+    `param_init_fn` is called with each module that owns some, and with each that owns no tensor at all but holds such
+    modules, outer modules before inner ones, as by torch's FSDP. It gives memory and values, for example with
+    ``module.to_empty(device=..., recurse=False)`` first, to what the module itself owns.
+
+    A parameter or buffer registered in several places is one afterwards too, with the values that the first of these
+    modules gives it. Neither random numbers nor memory that
+    was found are values: before the initialisation all memory holds NaN, and afterwards nothing may. Integers of one
+    byte and ``bool`` have no such mark: they are zero where nobody initialises them.
+
+    Args:
+        stop_at: the type of units, which are not entered.
+        ignored: modules that are not entered, and parameters that do not make a module one to materialise.
+        values_count: False where another rank's values are taken afterwards (``sync_module_states``): then memory
+            is enough.
+
+    Returns:
+        The FQNs, within `module`, of what has been materialised.
+
+    Raises:
+        TypeError: without `param_init_fn`, modules that have no ``reset_parameters``; or `param_init_fn` cannot be
+            called.
+        ValueError: something is still on the meta device, or has no value.
+    """
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(f"param_init_fn must be a function of a module, not {type(param_init_fn).__name__}")
+    reached = list(_reached(module, stop_at, ignored or Ignored()))
+    owners = [owner for fqn, found in reached if (owner := _owner(fqn, found, ignored or Ignored())) is not None]
+    if not owners:
+        return []
+    with torch.no_grad():
+        if param_init_fn is None:
+            _reset(owners, device, values_count)
+        else:
+            _call(param_init_fn, owners, [found for _, found in reached])
+        _check(owners, values_count, param_init_fn)
+    return list(dict(name for owner in owners for name in owner.names()))
+
+
+def _reached(root: nn.Module, stop_at: type[nn.Module], ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
+    """All modules to look at and their FQNs, inner ones before outer ones, each once."""
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, fqn: str) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen or module in ignored.modules or isinstance(module, stop_at):
+            return
+        seen.add(module)
+        for name, child in module.named_children():
+            yield from visit(child, f"{fqn}.{name}" if fqn else name)
+        yield fqn, module
+
+    return visit(root, "")
+
+
+def _owner(fqn: str, module: nn.Module, ignored: Ignored) -> _Owner | None:
+    states = tuple(
+        (registry, name, tensor)
+        for registry in ("_parameters", "_buffers")
+        for name, tensor in getattr(module, registry).items()
+        if tensor is not None and tensor.is_meta
+    )
+    # An ignored parameter alone is the user's business; beside others it is initialised with them.
+    if all(tensor in ignored.params for _, _, tensor in states):
+        return None
+    return _Owner(fqn, module, states)
+
+
+def _reset(owners: list[_Owner], device: torch.device, values_count: bool) -> None:
+    """Memory for all, then values by the modules' own methods."""
+    methods = [
+        getattr(owner.module, "reset_parameters", None) or getattr(owner.module, "_reset_parameters", None)
+        for owner in owners
+    ]
+    lacking = [owner for owner, method in zip(owners, methods, strict=True) if method is None]
+    if lacking and values_count:
+        shown = ", ".join(
+            f"{type(owner.module).__name__} {owner.fqn!r} ({', '.join(name for _, name, _ in owner.states)})"
+            for owner in lacking
+        )
+        raise TypeError(
+            f"modules on the meta device without a method reset_parameters(): {shown}; give them one that initialises "
+            "their own parameters and buffers, or pass param_init_fn"
+        )
+    made: dict[int, torch.Tensor] = {}  # by what stood there: a tied parameter is made once
+    for owner in owners:
+        for _, name, meta in owner.states:
+            if id(meta) not in made:
+                made[id(meta)] = _with_memory(meta, device)
+            setattr(owner.module, name, made[id(meta)])  # not in the registry: an LSTM keeps a list of its own
+    ties = _Ties(owners)
+    for method in methods:
+        if method is not None:
+            method()
+            ties.renew()
+    ties.settle()
+
+
+def _with_memory(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The parameter or buffer on `device`, of the same class and with the same attributes, without a value."""
+    tensor = torch.empty_like(meta.detach(), device=device)
+    _mark(tensor)
+    if isinstance(meta, nn.Parameter):
+        tensor = nn.Parameter.__new__(type(meta), tensor, meta.requires_grad)
+    else:
+        tensor.requires_grad_(meta.requires_grad)
+    tensor.__dict__.update(meta.__dict__)
+    return tensor
+
+
+def _call(param_init_fn: Callable[[nn.Module], Any], owners: list[_Owner], reached: list[nn.Module]) -> None:
+    """Values by the user's function, which makes the tensors: each is put in all places of the one that it replaces."""
+    ties = _Ties(owners)
+    reach = set(reached)
+
+    def visit(module: nn.Module) -> None:
+        reach.discard(module)
+        if _asks(module, reach):
+            param_init_fn(module)
+            ties.renew()
+        for child in module.children():
+            if child in reach:
+                visit(child)
+
+    with _MarkEmpty():
+        visit(reached[-1])
+    ties.settle()
+
+
+def _asks(module: nn.Module, inner: set[nn.Module]) -> bool:
+    """Whether the user's function has something to do for a module, or for what is inside of it."""
+    own = [tensor for tensor in _own(module) if tensor is not None]
+    if own:
+        return any(tensor.is_meta for tensor in own)
+    return any(tensor.is_meta for child in module.modules() if child in inner for tensor in _own(child))
+
+
+def _own(module: nn.Module) -> Iterator[torch.Tensor]:
+    for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
+        if tensor is not None:
+            yield tensor
+
+
+class _Ties:
+    """Parameters and buffers that were registered in several places while they were on the meta device."""
+
+    def __init__(self, owners: list[_Owner]) -> None:
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for owner in owners:
+            for _, name, meta in owner.states:
+                places.setdefault(id(meta), []).append((owner.module, name))
+        self._places = [where for where in places.values() if len(where) > 1]
+        self._now = [getattr(module, name) for (module, name), *_ in self._places]
+        self._first_values: list[torch.Tensor | None] = [None] * len(self._places)
+
+    def renew(self) -> None:
+        """Where one place holds another tensor than before, all places get it."""
+        for number, where in enumerate(self._places):
+            held = [getattr(module, name, None) for module, name in where]
+            changed = [tensor for tensor in held if tensor is not None and tensor is not self._now[number]]
+            if changed:
+                self._now[number] = changed[-1]
+                for module, name in where:
+                    setattr(module, name, changed[-1])
+            now = self._now[number]
+            if self._first_values[number] is None and not now.is_meta and not _is_marked(now):
+                self._first_values[number] = now.detach().clone()
+
+    def settle(self) -> None:
+        """Values are those of the first module that gave any: of ``head.weight = embed.weight`` that of the embedding.
+
+        The second would give others to what looks like its own.
+        """
+        for now, first in zip(self._now, self._first_values, strict=True):
+            if first is not None:
+                now.copy_(first)
+
+
+class _MarkEmpty(TorchFunctionMode):
+    """While it is active, memory that is asked for without values holds the mark."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _WITHOUT_VALUES and isinstance(result, torch.Tensor):
+            _mark(result)
+        return result
+
+
+def _mark(tensor: torch.Tensor) -> None:
+    """Say that a tensor has no value."""
+    local = _local(tensor)
+    if local.is_meta or local.layout is not torch.strided:
+        return
+    with torch.no_grad():
+        if local.is_floating_point() or local.is_complex():
+            local.fill_(float("nan"))
+        elif _has_mark(local):
+            local.fill_(_sentinel(local.dtype))
+        else:
+            local.zero_()
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or a part of it, has no value."""
+    local = _local(tensor)
+    if not local.numel() or local.layout is not torch.strided:
+        return False
+    if local.is_complex():
+        return bool(torch.view_as_real(local).isnan().any())
+    if local.is_floating_point():
+        wide = local if local.dtype.itemsize > 1 else local.float()  # torch has hardly any arithmetic for fp8
+        return bool(wide.isnan().any())
+    return _has_mark(local) and bool((local == _sentinel(local.dtype)).all())
+
+
+def _has_mark(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.int16, torch.int32, torch.int64)
+
+
+def _sentinel(dtype: torch.dtype) -> int:
+    return int.from_bytes(bytes([_SENTINEL_BYTE]) * dtype.itemsize, "little", signed=True)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor lies on this rank; reading more would be collective."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _check(owners: list[_Owner], values_count: bool, param_init_fn: Any) -> None:
+    """Refuse what is still on the meta device, and what nobody has initialised."""
+    found = [named for owner in owners for named in owner.names()]
+    how = "param_init_fn" if param_init_fn is not None else "reset_parameters()"
+    on_meta = [name for name, tensor in found if tensor is not None and tensor.is_meta]
+    if on_meta:
+        raise ValueError(f"{how} left on the meta device: {', '.join(on_meta)}")
+    empty = [name for name, tensor in found if tensor is not None and _is_marked(tensor)] if values_count else []
+    if empty:
+        raise ValueError(
+            f"not initialised by {how}, or only in part, or with NaN: {', '.join(empty)}; every parameter and buffer "
+            "of a module built on the meta device needs a value"
+        )

@@ -1,0 +1,349 @@
+"""Whole parameters on demand: ``summon_full_params``, its parts, and a walk that holds one unit at a time.
+
+Gathered values are copies in the dtype in which parameters are kept, on each rank its own: what one rank writes no other
+sees before it is written back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.runtime.state import Phase
+
+if TYPE_CHECKING:
+    from hpcfsdp.api.wrapper import FullyShardedDataParallel
+
+
+@dataclass(frozen=True)
+class UnshardArgs:
+    """How parameters are to be unsharded.
+
+    Attributes:
+        writeback: take over what the context has changed.
+        rank0_only: rank 0 alone holds whole parameters; the others keep what they have.
+        offload_to_cpu: whole parameters lie in host memory.
+        with_grads: gradients are unsharded, too.
+    """
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+
+
+@dataclass
+class _Whole:
+    """One flat parameter as long as it is whole.
+
+    Attributes:
+        present: whether this rank holds the whole values.
+        full, grad: 1-D, whole; None where there is none.
+        at_rest: data and gradients of the leaves before.
+    """
+
+    flat: FlatParam
+    present: bool
+    full: torch.Tensor | None = None
+    grad: torch.Tensor | None = None
+    at_rest: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
+
+
+def validate_unshard_params_args(args: UnshardArgs, wrapper: FullyShardedDataParallel) -> None:
+    """Refuse a unit that is at work or summoned already; warn of what costs memory.
+
+    Raises:
+        EngineError: with what the unit is doing, and what to do.
+    """
+    unit = wrapper.unit
+    if unit.phase is Phase.SUMMON:
+        raise EngineError(f"{unit.name}: its parameters are whole already: do not nest summon_full_params")
+    if unit.phase is not Phase.IDLE or (unit.engine is not None and unit.engine.is_busy):
+        what = unit.phase.value if unit.phase is not Phase.IDLE else "a forward or backward of the model"
+        raise EngineError(
+            f"{unit.name}: summon_full_params was called during {what}: call it before the forward or after the "
+            "backward"
+        )
+    if args.offload_to_cpu and not args.rank0_only and wrapper.comm.size > 1:
+        warnings.warn(
+            "offload_to_cpu without rank0_only puts a copy of the whole model into host memory for each rank of the "
+            "node: with rank0_only there is one",
+            stacklevel=2,
+        )
+
+
+@contextlib.contextmanager
+def unshard_params(
+    module: nn.Module,
+    kind: type[FullyShardedDataParallel],
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Collective over the process groups. A context in which the parameters of the units in `module` are whole.
+
+    They are ``nn.Parameter`` of their original shapes, found by ``named_parameters()`` under their original names, and
+    may be changed in place, by ``.data``, or by assigning another parameter to the module. Changes of padding, and
+    changes on ranks other than 0 under `rank0_only`, are lost; of several ranks each has its own shard written back. An
+    exception within the context leaves nothing unsharded.
+
+    Args:
+        kind: the type of wrappers.
+        recurse: units inside of `module`, too; otherwise `module` itself, which is a unit.
+        writeback: take over what has been changed, gradients too if `with_grads`. With `rank0_only` rank 0's changes
+            are scattered.
+        rank0_only: only rank 0 (of the first replica) gets whole parameters; on the others they stay as they are.
+        offload_to_cpu: whole parameters lie in host memory.
+        with_grads: ``param.grad`` is whole, too.
+
+    Raises:
+        EngineError: a forward or backward is running, or a unit is summoned already; a parameter has another shape
+            than before when it is written back.
+    """
+    args = UnshardArgs(writeback, rank0_only, offload_to_cpu, with_grads)
+    wrappers = kind.fsdp_modules(module)
+    if not recurse:
+        wrappers = [wrapper for wrapper in wrappers if wrapper is module]
+    for wrapper in wrappers:
+        validate_unshard_params_args(args, wrapper)
+    with contextlib.ExitStack() as stack:
+        for wrapper in wrappers:
+            stack.enter_context(unshard_params_for_summon(wrapper, args))
+        yield
+
+
+def walk_full_params(
+    module: nn.Module,
+    kind: type[FullyShardedDataParallel],
+    *,
+    writeback: bool = False,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[tuple[str, nn.Module]]:
+    """Collective over the process groups, at each turn. The units of a model one by one, each whole in its turn.
+
+    For models that are larger than the memory of one device. Between turns a unit is sharded again.
+
+    Yields:
+        The name of the unit's module within `module`, without those of wrappers, and the module.
+    """
+    names = {inner: name for name, inner in module.named_modules()}
+    args = UnshardArgs(writeback, rank0_only, offload_to_cpu, with_grads)
+    for wrapper in kind.fsdp_modules(module):
+        validate_unshard_params_args(args, wrapper)
+        with unshard_params_for_summon(wrapper, args):
+            parts = [part for part in names[wrapper].split(".") if part != "_fsdp_wrapped_module"]
+            yield ".".join(parts), wrapper.module
+
+
+@contextlib.contextmanager
+def unshard_params_for_summon(wrapper: FullyShardedDataParallel, args: UnshardArgs) -> Iterator[None]:
+    """Collective over the wrapper's process groups. One unit whole, as its modules' own parameters."""
+    unit = wrapper.unit
+    unit.begin_summon()
+    try:
+        wholes = unshard_fsdp_state_params(wrapper, args)
+        try:
+            with unflatten_as_params(wrapper, wholes):
+                yield
+        finally:
+            try:
+                if args.writeback:
+                    for whole in wholes:
+                        writeback_to_local_shard(whole, args)
+            finally:
+                for whole in wholes:
+                    _reshard(whole)
+    finally:
+        unit.end_summon()
+
+
+@torch.no_grad()
+def unshard_fsdp_state_params(wrapper: FullyShardedDataParallel, args: UnshardArgs) -> list[_Whole]:
+    """Collective over the wrapper's process groups. Gather the flat parameters of one unit, and their gradients."""
+    wholes = []
+    for flat in wrapper.unit.flats:
+        flat.take_back()
+        first = flat.comm.rank == 0 and (flat.replicas is None or flat.replicas.rank == 0)
+        whole = _Whole(flat, present=first or not args.rank0_only)
+        whole.full = _gathered(flat, flat.parameter.data, args)
+        if args.with_grads and _has_grad(flat):
+            whole.grad = _gathered(flat, _shard_grad(flat), args)
+        wholes.append(whole)
+    return wholes
+
+
+@contextlib.contextmanager
+def unflatten_as_params(wrapper: FullyShardedDataParallel, wholes: list[_Whole]) -> Iterator[None]:
+    """Have the original parameters show the whole values, as parameters of their modules."""
+    for whole in wholes:
+        whole.at_rest = [(leaf.data, leaf.grad) for leaf in whole.flat.leaves]
+        if whole.present:
+            _show(whole)
+    deregister_flat_param(wrapper)
+    register_orig_params(wrapper)
+    try:
+        yield
+    finally:
+        _take_over_replaced(wrapper)
+        deregister_orig_params(wrapper)
+        register_flat_param(wrapper)
+
+
+def deregister_flat_param(wrapper: FullyShardedDataParallel) -> None:
+    """Hide the flat parameters from ``parameters()``."""
+    for flat in wrapper.unit.flats:
+        for name, param in list(wrapper.module._parameters.items()):
+            if param is flat.parameter:
+                del wrapper.module._parameters[name]
+
+
+def register_flat_param(wrapper: FullyShardedDataParallel) -> None:
+    """Show the flat parameters in ``parameters()``, unless the original ones are there."""
+    for index, flat in enumerate(wrapper.unit.flats):
+        if not flat.use_orig_params:
+            wrapper.module._parameters["_flat_param" + (f"_{index}" if index else "")] = flat.parameter
+
+
+def register_orig_params(wrapper: FullyShardedDataParallel) -> None:
+    """Show the original parameters in ``parameters()``, where they are not."""
+    if not wrapper._use_orig_params:
+        for entry in wrapper._own.entries:
+            entry.register()
+
+
+def deregister_orig_params(wrapper: FullyShardedDataParallel) -> None:
+    """Hide the original parameters from ``parameters()``, unless it is they that the optimizer steps."""
+    if not wrapper._use_orig_params:
+        for entry in wrapper._own.entries:
+            entry.deregister()
+
+
+@torch.no_grad()
+def writeback_to_local_shard(whole: _Whole, args: UnshardArgs) -> None:
+    """Collective over the process groups under `rank0_only`. Take over the values that the leaves show.
+
+    Raises:
+        EngineError: a parameter has another shape than before.
+    """
+    flat = whole.flat
+    _store(whole, flat.parameter.data, [leaf.data for leaf in flat.leaves], args)
+    if not args.with_grads or not _has_grad(flat):
+        return
+    zero = torch.zeros((), dtype=flat.layout.dtype, device=flat.device)
+    grads = [
+        leaf.grad if leaf.grad is not None else zero.expand(slot.shape)
+        for leaf, slot in zip(flat.leaves, flat.layout.slots, strict=True)
+    ]
+    shard = _shard_grad(flat)
+    _store(whole, shard, grads, args)
+    if flat.use_orig_params:
+        for (_, grad), part in zip(whole.at_rest, flat.shard_views(shard), strict=True):
+            if grad is not None:
+                grad.copy_(part)
+
+
+def _gathered(flat: FlatParam, shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor | None:
+    """Collective over the shards. All shards together, None where this rank is not to have them."""
+    comm, shard = flat.comm, shard.to(flat.comm.device)
+    target = torch.device("cpu") if args.offload_to_cpu else flat.device
+    if args.rank0_only:
+        if flat.replicas is not None and flat.replicas.rank != 0:
+            return None
+        full = shard.new_empty(flat.layout.padded_numel) if comm.rank == 0 else None
+        comm.gather(None if full is None else list(full.chunk(comm.size)), shard.contiguous(), 0)
+        return None if full is None else full.to(target)
+    full = shard.new_empty(flat.layout.padded_numel)
+    comm.all_gather_into_tensor(full, shard.contiguous())
+    return full.to(target)
+
+
+def _store(whole: _Whole, shard: torch.Tensor, values: list[torch.Tensor], args: UnshardArgs) -> None:
+    """Collective under `rank0_only`. Write this rank's runs of whole values into a tensor laid out like the shard."""
+    flat, layout = whole.flat, whole.flat.layout
+    if whole.present:
+        for value, slot in zip(values, layout.slots, strict=True):
+            if value.shape != slot.shape:
+                raise EngineError(
+                    f"{slot.fqn!r} has shape {tuple(value.shape)} at the end of summon_full_params, and had "
+                    f"{tuple(slot.shape)}: shapes of sharded parameters cannot be changed"
+                )
+    if not args.rank0_only:
+        by_name = dict(zip((slot.fqn for slot in layout.slots), values, strict=True))
+        for extent in layout.extents(flat.comm.rank):
+            part = by_name[extent.fqn].reshape(-1)[extent.start : extent.start + extent.numel]
+            shard[extent.shard_offset : extent.shard_offset + extent.numel].copy_(part)
+        return
+    comm = flat.comm
+    received = torch.empty(layout.shard_numel, dtype=shard.dtype, device=comm.device)
+    if flat.replicas is None or flat.replicas.rank == 0:
+        full = None
+        if comm.rank == 0:
+            full = torch.zeros(layout.padded_numel, dtype=shard.dtype, device=comm.device)
+            for value, view in zip(values, flat.views(full), strict=True):
+                view.copy_(value)
+        comm.scatter(received, None if full is None else list(full.chunk(comm.size)), 0)
+    if flat.replicas is not None:
+        flat.replicas.broadcast(received, 0)
+    shard.copy_(received)
+
+
+def _show(whole: _Whole) -> None:
+    flat = whole.flat
+    assert whole.full is not None
+    grads = [None] * len(flat.leaves) if whole.grad is None else flat.views(whole.grad)
+    for leaf, value, grad in zip(flat.leaves, flat.views(whole.full), grads, strict=True):
+        leaf.grad = None
+        leaf.data = value
+        leaf.grad = grad
+
+
+def _reshard(whole: _Whole) -> None:
+    for leaf, (value, grad) in zip(whole.flat.leaves, whole.at_rest, strict=True):
+        leaf.grad = None
+        leaf.data = value
+        leaf.grad = grad
+
+
+def _take_over_replaced(wrapper: FullyShardedDataParallel) -> None:
+    """Take the values of parameters that were assigned in place of the original ones, and put these back."""
+    for entry in wrapper._own.entries:
+        for module, name in entry.places:
+            now = module._parameters.get(name)
+            if now is not entry.param:
+                if now is not None:
+                    entry.param.data = now.data.to(entry.param.device, entry.param.dtype)
+                    entry.param.grad = now.grad
+                module._parameters[name] = entry.param
+                module.__dict__.pop(name, None)
+
+
+def _has_grad(flat: FlatParam) -> bool:
+    """Whether there is a gradient to unshard, the same on all ranks."""
+    here = any(leaf.grad is not None for leaf in flat.leaves) or flat.parameter.grad is not None
+    told = torch.tensor([here], dtype=torch.uint8, device=flat.comm.device)
+    flat.comm.all_reduce(told, "max")
+    return bool(told)
+
+
+def _shard_grad(flat: FlatParam) -> torch.Tensor:
+    """The gradient of the shard as one tensor; zero where there is none."""
+    if not flat.use_orig_params:
+        return flat.parameter.grad if flat.parameter.grad is not None else torch.zeros_like(flat.parameter)
+    shard = torch.zeros_like(flat.parameter)
+    for leaf, part in zip(flat.leaves, flat.shard_views(shard), strict=True):
+        if leaf.grad is not None and leaf.grad.shape == part.shape:
+            part.copy_(leaf.grad)
+    return shard

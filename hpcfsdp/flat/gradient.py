@@ -1,0 +1,221 @@
+"""The gradient of a flat parameter: put together leaf by leaf, reduced over ranks, handed to the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hpcfsdp.comm.communicator import Work
+from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.param import FlatParam
+
+CommHook = Callable[..., Any]
+
+
+class FlatGrad:
+    """What happens to the gradients of one flat parameter, in the order of the methods.
+
+    Attributes:
+        flat: the parameter.
+        name: for messages; the same on all ranks.
+        buffer: the full gradient in the wire dtype while it is put together, None otherwise.
+        comm_hook: what reduces the gradient instead, with its state; None for averaging.
+    """
+
+    def __init__(self, flat: FlatParam) -> None:
+        self.flat = flat
+        self.name = ""
+        self.buffer: torch.Tensor | None = None
+        self.comm_hook: tuple[Any, CommHook] | None = None
+        self.used = [False] * len(flat.leaves)
+        """Leaves that have had a gradient on this rank since the last ``settle``."""
+        self._targets: Sequence[torch.Tensor] = ()
+        self._filled = [False] * len(flat.leaves)
+        self._gaps = flat.layout.gaps()
+        self._waiting: torch.Tensor | None = None  # the full gradient of steps that were not synchronised
+        self._sent: torch.Tensor | None = None  # the buffer that is being reduced
+        self._arriving: torch.Tensor | None = None  # this rank's part of the result
+        self._reduced: torch.Tensor | None = None
+        self._set_aside: list[torch.Tensor | None] | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of full gradients that are put together, on their way, or wait."""
+        held = (self.buffer, self._sent, self._waiting)
+        return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank has a part in it: the full gradient is the reduced one."""
+        return self.flat.comm.size == 1 and self.flat.replicas is None
+
+    def has(self, index: int) -> bool:
+        """Whether a leaf has had a gradient in this backward, or in one whose gradients wait."""
+        return self.used[index]
+
+    def begin(self, buffer: torch.Tensor) -> None:
+        """Put the gradient together in `buffer`, 1-D, ``padded_numel`` elements of the wire dtype."""
+        if self.flat.use_orig_params and self._set_aside is None:
+            # They have the shape of the shard, to which autograd cannot add what comes now.
+            self._set_aside = [leaf.grad for leaf in self.flat.leaves]
+            for leaf in self.flat.leaves:
+                leaf.grad = None
+        self.buffer = buffer
+        self._targets = self.flat.views(buffer)
+        self._filled = [False] * len(self.flat.leaves)
+
+    @torch.no_grad()
+    def take(self, index: int) -> None:
+        """Move the gradient that autograd left on one leaf to its place in the buffer, cast to the wire dtype."""
+        leaf = self.flat.leaves[index]
+        grad, leaf.grad = leaf.grad, None
+        if grad is None:
+            return
+        if grad.layout is not torch.strided:
+            raise EngineError(
+                f"the gradient of {self.flat.layout.slots[index].fqn!r} is {grad.layout}: sparse gradients cannot be "
+                "sharded; use a dense one"
+            )
+        if self._filled[index]:
+            self._targets[index].add_(grad)
+        else:
+            self._targets[index].copy_(grad)
+            self._filled[index] = self.used[index] = True
+
+    @torch.no_grad()
+    def keep_back(self) -> None:
+        """Add the buffer to what waits for a later synchronisation (``no_sync``), and let go of it."""
+        if self.buffer is None:
+            return
+        self._complete()
+        if self._waiting is None:
+            self._waiting = self.buffer.to(self.flat.dtypes.accumulate, copy=True)
+        else:
+            self._waiting.add_(self.buffer)
+        self._drop_buffer()
+
+    @torch.no_grad()
+    def reduce(self, label: str, *, async_op: bool) -> Work | None:
+        """Collective. Begin to average the buffer over all ranks; ``arrive`` when the work is done.
+
+        Parameters that got no gradient count as zero. The one before has arrived.
+        """
+        assert self.buffer is not None and self._arriving is None
+        flat, dtypes = self.flat, self.flat.dtypes
+        self._complete()
+        if self._waiting is not None:
+            self.buffer.copy_(self._waiting.add_(self.buffer))
+            self._waiting = None
+        full = self._sent = self.buffer
+        self._drop_buffer()
+        sharded = flat.comm.size > 1
+        if self.comm_hook is not None:
+            state, hook = self.comm_hook
+            self._arriving = self._empty_shard(dtypes.wire) if sharded else full
+            hook(state, full, self._arriving) if sharded else hook(state, full)
+            return None
+        if sharded:
+            self._arriving = self._empty_shard(dtypes.grad if flat.replicas is None else dtypes.accumulate)
+            return flat.comm.reduce_scatter_tensor(
+                self._arriving, full, "average", accumulate=dtypes.accumulate, label=label, async_op=async_op
+            )
+        self._arriving = full
+        if flat.replicas is None:
+            return None
+        return flat.replicas.all_reduce(full, "average", accumulate=dtypes.accumulate, label=label, async_op=async_op)
+
+    @torch.no_grad()
+    def arrive(self, label: str, *, own_buffer: bool) -> None:
+        """Collective over the replicas. Take in what was reduced; its buffer is free for others then.
+
+        Args:
+            own_buffer: nobody else will use the memory of the buffer.
+        """
+        assert self._arriving is not None
+        flat, arrived, self._arriving = self.flat, self._arriving, None
+        if flat.replicas is not None and flat.comm.size > 1 and self.comm_hook is None:
+            flat.replicas.all_reduce(arrived, "average", accumulate=flat.dtypes.accumulate, label=label)
+        if arrived is self._sent and arrived.dtype == flat.dtypes.grad and not own_buffer:
+            arrived = arrived.clone()
+        arrived = _brought_home(arrived.to(flat.dtypes.grad), flat.parameter.device)
+        self._sent = None
+        if self._reduced is None:
+            self._reduced = arrived
+        else:  # the unit was reduced before all of its gradients were there
+            self._reduced.add_(arrived)
+        if all(self.used) and self.buffer is None:
+            self._hand_over(self.used)
+
+    def settle(self, used_anywhere: Sequence[bool]) -> None:
+        """Hand what was reduced to the optimizer; leaves that nobody had a gradient for keep the one they had."""
+        self._hand_over(used_anywhere)
+        self.used = [False] * len(self.used)
+        self.pause()
+
+    def pause(self) -> None:
+        """Give the leaves back the gradients that they had before this backward."""
+        if self._set_aside is None:
+            return
+        for leaf, grad in zip(self.flat.leaves, self._set_aside, strict=True):
+            leaf.grad = grad
+        self._set_aside = None
+
+    @torch.no_grad()
+    def _hand_over(self, used: Sequence[bool]) -> None:
+        reduced, self._reduced = self._reduced, None
+        if reduced is None:
+            return
+        flat = self.flat
+        if not flat.use_orig_params:
+            if any(used):
+                _add_grad(flat.parameter, reduced)
+            return
+        self.pause()
+        for leaf, part, is_used in zip(flat.leaves, flat.shard_views(reduced), used, strict=True):
+            if is_used:
+                _add_grad(leaf, part)
+
+    def drop(self) -> None:
+        """Forget gradients of a backward that was broken off."""
+        self._drop_buffer()
+        self._sent = self._arriving = self._reduced = self._waiting = None
+        self.used = [False] * len(self.used)
+        if self._set_aside is not None or not self.flat.use_orig_params:
+            for leaf in self.flat.leaves:
+                leaf.grad = None
+        self.pause()
+
+    def _complete(self) -> None:
+        """Zeros where no gradient came."""
+        assert self.buffer is not None
+        for filled, slot in zip(self._filled, self.flat.layout.slots, strict=True):
+            if not filled:
+                self.buffer[slot.offset : slot.end].zero_()
+        for begin, end in self._gaps:
+            self.buffer[begin:end].zero_()
+
+    def _drop_buffer(self) -> None:
+        self.buffer = None
+        self._targets = ()
+
+    def _empty_shard(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(self.flat.layout.shard_numel, dtype=dtype, device=self.flat.device)
+
+
+def _brought_home(grad: torch.Tensor, home: torch.device) -> torch.Tensor:
+    if grad.device == home:
+        return grad
+    landed = torch.empty(grad.shape, dtype=grad.dtype, device=home, pin_memory=grad.device.type == "cuda")
+    return landed.copy_(grad, non_blocking=True)
+
+
+def _add_grad(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
+    if param.grad is not None:
+        param.grad.add_(grad)
+    elif grad.dtype == param.dtype:
+        param.grad = grad
+    else:  # the setter refuses another dtype; what the gradient holds may be exchanged all the same
+        param.grad = torch.empty_like(param)
+        param.grad.data = grad

@@ -1,0 +1,234 @@
+"""One rank's parameters and buffers given to all ranks of a communicator, after they agreed on what there is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from hpcfsdp.comm.agree import raise_together
+from hpcfsdp.comm.communicator import Communicator, check_peer
+from hpcfsdp.errors import DisagreementError, EngineError
+from hpcfsdp.flat.storage import data_ptr_allocated
+
+BUCKET_BYTES = 250 << 20
+_TOLD = 3
+"""Differences that a message tells."""
+
+
+def verify_param_shape_across_processes(comm: Communicator, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Collective over `comm`. Raise on every rank unless all have the same names, shapes and dtypes in the same order.
+
+    Few bytes travel where they agree; all descriptions only where they do not.
+
+    Raises:
+        DisagreementError: names the parameters, what each rank has, and the ranks of `comm`.
+    """
+    _agree(comm, {f"parameter {name!r}": _described(tensor) for name, tensor in named_params})
+
+
+def sync_module_states(
+    module: nn.Module,
+    comm: Communicator,
+    *,
+    src: int = 0,
+    bucket_bytes: int = BUCKET_BYTES,
+    ignored: Collection[torch.Tensor | str] = frozenset(),
+    buffers: bool = True,
+) -> None:
+    """Collective over `comm`. All parameters and buffers of `module` become what they are on rank `src`, bit by bit.
+
+    For hybrid sharding call it over the replicas and over the shards, in either order. Nothing is marked as done, so
+    each call takes all of them.
+
+    Args:
+        src: a rank of `comm`.
+        bucket_bytes: see ``sync_params_and_buffers``.
+        ignored: parameters and buffers to leave alone, themselves or their names; one name of a tied one is enough.
+        buffers: also buffers, persistent or not.
+
+    Raises:
+        DisagreementError, EngineError: as ``sync_params_and_buffers``, with the names of the module.
+    """
+    found = [(f"parameter {name!r}", name, tensor) for name, tensor in module.named_parameters(remove_duplicate=False)]
+    if buffers:
+        found += [(f"buffer {name!r}", name, tensor) for name, tensor in module.named_buffers(remove_duplicate=False)]
+    names = {entry for entry in ignored if isinstance(entry, str)}
+    left = {id(entry) for entry in ignored} | {id(tensor) for _, name, tensor in found if name in names}
+    _sync(comm, {label: tensor for label, _, tensor in found if id(tensor) not in left}, bucket_bytes, src)
+
+
+def sync_params_and_buffers(
+    comm: Communicator, tensors: Sequence[torch.Tensor], bucket_bytes: int = BUCKET_BYTES, src: int = 0
+) -> None:
+    """Collective over `comm`. All `tensors` become what they are on rank `src`, bit by bit.
+
+    They may have any dtype and strides, also other strides on each rank, and live on any device. Tensors that are the
+    same memory travel once. Wrapper subclasses (DTensor) are synchronized by the tensors within them.
+
+    Args:
+        bucket_bytes: tensors of one dtype travel together up to so many bytes, through a buffer of that size. A larger
+            one travels by itself, from where it is if it is contiguous.
+        src: a rank of `comm`.
+
+    Raises:
+        DisagreementError: the ranks differ in the tensors' number, shapes, dtypes or ties, or in the arguments; it
+            says which ranks have what. Raised on every rank, before anything is changed.
+        EngineError: a tensor has no memory to be synchronized. Raised on every rank, before anything is changed.
+    """
+    _sync(comm, {f"tensor {index}": tensor for index, tensor in enumerate(tensors)}, bucket_bytes, src)
+
+
+def _sync(comm: Communicator, named: dict[str, torch.Tensor], bucket_bytes: int, src: int) -> None:
+    with raise_together(comm):
+        check_peer("sync", comm, src)
+        parts = [part for name, tensor in named.items() for part in _plain_parts(name, tensor)]
+    owners: dict[object, str] = {}
+    described = {"src": str(src), "bucket_bytes": str(bucket_bytes)}
+    travelling = []
+    for name, tensor in parts:
+        owner = owners.setdefault(_place(tensor), name)
+        described[name] = _described(tensor) + (f", tied to {owner}" if owner != name else "")
+        if owner == name and tensor.numel():
+            travelling.append(_without_repeats(tensor))
+    _agree(comm, described)
+    if comm.size == 1:
+        return
+    for bucket in _buckets(travelling, bucket_bytes):
+        _broadcast(comm, bucket, src)
+
+
+def _plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensor, or those that a wrapper subclass holds; they have memory."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for attribute in tensor.__tensor_flatten__()[0]:
+            inner = getattr(tensor, attribute)
+            if isinstance(inner, torch.Tensor):
+                yield from _plain_parts(f"{name} ({attribute})", inner)
+        return
+    if is_lazy(tensor):
+        raise EngineError(f"{name} is lazy, it has no shape yet: run the module once before")
+    if tensor.layout is not torch.strided:
+        raise EngineError(f"{name} is {tensor.layout}: only dense tensors can be synchronized")
+    if tensor.numel() and not data_ptr_allocated(tensor):
+        where = "is on the meta device: materialize it before" if tensor.is_meta else "has its memory freed"
+        raise EngineError(f"{name} {where}, there is nothing to synchronize")
+    yield name, tensor.detach()
+
+
+def _place(tensor: torch.Tensor) -> object:
+    """Equal for tensors that are the same memory in the same way."""
+    if not tensor.numel():
+        return object()
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _described(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        return f"{tensor.dtype} without a shape yet"
+    repeated = _repeated_dimensions(tensor)
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}" + (f", expanded along {repeated}" if repeated else "")
+
+
+def _repeated_dimensions(tensor: torch.Tensor) -> tuple[int, ...]:
+    if tensor.layout is not torch.strided:
+        return ()
+    strides = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    return tuple(dimension for dimension, (size, stride) in strides if stride == 0 and size > 1)
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """One of the many elements that an expanded tensor keeps in one place: torch refuses to write to all of them."""
+    for dimension in _repeated_dimensions(tensor):
+        tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def _agree(comm: Communicator, described: dict[str, str]) -> None:
+    """Collective over `comm`. Raise on every rank unless all give the same."""
+    digest = hashlib.blake2b(repr(list(described.items())).encode(), digest_size=16).digest()
+    if len(set(comm.all_gather_object(digest))) == 1:
+        return
+    error = DisagreementError(_difference(comm.all_gather_object(described)))
+    error.collective = True
+    raise error
+
+
+def _difference(everyone: Sequence[dict[str, str]]) -> str:
+    """What differs between the descriptions of all ranks."""
+    told = []
+    for name in dict.fromkeys(name for described in everyone for name in described):
+        message = _by_value(name, [described.get(name, "missing") for described in everyone])
+        if message:
+            told.append(message)
+    if not told:  # all have the same, in another order
+        orders = zip(*everyone, strict=True)
+        told = [_by_value(f"number {place + 1} of them", list(names)) for place, names in enumerate(orders)]
+        told = [message for message in told if message][:1]
+    more = f"; and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
+    return "; ".join(told[:_TOLD]) + more
+
+
+def _by_value(name: str, values: Sequence[str]) -> str:
+    """Which ranks have which of the values; nothing if all have the same."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    if len(ranks) == 1:
+        return ""
+    return f"{name} differs: " + ", ".join(f"{value} on {_rank_list(held)}" for value, held in ranks.items())
+
+
+def _rank_list(ranks: Sequence[int]) -> str:
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = "+".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def _buckets(tensors: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """The tensors, each bucket of one dtype. Depends on nothing in which ranks may differ."""
+    filling: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
+    for tensor in tensors:
+        size_bytes = tensor.numel() * tensor.element_size()
+        if size_bytes >= bucket_bytes:
+            yield [tensor]
+            continue
+        bucket, held_bytes = filling.get(tensor.dtype, ([], 0))
+        if held_bytes + size_bytes > bucket_bytes:
+            yield bucket
+            bucket, held_bytes = [], 0
+        bucket.append(tensor)
+        filling[tensor.dtype] = bucket, held_bytes + size_bytes
+    for bucket, _ in filling.values():
+        yield bucket
+
+
+def _broadcast(comm: Communicator, bucket: Sequence[torch.Tensor], src: int) -> None:
+    first = bucket[0]
+    if len(bucket) == 1 and _travels_as_it_is(first, comm):
+        comm.broadcast(first.view(-1), src)  # flat on each rank, also where others send a copy
+        return
+    numels = [tensor.numel() for tensor in bucket]
+    flat = torch.empty(sum(numels), dtype=first.dtype, device=comm.device)
+    places = [place.view(tensor.shape) for place, tensor in zip(flat.split(numels), bucket, strict=True)]
+    if comm.rank == src:
+        for place, tensor in zip(places, bucket, strict=True):
+            place.copy_(tensor)
+    comm.broadcast(flat, src)
+    if comm.rank != src:
+        for place, tensor in zip(places, bucket, strict=True):
+            tensor.copy_(place)
+
+
+def _travels_as_it_is(tensor: torch.Tensor, comm: Communicator) -> bool:
+    # Conjugation and negation that torch put off are not in the memory.
+    lazily = tensor.is_conj() or tensor.is_neg()
+    return tensor.is_contiguous() and tensor.device.type == comm.device.type and not lazily

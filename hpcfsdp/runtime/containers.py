@@ -1,0 +1,347 @@
+"""Tensors in the arguments and results of modules: mapped, cast and moved, in containers that stay what they are."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from hpcfsdp import _compat
+
+_Fn = Callable[[torch.Tensor], Any]
+_Rule = Callable[[_Fn, Any], Any]
+
+
+def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """The arguments of a call as one tuple, for functions that take no keywords. ``unpack_kwargs`` is the way back.
+
+    Returns:
+        All values, those of keywords last, and the keywords.
+    """
+    return (*args, *kwargs.values()), tuple(kwargs)
+
+
+def unpack_kwargs(flat_args: tuple[Any, ...], kwarg_keys: tuple[str, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments from what ``pack_kwargs`` made of them.
+
+    Raises:
+        ValueError: there are more keywords than values.
+    """
+    begin = len(flat_args) - len(kwarg_keys)
+    if begin < 0:
+        raise ValueError(f"{len(kwarg_keys)} keywords for {len(flat_args)} values: each keyword needs a value")
+    return tuple(flat_args[:begin]), dict(zip(kwarg_keys, flat_args[begin:], strict=True))
+
+
+def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
+    """`container` with each tensor in it replaced by what `fn` makes of it.
+
+    Looks into what ``hooks.tensors_in`` looks into: tuples, lists, sets and mappings with their subclasses,
+    dataclasses, the data of packed sequences, and types that are registered with ``torch.utils._pytree``. Anything else
+    is passed on as it is, modules too, and so are the keys of mappings.
+
+    A container in which nothing was replaced is returned itself, so that the caller sees what is written into it later.
+    Otherwise it is a copy of the same type, with the same order, attributes and default factory. It is made without
+    running constructors, ``__post_init__`` or ``__setitem__`` of the type: attributes that mirror an item follow it,
+    and cached properties are forgotten.
+    """
+    kind = type(container)
+    rule = _RULES.get(kind) or _rule_for(kind)
+    return rule(fn, container)
+
+
+def cast_forward_inputs(
+    dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a forward with their floating-point tensors in `dtype`; with None as they are.
+
+    Whole numbers, bool and complex stay. The cast is differentiable: an input that requires grad gets it in its own
+    dtype. Containers are treated as in ``apply_to_tensors``.
+    """
+    if dtype is None:
+        return args, kwargs
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return apply_to_tensors(cast, args), apply_to_tensors(cast, kwargs)
+
+
+def recursive_to(
+    inputs: Any, target_device: torch.device | str, use_side_stream_for_tensor_copies: bool = False
+) -> Any:
+    """`inputs` with all tensors on `target_device`. Containers are treated as in ``apply_to_tensors``.
+
+    Args:
+        use_side_stream_for_tensor_copies: copy to a GPU on a stream beside the current one, from pinned memory, so that
+            the copies overlap with the work that is enqueued. The current stream waits for them before it goes on; the
+            host does not. Has no meaning for other devices.
+    """
+    device = torch.device(target_device)
+    if device.type != "cuda" or not use_side_stream_for_tensor_copies:
+        return apply_to_tensors(lambda tensor: tensor.to(device), inputs)
+    if device.index is None:  # tensors say their index
+        device = torch.device("cuda", torch.cuda.current_device())
+    copies = _SideCopies(device)
+    moved = apply_to_tensors(copies, inputs)
+    copies.join()
+    return moved
+
+
+def to_kwargs(
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    target_device: torch.device | str,
+    use_side_stream_for_tensor_copies: bool = False,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``recursive_to`` for the arguments of a call. `kwargs` of None are none."""
+    return recursive_to((inputs, kwargs or {}), target_device, use_side_stream_for_tensor_copies)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class _SideCopies:
+    """Copies to one GPU on its side stream. The current stream may use them after ``join``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = _side_stream(device)
+        self.made: list[torch.Tensor] = []
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == self.device:
+            return tensor
+        if tensor.layout is not torch.strided:  # whose memory cannot be handed from stream to stream
+            return tensor.to(self.device)
+        # From pageable memory the host would wait for the copy. Pinning is kept away from autograd.
+        if tensor.device.type == "cpu" and not tensor.requires_grad and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        with torch.cuda.stream(self.stream):
+            made = tensor.to(self.device, non_blocking=True)
+        self.made.append(made)
+        return made
+
+    def join(self) -> None:
+        if not self.made:
+            return
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self.stream)
+        for tensor in self.made:
+            tensor.record_stream(current)  # else its memory, when freed, could be written by the next copies at once
+
+
+# How to rebuild a container of each type. All return the value itself if nothing in it was replaced.
+
+
+def _tensor(fn: _Fn, value: torch.Tensor) -> Any:
+    return fn(value)
+
+
+def _leave(_fn: _Fn, value: Any) -> Any:
+    return value
+
+
+def _map_items(fn: _Fn, items: Sequence[Any]) -> list[Any] | None:
+    """The mapped items, None if none was replaced."""
+    mapped = None
+    for index, item in enumerate(items):
+        new = fn(item) if type(item) is torch.Tensor else apply_to_tensors(fn, item)
+        if new is not item:
+            if mapped is None:
+                mapped = list(items)
+            mapped[index] = new
+    return mapped
+
+
+def _tuple(fn: _Fn, value: tuple[Any, ...]) -> tuple[Any, ...]:
+    mapped = _map_items(fn, value)
+    return value if mapped is None else tuple(mapped)
+
+
+def _list(fn: _Fn, value: list[Any]) -> list[Any]:
+    mapped = _map_items(fn, value)
+    return value if mapped is None else mapped
+
+
+def _dict(fn: _Fn, value: dict[Any, Any]) -> dict[Any, Any]:
+    changes = _map_values(fn, value.items())
+    return {**value, **changes} if changes else value
+
+
+def _map_values(fn: _Fn, pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The new values, for the keys whose value was replaced."""
+    changes = {}
+    for key, item in pairs:
+        new = fn(item) if type(item) is torch.Tensor else apply_to_tensors(fn, item)
+        if new is not item:
+            changes[key] = new
+    return changes
+
+
+def _packed_sequence(fn: _Fn, value: PackedSequence) -> Any:
+    data = apply_to_tensors(fn, value.data)
+    if data is value.data:
+        return value
+    orders = [value.sorted_indices, value.unsorted_indices]
+    if isinstance(data, torch.Tensor):  # the orders belong where the data is, the batch sizes always on the CPU
+        orders = [None if order is None else order.to(data.device) for order in orders]
+    return type(value)(data, value.batch_sizes, *orders)
+
+
+def _tuple_subclass(fn: _Fn, value: tuple[Any, ...]) -> tuple[Any, ...]:
+    old = list(tuple.__iter__(value))
+    mapped = _map_items(fn, old)
+    if mapped is None:
+        return value
+    kind = type(value)
+    try:
+        made = tuple.__new__(kind, mapped)
+    except TypeError:  # the named results of torch's operators, which have a constructor in C
+        return kind(mapped)
+    return _take_attributes(made, value, _replacements(old, mapped))
+
+
+def _list_subclass(fn: _Fn, value: list[Any]) -> list[Any]:
+    old = list(list.__iter__(value))
+    mapped = _map_items(fn, old)
+    if mapped is None:
+        return value
+    made = list.__new__(type(value))
+    list.extend(made, mapped)
+    return _take_attributes(made, value, _replacements(old, mapped))
+
+
+def _set(fn: _Fn, value: set[Any] | frozenset[Any]) -> set[Any] | frozenset[Any]:
+    old = list(value)
+    mapped = _map_items(fn, old)
+    if mapped is None:
+        return value
+    kind = type(value)
+    if isinstance(value, frozenset):
+        made = frozenset.__new__(kind, mapped)
+    else:
+        made = set.__new__(kind)
+        set.update(made, mapped)
+    return _take_attributes(made, value, _replacements(old, mapped))
+
+
+def _dict_subclass(fn: _Fn, value: dict[Any, Any]) -> dict[Any, Any]:
+    base = OrderedDict if isinstance(value, OrderedDict) else dict
+    changes = _map_values(fn, base.items(value))
+    if not changes:
+        return value
+    made = base.__new__(type(value))
+    for key, item in base.items(value):
+        base.__setitem__(made, key, changes.get(key, item))
+    replacements = {id(dict.__getitem__(value, key)): new for key, new in changes.items()}
+    return _take_attributes(made, value, replacements)
+
+
+def _mutable_mapping(fn: _Fn, value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    changes = _map_values(fn, value.items())
+    if not changes:
+        return value
+    made = copy.copy(value)
+    for key, new in changes.items():
+        made[key] = new
+    return made
+
+
+def _mapping(fn: _Fn, value: Mapping[Any, Any]) -> Any:
+    changes = _map_values(fn, value.items())
+    return type(value)({**value, **changes}) if changes else value
+
+
+def _dataclass(fn: _Fn, value: Any) -> Any:
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]  # some may not be set yet
+    old = [getattr(value, name) for name in names]
+    mapped = _map_items(fn, old)
+    if mapped is None:
+        return value
+    made = _take_attributes(type(value).__new__(type(value)), value, _replacements(old, mapped))
+    for name, before, after in zip(names, old, mapped, strict=True):
+        if after is not before:  # not only among the attributes: it may be the default that the class holds
+            object.__setattr__(made, name, after)
+    return made
+
+
+def _registered(fn: _Fn, value: Any) -> Any:
+    parts = _compat.take_apart(value)
+    if parts is None:
+        return value
+    children, rebuild = parts
+    mapped = _map_items(fn, children)
+    return value if mapped is None else rebuild(mapped)
+
+
+def _replacements(old: Iterable[Any], mapped: Iterable[Any]) -> dict[int, Any]:
+    return {id(before): after for before, after in zip(old, mapped, strict=True) if after is not before}
+
+
+def _take_attributes(made: Any, old: Any, replacements: dict[int, Any]) -> Any:
+    """Give `made` the attributes of `old`, in ``__dict__`` and in slots; replaced items among them in their new form.
+
+    Args:
+        replacements: by the id of the item that was replaced.
+    """
+    kind = type(old)
+    attributes = getattr(old, "__dict__", None)
+    if attributes is old:  # a dict whose keys are its attributes
+        made.__dict__ = made
+    elif attributes:
+        made.__dict__.update(
+            (name, replacements.get(id(value), value))
+            for name, value in attributes.items()
+            if not isinstance(getattr(kind, name, None), functools.cached_property)  # it was computed from old values
+        )
+    for base in kind.__mro__:
+        for slot in vars(base).values():
+            if isinstance(slot, types.MemberDescriptorType):  # also the default factory of a defaultdict
+                with contextlib.suppress(AttributeError):  # not set
+                    value = slot.__get__(old, kind)
+                    slot.__set__(made, replacements.get(id(value), value))
+    return made
+
+
+_RULES: dict[type, _Rule] = {
+    torch.Tensor: _tensor,
+    nn.Parameter: _tensor,
+    tuple: _tuple,
+    list: _list,
+    dict: _dict,
+    **dict.fromkeys((type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device), _leave),
+}
+"""For exact types. Others are looked up each time: a type may be registered with pytree after it was first seen."""
+
+
+def _rule_for(kind: type) -> _Rule:
+    for base, rule in _RULES_OF_BASES:
+        if issubclass(kind, base):
+            return rule
+    return _dataclass if dataclasses.is_dataclass(kind) else _registered
+
+
+_RULES_OF_BASES: tuple[tuple[type, _Rule], ...] = (
+    (torch.Tensor, _tensor),
+    (PackedSequence, _packed_sequence),
+    (tuple, _tuple_subclass),
+    (list, _list_subclass),
+    (dict, _dict_subclass),
+    (set, _set),
+    (frozenset, _set),
+    ((nn.Module, type), _leave),
+    (MutableMapping, _mutable_mapping),
+    (Mapping, _mapping),
+)

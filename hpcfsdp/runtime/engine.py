@@ -1,0 +1,318 @@
+"""What all units under one root share: the passes, the queues of work, gathering ahead, the end of a backward."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpcfsdp import _compat
+from hpcfsdp.comm import Communicator
+from hpcfsdp.errors import CommunicationError, DisagreementError
+from hpcfsdp.flat.gradient import FlatGrad
+from hpcfsdp.runtime.grads import GradMemory
+from hpcfsdp.runtime.order import Order
+from hpcfsdp.runtime.state import Phase
+from hpcfsdp.runtime.streams import Queue, Streams, Wait, streams_for
+
+if TYPE_CHECKING:
+    from hpcfsdp.runtime.unit import Unit
+
+
+class Engine:
+    """The common part of all units under one root.
+
+    A pass is a call of the outermost unit with the backward that follows. Where ranks share the memory of the gathered
+    values (``FlatParam.is_resident``), they meet before a pass uses them, after its forward, and after its backward:
+    in between nobody may write a shard, and outside nobody reads those of others.
+
+    Attributes:
+        units: in the order in which the modules were registered, the root first.
+        in_backward: whether a backward pass has begun and its end has been asked for.
+        backwards: how many have begun.
+        sync_grads: whether gradients are reduced; False within ``no_sync``.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], everyone: Communicator, label: str, *, streams: Streams | None = None
+    ) -> None:
+        """Not collective.
+
+        Args:
+            everyone: all ranks that run these units.
+            label: the same on all ranks, unlike that of any other engine.
+        """
+        self.units = list(units)
+        flats = [flat for unit in units for flat in unit.flats]
+        self.streams = streams or streams_for(flats[0].device if flats else everyone.device)
+        self.in_backward = False
+        self.backwards = 0
+        self.sync_grads = True
+        resident = [flat for flat in flats if flat.is_resident]
+        self._resident = resident
+        self._meeting = list({id(flat.comm): flat.comm for flat in resident}.values())
+        self.order = Order(everyone, label, confirm=len(resident) < len(flats))
+        self.grads = GradMemory(self.streams)
+        for unit in units:
+            for index, grad in enumerate(unit.grads):
+                grad.name = f"{unit.name}[{index}]" if index else unit.name
+                self.grads.plan(grad, in_turn=not unit.holds_units)
+        self._by_name = {unit.name: unit for unit in units}
+        self._depth = 0
+        self._passes = 0
+        self._called: dict[Unit, None] = {}  # units with a backward to come, in the order in which their forward ended
+        self._due: deque[Unit] = deque()
+        self._open: dict[Unit, None] = {}  # units in their backward
+        self._ahead: set[Unit] = set()
+        self._shards_written: Any = None
+        self._values_used: Any = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a forward or a backward is running."""
+        return self._depth > 0 or (self.in_backward and _compat.in_backward())
+
+    # Passes
+
+    def enter(self, unit: Unit) -> None:
+        """Collective where memory is shared, for the outermost call. A unit is called."""
+        if self._depth == 0:
+            self.recover()
+            if not self.in_backward:
+                self._begin_pass(unit)
+        self._depth += 1
+
+    def leave(self, unit: Unit, *, broken: bool) -> None:
+        """Collective where memory is shared, for the outermost call. A unit's call ends, `broken` by an exception."""
+        self._depth -= 1
+        if self._depth or self.in_backward:
+            return
+        self._reshard(self._ahead)
+        self._ahead.clear()
+        if not torch.is_grad_enabled() or broken:
+            self._reshard(self.units)
+        if broken:
+            self.order.forget()
+        else:
+            self._meet("end of the forward", unit)
+
+    def expect_backward(self, unit: Unit) -> None:
+        """A call of the unit has ended with outputs that gradients may come to."""
+        self._called.pop(unit, None)
+        self._called[unit] = None
+        unit.owes_grads = True
+
+    def recover(self) -> None:
+        """Collective if a pass was broken off by an exception. Bring all units back to rest then."""
+        if not self.in_backward or _compat.in_backward():
+            return
+        self.in_backward = False
+        self._depth = 0
+        self.order.forget()
+        self.streams.drain()
+        self.grads.drop()
+        self._due.clear()
+        self._open.clear()
+        for unit in self.units:
+            unit.reset()
+
+    def _begin_pass(self, unit: Unit) -> None:
+        self._reshard(self.units)  # left over from a forward without a backward
+        self._called.clear()
+        self._passes += 1
+        self.order.begin()
+        for each in self.units:
+            for flat in each.flats:
+                flat.take_back()
+        for flat in self._resident:
+            flat.publish()
+        self._meet("forward", unit)
+        self._shards_written = self.streams.record(Queue.COMPUTE)
+
+    def _meet(self, what: str, unit: Unit | None = None) -> None:
+        """Collective. Wait for all ranks that share memory; they have done the same since the pass began."""
+        where = f" of {unit.name!r}" if unit is not None else ""
+        note = f"{what}{where}, step {self._passes}, order {self.order.digest or 'new'}"
+        for comm in self._meeting:
+            try:
+                comm.meet(note)
+            except CommunicationError as error:
+                raise self._explained(comm, error) from None
+
+    def _explained(self, comm: Communicator, error: CommunicationError) -> Exception:
+        """Collective. What ranks that met with different notes have done, unit by unit."""
+        paths = comm.all_gather_object(self.order.path())
+        for rank, path in enumerate(paths):
+            for turn, (first, other) in enumerate(_zip_longest(paths[0], path)):
+                if first != other:
+                    found = DisagreementError(
+                        f"ranks run modules in different orders: as turn {turn + 1} of step {self._passes} rank 0 has "
+                        f"{first}, rank {rank} has {other}. All ranks must call the same modules in the same order, "
+                        "and equally often"
+                    )
+                    found.collective = True
+                    return found
+        return error
+
+    # Gathering
+
+    def unshard(self, unit: Unit) -> None:
+        """Collective. Begin to gather a unit's parameters, unless that has begun."""
+        if unit.is_gathered or not unit.gathers:
+            return
+        unit.is_gathered = True
+        streams = self.streams
+        streams.wait(Queue.GATHER, self._shards_written, Wait.SHARDS_WRITTEN)
+        streams.wait(Queue.GATHER, self._values_used, Wait.VALUES_USED)
+        for flat in unit.gathers:
+            unit.gathered = streams.launch(
+                Queue.GATHER,
+                lambda async_op, flat=flat: flat.gather(async_op=async_op),
+                reads=[(id(flat), "shard")],
+                writes=[(id(flat), "values")],
+            )
+
+    def await_unshard(self, unit: Unit) -> None:
+        """Have the module compute with the gathered values."""
+        self._ahead.discard(unit)
+        self.streams.wait(Queue.COMPUTE, unit.gathered, Wait.VALUES_GATHERED)
+        for flat in unit.flats:
+            flat.bind()
+
+    def reshard(self, unit: Unit) -> None:
+        """Free a unit's gathered values."""
+        places = [(id(flat), "values") for flat in unit.gathers]
+        self.streams.touch(Queue.COMPUTE, reads=places)
+        for flat in unit.flats:
+            flat.reshard()
+        if unit.is_gathered:
+            unit.is_gathered = False
+            self._values_used = self.streams.record(Queue.COMPUTE)
+            self.streams.free(*places)
+
+    def gather_ahead(self, kind: str) -> None:
+        """Collective. Begin to gather the unit that is known to do `kind` next."""
+        name = self.order.upcoming(kind)
+        unit = self._by_name.get(name) if name is not None else None
+        if unit is not None and unit.gathers and not unit.is_gathered:
+            self._ahead.add(unit)
+            self.unshard(unit)
+
+    def _reshard(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            if unit.phase is Phase.IDLE and (unit.is_gathered or unit.is_unsharded):
+                self.reshard(unit)
+
+    # Backward
+
+    def begin_backward(self) -> None:
+        """Gradients have come to the first unit of this backward."""
+        if self.in_backward:
+            return
+        self.in_backward = True
+        self.backwards += 1
+        _compat.call_after_backward(self._finish_backward)
+        self._due = deque(reversed(self._called))
+
+    def take_turn(self, unit: Unit) -> None:
+        """Collective. The unit's backward begins: those whose turn was before it, and got no gradient, take theirs now.
+
+        Other ranks may have gradients for them, with which they wait.
+        """
+        for other in self._open:  # on other ranks they may have got more gradients here, and have been reduced
+            other.flush_grads()
+        self._open[unit] = None
+        if unit not in self._due:
+            return
+        while (first := self._due.popleft()) is not unit:
+            first.be_absent()
+
+    def end_turn(self, unit: Unit) -> None:
+        """The unit's backward has ended."""
+        self._open.pop(unit, None)
+
+    def acquire(self, grad: FlatGrad) -> None:
+        """Collective at times. Give a gradient the memory in which it is put together."""
+        if grad.buffer is None:
+            self.grads.acquire(grad, self.flush)
+
+    def flush(self, grad: FlatGrad) -> None:
+        """Collective, unless gradients are kept back. Reduce what there is of a gradient, or let it wait."""
+        if grad.buffer is None:
+            return
+        if self.sync_grads:
+            self.grads.reduce(grad, f"gradients of {grad.name!r}")
+        else:
+            self.grads.keep_back(grad)
+
+    def _finish_backward(self) -> None:
+        """Collective. Called once at the end of the backward pass."""
+        while self._due:
+            self._due.popleft().be_absent()
+        for unit in self.units:
+            if unit.phase is Phase.BACKWARD:
+                unit.post_backward()
+        if self.sync_grads:
+            for unit in self.units:  # called in earlier passes without synchronisation, and not in this one
+                if unit.owes_grads and unit not in self._called:
+                    unit.be_absent()
+        self._reshard(self._ahead)
+        self._ahead.clear()
+        for unit in self.units:
+            if unit.holds_units:
+                for grad in unit.grads:
+                    self.flush(grad)
+        self.streams.wait(Queue.COMPUTE, self.streams.record(Queue.REDUCE), Wait.GRADS_REDUCED)
+        if any(flat.parameter.device != flat.device for unit in self.units for flat in unit.flats):
+            self.streams.wait(Queue.HOST, self.streams.record(Queue.REDUCE), Wait.GRADS_LANDED)
+            self.streams.wait(Queue.HOST, self.streams.record(Queue.GATHER), Wait.SHARDS_READ)
+        self._settle()
+        self.in_backward = False
+        self._meet("end of the backward")
+
+    def _settle(self) -> None:
+        owing = [unit for unit in self.units if unit.owes_grads]
+        if not self.sync_grads:
+            for unit in owing:
+                for grad in unit.grads:
+                    grad.pause()
+            return
+        self.grads.settle()
+        grads = [grad for unit in owing for grad in unit.grads]
+        for grad, used in zip(grads, _used_anywhere(grads), strict=True):
+            grad.settle(used)
+        for unit in owing:
+            unit.owes_grads = False
+
+
+def _used_anywhere(grads: Sequence[FlatGrad]) -> list[list[bool]]:
+    """Collective. For each gradient, which leaves had a part in it on any rank."""
+    found = [grad.used for grad in grads]
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, grad in enumerate(grads):
+        if not grad.is_alone:
+            groups.setdefault((id(grad.flat.comm), id(grad.flat.replicas)), []).append(index)
+    for members in groups.values():
+        flat = grads[members[0]].flat
+        mine = [used for index in members for used in grads[index].used]
+        told = torch.tensor(mine, dtype=torch.uint8, device=flat.comm.device)
+        for comm in (flat.comm, flat.replicas):
+            if comm is not None and comm.size > 1:
+                comm.all_reduce(told, "max")
+        if all(mine):
+            continue  # no need to wait for the device
+        everyone = [bool(used) for used in told.tolist()]
+        for index in members:
+            count = len(grads[index].used)
+            found[index], everyone = everyone[:count], everyone[count:]
+    return found
+
+
+def _zip_longest(left: Sequence[str], right: Sequence[str]) -> Iterable[tuple[str, str]]:
+    for turn in range(max(len(left), len(right))):
+        yield (
+            left[turn] if turn < len(left) else "nothing more",
+            right[turn] if turn < len(right) else "nothing more",
+        )

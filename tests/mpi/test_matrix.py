@@ -1,0 +1,618 @@
+"""Every strategy, precision and way of wrapping, on models with something unusual in them.
+
+In float64 a sharded model has to compute what the plain one computes to the last digits. Where numbers are rounded to
+fewer bits on the way, torch's FSDP1 over gloo says what is right, see ``tests/mpi/parity.py``.
+"""
+
+import contextlib
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+
+import hpcfsdp.world
+from hpcfsdp.api.grad_scaler import ShardedGradScaler
+from tests.mpi import parity
+from tests.mpi.parity import STRATEGIES, WIDTH, Recipe, build, close, reference
+
+EXACT = {"rtol": 1e-9, "atol": 1e-11}
+"""float64 has 16 digits; ranks add in another order, and optimizers divide by what may be small."""
+SINGLE = {"rtol": 1e-5, "atol": 1e-6}
+
+PLAIN_STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+
+
+@pytest.fixture(scope="module")
+def engines(world):
+    with parity.engines(world) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(engines):
+    return parity.under_test(engines)
+
+
+def check_plain(engine, model_type, recipe, tolerance, **options):
+    """Train sharded, and compare with the plain module on the data of all ranks."""
+    if hasattr(model_type, "partly_used"):
+        # Original parameters that no rank has used have no gradient, as in the plain module; torch's have zeros.
+        recipe = dataclasses.replace(recipe, zero_unused=not options["use_orig_params"] or engine.is_torch)
+    expected = reference(model_type, engine.comm.size, recipe)
+    sharded = engine.shard(build(model_type, recipe.dtype), **options)
+    close(engine.train(sharded, recipe), expected, **tolerance)
+
+
+# Strategies and wrapping
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@ORIGINAL
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategies(engine, strategy, original, optimizer):
+    check_plain(
+        engine, parity.Nested, Recipe(optimizer), EXACT, strategy=strategy, use_orig_params=original
+    )
+
+
+@pytest.mark.parametrize("wrapping", ["whole", "by hand", "size"])
+@ORIGINAL
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_wrapping(engine, strategy, original, wrapping):
+    options = {"strategy": strategy, "use_orig_params": original, "wrapping": wrapping}
+    check_plain(engine, parity.Nested, Recipe(), EXACT, **options)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@ORIGINAL
+@pytest.mark.parametrize("strategy", PLAIN_STRATEGIES)
+def test_float32(engine, strategy, original, optimizer):
+    recipe = Recipe(optimizer, steps=5, dtype=torch.float32)
+    check_plain(engine, parity.Nested, recipe, SINGLE, strategy=strategy, use_orig_params=original)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+def test_the_same_as_torch(engine, engines, strategy, original):
+    got, expected = (
+        made.train(made.shard(build(parity.Nested), strategy=strategy, use_orig_params=original), Recipe("sgd"))
+        for made in (engine, engines["torch"])
+    )
+    close(got, expected, **EXACT)
+    torch.testing.assert_close(got.after_one, expected.after_one, **EXACT)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@pytest.mark.parametrize("way", ["mesh", "topology"])
+def test_hybrid_by_mesh_and_by_topology(engine, world, monkeypatch, strategy, original, way):
+    mesh = parity.square_mesh()
+    if way == "mesh":
+        options = {"device_mesh": mesh}
+    else:
+        engine.beyond_torch("nodes that are imagined")
+        split = dataclasses.replace(world, topology=world.topology.split(2))
+        monkeypatch.setattr(hpcfsdp.world, "_world", split)
+        options = {"process_group": None}
+    check_plain(engine, parity.Nested, Recipe(), EXACT, strategy=strategy, use_orig_params=original, **options)
+
+
+# Models
+
+
+@ORIGINAL
+@pytest.mark.parametrize("strategy", STRATEGIES[:4])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        parity.TiedInUnit,
+        parity.Frozen,
+        parity.FrozenUnit,
+        parity.UnusedParameter,
+        parity.TwiceAndIdle,
+        parity.Uneven,
+        parity.MixedDtypes,
+        parity.WithScalars,
+        parity.Branches,
+    ],
+)
+def test_models(engine, model_type, strategy, original):
+    if model_type in (parity.MixedDtypes, parity.WithScalars):
+        engine.beyond_torch("several dtypes in a unit, parameters without dimensions")
+    if model_type is parity.Frozen and not original:
+        engine.beyond_torch("frozen parameters beside others in a flat parameter")
+    tolerance = SINGLE if model_type is parity.MixedDtypes else EXACT
+    recipe = Recipe("adamw" if original else "sgd")
+    check_plain(engine, model_type, recipe, tolerance, strategy=strategy, use_orig_params=original)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_sizes_that_shards_end_inside_of(engine, strategy, original):
+    """All at once: units of one element and of primes, in one flat parameter and apart."""
+    for wrapping in ("whole", "by hand"):
+        options = {"strategy": strategy, "use_orig_params": original, "wrapping": wrapping}
+        check_plain(engine, parity.Uneven, Recipe(), EXACT, **options)
+
+
+# Steps
+
+
+@pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])
+def clipped(request, engine):
+    """A dtype in which gradients are clipped, and the tolerance that it leaves."""
+    if request.param == torch.float64:
+        engine.beyond_torch("norms of gradients in float64")
+    return request.param, SINGLE if request.param == torch.float32 else EXACT
+
+
+@ORIGINAL
+@pytest.mark.parametrize("no_sync", [False, True], ids=["sync", "no_sync"])
+@pytest.mark.parametrize("strategy", STRATEGIES[:4])
+def test_gradients_accumulate(engine, clipped, strategy, no_sync, original):
+    dtype, tolerance = clipped
+    recipe = Recipe("sgd", parts=3, no_sync=no_sync, clip=(0.3, 2.0), dtype=dtype)
+    check_plain(engine, parity.Nested, recipe, tolerance, strategy=strategy, use_orig_params=original)
+
+
+@ORIGINAL
+def test_a_unit_called_twice_accumulates_without_exchange(engine, original):
+    recipe = Recipe(parts=2, no_sync=True, set_to_none=False)
+    check_plain(engine, parity.TwiceAndIdle, recipe, EXACT, use_orig_params=original)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, float("inf")])
+@pytest.mark.parametrize("strategy", STRATEGIES[:4])
+def test_clipping(engine, clipped, strategy, norm_type, original):
+    dtype, tolerance = clipped
+    recipe = Recipe("sgd", steps=2, clip=(0.2, norm_type), dtype=dtype)
+    check_plain(engine, parity.Nested, recipe, tolerance, strategy=strategy, use_orig_params=original)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("model_type", [parity.TiedInUnit, parity.Uneven, parity.Frozen, parity.TwiceAndIdle])
+def test_every_gradient_counts_once_in_the_norm(engine, model_type, original):
+    if model_type is parity.Frozen and not original:
+        engine.beyond_torch("frozen parameters beside others in a flat parameter")
+    recipe = Recipe("sgd", clip=(0.1, 2.0), dtype=torch.float32)
+    check_plain(engine, model_type, recipe, SINGLE, use_orig_params=original)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("set_to_none", [False, True], ids=["zero", "none"])
+@pytest.mark.parametrize("strategy", PLAIN_STRATEGIES)
+def test_evaluation_between_steps_and_both_ways_to_forget_gradients(engine, strategy, set_to_none, original):
+    recipe = Recipe("sgd", set_to_none=set_to_none, evaluate=True)
+    check_plain(engine, parity.Nested, recipe, EXACT, strategy=strategy, use_orig_params=original)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        parity.RecomputedOutside,
+        parity.RecomputedOutsideReentrant,
+        parity.RecomputedInside,
+        parity.RecomputedInsideReentrant,
+    ],
+)
+def test_activation_checkpointing(engine, model_type, strategy, original):
+    check_plain(engine, model_type, Recipe(steps=2), EXACT, strategy=strategy, use_orig_params=original)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("kind", CheckpointImpl)
+def test_checkpoint_wrapper_put_on_after_sharding(engine, kind, original):
+    expected = reference(parity.Nested, engine.comm.size)
+    sharded = engine.shard(build(parity.Nested), use_orig_params=original)
+    wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=kind)
+    with engine.quiet():
+        apply_activation_checkpointing(
+            sharded, checkpoint_wrapper_fn=wrapper, check_fn=lambda m: isinstance(m, parity.Block)
+        )
+    close(engine.train(sharded), expected, **EXACT)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("limit", [False, True], ids=["no limit", "limit"])
+@pytest.mark.parametrize("forward", [False, True], ids=["", "forward"])
+@pytest.mark.parametrize("backward", [None, *BackwardPrefetch])
+def test_prefetching(engine, backward, forward, limit, original):
+    options = {"backward_prefetch": backward, "forward_prefetch": forward, "limit_all_gathers": limit}
+    check_plain(engine, parity.Nested, Recipe(steps=2), EXACT, use_orig_params=original, **options)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("strategy", PLAIN_STRATEGIES)
+def test_parameters_offloaded_to_host_memory(engine, strategy, original):
+    engine.beyond_torch("offloading on a machine without an accelerator")
+    options = {"strategy": strategy, "cpu_offload": CPUOffload(offload_params=True)}
+    check_plain(engine, parity.Nested, Recipe(clip=(0.2, 2.0)), EXACT, use_orig_params=original, **options)
+
+
+# Starts
+
+
+SYNC = "sync_module_states on a machine without an accelerator"
+
+
+@ORIGINAL
+@pytest.mark.parametrize("strategy", STRATEGIES[:4])
+def test_all_ranks_take_the_values_of_the_first(engine, strategy, original):
+    engine.beyond_torch(SYNC)
+    mine = build(parity.Nested, seed=engine.comm.rank)
+    mine.blocks[0].shift.add_(engine.comm.rank)
+    sharded = engine.shard(mine, strategy=strategy, use_orig_params=original, sync_module_states=True)
+    close(engine.train(sharded), reference(parity.Nested, engine.comm.size), **EXACT)
+
+
+def fill(module):
+    """Values that depend on neither a seed nor the order in which modules are asked."""
+    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        with torch.no_grad():
+            tensor.copy_(torch.linspace(-0.4, 0.6, tensor.numel(), dtype=tensor.dtype).view(tensor.shape))
+
+
+class FilledLinear(nn.Linear):
+    def reset_parameters(self):
+        fill(self)
+
+
+class Filled(parity.Around):
+    """A model of which every module with parameters knows how to fill them."""
+
+    units = {FilledLinear}  # noqa: RUF012
+    idle = ()
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.first, self.unit, self.last = (FilledLinear(WIDTH, WIDTH) for _ in range(3))
+
+
+def materialise(module):
+    module.to_empty(device="cpu", recurse=False)
+    fill(module)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("model_type", [parity.Untied, Filled, parity.TiedInUnit])
+@pytest.mark.parametrize("strategy", STRATEGIES[:4])
+def test_a_model_that_starts_on_the_meta_device(engine, strategy, model_type, original):
+    if model_type is parity.TiedInUnit:
+        engine.beyond_torch("weights that stay tied when they are materialised")
+    plain = build(model_type)
+    for module in plain.modules():
+        fill(module)
+    expected = parity.train_plain(plain, engine.comm.size, Recipe())
+    options = {} if model_type is Filled else {"param_init_fn": materialise}
+    with torch.device("meta"):
+        empty = build(model_type)
+    sharded = engine.shard(empty, strategy=strategy, use_orig_params=original, **options)
+    close(engine.train(sharded), expected, **EXACT)
+
+
+@ORIGINAL
+def test_random_values_of_a_model_on_the_meta_device_are_those_of_the_first_rank(engine, original):
+    engine.beyond_torch(SYNC)
+    with torch.device("meta"):
+        empty = build(parity.Around)
+    torch.manual_seed(engine.comm.rank)
+    sharded = engine.shard(empty, use_orig_params=original, sync_module_states=True)
+    whole = engine.whole(sharded)
+    assert all(tensor.isfinite().all() and tensor.std() > 0.01 for tensor in whole.values())
+    first = engine.comm.bcast(whole)
+    torch.testing.assert_close(whole, first, rtol=0, atol=0)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("how", ["ignored_modules", "ignored_states", "ignored parameters"])
+def test_what_is_ignored_stays_whole_and_is_the_users_to_reduce(engine, how, original):
+    plain = build(parity.Nested)
+    mine = build(parity.Nested)
+    ignored = mine.blocks[1].inner.linear
+    chosen = {
+        "ignored_modules": {"ignored_modules": [ignored]},
+        "ignored_states": {"ignored_states": [ignored]},
+        "ignored parameters": {"ignored_states": list(ignored.parameters())},
+    }[how]
+    sharded = engine.shard(mine, use_orig_params=original, **chosen)
+    assert ignored.weight.shape == (5, WIDTH)
+    assert any(parameter is ignored.weight for parameter in sharded.parameters())
+    expected, optimizers = [], [Recipe("sgd").make_optimizer(m.parameters()) for m in (plain, sharded)]
+    for step in range(3):
+        for rank in range(engine.comm.size):
+            (parity.loss_of(plain, parity.inputs(step, rank, torch.float64)) / engine.comm.size).backward()
+        with engine.quiet():
+            parity.loss_of(sharded, parity.inputs(step, engine.comm.rank, torch.float64)).backward()
+        for parameter in ignored.parameters():
+            parameter.grad = engine.mean(parameter.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(engine.whole(sharded), parity.named(plain), **EXACT)
+
+
+# Low precision
+
+U = 2.0**-8
+"""The largest relative error of rounding to bfloat16."""
+
+MIXED = {
+    "bf16": MixedPrecision(param_dtype=torch.bfloat16),
+    "bf16, reduced in fp32": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "reduced in bf16": MixedPrecision(reduce_dtype=torch.bfloat16),
+    "bf16, reduced in fp32, bf16 buffers": MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
+    "kept low": MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True),
+    "kept low, reduced in fp32": MixedPrecision(torch.bfloat16, torch.float32, keep_low_precision_grads=True),
+    "inputs of all units cast": MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True),
+    "no inputs cast": MixedPrecision(reduce_dtype=torch.bfloat16, cast_root_forward_inputs=False),
+    "fp16": MixedPrecision(param_dtype=torch.float16),
+}
+
+
+def largest(tensors):
+    return max(tensor.abs().max().item() for tensor in tensors)
+
+
+def close_in_bf16(got, expected, *, exact_sum):
+    """Trainings that round to bfloat16 at the same places, but may add in another order and precision.
+
+    The first gradients come from the same numbers through the same operations, so that they differ by how they were
+    added up over ranks alone: by digits of float32, or by a rounding to bfloat16 of each of few sums. Each is measured
+    against the largest of the parameter, for terms may cancel. The update of plain SGD is the gradient times the
+    rate; it is found as a difference of parameters, which float32 rounds.
+    """
+    assert got.parameters.keys() == expected.parameters.keys()
+    for name, start in expected.start.items():
+        assert torch.equal(got.start[name], start), name
+        assert got.parameters[name].dtype == torch.float32
+        first, reference_first = got.after_one[name] - start, expected.after_one[name] - start
+        bound = 1e-5 if exact_sum else 4 * U
+        atol = bound * largest([reference_first]) + 2e-7 * largest([start])
+        torch.testing.assert_close(first, reference_first, rtol=0, atol=atol, msg=lambda text: f"{name}: {text}")  # noqa: B023
+    # Later steps start from parameters that differ in their last digits, some of which round to neighbours in
+    # bfloat16: outputs differ by a few U, and so do gradients against the largest one.
+    torch.testing.assert_close(got.losses, expected.losses, rtol=4 * U, atol=0)
+    updates, expected_updates = ({n: t.parameters[n] - t.start[n] for n in t.start} for t in (got, expected))
+    torch.testing.assert_close(updates, expected_updates, rtol=0, atol=16 * U * largest(expected_updates.values()))
+
+
+def train_mixed(engine, mixed, model_type, recipe, **options):
+    model = build(model_type, torch.float32)
+    return engine.train(engine.shard(model, mixed_precision=MIXED[mixed], **options), recipe)
+
+
+def check_mixed(engine, torch_engine, mixed, original, model_type=parity.Nested, *, strategy="FULL_SHARD", **recipe):
+    if MIXED[mixed].keep_low_precision_grads and original:
+        engine.beyond_torch("gradients of another dtype than the original parameters")
+    recipe = Recipe("sgd", dtype=torch.float32, **recipe)
+    case = (mixed, model_type, recipe)
+    if case not in torch_engine.known:  # for all strategies: they round at the same places
+        torch_engine.known[case] = train_mixed(torch_engine, *case, strategy="FULL_SHARD")
+    got = train_mixed(engine, *case, strategy=strategy, use_orig_params=original)
+    exact_sum = MIXED[mixed].reduce_dtype == torch.float32
+    if recipe.parts > 1 or model_type is parity.TwiceAndIdle or MIXED[mixed].keep_low_precision_grads:
+        # torch adds gradients of several calls in the dtype of the parameters, and keeps them in it after all.
+        exact_sum = False
+    close_in_bf16(got, torch_engine.known[case], exact_sum=exact_sum)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("strategy", STRATEGIES[:4])
+@pytest.mark.parametrize("mixed", MIXED)
+def test_mixed_precision(engine, engines, mixed, strategy, original):
+    check_mixed(engine, engines["torch"], mixed, original, strategy=strategy)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("no_sync", [False, True], ids=["sync", "no_sync"])
+@pytest.mark.parametrize("mixed", ["bf16", "bf16, reduced in fp32"])
+def test_gradients_accumulate_in_mixed_precision(engine, engines, mixed, no_sync, original):
+    if original and no_sync and engine.comm.size == 1:
+        engine.beyond_torch("gradients of another dtype than the original parameters, which it has on one rank")
+    check_mixed(engine, engines["torch"], mixed, original, parts=3, no_sync=no_sync)
+
+
+@ORIGINAL
+@pytest.mark.parametrize(
+    "model_type",
+    [parity.TiedInUnit, parity.TwiceAndIdle, parity.Uneven, parity.Normed, parity.RecomputedInside],
+)
+def test_models_in_mixed_precision(engine, engines, model_type, original):
+    check_mixed(engine, engines["torch"], "bf16, reduced in fp32", original, model_type)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_autocast(engine, strategy, original):
+    recipe = Recipe("sgd", dtype=torch.float32, autocast=True)
+    expected = reference(parity.Untied, engine.comm.size, recipe)
+    sharded = engine.shard(build(parity.Untied, torch.float32), strategy=strategy, use_orig_params=original)
+    close_in_bf16(engine.train(sharded, recipe), expected, exact_sum=True)
+
+
+class Taker(nn.Module):
+    """Notes the dtypes that it computes with."""
+
+    units = ()
+
+    def __init__(self, inner=None):
+        super().__init__()
+        self.inner, self.linear, self.seen = inner, nn.Linear(WIDTH, WIDTH), []
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("count", torch.ones(1, dtype=torch.int64))
+
+    def forward(self, x, index, *, more=None):
+        tensors = [x, index, more, self.linear.weight, self.scale, self.count]
+        x = self.linear(x.to(self.linear.weight.dtype))
+        tensors.append(x)
+        if self.inner is not None:
+            x = self.inner(x, index, more=x)
+            tensors.append(x)
+        self.seen.append([None if tensor is None else tensor.dtype for tensor in tensors])
+        return x
+
+
+NESTED_MIXED = {name: (mixed, mixed) for name, mixed in MIXED.items()} | {
+    "inner alone": (None, MixedPrecision(torch.bfloat16, cast_forward_inputs=True)),
+    "outer alone": (MixedPrecision(torch.bfloat16), None),
+    "two": (
+        MixedPrecision(torch.bfloat16, cast_forward_inputs=True),
+        MixedPrecision(torch.float16, torch.float32, torch.float32, cast_forward_inputs=True),
+    ),
+    "inner casts nothing": (MixedPrecision(torch.bfloat16, cast_forward_inputs=True), MixedPrecision()),
+    "buffers alone": (MixedPrecision(buffer_dtype=torch.float16), MixedPrecision(buffer_dtype=torch.bfloat16)),
+}
+
+
+def dtypes_seen(engine, mixed, original):
+    """Of everything that a unit in a unit is given, computes with and returns, and of gradients and parameters."""
+    torch.manual_seed(0)
+    options = {"wrapping": "by hand", "use_orig_params": original}
+    inner = Taker()
+    outer = Taker(engine.shard(inner, mixed_precision=mixed[1], **options))
+    sharded = engine.shard(outer, mixed_precision=mixed[0], **options)
+    with engine.quiet():
+        x = torch.ones(2, WIDTH)
+        for _ in range(2):
+            result = sharded(x, torch.ones(2, dtype=torch.int64), more=x.double())
+            result.float().sum().backward()
+        dtypes = [parameter.dtype for parameter in sharded.parameters()]
+        grads = [parameter.grad.dtype for parameter in sharded.parameters() if parameter.grad is not None]
+    whole = [tensor.dtype for tensor in engine.whole(sharded).values()]
+    buffers = {parity.plain_name(name): buffer.dtype for name, buffer in sharded.named_buffers()}
+    return {
+        "outer": outer.seen,
+        "inner": inner.seen,
+        "result": result.dtype,
+        "sharded": set(dtypes),
+        "gradients": set(grads),
+        "whole": set(whole),
+        "buffers": buffers,
+    }
+
+
+@ORIGINAL
+@pytest.mark.parametrize("mixed", NESTED_MIXED)
+def test_what_is_cast_and_what_is_not(engine, engines, mixed, original):
+    given = NESTED_MIXED[mixed]
+    if any(one is not None and one.keep_low_precision_grads for one in given) and original:
+        engine.beyond_torch("gradients of another dtype than the original parameters")
+    known = engines["torch"].known
+    if mixed not in known:
+        known[mixed] = dtypes_seen(engines["torch"], given, original=False)
+    expected = dict(known[mixed])
+    if mixed == "kept low, reduced in fp32" and not engine.is_torch:
+        expected["gradients"] = {torch.float32}  # that of the reduction, as torch's documentation has it
+    assert dtypes_seen(engine, given, original) == expected
+
+
+# What others put around and into units
+
+
+@ORIGINAL
+@pytest.mark.parametrize("strategy", PLAIN_STRATEGIES)
+def test_hooks_that_torch_brings_for_communication(engine, strategy, original):
+    sharded = engine.shard(build(parity.Nested), strategy=strategy, use_orig_params=original)
+    state = default_hooks.DefaultState(engine.group() or dist.group.WORLD)
+    replicated = strategy == "NO_SHARD" or engine.comm.size == 1 and engine.is_torch
+    sharded.register_comm_hook(state, default_hooks.allreduce_hook if replicated else default_hooks.reduce_scatter_hook)
+    close(engine.train(sharded, Recipe("sgd")), reference(parity.Nested, engine.comm.size, Recipe("sgd")), **EXACT)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("strategy", PLAIN_STRATEGIES)
+def test_a_hook_for_communication_is_given_every_gradient_once(engine, strategy, original):
+    """The hook may do as it likes: here ranks keep their own gradients, of which they take a tenth."""
+    calls = []
+
+    def hook(state, grad, output=None):
+        calls.append((state, grad.numel(), None if output is None else output.numel()))
+        if output is None:
+            grad.div_(10)
+        else:
+            size = output.numel()
+            output.copy_(grad[engine.comm.rank * size : (engine.comm.rank + 1) * size] / 10)
+
+    sharded = engine.shard(build(parity.Around), strategy=strategy, use_orig_params=original)
+    sharded.register_comm_hook("state", hook)
+    start = engine.whole(sharded)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=1.0)
+    with engine.quiet():
+        parity.loss_of(sharded, parity.inputs(0, 0, torch.float64)).backward()  # the same on all ranks
+    optimizer.step()
+    got = {name: start[name] - tensor for name, tensor in engine.whole(sharded).items()}
+    plain = build(parity.Around)
+    parity.loss_of(plain, parity.inputs(0, 0, torch.float64)).backward()
+    expected = {name: parameter.grad / 10 for name, parameter in plain.named_parameters()}
+    torch.testing.assert_close(got, expected, **EXACT)
+    replicated = strategy == "NO_SHARD" or engine.comm.size == 1 and engine.is_torch
+    assert len(calls) == 2
+    for state, numel, part in calls:
+        assert state == "state"
+        assert part == (None if replicated else numel // engine.comm.size)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("strategy", STRATEGIES[:4])
+@pytest.mark.parametrize("scaler_type", ["torch", "own"])
+def test_scaled_gradients_of_which_one_is_infinite(engine, strategy, scaler_type, original):
+    recipe, poisoned = Recipe("sgd"), 1
+    plain, mine = build(parity.Nested), build(parity.Nested)
+    sharded = engine.shard(mine, strategy=strategy, use_orig_params=original)
+    make_scaler = TorchShardedGradScaler if scaler_type == "torch" or engine.is_torch else ShardedGradScaler
+    scaler = make_scaler(device="cpu", init_scale=1024.0, growth_interval=2, process_group=engine.group())
+    optimizers = [recipe.make_optimizer(m.parameters()) for m in (plain, sharded)]
+    scales = []
+    for step in range(4):
+        for rank in range(engine.comm.size):
+            (parity.loss_of(plain, parity.inputs(step, rank, torch.float64)) / engine.comm.size).backward()
+        with engine.quiet():
+            scaler.scale(parity.loss_of(sharded, parity.inputs(step, engine.comm.rank, torch.float64))).backward()
+        if step == poisoned:
+            if engine.comm.rank == 0:  # others see no sign of it in their own shards
+                gradient = next(p.grad for p in sharded.parameters() if p.grad is not None and p.numel())
+                gradient.view(-1)[0] = float("inf")
+        else:
+            optimizers[0].step()
+        scaler.unscale_(optimizers[1])
+        scaler.step(optimizers[1])
+        scaler.update()
+        scales.append(scaler.get_scale())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert scales == [1024.0, 512.0, 512.0, 1024.0]
+    torch.testing.assert_close(engine.whole(sharded), parity.named(plain), **EXACT)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # asked for by dynamo itself
+@ORIGINAL
+@pytest.mark.parametrize("where", ["units", "inside of units", "after wrapping"])
+def test_compiled_modules(engine, where, original):
+    if not original:
+        engine.beyond_torch("compiling with use_orig_params=False")
+    mine = build(parity.Nested)
+    types = {"units": parity.Block, "inside of units": nn.Linear, "after wrapping": parity.Inner}
+    chosen = [module for module in mine.modules() if isinstance(module, types[where])]
+    if where != "after wrapping":
+        for module in chosen:
+            module.compile(backend="aot_eager")
+    sharded = engine.shard(mine, use_orig_params=original)
+    if where == "after wrapping":
+        for module in chosen:
+            module.compile(backend="aot_eager")
+    close(engine.train(sharded), reference(parity.Nested, engine.comm.size), **EXACT)
