@@ -50,6 +50,8 @@ def in_backward() -> bool:
 
 def will_run(node: Any) -> bool:
     """Whether the backward that is running will come to a node of the graph."""
+    if node is None:
+        return False
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # a leaf for which torch.autograd.grad was asked: its gradient goes to the caller
@@ -57,8 +59,11 @@ def will_run(node: Any) -> bool:
 
 
 def accumulator_of(leaf: torch.Tensor) -> Any:
-    """The node of the graph that adds to the gradient of a leaf."""
-    return torch.autograd.graph.get_gradient_edge(leaf).node
+    """The node of the graph that adds to the gradient of a leaf, None for a leaf that wants none."""
+    if not leaf.requires_grad:
+        return None
+    with torch.enable_grad():
+        return leaf.view_as(leaf).grad_fn.next_functions[0][0]
 
 
 def forget_autocast_casts(device_type: str) -> None:
@@ -72,6 +77,21 @@ def default_store() -> Any:
     import torch.distributed as dist
 
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
+set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
+"""What compiles functions when they are called, None for nothing; returns what did so before."""
+
+
+def run_as_written(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that torch.compile leaves alone, while it compiles those that this one calls."""
+    # What torch.compiler.disable(recursive=False) does; that would load the compiler when this package is imported.
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

@@ -14,6 +14,12 @@ from hpcfsdp.errors import DisagreementError
 from hpcfsdp.flat.layout import FlatLayout
 
 _TAKEN = "_hpcfsdp_unit_fqn"
+_HIDDEN = "_hpcfsdp_hidden"
+
+
+def taken_fqn(param: nn.Parameter) -> str | None:
+    """The name of a parameter that a flat parameter stands for now, None for any other."""
+    return getattr(param, _TAKEN, None) if getattr(param, _HIDDEN, False) else None
 
 
 @dataclass
@@ -31,12 +37,14 @@ class OwnParam:
 
     def deregister(self) -> None:
         """Keep the parameter as a plain attribute, so that modules find it and ``parameters()`` does not."""
+        setattr(self.param, _HIDDEN, True)
         for module, name in self.places:
             del module._parameters[name]
             module.__dict__[name] = self.param
 
     def register(self) -> None:
         """The way back from ``deregister``."""
+        setattr(self.param, _HIDDEN, False)
         for module, name in self.places:
             del module.__dict__[name]
             module._parameters[name] = self.param

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -41,6 +41,8 @@ class Groups:
     shard: Communicator
     replicate: Communicator | None
     everyone: Communicator | None
+    writers: tuple[int, ...] | None = field(default=None, compare=False)
+    """For each shard the rank in `everyone` that speaks for its replicas; None where `everyone` is."""
 
     @property
     def is_hybrid(self) -> bool:
@@ -110,8 +112,20 @@ def _strategy(process_group: Any, given: ShardingStrategy | None) -> ShardingStr
 
 def _plain(comm: Communicator, strategy: ShardingStrategy) -> Groups:
     if strategy is ShardingStrategy.NO_SHARD:
-        return Groups(strategy, FakeCommunicator(device=comm.device), comm, comm)
-    return Groups(strategy, comm, None, comm)
+        return Groups(strategy, FakeCommunicator(device=comm.device), comm, comm, (0,))
+    return Groups(strategy, comm, None, comm, tuple(range(comm.size)))
+
+
+def _grid(
+    strategy: ShardingStrategy, shard: Communicator, replicate: Communicator, everyone: Communicator | None
+) -> Groups:
+    """Collective over `everyone`."""
+    writers = None
+    if everyone is not None:
+        places = everyone.all_gather_object((replicate.rank, shard.rank))
+        first = {part: rank for rank, (replica, part) in reversed(list(enumerate(places))) if replica == 0}
+        writers = tuple(first.get(part, 0) for part in range(shard.size))  # a fake world has one place for all ranks
+    return Groups(strategy, shard, replicate, everyone, writers)
 
 
 def _regrouped(groups: Groups, strategy: ShardingStrategy) -> Groups:
@@ -136,10 +150,10 @@ def _hybrid(process_group: Any, device_mesh: DeviceMesh | None, strategy: Shardi
                 "for example hpcfsdp.init().mesh(replicate='nodes', shard='node')"
             )
         replicate, shard = (communicator_for(device_mesh.get_group(place), required=True) for place in (0, 1))
-        return Groups(strategy, shard, replicate, _members_of(device_mesh))
+        return _grid(strategy, shard, replicate, _members_of(device_mesh))
     if process_group is None:
         shard, replicate = _node_groups()
-        return Groups(strategy, shard, replicate, communicator_for(None, required=True))
+        return _grid(strategy, shard, replicate, communicator_for(None, required=True))
     if not isinstance(process_group, (tuple, list)) or len(process_group) != 2:
         given = type(process_group).__name__
         if isinstance(process_group, (tuple, list)):
@@ -155,7 +169,7 @@ def _hybrid(process_group: Any, device_mesh: DeviceMesh | None, strategy: Shardi
     everyone = _default_or_none()
     if everyone is not None and everyone.size != shard.size * replicate.size:
         everyone = None
-    return Groups(strategy, shard, replicate, everyone)
+    return _grid(strategy, shard, replicate, everyone)
 
 
 def _default_or_none() -> Communicator | None:

@@ -62,7 +62,7 @@ def remember_full_precision(root: nn.Module, classes: tuple[type[nn.Module], ...
 def cast_buffers(
     root: nn.Module, dtype: torch.dtype, buffers: Iterable[torch.Tensor], classes: tuple[type[nn.Module], ...]
 ) -> None:
-    """Cast the given floating-point buffers, wherever below `root` they are registered; modules of `classes` keep theirs.
+    """Cast the given floating-point buffers, wherever below `root` they stand; modules of `classes` keep theirs.
 
     One that is registered in several places is one afterwards, too.
     """

@@ -1,7 +1,7 @@
 """Whole parameters on demand: ``summon_full_params``, its parts, and a walk that holds one unit at a time.
 
-Gathered values are copies in the dtype in which parameters are kept, on each rank its own: what one rank writes no other
-sees before it is written back.
+Gathered values are copies in the dtype in which parameters are kept, on each rank its own: what one rank writes no
+other sees before it is written back.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,11 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
+from hpcfsdp import _compat
 from hpcfsdp.api import policies, precision, unshard
 from hpcfsdp.api.flatten import OwnParams, check_same_model, move_outside, own_params
 from hpcfsdp.api.groups import Groups, resolve_groups
 from hpcfsdp.api.ignored import Ignored, resolve_ignored
 from hpcfsdp.api.materialize import materialize
+from hpcfsdp.api.stale import watch_optimizers
 from hpcfsdp.api.state_dicts import StateDictMethods
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import EngineError
@@ -34,7 +36,6 @@ from hpcfsdp.world import current_world
 WRAPPED = "_fsdp_wrapped_module"
 FLAT_PARAM = "_flat_param"
 _KEEPS_VALUES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2, ShardingStrategy.NO_SHARD)
-_engines = itertools.count()
 
 
 class FullyShardedDataParallel(StateDictMethods, nn.Module):
@@ -97,6 +98,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        watch_optimizers()
         _check_module(module)
         _check_types(cpu_offload, mixed_precision, backward_prefetch)
         self.groups = resolve_groups(process_group, device_mesh, sharding_strategy)
@@ -169,18 +171,26 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         """All ranks of this wrapper, replicas too; only the shards of hybrid groups that do not make up the world."""
         return self.groups.everyone or self.groups.shard
 
+    @_compat.run_as_written
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Collective over the process group. Run the wrapped module with gathered parameters."""
         unit = self._unit
-        if unit.engine is None:
-            self._become_root()
-        call, args, kwargs = unit.pre_forward(args, kwargs)
+        compiler = _compat.set_compiler(None)  # torch.compile may work on what is inside, not on the engine
         try:
-            outputs = self._fsdp_wrapped_module(*args, **kwargs)
-        except BaseException:
-            unit.leave_forward(broken=True)
-            raise
-        unit.post_forward(call, outputs)
+            if unit.engine is None:
+                self._become_root()
+            call, args, kwargs = unit.pre_forward(args, kwargs)
+            try:
+                _compat.set_compiler(compiler)
+                outputs = self._fsdp_wrapped_module(*args, **kwargs)
+            except BaseException:
+                _compat.set_compiler(None)
+                unit.leave_forward(broken=True)
+                raise
+            _compat.set_compiler(None)
+            unit.post_forward(call, outputs)
+        finally:
+            _compat.set_compiler(compiler)
         return outputs
 
     def check_is_root(self) -> bool:
@@ -428,7 +438,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             unit.input_dtype = mixed.param_dtype if cast else None
             if mixed.buffer_dtype is not None:
                 precision.cast_buffers(self, mixed.buffer_dtype, wrapper._own.buffers, wrapper._apart)
-        engine = Engine([wrapper.unit for wrapper in wrappers], self.comm, f"{next(_engines)}")
+        label = self.comm.broadcast_object(uuid.uuid4().hex)
+        engine = Engine([wrapper.unit for wrapper in wrappers], self.comm, label)
         for wrapper in wrappers:
             wrapper.unit.engine = engine
 

@@ -44,14 +44,13 @@ def backend_rows(found: Mapping[str, Mapping[str, Times]]) -> list[tuple[str, ..
 
 def step_rows(found: step.Measurement) -> list[tuple[str, ...]]:
     """One row for each engine, as a multiple of the floor, and what hpcfsdp takes as a multiple of it."""
-    medians = {engine: times.median_s for engine, times in found.times.items()}
     return [
         (
             engine,
             readable(times.median_s),
             _spread(times),
-            _ratio(times.median_s, medians.get(step.FLOOR)),
-            _against(engine, medians),
+            f"{times.ratio_to(found.times[step.FLOOR]):.2f}x",
+            "" if engine == step.OWN else f"{found.times[step.OWN].ratio_to(times):.2f}x",
         )
         for engine, times in found.times.items()
     ]
@@ -60,15 +59,14 @@ def step_rows(found: step.Measurement) -> list[tuple[str, ...]]:
 def host_rows(found: host.Measurement) -> list[tuple[str, ...]]:
     """One row for each engine, for each unit of the model, and what hpcfsdp adds as a multiple of what it adds."""
     over = {engine: found.over_plain(engine) for engine in found.times if engine != host.PLAIN}
-    medians = {engine: times.median_s for engine, times in over.items()}
     return [
         (
             engine,
             readable(found.per_unit(engine).median_s),
             _spread(found.per_unit(engine)),
-            readable(medians[engine]) if engine in over else "",
+            readable(over[engine].median_s) if engine in over else "",
             _spread(over[engine]) if engine in over else "",
-            _against(engine, medians),
+            f"{over[step.OWN].ratio_to(over[engine]):.2f}x" if engine in over and engine != step.OWN else "",
         )
         for engine in found.times
     ]
@@ -76,7 +74,7 @@ def host_rows(found: host.Measurement) -> list[tuple[str, ...]]:
 
 def memory_rows(found: Sequence[memory.Peak]) -> list[tuple[str, ...]]:
     """One row for each engine, as a multiple of what is to be expected, and what hpcfsdp takes as a multiple of it."""
-    peaks = {one.engine: float(one.peak_bytes) for one in found}
+    own = next(one for one in found if one.engine == step.OWN)
     return [
         (
             one.engine,
@@ -85,7 +83,7 @@ def memory_rows(found: Sequence[memory.Peak]) -> list[tuple[str, ...]]:
             f"{_mib(min(one.steps_bytes))} - {_mib(max(one.steps_bytes))}",
             _mib(one.analytic_bytes),
             f"{one.peak_bytes / one.analytic_bytes:.3f}x",
-            _against(one.engine, peaks),
+            "" if one is own else f"{own.peak_bytes / one.peak_bytes:.2f}x",
         )
         for one in found
     ]
@@ -103,9 +101,9 @@ def backend_json(found: Mapping[str, Mapping[str, Times]]) -> dict[str, object]:
 
 
 def step_json(found: step.Measurement) -> dict[str, object]:
-    medians = {engine: times.median_s for engine, times in found.times.items()}
+    own = found.times[step.OWN]
     return {
-        engine: {**one, "loss": found.losses[engine], "hpcfsdp_ratio": medians[step.OWN] / medians[engine]}
+        engine: {**one, "loss": found.losses[engine], "hpcfsdp_ratio": own.ratio_to(found.times[engine])}
         for engine, one in _as_json(found.times).items()
     }
 
@@ -147,17 +145,6 @@ def _spread(times: Times) -> str:
 
 def _faster(times: Times, gloo: Times | None) -> str:
     return f"{gloo.median_s / times.median_s:.2f}x" if gloo is not None and gloo is not times else ""
-
-
-def _ratio(value: float, unit: float | None) -> str:
-    return f"{value / unit:.2f}x" if unit else ""
-
-
-def _against(engine: str, medians: Mapping[str, float]) -> str:
-    """What hpcfsdp takes as a multiple of what another engine takes."""
-    if engine.startswith(step.OWN) or step.OWN not in medians:
-        return ""
-    return _ratio(medians[step.OWN], medians.get(engine))
 
 
 def _as_json(ways: Mapping[str, Times]) -> dict[str, dict[str, object]]:

@@ -27,6 +27,10 @@ class Times:
         """The fastest and the slowest run."""
         return min(self.seconds), max(self.seconds)
 
+    def ratio_to(self, other: Times) -> float:
+        """How many times as long as `other`: the median over rounds, which met the same noise."""
+        return statistics.median(mine / its for mine, its in zip(self.seconds, other.seconds, strict=True))
+
 
 def in_turn(
     comm: Communicator, ways: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 2, calls: int = 1

@@ -123,7 +123,7 @@ class MpiCommunicator:
         return window.mine
 
     def free(self, tensor: torch.Tensor) -> None:
-        if not tensor.numel():
+        if not tensor.numel() or self._closed:  # closing has let go of all memory
             return
         window = self._windows.get(tensor.untyped_storage().data_ptr())
         if window is None or window.mine.data_ptr() != tensor.data_ptr() or window.mine.numel() != tensor.numel():

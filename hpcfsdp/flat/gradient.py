@@ -15,7 +15,7 @@ CommHook = Callable[..., Any]
 
 
 class FlatGrad:
-    """What happens to the gradients of one flat parameter, in the order of the methods.
+    """What happens to the gradients of one flat parameter, in the order of the methods, which run without autograd.
 
     Attributes:
         flat: the parameter.
@@ -66,7 +66,6 @@ class FlatGrad:
         self._targets = self.flat.views(buffer)
         self._filled = [False] * len(self.flat.leaves)
 
-    @torch.no_grad()
     def take(self, index: int) -> None:
         """Move the gradient that autograd left on one leaf to its place in the buffer, cast to the wire dtype."""
         leaf = self.flat.leaves[index]
@@ -84,7 +83,6 @@ class FlatGrad:
             self._targets[index].copy_(grad)
             self._filled[index] = self.used[index] = True
 
-    @torch.no_grad()
     def keep_back(self) -> None:
         """Add the buffer to what waits for a later synchronisation (``no_sync``), and let go of it."""
         if self.buffer is None:
@@ -96,7 +94,6 @@ class FlatGrad:
             self._waiting.add_(self.buffer)
         self._drop_buffer()
 
-    @torch.no_grad()
     def reduce(self, label: str, *, async_op: bool) -> Work | None:
         """Collective. Begin to average the buffer over all ranks; ``arrive`` when the work is done.
 
@@ -126,7 +123,6 @@ class FlatGrad:
             return None
         return flat.replicas.all_reduce(full, "average", accumulate=dtypes.accumulate, label=label, async_op=async_op)
 
-    @torch.no_grad()
     def arrive(self, label: str, *, own_buffer: bool) -> None:
         """Collective over the replicas. Take in what was reduced; its buffer is free for others then.
 
@@ -145,7 +141,8 @@ class FlatGrad:
             self._reduced = arrived
         else:  # the unit was reduced before all of its gradients were there
             self._reduced.add_(arrived)
-        if all(self.used) and self.buffer is None:
+        at_rest = self.buffer is None and not (flat.use_orig_params and flat.is_unsharded)
+        if at_rest and all(self.used):
             self._hand_over(self.used)
 
     def settle(self, used_anywhere: Sequence[bool]) -> None:
@@ -162,7 +159,6 @@ class FlatGrad:
             leaf.grad = grad
         self._set_aside = None
 
-    @torch.no_grad()
     def _hand_over(self, used: Sequence[bool]) -> None:
         reduced, self._reduced = self._reduced, None
         if reduced is None:

@@ -65,6 +65,7 @@ class FlatParam:
         self.device = self.leaves[0].device
         self.is_unsharded = False
         requires_grad = any(leaf.requires_grad for leaf in self.leaves)
+        self._places = [(slot.shape, _row_major(slot.shape), slot.offset) for slot in layout.slots]
 
         full = self._flattened()
         self._buffer, shard = self._place(full, torch.device("cpu") if offload else self.device)
@@ -207,7 +208,8 @@ class FlatParam:
             leaf.data = value
 
     def _views_of(self, full: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots)
+        begin = full.storage_offset()
+        return tuple([full.as_strided(shape, stride, begin + offset) for shape, stride, offset in self._places])
 
     def _runs_of(self, shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found = []
@@ -226,3 +228,11 @@ class FlatParam:
                 "whole parameters within FullyShardedDataParallel.summon_full_params(model)"
             )
         target.copy_(values.reshape(target.shape))
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(1, extent)
+    return tuple(reversed(strides))

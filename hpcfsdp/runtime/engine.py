@@ -12,10 +12,10 @@ from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import CommunicationError, DisagreementError
 from hpcfsdp.flat.gradient import FlatGrad
-from hpcfsdp.runtime.grads import GradMemory
+from hpcfsdp.runtime.grads import GradMemory, place
 from hpcfsdp.runtime.order import Order
 from hpcfsdp.runtime.state import Phase
-from hpcfsdp.runtime.streams import Queue, Streams, Wait, streams_for
+from hpcfsdp.runtime.streams import Place, Queue, Streams, Wait, streams_for
 
 if TYPE_CHECKING:
     from hpcfsdp.runtime.unit import Unit
@@ -120,7 +120,6 @@ class Engine:
 
     def _begin_pass(self, unit: Unit) -> None:
         self._reshard(self.units)  # left over from a forward without a backward
-        self._called.clear()
         self._passes += 1
         self.order.begin()
         for each in self.units:
@@ -178,19 +177,19 @@ class Engine:
         """Have the module compute with the gathered values."""
         self._ahead.discard(unit)
         self.streams.wait(Queue.COMPUTE, unit.gathered, Wait.VALUES_GATHERED)
+        self.streams.touch(Queue.COMPUTE, reads=values_of(unit))
         for flat in unit.flats:
             flat.bind()
 
     def reshard(self, unit: Unit) -> None:
         """Free a unit's gathered values."""
-        places = [(id(flat), "values") for flat in unit.gathers]
-        self.streams.touch(Queue.COMPUTE, reads=places)
         for flat in unit.flats:
             flat.reshard()
         if unit.is_gathered:
             unit.is_gathered = False
+            self.streams.touch(Queue.COMPUTE, reads=values_of(unit))
             self._values_used = self.streams.record(Queue.COMPUTE)
-            self.streams.free(*places)
+            self.streams.free(*values_of(unit))
 
     def gather_ahead(self, kind: str) -> None:
         """Collective. Begin to gather the unit that is known to do `kind` next."""
@@ -247,6 +246,7 @@ class Engine:
         else:
             self.grads.keep_back(grad)
 
+    @torch.no_grad()
     def _finish_backward(self) -> None:
         """Collective. Called once at the end of the backward pass."""
         while self._due:
@@ -269,6 +269,7 @@ class Engine:
             self.streams.wait(Queue.HOST, self.streams.record(Queue.REDUCE), Wait.GRADS_LANDED)
             self.streams.wait(Queue.HOST, self.streams.record(Queue.GATHER), Wait.SHARDS_READ)
         self._settle()
+        self._called.clear()
         self.in_backward = False
         self._meet("end of the backward")
 
@@ -281,6 +282,9 @@ class Engine:
             return
         self.grads.settle()
         grads = [grad for unit in owing for grad in unit.grads]
+        for grad in grads:
+            home = Queue.COMPUTE if grad.flat.parameter.device == grad.flat.device else Queue.HOST
+            self.streams.touch(home, reads=[place(grad, "shard grad")], writes=[place(grad, "shard grad")])
         for grad, used in zip(grads, _used_anywhere(grads), strict=True):
             grad.settle(used)
         for unit in owing:
@@ -308,6 +312,11 @@ def _used_anywhere(grads: Sequence[FlatGrad]) -> list[list[bool]]:
             count = len(grads[index].used)
             found[index], everyone = everyone[:count], everyone[count:]
     return found
+
+
+def values_of(unit: Unit) -> list[Place]:
+    """The names of the memory that a unit is gathered into."""
+    return [(id(flat), "values") for flat in unit.gathers]
 
 
 def _zip_longest(left: Sequence[str], right: Sequence[str]) -> Iterable[tuple[str, str]]:

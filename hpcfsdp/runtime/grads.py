@@ -22,13 +22,18 @@ class Slot:
         memory: shared with the other ranks of the node; None where each gradient gets memory of its own.
         holder: whose gradient is being put together in it.
         event: that the last reduction out of it is done.
-        in_use: keeps memory of its own alive until then.
+        in_use: what of it has been given out; keeps memory that is not the slot's own alive until nobody uses it.
     """
 
     memory: torch.Tensor | None = None
     holder: FlatGrad | None = None
     event: Any = None
     in_use: torch.Tensor | None = None
+
+    @property
+    def place(self) -> Place:
+        """The name of its memory."""
+        return id(self), "grad"
 
 
 @dataclass
@@ -87,7 +92,7 @@ class GradMemory:
         if slot.holder is not None and slot.holder.buffer is not None:
             flush(slot.holder)
         self._streams.wait(Queue.COMPUTE, slot.event, Wait.GRADS_TAKEN)
-        slot.event = slot.in_use = None
+        self._vacate(slot)
         if ring.comm is not None and slot.memory is None:
             slot.memory = ring.comm.alloc(ring.numel, ring.dtype)
             weakref.finalize(slot, ring.comm.free, slot.memory).atexit = False
@@ -96,40 +101,40 @@ class GradMemory:
             buffer = slot.memory[:numel]
         else:
             buffer = torch.empty(numel, dtype=ring.dtype, device=grad.flat.device)
-        slot.holder = grad
+        slot.holder, slot.in_use = grad, buffer
         self._slots[grad] = slot
+        self._streams.touch(Queue.COMPUTE, writes=[slot.place])  # as autograd does from here on, until it is reduced
         grad.begin(buffer)
 
     def reduce(self, grad: FlatGrad, label: str) -> None:
         """Collective. Begin to average the gradient over ranks."""
         slot, streams = self._slots.pop(grad), self._streams
         streams.wait(Queue.COMPUTE, self._last.get(grad), Wait.GRADS_TAKEN)
-        streams.touch(Queue.COMPUTE, writes=[place(grad, "grad")])
+        streams.touch(Queue.COMPUTE, writes=[slot.place])
         streams.wait(Queue.REDUCE, streams.record(Queue.COMPUTE), Wait.GRADS_WRITTEN)
         own = slot.memory is None
-        slot.in_use = grad.buffer
         slot.holder = None
         slot.event = self._last[grad] = streams.launch(
             Queue.REDUCE,
             lambda async_op: grad.reduce(label, async_op=async_op),
             lambda: grad.arrive(label, own_buffer=own),
-            reads=[place(grad, "grad")],
+            reads=[slot.place],
             writes=[place(grad, "shard grad")],
         )
-        streams.free(place(grad, "grad"))
 
     def keep_back(self, grad: FlatGrad) -> None:
         """Let the gradient wait for a later synchronisation; the buffer is free again."""
         slot = self._slots.pop(grad)
         slot.holder = None
         grad.keep_back()
+        self._vacate(slot)
 
     def settle(self) -> None:
         """Everything has been reduced, and the compute queue has waited for it."""
         self._last.clear()
         for ring in self._rings.values():
             for slot in ring.slots:
-                slot.event = slot.in_use = None
+                self._vacate(slot)
 
     def drop(self) -> None:
         """Let go of all buffers after a backward that was broken off."""
@@ -137,7 +142,15 @@ class GradMemory:
         self._last.clear()
         for ring in self._rings.values():
             for slot in ring.slots:
-                slot.holder = slot.in_use = None
+                slot.holder = None
+                self._vacate(slot)
+
+    def _vacate(self, slot: Slot) -> None:
+        """Nobody uses the memory any more; if it is not the slot's own it goes back to the allocator."""
+        if slot.in_use is not None:
+            slot.event = slot.in_use = None
+            if slot.memory is None:
+                self._streams.free(slot.place)
 
 
 def place(grad: FlatGrad, part: str) -> Place:

@@ -82,6 +82,9 @@ class Unit:
         self.grads = tuple(FlatGrad(flat) for flat in self.flats if flat.layout.dtype.is_floating_point)
         self._leaves = [(grad, index, leaf) for grad in self.grads for index, leaf in enumerate(grad.flat.leaves)]
         self._hooked = [False] * len(self._leaves)
+        # A leaf has one such node as long as someone holds it and the leaf's dtype and device stay.
+        self._accumulators: list[tuple[Leaf, Any]] | None = None
+        self._changes_dtype = any(flat.dtypes.compute != flat.dtypes.kept for flat in self.flats)
         self._calls: list[_Call] = []  # those whose backward has begun
         self._counted: set[Any] = set()  # accumulators that will run, or have run, in this backward
         self._outstanding: Counter[Leaf] = Counter()  # how often each leaf is still to get a gradient
@@ -198,6 +201,7 @@ class Unit:
 
     def end_summon(self) -> None:
         """Not collective. The leaves are at rest again."""
+        self._accumulators = None
         self._enter(Phase.IDLE)
 
     def reset(self) -> None:
@@ -216,6 +220,7 @@ class Unit:
         engine = self.engine
         assert engine is not None
         self._enter(Phase.BACKWARD)
+        self.owes_grads = True
         engine.order.note(("backward", self.name))
         for grad in self.grads:
             if grad.flat.requires_grad:
@@ -246,7 +251,8 @@ class Unit:
                 for leaf in flat.leaves:
                     leaf.requires_grad_(flat.parameter.requires_grad)
         for place, (grad, index, leaf) in enumerate(self._leaves):
-            if leaf.requires_grad and not self._hooked[place]:
+            if not self._hooked[place] and leaf.requires_grad:
+                self._accumulators = None
                 leaf.register_post_accumulate_grad_hook(_leaf_hook(self, grad, index))
                 self._hooked[place] = True
 
@@ -289,12 +295,16 @@ class Unit:
                 tensor.register_hook(hook)
         if hook is None:
             return
-        call.accumulators = [
-            ((grad, index), _compat.accumulator_of(leaf)) for grad, index, leaf in self._leaves if leaf.requires_grad
-        ]
+        call.accumulators = self._accumulators_now()
         if self.phase is not Phase.RECOMPUTE:
             assert self.engine is not None
             self.engine.expect_backward(self)
+
+    def _accumulators_now(self) -> list[tuple[Leaf, Any]]:
+        """The nodes that add to the gradients of the leaves in the graph that has just been made."""
+        if self._accumulators is None or self._changes_dtype:
+            self._accumulators = [((grad, index), _compat.accumulator_of(leaf)) for grad, index, leaf in self._leaves]
+        return self._accumulators
 
     def _input_done(self, call: _Call) -> None:
         call.inputs_pending -= 1
@@ -333,7 +343,21 @@ class Unit:
         self.post_backward()
 
 
+def _without_autograd(hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A hook of the backward, which runs without autograd already unless the user asked for ``create_graph``."""
+
+    def quiet(tensor: torch.Tensor) -> None:
+        if not torch.is_grad_enabled():
+            hook(tensor)
+            return
+        with torch.no_grad():
+            hook(tensor)
+
+    return quiet
+
+
 def _output_hook(unit: Unit, call: _Call) -> Callable[[torch.Tensor], None]:
+    @_without_autograd
     def before_backward(_grad: torch.Tensor) -> None:
         unit.pre_backward(call)
 
@@ -343,6 +367,7 @@ def _output_hook(unit: Unit, call: _Call) -> Callable[[torch.Tensor], None]:
 def _input_hook(unit: Unit, call: _Call) -> Callable[[torch.Tensor], None]:
     weak_unit, weak_call = weakref.ref(unit), weakref.ref(call)
 
+    @_without_autograd
     def input_done(_grad: torch.Tensor) -> None:
         unit, call = weak_unit(), weak_call()
         if unit is not None and call is not None:
@@ -355,6 +380,7 @@ def _leaf_hook(unit: Unit, grad: FlatGrad, index: int) -> Callable[[nn.Parameter
     # The leaf belongs to the flat parameter and that to the unit: a strong reference back would keep all of them.
     weak_unit, weak_grad = weakref.ref(unit), weakref.ref(grad)
 
+    @_without_autograd
     def gradient_ready(_leaf: nn.Parameter) -> None:
         unit, grad = weak_unit(), weak_grad()
         if unit is not None and grad is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from hpcfsdp.api.wrapper import WRAPPED, FullyShardedDataParallel
 from hpcfsdp.comm import Communicator, communicator_for
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.layout import FlatLayout, ShardExtent
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated
 
@@ -35,8 +36,12 @@ def device_of(model: nn.Module) -> torch.device:
     return next((param.device for param in model.parameters()), torch.device("cpu"))
 
 
-def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout]]:
-    """Each flat parameter with its layout under the names that parameters have in the whole model."""
+def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, tuple[int, ...]]]:
+    """Each flat parameter, its layout under the names that parameters have in the whole model, and who writes it.
+
+    Raises:
+        CheckpointError: the ranks that hold all of a parameter are not those that checkpoint the model.
+    """
     paths: dict[FullyShardedDataParallel, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, FullyShardedDataParallel):
@@ -44,11 +49,24 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout]]:
     for wrapper, known_as in paths.items():
         for flat in wrapper.unit.flats:
             first, *others = (flat.layout.renamed(functools.partial(_joined, path)) for path in known_as)
-            yield flat, first.aliased(others)
+            writers = wrapper.groups.writers
+            if writers is None:
+                raise CheckpointError(
+                    "the model is sharded over a pair of process groups that do not make up the world: it is not known "
+                    "which ranks hold it together; pass a device_mesh, or groups of all ranks"
+                )
+            yield flat, first.aliased(others), writers
 
 
 def _joined(path: str, name: str) -> str:
     return clean_fqn(f"{path}.{name}" if path else name)
+
+
+def written_extents(layout: FlatLayout, fqn: str, writers: Sequence[int]) -> tuple[ShardExtent, ...]:
+    """The runs of a parameter, with the ranks that write them: each shard is written once, whoever holds it too."""
+    return tuple(
+        dataclasses.replace(extent, shard_rank=writers[extent.shard_rank]) for extent in layout.param_extents(fqn)
+    )
 
 
 def shard_pieces(layout: FlatLayout, fqn: str, shard_rank: int, shard: torch.Tensor) -> tuple[LocalPiece, ...]:
@@ -78,11 +96,11 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
 
     taken: set[str] = set()
     flat_shards: set[nn.Parameter] = set()
-    for flat, layout in flat_params(model):
-        flat_shards.add(flat.parameter)
+    for flat, layout, writers in flat_params(model):
+        flat_shards.update((flat.parameter, *flat.leaves))
         for slot in layout.slots:
             pieces = shard_pieces(layout, slot.fqn, flat.comm.rank, flat.parameter.data)
-            extents = layout.param_extents(slot.fqn)
+            extents = written_extents(layout, slot.fqn, writers)
             add(StateTensor(slot.fqn, slot.shape, layout.dtype, extents, pieces, slot.aliases))
     whole: dict[torch.Tensor, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -11,8 +11,8 @@ from torch import nn
 
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
 from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.state.model import clean_fqn, flat_params, shard_pieces
-from hpcfsdp.state.tensors import StateTensor, replicated
+from hpcfsdp.state.model import clean_fqn, flat_params, shard_pieces, written_extents
+from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated
 
 Scalar = bool | int | float
 
@@ -27,13 +27,17 @@ class TrainedParam:
         param: as it stands in the optimizer's ``param_groups``.
         shapes: by name, of the parameters of the model that it holds.
         layout: how they lie in it; None for a parameter that is not sharded.
-        shard_rank: which shard of the layout it is.
+        shard_rank: which shard of the layout is here.
+        writers: for each shard the rank that writes it into a checkpoint.
+        is_run: whether it is this rank's run of one parameter, rather than a whole shard.
     """
 
     param: nn.Parameter
     shapes: dict[str, tuple[int, ...]]
     layout: FlatLayout | None = None
     shard_rank: int = 0
+    writers: tuple[int, ...] = (0,)
+    is_run: bool = False
 
     def state_tensor(self, fqn: str, key: str, value: torch.Tensor) -> StateTensor:
         """The part of one state value that belongs to the parameter `fqn`, under the name ``fqn/key``."""
@@ -45,8 +49,13 @@ class TrainedParam:
                 f"optimizer state {key!r} of {fqn!r} has shape {tuple(value.shape)}, neither a scalar nor that of the "
                 f"shard, {tuple(self.param.shape)}: it cannot be split by parameter"
             )
-        pieces = shard_pieces(self.layout, fqn, self.shard_rank, value)
-        return StateTensor(name, self.shapes[fqn], value.dtype, self.layout.param_extents(fqn), pieces)
+        extents = written_extents(self.layout, fqn, self.writers)
+        if self.is_run:
+            extent = self.layout.param_extent(fqn, self.shard_rank)
+            pieces = (LocalPiece(extent.start, value),) if extent is not None else ()
+        else:
+            pieces = shard_pieces(self.layout, fqn, self.shard_rank, value)
+        return StateTensor(name, self.shapes[fqn], value.dtype, extents, pieces)
 
 
 @dataclass(frozen=True)
@@ -71,9 +80,13 @@ def trained_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[l
         CheckpointError: the optimizer steps a parameter that the model does not have.
     """
     known: dict[nn.Parameter, TrainedParam] = {}
-    for flat, layout in flat_params(model):
+    for flat, layout, writers in flat_params(model):
         shapes = {slot.fqn: slot.shape for slot in layout.slots}
-        known[flat.parameter] = TrainedParam(flat.parameter, shapes, layout, flat.comm.rank)
+        if not flat.use_orig_params:
+            known[flat.parameter] = TrainedParam(flat.parameter, shapes, layout, flat.comm.rank, writers)
+            continue
+        for leaf, (fqn, shape) in zip(flat.leaves, shapes.items(), strict=True):
+            known[leaf] = TrainedParam(leaf, {fqn: shape}, layout, flat.comm.rank, writers, is_run=True)
     for name, param in model.named_parameters():
         known.setdefault(param, TrainedParam(param, {clean_fqn(name): tuple(param.shape)}))
     groups = []

@@ -51,8 +51,8 @@ def test_the_cost_of_a_unit_is_measured_in_one_process(hpcfsdp, ranks):
         assert "skipped" in one or (len(one["seconds"]) == 2 and "median_over_plain_s" in one)
 
 
-def test_memory_is_measured_with_every_engine(hpcfsdp):
-    job = hpcfsdp("bench", "memory", *SMALL, "--json", ranks=2)
+def test_memory_is_measured_with_every_engine(start):
+    job = start("-m", "hpcfsdp", "bench", "memory", *SMALL, "--json", ranks=2).wait(timeout=180)
     assert job.code == 0, job.stderr
     measured = json.loads(job.stdout)["measured"]
     assert list(measured) == ["hpcfsdp", "plain", "ddp", "fsdp1", "fsdp2"]

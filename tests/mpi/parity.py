@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint as recompute
 
 import hpcfsdp.fsdp as our_fsdp
+from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 WIDTH, ROWS = 7, 2  # rows that no number of ranks divides
@@ -506,7 +507,7 @@ def plain_name(name):
 
 @contextlib.contextmanager
 def engines(world) -> Iterator[dict[str, Engine]]:
-    """Collective over all ranks. hpcfsdp and torch, by name; the groups are made once, and taken down at the end."""
+    """Collective over all ranks. hpcfsdp over several carriers, and torch; groups are taken down at the end."""
     made: list[dist.ProcessGroup] = []
 
     def new_gloo(ranks=None):
@@ -529,8 +530,23 @@ def engines(world) -> Iterator[dict[str, Engine]]:
         mesh = square_mesh()
         return mesh.get_group("shard"), mesh.get_group("replicate")
 
+    def over(topology):
+        """hpcfsdp on a communicator of its own, whose ranks share memory as `topology` has it."""
+        comm = functools.cache(lambda: MpiCommunicator(world.comm.Dup(), topology))
+
+        @functools.cache
+        def square():
+            _needs_four()
+            row, column = world.rank // 2, world.rank % 2
+            return comm().subgroup([2 * row, 2 * row + 1]), comm().subgroup([column, column + 2])
+
+        return Engine("hpcfsdp", our_fsdp, comm, square, world.comm)
+
     yield {
         "hpcfsdp": Engine("hpcfsdp", our_fsdp, lambda: None, square_mpi, world.comm),
+        "messages": over(None),
+        "two nodes": over(world.topology.split(2)) if world.size > 1 else None,
+        "gloo": Engine("hpcfsdp", our_fsdp, gloo, square_gloo, world.comm),
         "torch": Engine("torch", torch_fsdp, gloo, square_gloo, world.comm),
     }
     gc.collect()  # models that are cycles still hold their groups
@@ -551,8 +567,12 @@ def _needs_four():
         pytest.skip("two by two are four ranks")
 
 
-def under_test(found):
-    return found[os.environ.get("HPCFSDP_TEST_ENGINE", "hpcfsdp")]
+def under_test(found, carrier="hpcfsdp"):
+    """The engine that a test is about, on memory that all ranks share unless another carrier is asked for."""
+    asked = os.environ.get("HPCFSDP_TEST_ENGINE", "hpcfsdp")
+    if carrier != "hpcfsdp" and (found[carrier] is None or asked != "hpcfsdp"):
+        pytest.skip(f"no {carrier}: one rank, or another engine")
+    return found[carrier if asked == "hpcfsdp" else asked]
 
 
 def close(got, expected, rtol, atol):

@@ -35,7 +35,9 @@ def language_model(name, **sizes):
 
 
 def gpt2():
-    config = language_model("GPT2", n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_positions=LENGTH, **no_dropout("pdrop"))
+    config = language_model(
+        "GPT2", n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_positions=LENGTH, **no_dropout("pdrop")
+    )
     return transformers().GPT2LMHeadModel(config)
 
 
@@ -53,7 +55,14 @@ def llama():
 
 def t5():
     config = language_model(
-        "T5", num_layers=LAYERS, d_model=WIDTH, d_kv=6, d_ff=17, num_heads=HEADS, dropout_rate=0.0, decoder_start_token_id=0
+        "T5",
+        num_layers=LAYERS,
+        d_model=WIDTH,
+        d_kv=6,
+        d_ff=17,
+        num_heads=HEADS,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
     )
     return transformers().T5ForConditionalGeneration(config)
 

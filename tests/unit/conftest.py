@@ -9,12 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+from hpcfsdp.comm.communicator import PlainMemory, accumulate_dtype
+from hpcfsdp.comm.progress import Finished
+from hpcfsdp.errors import CommunicationError
 
-class ThreadComm:
-    """A ``Communicator`` of ranks that are threads of this process."""
+
+class ThreadComm(PlainMemory):
+    """A ``Communicator`` of ranks that are threads of this process, which share no memory as far as it says."""
 
     def __init__(self, rank, size, barrier, board):
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.device = rank, size, torch.device("cpu")
         self._barrier, self._board, self._round = barrier, board, 0
 
     def _exchange(self, value):
@@ -24,21 +28,52 @@ class ThreadComm:
         self._barrier.wait(timeout=10)
         return list(slots)
 
-    def all_gather_into_tensor(self, output, shard):
+    def all_gather_into_tensor(self, output, shard, *, async_op=False):
         output.copy_(torch.cat(self._exchange(shard.detach().clone())))
+        return Finished() if async_op else None
 
-    def reduce_scatter_tensor(self, output, full, op):
-        total = full.detach().clone()
-        self.all_reduce(total, op)
+    def reduce_scatter_tensor(self, output, full, op, *, wire=None, accumulate=None, label="", async_op=False):
+        total = full.detach().to(wire or full.dtype).to(accumulate or accumulate_dtype(full.dtype))
+        self.all_reduce(total, op, label=label)
         output.copy_(total.view(self.size, -1)[self.rank])
+        return Finished() if async_op else None
 
-    def all_reduce(self, tensor, op):
-        everyone = torch.stack(self._exchange(tensor.detach().clone()))
+    def all_reduce(self, tensor, op, *, accumulate=None, label="", async_op=False):
+        mine = tensor.detach().to(accumulate or accumulate_dtype(tensor.dtype), copy=True)
+        told = self._exchange((label, mine))
+        labels = [label for label, _ in told]
+        if len(set(labels)) > 1:
+            raise CommunicationError(f"ranks reduce different things: {labels}")
+        everyone = torch.stack([values for _, values in told])
         total = everyone.amax(0) if op == "max" else everyone.sum(0)
-        tensor.copy_(total / self.size if op == "average" else total)
+        tensor.detach().copy_(total / self.size if op == "average" else total)
+        return Finished() if async_op else None
 
-    def broadcast(self, tensor, src):
+    def broadcast(self, tensor, src, *, async_op=False):
         tensor.copy_(self._exchange(tensor.detach().clone())[src])
+        return Finished() if async_op else None
+
+    def gather(self, outputs, tensor, dst, *, async_op=False):
+        assert (outputs is None) == (self.rank != dst)
+        for output, value in zip(outputs or [], self._exchange(tensor.detach().clone()), strict=False):
+            output.copy_(value)
+        return Finished() if async_op else None
+
+    def scatter(self, output, inputs, src, *, async_op=False):
+        assert (inputs is None) == (self.rank != src)
+        given = None if inputs is None else [tensor.detach().clone() for tensor in inputs]
+        output.copy_(self._exchange(given)[src][self.rank])
+        return Finished() if async_op else None
+
+    def barrier(self, *, async_op=False):
+        self._exchange(None)
+        return Finished() if async_op else None
+
+    def meet(self, note):
+        notes = self._exchange(note)
+        for rank, other in enumerate(notes):
+            if other != notes[0]:
+                raise CommunicationError(f"rank 0 comes with {notes[0]}, rank {rank} with {other}")
 
     def all_gather_object(self, value):
         return [pickle.loads(text) for text in self._exchange(pickle.dumps(value))]

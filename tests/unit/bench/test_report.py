@@ -38,22 +38,22 @@ def test_json_holds_every_run():
 
 
 STEP = step.Measurement(
-    {"floor": Times((0.001,)), "ddp": Times((0.004,)), "hpcfsdp": WAYS["hpcfsdp"]},
+    {"floor": Times((0.001, 0.002)), "ddp": Times((0.005, 0.010)), "hpcfsdp": Times((0.002, 0.004))},
     {"floor": 5.0, "ddp": 2.0, "hpcfsdp": 2.0},
 )
 
 
 def test_a_step_is_compared_with_the_floor_and_hpcfsdp_with_every_engine():
     assert report.step_rows(STEP) == [
-        ("floor", "1.00 ms", "1.00 ms - 1.00 ms", "1.00x", "2.00x"),
-        ("ddp", "4.00 ms", "4.00 ms - 4.00 ms", "4.00x", "0.50x"),
-        ("hpcfsdp", "2.00 ms", "1.00 ms - 4.00 ms", "2.00x", ""),
+        ("floor", "1.50 ms", "1.00 ms - 2.00 ms", "1.00x", "2.00x"),
+        ("ddp", "7.50 ms", "5.00 ms - 10.00 ms", "5.00x", "0.40x"),
+        ("hpcfsdp", "3.00 ms", "2.00 ms - 4.00 ms", "2.00x", ""),
     ]
 
 
 def test_json_of_a_step_holds_ratios_and_losses():
     ddp = json.loads(json.dumps(report.step_json(STEP)))["ddp"]
-    assert ddp == {"median_s": 0.004, "seconds": [0.004], "loss": 2.0, "hpcfsdp_ratio": 0.5}
+    assert ddp == {"median_s": 0.0075, "seconds": [0.005, 0.01], "loss": 2.0, "hpcfsdp_ratio": 0.4}
 
 
 HOST = host.Measurement(

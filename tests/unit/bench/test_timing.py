@@ -1,6 +1,6 @@
 import time
 
-from hpcfsdp.bench.timing import in_turn
+from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.comm.fake import FakeCommunicator
 
 
@@ -12,3 +12,7 @@ def test_ways_are_called_in_turn_after_a_warmup_and_timed_per_call():
     assert [len(t.seconds) for t in times.values()] == [3, 3]
     assert times["b"].spread_s[0] >= 0.002
     assert times["a"].median_s < times["b"].median_s
+
+
+def test_a_ratio_is_the_median_over_rounds():
+    assert Times((2.0, 30.0, 6.0)).ratio_to(Times((1.0, 10.0, 6.0))) == 2.0

@@ -1,0 +1,37 @@
+"""Optimizers that were built before wrapping: they hold parameters that nobody computes with any more."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hpcfsdp.api.flatten import taken_fqn
+from hpcfsdp.errors import EngineError
+
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Have each optimizer of this process looked at before its first step. Further calls do nothing."""
+    register_optimizer_step_pre_hook(_check)
+
+
+def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _checked.get(optimizer) == count:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            fqn = taken_fqn(param)
+            if fqn is not None:
+                raise EngineError(
+                    f"the {type(optimizer).__name__} steps {fqn!r}, which has been sharded since and gets no gradient: "
+                    "build the optimizer from model.parameters() after wrapping the model, or wrap it with "
+                    "use_orig_params=True"
+                )
+    _checked[optimizer] = count

@@ -1,0 +1,228 @@
+"""Queues that prove, without a GPU, that no wait is missing: every access to memory is checked with vector clocks.
+
+Work is done where it stands, as on a CPU, but it is *ordered* only as a GPU would order it: within its queue, after
+what the program had done when it was put there, and after the events that its queue has waited for. Two accesses to the
+same memory, one of them a write, that are not ordered are a race, whatever the values were this time. The method is that
+of Fidge and Mattern (vector clocks, 1988), as race detectors use it; docs/design/streams.md tells what it has shown.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpcfsdp.runtime.streams import Begin, Place, Queue, Wait
+
+Clock = dict[Queue, int]
+"""How much of each queue has been done for certain."""
+
+POOLS = {"values": Queue.GATHER, "grad": Queue.COMPUTE}
+"""Parts whose memory comes and goes, with the queue on which it is allocated."""
+
+
+class Site(NamedTuple):
+    """A wait in the source."""
+
+    why: Wait
+    queue: Queue
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.queue.name} waits at {self.where} ({self.why.name})"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Everything up to some place in a queue is done."""
+
+    clock: Clock
+
+
+@dataclass(frozen=True)
+class Access:
+    """Something that was done with memory.
+
+    Attributes:
+        verb: "reads", "writes" or "frees".
+        place: the name by which the memory was used.
+        clock: what is certain to have been done before, itself included.
+        where: in the source.
+    """
+
+    queue: Queue
+    verb: str
+    place: Place
+    clock: Clock
+    where: str
+
+    def __str__(self) -> str:
+        owner, part = self.place
+        return f"{self.queue.name} {self.verb} {part!r} of {owner} at {self.where}"
+
+    def is_before(self, other: Access) -> bool:
+        return self.clock[self.queue] <= other.clock[self.queue]
+
+
+class Race(NamedTuple):
+    """Two accesses to the same memory that may come in either order, or at a time."""
+
+    first: Access
+    second: Access
+
+    def __str__(self) -> str:
+        return f"{self.second}, which nothing puts after: {self.first}"
+
+
+class RaceError(AssertionError):
+    """A race, raised where its second access is."""
+
+
+@dataclass
+class _Memory:
+    """What has been done with one piece of memory since it was last written; one read of each queue is enough."""
+
+    write: Access | None = None
+    reads: dict[Queue, Access] = field(default_factory=dict)
+
+
+class RecordingStreams:
+    """Queues that do everything at once, and collect races.
+
+    Memory of parts that come and go (``POOLS``) is modelled as a caching allocator has it: who writes a place first gets
+    the memory that was freed last. So memory that is read under one name and written under another is a race, too. What
+    is allocated on COMPUTE may go to anything that the module computes, so freeing it counts as a write of COMPUTE.
+
+    Attributes:
+        races: found so far.
+        sites: the waits that were come to, and how often.
+        accesses: (queue, verb, place) of all that was declared.
+        current: the queue whose work is being done, COMPUTE when none is.
+    """
+
+    def __init__(self, *, ignore: Callable[[Site], bool] | None = None, raises: bool = False) -> None:
+        """
+        Args:
+            ignore: waits that are not done.
+            raises: raise ``RaceError`` at the first race.
+        """
+        self.races: list[Race] = []
+        self.sites: Counter[Site] = Counter()
+        self.accesses: set[tuple[Queue, str, Place]] = set()
+        self.current = Queue.COMPUTE
+        self._ignore = ignore or (lambda site: False)
+        self._raises = raises
+        self._clocks: dict[Queue, Clock] = {queue: dict.fromkeys(Queue, 0) for queue in Queue}
+        self._memory: dict[Place, _Memory] = {}
+        self._free: dict[str, list[_Memory]] = {part: [] for part in POOLS}
+
+    def launch(
+        self,
+        queue: Queue,
+        begin: Begin,
+        finish: Callable[[], None] | None = None,
+        *,
+        reads: Iterable[Place] = (),
+        writes: Iterable[Place] = (),
+    ) -> Event:
+        self.touch(queue, reads=reads, writes=writes)
+        with self._doing(queue):
+            work = begin(False)
+            if work is not None:
+                work.wait()
+            if finish is not None:
+                finish()
+        return self.record(queue)
+
+    def record(self, queue: Queue) -> Event:
+        return Event(dict(self._issue(queue)))
+
+    def wait(self, queue: Queue, event: Event | None, why: Wait) -> None:
+        site = Site(why, queue, _where())
+        self.sites[site] += 1
+        clock = self._issue(queue)
+        if event is not None and not self._ignore(site):
+            _join(clock, event.clock)
+
+    def touch(self, queue: Queue, *, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> None:
+        clock, where = dict(self._issue(queue)), _where()
+        for place in reads:
+            self._check(Access(queue, "reads", place, clock, where))
+        for place in writes:
+            self._check(Access(queue, "writes", place, clock, where))
+
+    def free(self, *places: Place) -> None:
+        where = _where()
+        for place in places:
+            if place not in self._memory:
+                continue
+            owner = POOLS[place[1]]
+            if owner is Queue.COMPUTE:
+                self._check(Access(owner, "frees", place, dict(self._issue(owner)), where))
+            self._free[place[1]].append(self._memory.pop(place))
+
+    def _issue(self, queue: Queue) -> Clock:
+        """Put something on a queue, which is after all that the program has done. Returns the queue's clock."""
+        program, clock = self._clocks[Queue.HOST], self._clocks[queue]
+        program[Queue.HOST] += 1
+        if queue is not Queue.HOST:
+            _join(clock, program)
+            clock[queue] += 1
+        return clock
+
+    @contextmanager
+    def _doing(self, queue: Queue) -> Any:
+        before, self.current = self.current, queue
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def _check(self, access: Access) -> None:
+        if access.verb != "frees":
+            self.accesses.add((access.queue, access.verb, access.place))
+        memory = self._memory_of(access)
+        earlier = [] if memory.write is None else [memory.write]
+        if access.verb != "reads":
+            earlier += memory.reads.values()
+        for before in earlier:
+            if not before.is_before(access):
+                self._found(Race(before, access))
+        if access.verb == "reads":
+            memory.reads[access.queue] = access
+        else:
+            memory.write = access
+            memory.reads = {}
+
+    def _memory_of(self, access: Access) -> _Memory:
+        memory, part = self._memory.get(access.place), access.place[1]
+        if memory is None:
+            if part in POOLS and access.verb != "writes":
+                nobody = Access(Queue.HOST, "has freed, or never had,", access.place, access.clock, "?")
+                self._found(Race(nobody, access))
+            waiting = self._free.get(part)
+            memory = self._memory[access.place] = waiting.pop() if waiting else _Memory()
+        return memory
+
+    def _found(self, race: Race) -> None:
+        self.races.append(race)
+        if self._raises:
+            raise RaceError(str(race))
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for queue, done in other.items():
+        if done > clock[queue]:
+            clock[queue] = done
+
+
+def _where() -> str:
+    """The nearest place in the source outside of this file."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
