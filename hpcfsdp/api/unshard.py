@@ -16,11 +16,17 @@ import torch
 from torch import nn
 
 from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.gradient import set_grad
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.runtime.state import Phase
 
 if TYPE_CHECKING:
     from hpcfsdp.api.wrapper import FullyShardedDataParallel
+
+
+def flat_param_name(index: int) -> str:
+    """Under which a unit's flat parameters are registered in its module."""
+    return f"_flat_param_{index}" if index else "_flat_param"
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,8 @@ def validate_unshard_params_args(args: UnshardArgs, wrapper: FullyShardedDataPar
         EngineError: with what the unit is doing, and what to do.
     """
     unit = wrapper.unit
+    if unit.engine is not None:
+        unit.engine.recover()
     if unit.phase is Phase.SUMMON:
         raise EngineError(f"{unit.name}: its parameters are whole already: do not nest summon_full_params")
     if unit.phase is not Phase.IDLE or (unit.engine is not None and unit.engine.is_busy):
@@ -205,16 +213,16 @@ def unflatten_as_params(wrapper: FullyShardedDataParallel, wholes: list[_Whole])
 def deregister_flat_param(wrapper: FullyShardedDataParallel) -> None:
     """Hide the flat parameters from ``parameters()``."""
     for flat in wrapper.unit.flats:
-        for name, param in list(wrapper.module._parameters.items()):
+        for name, param in list(wrapper._flat_owner._parameters.items()):
             if param is flat.parameter:
-                del wrapper.module._parameters[name]
+                del wrapper._flat_owner._parameters[name]
 
 
 def register_flat_param(wrapper: FullyShardedDataParallel) -> None:
     """Show the flat parameters in ``parameters()``, unless the original ones are there."""
     for index, flat in enumerate(wrapper.unit.flats):
         if not flat.use_orig_params:
-            wrapper.module._parameters["_flat_param" + (f"_{index}" if index else "")] = flat.parameter
+            wrapper._flat_owner._parameters[flat_param_name(index)] = flat.parameter
 
 
 def register_orig_params(wrapper: FullyShardedDataParallel) -> None:
@@ -307,14 +315,14 @@ def _show(whole: _Whole) -> None:
     for leaf, value, grad in zip(flat.leaves, flat.views(whole.full), grads, strict=True):
         leaf.grad = None
         leaf.data = value
-        leaf.grad = grad
+        set_grad(leaf, grad)
 
 
 def _reshard(whole: _Whole) -> None:
     for leaf, (value, grad) in zip(whole.flat.leaves, whole.at_rest, strict=True):
         leaf.grad = None
         leaf.data = value
-        leaf.grad = grad
+        set_grad(leaf, grad)
 
 
 def _take_over_replaced(wrapper: FullyShardedDataParallel) -> None:

@@ -34,7 +34,6 @@ from hpcfsdp.runtime.unit import Unit
 from hpcfsdp.world import current_world
 
 WRAPPED = "_fsdp_wrapped_module"
-FLAT_PARAM = "_flat_param"
 _KEEPS_VALUES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2, ShardingStrategy.NO_SHARD)
 
 
@@ -149,6 +148,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         if sync_module_states:
             for comm in self._comms():
                 sync_params_and_buffers(comm, self._own.tensors)
+        # Another module may take the place of the wrapped one later, say a checkpoint wrapper around it.
+        self.__dict__["_flat_owner"] = module
         self._unit = self._make_unit(self._own, apart)
         self._unit.prefetch_forward = forward_prefetch
         if backward_prefetch is not None:
@@ -357,6 +358,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         self.check_is_root()
         engine = self._unit.engine
         assert engine is not None
+        engine.recover()
         busy = [unit for unit in engine.units if unit.phase is not Phase.IDLE]
         if busy:
             raise EngineError(f"{what} was called while {busy[0].name} is in {busy[0].phase.value}")
@@ -403,8 +405,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 if not self._use_orig_params:
                     entry.deregister()
             if not self._use_orig_params:
-                name = FLAT_PARAM + (f"_{index}" if index else "")
-                self._fsdp_wrapped_module.register_parameter(name, flat.parameter)
+                self._fsdp_wrapped_module.register_parameter(unshard.flat_param_name(index), flat.parameter)
             flats.append(flat)
         name = type(self._fsdp_wrapped_module).__name__
         return Unit(name, flats, reshard_after_forward=groups.strategy not in _KEEPS_VALUES)
@@ -469,6 +470,10 @@ def _check_types(cpu_offload: Any, mixed_precision: Any, backward_prefetch: Any)
     ):
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__} or None, not {value!r}")
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(mixed_precision, name, None)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"mixed_precision: {name} must be a floating-point torch.dtype or None, not {dtype!r}")
 
 
 def _bring(

@@ -214,6 +214,8 @@ def _sample(order: _Order, group: Any, comm: Communicator) -> _Samples:
         step()
         peaks.append(watch.stop())
     watch.close()
+    del step
+    _trim()  # the next engines need the room
     peaks = peaks[_WARMUP:]
     totals = [sum(values) for values in zip(*comm.all_gather_object([baseline, *peaks]), strict=True)]
     baseline, *peaks = (total // order.ranks for total in totals)

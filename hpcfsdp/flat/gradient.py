@@ -156,7 +156,7 @@ class FlatGrad:
         if self._set_aside is None:
             return
         for leaf, grad in zip(self.flat.leaves, self._set_aside, strict=True):
-            leaf.grad = grad
+            set_grad(leaf, grad)
         self._set_aside = None
 
     def _hand_over(self, used: Sequence[bool]) -> None:
@@ -210,7 +210,13 @@ def _brought_home(grad: torch.Tensor, home: torch.device) -> torch.Tensor:
 def _add_grad(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
     if param.grad is not None:
         param.grad.add_(grad)
-    elif grad.dtype == param.dtype:
+    else:
+        set_grad(param, grad)
+
+
+def set_grad(param: torch.nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Give a parameter a gradient, which may have another dtype."""
+    if grad is None or grad.dtype == param.dtype:
         param.grad = grad
     else:  # the setter refuses another dtype; what the gradient holds may be exchanged all the same
         param.grad = torch.empty_like(param)

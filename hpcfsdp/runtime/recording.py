@@ -26,14 +26,14 @@ POOLS = {"values": Queue.GATHER, "grad": Queue.COMPUTE}
 
 
 class Site(NamedTuple):
-    """A wait in the source."""
+    """A wait in the source; `why` is None for ``drain``."""
 
-    why: Wait
+    why: Wait | None
     queue: Queue
     where: str
 
     def __str__(self) -> str:
-        return f"{self.queue.name} waits at {self.where} ({self.why.name})"
+        return f"{self.queue.name} waits at {self.where} ({self.why.name if self.why else 'drain'})"
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,14 @@ class Access:
 
 
 class Race(NamedTuple):
-    """Two accesses to the same memory that may come in either order, or at a time."""
+    """Two accesses to the same memory that may come in either order, or at a time; or one to memory that is free."""
 
-    first: Access
+    first: Access | None
     second: Access
 
     def __str__(self) -> str:
+        if self.first is None:
+            return f"{self.second}, and nothing has been written there since it was free"
         return f"{self.second}, which nothing puts after: {self.first}"
 
 
@@ -100,7 +102,7 @@ class RecordingStreams:
     Attributes:
         races: found so far.
         sites: the waits that were come to, and how often.
-        accesses: (queue, verb, place) of all that was declared.
+        pieces: how many pieces of memory each part that comes and goes has needed.
         current: the queue whose work is being done, COMPUTE when none is.
     """
 
@@ -112,7 +114,7 @@ class RecordingStreams:
         """
         self.races: list[Race] = []
         self.sites: Counter[Site] = Counter()
-        self.accesses: set[tuple[Queue, str, Place]] = set()
+        self.pieces: Counter[str] = Counter()
         self.current = Queue.COMPUTE
         self._ignore = ignore or (lambda site: False)
         self._raises = raises
@@ -142,28 +144,35 @@ class RecordingStreams:
         return Event(dict(self._issue(queue)))
 
     def wait(self, queue: Queue, event: Event | None, why: Wait) -> None:
-        site = Site(why, queue, _where())
-        self.sites[site] += 1
-        clock = self._issue(queue)
-        if event is not None and not self._ignore(site):
-            _join(clock, event.clock)
+        self._wait(Site(why, queue, where()), event)
 
     def touch(self, queue: Queue, *, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> None:
-        clock, where = dict(self._issue(queue)), _where()
+        clock, at = dict(self._issue(queue)), where()
         for place in reads:
-            self._check(Access(queue, "reads", place, clock, where))
+            self._check(Access(queue, "reads", place, clock, at))
         for place in writes:
-            self._check(Access(queue, "writes", place, clock, where))
+            self._check(Access(queue, "writes", place, clock, at))
 
     def free(self, *places: Place) -> None:
-        where = _where()
+        at = where()
         for place in places:
             if place not in self._memory:
                 continue
             owner = POOLS[place[1]]
             if owner is Queue.COMPUTE:
-                self._check(Access(owner, "frees", place, dict(self._issue(owner)), where))
+                self._check(Access(owner, "frees", place, dict(self._issue(owner)), at))
             self._free[place[1]].append(self._memory.pop(place))
+
+    def drain(self) -> None:
+        site = Site(None, Queue.COMPUTE, where())
+        for queue in (Queue.GATHER, Queue.REDUCE):
+            self._wait(site, self.record(queue))
+
+    def _wait(self, site: Site, event: Event | None) -> None:
+        self.sites[site] += 1
+        clock = self._issue(site.queue)
+        if event is not None and not self._ignore(site):
+            _join(clock, event.clock)
 
     def _issue(self, queue: Queue) -> Clock:
         """Put something on a queue, which is after all that the program has done. Returns the queue's clock."""
@@ -183,8 +192,6 @@ class RecordingStreams:
             self.current = before
 
     def _check(self, access: Access) -> None:
-        if access.verb != "frees":
-            self.accesses.add((access.queue, access.verb, access.place))
         memory = self._memory_of(access)
         earlier = [] if memory.write is None else [memory.write]
         if access.verb != "reads":
@@ -202,9 +209,10 @@ class RecordingStreams:
         memory, part = self._memory.get(access.place), access.place[1]
         if memory is None:
             if part in POOLS and access.verb != "writes":
-                nobody = Access(Queue.HOST, "has freed, or never had,", access.place, access.clock, "?")
-                self._found(Race(nobody, access))
+                self._found(Race(None, access))
             waiting = self._free.get(part)
+            if not waiting:
+                self.pieces[part] += 1
             memory = self._memory[access.place] = waiting.pop() if waiting else _Memory()
         return memory
 
@@ -220,9 +228,17 @@ def _join(clock: Clock, other: Clock) -> None:
             clock[queue] = done
 
 
-def _where() -> str:
-    """The nearest place in the source outside of this file."""
+RECORDS_ACCESSES = True
+"""Places in files that say so are not told: there nothing is done but recording."""
+
+
+def where() -> str:
+    """Where in the source something is done, as far as it is not about recording."""
     frame = sys._getframe(1)
-    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+    while frame.f_back is not None and _is_about_others(frame.f_globals):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def _is_about_others(module: dict[str, Any]) -> bool:
+    return "RECORDS_ACCESSES" in module or module.get("__name__", "").split(".")[0] in ("torch", "contextlib")

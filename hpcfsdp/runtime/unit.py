@@ -343,22 +343,13 @@ class Unit:
         self.post_backward()
 
 
-def _without_autograd(hook: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A hook of the backward, which runs without autograd already unless the user asked for ``create_graph``."""
-
-    def quiet(tensor: torch.Tensor) -> None:
-        if not torch.is_grad_enabled():
-            hook(tensor)
-            return
-        with torch.no_grad():
-            hook(tensor)
-
-    return quiet
-
-
 def _output_hook(unit: Unit, call: _Call) -> Callable[[torch.Tensor], None]:
-    @_without_autograd
     def before_backward(_grad: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise EngineError(
+                f"{unit.name}: backward was called with create_graph=True: gradients of gradients of sharded "
+                "parameters are not supported; compute them with the plain module"
+            )
         unit.pre_backward(call)
 
     return before_backward
@@ -367,7 +358,6 @@ def _output_hook(unit: Unit, call: _Call) -> Callable[[torch.Tensor], None]:
 def _input_hook(unit: Unit, call: _Call) -> Callable[[torch.Tensor], None]:
     weak_unit, weak_call = weakref.ref(unit), weakref.ref(call)
 
-    @_without_autograd
     def input_done(_grad: torch.Tensor) -> None:
         unit, call = weak_unit(), weak_call()
         if unit is not None and call is not None:
@@ -380,7 +370,6 @@ def _leaf_hook(unit: Unit, grad: FlatGrad, index: int) -> Callable[[nn.Parameter
     # The leaf belongs to the flat parameter and that to the unit: a strong reference back would keep all of them.
     weak_unit, weak_grad = weakref.ref(unit), weakref.ref(grad)
 
-    @_without_autograd
     def gradient_ready(_leaf: nn.Parameter) -> None:
         unit, grad = weak_unit(), weak_grad()
         if unit is not None and grad is not None:

@@ -353,7 +353,7 @@ def named(model):
 
 
 @functools.cache
-def reference(model_type, ranks, recipe=Recipe()):  # noqa: B008
+def reference(model_type, ranks, recipe=Recipe()):
     """Training of the plain model on the data of all ranks."""
     return train_plain(build(model_type, recipe.dtype), ranks, recipe)
 
@@ -371,9 +371,12 @@ def train_plain(model, ranks, recipe):
         for part in range(recipe.parts):
             for rank in range(ranks):
                 loss = loss_of(model, inputs(step, rank, recipe.dtype, part), recipe.autocast)
-                (loss / (ranks * recipe.parts)).backward()
+                (loss / recipe.parts).backward()
                 total += loss.item() / (ranks * recipe.parts)
         losses.append(total)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(ranks)  # not the losses: a third of one would be rounded anew in low precision
         if recipe.zero_unused:
             _unused_are_zero(model)
         if recipe.clip is not None:
@@ -468,7 +471,7 @@ class Engine:
         """Collective over all ranks."""
         return self.comm.allreduce(value) / self.comm.size
 
-    def train(self, model, recipe=Recipe()):  # noqa: B008
+    def train(self, model, recipe=Recipe()):
         """Collective over all ranks. Each takes its own data."""
         with self.quiet():
             return self._train(model, recipe)

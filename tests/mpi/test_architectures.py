@@ -4,7 +4,6 @@ They bring what hand-made models lack: outputs in classes of their own, keyword 
 buffers, weights tied across the model, encoders whose output goes into every block of a decoder.
 """
 
-import contextlib
 import functools
 import importlib
 import os

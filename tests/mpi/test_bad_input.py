@@ -1,4 +1,4 @@
-"""What users get wrong: an error that says what to do, on every rank that can know, and a model that goes on working."""
+"""What users get wrong: an error that says what to do, on every rank, and a model that goes on working."""
 
 import contextlib
 
@@ -105,7 +105,7 @@ def test_an_optimizer_that_was_built_before_wrapping_is_refused(comm):
     model = build(parity.Around)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sharded = wrap(model)
-    with pytest.raises(EngineError, match=r"optimizer.*after wrapping"):  # noqa: PT012 - wherever it is noticed first
+    with pytest.raises(EngineError, match=r"optimizer.*after wrapping"):  # wherever it is noticed first
         sharded(x()).sum().backward()
         sharded.clip_grad_norm_(1.0)
         optimizer.step()
@@ -152,7 +152,7 @@ def test_no_sync_within_a_forward_is_refused(engine, original):
             pass
 
     handle = sharded.module.unit.register_forward_hook(enter)
-    with pytest.raises(EngineError, match="no_sync was called while .* is in forward"):
+    with pytest.raises(EngineError, match=r"no_sync was called while .* is in forward"):
         sharded(x())
     handle.remove()
     still_works(engine, sharded)
@@ -170,7 +170,7 @@ def test_a_model_that_has_run_becomes_part_of_a_larger_one(engine, original):
         outer = FullyShardedDataParallel(sharded, use_orig_params=original)
         got = outer(x())
     except EngineError as error:
-        assert "wrap" in str(error)  # noqa: PT017
+        assert "wrap" in str(error)
     else:
         torch.testing.assert_close(got, plain(x()), rtol=1e-9, atol=0)
 
@@ -248,7 +248,7 @@ class Chooses(parity.Around):
 def test_ranks_that_call_different_units_all_say_so(several, grad, original):
     sharded = wrap(build(Chooses), use_orig_params=original)
     sharded.module.choice = int(last(several))
-    with torch.set_grad_enabled(grad), pytest.raises(DisagreementError, match=r"rank 0 .*(unit|other).*rank"):  # noqa: PT012
+    with torch.set_grad_enabled(grad), pytest.raises(DisagreementError, match=r"rank 0 .*(unit|other).*rank"):
         out = sharded(x())
         if grad:
             out.sum().backward()

@@ -4,7 +4,6 @@ In float64 a sharded model has to compute what the plain one computes to the las
 fewer bits on the way, torch's FSDP1 over gloo says what is right, see ``tests/mpi/parity.py``.
 """
 
-import contextlib
 import dataclasses
 import functools
 
@@ -362,7 +361,7 @@ def test_what_is_ignored_stays_whole_and_is_the_users_to_reduce(engine, how, ori
     sharded = engine.shard(mine, use_orig_params=original, **chosen)
     assert ignored.weight.shape == (5, WIDTH)
     assert any(parameter is ignored.weight for parameter in sharded.parameters())
-    expected, optimizers = [], [Recipe("sgd").make_optimizer(m.parameters()) for m in (plain, sharded)]
+    optimizers = [Recipe("sgd").make_optimizer(m.parameters()) for m in (plain, sharded)]
     for step in range(3):
         for rank in range(engine.comm.size):
             (parity.loss_of(plain, parity.inputs(step, rank, torch.float64)) / engine.comm.size).backward()
@@ -559,7 +558,7 @@ def test_what_is_cast_and_what_is_not(engine, engines, mixed, original):
 def test_hooks_that_torch_brings_for_communication(engine, strategy, original):
     sharded = engine.shard(build(parity.Nested), strategy=strategy, use_orig_params=original)
     state = default_hooks.DefaultState(engine.group() or dist.group.WORLD)
-    replicated = strategy == "NO_SHARD" or engine.comm.size == 1 and engine.is_torch
+    replicated = strategy == "NO_SHARD" or engine.comm.size == 1
     sharded.register_comm_hook(state, default_hooks.allreduce_hook if replicated else default_hooks.reduce_scatter_hook)
     close(engine.train(sharded, Recipe("sgd")), reference(parity.Nested, engine.comm.size, Recipe("sgd")), **EXACT)
 
@@ -590,7 +589,7 @@ def test_a_hook_for_communication_is_given_every_gradient_once(engine, strategy,
     parity.loss_of(plain, parity.inputs(0, 0, torch.float64)).backward()
     expected = {name: parameter.grad / 10 for name, parameter in plain.named_parameters()}
     torch.testing.assert_close(got, expected, **EXACT)
-    replicated = strategy == "NO_SHARD" or engine.comm.size == 1 and engine.is_torch
+    replicated = strategy == "NO_SHARD" or engine.comm.size == 1
     assert len(calls) == 2
     for state, numel, part in calls:
         assert state == "state"

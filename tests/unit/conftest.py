@@ -15,7 +15,7 @@ from hpcfsdp.errors import CommunicationError
 
 
 class ThreadComm(PlainMemory):
-    """A ``Communicator`` of ranks that are threads of this process, which share no memory as far as it says."""
+    """A ``Communicator`` of ranks that are threads of this process, and share no memory as far as it says."""
 
     def __init__(self, rank, size, barrier, board):
         self.rank, self.size, self.device = rank, size, torch.device("cpu")
@@ -82,16 +82,28 @@ class ThreadComm(PlainMemory):
         return self.all_gather_object(value)[src]
 
 
+class SharingThreadComm(ThreadComm):
+    """The same, as if ranks shared the memory of a node, which threads do."""
+
+    shares_gathered = True
+    shares_memory = True
+
+    def alloc(self, numel, dtype, *, gathered=False):
+        mine = super().alloc(numel, dtype, gathered=gathered)
+        return self._exchange(mine)[0].view(-1) if gathered else mine
+
+
 @pytest.fixture(scope="session")
 def run_ranks():
-    """``run_ranks(size, body)``: what ``body(comm)`` returns on each rank, or the exception that it raises."""
+    """``run_ranks(size, body, shares_memory=False)``: what ``body(comm)`` returns on each rank, or what it raises."""
 
-    def run(size, body):
+    def run(size, body, shares_memory=False):
         barrier, board, results = threading.Barrier(size), {}, [None] * size
+        kind = SharingThreadComm if shares_memory else ThreadComm
 
         def work(rank):
             try:
-                results[rank] = body(ThreadComm(rank, size, barrier, board))
+                results[rank] = body(kind(rank, size, barrier, board))
             except BaseException as error:
                 results[rank] = error
 

@@ -81,13 +81,38 @@ def test_a_deregistered_parameter_stays_an_attribute_at_every_place():
 def test_a_parameter_that_another_unit_has_taken_is_named():
     model = Model()
     for entry in own_params(model.first, stop_at=Stop).groups[0]:
-        entry.deregister()
+        entry.take()
     with pytest.raises(ValueError) as caught:
         own_params(nn.Sequential(model.second), stop_at=Stop)
     assert str(caught.value) == (
         "parameter '0.weight' is tied to 'weight', which belongs to a unit that is wrapped already: wrap the smallest "
         "module that holds both instead"
     )
+
+
+def test_parameters_of_modules_that_stay_in_full_precision_are_grouped_apart():
+    model = nn.Sequential(nn.Linear(1, 1), nn.LayerNorm(1), nn.Linear(1, 1))
+    groups = own_params(model, stop_at=Stop, apart=(nn.LayerNorm,)).groups
+    assert [[entry.fqn for entry in group] for group in groups] == [
+        ["0.weight", "0.bias", "2.weight", "2.bias"],
+        ["1.weight", "1.bias"],
+    ]
+
+
+def test_a_parameter_is_hidden_and_shown_wherever_it_is_registered():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model[1].weight = model[0].weight
+    weight = model[0].weight
+    found = own_params(model, stop_at=Stop)
+    for _ in range(2):
+        for entry in found.entries:
+            entry.deregister()
+        assert list(model.parameters()) == []
+        assert model[0].weight is model[1].weight is weight
+        for entry in found.entries:
+            entry.register()
+        assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "1.bias"]
+        assert model[1]._parameters["weight"] is weight
 
 
 def test_parameters_on_several_devices_are_named_with_theirs():

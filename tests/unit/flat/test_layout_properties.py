@@ -232,5 +232,5 @@ def test_aliases_of_a_layout_of_other_slots_are_refused(layout):
     longer = FlatLayout.plan(
         [*((s.fqn, s.shape, s.aliases) for s in layout.slots), ("new", (1,), ())], layout.dtype, layout.num_shards
     )
-    with pytest.raises(ValueError, match="shorter|longer"):
+    with pytest.raises(ValueError, match=r"shorter|longer"):
         layout.aliased([longer])

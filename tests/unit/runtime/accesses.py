@@ -1,20 +1,35 @@
 """What a program does with memory, as torch itself tells it: nothing that code forgets to declare goes unseen."""
 
+from itertools import count
+
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hpcfsdp.runtime.recording import RecordingStreams
 from hpcfsdp.runtime.streams import Queue
 
+RECORDS_ACCESSES = True
+"""Places in this file are not where anything is done."""
 METADATA_ONLY = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
+_numbers = count()
 
 
 class Block:
-    """Memory that torch allocated: where, which queues have used it, and whether it is still there."""
+    """Memory that torch allocated.
 
-    def __init__(self, storage, owner):
-        self.alive = StorageWeakRef(storage)  # and the address of the storage object is not used again
-        self.owner = owner
+    Attributes:
+        place: its name.
+        owner: the queue on which it was allocated.
+        on_host: whether it is host memory.
+        strangers: the other queues that have used it.
+        alive: tells when it is gone, and until it is asked keeps the storage's key from being used again.
+    """
+
+    def __init__(self, tensor, owner, place=None, *, on_host=False):
+        self.alive = StorageWeakRef(tensor.untyped_storage())
+        self.place = place or (next(_numbers), f"memory of a {tuple(tensor.shape)}")
+        self.owner, self.on_host = owner, on_host
         self.strangers = set()
 
 
@@ -30,25 +45,21 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.streams = streams
         self.accesses = set()
-        self._names = {}
-        self._host = set()
         self._blocks = {}
 
-    def name(self, tensor, place, *, host=False):
-        """Call the memory of `tensor` so. With `host` it is host memory."""
-        self._names[key_of(tensor)] = place
-        if host:
-            self.on_host(tensor)
+    def name(self, tensor, place, *, on_host=False):
+        """Call the memory of `tensor` so."""
+        self._blocks[key_of(tensor)] = Block(tensor, Queue.COMPUTE, place, on_host=on_host)
 
     def on_host(self, tensor):
         """This is host memory."""
-        self._host.add(key_of(tensor))
+        self._block_of(tensor).on_host = True
         return tensor
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         read, written, is_view = accesses_of(func, args, kwargs)
-        queue = self._queue_of(func, read, written)
+        queue = self._queue_of(read, written)
         given = {key_of(tensor) for tensor in (*read, *written)}
         if not is_view:
             self._touch(queue, read, written)
@@ -56,44 +67,41 @@ class Watch(TorchDispatchMode):
         if not is_view:
             fresh = [tensor for tensor in tensors_of(outputs) if key_of(tensor) not in given]
             for tensor in fresh:
-                if queue is Queue.HOST:
-                    self.on_host(tensor)
-                else:
-                    self._allocate(queue, tensor)
+                self._allocate(queue, tensor)
             self._touch(queue, [], fresh)
         return outputs
 
-    def _queue_of(self, func, read, written):
-        now = self.streams.current
-        keys = {key_of(tensor) for tensor in (*read, *written)}
-        on_host = bool(keys) and keys <= self._host
+    def _queue_of(self, read, written):
+        now, used = self.streams.current, [*read, *written]
+        on_host = bool(used) and all(self._block_of(tensor).on_host for tensor in used)
         # Within a launch, what makes something new of host memory stands for a copy to the device.
         return Queue.HOST if on_host and (now is Queue.COMPUTE or written) else now
 
     def _touch(self, queue, read, written):
-        places = [[self._place(tensor, queue) for tensor in tensors if holds(tensor)] for tensors in (read, written)]
+        places = []
+        for tensors in (read, written):
+            blocks = [self._block_of(tensor) for tensor in tensors if tensor.numel()]
+            for block in blocks:
+                if queue is not block.owner:
+                    block.strangers.add(queue)
+            places.append([block.place for block in blocks])
         for verb, used in zip(("reads", "writes"), places, strict=True):
             self.accesses |= {(queue, verb, place) for place in used}
-        self.streams.touch(queue, reads=places[0], writes=places[1])
+        RecordingStreams.touch(self.streams, queue, reads=places[0], writes=places[1])
 
-    def _place(self, tensor, queue):
-        key = key_of(tensor)
-        if key in self._names:
-            return self._names[key]
-        block = self._blocks.get(key)
+    def _block_of(self, tensor):
+        block = self._blocks.get(key_of(tensor))
         if block is None:
-            block = self._blocks[key] = Block(tensor.untyped_storage(), Queue.COMPUTE)
-        if queue is not block.owner:
-            block.strangers.add(queue)
-        return key, "memory"
+            block = self._blocks[key_of(tensor)] = Block(tensor, Queue.COMPUTE)
+        return block
 
     def _allocate(self, queue, tensor):
         for key, block in list(self._blocks.items()):
             if block.owner is queue and block.strangers and block.alive.expired():
                 del self._blocks[key]
-                if key not in self._host:  # the allocator of host memory asks the device whether copies are done
-                    self.streams.touch(queue, writes=[(key, "memory")])
-        self._blocks[key_of(tensor)] = Block(tensor.untyped_storage(), queue)
+                if not block.on_host:  # the allocator of host memory asks the device whether copies are done
+                    RecordingStreams.touch(self.streams, queue, writes=[block.place])
+        self._blocks[key_of(tensor)] = Block(tensor, queue, on_host=queue is Queue.HOST)
 
 
 def accesses_of(func, args, kwargs):
@@ -116,11 +124,6 @@ def tensors_of(value):
     if isinstance(value, (tuple, list)):
         return [tensor for item in value for tensor in tensors_of(item)]
     return []
-
-
-def holds(tensor):
-    """Whether there is anything to read or write."""
-    return tensor.numel() > 0
 
 
 def key_of(tensor):

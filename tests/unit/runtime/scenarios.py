@@ -54,6 +54,46 @@ class Rootless(nn.Sequential):
         super().__init__(*[Layer() for _ in range(depth)])
 
 
+class Late:
+    """Work that is done when somebody waits for it, no earlier."""
+
+    def __init__(self, do):
+        self._do = do
+
+    def wait(self, timeout_s=None):
+        do, self._do = self._do, None
+        if do is not None:
+            do()
+
+    def is_completed(self):
+        return self._do is None
+
+
+class LateCommunicator(FakeCommunicator):
+    """Collectives that are as late as they may be: inputs are read, and outputs written, in ``wait``."""
+
+    def all_gather_into_tensor(self, output, shard, *, async_op=False):
+        return _late(super().all_gather_into_tensor, async_op, output, shard)
+
+    def reduce_scatter_tensor(self, output, full, op, *, async_op=False, **options):
+        return _late(super().reduce_scatter_tensor, async_op, output, full, op, **options)
+
+    def all_reduce(self, tensor, op, *, async_op=False, **options):
+        return _late(super().all_reduce, async_op, tensor, op, **options)
+
+
+def _late(operation, async_op, *args, **options):
+    if not async_op:
+        return operation(*args, **options)
+
+    def do():
+        # It would write to memory that is not there, and not always die of it.
+        assert all(arg.untyped_storage().nbytes() for arg in args if isinstance(arg, torch.Tensor)), "memory was freed"
+        operation(*args, **options)
+
+    return Late(do)
+
+
 class Program:
     """Runs models over imagined ranks, on queues that a test gives."""
 
@@ -75,7 +115,7 @@ class Program:
         for flat in flats:
             if self.watch is not None:
                 self.watch.name(flat.full, (id(flat), "values"))
-                self.watch.name(flat.parameter, (id(flat), "shard"), host=self._offloaded)
+                self.watch.name(flat.parameter, (id(flat), "shard"), on_host=self._offloaded)
         self.models.append(model)
         return model
 
@@ -117,6 +157,13 @@ class Program:
         if self.watch is not None:
             landed = self.watch.on_host
             self._patch.setattr("hpcfsdp.flat.gradient._brought_home", lambda grad, home: landed(grad.clone()))
+
+
+@torch.no_grad()
+def halve(model):
+    """A change of parameters by the program itself."""
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
 
 
 def flats_of(model):
@@ -301,7 +348,8 @@ def offloaded_and_clipped(program):
 
 @scenario
 def offloaded_with_frozen_units_to_go_through(program):
-    # The last thing that the backward gathers are units without gradients: no reduction comes after it.
+    # The last thing that the backward gathers are units without gradients: no reduction comes after that, and no step
+    # of the optimizer, but programs write shards for other reasons, too.
     module = Rootless()
     for parameter in module[0].parameters():
         parameter.requires_grad_(False)
@@ -309,7 +357,8 @@ def offloaded_with_frozen_units_to_go_through(program):
     def call(model, x, _turn):
         return model(x.requires_grad_())
 
-    program.train(program.shard(module, cpu_offload=OFFLOAD, backward_prefetch=None), call=call)
+    model = program.shard(module, cpu_offload=OFFLOAD, backward_prefetch=None)
+    program.train(model, call=call, between=lambda model, _: halve(model))
 
 
 @scenario
@@ -329,8 +378,7 @@ def offloaded_and_changed_after_an_evaluation(program):
     for turn in range(2):
         with torch.no_grad():
             model(batch(turn))
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
+            halve(model)
 
 
 @scenario
@@ -354,8 +402,7 @@ def changed_after_an_evaluation(program):
     for turn in range(3):
         with torch.no_grad():
             model(batch(turn))
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
+            halve(model)
 
 
 @scenario
@@ -391,8 +438,7 @@ def a_unit_expected_and_not_called_in_an_evaluation(program):
     for turn in range(4):
         with torch.no_grad():
             model(batch(turn), layers=[0, 1] if turn % 2 else [0, 1, 2])
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
+            halve(model)
 
 
 @scenario
@@ -464,9 +510,7 @@ def a_forward_broken_off(program):
     with contextlib.suppress(Broken):
         model(batch(0))
     handle.remove()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
+    halve(model)
     program.train(model, steps=2, optimizer=optimizer)
 
 
@@ -479,10 +523,16 @@ def _break(*_):
 
 
 @scenario
+def reduced_by_a_hook_of_the_program(program):
+    model = program.shard(Net())
+    model.register_comm_hook(None, lambda _state, full, shard: shard.copy_(full.chunk(2)[0]))
+    program.train(model)
+
+
+@scenario
 def whole_parameters_between(program):
     def change(model, _turn):
-        with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
+        with FullyShardedDataParallel.summon_full_params(model):
+            halve(model)
 
     program.train(program.shard(Net(), forward_prefetch=True), between=change)

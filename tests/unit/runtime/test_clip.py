@@ -63,7 +63,37 @@ def test_gradients_without_elements_are_left_out():
     assert total.item() == 12
 
 
-@pytest.mark.parametrize("norm_type", [0, -1.0, math.nan])
+def test_norm_0_counts_what_is_not_0():
+    made = params()
+    assert clip_grad_norm(made, FakeCommunicator(), 2.5, 0).item() == 5
+    torch.testing.assert_close(made[1].grad, torch.tensor([6.0]))
+
+
+@pytest.mark.parametrize("norm_type", [0.0, 1.0, 2.0, math.inf])
+def test_parameters_of_other_groups_count_once_each(run_ranks, norm_type):
+    expected = clip_grad_norm(params(grads=[ALL]), FakeCommunicator(), 1.0, norm_type)
+
+    def body(comm):
+        mine = params(grads=[[3.0], [-4.0, 0.0]][comm.rank : comm.rank + 1])
+        sharded = params(grads=[[12.0], [0.5]][comm.rank : comm.rank + 1])
+        everywhere = params(grads=[[0.25]])
+        total = clip_grad_norm(mine, comm, 1.0, norm_type, others=[(comm, sharded), (None, everywhere)])
+        return total, everywhere[0].grad.item()
+
+    for total, clipped in run_ranks(2, body):
+        torch.testing.assert_close(total, expected)
+        assert clipped == pytest.approx(0.25 / expected.item(), rel=1e-5)
+
+
+def test_other_dtypes_are_scaled_in_their_own():
+    made = [*params(torch.bfloat16, [[3.0]]), *params(torch.float64, [[4.0]])]
+    total = clip_grad_norm(made, FakeCommunicator(), 1.0)
+    assert (total.item(), total.dtype) == (5, torch.float64)
+    assert [param.grad.dtype for param in made] == [torch.bfloat16, torch.float64]
+    assert made[1].grad.item() == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("norm_type", [-1.0, math.nan])
 def test_a_norm_that_is_none_is_refused(norm_type):
-    with pytest.raises(ValueError, match=f"^norm_type must be positive or inf, not {float(norm_type)}$"):
+    with pytest.raises(ValueError, match=f"^norm_type must be 0, positive or inf, not {float(norm_type)}$"):
         clip_grad_norm(params(), FakeCommunicator(), 1.0, norm_type)

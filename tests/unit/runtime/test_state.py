@@ -6,17 +6,21 @@ from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.runtime.state import TRANSITIONS, Phase
-from hpcfsdp.runtime.unit import Engine, Unit
+from hpcfsdp.runtime.engine import Engine
+from hpcfsdp.runtime.unit import Unit
 
 LEGAL = {
     (Phase.IDLE, Phase.FORWARD),
     (Phase.IDLE, Phase.BACKWARD),
+    (Phase.IDLE, Phase.SUMMON),
     (Phase.FORWARD, Phase.IDLE),
     (Phase.BACKWARD, Phase.IDLE),
     (Phase.BACKWARD, Phase.RECOMPUTE),
     (Phase.RECOMPUTE, Phase.BACKWARD),
+    (Phase.SUMMON, Phase.IDLE),
 }
 
 
@@ -65,39 +69,54 @@ def test_a_unit_that_calls_itself_is_refused_and_can_be_used_afterwards():
     assert model(torch.ones(1, 2)).shape == (1, 2)
 
 
+@pytest.fixture
 def broken_off():
-    """An engine whose backward an exception broke off."""
-    unit = make_unit()
-    unit.unshard()
-    unit.flats[0].leaves[0].grad = torch.ones(2)
-    unit.flats[0].take_grad(0)
+    """An engine whose backward an exception broke off; the values of its unit are gathered, its gradient begun."""
+    leaf = nn.Parameter(torch.ones(2))
+    lowered = Dtypes.plan(torch.float32, param=torch.bfloat16)
+    layout = FlatLayout.plan([("w", (2,), ())], torch.float32, 1)
+    unit = Unit("blocks.0", [FlatParam([leaf], layout, FakeCommunicator(), dtypes=lowered)])
+    engine = unit.engine = Engine([unit], FakeCommunicator(), "0")
+    engine.unshard(unit)
+    engine.await_unshard(unit)
+    engine.acquire(unit.grads[0])
+    leaf.grad = torch.ones_like(leaf)
+    unit.grads[0].take(0)
     unit.phase = Phase.BACKWARD
-    engine = Engine([unit], in_backward=True)
-    unit.engine = engine
+    engine.in_backward = True
+    assert unit.flats[0].unsharded_bytes > 0
+    assert unit.grads[0].held_bytes > 0
     return engine, unit
 
 
-def test_recover_brings_units_of_a_broken_backward_to_rest():
-    engine, unit = broken_off()
+def test_recover_brings_units_of_a_broken_backward_to_rest(broken_off):
+    engine, unit = broken_off
+    unit.owes_grads = True
+    engine.order.note(("forward", "blocks.0"))
     engine.recover()
     assert not engine.in_backward
+    assert not engine.is_busy
     assert unit.phase is Phase.IDLE
+    assert not unit.is_gathered
+    assert not unit.owes_grads
     assert unit.flats[0].unsharded_bytes == 0
+    assert unit.grads[0].held_bytes == 0
     assert unit.flats[0].parameter.grad is None
     assert unit.flats[0].leaves[0].grad is None
+    assert engine.order.path() == []
 
 
-def test_recover_leaves_a_backward_alone_that_is_still_running(monkeypatch):
-    engine, unit = broken_off()
+def test_recover_leaves_a_backward_alone_that_is_still_running(broken_off, monkeypatch):
+    engine, unit = broken_off
     monkeypatch.setattr("hpcfsdp._compat.in_backward", lambda: True)
     engine.recover()
-    assert engine.in_backward
+    assert engine.is_busy
     assert unit.phase is Phase.BACKWARD
     assert unit.flats[0].is_unsharded
 
 
-def test_recover_does_nothing_outside_of_a_backward():
-    engine, unit = broken_off()
+def test_recover_does_nothing_outside_of_a_backward(broken_off):
+    engine, unit = broken_off
     engine.in_backward = False
     engine.recover()
     assert unit.phase is Phase.BACKWARD
@@ -137,7 +156,7 @@ def test_training_goes_on_after_an_error_in_the_middle_of_a_step(place):
 def test_a_parameter_used_outside_of_its_unit_is_named():
     model = FullyShardedDataParallel(nn.Linear(2, 2), process_group=FakeCommunicator())
     model(torch.ones(1, 2))
-    model.unit.unshard()
+    model.unit.flats[0].unshard()
     loss = model.module.weight.sum()
     with pytest.raises(EngineError) as caught:
         loss.backward()

@@ -91,7 +91,7 @@ def test_the_pieces_of_all_ranks_are_the_parameter(run_ranks):
 
 def test_flat_params_come_with_names_of_the_whole_model():
     model = nn.ModuleDict({"net": shard(nn.Sequential(nn.Linear(2, 2), nn.PReLU()))})
-    assert [[slot.fqn for slot in layout.slots] for _, layout in flat_params(model)] == [
+    assert [[slot.fqn for slot in layout.slots] for _, layout, _ in flat_params(model)] == [
         ["net.1.weight"],
         ["net.0.weight", "net.0.bias"],
     ]
