@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,6 +63,10 @@ class OwnParams:
     groups: list[list[OwnParam]] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
 
+    def split(self, numel: int) -> None:
+        """Cut groups into runs of at most `numel` elements, or of one parameter that has more."""
+        self.groups = [part for group in self.groups for part in _runs(group, numel)]
+
     @property
     def entries(self) -> list[OwnParam]:
         """All parameters, group by group."""
@@ -72,6 +76,18 @@ class OwnParams:
     def tensors(self) -> list[torch.Tensor]:
         """All parameters, then all buffers."""
         return [entry.param for entry in self.entries] + self.buffers
+
+
+def _runs(group: list[OwnParam], numel: int) -> Iterator[list[OwnParam]]:
+    run: list[OwnParam] = []
+    held = 0
+    for entry in group:
+        if run and held + entry.param.numel() > numel:
+            yield run
+            run, held = [], 0
+        run.append(entry)
+        held += entry.param.numel()
+    yield run
 
 
 def own_params(

@@ -281,13 +281,14 @@ def _gathered(flat: FlatParam, shard: torch.Tensor, args: UnshardArgs) -> torch.
 def _store(whole: _Whole, shard: torch.Tensor, values: list[torch.Tensor], args: UnshardArgs) -> None:
     """Collective under `rank0_only`. Write this rank's runs of whole values into a tensor laid out like the shard."""
     flat, layout = whole.flat, whole.flat.layout
-    if whole.present:
-        for value, slot in zip(values, layout.slots, strict=True):
-            if value.shape != slot.shape:
-                raise EngineError(
-                    f"{slot.fqn!r} has shape {tuple(value.shape)} at the end of summon_full_params, and had "
-                    f"{tuple(slot.shape)}: shapes of sharded parameters cannot be changed"
-                )
+    problem = _changed_shape(flat, values) if whole.present else None
+    if args.rank0_only:  # the others are about to wait for what rank 0 has
+        if flat.replicas is None or flat.replicas.rank == 0:
+            problem = flat.comm.broadcast_object(problem)
+        if flat.replicas is not None:
+            problem = flat.replicas.broadcast_object(problem)
+    if problem is not None:
+        raise EngineError(problem)
     if not args.rank0_only:
         by_name = dict(zip((slot.fqn for slot in layout.slots), values, strict=True))
         for extent in layout.extents(flat.comm.rank):
@@ -306,6 +307,16 @@ def _store(whole: _Whole, shard: torch.Tensor, values: list[torch.Tensor], args:
     if flat.replicas is not None:
         flat.replicas.broadcast(received, 0)
     shard.copy_(received)
+
+
+def _changed_shape(flat: FlatParam, values: list[torch.Tensor]) -> str | None:
+    for value, slot in zip(values, flat.layout.slots, strict=True):
+        if value.shape != slot.shape:
+            return (
+                f"{slot.fqn!r} has shape {tuple(value.shape)} at the end of summon_full_params, and had "
+                f"{tuple(slot.shape)}: shapes of sharded parameters cannot be changed"
+            )
+    return None
 
 
 def _show(whole: _Whole) -> None:

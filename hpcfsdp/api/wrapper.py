@@ -34,6 +34,9 @@ from hpcfsdp.runtime.unit import Unit
 from hpcfsdp.world import current_world
 
 WRAPPED = "_fsdp_wrapped_module"
+_CHUNK_NUMEL = 1 << 20
+"""Of a flat parameter where ranks read each other's memory: the buffers of gradients are as large as the largest one,
+and what is in the cache when it is written there is read from the cache. Other transports want large messages."""
 _KEEPS_VALUES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2, ShardingStrategy.NO_SHARD)
 
 
@@ -145,6 +148,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         self._own = own_params(module, stop_at=FullyShardedDataParallel, ignored=self.ignored, apart=apart)
         if not self._own.groups and not self.fsdp_modules(module):
             raise ValueError(f"{type(module).__name__} has no parameters to shard")
+        if any(comm.shares_memory for comm in self._comms()):
+            self._own.split(_CHUNK_NUMEL)
         if sync_module_states:
             for comm in self._comms():
                 sync_params_and_buffers(comm, self._own.tensors)

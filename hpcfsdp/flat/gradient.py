@@ -20,6 +20,7 @@ class FlatGrad:
     Attributes:
         flat: the parameter.
         name: for messages; the same on all ranks.
+        outstanding: how many gradients of leaves are still to come; kept by who knows.
         buffer: the full gradient in the wire dtype while it is put together, None otherwise.
         comm_hook: what reduces the gradient instead, with its state; None for averaging.
     """
@@ -27,6 +28,7 @@ class FlatGrad:
     def __init__(self, flat: FlatParam) -> None:
         self.flat = flat
         self.name = ""
+        self.outstanding = 0
         self.buffer: torch.Tensor | None = None
         self.comm_hook: tuple[Any, CommHook] | None = None
         self.used = [False] * len(flat.leaves)
@@ -51,20 +53,33 @@ class FlatGrad:
         """Whether no other rank has a part in it: the full gradient is the reduced one."""
         return self.flat.comm.size == 1 and self.flat.replicas is None
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there are gradients on leaves, or of steps that were not synchronised."""
+        return self._waiting is not None or any(leaf.grad is not None for leaf in self.flat.leaves)
+
     def has(self, index: int) -> bool:
         """Whether a leaf has had a gradient in this backward, or in one whose gradients wait."""
-        return self.used[index]
+        return self.used[index] or self.flat.leaves[index].grad is not None
 
-    def begin(self, buffer: torch.Tensor) -> None:
-        """Put the gradient together in `buffer`, 1-D, ``padded_numel`` elements of the wire dtype."""
+    def prepare(self) -> None:
+        """Make way on the leaves for the gradients that are to come."""
         if self.flat.use_orig_params and self._set_aside is None:
             # They have the shape of the shard, to which autograd cannot add what comes now.
             self._set_aside = [leaf.grad for leaf in self.flat.leaves]
             for leaf in self.flat.leaves:
                 leaf.grad = None
+
+    def begin(self, buffer: torch.Tensor) -> None:
+        """Put the gradient together in `buffer`, 1-D, ``padded_numel`` elements of the wire dtype.
+
+        What has come already is taken.
+        """
         self.buffer = buffer
         self._targets = self.flat.views(buffer)
         self._filled = [False] * len(self.flat.leaves)
+        for index in range(len(self._filled)):
+            self.take(index)
 
     def take(self, index: int) -> None:
         """Move the gradient that autograd left on one leaf to its place in the buffer, cast to the wire dtype."""
@@ -141,8 +156,8 @@ class FlatGrad:
             self._reduced = arrived
         else:  # the unit was reduced before all of its gradients were there
             self._reduced.add_(arrived)
-        at_rest = self.buffer is None and not (flat.use_orig_params and flat.is_unsharded)
-        if at_rest and all(self.used):
+        # Not onto leaves that still show whole values, or may get more gradients.
+        if all(self.used) and not flat.use_orig_params:
             self._hand_over(self.used)
 
     def settle(self, used_anywhere: Sequence[bool]) -> None:

@@ -89,6 +89,11 @@ class FlatParam:
         return any(leaf.requires_grad for leaf in self.leaves)
 
     @property
+    def is_differentiable(self) -> bool:
+        """Whether its dtype can have gradients."""
+        return self.layout.dtype.is_floating_point or self.layout.dtype.is_complex
+
+    @property
     def is_here(self) -> bool:
         """Whether nothing has to be gathered: the values stay."""
         return self._buffer.resident

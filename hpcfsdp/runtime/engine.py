@@ -10,9 +10,9 @@ import torch
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
-from hpcfsdp.errors import CommunicationError, DisagreementError
+from hpcfsdp.errors import CommunicationError, DisagreementError, EngineError
 from hpcfsdp.flat.gradient import FlatGrad
-from hpcfsdp.runtime.grads import GradMemory, place
+from hpcfsdp.runtime.grads import Reductions, place
 from hpcfsdp.runtime.order import Order
 from hpcfsdp.runtime.state import Phase
 from hpcfsdp.runtime.streams import Place, Queue, Streams, Wait, streams_for
@@ -54,17 +54,16 @@ class Engine:
         self._resident = resident
         self._meeting = list({id(flat.comm): flat.comm for flat in resident}.values())
         self.order = Order(everyone, label, confirm=len(resident) < len(flats))
-        self.grads = GradMemory(self.streams)
+        self.reductions = Reductions(self.streams)
         for unit in units:
             for index, grad in enumerate(unit.grads):
                 grad.name = f"{unit.name}[{index}]" if index else unit.name
-                self.grads.plan(grad, in_turn=not unit.holds_units)
+                self.reductions.plan(grad)
         self._by_name = {unit.name: unit for unit in units}
         self._depth = 0
         self._passes = 0
         self._called: dict[Unit, None] = {}  # units with a backward to come, in the order in which their forward ended
         self._due: deque[Unit] = deque()
-        self._open: dict[Unit, None] = {}  # units in their backward
         self._ahead: set[Unit] = set()
         self._shards_written: Any = None
         self._values_used: Any = None
@@ -103,6 +102,7 @@ class Engine:
         self._called.pop(unit, None)
         self._called[unit] = None
         unit.owes_grads = True
+        unit.num_calls += 1
 
     def recover(self) -> None:
         """Collective if a pass was broken off by an exception. Bring all units back to rest then."""
@@ -112,13 +112,16 @@ class Engine:
         self._depth = 0
         self.order.forget()
         self.streams.drain()
-        self.grads.drop()
+        self.reductions.drop()
         self._due.clear()
-        self._open.clear()
+        self._called.clear()
         for unit in self.units:
             unit.reset()
 
     def _begin_pass(self, unit: Unit) -> None:
+        for each in self.units:
+            if each.phase is Phase.SUMMON:
+                raise EngineError(f"{each.name}: the model was called within summon_full_params: leave that first")
         self._reshard(self.units)  # left over from a forward without a backward
         self._passes += 1
         self.order.begin()
@@ -220,31 +223,14 @@ class Engine:
 
         Other ranks may have gradients for them, with which they wait.
         """
-        for other in self._open:  # on other ranks they may have got more gradients here, and have been reduced
-            other.flush_grads()
-        self._open[unit] = None
         if unit not in self._due:
             return
         while (first := self._due.popleft()) is not unit:
             first.be_absent()
 
-    def end_turn(self, unit: Unit) -> None:
-        """The unit's backward has ended."""
-        self._open.pop(unit, None)
-
-    def acquire(self, grad: FlatGrad) -> None:
-        """Collective at times. Give a gradient the memory in which it is put together."""
-        if grad.buffer is None:
-            self.grads.acquire(grad, self.flush)
-
-    def flush(self, grad: FlatGrad) -> None:
-        """Collective, unless gradients are kept back. Reduce what there is of a gradient, or let it wait."""
-        if grad.buffer is None:
-            return
-        if self.sync_grads:
-            self.grads.reduce(grad, f"gradients of {grad.name!r}")
-        else:
-            self.grads.keep_back(grad)
+    def reduce_complete(self) -> None:
+        """Collective, unless gradients are kept back. Reduce the gradients whose turn it is."""
+        self.reductions.advance(keep_back=not self.sync_grads)
 
     @torch.no_grad()
     def _finish_backward(self) -> None:
@@ -261,14 +247,15 @@ class Engine:
         self._reshard(self._ahead)
         self._ahead.clear()
         for unit in self.units:
-            if unit.holds_units:
-                for grad in unit.grads:
-                    self.flush(grad)
+            unit.join_at_the_end()
+        self.reduce_complete()
         self.streams.wait(Queue.COMPUTE, self.streams.record(Queue.REDUCE), Wait.GRADS_REDUCED)
         if any(flat.parameter.device != flat.device for unit in self.units for flat in unit.flats):
             self.streams.wait(Queue.HOST, self.streams.record(Queue.REDUCE), Wait.GRADS_LANDED)
             self.streams.wait(Queue.HOST, self.streams.record(Queue.GATHER), Wait.SHARDS_READ)
         self._settle()
+        for unit in self._called:
+            unit.num_calls = 0
         self._called.clear()
         self.in_backward = False
         self._meet("end of the backward")
@@ -280,7 +267,7 @@ class Engine:
                 for grad in unit.grads:
                     grad.pause()
             return
-        self.grads.settle()
+        self.reductions.settle()
         grads = [grad for unit in owing for grad in unit.grads]
         for grad in grads:
             home = Queue.COMPUTE if grad.flat.parameter.device == grad.flat.device else Queue.HOST

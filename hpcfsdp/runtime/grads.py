@@ -1,9 +1,15 @@
-"""The memory of full gradients: two buffers in turn, the one filled by autograd while the other is reduced."""
+"""Gradients on their way to being reduced: a line in an order that is the same on all ranks, and its two buffers.
+
+Which parameters get gradients in a backward, and when, may differ between ranks. The order of reductions may not: a
+gradient joins the line when the backward of its unit begins, and is reduced when it is complete and all before it have
+been. Two buffers are used in turn, so that one is reduced while the other is filled; gradients that come before their
+buffer is free wait on their leaves.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +26,13 @@ class Slot:
 
     Attributes:
         memory: shared with the other ranks of the node; None where each gradient gets memory of its own.
-        holder: whose gradient is being put together in it.
+        waiting: gradients that are to be put together in it; the first has it.
         event: that the last reduction out of it is done.
         in_use: what of it has been given out; keeps memory that is not the slot's own alive until nobody uses it.
     """
 
     memory: torch.Tensor | None = None
-    holder: FlatGrad | None = None
+    waiting: deque[FlatGrad] = field(default_factory=deque)
     event: Any = None
     in_use: torch.Tensor | None = None
 
@@ -36,61 +42,107 @@ class Slot:
         return id(self), "grad"
 
 
-@dataclass
+@dataclass(eq=False)
 class Ring:
-    """Buffers that are used in turn by gradients of one dtype and communicator.
+    """The two buffers of gradients of one dtype and communicator.
 
     Attributes:
         comm: on whose memory reductions work best, None for memory of their own.
         numel: of the largest gradient.
-        slots: one for a unit that holds other units and whose gradients take the whole backward, else two.
+        turn: whose turn it is.
     """
 
     comm: Communicator | None
     dtype: torch.dtype
     numel: int = 0
-    slots: list[Slot] = field(default_factory=list)
+    slots: tuple[Slot, Slot] = field(default_factory=lambda: (Slot(), Slot()))
     turn: int = 0
 
 
-class GradMemory:
-    """Gives each gradient a buffer when its unit's backward begins, and has it reduced when that ends."""
+class Reductions:
+    """The line of gradients that wait to be complete, and to be reduced."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._rings: dict[FlatGrad, Ring] = {}
         self._shared: dict[tuple[Any, torch.dtype], Ring] = {}
-        self._slots: dict[FlatGrad, Slot] = {}
+        self._rings: dict[FlatGrad, Ring] = {}
+        self._line: dict[FlatGrad, Slot] = {}
         self._last: dict[FlatGrad, Any] = {}
 
-    def plan(self, grad: FlatGrad, *, in_turn: bool) -> None:
-        """Before the first use: say that `grad` will want a buffer.
-
-        Args:
-            in_turn: it shares two buffers with the others that do; else it has one of its own.
-        """
+    def plan(self, grad: FlatGrad) -> None:
+        """Before the first use: say that `grad` will want a buffer."""
         flat = grad.flat
         comm = flat.comm if flat.comm.size > 1 else flat.replicas
         comm = comm if comm is not None and comm.shares_memory else None
-        if in_turn:
-            key = (comm, flat.dtypes.wire)
-            ring = self._shared.setdefault(key, Ring(comm, flat.dtypes.wire, slots=[Slot(), Slot()]))
-        else:
-            ring = Ring(comm, flat.dtypes.wire, slots=[Slot()])
+        wire = flat.dtypes.wire
+        ring = self._rings[grad] = self._shared.setdefault((comm, wire), Ring(comm, wire))
         ring.numel = max(ring.numel, flat.layout.padded_numel)
-        self._rings[grad] = ring
 
-    def acquire(self, grad: FlatGrad, flush: Callable[[FlatGrad], None]) -> None:
-        """Collective the first time. Have `grad` put together in the buffer whose turn it is.
-
-        Args:
-            flush: reduces the gradient of another unit that still holds the buffer, as far as it is there.
-        """
+    def join(self, grad: FlatGrad) -> None:
+        """Not collective, but in the same order on all ranks. Put `grad` at the end of the line, unless it is there."""
+        if grad in self._line:
+            return
         ring = self._rings[grad]
         slot = ring.slots[ring.turn]
-        ring.turn = (ring.turn + 1) % len(ring.slots)
-        if slot.holder is not None and slot.holder.buffer is not None:
-            flush(slot.holder)
+        ring.turn = 1 - ring.turn
+        slot.waiting.append(grad)
+        self._line[grad] = slot
+
+    def take(self, grad: FlatGrad, index: int) -> None:
+        """Collective the first time a buffer is used. A leaf has got a gradient: move it to the buffer if it can.
+
+        Gradients that do not stand in the line yet stay on their leaves.
+        """
+        slot = self._line.get(grad)
+        if slot is None or slot.waiting[0] is not grad:
+            return
+        if grad.buffer is None:
+            self._begin(grad, slot)  # takes all that have come
+        else:
+            grad.take(index)
+
+    def advance(self, *, keep_back: bool) -> None:
+        """Collective. Reduce the gradients at the head of the line that are complete.
+
+        Args:
+            keep_back: they wait for a later synchronisation instead.
+        """
+        while self._line:
+            grad, slot = next(iter(self._line.items()))
+            if grad.outstanding:
+                return
+            if grad.buffer is None:
+                self._begin(grad, slot)
+            if keep_back:
+                grad.keep_back()
+                self._vacate(slot)
+            else:
+                self._reduce(grad, slot)
+            del self._line[grad]
+            slot.waiting.popleft()
+            if slot.waiting and slot.waiting[0].has_waiting:
+                self._begin(slot.waiting[0], slot)
+
+    def settle(self) -> None:
+        """Everything has been reduced, and the compute queue has waited for it."""
+        self._last.clear()
+        for ring in self._shared.values():
+            for slot in ring.slots:
+                self._vacate(slot)
+
+    def drop(self) -> None:
+        """Let go of all buffers after a backward that was broken off."""
+        self._line.clear()
+        self._last.clear()
+        for ring in self._shared.values():
+            ring.turn = 0
+            for slot in ring.slots:
+                slot.waiting.clear()
+                self._vacate(slot)
+
+    def _begin(self, grad: FlatGrad, slot: Slot) -> None:
+        """Collective the first time. Have `grad` put together in its buffer."""
+        ring = self._rings[grad]
         self._streams.wait(Queue.COMPUTE, slot.event, Wait.GRADS_TAKEN)
         self._vacate(slot)
         if ring.comm is not None and slot.memory is None:
@@ -98,22 +150,19 @@ class GradMemory:
             weakref.finalize(slot, ring.comm.free, slot.memory).atexit = False
         numel = grad.flat.layout.padded_numel
         if slot.memory is not None:
-            buffer = slot.memory[:numel]
+            slot.in_use = slot.memory[:numel]
         else:
-            buffer = torch.empty(numel, dtype=ring.dtype, device=grad.flat.device)
-        slot.holder, slot.in_use = grad, buffer
-        self._slots[grad] = slot
+            slot.in_use = torch.empty(numel, dtype=ring.dtype, device=grad.flat.device)
         self._streams.touch(Queue.COMPUTE, writes=[slot.place])  # as autograd does from here on, until it is reduced
-        grad.begin(buffer)
+        grad.begin(slot.in_use)
 
-    def reduce(self, grad: FlatGrad, label: str) -> None:
+    def _reduce(self, grad: FlatGrad, slot: Slot) -> None:
         """Collective. Begin to average the gradient over ranks."""
-        slot, streams = self._slots.pop(grad), self._streams
+        streams, own = self._streams, slot.memory is None
         streams.wait(Queue.COMPUTE, self._last.get(grad), Wait.GRADS_TAKEN)
         streams.touch(Queue.COMPUTE, writes=[slot.place])
         streams.wait(Queue.REDUCE, streams.record(Queue.COMPUTE), Wait.GRADS_WRITTEN)
-        own = slot.memory is None
-        slot.holder = None
+        label = f"gradients of {grad.name!r}"
         slot.event = self._last[grad] = streams.launch(
             Queue.REDUCE,
             lambda async_op: grad.reduce(label, async_op=async_op),
@@ -121,29 +170,6 @@ class GradMemory:
             reads=[slot.place],
             writes=[place(grad, "shard grad")],
         )
-
-    def keep_back(self, grad: FlatGrad) -> None:
-        """Let the gradient wait for a later synchronisation; the buffer is free again."""
-        slot = self._slots.pop(grad)
-        slot.holder = None
-        grad.keep_back()
-        self._vacate(slot)
-
-    def settle(self) -> None:
-        """Everything has been reduced, and the compute queue has waited for it."""
-        self._last.clear()
-        for ring in self._rings.values():
-            for slot in ring.slots:
-                self._vacate(slot)
-
-    def drop(self) -> None:
-        """Let go of all buffers after a backward that was broken off."""
-        self._slots.clear()
-        self._last.clear()
-        for ring in self._rings.values():
-            for slot in ring.slots:
-                slot.holder = None
-                self._vacate(slot)
 
     def _vacate(self, slot: Slot) -> None:
         """Nobody uses the memory any more; if it is not the slot's own it goes back to the allocator."""

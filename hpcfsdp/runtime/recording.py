@@ -1,9 +1,9 @@
 """Queues that prove, without a GPU, that no wait is missing: every access to memory is checked with vector clocks.
 
 Work is done where it stands, as on a CPU, but it is *ordered* only as a GPU would order it: within its queue, after
-what the program had done when it was put there, and after the events that its queue has waited for. Two accesses to the
-same memory, one of them a write, that are not ordered are a race, whatever the values were this time. The method is that
-of Fidge and Mattern (vector clocks, 1988), as race detectors use it; docs/design/streams.md tells what it has shown.
+what the program had done when it was put there, and after the events that its queue has waited for. Two accesses to
+the same memory, one of them a write, that are not ordered are a race, whatever the values were this time. The method
+is that of vector clocks (C. Fidge, 1988), as race detectors use it; docs/design/streams.md tells more.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class _Memory:
 class RecordingStreams:
     """Queues that do everything at once, and collect races.
 
-    Memory of parts that come and go (``POOLS``) is modelled as a caching allocator has it: who writes a place first gets
-    the memory that was freed last. So memory that is read under one name and written under another is a race, too. What
-    is allocated on COMPUTE may go to anything that the module computes, so freeing it counts as a write of COMPUTE.
+    Memory of parts that come and go (``POOLS``) is modelled as a caching allocator has it: who writes a place first
+    gets the memory that was freed last. So memory that is read under one name and written under another is a race, too.
+    What is allocated on COMPUTE may go to anything that the module computes: freeing it counts as a write of COMPUTE.
 
     Attributes:
         races: found so far.
@@ -207,13 +207,17 @@ class RecordingStreams:
 
     def _memory_of(self, access: Access) -> _Memory:
         memory, part = self._memory.get(access.place), access.place[1]
-        if memory is None:
-            if part in POOLS and access.verb != "writes":
+        if memory is not None:
+            return memory
+        memory = _Memory()
+        if part in POOLS:
+            if access.verb != "writes":
                 self._found(Race(None, access))
-            waiting = self._free.get(part)
-            if not waiting:
+            if self._free[part]:
+                memory = self._free[part].pop()
+            else:
                 self.pieces[part] += 1
-            memory = self._memory[access.place] = waiting.pop() if waiting else _Memory()
+        self._memory[access.place] = memory
         return memory
 
     def _found(self, race: Race) -> None:
@@ -224,8 +228,7 @@ class RecordingStreams:
 
 def _join(clock: Clock, other: Clock) -> None:
     for queue, done in other.items():
-        if done > clock[queue]:
-            clock[queue] = done
+        clock[queue] = max(clock[queue], done)
 
 
 RECORDS_ACCESSES = True

@@ -58,6 +58,7 @@ class Unit:
         is_gathered: whether memory for the values of ``gathers`` is taken.
         gathered: the event that the values are there.
         owes_grads: whether a forward has been run whose gradients have not been reduced yet.
+        num_calls: whose backward is to come.
         engine: shared with all units under the same root; set when the root is first called.
         input_dtype: floating inputs are cast to it, None to leave them.
         reshard_after_forward: whether the values are freed between forward and backward.
@@ -79,7 +80,8 @@ class Unit:
         self.is_gathered = False
         self.gathered: Any = None
         self.owes_grads = False
-        self.grads = tuple(FlatGrad(flat) for flat in self.flats if flat.layout.dtype.is_floating_point)
+        self.num_calls = 0
+        self.grads = tuple(FlatGrad(flat) for flat in self.flats if flat.is_differentiable)
         self._leaves = [(grad, index, leaf) for grad in self.grads for index, leaf in enumerate(grad.flat.leaves)]
         self._hooked = [False] * len(self._leaves)
         # A leaf has one such node as long as someone holds it and the leaf's dtype and device stay.
@@ -89,6 +91,8 @@ class Unit:
         self._counted: set[Any] = set()  # accumulators that will run, or have run, in this backward
         self._outstanding: Counter[Leaf] = Counter()  # how often each leaf is still to get a gradient
         self._num_outstanding = 0
+        self._held: set[FlatGrad] = set()  # gradients that are not complete before the unit is
+        self._joins_at_the_end = False
 
     @property
     def is_unsharded(self) -> bool:
@@ -162,33 +166,34 @@ class Unit:
         self._calls.append(call)
         call.inputs_pending = sum(map(_compat.will_run, call.inputs))
         for leaf, node in call.accumulators:
-            if node not in self._counted and _compat.will_run(node):
+            if node in self._counted:
+                continue
+            if _compat.will_run(node):
                 self._counted.add(node)
                 self._outstanding[leaf] += 1
                 self._num_outstanding += 1
+                leaf[0].outstanding += 1
+            elif node is not None and leaf[0] not in self._held:
+                # It may be in the graph of a reentrant checkpoint, or have no part in this backward.
+                self._held.add(leaf[0])
+                leaf[0].outstanding += 1
         self._finish_when_complete()
 
     def post_backward(self) -> None:
-        """Collective. Nothing more flows through this unit: reduce its gradients, free its parameters.
-
-        The gradients of a unit that holds others are reduced at the end of the backward: when its own leaves are
-        complete may differ between ranks, the end does not.
-        """
+        """Collective. Nothing more flows through this unit: its gradients are complete, free its parameters."""
         assert self.engine is not None
-        self.flush_grads()
         self._enter(Phase.IDLE)
         self._forget_calls()
-        self.engine.end_turn(self)
         self.engine.reshard(self)
+        self.engine.reduce_complete()
         if self.prefetch_backward == "post":
             self.engine.gather_ahead("backward")
 
-    def flush_grads(self) -> None:
-        """Collective. Reduce the gradients if all that are to come are here, and no unit inside is still at work."""
-        assert self.engine is not None
-        if not self.holds_units and self._num_outstanding == 0:
-            for grad in self.grads:
-                self.engine.flush(grad)
+    def join_at_the_end(self) -> None:
+        """The backward is over: gradients that were too long in coming to hold up those of other units join now."""
+        if self._joins_at_the_end:
+            self._joins_at_the_end = False
+            self._join()
 
     def be_absent(self) -> None:
         """Collective. Take part in what other ranks do with this unit in a backward that does not come to it here."""
@@ -223,12 +228,21 @@ class Unit:
         self.owes_grads = True
         engine.order.note(("backward", self.name))
         for grad in self.grads:
-            if grad.flat.requires_grad:
-                engine.acquire(grad)
+            grad.prepare()
+        if self.holds_units or self.num_calls > 1:
+            self._joins_at_the_end = True
+        else:
+            self._join()
         engine.unshard(self)
         if self.prefetch_backward == "pre":
             engine.gather_ahead("backward")
         engine.await_unshard(self)
+
+    def _join(self) -> None:
+        assert self.engine is not None
+        for grad in reversed(self.grads):  # the last parameters get their gradients first
+            if grad.flat.requires_grad or grad.has_waiting:
+                self.engine.reductions.join(grad)
 
     def _enter(self, phase: Phase) -> None:
         if phase not in TRANSITIONS[self.phase]:
@@ -243,6 +257,9 @@ class Unit:
         self._counted.clear()
         self._outstanding.clear()
         self._num_outstanding = 0
+        self._held.clear()
+        for grad in self.grads:
+            grad.outstanding = 0
 
     def _hear_leaves(self) -> None:
         """Follow what users have done to ``requires_grad`` since the last time."""
@@ -317,11 +334,13 @@ class Unit:
                 f"{self.phase.value}; parameters of a unit may be used only through a call of the unit"
             )
         assert self.engine is not None
-        self.engine.acquire(grad)
-        grad.take(index)
+        self.engine.reductions.take(grad, index)
         if self._outstanding[grad, index] > 0:
             self._outstanding[grad, index] -= 1
             self._num_outstanding -= 1
+            grad.outstanding -= 1
+            if grad.outstanding == 0:
+                self.engine.reduce_complete()
             self._finish_when_complete()
 
     def _finish_when_complete(self) -> None:

@@ -1,5 +1,6 @@
 """The examples in the documentation run as they stand."""
 
+import json
 import re
 
 import pytest
@@ -36,3 +37,42 @@ def test_communication(start, tmp_path, index, ranks):
     (tmp_path / "example.py").write_text(blocks("docs/communication.md", "python")[index])
     job = start("example.py", ranks=ranks).wait()
     assert job.code == 0, job.stderr
+
+
+RUNNER = """
+import json
+from pathlib import Path
+
+import hpcfsdp
+
+for page, (setup, *others) in json.loads(Path("pages.json").read_text()).items():
+    def run(block, namespace):
+        line, code = block
+        exec(compile("\\n" * line + code, page, "exec"), namespace)
+        return namespace
+
+    before = run(setup, {"__name__": "__main__"})
+    for block in others:
+        run(block, dict(before))
+    if before["world"].rank == 0:
+        print(f"{page}: {1 + len(others)} blocks")
+hpcfsdp.finalize()
+"""
+
+
+def numbered(page):
+    """The blocks of a page that are to be run (not those marked ``python notest``), with the lines before each."""
+    text = (ROOT / page).read_text()
+    found = re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, block.start(1)), block[1]) for block in found]
+
+
+def test_pages_about_sharding(start, tmp_path):
+    """The first block of a page is run, then each of the others on what it has made."""
+    pages = {page: numbered(page) for page in ("docs/sharding.md", "docs/migrating.md")}
+    (tmp_path / "pages.json").write_text(json.dumps(pages))
+    (tmp_path / "runner.py").write_text(RUNNER)
+    job = start("runner.py", ranks=2).wait()
+    assert job.code == 0, job.stderr
+    for page, found in pages.items():
+        assert f"{page}: {len(found)} blocks" in job.stdout

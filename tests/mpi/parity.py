@@ -250,6 +250,18 @@ class Branches(Around):
         return Branch()
 
 
+class WithoutGraph(Around):
+    """A unit that runs without gradients within a forward that has them, as encoders do that are not trained."""
+
+    idle = ("unit",)
+
+    def forward(self, x):
+        x = self.first(x)
+        with torch.no_grad():
+            shift = self.unit(x)
+        return self.last(x + shift)
+
+
 class Recomputed(nn.Module):
     def __init__(self, inner, reentrant):
         super().__init__()

@@ -136,6 +136,7 @@ def test_hybrid_by_mesh_and_by_topology(engine, world, monkeypatch, strategy, or
         parity.MixedDtypes,
         parity.WithScalars,
         parity.Branches,
+        parity.WithoutGraph,
     ],
 )
 def test_models(carried, model_type, strategy, original):
@@ -256,6 +257,152 @@ def test_parameters_offloaded_to_host_memory(engine, strategy, original):
     engine.beyond_torch("offloading on a machine without an accelerator")
     options = {"strategy": strategy, "cpu_offload": CPUOffload(offload_params=True)}
     check_plain(engine, parity.Nested, Recipe(clip=(0.2, 2.0)), EXACT, use_orig_params=original, **options)
+
+
+def plain_loss(model, step, rank):
+    return parity.loss_of(model, parity.inputs(step, rank, torch.float64))
+
+
+def step_both(engine, models, optimizers, step, loss_of=plain_loss):
+    """One step of a plain and of a sharded model; `loss_of(model, step, rank)` is the loss on the data of one rank."""
+    plain, sharded = models
+    for rank in range(engine.comm.size):
+        (loss_of(plain, step, rank) / engine.comm.size).backward()
+    with engine.quiet():
+        loss_of(sharded, step, engine.comm.rank).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same_parameters(engine, models):
+    torch.testing.assert_close(engine.whole(models[1]), parity.named(models[0]), **EXACT)
+
+
+def both(engine, model_type, **options):
+    models = build(model_type), engine.shard(build(model_type), **options)
+    return models, [Recipe("sgd").make_optimizer(model.parameters()) for model in models]
+
+
+@over("messages")
+@ORIGINAL
+@pytest.mark.parametrize("strategy", PLAIN_STRATEGIES)
+def test_a_model_called_several_times_for_one_loss(carried, strategy, original):
+    """Twice with gradients and once without, as models have it that compare their inputs."""
+    models, optimizers = both(carried, parity.Nested, strategy=strategy, use_orig_params=original)
+
+    def loss_of(model, step, rank):
+        one, other = (model(parity.inputs(step, rank, torch.float64, part)) for part in range(2))
+        with torch.no_grad():
+            target = model(parity.inputs(step, rank, torch.float64, 2))
+        return (one * other - target).square().mean()
+
+    for step in range(3):
+        step_both(carried, models, optimizers, step, loss_of)
+    same_parameters(carried, models)
+
+
+@over("messages")
+@ORIGINAL
+def test_forwards_that_no_backward_follows(carried, original):
+    models, optimizers = both(carried, parity.Nested, use_orig_params=original)
+    for step in range(3):
+        with carried.quiet():
+            models[1](parity.inputs(step, 0, torch.float64, part=1))  # with a graph that is thrown away
+        step_both(carried, models, optimizers, step)
+    same_parameters(carried, models)
+
+
+@over("messages")
+@ORIGINAL
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_two_models_in_turn(carried, strategy, original):
+    """As a generator and its critic: one is run through the other, and each has its own step."""
+    options = {"strategy": strategy, "use_orig_params": original}
+    made = [both(carried, parity.Nested, **options) for _ in range(2)]
+    for step in range(3):
+        for turn in range(2):
+            for which in range(2):  # plain, sharded
+                first, second = (models[which] for models, _ in made)
+                ranks = range(carried.comm.size) if which == 0 else [carried.comm.rank]
+                with carried.quiet():
+                    for rank in ranks:
+                        x = parity.inputs(step, rank, torch.float64, turn)
+                        middle = first(x) if turn == 0 else first(x).detach()
+                        ((second(middle) - turn).square().mean() / len(ranks)).backward()
+                made[turn][1][which].step()
+                for _, optimizers in made:
+                    optimizers[which].zero_grad()
+    for models, _ in made:
+        same_parameters(carried, models)
+
+
+class Auxiliary(parity.Around):
+    """A second head, a unit of its own, that always runs and to which gradients come on some ranks."""
+
+    idle = ()
+
+    def __init__(self):
+        super().__init__()
+        self.head = parity.Linears()
+
+    def forward(self, x):
+        x = self.unit(self.first(x))
+        return self.last(x), self.head(x)
+
+
+@over("messages")
+@ORIGINAL
+@pytest.mark.parametrize("strategy", STRATEGIES[:4])
+def test_gradients_that_come_to_a_unit_on_some_ranks_alone(carried, strategy, original):
+    carried.beyond_torch("backward passes that differ between ranks")
+    models, optimizers = both(carried, Auxiliary, strategy=strategy, use_orig_params=original)
+
+    def loss_of(model, step, rank):
+        out, extra = model(parity.inputs(step, rank, torch.float64))
+        return out.square().mean() + (extra.square().mean() if (rank + step) % 2 == 0 else 0.0)
+
+    for step in range(3):
+        step_both(carried, models, optimizers, step, loss_of)
+    same_parameters(carried, models)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:4])
+def test_groups_of_original_parameters_have_their_own_settings(engine, strategy):
+    models = build(parity.Nested), engine.shard(build(parity.Nested), strategy=strategy, use_orig_params=True)
+    optimizers = []
+    for model in models:
+        parameters = {parity.plain_name(name): parameter for name, parameter in model.named_parameters()}
+        assert sorted(parameters) == sorted(name for name, _ in models[0].named_parameters())
+        groups = [[p for name, p in parameters.items() if name.endswith(end)] for end in ("weight", "bias", "gain")]
+        settings = {"weight_decay": 0.1}, {"weight_decay": 0.0, "lr": 0.03}, {"weight_decay": 0.0}
+        grouped = [{"params": group, **each} for group, each in zip(groups, settings, strict=True)]
+        optimizers.append(torch.optim.AdamW(grouped, lr=0.01, eps=1e-5))
+    for step in range(3):
+        step_both(engine, models, optimizers, step)
+    same_parameters(engine, models)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:4])
+def test_original_parameters_lie_on_all_ranks_together_once(engine, strategy):
+    plain, sharded = build(parity.Uneven), engine.shard(build(parity.Uneven), strategy=strategy, use_orig_params=True)
+    here = {parity.plain_name(name): parameter.numel() for name, parameter in sharded.named_parameters()}
+    copies = {"NO_SHARD": engine.comm.size, "HYBRID_SHARD": 2}.get(strategy, 1)
+    total = {name: sum(rank[name] for rank in engine.comm.allgather(here)) for name in here}
+    assert total == {name: copies * parameter.numel() for name, parameter in plain.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:4])
+def test_layers_are_thawed_as_training_goes_on(engine, strategy):
+    """``requires_grad`` of original parameters is the user's, between steps too."""
+    engine.beyond_torch("original parameters that are frozen and thawed after wrapping")
+    models, optimizers = both(engine, parity.Nested, strategy=strategy, use_orig_params=True)
+    for step in range(4):
+        for model in models:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("blocks.0" not in name or step >= 2)
+        step_both(engine, models, optimizers, step)
+    same_parameters(engine, models)
 
 
 # Starts
@@ -652,6 +799,8 @@ def test_compiled_modules(engine, where, original):
 @pytest.mark.parametrize("strategy", PLAIN_STRATEGIES)
 def test_a_gradient_of_inputs_within_the_loss(carried, strategy, original):
     """As gradient penalties have it. It needs parameters once more: right numbers or an error, no garbage."""
+    if original:
+        carried.beyond_torch("a second backward through original parameters")
     plain = build(parity.Around)
     sharded = carried.shard(build(parity.Around), strategy=strategy, use_orig_params=original)
     losses = []

@@ -1,10 +1,8 @@
 import copy
-import inspect
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed import fsdp as torch_fsdp
 from torch.utils.checkpoint import checkpoint as recompute
 
 import hpcfsdp
@@ -46,11 +44,18 @@ POLICIES = {
 }
 
 
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "original"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("name", ["one_unit", "some"])
-def test_training_equals_that_of_the_plain_module(name):
+def test_training_equals_that_of_the_plain_module(name, strategy, use_orig_params):
     torch.manual_seed(0)
     plain = Mixed()
-    model = shard(copy.deepcopy(plain), auto_wrap_policy=POLICIES[name])
+    model = shard(
+        copy.deepcopy(plain),
+        auto_wrap_policy=POLICIES[name],
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+    )
     nets = [plain, model]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
     for step in range(3):
@@ -76,13 +81,22 @@ def test_training_equals_that_of_the_plain_module(name):
         assert all(flat.unsharded_bytes == 0 for flat in wrapper.unit.flats)
 
 
-def test_two_ranks_train_like_one_on_all_data(run_ranks):
+@pytest.mark.parametrize("shares_memory", [False, True], ids=["messages", "shared"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("arguments", [{}, {"forward_prefetch": True}, {"use_orig_params": True}], ids=str)
+def test_two_ranks_train_like_one_on_all_data(run_ranks, strategy, shares_memory, arguments):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     data = torch.randn(4, 3)
 
     def body(comm):
-        net = shard(copy.deepcopy(plain), comm, auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Linear}))
+        net = shard(
+            copy.deepcopy(plain),
+            comm,
+            auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Linear}),
+            sharding_strategy=ShardingStrategy[strategy],
+            **arguments,
+        )
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for _ in range(3):
             net(data[comm.rank * 2 : comm.rank * 2 + 2]).square().mean().backward()
@@ -90,7 +104,7 @@ def test_two_ranks_train_like_one_on_all_data(run_ranks):
             optimizer.zero_grad()
         return net(data).detach()
 
-    results = run_ranks(2, body)
+    results = run_ranks(2, body, shares_memory=shares_memory)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(3):
         plain(data).square().mean().backward()
@@ -100,44 +114,89 @@ def test_two_ranks_train_like_one_on_all_data(run_ranks):
         torch.testing.assert_close(result, plain(data).detach())
 
 
-def test_arguments_stand_as_in_torch_with_the_same_defaults():
-    mine = inspect.signature(FullyShardedDataParallel).parameters
-    torchs = inspect.signature(torch_fsdp.FullyShardedDataParallel).parameters
-    assert list(mine) == list(torchs)
-    assert [p.default for p in mine.values()] == [p.default for p in torchs.values()]
-    assert [p.kind for p in mine.values()] == [p.kind for p in torchs.values()]
-
-
-def test_enums_and_configuration_classes_are_torchs_own():
-    names = set(fsdp.__all__) - {"FullyShardedDataParallel"}
-    assert names == {"BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy"}
-    assert all(getattr(fsdp, name) is getattr(torch_fsdp, name) for name in names)
+def test_the_wrapper_is_found_in_the_package():
     assert hpcfsdp.FullyShardedDataParallel is FullyShardedDataParallel
 
 
-UNSUPPORTED = [
-    ("sharding_strategy", ShardingStrategy.SHARD_GRAD_OP),
-    ("sharding_strategy", ShardingStrategy.NO_SHARD),
-    ("sharding_strategy", ShardingStrategy.HYBRID_SHARD),
-    ("cpu_offload", CPUOffload(offload_params=True)),
-    ("mixed_precision", MixedPrecision(param_dtype=torch.bfloat16)),
-    ("ignored_modules", [nn.Linear(1, 1)]),
-    ("param_init_fn", nn.init.zeros_),
-    ("forward_prefetch", True),
-    ("use_orig_params", True),
-    ("ignored_states", [nn.Parameter(torch.zeros(2))]),
-    ("device_mesh", "mesh"),
-]
-
-
-@pytest.mark.parametrize(("name", "value"), UNSUPPORTED, ids=lambda value: value if isinstance(value, str) else "")
-def test_an_argument_that_is_not_supported_is_named_and_the_module_left_alone(name, value):
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("sharding_strategy", 1, TypeError, "sharding_strategy must be a ShardingStrategy, not 1"),
+        (
+            "sharding_strategy",
+            ShardingStrategy.HYBRID_SHARD,
+            ValueError,
+            "HYBRID_SHARD takes a pair (shard, replicate)",
+        ),
+        ("cpu_offload", True, TypeError, "cpu_offload must be a CPUOffload or None, not True"),
+        ("mixed_precision", "bf16", TypeError, "mixed_precision must be a MixedPrecision or None, not 'bf16'"),
+        ("backward_prefetch", "pre", TypeError, "backward_prefetch must be a BackwardPrefetch or None, not 'pre'"),
+        ("device_mesh", "mesh", ValueError, "process_group and device_mesh were both given"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_named_and_the_module_left_alone(name, value, error, message):
     module = nn.Linear(2, 2)
-    with pytest.raises(NotImplementedError) as caught:
+    with pytest.raises(error) as caught:
         shard(module, **{name: value})
-    assert str(caught.value).startswith(f"{name}={value!r} is not supported yet; supported: ")
+    assert str(caught.value).startswith(message)
     assert list(dict(module.named_parameters())) == ["weight", "bias"]
     assert not module.weight.isnan().any()
+
+
+def test_ignored_modules_and_parameters_stay_as_they_are():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model = shard(module, ignored_states=[module[0], module[1]], auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Linear}))
+    assert isinstance(module[2], FullyShardedDataParallel)
+    names = [name.removeprefix("_fsdp_wrapped_module.") for name, _ in model.named_parameters()]
+    assert names == ["0.weight", "0.bias", "1.weight", "1.bias", "2._fsdp_wrapped_module._flat_param"]
+    assert not module[0].weight.isnan().any()
+    model = shard(nn.Sequential(nn.PReLU(), nn.Linear(2, 2)), ignored_modules=[])
+    assert len(model.unit.flats[0].leaves) == 3
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_parameters_and_gradients_have_the_dtypes_that_mixed_precision_asks_for(strategy, use_orig_params):
+    seen = []
+
+    class Seeing(nn.Linear):
+        def forward(self, x):
+            seen.append((x.dtype, self.weight.dtype, self.scale.dtype))
+            return super().forward(x)
+
+    module = Seeing(2, 2)
+    module.register_buffer("scale", torch.ones(1))
+    precision = MixedPrecision(torch.bfloat16, torch.float32, torch.float16, keep_low_precision_grads=True)
+    model = shard(
+        module,
+        mixed_precision=precision,
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+    )
+    loss = model(torch.ones(1, 2)).sum()
+    loss.backward()
+    assert seen == [(torch.bfloat16, torch.bfloat16, torch.float16)]
+    assert loss.dtype == torch.bfloat16
+    assert {(param.dtype, param.grad.dtype) for param in model.parameters()} == {(torch.float32, torch.float32)}
+
+
+def test_original_parameters_are_those_of_the_module_with_their_names():
+    module = Mixed()
+    names = [name for name, _ in module.named_parameters()]
+    originals = dict(module.named_parameters())
+    model = shard(module, use_orig_params=True)
+    found = dict(model.named_parameters())
+    assert [name.removeprefix("_fsdp_wrapped_module.") for name in found] == names
+    assert all(param is originals[name.removeprefix("_fsdp_wrapped_module.")] for name, param in found.items())
+    assert {param.dim() for param in found.values()} == {1}
+    assert sum(param.numel() for param in found.values()) == sum(param.numel() for param in Mixed().parameters())
+
+
+def test_shards_are_offloaded_to_where_they_are_on_a_cpu():
+    model = shard(nn.Linear(2, 2), cpu_offload=CPUOffload(offload_params=True))
+    model(torch.ones(1, 2)).sum().backward()
+    flat = model.unit.flats[0]
+    assert {flat.parameter.device, flat.parameter.grad.device} == {torch.device("cpu")}
 
 
 def test_values_that_mean_the_default_are_accepted():
@@ -147,7 +206,8 @@ def test_values_that_mean_the_default_are_accepted():
         cpu_offload=CPUOffload(offload_params=False),
         mixed_precision=MixedPrecision(),
         ignored_modules=[],
-        ignored_states=(),
+        forward_prefetch=False,
+        use_orig_params=False,
         backward_prefetch=None,
         device_id=torch.device("cpu"),
         limit_all_gathers=False,
@@ -180,13 +240,24 @@ def test_what_is_no_module_is_refused_by_type(value):
     assert str(caught.value) == f"FullyShardedDataParallel wraps a torch.nn.Module, not {type(value).__name__}"
 
 
-def test_a_parameter_on_the_meta_device_is_named():
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    with pytest.raises(NotImplementedError) as caught:
-        shard(module)
-    assert str(caught.value) == (
-        "parameter '1.weight' is on the meta device, which is not supported yet: materialise the module first"
-    )
+def test_what_is_on_the_meta_device_is_initialised_unit_by_unit():
+    torch.manual_seed(3)
+    expected = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = shard(module, auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Linear}))
+    torch.testing.assert_close(model(torch.ones(1, 2)), expected(torch.ones(1, 2)))
+
+
+def test_param_init_fn_gives_values_instead():
+    def initialise(module):
+        module.to_empty(device="cpu", recurse=False)
+        for param in module.parameters(recurse=False):
+            nn.init.constant_(param, 3.0)
+
+    model = shard(nn.Linear(2, 2, device="meta"), param_init_fn=initialise)
+    assert model(torch.ones(1, 2)).tolist() == [[9, 9]]
 
 
 def test_a_parameter_tied_to_a_unit_that_is_wrapped_already_is_named():
@@ -217,9 +288,13 @@ def test_a_policy_for_a_module_that_was_wrapped_by_hand_is_refused():
 
 
 def test_arguments_of_a_policy_reach_the_units_they_are_for():
-    policy = wrap.CustomPolicy(lambda m: {"use_orig_params": True} if isinstance(m, nn.Linear) else False)
-    with pytest.raises(NotImplementedError, match=r"^use_orig_params=True is not supported yet"):
-        shard(nn.Sequential(nn.Linear(2, 2)), auto_wrap_policy=policy)
+    own = {"sharding_strategy": ShardingStrategy.NO_SHARD, "use_orig_params": True}
+    policy = wrap.CustomPolicy(lambda module: own if isinstance(module, nn.Linear) else isinstance(module, nn.PReLU))
+    model = shard(nn.Sequential(nn.Linear(2, 2), nn.PReLU()), auto_wrap_policy=policy)
+    strategies = [wrapper.groups.strategy for wrapper in FullyShardedDataParallel.fsdp_modules(model)]
+    assert [strategy.name for strategy in strategies] == ["FULL_SHARD", "NO_SHARD", "FULL_SHARD"]
+    names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
+    assert names == ["0.weight", "0.bias", "1._flat_param"]
 
 
 def test_a_module_registered_twice_becomes_one_unit():
@@ -275,20 +350,56 @@ def test_a_model_can_be_printed_and_switched_to_evaluation():
 
 
 @pytest.mark.parametrize(
-    ("use", "mend"),
+    "use",
     [
-        (lambda model: model.state_dict(), "hpcfsdp.checkpoint.save writes a file"),
-        (lambda model: model.load_state_dict({}), "load into the plain module before wrapping it"),
-        (lambda model: model.to(torch.float64), "move or cast the module before wrapping it, or pass device_id"),
-        (lambda model: model.half(), "move or cast the module before wrapping it, or pass device_id"),
-        (lambda model: nn.Sequential(model).double(), "move or cast the module before wrapping it"),
-        (lambda model: nn.Sequential(model).state_dict(), "hpcfsdp.checkpoint.save writes a file"),
+        lambda model: model.state_dict(),
+        lambda model: model.load_state_dict({}),
+        lambda model: nn.Sequential(model).state_dict(),
+        lambda model: fsdp.FullyShardedDataParallel.set_state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT),
+        lambda model: fsdp.FullyShardedDataParallel.optim_state_dict(model, torch.optim.SGD(model.parameters(), 0.1)),
     ],
 )
-def test_what_a_sharded_model_cannot_do_says_what_to_do_instead(use, mend):
+def test_state_dicts_are_not_there_yet_and_say_what_to_do_instead(use):
     with pytest.raises(NotImplementedError) as caught:
         use(shard(nn.Linear(2, 2)))
-    assert mend in str(caught.value)
+    assert "is not supported yet: hpcfsdp.checkpoint.save writes a file" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("use", "dtype"),
+    [
+        (lambda model: model.to(torch.float64), "torch.float64"),
+        (lambda model: model.half(), "torch.float16"),
+        (lambda model: nn.Sequential(model).double(), "torch.float64"),
+    ],
+)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_sharded_model_is_not_cast(use, dtype, use_orig_params):
+    model = shard(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), use_orig_params=use_orig_params)
+    with pytest.raises(EngineError) as caught:
+        use(model)
+    assert str(caught.value) == (
+        f"a sharded model cannot be moved or cast as a whole (from cpu, torch.float32 to cpu, {dtype}): move or cast "
+        "the module before wrapping it, or pass device_id"
+    )
+    assert model[1].running_mean.dtype == torch.float32
+    model(torch.ones(3, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_moving_to_where_it_is_changes_nothing(use_orig_params):
+    model = shard(
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+        auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=use_orig_params,
+    )
+    before = {name: (param, param.data_ptr()) for name, param in model.named_parameters()}
+    assert model.to("cpu") is model
+    assert model.cpu() is model
+    nn.Sequential(model).to(torch.device("cpu"), torch.float32)
+    after = {name: (param, param.data_ptr()) for name, param in model.named_parameters()}
+    assert all(after[name][0] is param and after[name][1] == place for name, (param, place) in before.items())
+    model(torch.ones(3, 2)).sum().backward()
 
 
 def test_attributes_items_and_length_are_those_of_the_module():
@@ -375,7 +486,8 @@ def test_every_rank_takes_rank_0s_parameters_and_buffers_if_asked(run_ranks):
         nn.init.constant_(module.weight, comm.rank + 5.0)
         module.running_mean.fill_(comm.rank + 7.0)
         model = shard(module, comm, sync_module_states=True)
-        model.unit.unshard()
+        for flat in model.unit.flats:
+            flat.unshard()
         return module.weight.tolist(), module.running_mean.tolist()
 
     assert run_ranks(2, body) == [([5, 5, 5], [7, 7, 7])] * 2

@@ -8,8 +8,8 @@ from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.runtime.state import TRANSITIONS, Phase
 from hpcfsdp.runtime.engine import Engine
+from hpcfsdp.runtime.state import TRANSITIONS, Phase
 from hpcfsdp.runtime.unit import Unit
 
 LEGAL = {

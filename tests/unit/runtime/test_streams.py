@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.comm.progress import Finished
+from hpcfsdp.errors import CommunicationError
 from hpcfsdp.runtime.recording import RecordingStreams, Site, where
 from hpcfsdp.runtime.streams import CudaStreams, HostStreams, Queue, Wait, streams_for
+from tests.unit.runtime import scenarios
 from tests.unit.runtime.accesses import Watch
 from tests.unit.runtime.scenarios import SCENARIOS, Late, LateCommunicator, Program, flats_of
 
@@ -17,25 +20,38 @@ RECORDS_ACCESSES = True
 
 
 def name_of(value):
-    return getattr(value, "__name__", None) or value.name
+    return getattr(value, "__name__", None)
 
 
-def run_recorded(scenario, monkeypatch, *, watched=True, ignore=None):
+class DeclaredStreams(RecordingStreams):
+    """Remembers what is declared, apart from what is watched."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.declared = set()
+
+    def touch(self, queue, *, reads=(), writes=()):
+        reads, writes = list(reads), list(writes)
+        self.declared |= {(queue, "reads", place) for place in reads} | {(queue, "writes", place) for place in writes}
+        super().touch(queue, reads=reads, writes=writes)
+
+
+def run_recorded(scenario, patch, *, watched=True, ignore=None):
     """The queues and what watched them, after the program has run on them."""
-    streams = RecordingStreams(ignore=ignore)
+    streams = DeclaredStreams(ignore=ignore)
     watch = Watch(streams)
-    with monkeypatch.context() as patch:
-        patch.setattr("hpcfsdp.runtime.engine.streams_for", lambda device: streams)
+    with patch.context() as inner:
+        inner.setattr("hpcfsdp.runtime.engine.streams_for", lambda device: streams)
         if watched:
             with watch:
-                scenario(Program(streams, watch=watch, patch=patch))
+                scenario(Program(streams, watch=watch, patch=inner))
         else:
             scenario(Program(streams))
     return streams, watch
 
 
 class ForgetfulStreams(HostStreams):
-    """The queues of the CPU without one wait."""
+    """The queues of the CPU without some of the waits."""
 
     def __init__(self, ignore):
         super().__init__()
@@ -50,38 +66,26 @@ class ForgetfulStreams(HostStreams):
             super().drain()
 
 
-def run_on_cpu(scenario, monkeypatch, comm, ignore=lambda site: False):
+def run_on_cpu(scenario, patch, comm, ignore=lambda site: False):
     """What all shards hold after the program has run on the queues of the CPU."""
     streams = ForgetfulStreams(ignore)
-    with monkeypatch.context() as patch:
-        patch.setattr("hpcfsdp.runtime.engine.streams_for", lambda device: streams)
+    with patch.context() as inner:
+        inner.setattr("hpcfsdp.runtime.engine.streams_for", lambda device: streams)
         program = Program(streams, comm=comm)
         scenario(program)
     return [flat.parameter.detach().clone() for model in program.models for flat in flats_of(model)]
 
 
-@pytest.fixture(scope="module")
-def sites():
-    """All waits in the source, each with the scenarios that come to it."""
-    found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        for scenario in SCENARIOS:
-            streams, _ = run_recorded(scenario, patch, watched=False)
-            for site in streams.sites:
-                found.setdefault(site, []).append(scenario)
-    return found
+# No wait is missing
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=name_of)
-def test_no_wait_is_missing(monkeypatch, scenario):
-    streams, _ = run_recorded(scenario, monkeypatch)
+def test_no_wait_is_missing_and_all_memory_is_declared(monkeypatch, scenario):
+    streams, watch = run_recorded(scenario, monkeypatch)
     assert not streams.races, "\n".join(dict.fromkeys(map(str, streams.races)))
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=name_of)
-def test_what_the_engine_declares_is_what_it_does(monkeypatch, scenario):
-    declared, _ = run_recorded(scenario, monkeypatch, watched=False)
-    assert not declared.races
+    for queue, verb, place in watch.accesses:
+        if place[1] == "values" or (place[1] == "shard" and queue is Queue.GATHER):
+            assert {(queue, verb, place), (queue, "writes", place)} & streams.declared
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=name_of)
@@ -93,26 +97,253 @@ def test_collectives_may_end_as_late_as_they_are_waited_for(monkeypatch, scenari
         assert got.isfinite().all()
 
 
-def needed_by(site, scenarios, patch):
+@pytest.mark.parametrize(
+    ("scenario", "units"),
+    [
+        (scenarios.four_ranks_without_prefetch, 1),
+        (scenarios.nested_units, 2),
+        (scenarios.forward_prefetch_and_backward_prefetch_before, 2),
+        (scenarios.recomputed, 2),
+    ],
+    ids=name_of,
+)
+def test_two_units_have_memory_at_a_time_besides_the_root(monkeypatch, scenario, units):
+    streams, _ = run_recorded(scenario, monkeypatch)
+    assert streams.pieces["values"] == 1 + units
+    assert 2 <= streams.pieces["grad"] <= 1 + 2
+
+
+# No wait is there in vain
+
+
+@pytest.fixture(scope="module")
+def sites():
+    """All waits that the source comes to."""
+    found = set()
+    with pytest.MonkeyPatch.context() as patch:
+        for scenario in SCENARIOS:
+            found |= set(run_recorded(scenario, patch, watched=False)[0].sites)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What comes of each scenario on the CPU when nothing is left out."""
+    with pytest.MonkeyPatch.context() as patch:
+        return {scenario: run_on_cpu(scenario, patch, LateCommunicator) for scenario in SCENARIOS}
+
+
+def goes_wrong(site, patch, results):
+    """The first scenario that goes wrong without a wait, and where; None if nothing does."""
+
     def ignore(other):
         return other == site
 
-    found = {"gpu": [], "declared": [], "cpu": []}
-    for scenario in scenarios:
-        if run_recorded(scenario, patch, ignore=ignore)[0].races:
-            found["gpu"].append(scenario.__name__)
-        if run_recorded(scenario, patch, ignore=ignore, watched=False)[0].races:
-            found["declared"].append(scenario.__name__)
-        try:
-            got = run_on_cpu(scenario, patch, LateCommunicator, ignore)
-            exp = run_on_cpu(scenario, patch, FakeCommunicator)
-            if not all(map(torch.equal, got, exp)): found["cpu"].append(scenario.__name__)
-        except Exception as e:
-            found["cpu"].append(scenario.__name__ + f"({type(e).__name__}: {str(e)[:80]})")
-    return found
+    for watched in (False, True):
+        for scenario in SCENARIOS:
+            if run_recorded(scenario, patch, watched=watched, ignore=ignore)[0].races:
+                return name_of(scenario), "GPU"
+        for scenario in () if watched else SCENARIOS:
+            try:
+                got = run_on_cpu(scenario, patch, LateCommunicator, ignore)
+            except AssertionError:
+                return name_of(scenario), "CPU"
+            if not all(map(torch.equal, got, results[scenario])):
+                return name_of(scenario), "CPU"
+    return None
 
-def test_table(sites, monkeypatch):
-    import json
-    for site, scenarios in sites.items():
-        found = needed_by(site, scenarios, monkeypatch)
-        print("SITE", site, len(scenarios), {k: (len(v), v[:3]) for k, v in found.items()})
+
+@pytest.mark.parametrize("why", [*Wait, None], ids=lambda why: why.name if why else "drain")
+def test_without_any_one_wait_something_goes_wrong(monkeypatch, sites, results, why):
+    mine = [site for site in sites if site.why is why]
+    assert mine, "no scenario comes to this wait"
+    in_vain = [str(site) for site in mine if goes_wrong(site, monkeypatch, results) is None]
+    assert not in_vain
+
+
+# The queues of the CPU
+
+
+def work_of(done, name):
+    return lambda async_op: Late(lambda: done.append(name))
+
+
+def failing(error):
+    def fail():
+        raise error
+
+    return lambda async_op: Late(fail)
+
+
+def test_what_is_done_at_once_leaves_nothing_to_wait_for():
+    streams, done = HostStreams(), []
+    assert streams.launch(Queue.GATHER, done.append, lambda: done.append("end")) is None
+    assert streams.launch(Queue.GATHER, lambda async_op: Finished()) is None
+    assert done == [True, "end"]
+    assert streams.record(Queue.GATHER) is None
+    streams.wait(Queue.COMPUTE, None, Wait.VALUES_GATHERED)
+
+
+def test_work_of_one_queue_is_finished_in_order_and_other_queues_go_their_own_way():
+    streams, done = HostStreams(), []
+    events = [
+        streams.launch(Queue.REDUCE, work_of(done, name), lambda name=name: done.append(f"after {name}"))
+        for name in "abc"
+    ]
+    streams.launch(Queue.GATHER, work_of(done, "other"))
+    streams.wait(Queue.COMPUTE, events[1], Wait.GRADS_TAKEN)
+    assert done == ["a", "after a", "b", "after b"]
+    assert streams.record(Queue.REDUCE) is events[2]
+    streams.wait(Queue.COMPUTE, streams.record(Queue.REDUCE), Wait.GRADS_REDUCED)
+    assert done[4:] == ["c", "after c"]
+    assert streams.record(Queue.REDUCE) is None
+
+
+def test_what_is_done_at_once_still_comes_after_what_was_begun_before():
+    streams, done = HostStreams(), []
+    streams.launch(Queue.REDUCE, work_of(done, "first"))
+    event = streams.launch(Queue.REDUCE, lambda async_op: None, lambda: done.append("second"))
+    assert done == []
+    streams.wait(Queue.COMPUTE, event, Wait.GRADS_REDUCED)
+    assert done == ["first", "second"]
+
+
+def test_an_event_may_be_waited_for_twice():
+    streams, done = HostStreams(), []
+    event = streams.launch(Queue.GATHER, work_of(done, "once"))
+    for queue in (Queue.COMPUTE, Queue.COMPUTE, Queue.HOST):
+        streams.wait(queue, event, Wait.VALUES_GATHERED)
+    assert done == ["once"]
+
+
+def test_errors_of_work_come_out_of_the_wait():
+    streams, done = HostStreams(), []
+    streams.launch(Queue.GATHER, failing(CommunicationError("rank 1 is gone")), lambda: done.append("never"))
+    event = streams.launch(Queue.GATHER, work_of(done, "later"))
+    with pytest.raises(CommunicationError, match="rank 1 is gone"):
+        streams.wait(Queue.COMPUTE, event, Wait.VALUES_GATHERED)
+    assert done == []
+
+
+def test_errors_of_what_begins_work_come_out_at_once():
+    streams = HostStreams()
+    with pytest.raises(ZeroDivisionError):
+        streams.launch(Queue.GATHER, lambda async_op: 1 / 0)
+    assert streams.record(Queue.GATHER) is None
+
+
+def test_draining_ends_work_and_forgets_what_was_to_follow():
+    streams, done = HostStreams(), []
+    events = [
+        streams.launch(queue, work_of(done, queue.value), lambda: done.append("never"))
+        for queue in (Queue.GATHER, Queue.REDUCE)
+    ]
+    streams.drain()
+    assert done == ["gather", "reduce"]
+    for event in events:
+        streams.wait(Queue.COMPUTE, event, Wait.GRADS_REDUCED)
+    assert done == ["gather", "reduce"]
+    assert streams.record(Queue.GATHER) is None
+
+
+# The queues of a GPU
+
+
+class Device:
+    """What ``torch.cuda`` is asked for, written down."""
+
+    def __init__(self):
+        self.log = []
+        self.compute = self.current = self.Stream("compute")
+        self.names = iter(("gather", "reduce"))
+
+    def Stream(self, name, **_):
+        return FakeStream(self, name if isinstance(name, str) else next(self.names))
+
+    def stream(self, stream):
+        device = self
+
+        class Use:
+            def __enter__(self):
+                self.before, device.current = device.current, stream
+
+            def __exit__(self, *_):
+                device.current = self.before
+
+        return Use()
+
+    def Event(self):
+        return FakeEvent(self)
+
+    def current_stream(self, _device):
+        return self.current
+
+
+class FakeStream:
+    def __init__(self, device, name):
+        self.device, self.name = device, name
+
+    def wait_event(self, event):
+        self.device.log.append(f"{self.name} waits for {event.of}")
+
+    def wait_stream(self, stream):
+        self.device.log.append(f"{self.name} waits for {stream.name}")
+
+
+class FakeEvent:
+    def __init__(self, device):
+        self.device = device
+
+    def record(self, stream):
+        self.of = stream.name
+        self.device.log.append(f"event of {stream.name}")
+
+    def synchronize(self):
+        self.device.log.append(f"host waits for {self.of}")
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device()
+    for name in ("Stream", "stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(device, name))
+    return device
+
+
+def test_work_and_what_follows_it_run_on_the_stream_of_their_queue(device):
+    streams = CudaStreams(torch.device("cuda", 0))
+    for queue in (Queue.GATHER, Queue.REDUCE, Queue.COMPUTE):
+        streams.launch(
+            queue,
+            lambda async_op: device.log.append(f"begin on {device.current.name}, async {async_op}"),
+            lambda: device.log.append(f"finish on {device.current.name}"),
+        )
+        name = queue.value
+        assert device.log == [f"begin on {name}, async False", f"finish on {name}", f"event of {name}"]
+        assert device.current is device.compute
+        device.log.clear()
+
+
+def test_streams_wait_on_the_device_and_the_program_by_itself(device):
+    streams = CudaStreams(torch.device("cuda", 0))
+    event = streams.record(Queue.REDUCE)
+    for queue in Queue:
+        streams.wait(queue, event, Wait.GRADS_REDUCED)
+        streams.wait(queue, None, Wait.GRADS_REDUCED)
+    assert device.log == ["event of reduce", *(f"{queue.value} waits for reduce" for queue in Queue)]
+
+
+def test_draining_a_gpu_makes_what_comes_wait(device):
+    CudaStreams(torch.device("cuda", 0)).drain()
+    assert sorted(device.log) == ["compute waits for gather", "compute waits for reduce"]
+
+
+def test_errors_of_work_on_a_gpu_leave_the_stream_as_it_was(device):
+    with pytest.raises(ZeroDivisionError):
+        CudaStreams(torch.device("cuda", 0)).launch(Queue.GATHER, lambda async_op: 1 / 0)
+    assert device.current is device.compute
+
+
+def test_each_device_has_its_queues(device):
+    assert isinstance(streams_for(torch.device("cpu")), HostStreams)
+    assert isinstance(streams_for(torch.device("cuda", 0)), CudaStreams)

@@ -1,0 +1,260 @@
+import itertools
+import logging
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from hpcfsdp.errors import CommunicationError, DisagreementError
+from hpcfsdp.runtime import order as orders
+from hpcfsdp.runtime.order import Order
+
+A, B, C = ("forward", "a"), ("forward", "b"), ("backward", "b")
+
+
+class Store:
+    """Counters by name, as the store of torch.distributed has them."""
+
+    def __init__(self):
+        self.counts, self._lock = {}, threading.Lock()
+
+    def add(self, key, amount):
+        with self._lock:
+            self.counts[key] = self.counts.get(key, 0) + amount
+            return self.counts[key]
+
+
+@pytest.fixture
+def store(monkeypatch):
+    made = Store()
+    monkeypatch.setattr("hpcfsdp._compat.default_store", lambda: made)
+    monkeypatch.setattr(orders, "PATIENCE_S", 0.2)
+    return made
+
+
+@pytest.fixture
+def no_store(monkeypatch):
+    monkeypatch.setattr("hpcfsdp._compat.default_store", lambda: None)
+
+
+def alone(size=2, confirm=True):
+    """The order of rank 0, and the notes with which it meets the others."""
+    notes = []
+    return Order(SimpleNamespace(rank=0, size=size, meet=notes.append), "7", confirm=confirm), notes
+
+
+def go(order, *events):
+    order.begin()
+    for event in events:
+        order.note(event)
+
+
+# The first pass
+
+
+def test_each_turn_of_the_first_pass_is_confirmed_and_a_known_path_costs_no_call(store):
+    order, notes = alone()
+    go(order, A, B, C)
+    assert notes == [
+        "the forward of 'a' (turn 1 of step 1)",
+        "the forward of 'b' (turn 2 of step 1)",
+        "the backward of 'b' (turn 3 of step 1)",
+    ]
+    order.begin()
+    assert notes[3:] == ["the end of a step (turn 4 of step 1)"]
+    for event in (A, B, C):
+        order.note(event)
+    for _ in range(3):
+        go(order, A, B, C)
+    assert len(notes) == 4
+    assert store.counts == {}
+
+
+def test_a_module_that_is_called_again_in_a_pass_is_a_turn_of_its_own(no_store):
+    order, notes = alone()
+    go(order, A, A)
+    assert [note.split("(")[1] for note in notes] == ["turn 1 of step 1)", "turn 2 of step 1)"]
+    assert order.path() == ["the forward of 'a'"] * 2
+
+
+def test_ranks_that_differ_in_the_first_pass_are_both_named_on_both(run_ranks, store):
+    def body(comm):
+        go(Order(comm, "7", confirm=True), A, [B, C][comm.rank])
+
+    for error in run_ranks(2, body):
+        assert type(error) is CommunicationError
+        assert "the forward of 'b' (turn 2 of step 1)" in str(error)
+        assert "the backward of 'b' (turn 2 of step 1)" in str(error)
+
+
+@pytest.mark.parametrize(("size", "confirm"), [(1, True), (2, False)])
+def test_nobody_is_asked_where_there_is_nobody_or_others_compare(store, size, confirm):
+    order, notes = alone(size, confirm)
+    go(order, A, B)
+    go(order, B, A)
+    assert notes == []
+    assert store.counts == {}
+
+
+# Later passes
+
+
+def test_a_new_path_is_confirmed_in_the_store_once_all_ranks_come_to_it(run_ranks, store):
+    def body(comm):
+        order, met, known = Order(comm, "7", confirm=True), [], []
+        go(order, A, B)
+        go(order, A, B)
+        comm.meet = met.append
+        for path in ((A, C), (A, C), (A, B), (A, C)):
+            go(order, *path)
+            comm.barrier()
+            known.append(len(store.counts))
+            comm.barrier()
+        return met, known
+
+    # The second time only the end of the new path was left to confirm.
+    assert run_ranks(3, body) == [([], [1, 2, 2, 2])] * 3
+    assert set(store.counts.values()) == {3}
+
+
+def test_a_rank_that_leaves_the_known_path_alone_is_told_what_it_did_before(store):
+    order, _ = alone(size=4)
+    go(order, A, B)
+    go(order, A, B)
+    order.begin()
+    order.note(A)
+    with pytest.raises(DisagreementError) as caught:
+        order.note(C)
+    assert str(caught.value) == (
+        "rank 0 comes to the backward of 'b' (turn 2 of step 3), where in earlier steps it came to the forward of 'b'; "
+        "3 of 4 ranks do not. All ranks must call the same modules in the same order, and equally often: give every "
+        "rank the same number of batches, and take branches that depend on data on all ranks or on none"
+    )
+
+
+def test_several_ways_that_were_taken_before_are_all_named(run_ranks, store):
+    def body(comm):
+        order = Order(comm, "7", confirm=True)
+        for event in (A, B):
+            go(order, event)
+        order.begin()
+        if comm.rank == 0:
+            order.note(C)
+
+    error, _ = run_ranks(2, body)
+    assert "where in earlier steps it came to the forward of 'a' or the forward of 'b'; 1 of 2 ranks" in str(error)
+
+
+def test_ranks_that_leave_the_known_path_for_different_places_are_all_told(run_ranks, store):
+    def body(comm):
+        order = Order(comm, "7", confirm=True)
+        go(order, A)
+        go(order, [B, C][comm.rank])
+
+    first, second = run_ranks(2, body)
+    assert type(first) is type(second) is DisagreementError
+    assert str(first).startswith("rank 0 comes to the forward of 'b' (turn 1 of step 2), where in earlier steps it")
+    assert str(second).startswith("rank 1 comes to the backward of 'b' (turn 1 of step 2), where in earlier steps it")
+
+
+def test_a_pass_that_goes_on_where_others_ended_is_told(store):
+    order, _ = alone()
+    go(order, A)
+    go(order, A)
+    with pytest.raises(DisagreementError, match=r"comes to the forward of 'b' .*it came to the end of a step; 1 of 2"):
+        order.note(B)
+
+
+def test_the_same_turn_of_another_step_or_engine_is_another_turn(store):
+    keys = []
+    for label in ("7", "8"):
+        order = Order(SimpleNamespace(rank=0, size=2, meet=lambda note: None), label, confirm=True)
+        go(order, A)
+        for _ in range(2):
+            order.begin()
+            with pytest.raises(DisagreementError):
+                order.note(B)
+            order.forget()
+            keys.append(set(store.counts))
+    assert [len(found) for found in keys] == [1, 2, 3, 4]
+
+
+def test_a_long_wait_is_logged_before_it_is_given_up(store, monkeypatch, caplog):
+    monkeypatch.setattr(orders, "_WARN_AFTER_S", 0.05)
+    order, _ = alone()
+    go(order, A)
+    order.begin()
+    with caplog.at_level(logging.WARNING, "hpcfsdp.order"), pytest.raises(DisagreementError):
+        order.note(B)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "rank 0 comes to the forward of 'b' (turn 1 of step 2), where in earlier steps it came to the forward of 'a'; "
+        "1 of 2 ranks do not yet"
+    )
+
+
+def test_without_a_store_ranks_meet_at_each_new_turn(no_store):
+    order, notes = alone()
+    go(order, A)
+    go(order, B)
+    assert notes[-1] == "the forward of 'b' (turn 1 of step 2)"
+
+
+# What is known
+
+
+def test_digests_are_equal_if_and_only_if_the_paths_are():
+    found = {}
+    events = [A, B, C, ("forward", "a', 'b")]
+    paths = [path for length in range(5) for path in itertools.product(events, repeat=length)]
+    for _ in range(2):
+        order, _ = alone(confirm=False)
+        for path in reversed(paths):
+            go(order, *path)
+            assert found.setdefault(path, order.digest) == order.digest
+    assert len(set(found.values())) == len(paths)
+    assert found[()] == ""
+
+
+def test_what_comes_next_is_known_while_there_was_one_way_to_go():
+    order, _ = alone(confirm=False)
+    order.begin()
+    assert order.upcoming("forward") is None
+    for event in (A, B, C):
+        order.note(event)
+    assert order.upcoming("backward") is None
+    order.begin()
+    assert order.upcoming("forward") == "a"
+    order.note(A)
+    assert order.upcoming("forward") == "b"
+    assert order.upcoming("backward") is None
+    order.note(B)
+    assert order.upcoming("backward") == "b"
+    order.note(C)
+    assert order.upcoming("end") == ""
+    go(order, A, C)
+    order.begin()
+    assert order.upcoming("forward") == "a"
+    order.note(A)
+    assert order.upcoming("forward") is None
+    assert order.upcoming("backward") is None
+
+
+def test_the_path_is_what_was_done_since_the_pass_began():
+    order, _ = alone(confirm=False)
+    assert order.path() == []
+    go(order, A, C)
+    assert order.path() == ["the forward of 'a'", "the backward of 'b'"]
+    order.begin()
+    assert order.path() == []
+
+
+def test_a_pass_that_was_broken_off_did_not_end_and_what_it_did_is_known(store):
+    order, notes = alone()
+    go(order, A, B)
+    order.forget()
+    assert (order.path(), order.digest) == ([], "")
+    go(order, A, B)
+    assert [note for note in notes if "end" in note] == []
+    assert len(notes) == 2
+    assert store.counts == {}
