@@ -439,7 +439,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             mixed, unit = wrapper.mixed_precision, wrapper.unit
             wrapper._is_root = wrapper is self
             unit.name = names[wrapper].replace(f"{WRAPPED}.", "").replace(WRAPPED, "") or unit.name
-            unit.holds_units = len(self.fsdp_modules(wrapper)) > 1
+            unit.inside = frozenset(inner.unit for inner in self.fsdp_modules(wrapper) if inner is not wrapper)
             cast = mixed.cast_root_forward_inputs if wrapper is self else mixed.cast_forward_inputs
             unit.input_dtype = mixed.param_dtype if cast else None
             if mixed.buffer_dtype is not None:

@@ -32,7 +32,7 @@ from hpcfsdp.comm.progress import Running, Steps, complete, run
 from hpcfsdp.comm.reduce import Reduction
 from hpcfsdp.comm.shared import Place
 from hpcfsdp.comm.topology import Topology
-from hpcfsdp.comm.window import Window, window_at
+from hpcfsdp.comm.window import Window, fitted, window_at
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch import farewell
 
@@ -381,15 +381,14 @@ class MpiCommunicator:
 
     def _compared(self, steps: Steps, text: str) -> Steps:
         """The steps, after all ranks have told each other what they call."""
-        told = torch.zeros(_COMPARED_BYTES, dtype=torch.uint8)
-        encoded = text.encode()[:_COMPARED_BYTES]
-        told[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        told = torch.frombuffer(bytearray(fitted(text, _COMPARED_BYTES)), dtype=torch.uint8)
         everyone = [torch.empty_like(told) for _ in range(self.size)]
         yield from exchange.all_gather(Call(self.comm, text, _TAG_COMPARE), everyone, told)
-        for peer in range(self.size):
-            theirs = _raw(everyone[peer]).rstrip(b"\0").decode(errors="replace")
-            if theirs != text:
-                raise CommunicationError(f"rank {self.rank} calls {text}, but rank {peer} calls {theirs}")
+        mine, *others = (_raw(told), *map(_raw, everyone))
+        for peer, theirs in enumerate(others):
+            if theirs != mine:
+                mine, theirs = (note.decode(errors="replace").rstrip() for note in (mine, theirs))
+                raise CommunicationError(f"rank {self.rank} calls {mine}, but rank {peer} calls {theirs}")
         yield from steps
 
     def _user_tag(self, label: str, tag: int) -> int:

@@ -5,6 +5,7 @@ The protocol, and why each wait is there, is told in docs/design/windows.md.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import tempfile
@@ -176,9 +177,8 @@ class Window:
         Args:
             note: what the operation is; the peers compare it with theirs.
         """
-        text = note.encode()[:_NOTE].ljust(_NOTE)
         begin = self._note_begin(self._mine)
-        self._flags[begin : begin + _NOTE] = text
+        self._flags[begin : begin + _NOTE] = fitted(note, _NOTE)
         self._set(ARRIVED)
 
     def done(self) -> None:
@@ -240,6 +240,15 @@ class Turn:
     def missing(self) -> list[int]:
         window = self._window
         return [window._ranks[p] for p in self._awaited if not window._reached(p, self._counter, self._epoch)]
+
+
+def fitted(note: str, nbytes: int) -> bytes:
+    """A note in so many bytes; one that is too long is cut, and told from others by a digest of all of it."""
+    text = note.encode()
+    if len(text) > nbytes:
+        mark = b"..." + hashlib.blake2b(text, digest_size=6).hexdigest().encode()
+        text = text[: nbytes - len(mark)] + mark
+    return text.ljust(nbytes)
 
 
 def _text(note: bytes) -> str:

@@ -40,6 +40,7 @@ class FlatGrad:
         self._sent: torch.Tensor | None = None  # the buffer that is being reduced
         self._arriving: torch.Tensor | None = None  # this rank's part of the result
         self._reduced: torch.Tensor | None = None
+        self._landing: list[torch.Tensor] = []  # on their way to host memory: nobody may read them before `settle`
         self._set_aside: list[torch.Tensor | None] | None = None
 
     @property
@@ -109,17 +110,21 @@ class FlatGrad:
             self._waiting.add_(self.buffer)
         self._drop_buffer()
 
-    def reduce(self, label: str, *, async_op: bool) -> Work | None:
-        """Collective. Begin to average the buffer over all ranks; ``arrive`` when the work is done.
+    def complete(self) -> None:
+        """Zeros where no gradient came, and what was kept back. All of it on the queue that allocated the memory."""
+        self._complete()
+        if self._waiting is not None:
+            assert self.buffer is not None
+            self.buffer.copy_(self._waiting.add_(self.buffer))
+            self._waiting = None
 
-        Parameters that got no gradient count as zero. The one before has arrived.
+    def reduce(self, label: str, *, async_op: bool) -> Work | None:
+        """Collective. Begin to average the buffer, which is complete, over all ranks; ``arrive`` when the work is done.
+
+        The one before has arrived.
         """
         assert self.buffer is not None and self._arriving is None
         flat, dtypes = self.flat, self.flat.dtypes
-        self._complete()
-        if self._waiting is not None:
-            self.buffer.copy_(self._waiting.add_(self.buffer))
-            self._waiting = None
         full = self._sent = self.buffer
         self._drop_buffer()
         sharded = flat.comm.size > 1
@@ -152,6 +157,9 @@ class FlatGrad:
             arrived = arrived.clone()
         arrived = _brought_home(arrived.to(flat.dtypes.grad), flat.parameter.device)
         self._sent = None
+        if flat.is_offloaded:
+            self._landing.append(arrived)
+            return
         if self._reduced is None:
             self._reduced = arrived
         else:  # the unit was reduced before all of its gradients were there
@@ -176,6 +184,9 @@ class FlatGrad:
 
     def _hand_over(self, used: Sequence[bool]) -> None:
         reduced, self._reduced = self._reduced, None
+        for landed in self._landing:
+            reduced = landed if reduced is None else reduced.add_(landed)
+        self._landing.clear()
         if reduced is None:
             return
         flat = self.flat
@@ -192,6 +203,7 @@ class FlatGrad:
         """Forget gradients of a backward that was broken off."""
         self._drop_buffer()
         self._sent = self._arriving = self._reduced = self._waiting = None
+        self._landing.clear()
         self.used = [False] * len(self.used)
         if self._set_aside is not None or not self.flat.use_orig_params:
             for leaf in self.flat.leaves:

@@ -99,6 +99,11 @@ class FlatParam:
         return self._buffer.resident
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether the shard lies elsewhere than the module computes."""
+        return self.parameter.device != self.device
+
+    @property
     def is_resident(self) -> bool:
         """Whether ranks share the memory of the gathered values, and have to meet around its use."""
         return isinstance(self._buffer, Resident)

@@ -49,6 +49,7 @@ class Engine:
         self.streams = streams or streams_for(flats[0].device if flats else everyone.device)
         self.in_backward = False
         self.backwards = 0
+        self._offloads = any(flat.is_offloaded for flat in flats)
         self.sync_grads = True
         resident = [flat for flat in flats if flat.is_resident]
         self._resident = resident
@@ -88,8 +89,9 @@ class Engine:
         self._depth -= 1
         if self._depth or self.in_backward:
             return
-        self._reshard(self._ahead)
-        self._ahead.clear()
+        self._reshard(list(self._ahead))
+        if self._offloads:
+            self.streams.wait(Queue.HOST, self.streams.record(Queue.GATHER), Wait.SHARDS_READ)
         if not torch.is_grad_enabled() or broken:
             self._reshard(self.units)
         if broken:
@@ -186,6 +188,9 @@ class Engine:
 
     def reshard(self, unit: Unit) -> None:
         """Free a unit's gathered values."""
+        if unit in self._ahead:
+            self._ahead.discard(unit)
+            self.streams.wait(Queue.COMPUTE, unit.gathered, Wait.GATHERED_IN_VAIN)
         for flat in unit.flats:
             flat.reshard()
         if unit.is_gathered:
@@ -221,12 +226,13 @@ class Engine:
     def take_turn(self, unit: Unit) -> None:
         """Collective. The unit's backward begins: those whose turn was before it, and got no gradient, take theirs now.
 
-        Other ranks may have gradients for them, with which they wait.
+        Other ranks may have gradients for them, with which they wait. A unit that holds this one begins with it: both
+        may return the same tensor, of which the inner one hears first.
         """
         if unit not in self._due:
             return
         while (first := self._due.popleft()) is not unit:
-            first.be_absent()
+            first.begin_backward() if unit in first.inside else first.be_absent()
 
     def reduce_complete(self) -> None:
         """Collective, unless gradients are kept back. Reduce the gradients whose turn it is."""
@@ -244,13 +250,12 @@ class Engine:
             for unit in self.units:  # called in earlier passes without synchronisation, and not in this one
                 if unit.owes_grads and unit not in self._called:
                     unit.be_absent()
-        self._reshard(self._ahead)
-        self._ahead.clear()
+        self._reshard(list(self._ahead))
         for unit in self.units:
             unit.join_at_the_end()
         self.reduce_complete()
         self.streams.wait(Queue.COMPUTE, self.streams.record(Queue.REDUCE), Wait.GRADS_REDUCED)
-        if any(flat.parameter.device != flat.device for unit in self.units for flat in unit.flats):
+        if self._offloads:
             self.streams.wait(Queue.HOST, self.streams.record(Queue.REDUCE), Wait.GRADS_LANDED)
             self.streams.wait(Queue.HOST, self.streams.record(Queue.GATHER), Wait.SHARDS_READ)
         self._settle()
@@ -270,7 +275,7 @@ class Engine:
         self.reductions.settle()
         grads = [grad for unit in owing for grad in unit.grads]
         for grad in grads:
-            home = Queue.COMPUTE if grad.flat.parameter.device == grad.flat.device else Queue.HOST
+            home = Queue.HOST if grad.flat.is_offloaded else Queue.COMPUTE
             self.streams.touch(home, reads=[place(grad, "shard grad")], writes=[place(grad, "shard grad")])
         for grad, used in zip(grads, _used_anywhere(grads), strict=True):
             grad.settle(used)

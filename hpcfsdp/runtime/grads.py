@@ -159,7 +159,8 @@ class Reductions:
     def _reduce(self, grad: FlatGrad, slot: Slot) -> None:
         """Collective. Begin to average the gradient over ranks."""
         streams, own = self._streams, slot.memory is None
-        streams.wait(Queue.COMPUTE, self._last.get(grad), Wait.GRADS_TAKEN)
+        streams.wait(Queue.REDUCE, self._last.get(grad), Wait.GRADS_TAKEN)
+        grad.complete()
         streams.touch(Queue.COMPUTE, writes=[slot.place])
         streams.wait(Queue.REDUCE, streams.record(Queue.COMPUTE), Wait.GRADS_WRITTEN)
         label = f"gradients of {grad.name!r}"

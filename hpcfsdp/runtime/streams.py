@@ -35,6 +35,7 @@ class Wait(Enum):
     SHARDS_WRITTEN = "a gather reads shards that the optimizer wrote"
     VALUES_USED = "a gather writes memory in which the values of another unit were computed with"
     VALUES_GATHERED = "the module computes with values that a gather wrote"
+    GATHERED_IN_VAIN = "shards may be written, and memory freed, that a gather used for a unit that was not called"
     GRADS_WRITTEN = "a reduction reads gradients that autograd wrote"
     GRADS_TAKEN = "gradients are written to memory that a reduction read"
     GRADS_REDUCED = "the optimizer reads what a reduction wrote"
@@ -112,15 +113,13 @@ class HostStreams:
         del queue, why
         # In order, for what is left to do may be collective.
         while event is not None and not event.done:
-            waiting = self._pending[event.queue]
-            first = waiting[0]
-            if first.work is not None:
-                first.work.wait()
-            if first.finish is not None:
-                first.finish()
+            first = self._pending[event.queue].popleft()
             first.done = True
-            first.work = first.finish = None
-            waiting.popleft()
+            work, finish, first.work, first.finish = first.work, first.finish, None, None
+            if work is not None:
+                work.wait()
+            if finish is not None:
+                finish()
 
     def touch(self, queue: Queue, *, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> None:
         pass
@@ -192,7 +191,7 @@ class CudaStreams:
 
     def drain(self) -> None:
         for stream in self._streams.values():
-            torch.cuda.current_stream(self._device).wait_stream(stream)
+            self._stream(Queue.COMPUTE).wait_stream(stream)
 
     def _stream(self, queue: Queue) -> torch.cuda.Stream:
         return self._streams.get(queue) or torch.cuda.current_stream(self._device)

@@ -53,7 +53,7 @@ class Unit:
         flats: one for each dtype and ``requires_grad`` among the parameters; empty if children own all of them.
         grads: of those flat parameters that may get gradients.
         gathers: the flat parameters that are gathered, and not resident.
-        holds_units: whether the module has other units inside.
+        inside: other units that the module holds.
         phase: what the unit is doing; changed by ``_enter`` alone.
         is_gathered: whether memory for the values of ``gathers`` is taken.
         gathered: the event that the values are there.
@@ -70,7 +70,7 @@ class Unit:
         self.name = name
         self.flats = tuple(flats)
         self.reshard_after_forward = reshard_after_forward
-        self.holds_units = False
+        self.inside: frozenset[Unit] = frozenset()
         self.input_dtype: torch.dtype | None = None
         self.prefetch_forward = False
         self.prefetch_backward: str | None = None
@@ -162,7 +162,7 @@ class Unit:
         call.backward = engine.backwards
         if self.phase is Phase.IDLE:
             engine.take_turn(self)
-            self._begin_backward()
+            self.begin_backward()
         self._calls.append(call)
         call.inputs_pending = sum(map(_compat.will_run, call.inputs))
         for leaf, node in call.accumulators:
@@ -197,7 +197,7 @@ class Unit:
 
     def be_absent(self) -> None:
         """Collective. Take part in what other ranks do with this unit in a backward that does not come to it here."""
-        self._begin_backward()
+        self.begin_backward()
         self.post_backward()
 
     def begin_summon(self) -> None:
@@ -221,7 +221,8 @@ class Unit:
 
     # Parts of it
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
+        """Collective. Gather the parameters, and make way for gradients."""
         engine = self.engine
         assert engine is not None
         self._enter(Phase.BACKWARD)
@@ -229,7 +230,7 @@ class Unit:
         engine.order.note(("backward", self.name))
         for grad in self.grads:
             grad.prepare()
-        if self.holds_units or self.num_calls > 1:
+        if self.inside or self.num_calls > 1:
             self._joins_at_the_end = True
         else:
             self._join()
@@ -357,7 +358,7 @@ class Unit:
             return
         if not any(call.inputs for call in self._calls):
             hidden = any(leaf.requires_grad and not grad.has(index) for grad, index, leaf in self._leaves)
-            if self.holds_units or hidden:
+            if self.inside or hidden:
                 return
         self.post_backward()
 

@@ -1,5 +1,7 @@
 """The examples in the documentation run as they stand."""
 
+import functools
+import importlib
 import json
 import re
 
@@ -40,6 +42,8 @@ def test_communication(start, tmp_path, index, ranks):
 
 
 RUNNER = """
+import functools
+import importlib
 import json
 from pathlib import Path
 
@@ -76,3 +80,22 @@ def test_pages_about_sharding(start, tmp_path):
     assert job.code == 0, job.stderr
     for page, found in pages.items():
         assert f"{page}: {len(found)} blocks" in job.stdout
+
+
+def resolved(name):
+    """What a dotted name stands for, of which some front part is a module."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        return functools.reduce(getattr, parts[end:], found)
+    raise ModuleNotFoundError(name)
+
+
+def test_names_that_are_promised_exist():
+    names = set(re.findall(r"`(hpcfsdp\.[\w.]+)`", (ROOT / "docs/names.md").read_text()))
+    assert len(names) > 50
+    for name in names:
+        resolved(name)

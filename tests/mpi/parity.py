@@ -324,6 +324,8 @@ class Recipe:
     evaluate: bool = False
     """Whether to compute a loss without gradients before each step, in eval mode."""
     autocast: bool = False
+    follow: bool = False
+    """Whether to keep the parameters at the start and after the first step."""
     zero_unused: bool = True
     """Whether what takes no part in a unit that was called has a gradient of zero, and not none."""
 
@@ -345,7 +347,7 @@ class Trained(NamedTuple):
     start: dict[str, torch.Tensor]
     after_one: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
-    """Of the whole model, at the start, after one step, and at the end."""
+    """Of the whole model, at the start and after one step if they are followed, and at the end."""
 
 
 def inputs(step, rank, dtype, part=0):
@@ -372,7 +374,7 @@ def reference(model_type, ranks, recipe=Recipe()):
 
 def train_plain(model, ranks, recipe):
     optimizer = recipe.make_optimizer(model.parameters())
-    losses, norms, start, after_one = [], [], named(model), {}
+    losses, norms, start, after_one = [], [], named(model) if recipe.follow else {}, {}
     for step in range(recipe.steps):
         if recipe.evaluate:
             model.eval()
@@ -395,7 +397,8 @@ def train_plain(model, ranks, recipe):
             norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), *recipe.clip).item())
         optimizer.step()
         optimizer.zero_grad(set_to_none=recipe.set_to_none)
-        after_one = after_one or named(model)
+        if recipe.follow and step == 0:
+            after_one = named(model)
     return Trained(losses, norms, start, after_one, named(model))
 
 
@@ -490,7 +493,8 @@ class Engine:
 
     def _train(self, model, recipe):
         optimizer = recipe.make_optimizer(model.parameters())
-        rank, losses, norms, start, after_one = self.comm.rank, [], [], self.whole(model), {}
+        rank, losses, norms, after_one = self.comm.rank, [], [], {}
+        start = self.whole(model) if recipe.follow else {}
         for step in range(recipe.steps):
             if recipe.evaluate:
                 model.eval()
@@ -509,7 +513,8 @@ class Engine:
                 norms.append(model.clip_grad_norm_(*recipe.clip).item())
             optimizer.step()
             optimizer.zero_grad(set_to_none=recipe.set_to_none)
-            after_one = after_one or self.whole(model)
+            if recipe.follow and step == 0:
+                after_one = self.whole(model)
         return Trained(losses, norms, start, after_one, self.whole(model))
 
 

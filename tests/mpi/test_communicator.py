@@ -1,4 +1,6 @@
 import gc
+import random
+import time
 
 import pytest
 import torch
@@ -710,6 +712,81 @@ def test_a_topology_of_other_ranks_is_refused(world):
     assert str(caught.value) == (
         f"a topology of {2 * world.size} ranks (2 node(s) of {world.size} rank(s)) was given for {world.size} ranks"
     )
+
+
+# Meetings
+
+
+@pytest.fixture(params=["one node", "single ranks", "two nodes", "gloo", "compared"])
+def meeting(request, world, carriers, make):
+    """A communicator whose ranks can meet; the test may break it."""
+    if request.param == "gloo":
+        return carriers["gloo"].comm
+    size = world.size
+    topology = {
+        "single ranks": Topology.regular(size, 1),
+        "two nodes": Topology.from_labels([rank % 2 for rank in range(size)]),
+    }.get(request.param, Topology.regular(1, size))
+    return make(topology, timeout_s=20, compare_calls=request.param == "compared")
+
+
+def test_ranks_meet_when_all_are_there_however_often(world, meeting):
+    dice = random.Random(world.rank)
+    arrivals = torch.zeros(1)
+    for turn in range(30):
+        if dice.random() < 0.3:
+            time.sleep(dice.random() * 0.003)
+        arrivals.fill_(time.monotonic())
+        meeting.meet(f"turn {turn}")
+        left = time.monotonic()
+        assert max(world.comm.allgather(arrivals.item())) <= left + 1e-3
+
+
+@pytest.mark.parametrize("length", [0, 100, 500, 100000])
+@pytest.mark.parametrize("letter", ["x", "ü"])
+def test_notes_may_be_of_any_length(meeting, length, letter):
+    for turn in range(3):
+        meeting.meet(letter * length + str(turn))
+
+
+@pytest.mark.parametrize("common", [0, 100, 1000])
+def test_ranks_with_another_note_are_named_with_it_on_every_rank(several, world, meeting, common):
+    odd = world.size - 1
+    meeting.meet("all is well")
+    notes = [f"{'odd' if rank == odd else 'even'} " for rank in range(world.size)]
+    # Where they are too long to be told in full, they differ in what is cut off.
+    notes = ["." * common + note for note in notes] if common > 200 else [note + "." * common for note in notes]
+    with pytest.raises(CommunicationError) as caught:
+        meeting.meet(notes[world.rank])
+    others = range(odd) if world.rank == odd else [odd]
+    told = str(caught.value)
+    assert told.startswith(f"rank {world.rank} calls {notes[world.rank][:20].rstrip()}")
+    assert any(f", but rank {other} calls {notes[other][:20].rstrip()}" in told for other in others)
+    world.comm.Barrier()
+    meeting.meet("and it is again")
+
+
+def test_a_rank_that_does_not_come_to_a_meeting_is_named(several, world, make):
+    for topology in (Topology.regular(1, world.size), Topology.regular(world.size, 1)):
+        comm, missing = make(topology, timeout_s=0.5), world.size - 1
+        comm.meet("all are here")
+        if world.rank != missing:
+            with pytest.raises(CommunicationError) as caught:
+                comm.meet("one is not")
+            assert str(caught.value).startswith(f"one is not on rank {world.rank}: waited 0.5 s")
+            assert named(caught.value, missing)
+        world.comm.Barrier()
+
+
+def test_ranks_meet_while_other_work_is_under_way(make):
+    comm = make(Topology.regular(1, make().size))
+    memory = comm.alloc(4 * comm.size, torch.float32).fill_(1.0)
+    output = torch.empty(4)
+    works = [comm.reduce_scatter_tensor(output, memory, "sum", async_op=True), comm.barrier(async_op=True)]
+    comm.meet("meanwhile")
+    for work in works:
+        work.wait()
+    assert output.tolist() == [comm.size] * 4
 
 
 # Ranks that do not come

@@ -4,6 +4,7 @@ Nodes are imagined: ranks of one machine are told that they are on several.
 """
 
 import ast
+import gc
 import inspect
 import os
 import random
@@ -145,8 +146,8 @@ def mapped(name):
 
 def test_a_node_holds_gathered_memory_once_and_gives_it_back(world, make):
     comm = make()
-    world.comm.Barrier()
-    before = memory_held(world)
+    gc.collect()  # models of other tests hold windows, too
+    before, windows_before = memory_held(world), mapped("memfd:hpcfsdp")
     full = comm.alloc(6 * MIB, torch.float32, gathered=True)
     numel = full.numel() // comm.size
     segment(full, comm).fill_(comm.rank + 1.0)
@@ -159,11 +160,12 @@ def test_a_node_holds_gathered_memory_once_and_gives_it_back(world, make):
     assert abs(memory_held(world) - before - 24) < 2  # the tensor is still there
     del full
     assert abs(memory_held(world) - before) < 2
-    assert mapped("memfd:hpcfsdp") == 0
+    assert mapped("memfd:hpcfsdp") == windows_before
 
 
 def test_memory_to_reduce_is_held_once_for_each_rank(several, world, make):
     comm, output = make(), torch.zeros(2 * MIB).fill_(1.0)
+    gc.collect()
     before = memory_held(world)
     inputs = comm.alloc(2 * MIB * comm.size, torch.float32)
     inputs.fill_(1.0)
@@ -535,6 +537,21 @@ def test_reductions_are_right_under_delays_and_leave_their_input_to_the_caller(w
                 assert torch.equal(result, sum(given)), (topology, turn)
 
 
+def test_ranks_that_meet_around_each_use_may_write_in_place(world, make, delays):
+    """What the engine does with parameters that stay: nothing is gathered or claimed, ranks meet instead."""
+    comm, numel = make(), 40
+    full = comm.alloc(numel * comm.size, torch.float32, gathered=True)
+    for turn in range(2 * ROUNDS):
+        expected = torch.cat([held(rank, numel, turn) for rank in range(comm.size)])
+        delays.sleep()
+        segment(full, comm).copy_(held(comm.rank, numel, turn))
+        comm.meet(f"written {turn}")
+        assert torch.equal(full, expected), turn
+        delays.sleep(1.0)
+        assert torch.equal(full, expected), turn
+        comm.meet(f"used {turn}")
+
+
 def waits():
     """The waits in shared.py: (function, its which) by line."""
     found = {}
@@ -725,8 +742,23 @@ def change_the_result_while_the_late_rank_copies(stage, turn):
     return reduction(stage, turn, "one node", "all_reduce")
 
 
+def use_what_the_late_rank_has_not_written(stage, turn):
+    """As parameters that stay in memory that ranks share: written by everyone, then used by everyone."""
+    comm = stage.machine("one node")
+    full = comm.alloc(NUMEL * comm.size, torch.float32, gathered=True)
+    comm.meet("before")
+    stage.world.comm.Barrier()
+    stage.hold()
+    segment(full, comm).copy_(held(comm.rank, NUMEL, turn))
+    comm.meet(f"turn {turn}")
+    right = torch.equal(full, all_of(comm, turn))
+    stage.signal()
+    return right
+
+
 RACES = [
     (("claim", 1), write_while_the_late_rank_reads),
+    (("meet", 1), use_what_the_late_rank_has_not_written),
     (("all_gather", 1), gather_another_shard_while_the_late_rank_reads),
     (("all_gather", 1), receive_from_other_nodes_while_the_late_rank_reads),
     (("all_gather", 2), read_before_other_nodes_have_sent),
@@ -750,7 +782,7 @@ def test_without_any_one_wait_values_are_wrong(several, world, make, monkeypatch
         right = race(Stage(world, make, patch, patience_s=0.05), turn=1)
     assert world.comm.allreduce(right) == world.size
     with monkeypatch.context() as patch:
-        for name in ("claim", "all_gather", "reduce_scatter", "all_reduce"):
+        for name in ("claim", "meet", "all_gather", "reduce_scatter", "all_reduce"):
             patch.setattr(shared, name, leaving_out(site, getattr(shared, name)))
         right = race(Stage(world, make, patch, patience_s=5.0), turn=3)
         assert world.comm.allreduce(right) < world.size
@@ -798,6 +830,38 @@ def test_neighbours_that_mean_other_places_of_a_window_are_told(several, make):
         CommunicationError, match=r"at 2 of shared memory.* at 0 of shared|at 0 of shared.* at 2 of shared"
     ):
         comm.all_reduce(place, "sum")
+
+
+@pytest.mark.parametrize("long", ["", "a module with a very long name " * 10], ids=["short", "long"])
+@pytest.mark.parametrize("operation", ["reduce_scatter_tensor", "all_reduce"])
+def test_ranks_that_reduce_different_things_at_a_time_are_told_both(several, world, make, operation, long):
+    comm = make(timeout_s=10)
+    inputs, output = comm.alloc(2 * comm.size, torch.float32), torch.empty(2)
+    odd = world.size - 1
+    label = f"{long}gradients of {'head' if comm.rank == odd else 'body'!r}"
+    with pytest.raises(CommunicationError) as caught:
+        if operation == "all_reduce":
+            comm.all_reduce(inputs, "average", label=label)
+        else:
+            comm.reduce_scatter_tensor(output, inputs, "average", label=label)
+    others = range(odd) if world.rank == odd else [odd]
+    told = str(caught.value)
+    assert told.startswith(f"rank {world.rank} calls {label[:80]}")
+    assert any(f", but rank {other} calls {long[:80] or 'gradients of '}" in told for other in others)
+    assert told.endswith(" on the same memory: all ranks must call the same")
+    if not long:
+        assert "gradients of 'head': " in told
+        assert f"gradients of 'body': {operation}(average) of {inputs.numel()} x torch.float32" in told
+
+
+def test_the_same_label_is_in_nobodys_way(make):
+    comm = make()
+    inputs = comm.alloc(2 * comm.size, torch.float32).fill_(1.0)
+    for label in ("", "gradients of 'head'", "long " * 100):
+        output = torch.empty(2)
+        comm.reduce_scatter_tensor(output, inputs, "average", label=label)
+        assert output.tolist() == [1, 1]
+        comm.all_reduce(inputs, "average", label=label)
 
 
 def test_a_shard_lies_in_its_own_segment_or_elsewhere(several, make):
