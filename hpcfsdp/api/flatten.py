@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from hpcfsdp.api.ignored import Ignored
 from hpcfsdp.comm import Communicator
@@ -122,6 +124,7 @@ def own_params(
                     f"parameter {prefix + name!r} is tied to {getattr(param, _TAKEN)!r}, which belongs to a unit that "
                     "is wrapped already: wrap the smallest module that holds both instead"
                 )
+            _check_kind(param, prefix + name, module)
             is_apart[param] = is_apart.get(param, False) or isinstance(module, apart)
             entry = found.setdefault(param, OwnParam(param, prefix + name, []))
             if entry.places:
@@ -147,6 +150,19 @@ def own_params(
         kind = (entry.param.dtype, entry.param.requires_grad, is_apart[entry.param])
         groups.setdefault(kind, []).append(entry)
     return OwnParams(list(groups.values()), list(buffers))
+
+
+def _check_kind(param: nn.Parameter, fqn: str, module: nn.Module) -> None:
+    if isinstance(param, UninitializedParameter):
+        raise ValueError(
+            f"parameter {fqn!r} of a lazy {type(module).__name__} has no shape yet: run a forward of the module before "
+            "wrapping it"
+        )
+    if isinstance(param, DTensor):
+        raise NotImplementedError(
+            f"parameter {fqn!r} is a DTensor, as of a module that is parallel over tensors: sharding these is not "
+            "supported yet"
+        )
 
 
 def _taken_from(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -300,6 +300,24 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             with_grads=with_grads,
         )
 
+    @staticmethod
+    def walk_full_params(
+        module: nn.Module,
+        writeback: bool = False,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Collective over the process group, at each turn. The units one by one, whole, see ``api.unshard``."""
+        return unshard.walk_full_params(
+            module,
+            FullyShardedDataParallel,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Collective over the process group. Call `fn` on every module, inner ones first, with whole parameters."""
         with self.summon_full_params(self, recurse=False, writeback=True):
@@ -343,6 +361,12 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             if name == WRAPPED:  # not set yet: an attribute is missing while the constructor runs
                 raise
             return getattr(self._fsdp_wrapped_module, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise EngineError(
+            "a sharded model cannot be copied or pickled: copy the plain module before wrapping it, and wrap both; or "
+            "save it with hpcfsdp.checkpoint"
+        )
 
     def __getitem__(self, key: Any) -> Any:
         return self._fsdp_wrapped_module[key]
@@ -526,6 +550,8 @@ def _check_readers(module: nn.Module) -> None:
 def _target_device(process_group: Any, device_mesh: Any, device_id: int | torch.device | None) -> torch.device | None:
     """Where to move the module, None to leave it where it is."""
     if isinstance(device_id, int):
+        if device_id >= torch.cuda.device_count():
+            raise ValueError(f"device_id={device_id}: this process sees {torch.cuda.device_count()} GPU(s)")
         return torch.device("cuda", device_id)
     if device_id is not None:
         return torch.device(device_id)

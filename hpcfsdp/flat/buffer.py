@@ -86,13 +86,21 @@ class Resident:
     """
 
     resident = True
-    held_bytes = 0  # each rank's segment is its shard, or the cast of it
 
-    def __init__(self, comm: Communicator, numel: int, dtype: torch.dtype) -> None:
-        """Collective over `comm`."""
+    def __init__(self, comm: Communicator, numel: int, dtype: torch.dtype, *, is_cast: bool) -> None:
+        """Collective over `comm`.
+
+        Args:
+            is_cast: the segment is a copy of the shard in another dtype, rather than the shard itself.
+        """
+        self._is_cast = is_cast
         self.full = comm.alloc(numel, dtype, gathered=True)
         weakref.finalize(self, comm.free, self.full).atexit = False
         self.segment = segment(self.full, comm)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.segment.numel() * self.segment.element_size() if self._is_cast else 0
 
     def gather(self, shard: torch.Tensor, *, async_op: bool) -> None:
         del shard, async_op

@@ -35,6 +35,7 @@ class FlatParam:
             optimizer steps, and its ``grad`` is the averaged gradient of the shard.
         device: where the module computes; the shard lies there, too, unless it is offloaded.
         is_unsharded: whether the leaves hold their full values.
+        trained: the ``requires_grad`` of all leaves, as far as is known; with `use_orig_params` each has its own.
     """
 
     def __init__(
@@ -64,12 +65,12 @@ class FlatParam:
         self.use_orig_params = use_orig_params
         self.device = self.leaves[0].device
         self.is_unsharded = False
-        requires_grad = any(leaf.requires_grad for leaf in self.leaves)
+        self.trained = any(leaf.requires_grad for leaf in self.leaves)
         self._places = [(slot.shape, _row_major(slot.shape), slot.offset) for slot in layout.slots]
 
         full = self._flattened()
         self._buffer, shard = self._place(full, torch.device("cpu") if offload else self.device)
-        self.parameter = nn.Parameter(shard, requires_grad=requires_grad)
+        self.parameter = nn.Parameter(shard, requires_grad=self.trained)
         self._shard = shard  # as the optimizer should find it; a user may have put something else in its place
         self._always_whole = always_whole
         self._nothing_value = torch.nan if layout.dtype.is_floating_point or layout.dtype.is_complex else 0
@@ -133,14 +134,22 @@ class FlatParam:
         if not self._stays_bound:
             self._bind(self._views)
 
-    def reshard(self) -> None:
-        """Free the gathered values; only the shard is left."""
+    def unbind(self) -> None:
+        """Let the leaves view what they do at rest."""
         self.is_unsharded = False
-        self._buffer.free()
         if self._stays_bound:
             return
         self._nothing.fill_(self._nothing_value)  # someone may have written to it
         self._bind(self._resting)
+
+    def free(self) -> None:
+        """Give back the memory of the gathered values, where it does not stay."""
+        self._buffer.free()
+
+    def reshard(self) -> None:
+        """Free the gathered values; only the shard is left."""
+        self.unbind()
+        self.free()
 
     def unshard(self) -> None:
         """Collective over `comm`. Gather all shards; the leaves hold their full values afterwards."""
@@ -200,7 +209,7 @@ class FlatParam:
         numel, compute = self.layout.padded_numel, self.dtypes.compute
         mine = segment(full, self.comm)
         if self.comm.shares_gathered and home == self.device:
-            buffer = Resident(self.comm, numel, compute)
+            buffer = Resident(self.comm, numel, compute, is_cast=compute != full.dtype)
             if compute != full.dtype:
                 return buffer, mine.clone()
             buffer.write(mine)

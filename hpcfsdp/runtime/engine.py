@@ -67,7 +67,7 @@ class Engine:
         self._due: deque[Unit] = deque()
         self._ahead: set[Unit] = set()
         self._shards_written: Any = None
-        self._values_used: Any = None
+        self._retired: deque[tuple[Unit, Any]] = deque()  # resharded, with their memory still taken
 
     @property
     def is_busy(self) -> bool:
@@ -94,6 +94,7 @@ class Engine:
             self.streams.wait(Queue.HOST, self.streams.record(Queue.GATHER), Wait.SHARDS_READ)
         if not torch.is_grad_enabled() or broken:
             self._reshard(self.units)
+        self._free_retired(keep=0)
         if broken:
             self.order.forget()
         else:
@@ -119,6 +120,7 @@ class Engine:
         self._called.clear()
         for unit in self.units:
             unit.reset()
+        self._free_retired(keep=0)
 
     def _begin_pass(self, unit: Unit) -> None:
         for each in self.units:
@@ -138,7 +140,8 @@ class Engine:
     def _meet(self, what: str, unit: Unit | None = None) -> None:
         """Collective. Wait for all ranks that share memory; they have done the same since the pass began."""
         where = f" of {unit.name!r}" if unit is not None else ""
-        note = f"{what}{where}, step {self._passes}, order {self.order.digest or 'new'}"
+        mode = "" if torch.is_grad_enabled() or self.in_backward else " without gradients"
+        note = f"{what}{where}{mode}, step {self._passes}, order {self.order.digest or 'new'}"
         for comm in self._meeting:
             try:
                 comm.meet(note)
@@ -162,14 +165,18 @@ class Engine:
 
     # Gathering
 
-    def unshard(self, unit: Unit) -> None:
-        """Collective. Begin to gather a unit's parameters, unless that has begun."""
+    def unshard(self, unit: Unit, *, ahead: bool = False) -> None:
+        """Collective. Begin to gather a unit's parameters, unless that has begun.
+
+        Args:
+            ahead: another unit is computed with first.
+        """
         if unit.is_gathered or not unit.gathers:
             return
         unit.is_gathered = True
         streams = self.streams
         streams.wait(Queue.GATHER, self._shards_written, Wait.SHARDS_WRITTEN)
-        streams.wait(Queue.GATHER, self._values_used, Wait.VALUES_USED)
+        self._free_retired(keep=0 if ahead else 1, unless=unit)
         for flat in unit.gathers:
             unit.gathered = streams.launch(
                 Queue.GATHER,
@@ -192,12 +199,29 @@ class Engine:
             self._ahead.discard(unit)
             self.streams.wait(Queue.COMPUTE, unit.gathered, Wait.GATHERED_IN_VAIN)
         for flat in unit.flats:
-            flat.reshard()
+            flat.unbind()
         if unit.is_gathered:
             unit.is_gathered = False
             self.streams.touch(Queue.COMPUTE, reads=values_of(unit))
-            self._values_used = self.streams.record(Queue.COMPUTE)
-            self.streams.free(*values_of(unit))
+            self._retired.append((unit, self.streams.record(Queue.COMPUTE)))
+            if not self.streams.overlap:
+                self._free_retired(keep=0)
+
+    def _free_retired(self, *, keep: int, unless: Unit | None = None) -> None:
+        """Free memory of units that were resharded, the oldest first; `unless` takes up its own again.
+
+        The last one is kept while the next is gathered for immediate use: that goes into other memory, and does not
+        wait until the one before has been computed with. What is gathered ahead has that much time anyway.
+        """
+        for unit, event in list(self._retired):
+            if unit is not unless and len(self._retired) <= keep:
+                return
+            self._retired.remove((unit, event))
+            self.streams.wait(Queue.GATHER, event, Wait.VALUES_USED)
+            if unit is not unless:
+                for flat in unit.gathers:
+                    flat.free()
+                self.streams.free(*values_of(unit))
 
     def gather_ahead(self, kind: str) -> None:
         """Collective. Begin to gather the unit that is known to do `kind` next."""
@@ -205,7 +229,7 @@ class Engine:
         unit = self._by_name.get(name) if name is not None else None
         if unit is not None and unit.gathers and not unit.is_gathered:
             self._ahead.add(unit)
-            self.unshard(unit)
+            self.unshard(unit, ahead=True)
 
     def _reshard(self, units: Iterable[Unit]) -> None:
         for unit in units:
@@ -251,6 +275,7 @@ class Engine:
                 if unit.owes_grads and unit not in self._called:
                     unit.be_absent()
         self._reshard(list(self._ahead))
+        self._free_retired(keep=0)
         for unit in self.units:
             unit.join_at_the_end()
         self.reduce_complete()
@@ -262,8 +287,8 @@ class Engine:
         for unit in self._called:
             unit.num_calls = 0
         self._called.clear()
-        self.in_backward = False
         self._meet("end of the backward")
+        self.in_backward = False
 
     def _settle(self) -> None:
         owing = [unit for unit in self.units if unit.owes_grads]

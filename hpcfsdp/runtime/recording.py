@@ -106,6 +106,8 @@ class RecordingStreams:
         current: the queue whose work is being done, COMPUTE when none is.
     """
 
+    overlap = True
+
     def __init__(self, *, ignore: Callable[[Site], bool] | None = None, raises: bool = False) -> None:
         """
         Args:

@@ -51,7 +51,14 @@ Begin = Callable[[bool], Work | None]
 
 
 class Streams(Protocol):
-    """The queues of one device."""
+    """The queues of one device.
+
+    Attributes:
+        overlap: whether queues run side by side, so that memory for one unit more lets a gather run while another unit
+            is computed with.
+    """
+
+    overlap: bool
 
     def launch(
         self,
@@ -82,6 +89,8 @@ class Streams(Protocol):
 
 class HostStreams:
     """The queues of the CPU. Collectives go on behind the caller's back, everything else is done where it stands."""
+
+    overlap = False
 
     def __init__(self) -> None:
         self._pending: dict[Queue, deque[_Pending]] = {queue: deque() for queue in Queue}
@@ -145,6 +154,8 @@ class _Pending:
 
 class CudaStreams:
     """The queues of a GPU: CUDA streams, of which COMPUTE is the one that is current."""
+
+    overlap = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -265,9 +265,19 @@ class Unit:
     def _hear_leaves(self) -> None:
         """Follow what users have done to ``requires_grad`` since the last time."""
         for flat in self.flats:
-            if not flat.use_orig_params and flat.parameter.requires_grad != flat.requires_grad:
+            if flat.use_orig_params:
+                continue
+            if flat.parameter.requires_grad != flat.trained:
+                flat.trained = flat.parameter.requires_grad
                 for leaf in flat.leaves:
-                    leaf.requires_grad_(flat.parameter.requires_grad)
+                    leaf.requires_grad_(flat.trained)
+            for leaf, slot in zip(flat.leaves, flat.layout.slots):  # noqa: B905 (in each call of a unit)
+                if leaf.requires_grad != flat.trained:
+                    raise EngineError(
+                        f"{self.name}: requires_grad of {slot.fqn!r} was set to {leaf.requires_grad}, but it is a part "
+                        f"of a flat parameter with requires_grad={flat.trained}: set it before wrapping, wrap with "
+                        "use_orig_params=True, or set it for all of the unit by model.requires_grad_()"
+                    )
         for place, (grad, index, leaf) in enumerate(self._leaves):
             if not self._hooked[place] and leaf.requires_grad:
                 self._accumulators = None

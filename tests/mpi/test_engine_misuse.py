@@ -132,13 +132,6 @@ def test_a_view_of_a_parameter_is_refused_without_gradients_too(comm):
         sharded(3)
 
 
-def test_freezing_after_wrapping_is_refused(comm):
-    sharded = shard(make_net())
-    sharded.requires_grad_(False)
-    with pytest.raises(EngineError, match=r"requires_grad.*set to False after wrapping"):
-        sharded(torch.zeros(1, 2, dtype=torch.int64))
-
-
 def test_units_inside_of_modules_that_read_their_childrens_parameters_are_refused(comm):
     layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
     with pytest.raises(ValueError, match=r"inside of the TransformerEncoderLayer.*wrap the whole"):

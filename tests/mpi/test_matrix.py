@@ -569,7 +569,7 @@ def close_in_bf16(got, expected, *, exact_sum):
     against the largest of the parameter, for terms may cancel. The update of plain SGD is the gradient times the
     rate; it is found as a difference of parameters, which float32 rounds.
     """
-    assert got.parameters.keys() == expected.parameters.keys()
+    assert got.parameters.keys() == expected.parameters.keys() == expected.start.keys()
     for name, start in expected.start.items():
         assert torch.equal(got.start[name], start), name
         assert got.parameters[name].dtype == torch.float32

@@ -438,10 +438,13 @@ def test_whole_parameters_are_not_to_be_had_within_a_step(where):
 
 def test_a_call_of_a_summoned_unit_is_refused():
     model = shard(make_net())
-    message = "cannot go from summon_full_params to forward"
-    for inside in (model, model.first):
-        with summon(inside), pytest.raises(EngineError, match=message):
-            model(torch.ones(4, 3))
+    for inside, name in ((model, "Net"), (model.first, "first")):
+        message = f"^{name}: the model was called within summon_full_params: leave that first$"
+        with summon(inside):
+            with pytest.raises(EngineError, match=message):
+                model(torch.ones(4, 3))
+            with pytest.raises(EngineError, match="summon_full_params"):
+                model.first(torch.ones(4, 3))
         at_rest(model)
     model(torch.ones(4, 3)).sum().backward()
 

@@ -12,6 +12,7 @@ NAN = float("nan")
 def put_together(grad, values, buffer=None):
     """A backward in which leaves get these gradients, by index, one after the other."""
     flat = grad.flat
+    grad.prepare()
     flat.unshard()
     if buffer is None:
         buffer = torch.full((flat.layout.padded_numel,), NAN, dtype=flat.dtypes.wire)
@@ -23,6 +24,7 @@ def put_together(grad, values, buffer=None):
 
 
 def reduce(grad, *, own_buffer=True, label="gradients"):
+    grad.complete()
     grad.reduce(label, async_op=False)
     grad.flat.reshard()
     grad.arrive(label, own_buffer=own_buffer)
@@ -114,6 +116,23 @@ def test_a_gradient_is_handed_over_as_soon_as_every_leaf_has_had_one(make_flat):
     grad.settle([True, True])
     assert flat.parameter.grad.tolist() == [1] * 4 + [2] * 4
     assert not any(grad.used)
+
+
+def test_gradients_that_come_before_there_is_a_buffer_wait_on_their_leaves(make_flat):
+    flat = make_flat(torch.zeros(4), torch.zeros(4), torch.zeros(4), dtypes=Dtypes.plan(F32, param=BF16))
+    grad = FlatGrad(flat)
+    grad.prepare()
+    flat.unshard()
+    assert not grad.has_waiting
+    flat.leaves[1].grad = torch.ones(4, dtype=BF16)
+    assert grad.has_waiting
+    assert [grad.has(index) for index in range(3)] == [False, True, False]
+    put_together(grad, [(2, [2.0] * 4), (1, [3.0] * 4)])
+    assert not grad.has_waiting
+    reduce(grad)
+    grad.settle([False, True, True])
+    found = [flat.parameter.grad[slot.offset : slot.end].tolist() for slot in flat.layout.slots]
+    assert found == [[0] * 4, [4] * 4, [2] * 4]
 
 
 def test_what_nobody_used_gets_no_gradient(make_flat):
@@ -225,6 +244,20 @@ def test_what_original_parameters_had_is_out_of_the_way_meanwhile(make_flat):
     reduce(grad)
     grad.settle(grad.used)
     assert [leaf.grad.tolist() for leaf in flat.leaves] == [[3] * 4, [1] * 4]
+
+
+def test_gradients_come_to_original_parameters_when_these_are_at_rest(make_flat):
+    flat = make_flat(torch.zeros(2, 2), use_orig_params=True)
+    grad = FlatGrad(flat)
+    put_together(grad, [(0, [[1.0, 2.0], [3.0, 4.0]])])
+    grad.complete()
+    grad.reduce("g", async_op=False)
+    grad.arrive("g", own_buffer=True)
+    assert flat.leaves[0].shape == (2, 2)
+    assert flat.leaves[0].grad is None
+    flat.reshard()
+    grad.settle([True])
+    assert flat.leaves[0].grad.tolist() == [1, 2, 3, 4]
 
 
 def test_original_parameters_keep_what_they_had_when_gradients_wait(make_flat):

@@ -9,7 +9,7 @@ from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.flat.precision import Dtypes
-from hpcfsdp.runtime.grads import GradMemory
+from hpcfsdp.runtime.grads import Reductions
 from hpcfsdp.runtime.streams import HostStreams
 
 
@@ -20,7 +20,7 @@ class Late:
         self._label, self._log, self._done = label, log, done
 
     def wait(self):
-        self._log.append(f"{self._label} is done")
+        self._log.append(f"{self._label} done")
         self._done()
 
     def is_completed(self):
@@ -30,8 +30,8 @@ class Late:
 class LateComm(FakeCommunicator):
     """Two ranks that hold the same, whose reductions end as late as they may."""
 
-    def __init__(self, shares_memory=False, size=2):
-        super().__init__(0, size)
+    def __init__(self, shares_memory=False):
+        super().__init__(0, 2)
         self.shares_memory = shares_memory
         self.log, self.allocated, self.freed = [], [], []
 
@@ -44,80 +44,158 @@ class LateComm(FakeCommunicator):
 
     def reduce_scatter_tensor(self, output, full, op, *, label="", async_op=False, **how):
         reduce = super().reduce_scatter_tensor
+        label = label.removeprefix("gradients of ").strip("'")
         self.log.append(label)
         return Late(label, self.log, lambda: reduce(output, full, op, **how))
 
 
 class Setting:
-    """Gradients of parameters of so many elements, and the memory in which they are put together."""
+    """Gradients a, b, c, ... of two parameters of so many elements each, on a rank that holds the first of them."""
 
-    def __init__(self, comm, *numels, in_turn=True, wire=None):
-        self.comm, self.memory, self.flushed = comm, GradMemory(HostStreams()), []
+    def __init__(self, comm, *numels, wire=None):
+        self.comm, self.line = comm, Reductions(HostStreams())
         self.grads = []
         for index, numel in enumerate(numels):
             leaves = [nn.Parameter(torch.zeros(numel)), nn.Parameter(torch.zeros(numel))]
             layout = FlatLayout.plan([("p", (numel,), ()), ("q", (numel,), ())], torch.float32, comm.size)
             dtypes = Dtypes.plan(torch.float32, reduce=wire[index] if wire else None)
             self.grads.append(FlatGrad(FlatParam(leaves, layout, comm, dtypes=dtypes)))
-            self.memory.plan(self.grads[-1], in_turn=in_turn if isinstance(in_turn, bool) else in_turn[index])
+            self.grads[-1].name = "abcdef"[index]
+            self.line.plan(self.grads[-1])
 
-    def flush(self, grad):
-        self.flushed.append(self.grads.index(grad))
-        self.reduce(self.grads.index(grad))
-
-    def acquire(self, index):
-        """The memory that a gradient gets."""
-        self.memory.acquire(self.grads[index], self.flush)
-        return self.grads[index].buffer.data_ptr()
+    def join(self, *indices):
+        """The backward of units begins: both of their leaves are to get a gradient."""
+        for index in indices:
+            self.grads[index].outstanding = 2
+            self.line.join(self.grads[index])
 
     @torch.no_grad()
-    def take(self, index, place, value):
+    def come(self, index, value, place=0):
+        """A leaf gets a gradient."""
         grad = self.grads[index]
-        grad.flat.unshard()
         leaf = grad.flat.leaves[place]
-        leaf.grad = torch.full_like(leaf, value)
-        grad.take(place)
-        grad.flat.reshard()
+        leaf.grad = torch.full_like(leaf, value) if leaf.grad is None else leaf.grad + value
+        self.line.take(grad, place)
+        grad.outstanding -= 1
+        self.line.advance(keep_back=False)
 
-    def reduce(self, index):
-        self.memory.reduce(self.grads[index], f"g{index}")
+    def complete(self, *indices):
+        """Both leaves get one."""
+        for index in indices:
+            self.come(index, index + 1.0)
+            self.come(index, torch.nan, 1)  # on the other rank
+
+    def buffers(self):
+        return [None if grad.buffer is None else grad.buffer.data_ptr() for grad in self.grads]
 
     def settled(self):
         """This rank's part of each gradient at the end of the backward."""
-        streams = self.memory._streams
+        streams = self.line._streams
         for queue in streams._pending:
             streams.wait(queue, streams.record(queue), None)
-        self.memory.settle()
+        self.line.settle()
         for grad in self.grads:
             grad.settle([True, True])
         return [grad.flat.parameter.grad.tolist() for grad in self.grads if grad.flat.parameter.grad is not None]
+
+
+def test_gradients_are_reduced_in_the_order_of_the_line_whenever_they_are_complete():
+    setting = Setting(LateComm(), 4, 4, 4)
+    setting.join(0, 1, 2)
+    setting.complete(1, 2)
+    assert setting.comm.log == []
+    setting.come(0, 1.0)
+    assert setting.comm.log == []
+    setting.come(0, 1.0, 1)
+    assert [name for name in setting.comm.log if "done" not in name] == ["a", "b", "c"]
+    assert setting.settled() == [[1] * 4, [2] * 4, [3] * 4]
+
+
+def test_a_gradient_that_nobody_will_have_is_reduced_in_its_turn_too():
+    setting = Setting(LateComm(), 4, 4)
+    setting.join(0, 1)
+    setting.grads[0].outstanding = 0
+    setting.complete(1)
+    assert setting.comm.log == ["a", "b"]
+    assert setting.settled() == [[0] * 4, [2] * 4]
 
 
 def test_two_buffers_are_used_in_turn_and_a_third_gradient_waits_for_the_first():
     setting = Setting(LateComm(shares_memory=True), 4, 8, 4)
     places = []
     for index in range(3):
-        places.append(setting.acquire(index))
-        setting.take(index, 0, index + 1.0)
-        setting.take(index, 1, index + 2.0)
-        setting.reduce(index)
+        setting.join(index)
+        setting.come(index, index + 1.0)
+        places.append(setting.buffers()[index])
+        setting.come(index, torch.nan, 1)
     assert places[0] == places[2] != places[1]
-    assert setting.comm.log == ["g0", "g1", "g0 is done", "g2"]
+    assert setting.comm.log == ["a", "b", "a done", "c"]
     assert setting.comm.allocated == [(16, torch.float32)] * 2  # of the largest
-    assert setting.flushed == []
     assert setting.settled() == [[1] * 4, [2] * 8, [3] * 4]
     for index in range(3):  # another backward
-        setting.acquire(index)
-        setting.reduce(index)
+        setting.join(index)
+        setting.complete(index)
     assert len(setting.comm.allocated) == 2
+
+
+def test_gradients_that_come_before_their_buffer_is_free_wait_on_their_leaves():
+    setting = Setting(LateComm(shares_memory=True), 4, 4, 4)
+    setting.join(0, 1, 2)
+    setting.come(0, 1.0)
+    setting.come(2, 7.0)
+    setting.come(2, torch.nan, 1)
+    assert setting.buffers()[2] is None
+    assert setting.grads[2].flat.leaves[0].grad.tolist() == [7] * 4
+    setting.come(0, torch.nan, 1)
+    assert setting.comm.log == ["a", "a done"]  # and its buffer is c's now, complete as it is
+    assert setting.buffers()[2] is not None
+    assert setting.grads[2].flat.leaves[0].grad is None
+    setting.complete(1)
+    assert setting.comm.log == ["a", "a done", "b", "c"]
+    assert setting.settled() == [[1] * 4, [2] * 4, [7] * 4]
+
+
+def test_gradients_of_a_leaf_that_is_used_twice_add_up_on_the_leaf_and_in_the_buffer():
+    setting = Setting(LateComm(), 4, 4, 4)
+    setting.join(0, 1, 2)
+    for index in (0, 2):
+        setting.grads[index].outstanding = 4
+        for value in (1.0, 20.0, 300.0):
+            setting.come(index, value)
+    setting.come(0, torch.nan, 1)
+    setting.come(2, 4000.0)
+    setting.complete(1)
+    assert setting.settled() == [[321] * 4, [2] * 4, [4321] * 4]
+
+
+def test_what_does_not_stand_in_the_line_stays_where_it_is():
+    setting = Setting(LateComm(), 4, 4)
+    setting.come(1, 5.0)
+    assert setting.grads[1].flat.leaves[0].grad.tolist() == [5] * 4
+    assert setting.buffers() == [None, None]
+    setting.join(1)
+    setting.come(1, 1.0)
+    setting.come(1, torch.nan, 1)
+    assert setting.settled() == [[6] * 4]
+
+
+def test_joining_again_changes_nothing():
+    setting = Setting(LateComm(shares_memory=True), 4, 4)
+    setting.join(0)
+    setting.join(0)
+    setting.join(1)
+    setting.come(1, 1.0)
+    setting.come(0, 1.0)
+    assert None not in setting.buffers()
+    assert len(set(setting.buffers())) == 2
 
 
 def test_memory_that_nobody_shares_is_held_by_two_gradients_at_a_time():
     setting = Setting(LateComm(), 4, 4, 4, 4)
     held = []
     for index in range(4):
-        setting.acquire(index)
-        setting.reduce(index)
+        setting.join(index)
+        setting.complete(index)
         held.append([grad.held_bytes > 0 for grad in setting.grads])
     assert held == [
         [True, False, False, False],
@@ -130,77 +208,61 @@ def test_memory_that_nobody_shares_is_held_by_two_gradients_at_a_time():
     assert not any(grad.held_bytes for grad in setting.grads)
 
 
-def test_a_buffer_that_is_still_held_is_flushed_and_what_comes_later_is_added():
-    setting = Setting(LateComm(shares_memory=True), 4, 4, 4)
-    first = setting.acquire(0)
-    setting.take(0, 0, 1.0)
-    setting.acquire(1)
-    assert setting.acquire(2) == first
-    assert setting.flushed == [0]
-    assert setting.comm.log == ["g0", "g0 is done"]
-    assert setting.grads[0].buffer is None
-    assert setting.grads[0].flat.parameter.grad is None  # half of it is not there yet
-    setting.take(2, 0, 7.0)
-    setting.reduce(2)
-    setting.reduce(1)
-    assert setting.acquire(0) != first
-    setting.take(0, 0, 20.0)
-    setting.take(0, 1, 300.0)
-    setting.reduce(0)
-    assert setting.settled() == [[21] * 4, [0] * 4, [7] * 4]
-
-
-def test_a_gradient_that_was_kept_back_holds_no_buffer():
+def test_a_gradient_that_is_kept_back_holds_no_buffer_and_is_in_the_next_sum():
     setting = Setting(LateComm(shares_memory=True), 4, 4)
-    first = setting.acquire(0)
-    setting.take(0, 0, 1.0)
-    setting.memory.keep_back(setting.grads[0])
-    setting.acquire(1)
-    setting.memory.keep_back(setting.grads[1])
-    assert setting.acquire(0) == first
-    assert setting.flushed == setting.comm.log == []
-    setting.take(0, 0, 2.0)
-    setting.reduce(0)
-    setting.acquire(1)
-    setting.reduce(1)
-    assert setting.settled() == [[3] * 4, [0] * 4]
+    for _ in range(2):
+        setting.join(0, 1)
+        for index in (1, 0):
+            for place in range(2):
+                leaf = setting.grads[index].flat.leaves[place]
+                leaf.grad = torch.full_like(leaf, index + 1.0)
+                setting.line.take(setting.grads[index], place)
+            setting.grads[index].outstanding = 0
+            setting.line.advance(keep_back=True)
+        assert setting.buffers() == [None, None]
+    assert setting.comm.log == []
+    setting.join(0, 1)
+    setting.complete(0, 1)
+    assert setting.settled() == [[3] * 4, [6] * 4]
 
 
-def test_a_unit_that_holds_units_has_a_buffer_of_its_own():
-    setting = Setting(LateComm(shares_memory=True), 4, 4, 4, 4, in_turn=[False, True, True, True])
-    outer = setting.acquire(0)
-    setting.take(0, 0, 5.0)
-    places = []
-    for index in (1, 2, 3):
-        places.append(setting.acquire(index))
-        setting.reduce(index)
-    assert places[0] == places[2]
-    assert len({outer, *places}) == 3
-    assert setting.flushed == []
-    setting.take(0, 0, 6.0)
-    setting.reduce(0)
-    assert setting.settled()[0] == [11] * 4
+def test_a_gradient_that_waits_from_an_earlier_step_is_sent_without_a_new_one():
+    setting = Setting(LateComm(shares_memory=True), 4)
+    setting.join(0)
+    leaf = setting.grads[0].flat.leaves[0]
+    leaf.grad = torch.full_like(leaf, 3.0)
+    setting.line.take(setting.grads[0], 0)
+    setting.grads[0].outstanding = 0
+    setting.line.advance(keep_back=True)
+    setting.line.join(setting.grads[0])
+    setting.line.advance(keep_back=False)
+    assert setting.comm.log == ["a"]
+    assert setting.settled() == [[3] * 4]
 
 
 def test_a_gradient_is_reduced_again_after_its_last_reduction_has_arrived():
     setting = Setting(LateComm(), 4)
-    for turn in range(3):
-        setting.acquire(0)
-        setting.take(0, 0, turn + 1.0)
-        setting.reduce(0)
-    assert setting.comm.log == ["g0", "g0 is done", "g0", "g0 is done", "g0"]
-    assert setting.settled() == [[6] * 4]
+    for _ in range(3):
+        setting.join(0)
+        setting.complete(0)
+    assert setting.comm.log == ["a", "a done", "a", "a done", "a"]
+    assert setting.settled() == [[3] * 4]
 
 
-def test_other_dtypes_have_other_buffers():
+def test_other_dtypes_have_other_buffers_and_stand_in_the_same_line():
     wire = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
     setting = Setting(LateComm(shares_memory=True), 4, 16, 4, 4, wire=wire)
-    places = [setting.acquire(index) for index in range(4)]
-    assert len(set(places)) == 4
+    setting.join(0, 1, 2, 3)
+    for index in (3, 2, 1, 0):
+        setting.come(index, index + 1.0)
+    assert len(set(setting.buffers()) - {None}) == 4
     assert [grad.buffer.dtype for grad in setting.grads] == wire
     assert [grad.buffer.numel() for grad in setting.grads] == [8, 32, 8, 8]
-    assert setting.comm.allocated == [(numel, dtype) for numel, dtype in zip((8, 32, 8, 32), wire, strict=True)]
-    assert setting.flushed == []
+    assert sorted(setting.comm.allocated, key=str) == [(32, torch.bfloat16)] * 2 + [(8, torch.float32)] * 2
+    for index in (3, 2, 1, 0):
+        setting.come(index, torch.nan, 1)
+    assert setting.comm.log == ["a", "b", "c", "d"]
+    assert setting.settled() == [[1] * 4, [2] * 16, [3] * 4, [4] * 4]
 
 
 def test_replicas_that_share_memory_reduce_in_it():
@@ -208,43 +270,38 @@ def test_replicas_that_share_memory_reduce_in_it():
     leaf = nn.Parameter(torch.zeros(4))
     layout = FlatLayout.plan([("p", (4,), ())], torch.float32, 1)
     grad = FlatGrad(FlatParam([leaf], layout, FakeCommunicator(), replicas=comm, always_whole=True))
-    memory = GradMemory(HostStreams())
-    memory.plan(grad, in_turn=True)
-    memory.acquire(grad, None)
-    assert comm.allocated == [(4, torch.float32)]
+    line = Reductions(HostStreams())
+    line.plan(grad)
+    line.join(grad)
     leaf.grad = torch.ones(4)
-    grad.take(0)
+    line.take(grad, 0)
+    assert comm.allocated == [(4, torch.float32)]
     buffer = grad.buffer
-    memory.reduce(grad, "g")
-    memory.settle()
+    line.advance(keep_back=False)
+    line.settle()
     grad.settle([True])
     buffer.fill_(torch.nan)  # others put theirs together there
     assert grad.flat.parameter.grad.tolist() == [1] * 4
 
 
 @pytest.mark.parametrize("shares_memory", [False, True])
-def test_what_was_broken_off_holds_no_buffer(shares_memory):
+def test_what_was_broken_off_holds_no_place_and_no_buffer(shares_memory):
     setting = Setting(LateComm(shares_memory), 4, 4, 4)
-    setting.acquire(0)
-    setting.acquire(1)
-    setting.take(1, 0, 1.0)
-    setting.memory.drop()
+    setting.join(0, 1)
+    setting.come(1, 1.0)
+    setting.line.drop()
     for grad in setting.grads:
         grad.drop()
-    for index in (0, 1, 2):
-        setting.acquire(index)
-        setting.take(index, 1, 2.0)
-        setting.reduce(index)
-    assert setting.flushed == []
-    assert setting.settled() == [[0] * 4] * 3  # this rank has the other half
-    assert [grad.flat.layout.shard_numel for grad in setting.grads] == [4] * 3
+    setting.join(2, 1)
+    setting.complete(1, 2)
+    assert [name for name in setting.comm.log if "done" not in name] == ["c", "b"]
+    assert setting.settled() == [[2] * 4, [3] * 4]
 
 
 def test_shared_memory_is_given_back_in_the_end():
     setting = Setting(LateComm(shares_memory=True), 4, 8)
-    for index in range(2):
-        setting.acquire(index)
-        setting.reduce(index)
+    setting.join(0, 1)
+    setting.complete(0, 1)
     setting.settled()
     comm = setting.comm
     del setting

@@ -79,9 +79,9 @@ def broken_off():
     engine = unit.engine = Engine([unit], FakeCommunicator(), "0")
     engine.unshard(unit)
     engine.await_unshard(unit)
-    engine.acquire(unit.grads[0])
+    engine.reductions.join(unit.grads[0])
     leaf.grad = torch.ones_like(leaf)
-    unit.grads[0].take(0)
+    engine.reductions.take(unit.grads[0], 0)
     unit.phase = Phase.BACKWARD
     engine.in_backward = True
     assert unit.flats[0].unsharded_bytes > 0

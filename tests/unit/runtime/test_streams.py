@@ -100,7 +100,7 @@ def test_collectives_may_end_as_late_as_they_are_waited_for(monkeypatch, scenari
 @pytest.mark.parametrize(
     ("scenario", "units"),
     [
-        (scenarios.four_ranks_without_prefetch, 1),
+        (scenarios.four_ranks_without_prefetch, 2),
         (scenarios.nested_units, 2),
         (scenarios.forward_prefetch_and_backward_prefetch_before, 2),
         (scenarios.recomputed, 2),
