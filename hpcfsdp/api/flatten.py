@@ -32,6 +32,8 @@ class OwnParam:
     fqn: str
     places: list[tuple[nn.Module, str]]
     aliases: tuple[str, ...] = ()
+    index: int = 0
+    """Its place among the parameters of the unit, in the order of the model."""
 
     def take(self) -> None:
         """Mark the parameter as one that belongs to a unit."""
@@ -126,7 +128,7 @@ def own_params(
                 )
             _check_kind(param, prefix + name, module)
             is_apart[param] = is_apart.get(param, False) or isinstance(module, apart)
-            entry = found.setdefault(param, OwnParam(param, prefix + name, []))
+            entry = found.setdefault(param, OwnParam(param, prefix + name, [], index=len(found)))
             if entry.places:
                 entry.aliases += (prefix + name,)
             if (module, name) not in entry.places:  # a module may be registered in several places

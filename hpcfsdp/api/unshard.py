@@ -69,7 +69,7 @@ def validate_unshard_params_args(args: UnshardArgs, wrapper: FullyShardedDataPar
     Raises:
         EngineError: with what the unit is doing, and what to do.
     """
-    unit = wrapper.unit
+    unit = wrapper._unit
     if unit.engine is not None:
         unit.engine.recover()
     if unit.phase is Phase.SUMMON:
@@ -80,7 +80,7 @@ def validate_unshard_params_args(args: UnshardArgs, wrapper: FullyShardedDataPar
             f"{unit.name}: summon_full_params was called during {what}: call it before the forward or after the "
             "backward"
         )
-    if args.offload_to_cpu and not args.rank0_only and wrapper.comm.size > 1:
+    if args.offload_to_cpu and not args.rank0_only and wrapper._comm.size > 1:
         warnings.warn(
             "offload_to_cpu without rank0_only puts a copy of the whole model into host memory for each rank of the "
             "node: with rank0_only there is one",
@@ -159,7 +159,7 @@ def walk_full_params(
 @contextlib.contextmanager
 def unshard_params_for_summon(wrapper: FullyShardedDataParallel, args: UnshardArgs) -> Iterator[None]:
     """Collective over the wrapper's process groups. One unit whole, as its modules' own parameters."""
-    unit = wrapper.unit
+    unit = wrapper._unit
     unit.begin_summon()
     try:
         wholes = unshard_fsdp_state_params(wrapper, args)
@@ -182,7 +182,7 @@ def unshard_params_for_summon(wrapper: FullyShardedDataParallel, args: UnshardAr
 def unshard_fsdp_state_params(wrapper: FullyShardedDataParallel, args: UnshardArgs) -> list[_Whole]:
     """Collective over the wrapper's process groups. Gather the flat parameters of one unit, and their gradients."""
     wholes = []
-    for flat in wrapper.unit.flats:
+    for flat in wrapper._unit.flats:
         flat.take_back()
         first = flat.comm.rank == 0 and (flat.replicas is None or flat.replicas.rank == 0)
         whole = _Whole(flat, present=first or not args.rank0_only)
@@ -212,7 +212,7 @@ def unflatten_as_params(wrapper: FullyShardedDataParallel, wholes: list[_Whole])
 
 def deregister_flat_param(wrapper: FullyShardedDataParallel) -> None:
     """Hide the flat parameters from ``parameters()``."""
-    for flat in wrapper.unit.flats:
+    for flat in wrapper._unit.flats:
         for name, param in list(wrapper._flat_owner._parameters.items()):
             if param is flat.parameter:
                 del wrapper._flat_owner._parameters[name]
@@ -220,15 +220,15 @@ def deregister_flat_param(wrapper: FullyShardedDataParallel) -> None:
 
 def register_flat_param(wrapper: FullyShardedDataParallel) -> None:
     """Show the flat parameters in ``parameters()``, unless the original ones are there."""
-    for index, flat in enumerate(wrapper.unit.flats):
+    for index, flat in enumerate(wrapper._unit.flats):
         if not flat.use_orig_params:
             wrapper._flat_owner._parameters[flat_param_name(index)] = flat.parameter
 
 
 def register_orig_params(wrapper: FullyShardedDataParallel) -> None:
-    """Show the original parameters in ``parameters()``, where they are not."""
+    """Show the original parameters in ``parameters()``, where they are not, in their original order."""
     if not wrapper._use_orig_params:
-        for entry in wrapper._own.entries:
+        for entry in sorted(wrapper._own.entries, key=lambda entry: entry.index):
             entry.register()
 
 
@@ -343,8 +343,9 @@ def _take_over_replaced(wrapper: FullyShardedDataParallel) -> None:
             now = module._parameters.get(name)
             if now is not entry.param:
                 if now is not None:
-                    entry.param.data = now.data.to(entry.param.device, entry.param.dtype)
-                    entry.param.grad = now.grad
+                    entry.param.grad = None  # it may be of another shape
+                    entry.param.data = now.data.to(entry.param)
+                    entry.param.grad = None if now.grad is None else now.grad.to(entry.param)
                 module._parameters[name] = entry.param
                 module.__dict__.pop(name, None)
 

@@ -103,15 +103,15 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         watch_optimizers()
         _check_module(module)
         _check_types(cpu_offload, mixed_precision, backward_prefetch)
-        self.groups = resolve_groups(process_group, device_mesh, sharding_strategy)
-        self.ignored = resolve_ignored(
+        self._groups = resolve_groups(process_group, device_mesh, sharding_strategy)
+        self._ignored = resolve_ignored(
             module,
             ignored_modules,
             ignored_states,
             stop_at=FullyShardedDataParallel,
-            inherited=[wrapper.ignored for wrapper in self.fsdp_modules(module)],
+            inherited=[wrapper._ignored for wrapper in self.fsdp_modules(module)],
         )
-        self.mixed_precision = mixed_precision or MixedPrecision()
+        self._mixed_precision = mixed_precision or MixedPrecision()
         self._is_root = False
         self._use_orig_params = use_orig_params
         self._offload = cpu_offload is not None and cpu_offload.offload_params
@@ -119,7 +119,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         _bring(
             module,
             device,
-            self.ignored,
+            self._ignored,
             param_init_fn=param_init_fn,
             auto_wrapped=auto_wrap_policy is not None,
             values_count=not sync_module_states,
@@ -128,7 +128,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             self._wrap_children(
                 module,
                 auto_wrap_policy,
-                process_group=self.groups,
+                process_group=self._groups,
                 cpu_offload=cpu_offload,
                 backward_prefetch=backward_prefetch,
                 mixed_precision=mixed_precision,
@@ -138,14 +138,14 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 forward_prefetch=forward_prefetch,
                 limit_all_gathers=limit_all_gathers,
                 use_orig_params=use_orig_params,
-                ignored_states=self.ignored,
+                ignored_states=self._ignored,
             )
-            _materialize(module, device, self.ignored, param_init_fn, not sync_module_states)
+            _materialize(module, device, self._ignored, param_init_fn, not sync_module_states)
         _check_readers(module)
         apart = precision.ignored_classes(mixed_precision)
         precision.remember_full_precision(module, apart, stop_at=FullyShardedDataParallel)
         self._fsdp_wrapped_module = module
-        self._own = own_params(module, stop_at=FullyShardedDataParallel, ignored=self.ignored, apart=apart)
+        self._own = own_params(module, stop_at=FullyShardedDataParallel, ignored=self._ignored, apart=apart)
         if not self._own.groups and not self.fsdp_modules(module):
             raise ValueError(f"{type(module).__name__} has no parameters to shard")
         if any(comm.shares_memory for comm in self._comms()):
@@ -167,15 +167,12 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         """The wrapped module."""
         return self._fsdp_wrapped_module
 
-    @property
-    def unit(self) -> Unit:
-        """The unit of this wrapper: its flat parameters and their state."""
-        return self._unit
+    # What follows has names with an underscore, for others are looked up in the wrapped module.
 
     @property
-    def comm(self) -> Communicator:
+    def _comm(self) -> Communicator:
         """All ranks of this wrapper, replicas too; only the shards of hybrid groups that do not make up the world."""
-        return self.groups.everyone or self.groups.shard
+        return self._groups.everyone or self._groups.shard
 
     @_compat.run_as_written
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +233,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         groups: dict[int, tuple[Communicator, list[nn.Parameter]]] = {}
         managed: set[nn.Parameter] = set()
         for wrapper in self.fsdp_modules(self):
-            for flat in wrapper.unit.flats:
+            for flat in wrapper._unit.flats:
                 params = flat.leaves if flat.use_orig_params else (flat.parameter,)
                 managed.update(params)
                 groups.setdefault(id(flat.comm), (flat.comm, []))[1].extend(params)
@@ -259,9 +256,9 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             raise TypeError(f"a communication hook must be a function, not {type(hook).__name__}")
         self._root_engine("register_comm_hook")
         wrappers = self.fsdp_modules(self)
-        if any(wrapper.groups.is_hybrid for wrapper in wrappers):
+        if any(wrapper._groups.is_hybrid for wrapper in wrappers):
             raise EngineError("communication hooks are not supported under hybrid strategies, which reduce twice")
-        grads = [grad for wrapper in wrappers for grad in wrapper.unit.grads]
+        grads = [grad for wrapper in wrappers for grad in wrapper._unit.grads]
         if any(grad.comm_hook is not None for grad in grads):
             raise EngineError("a communication hook is registered already")
         for grad in grads:
@@ -340,7 +337,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             yield (name.replace(f"{WRAPPED}.", "") if summoned else name), tensor
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        for flat in (flat for wrapper in self.fsdp_modules(self) for flat in wrapper.unit.flats):
+        for flat in (flat for wrapper in self.fsdp_modules(self) for flat in wrapper._unit.flats):
             probe = torch.empty(0, dtype=flat.parameter.dtype, device=flat.device)
             after = fn(probe)
             if after.device != probe.device or after.dtype != probe.dtype:
@@ -348,7 +345,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                     f"a sharded model cannot be moved or cast as a whole (from {probe.device}, {probe.dtype} to "
                     f"{after.device}, {after.dtype}): move or cast the module before wrapping it, or pass device_id"
                 )
-        managed = {p for w in self.fsdp_modules(self) for flat in w.unit.flats for p in (flat.parameter, *flat.leaves)}
+        managed = {p for w in self.fsdp_modules(self) for flat in w._unit.flats for p in (flat.parameter, *flat.leaves)}
         for module in self.modules():
             if not isinstance(module, FullyShardedDataParallel):
                 nn.Module._apply(module, lambda t: t if t in managed else fn(t), recurse=False)
@@ -379,7 +376,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
 
     def _comms(self) -> list[Communicator]:
         """The communicators that together connect all ranks."""
-        return [comm for comm in (self.groups.shard, self.groups.replicate) if comm is not None and comm.size > 1]
+        return [comm for comm in (self._groups.shard, self._groups.replicate) if comm is not None and comm.size > 1]
 
     def _root_engine(self, what: str) -> Engine:
         if self._unit.engine is not None and not self._is_root:
@@ -399,8 +396,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 f"auto_wrap_policy was given for a {type(module).__name__} that holds FullyShardedDataParallel modules "
                 "already: wrap either by hand or by policy"
             )
-        chosen = policies.choose_units(module, policy, self.ignored)
-        policies.check_ties(module, chosen, self.ignored)
+        chosen = policies.choose_units(module, policy, self._ignored)
+        policies.check_ties(module, chosen, self._ignored)
         for child, own_arguments in chosen.items():
             wrapped = FullyShardedDataParallel(child, **{**arguments, **own_arguments})
             # A module may be registered in several places: each of them gets the one wrapper.
@@ -410,7 +407,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                         parent._modules[name] = wrapped
 
     def _make_unit(self, own: OwnParams, apart: tuple[type[nn.Module], ...]) -> Unit:
-        groups = self.groups
+        groups = self._groups
         layouts = [
             FlatLayout.plan(((p.fqn, p.param.shape, p.aliases) for p in group), group[0].param.dtype, groups.shard.size)
             for group in own.groups
@@ -440,7 +437,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         return Unit(name, flats, reshard_after_forward=groups.strategy not in _KEEPS_VALUES)
 
     def _dtypes(self, kept: torch.dtype, full_precision: bool) -> Dtypes:
-        mixed = self.mixed_precision
+        mixed = self._mixed_precision
         if full_precision:
             return Dtypes.plan(kept)
         return Dtypes.plan(
@@ -452,26 +449,26 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
 
     def _become_root(self) -> None:
         wrappers = self.fsdp_modules(self)
-        numel = sum(flat.layout.numel for wrapper in wrappers for flat in wrapper.unit.flats)
-        if numel < self.groups.shard.size:
+        numel = sum(flat.layout.numel for wrapper in wrappers for flat in wrapper._unit.flats)
+        if numel < self._groups.shard.size:
             raise EngineError(
-                f"the model has {numel} parameter element(s) for {self.groups.shard.size} ranks: nothing to shard for "
+                f"the model has {numel} parameter element(s) for {self._groups.shard.size} ranks: nothing to shard for "
                 "some of them; start fewer ranks or use a larger model"
             )
         names = {inner: name for name, inner in self.named_modules()}
         for wrapper in wrappers:
-            mixed, unit = wrapper.mixed_precision, wrapper.unit
+            mixed, unit = wrapper._mixed_precision, wrapper._unit
             wrapper._is_root = wrapper is self
             unit.name = names[wrapper].replace(f"{WRAPPED}.", "").replace(WRAPPED, "") or unit.name
-            unit.inside = frozenset(inner.unit for inner in self.fsdp_modules(wrapper) if inner is not wrapper)
+            unit.inside = frozenset(inner._unit for inner in self.fsdp_modules(wrapper) if inner is not wrapper)
             cast = mixed.cast_root_forward_inputs if wrapper is self else mixed.cast_forward_inputs
             unit.input_dtype = mixed.param_dtype if cast else None
             if mixed.buffer_dtype is not None:
                 precision.cast_buffers(self, mixed.buffer_dtype, wrapper._own.buffers, wrapper._apart)
-        label = self.comm.broadcast_object(uuid.uuid4().hex)
-        engine = Engine([wrapper.unit for wrapper in wrappers], self.comm, label)
+        label = self._comm.broadcast_object(uuid.uuid4().hex)
+        engine = Engine([wrapper._unit for wrapper in wrappers], self._comm, label)
         for wrapper in wrappers:
-            wrapper.unit.engine = engine
+            wrapper._unit.engine = engine
 
 
 def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:

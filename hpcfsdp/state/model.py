@@ -28,7 +28,7 @@ def clean_fqn(name: str) -> str:
 def communicator_of(model: nn.Module) -> Communicator:
     """The communicator that the model is sharded over; the world's for a model that is not sharded."""
     wrappers = FullyShardedDataParallel.fsdp_modules(model)
-    return wrappers[0].comm if wrappers else communicator_for(None, required=False)
+    return wrappers[0]._comm if wrappers else communicator_for(None, required=False)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -47,9 +47,9 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, tuple
         if isinstance(module, FullyShardedDataParallel):
             paths.setdefault(module, []).append(path)
     for wrapper, known_as in paths.items():
-        for flat in wrapper.unit.flats:
+        for flat in wrapper._unit.flats:
             first, *others = (flat.layout.renamed(functools.partial(_joined, path)) for path in known_as)
-            writers = wrapper.groups.writers
+            writers = wrapper._groups.writers
             if writers is None:
                 raise CheckpointError(
                     "the model is sharded over a pair of process groups that do not make up the world: it is not known "

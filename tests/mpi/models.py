@@ -112,7 +112,7 @@ def plain_copy(model):
 
 
 def units(model):
-    return [wrapper.unit for wrapper in FullyShardedDataParallel.fsdp_modules(model)]
+    return [wrapper._unit for wrapper in FullyShardedDataParallel.fsdp_modules(model)]
 
 
 def unsharded_bytes(model):

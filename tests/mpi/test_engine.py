@@ -155,7 +155,7 @@ def test_a_unit_called_twice_and_one_not_called(comm):
     sharded = shard(plain_copy(plain))
     for expected, got in both_step(plain, sharded, comm, vectors):
         assert got == pytest.approx(expected, rel=1e-5)
-    assert all(flat.parameter.grad is None for flat in sharded.unused.unit.flats)
+    assert all(flat.parameter.grad is None for flat in sharded.unused._unit.flats)
     assert unsharded_bytes(sharded) == 0
 
 
@@ -171,7 +171,7 @@ def test_a_parameter_that_takes_no_part_counts_as_zero(comm):
     sharded = FullyShardedDataParallel(Half())
     sharded(vectors(0)).sum().backward()
     assert unsharded_bytes(sharded) == 0
-    (flat,) = sharded.unit.flats
+    (flat,) = sharded._unit.flats
     full = torch.empty(flat.layout.padded_numel)
     comm.all_gather_into_tensor(full, flat.parameter.grad)
     by_name = flat.layout.by_name
@@ -213,7 +213,7 @@ def test_frozen_parameters_cost_no_gradient_and_stay(comm):
     sharded = shard(plain_copy(plain))
     for expected, got in both_step(plain, sharded, comm, vectors):
         assert got == pytest.approx(expected, rel=1e-5)
-    kinds = {flat.requires_grad: flat for flat in sharded[0].unit.flats}
+    kinds = {flat.requires_grad: flat for flat in sharded[0]._unit.flats}
     assert set(kinds) == {True, False}
     assert kinds[False].parameter.grad is None
     assert unsharded_bytes(sharded) == 0
@@ -259,7 +259,7 @@ def test_what_was_frozen_when_it_was_wrapped_may_be_thawed(comm):
     plain = nn.Sequential(Block(), nn.Linear(WIDTH, 3))
     plain[0].up.requires_grad_(False)
     sharded = shard(plain_copy(plain))
-    frozen = next(flat.parameter for flat in sharded[0].unit.flats if not flat.requires_grad)
+    frozen = next(flat.parameter for flat in sharded[0]._unit.flats if not flat.requires_grad)
 
     def thaw(step, model):
         if step == 2:
@@ -419,7 +419,7 @@ def test_parameters_of_two_dtypes_in_one_unit(comm):
     torch.manual_seed(0)
     plain = Mixed()
     sharded = FullyShardedDataParallel(plain_copy(plain))
-    assert sorted(str(flat.layout.dtype) for flat in sharded.unit.flats) == ["torch.float32", "torch.float64"]
+    assert sorted(str(flat.layout.dtype) for flat in sharded._unit.flats) == ["torch.float32", "torch.float64"]
     for expected, got in both_step(plain, sharded, comm, vectors):
         assert got == pytest.approx(expected, rel=1e-5)
 

@@ -55,7 +55,7 @@ def shard(module, comm=None, **arguments):
 
 
 def flats_of(model):
-    return [flat for wrapper in FullyShardedDataParallel.fsdp_modules(model) for flat in wrapper.unit.flats]
+    return [flat for wrapper in FullyShardedDataParallel.fsdp_modules(model) for flat in wrapper._unit.flats]
 
 
 def shards_of(model):
@@ -64,8 +64,8 @@ def shards_of(model):
 
 def at_rest(model):
     for wrapper in FullyShardedDataParallel.fsdp_modules(model):
-        assert wrapper.unit.phase is Phase.IDLE
-        for flat in wrapper.unit.flats:
+        assert wrapper._unit.phase is Phase.IDLE
+        for flat in wrapper._unit.flats:
             assert not flat.is_unsharded
             assert flat.unsharded_bytes == 0
             assert flat.use_orig_params or flat.comm.size == 1 or flat.leaves[0].isnan().all()
@@ -115,22 +115,40 @@ def test_parameters_are_those_of_the_plain_module_by_name_shape_and_value(
 
 
 @ORIGINAL
+def test_parameters_stand_in_the_order_of_the_plain_module(original):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, dtype=torch.float64))
+            self.c, self.layer = nn.Parameter(torch.ones(1)), nn.Linear(2, 2)
+            self.layer.weight.requires_grad_(False)
+            self.last = nn.Linear(2, 2)
+            self.last.weight = self.layer.weight
+
+    names = [name for name, _ in Mixed().named_parameters()]
+    model = shard(Mixed(), use_orig_params=original)
+    for _ in range(2):
+        with summon(model):
+            assert [name for name, _ in model.named_parameters()] == names
+
+
+@ORIGINAL
 def test_parameters_of_one_unit_alone(run_ranks, original):
     def body(comm):
         model = shard(make_net(), comm, use_orig_params=original)
         with summon(model, recurse=False):
             assert model.scale.shape == ()
             assert model.wide.weight.shape == (1, 5)
-            assert model.first.unit.phase is Phase.IDLE
+            assert model.first._unit.phase is Phase.IDLE
             assert original or model.first.module[0].weight.isnan().all()
         with summon(model.first):
             assert model.first.module[0].weight.shape == (5, 3)
             assert {name for name, _ in model.first.named_parameters()} == {"0.weight", "0.bias", "1.weight", "1.bias"}
-            assert model.unit.phase is Phase.IDLE
+            assert model._unit.phase is Phase.IDLE
         with summon(nn.Sequential(model)):
             assert not model.first.module[0].weight.isnan().any()
         with summon(nn.Sequential(model), recurse=False):
-            assert model.unit.phase is Phase.IDLE
+            assert model._unit.phase is Phase.IDLE
         return "done"
 
     assert run_ranks(2, body) == ["done"] * 2
@@ -376,6 +394,19 @@ def test_a_replaced_parameter_brings_its_gradient(run_ranks, original):
     assert all_ok(run_ranks(2, body)) == [([[2, 2, 2]] * 3, [[3, 3, 3]] * 3)] * 2
 
 
+@ORIGINAL
+def test_a_replaced_parameter_may_have_another_dtype(original):
+    model = shard(nn.Linear(3, 3, bias=False), use_orig_params=original)
+    model(torch.ones(1, 3)).sum().backward()
+    with summon(model, with_grads=True):
+        new = nn.Parameter(torch.full((3, 3), 2.0, dtype=torch.float64))
+        new.grad = torch.full_like(new, 3.0)
+        model.module.weight = new
+    with summon(model, with_grads=True):
+        assert (model.weight.dtype, model.weight.unique().item()) == (torch.float32, 2)
+        assert (model.weight.grad.dtype, model.weight.grad.unique().item()) == (torch.float32, 3)
+
+
 # In host memory
 
 
@@ -507,7 +538,7 @@ def test_an_exception_within_leaves_shards(run_ranks, original, arguments):
 def test_a_walk_shows_one_unit_at_a_time_under_its_own_name(run_ranks, original):
     def body(comm):
         model = nn.Sequential(shard(make_net(), comm, use_orig_params=original))
-        units = [wrapper.unit for wrapper in FullyShardedDataParallel.fsdp_modules(model)]
+        units = [wrapper._unit for wrapper in FullyShardedDataParallel.fsdp_modules(model)]
         seen, whole = [], {}
         for name, module in walk_full_params(model, FullyShardedDataParallel):
             seen.append((name, type(module).__name__, [unit.phase is Phase.SUMMON for unit in units]))
@@ -556,8 +587,8 @@ def test_whole_values_are_gone_afterwards(run_ranks):
         for _ in walk_full_params(model, FullyShardedDataParallel):
             assert [ref() for ref in gone] == [None] * len(gone)
             for wrapper in FullyShardedDataParallel.fsdp_modules(model):
-                if wrapper.unit.phase is Phase.SUMMON:
-                    gone += [weakref.ref(leaf.data.untyped_storage()) for leaf in wrapper.unit.flats[0].leaves]
+                if wrapper._unit.phase is Phase.SUMMON:
+                    gone += [weakref.ref(leaf.data.untyped_storage()) for leaf in wrapper._unit.flats[0].leaves]
         return len(gone)
 
     assert all(count > 4 for count in all_ok(run_ranks(2, body)))

@@ -77,8 +77,8 @@ def test_training_equals_that_of_the_plain_module(name, strategy, use_orig_param
     with torch.no_grad():
         torch.testing.assert_close(model(ids), plain(ids))
     for wrapper in FullyShardedDataParallel.fsdp_modules(model):
-        assert wrapper.unit.phase is Phase.IDLE
-        assert all(flat.unsharded_bytes == 0 for flat in wrapper.unit.flats)
+        assert wrapper._unit.phase is Phase.IDLE
+        assert all(flat.unsharded_bytes == 0 for flat in wrapper._unit.flats)
 
 
 @pytest.mark.parametrize("shares_memory", [False, True], ids=["messages", "shared"])
@@ -151,7 +151,7 @@ def test_ignored_modules_and_parameters_stay_as_they_are():
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias", "2._fsdp_wrapped_module._flat_param"]
     assert not module[0].weight.isnan().any()
     model = shard(nn.Sequential(nn.PReLU(), nn.Linear(2, 2)), ignored_modules=[])
-    assert len(model.unit.flats[0].leaves) == 3
+    assert len(model._unit.flats[0].leaves) == 3
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
@@ -195,7 +195,7 @@ def test_original_parameters_are_those_of_the_module_with_their_names():
 def test_shards_are_offloaded_to_where_they_are_on_a_cpu():
     model = shard(nn.Linear(2, 2), cpu_offload=CPUOffload(offload_params=True))
     model(torch.ones(1, 2)).sum().backward()
-    flat = model.unit.flats[0]
+    flat = model._unit.flats[0]
     assert {flat.parameter.device, flat.parameter.grad.device} == {torch.device("cpu")}
 
 
@@ -228,9 +228,9 @@ def test_a_module_without_parameters_is_refused():
 
 def test_a_root_whose_children_own_all_parameters_is_fine():
     model = shard(nn.Sequential(shard(nn.Linear(2, 2)), nn.ReLU()))
-    assert model.unit.flats == ()
+    assert model._unit.flats == ()
     model(torch.ones(1, 2)).sum().backward()
-    assert model[0].unit.flats[0].parameter.grad is not None
+    assert model[0]._unit.flats[0].parameter.grad is not None
 
 
 @pytest.mark.parametrize("value", [3, None, nn.Linear, torch.zeros(2)])
@@ -291,7 +291,7 @@ def test_arguments_of_a_policy_reach_the_units_they_are_for():
     own = {"sharding_strategy": ShardingStrategy.NO_SHARD, "use_orig_params": True}
     policy = wrap.CustomPolicy(lambda module: own if isinstance(module, nn.Linear) else isinstance(module, nn.PReLU))
     model = shard(nn.Sequential(nn.Linear(2, 2), nn.PReLU()), auto_wrap_policy=policy)
-    strategies = [wrapper.groups.strategy for wrapper in FullyShardedDataParallel.fsdp_modules(model)]
+    strategies = [wrapper._groups.strategy for wrapper in FullyShardedDataParallel.fsdp_modules(model)]
     assert [strategy.name for strategy in strategies] == ["FULL_SHARD", "NO_SHARD", "FULL_SHARD"]
     names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
     assert names == ["0.weight", "0.bias", "1._flat_param"]
@@ -464,7 +464,7 @@ def test_units_are_named_by_their_place_in_the_model_once_it_was_called():
     policy = wrap.ModuleWrapPolicy({nn.Linear})
     model = shard(nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)), auto_wrap_policy=policy)
     model(torch.ones(1, 2))
-    units = [wrapper.unit.name for wrapper in FullyShardedDataParallel.fsdp_modules(model)]
+    units = [wrapper._unit.name for wrapper in FullyShardedDataParallel.fsdp_modules(model)]
     assert units == ["Sequential", "0.0", "1"]
 
 
@@ -486,7 +486,7 @@ def test_every_rank_takes_rank_0s_parameters_and_buffers_if_asked(run_ranks):
         nn.init.constant_(module.weight, comm.rank + 5.0)
         module.running_mean.fill_(comm.rank + 7.0)
         model = shard(module, comm, sync_module_states=True)
-        for flat in model.unit.flats:
+        for flat in model._unit.flats:
             flat.unshard()
         return module.weight.tolist(), module.running_mean.tolist()
 
@@ -503,4 +503,4 @@ def test_ranks_that_train_different_parameters_are_told_apart(run_ranks):
 
 
 def test_a_communicator_of_ones_own_leaves_the_module_on_its_device():
-    assert shard(nn.Linear(2, 2)).unit.flats[0].parameter.device == torch.device("cpu")
+    assert shard(nn.Linear(2, 2))._unit.flats[0].parameter.device == torch.device("cpu")

@@ -167,7 +167,7 @@ def halve(model):
 
 
 def flats_of(model):
-    return [flat for wrapper in FullyShardedDataParallel.fsdp_modules(model) for flat in wrapper.unit.flats]
+    return [flat for wrapper in FullyShardedDataParallel.fsdp_modules(model) for flat in wrapper._unit.flats]
 
 
 def has_grad(flat):

@@ -65,7 +65,7 @@ def test_a_unit_that_calls_itself_is_refused_and_can_be_used_afterwards():
     model = FullyShardedDataParallel(Recursive(), process_group=FakeCommunicator())
     with pytest.raises(EngineError, match=r"^Recursive: cannot go from forward to forward; "):
         model(torch.ones(1, 2), model)
-    assert model.unit.phase is Phase.IDLE
+    assert model._unit.phase is Phase.IDLE
     assert model(torch.ones(1, 2)).shape == (1, 2)
 
 
@@ -147,7 +147,7 @@ def test_training_goes_on_after_an_error_in_the_middle_of_a_step(place):
     for net in (plain, model):
         net(torch.ones(1, 2)).sum().backward()
     expected = torch.cat([param.grad.flatten() for param in plain.parameters()])
-    shard = model.unit.flats[0]
+    shard = model._unit.flats[0]
     grads = [shard.parameter.grad[slot.offset : slot.end] for slot in shard.layout.slots]
     assert torch.equal(torch.cat(grads), expected)
     assert shard.unsharded_bytes == 0
@@ -156,7 +156,7 @@ def test_training_goes_on_after_an_error_in_the_middle_of_a_step(place):
 def test_a_parameter_used_outside_of_its_unit_is_named():
     model = FullyShardedDataParallel(nn.Linear(2, 2), process_group=FakeCommunicator())
     model(torch.ones(1, 2))
-    model.unit.flats[0].unshard()
+    model._unit.flats[0].unshard()
     loss = model.module.weight.sum()
     with pytest.raises(EngineError) as caught:
         loss.backward()
@@ -177,7 +177,7 @@ def test_an_output_of_unknown_type_is_named():
     model = FullyShardedDataParallel(Strange(2, 2), process_group=FakeCommunicator())
     with pytest.raises(EngineError, match=r"^Strange: its forward returns an object of type .*Wrapped, in which"):
         model(torch.ones(1, 2))
-    assert model.unit.phase is Phase.IDLE
+    assert model._unit.phase is Phase.IDLE
     with torch.no_grad():
         assert isinstance(model(torch.ones(1, 2)), Wrapped)
 
