@@ -19,7 +19,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-unit test-mpi test-mpich test-slurm lint clean
+.PHONY: help train test test-unit test-mpi test-mpich test-slurm test-gpu lint clean
 
 help:
 	@echo 'make train      train a byte-level GPT with mpirun -n $(N); again: resume and go on'
@@ -29,6 +29,7 @@ help:
 	@echo 'make test-mpi   MPI tests under $(RANKS) ranks (or RANKS="2")'
 	@echo 'make test-mpich the MPI tests with MPICH instead of Open MPI'
 	@echo 'make test-slurm tests on two nodes, with srun: a private SLURM on this machine'
+	@echo 'make test-gpu   tests that need a GPU: one rank over NCCL, two that share it'
 	@echo 'make lint       ruff, codespell, and shellcheck where it is installed'
 	@echo 'make clean      remove .venv, .venv-mpich and runs/quickstart'
 
@@ -76,6 +77,11 @@ test-slurm: $(STAMP) $(MPICH_STAMP)
 	done
 	@echo "== tests on two nodes of a private SLURM"
 	timeout --kill-after=30 1200 $(PY) -m pytest tests/slurm
+
+test-gpu: $(STAMP)
+	@for n in 1 2; do \
+	  timeout --kill-after=30 600 $(MPIRUN) -n $$n $(PY) -m pytest tests/gpu --with-mpi || exit 1; \
+	done
 
 lint: $(STAMP)
 	.venv/bin/ruff check .

@@ -16,7 +16,7 @@ from hpcfsdp.checkpoint.catalog import ABANDONED_AFTER_S, partial_path
 from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, DisagreementError
 from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
 from tests.mpi.models import (
     Block,
     Net,
@@ -356,3 +356,36 @@ def test_units_of_many_parameters_are_planned_in_time_linear_in_them(comm, share
     monkeypatch.setattr(FlatLayout, "_cut", lambda *arguments: calls.append(1) or cut(*arguments))
     checkpoint.save(shared_path / "many.h5", model=model, optimizer=optimizer)
     assert len(calls) <= 2 * 3 * 60  # a parameter and two tensors of its state, each for this rank and for all
+
+
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+def test_a_file_does_not_know_how_the_model_was_sharded(world, comm, shared_path, strategy, original):
+    def sharded(seed):
+        groups = None
+        if "HYBRID" in strategy and comm.size == 4:
+            row = [0, 1] if comm.rank < 2 else [2, 3]
+            groups = comm.subgroup(row), comm.subgroup([comm.rank % 2, comm.rank % 2 + 2])
+        return shard(make_net(seed=seed), groups, sharding_strategy=ShardingStrategy[strategy], use_orig_params=original)
+
+    plain = make_net()
+    expected = train_plain(plain, adamw(plain), range(6))
+    path = shared_path / "a.h5"
+    model = sharded(0)
+    optimizer = adamw(model)
+    losses = train_sharded(model, optimizer, range(3), comm)
+    checkpoint.save(path, model=model, optimizer=optimizer)
+
+    again = sharded(5)
+    resumed = adamw(again)
+    checkpoint.load(path, model=again, optimizer=resumed)
+    losses += train_sharded(again, resumed, range(3, 6), comm)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+    for other in (shard(make_net(seed=6)), make_net(seed=7)):  # sharded in full, and not at all
+        fresh = adamw(other)
+        checkpoint.load(path, model=other, optimizer=fresh)
+        if isinstance(other, FullyShardedDataParallel):
+            went_on = train_sharded(other, fresh, range(3, 6), comm)
+        else:
+            went_on = train_plain(other, fresh, range(3, 6))
+        torch.testing.assert_close(went_on, expected[3:], rtol=1e-5, atol=0)

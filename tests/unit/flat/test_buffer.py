@@ -67,7 +67,7 @@ def test_one_rank_that_computes_in_another_dtype_copies():
 
 def test_shared_memory_holds_all_shards_as_soon_as_they_are_written(run_ranks):
     def body(comm):
-        buffer = Resident(comm, 4, torch.float32)
+        buffer = Resident(comm, 4, torch.float32, is_cast=False)
         buffer.write(torch.full((2,), comm.rank + 1.0))
         comm.barrier()
         assert buffer.gather(torch.zeros(2), async_op=True) is None
@@ -83,7 +83,7 @@ def test_shared_memory_holds_all_shards_as_soon_as_they_are_written(run_ranks):
 
 def test_a_shard_that_is_the_segment_is_not_written_again(run_ranks):
     def body(comm):
-        buffer = Resident(comm, 4, torch.float32)
+        buffer = Resident(comm, 4, torch.float32, is_cast=False)
         before = buffer.full._version
         buffer.write(buffer.segment)
         buffer.write(buffer.segment.view(-1))
@@ -92,12 +92,21 @@ def test_a_shard_that_is_the_segment_is_not_written_again(run_ranks):
     assert run_ranks(1, body, shares_memory=True) == [0]
 
 
+def test_shared_memory_of_another_dtype_is_held_besides_the_shard(run_ranks):
+    def body(comm):
+        buffer = Resident(comm, 6, torch.bfloat16, is_cast=True)
+        buffer.write(torch.full((3,), 257.0))
+        return buffer.held_bytes, buffer.segment.tolist()
+
+    assert run_ranks(2, body, shares_memory=True) == [(6, [256, 256, 256])] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shared_memory_is_given_back_with_the_buffer(run_ranks, dtype):
     def body(comm):
         freed = []
         comm.free = freed.append
-        buffer = Resident(comm, 4, dtype)
+        buffer = Resident(comm, 4, dtype, is_cast=dtype != torch.float32)
         full = buffer.full
         del buffer
         gc.collect()
