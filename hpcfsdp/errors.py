@@ -30,6 +30,10 @@ class CommunicationError(HpcfsdpError):
     """A collective was called with wrong tensors, or not by all ranks in the same way."""
 
 
+class DifferentCallsError(CommunicationError):
+    """Ranks came to one place with different calls; every rank that takes part raises it."""
+
+
 class DataError(HpcfsdpError):
     """Training data that is missing, empty or unreadable."""
 

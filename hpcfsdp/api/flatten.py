@@ -169,7 +169,8 @@ def _check_kind(param: nn.Parameter, fqn: str, module: nn.Module) -> None:
 
 def _taken_from(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters of a module that a wrapper elsewhere in the model has taken, see ``OwnParam.deregister``."""
-    return [(name, value) for name, value in module.__dict__.items() if isinstance(value, nn.Parameter)]
+    attributes = module.__dict__.items()
+    return [(name, value) for name, value in attributes if isinstance(value, nn.Parameter) and taken_fqn(value)]
 
 
 def move_outside(

@@ -1,4 +1,7 @@
-"""Optimizers that were built before wrapping: they hold parameters that nobody computes with any more."""
+"""What is looked at before an optimizer steps: that it steps the shards, and nothing else.
+
+An optimizer that was built before wrapping holds parameters that nobody computes with any more.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hpcfsdp.api.flatten import taken_fqn
 from hpcfsdp.errors import EngineError
+from hpcfsdp.runtime.engine import Engine
 
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -21,7 +26,14 @@ def watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_check)
 
 
+def watch_engine(engine: Engine) -> None:
+    """Have parameters that a forward without a backward has left whole resharded before an optimizer steps them."""
+    _engines.add(engine)
+
+
 def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    for engine in _engines:
+        engine.rest()
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _checked.get(optimizer) == count:
         return

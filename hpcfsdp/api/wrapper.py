@@ -19,7 +19,7 @@ from hpcfsdp.api.flatten import OwnParams, check_same_model, move_outside, own_p
 from hpcfsdp.api.groups import Groups, resolve_groups
 from hpcfsdp.api.ignored import Ignored, resolve_ignored
 from hpcfsdp.api.materialize import materialize
-from hpcfsdp.api.stale import watch_optimizers
+from hpcfsdp.api.stale import watch_engine, watch_optimizers
 from hpcfsdp.api.state_dicts import StateDictMethods
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import EngineError
@@ -191,7 +191,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 unit.leave_forward(broken=True)
                 raise
             _compat.set_compiler(None)
-            unit.post_forward(call, outputs)
+            outputs = unit.post_forward(call, outputs)
         finally:
             _compat.set_compiler(compiler)
         return outputs
@@ -447,6 +447,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             keep_low_precision_grads=mixed.keep_low_precision_grads,
         )
 
+    @torch.inference_mode(False)  # of the first call: what is made here is used in training, too
+    @torch.no_grad()
     def _become_root(self) -> None:
         wrappers = self.fsdp_modules(self)
         numel = sum(flat.layout.numel for wrapper in wrappers for flat in wrapper._unit.flats)
@@ -466,7 +468,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             if mixed.buffer_dtype is not None:
                 precision.cast_buffers(self, mixed.buffer_dtype, wrapper._own.buffers, wrapper._apart)
         label = self._comm.broadcast_object(uuid.uuid4().hex)
-        engine = Engine([wrapper._unit for wrapper in wrappers], self._comm, label)
+        engine = Engine([wrapper._unit for wrapper in wrappers], self._comm, label, host=_host_of(self._comm))
+        watch_engine(engine)
         for wrapper in wrappers:
             wrapper._unit.engine = engine
 
@@ -529,6 +532,14 @@ def _materialize(
         ignored=ignored,
         values_count=values_count,
     )
+
+
+def _host_of(comm: Communicator) -> Communicator | None:
+    """What connects the same ranks through host memory, None if there is nothing."""
+    if comm.device.type == "cpu":
+        return comm
+    world = current_world()
+    return world.host if world is not None and comm is world.communicator else None
 
 
 def _check_readers(module: nn.Module) -> None:

@@ -33,7 +33,7 @@ from hpcfsdp.comm.reduce import Reduction
 from hpcfsdp.comm.shared import Place
 from hpcfsdp.comm.topology import Topology
 from hpcfsdp.comm.window import Window, fitted, window_at
-from hpcfsdp.errors import CommunicationError
+from hpcfsdp.errors import CommunicationError, DifferentCallsError
 from hpcfsdp.launch import farewell
 
 _TAGS = 1 << 13
@@ -388,7 +388,7 @@ class MpiCommunicator:
         for peer, theirs in enumerate(others):
             if theirs != mine:
                 mine, theirs = (note.decode(errors="replace").rstrip() for note in (mine, theirs))
-                raise CommunicationError(f"rank {self.rank} calls {mine}, but rank {peer} calls {theirs}")
+                raise DifferentCallsError(f"rank {self.rank} calls {mine}, but rank {peer} calls {theirs}")
         yield from steps
 
     def _user_tag(self, label: str, tag: int) -> int:

@@ -24,7 +24,7 @@ from hpcfsdp.comm.communicator import (
 )
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.comm.reduce import reduce_into
-from hpcfsdp.errors import CommunicationError
+from hpcfsdp.errors import CommunicationError, DifferentCallsError
 
 _NATIVE_DTYPES = {torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8}
 """Those that all backends reduce themselves. The others are moved as bytes and reduced here."""
@@ -201,7 +201,7 @@ class TorchGroupCommunicator(PlainMemory):
             return
         for peer, theirs in enumerate(self.all_gather_object(note)):
             if theirs != note:
-                raise CommunicationError(f"rank {self.rank} calls {note}, but rank {peer} calls {theirs}")
+                raise DifferentCallsError(f"rank {self.rank} calls {note}, but rank {peer} calls {theirs}")
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpcfsdp.errors import CommunicationError
+from hpcfsdp.errors import CommunicationError, DifferentCallsError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -230,7 +230,7 @@ class Turn:
             if self._compare:
                 mine, theirs = window.note_of(window._mine), window.note_of(place)
                 if mine != theirs:
-                    raise CommunicationError(
+                    raise DifferentCallsError(
                         f"rank {window._ranks[window._mine]} calls {_text(mine)}, but rank {window._ranks[place]} "
                         f"calls {_text(theirs)} on the same memory: all ranks must call the same"
                     )

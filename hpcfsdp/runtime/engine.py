@@ -10,7 +10,7 @@ import torch
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
-from hpcfsdp.errors import CommunicationError, DisagreementError, EngineError
+from hpcfsdp.errors import DifferentCallsError, DisagreementError, EngineError
 from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.runtime.grads import Reductions, place
 from hpcfsdp.runtime.order import Order
@@ -36,13 +36,21 @@ class Engine:
     """
 
     def __init__(
-        self, units: Sequence[Unit], everyone: Communicator, label: str, *, streams: Streams | None = None
+        self,
+        units: Sequence[Unit],
+        everyone: Communicator,
+        label: str,
+        *,
+        host: Communicator | None = None,
+        streams: Streams | None = None,
     ) -> None:
         """Not collective.
 
         Args:
             everyone: all ranks that run these units.
             label: the same on all ranks, unlike that of any other engine.
+            host: connects the same ranks through host memory. Where there is such a thing, all ranks meet at the end of
+                each forward and backward, and compare what they have done.
         """
         self.units = list(units)
         flats = [flat for unit in units for flat in unit.flats]
@@ -53,8 +61,11 @@ class Engine:
         self.sync_grads = True
         resident = [flat for flat in flats if flat.is_resident]
         self._resident = resident
-        self._meeting = list({id(flat.comm): flat.comm for flat in resident}.values())
-        self.order = Order(everyone, label, confirm=len(resident) < len(flats))
+        meeting = [flat.comm for flat in resident]
+        if host is not None and host.size > 1 and not any(comm is host for comm in meeting):
+            meeting.append(host)
+        self._meeting = list({id(comm): comm for comm in meeting}.values())
+        self.order = Order(host or everyone, label, confirm=len(resident) < len(flats))
         self.reductions = Reductions(self.streams)
         for unit in units:
             for index, grad in enumerate(unit.grads):
@@ -107,6 +118,12 @@ class Engine:
         unit.owes_grads = True
         unit.num_calls += 1
 
+    def rest(self) -> None:
+        """Not collective. Reshard what a forward has left whole for a backward that may not come."""
+        if self._depth == 0 and not self.in_backward:
+            self._reshard(self.units)
+            self._free_retired(keep=0)
+
     def recover(self) -> None:
         """Collective if a pass was broken off by an exception. Bring all units back to rest then."""
         if not self.in_backward or _compat.in_backward():
@@ -145,10 +162,10 @@ class Engine:
         for comm in self._meeting:
             try:
                 comm.meet(note)
-            except CommunicationError as error:
+            except DifferentCallsError as error:
                 raise self._explained(comm, error) from None
 
-    def _explained(self, comm: Communicator, error: CommunicationError) -> Exception:
+    def _explained(self, comm: Communicator, error: DifferentCallsError) -> Exception:
         """Collective. What ranks that met with different notes have done, unit by unit."""
         paths = comm.all_gather_object(self.order.path())
         for rank, path in enumerate(paths):
@@ -246,6 +263,7 @@ class Engine:
         self.backwards += 1
         _compat.call_after_backward(self._finish_backward)
         self._due = deque(reversed(self._called))
+        self.reductions.alloc()
 
     def take_turn(self, unit: Unit) -> None:
         """Collective. The unit's backward begins: those whose turn was before it, and got no gradient, take theirs now.
@@ -265,11 +283,11 @@ class Engine:
     @torch.no_grad()
     def _finish_backward(self) -> None:
         """Collective. Called once at the end of the backward pass."""
-        while self._due:
-            self._due.popleft().be_absent()
         for unit in self.units:
             if unit.phase is Phase.BACKWARD:
                 unit.post_backward()
+        while self._due:
+            self._due.popleft().be_absent()
         if self.sync_grads:
             for unit in self.units:  # called in earlier passes without synchronisation, and not in this one
                 if unit.owes_grads and unit not in self._called:
@@ -318,11 +336,12 @@ def _used_anywhere(grads: Sequence[FlatGrad]) -> list[list[bool]]:
     for members in groups.values():
         flat = grads[members[0]].flat
         mine = [used for index in members for used in grads[index].used]
+        wanted = [leaf.requires_grad for index in members for leaf in grads[index].flat.leaves]
         told = torch.tensor(mine, dtype=torch.uint8, device=flat.comm.device)
         for comm in (flat.comm, flat.replicas):
             if comm is not None and comm.size > 1:
                 comm.all_reduce(told, "max")
-        if all(mine):
+        if all(used or not want for used, want in zip(mine, wanted, strict=True)):
             continue  # no need to wait for the device
         everyone = [bool(used) for used in told.tolist()]
         for index in members:

@@ -78,6 +78,14 @@ class Reductions:
         ring = self._rings[grad] = self._shared.setdefault((comm, wire), Ring(comm, wire))
         ring.numel = max(ring.numel, flat.layout.padded_numel)
 
+    def alloc(self) -> None:
+        """Collective the first time. Take the memory that is shared with other ranks."""
+        for ring in self._shared.values():
+            for slot in ring.slots:
+                if ring.comm is not None and slot.memory is None:
+                    slot.memory = ring.comm.alloc(ring.numel, ring.dtype)
+                    weakref.finalize(slot, ring.comm.free, slot.memory).atexit = False
+
     def join(self, grad: FlatGrad) -> None:
         """Not collective, but in the same order on all ranks. Put `grad` at the end of the line, unless it is there."""
         if grad in self._line:
@@ -89,7 +97,7 @@ class Reductions:
         self._line[grad] = slot
 
     def take(self, grad: FlatGrad, index: int) -> None:
-        """Collective the first time a buffer is used. A leaf has got a gradient: move it to the buffer if it can.
+        """A leaf has got a gradient: move it to the buffer if it can.
 
         Gradients that do not stand in the line yet stay on their leaves.
         """
@@ -141,13 +149,10 @@ class Reductions:
                 self._vacate(slot)
 
     def _begin(self, grad: FlatGrad, slot: Slot) -> None:
-        """Collective the first time. Have `grad` put together in its buffer."""
+        """Have `grad` put together in its buffer."""
         ring = self._rings[grad]
         self._streams.wait(Queue.COMPUTE, slot.event, Wait.GRADS_TAKEN)
         self._vacate(slot)
-        if ring.comm is not None and slot.memory is None:
-            slot.memory = ring.comm.alloc(ring.numel, ring.dtype)
-            weakref.finalize(slot, ring.comm.free, slot.memory).atexit = False
         numel = grad.flat.layout.padded_numel
         if slot.memory is not None:
             slot.in_use = slot.memory[:numel]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from hpcfsdp import _compat
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, Enum, np.ndarray)
 
 
 class UnknownContainerError(TypeError):

@@ -61,7 +61,6 @@ class Order:
         self._confirm = confirm and comm.size > 1
         self._root = self._here = _Turn(("begin", ""), 0, "", None)
         self._passes = 0
-        self._past: list[str] = []
 
     @property
     def digest(self) -> str:

@@ -33,11 +33,15 @@ class _Call:
     Lives as long as the graph that the call made: the hooks on its outputs hold it, those on its inputs do not.
     """
 
-    __slots__ = ("__weakref__", "accumulators", "backward", "inputs", "inputs_pending")
+    __slots__ = ("__weakref__", "accumulators", "backward", "inputs", "inputs_pending", "is_open", "views")
 
     def __init__(self) -> None:
         self.inputs: list[Any] = []
         """Nodes through which gradients leave the call towards what was computed before it."""
+        self.views: dict[int, torch.Tensor] = {}
+        """What the module was given in place of each input, while it runs."""
+        self.is_open = False
+        """Whether the inputs cannot tell when its backward is through."""
         self.accumulators: list[tuple[Leaf, Any]] = []
         """Nodes that add to the gradients of the unit's leaves."""
         self.inputs_pending = 0
@@ -128,16 +132,21 @@ class Unit:
             raise
         return call, args, kwargs
 
-    def post_forward(self, call: _Call, outputs: Any) -> None:
-        """Collective at the end of the outermost call. Wait for gradients at the outputs, free the parameters."""
+    def post_forward(self, call: _Call, outputs: Any) -> Any:
+        """Collective at the end of the outermost call. Wait for gradients at the outputs, free the parameters.
+
+        Returns:
+            The outputs, in which inputs that the module has passed on are views of their own.
+        """
         broken = True
         try:
             if self.flats:
-                self._watch_outputs(call, outputs)
+                outputs = self._watch_outputs(call, outputs)
                 _compat.forget_autocast_casts(self.flats[0].device.type)
             broken = False
         finally:
             self.leave_forward(broken=broken)
+        return outputs
 
     def leave_forward(self, *, broken: bool) -> None:
         """End the forward, also one that an exception broke off."""
@@ -294,15 +303,18 @@ class Unit:
         def watched(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad:
                 return tensor
-            view = tensor.view_as(tensor)
-            view.register_hook(hook)
-            call.inputs.append(view.grad_fn)
+            view = call.views.get(id(tensor))  # what is passed twice stays one tensor
+            if view is None:
+                view = call.views[id(tensor)] = tensor.view_as(tensor)
+                view.register_hook(hook)
+                call.inputs.append(view.grad_fn)
             return view
 
         return apply_to_tensors(watched, args), apply_to_tensors(watched, kwargs)
 
-    def _watch_outputs(self, call: _Call, outputs: Any) -> None:
+    def _watch_outputs(self, call: _Call, outputs: Any) -> Any:
         grad_enabled = torch.is_grad_enabled()
+        outputs = self._end_views(call, outputs)
         try:
             found = list(tensors_in(outputs, strict=grad_enabled))
         except UnknownContainerError as error:
@@ -318,15 +330,27 @@ class Unit:
                         f"{self.name}: its forward returns a view of one of its own parameters (shape "
                         f"{tuple(tensor.shape)}), whose memory is freed when the unit is left; return a clone"
                     )
-            if grad_enabled and tensor.requires_grad:
+            if grad_enabled and tensor.requires_grad and not tensor.is_leaf:
                 hook = hook or _output_hook(self, call)
                 tensor.register_hook(hook)
         if hook is None:
-            return
+            return outputs
         call.accumulators = self._accumulators_now()
         if self.phase is not Phase.RECOMPUTE:
             assert self.engine is not None
             self.engine.expect_backward(self)
+        return outputs
+
+    def _end_views(self, call: _Call, outputs: Any) -> Any:
+        """The module has run: look what has become of its inputs."""
+        views, call.views = call.views, {}
+        given = {id(view) for view in views.values()}
+        # An operation in place takes the noted node out of the graph.
+        call.is_open = any(view.grad_fn is not node for view, node in zip(views.values(), call.inputs, strict=True))
+        if not given or not any(id(tensor) in given for tensor in tensors_in(outputs, strict=False)):
+            return outputs
+        # Gradients come to an input that is passed on before the unit hears of it as an output.
+        return apply_to_tensors(lambda tensor: tensor.view_as(tensor) if id(tensor) in given else tensor, outputs)
 
     def _accumulators_now(self) -> list[tuple[Leaf, Any]]:
         """The nodes that add to the gradients of the leaves in the graph that has just been made."""
@@ -342,7 +366,8 @@ class Unit:
         if self.phase is not Phase.BACKWARD:
             raise EngineError(
                 f"{self.name}: a gradient of {grad.flat.layout.slots[index].fqn!r} arrived while the unit was in "
-                f"{self.phase.value}; parameters of a unit may be used only through a call of the unit"
+                f"{self.phase.value}; parameters of a unit may be used only through a call of the unit, and what a "
+                "unit returns must not be changed in place where it is a view: use x = x + y instead of x += y"
             )
         assert self.engine is not None
         self.engine.reductions.take(grad, index)
@@ -366,9 +391,12 @@ class Unit:
             return
         if any(call.inputs_pending > 0 for call in self._calls):
             return
+        if any(call.is_open for call in self._calls):
+            return
         if not any(call.inputs for call in self._calls):
+            frozen = any(not leaf.requires_grad for _, _, leaf in self._leaves)
             hidden = any(leaf.requires_grad and not grad.has(index) for grad, index, leaf in self._leaves)
-            if self.inside or hidden:
+            if self.inside or frozen or hidden:
                 return
         self.post_backward()
 

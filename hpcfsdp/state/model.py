@@ -48,6 +48,7 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, tuple
             paths.setdefault(module, []).append(path)
     for wrapper, known_as in paths.items():
         for flat in wrapper._unit.flats:
+            flat.take_back()
             first, *others = (flat.layout.renamed(functools.partial(_joined, path)) for path in known_as)
             writers = wrapper._groups.writers
             if writers is None:

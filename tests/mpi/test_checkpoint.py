@@ -366,7 +366,9 @@ def test_a_file_does_not_know_how_the_model_was_sharded(world, comm, shared_path
         if "HYBRID" in strategy and comm.size == 4:
             row = [0, 1] if comm.rank < 2 else [2, 3]
             groups = comm.subgroup(row), comm.subgroup([comm.rank % 2, comm.rank % 2 + 2])
-        return shard(make_net(seed=seed), groups, sharding_strategy=ShardingStrategy[strategy], use_orig_params=original)
+        return shard(
+            make_net(seed=seed), groups, sharding_strategy=ShardingStrategy[strategy], use_orig_params=original
+        )
 
     plain = make_net()
     expected = train_plain(plain, adamw(plain), range(6))

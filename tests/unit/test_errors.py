@@ -12,6 +12,7 @@ EXIT_CODES = {
     "UsageError": 2,
     "LaunchError": 3,
     "CommunicationError": 1,
+    "DifferentCallsError": 1,
     "DataError": 1,
     "EngineError": 1,
     "CheckpointError": 1,

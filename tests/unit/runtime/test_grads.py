@@ -62,6 +62,7 @@ class Setting:
             self.grads.append(FlatGrad(FlatParam(leaves, layout, comm, dtypes=dtypes)))
             self.grads[-1].name = "abcdef"[index]
             self.line.plan(self.grads[-1])
+        self.line.alloc()
 
     def join(self, *indices):
         """The backward of units begins: both of their leaves are to get a gradient."""
@@ -272,10 +273,11 @@ def test_replicas_that_share_memory_reduce_in_it():
     grad = FlatGrad(FlatParam([leaf], layout, FakeCommunicator(), replicas=comm, always_whole=True))
     line = Reductions(HostStreams())
     line.plan(grad)
+    line.alloc()
     line.join(grad)
     leaf.grad = torch.ones(4)
     line.take(grad, 0)
-    assert comm.allocated == [(4, torch.float32)]
+    assert comm.allocated == [(4, torch.float32)] * 2
     buffer = grad.buffer
     line.advance(keep_back=False)
     line.settle()

@@ -162,7 +162,8 @@ def test_a_parameter_used_outside_of_its_unit_is_named():
         loss.backward()
     assert str(caught.value) == (
         "Linear: a gradient of 'weight' arrived while the unit was in idle; parameters of a unit may be used only "
-        "through a call of the unit"
+        "through a call of the unit, and what a unit returns must not be changed in place where it is a view: use "
+        "x = x + y instead of x += y"
     )
 
 
