@@ -301,11 +301,11 @@ class Engine:
         if self._offloads:
             self.streams.wait(Queue.HOST, self.streams.record(Queue.REDUCE), Wait.GRADS_LANDED)
             self.streams.wait(Queue.HOST, self.streams.record(Queue.GATHER), Wait.SHARDS_READ)
+        self._meet("end of the backward")
         self._settle()
         for unit in self._called:
             unit.num_calls = 0
         self._called.clear()
-        self._meet("end of the backward")
         self.in_backward = False
 
     def _settle(self) -> None:
