@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
-from hpcfsdp.errors import DisagreementError
+from hpcfsdp.errors import DifferentCallsError, DisagreementError
 
 log = logging.getLogger("hpcfsdp.order")
 
@@ -78,7 +78,7 @@ class Order:
         """Collective where the turn is new. This rank is about to do `event`.
 
         Raises:
-            CommunicationError, DisagreementError: another rank does something else; both are named.
+            DisagreementError: another rank does something else; both are named.
         """
         known = self._here.following.get(event)
         if known is None:
@@ -111,7 +111,7 @@ class Order:
         text = f"{_told(event)} (turn {self._here.depth + 1} of step {self._passes})"
         store = _compat.default_store() if self._passes > 1 else None
         if store is None:
-            self._comm.meet(text)
+            self._compare(text)
             return
         key = f"hpcfsdp/order/{self._label}/{self._passes}/{self._here.depth}/{hashlib.md5(text.encode()).hexdigest()}"
         store.add(key, 1)
@@ -135,6 +135,20 @@ class Order:
                 log.warning("%s yet", said)
                 warned = True
             time.sleep(0.001)
+
+    def _compare(self, text: str) -> None:
+        """Collective. Raise on every rank unless all have come to the same."""
+        try:
+            self._comm.meet(text)
+        except DifferentCallsError as error:
+            texts = self._comm.all_gather_object(text)
+            rank = next((rank for rank, other in enumerate(texts) if other != texts[0]), 0)
+            raised = DisagreementError(
+                f"ranks run modules in different orders: rank 0 comes to {texts[0]}, rank {rank} comes to "
+                f"{texts[rank]}. All ranks must call the same modules in the same order, and equally often"
+            )
+            raised.collective = True
+            raise raised from error
 
 
 def _told(event: Event) -> str:

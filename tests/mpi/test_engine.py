@@ -60,14 +60,15 @@ def test_ten_steps_equal_the_plain_module(groups, comm, shared_path, carrier, wr
 
 
 @pytest.mark.parametrize("carrier", ["shared memory", "messages"])
-def test_only_shards_are_left_after_forward_and_after_backward(groups, comm, carrier):
+def test_only_shards_are_left_after_forward_and_after_backward(groups, world, comm, carrier):
     sharded = shard(make_net(), groups[carrier])
     held, whole = [], []
     for unit in units(sharded):
         unit.flats[0].leaves[0].register_hook(lambda _: whole.append(unsharded_bytes(sharded)))
     train_sharded(sharded, adamw(sharded), range(2), comm, after=lambda when: held.append(unsharded_bytes(sharded)))
     assert held == [0, 0, 0, 0]
-    assert all(whole) == (carrier == "messages" and comm.size > 1)  # what is shared has no memory but the shards'
+    is_shared = carrier == "shared memory" and world.num_nodes == 1
+    assert all(whole) == (not is_shared and comm.size > 1)  # what is shared has no memory but the shards'
     shards = sum(param.numel() * param.element_size() for param in sharded.parameters())
     assert shards * comm.size == sum(flat.layout.padded_numel * 4 for unit in units(sharded) for flat in unit.flats)
     if carrier == "messages":
@@ -112,6 +113,8 @@ def test_memory_of_other_ranks_shards_is_given_back_to_the_system(groups, comm):
 
 def test_ranks_that_share_memory_hold_every_value_once_at_any_time(world, comm):
     """Memory that several processes map counts in parts that add up to one (PSS, the proportional set size)."""
+    if world.num_nodes > 1:
+        pytest.skip("ranks on several nodes share no parameters")
 
     def node_bytes():
         world.comm.Barrier()
