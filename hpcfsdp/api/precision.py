@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -13,32 +14,47 @@ from hpcfsdp.runtime.containers import apply_to_tensors, cast_forward_inputs
 from hpcfsdp.runtime.hooks import tensors_in
 
 
-def keep_full_precision(root: nn.Module, classes: tuple[type[nn.Module], ...], *, stop_at: type[nn.Module]) -> None:
-    """Have the modules of these classes compute in the dtype of their parameters, amid others that do not.
+def modules_outside(root: nn.Module, stop_at: type[nn.Module]) -> Iterator[nn.Module]:
+    """`root` and the modules below that lie in no module of the type `stop_at`; one in two places comes twice."""
+    if not isinstance(root, stop_at):
+        yield root
+        for child in root.children():
+            yield from modules_outside(child, stop_at)
 
-    Their floating-point inputs are cast up, and what they return is cast to the dtype that came in.
+
+def find_full_precision(
+    root: nn.Module, classes: tuple[type[nn.Module], ...], *, stop_at: type[nn.Module]
+) -> dict[nn.Module, torch.dtype]:
+    """The modules of these classes, with the dtype of their parameters, which are not flattened yet.
 
     Args:
         stop_at: the type of units, which are not entered.
     """
-    if isinstance(root, stop_at):
-        return
-    if isinstance(root, classes):
-        root.register_forward_pre_hook(_cast_up, with_kwargs=True, prepend=True)
-        root.register_forward_hook(_cast_back)
-    for child in root.children():
-        keep_full_precision(child, classes, stop_at=stop_at)
+    found = {}
+    for module in modules_outside(root, stop_at):
+        if isinstance(module, classes):
+            floating = [param.dtype for param in module.parameters() if param.is_floating_point()]
+            found[module] = floating[0] if floating else torch.float32
+    return found
 
 
-_FULL = "_hpcfsdp_full_precision"
+def keep_full_precision(modules: Mapping[nn.Module, torch.dtype]) -> None:
+    """Have each of these modules compute in its dtype, amid others that do not.
+
+    Their floating-point inputs are cast to it, and what they return is cast to the dtype that came in.
+    """
+    for module, dtype in modules.items():
+        module.register_forward_pre_hook(functools.partial(_cast_up, dtype), with_kwargs=True, prepend=True)
+        module.register_forward_hook(_cast_back)
+
+
 _CAME_IN = "_hpcfsdp_came_in"
 
 
-def _cast_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cast_up(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dtypes = [tensor.dtype for tensor in tensors_in((args, kwargs), strict=False) if tensor.is_floating_point()]
     module.__dict__[_CAME_IN] = dtypes[0] if dtypes else None
-    full = module.__dict__.get(_FULL, torch.float32)
-    return cast_forward_inputs(full, args, kwargs)
+    return cast_forward_inputs(dtype, args, kwargs)
 
 
 def _cast_back(module: nn.Module, _args: Any, outputs: Any) -> Any:
@@ -48,30 +64,33 @@ def _cast_back(module: nn.Module, _args: Any, outputs: Any) -> Any:
     return apply_to_tensors(lambda tensor: tensor.to(came_in) if tensor.is_floating_point() else tensor, outputs)
 
 
-def remember_full_precision(root: nn.Module, classes: tuple[type[nn.Module], ...], *, stop_at: type[nn.Module]) -> None:
-    """Note the dtype that the parameters of these modules have now, before they are flattened."""
-    if isinstance(root, stop_at):
-        return
-    if isinstance(root, classes):
-        floating = [param.dtype for param in root.parameters() if param.is_floating_point()]
-        root.__dict__[_FULL] = floating[0] if floating else torch.float32
-    for child in root.children():
-        remember_full_precision(child, classes, stop_at=stop_at)
-
-
 def cast_buffers(
-    root: nn.Module, dtype: torch.dtype, buffers: Iterable[torch.Tensor], classes: tuple[type[nn.Module], ...]
+    root: nn.Module,
+    dtype: torch.dtype,
+    classes: tuple[type[nn.Module], ...],
+    *,
+    stop_at: type[nn.Module],
+    ignored: Set[torch.Tensor],
+    cast: dict[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Cast the given floating-point buffers, wherever below `root` they stand; modules of `classes` keep theirs.
+    """Cast the floating-point buffers that stand below `root` now; modules of `classes` keep theirs.
 
-    One that is registered in several places is one afterwards, too.
+    Args:
+        stop_at: the type of units, which are not entered.
+        ignored: buffers that are left alone.
+        cast: what buffers have been cast to before; added to. One that is registered in several places, or in several
+            units, is one afterwards, too.
     """
-    kept = {buffer for module in root.modules() if isinstance(module, classes) for buffer in module.buffers()}
-    changes = {buffer: buffer.to(dtype) for buffer in buffers if buffer.is_floating_point() and buffer not in kept}
-    for module in root.modules():
+    modules = list(modules_outside(root, stop_at))
+    kept = {buffer for module in modules if isinstance(module, classes) for buffer in module.buffers()}
+    for module in modules:
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer in changes:
-                module._buffers[name] = changes[buffer]
+            if buffer is None or not buffer.is_floating_point() or buffer in kept or buffer in ignored:
+                continue
+            if buffer not in cast:
+                cast[buffer] = buffer.to(dtype)
+                cast.setdefault(cast[buffer], cast[buffer])
+            module._buffers[name] = cast[buffer]
 
 
 def ignored_classes(precision: MixedPrecision | None) -> tuple[type[nn.Module], ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,15 +52,15 @@ class _Whole:
 
     Attributes:
         present: whether this rank holds the whole values.
-        full, grad: 1-D, whole; None where there is none.
         at_rest: data and gradients of the leaves before.
+        full, grad: 1-D, whole; None where there is none.
     """
 
     flat: FlatParam
     present: bool
+    at_rest: list[tuple[torch.Tensor, torch.Tensor | None]]
     full: torch.Tensor | None = None
     grad: torch.Tensor | None = None
-    at_rest: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
 
 
 def validate_unshard_params_args(args: UnshardArgs, wrapper: FullyShardedDataParallel) -> None:
@@ -185,7 +185,8 @@ def unshard_fsdp_state_params(wrapper: FullyShardedDataParallel, args: UnshardAr
     for flat in wrapper._unit.flats:
         flat.take_back()
         first = flat.comm.rank == 0 and (flat.replicas is None or flat.replicas.rank == 0)
-        whole = _Whole(flat, present=first or not args.rank0_only)
+        at_rest = [(leaf.data, leaf.grad) for leaf in flat.leaves]
+        whole = _Whole(flat, first or not args.rank0_only, at_rest)
         whole.full = _gathered(flat, flat.parameter.data, args)
         if args.with_grads and _has_grad(flat):
             whole.grad = _gathered(flat, _shard_grad(flat), args)
@@ -197,7 +198,6 @@ def unshard_fsdp_state_params(wrapper: FullyShardedDataParallel, args: UnshardAr
 def unflatten_as_params(wrapper: FullyShardedDataParallel, wholes: list[_Whole]) -> Iterator[None]:
     """Have the original parameters show the whole values, as parameters of their modules."""
     for whole in wholes:
-        whole.at_rest = [(leaf.data, leaf.grad) for leaf in whole.flat.leaves]
         if whole.present:
             _show(whole)
     deregister_flat_param(wrapper)

@@ -24,6 +24,7 @@ from hpcfsdp.api.state_dicts import StateDictMethods
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.names import get_root_modules
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.flat.sync import sync_params_and_buffers
@@ -143,7 +144,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             _materialize(module, device, self._ignored, param_init_fn, not sync_module_states)
         _check_readers(module)
         apart = precision.ignored_classes(mixed_precision)
-        precision.remember_full_precision(module, apart, stop_at=FullyShardedDataParallel)
+        in_full = precision.find_full_precision(module, apart, stop_at=FullyShardedDataParallel)
         self._fsdp_wrapped_module = module
         self._own = own_params(module, stop_at=FullyShardedDataParallel, ignored=self._ignored, apart=apart)
         if not self._own.groups and not self.fsdp_modules(module):
@@ -159,7 +160,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         self._unit.prefetch_forward = forward_prefetch
         if backward_prefetch is not None:
             self._unit.prefetch_backward = "pre" if backward_prefetch is BackwardPrefetch.BACKWARD_PRE else "post"
-        precision.keep_full_precision(module, apart, stop_at=FullyShardedDataParallel)
+        precision.keep_full_precision(in_full)
         self._apart = apart
 
     @property
@@ -230,16 +231,15 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             EngineError: called on a unit inside of another one, or during forward or backward.
         """
         self._root_engine("clip_grad_norm_")
-        groups: dict[int, tuple[Communicator, list[nn.Parameter]]] = {}
+        groups: dict[Communicator | None, list[nn.Parameter]] = {}
         managed: set[nn.Parameter] = set()
         for wrapper in self.fsdp_modules(self):
             for flat in wrapper._unit.flats:
                 params = flat.leaves if flat.use_orig_params else (flat.parameter,)
                 managed.update(params)
-                groups.setdefault(id(flat.comm), (flat.comm, []))[1].extend(params)
-        rest = [param for param in self.parameters() if param not in managed]
-        (comm, params), *others = groups.values()
-        return clip_grad_norm(params, comm, max_norm, norm_type, others=[*others, (None, rest)])
+                groups.setdefault(flat.comm if flat.comm.size > 1 else None, []).extend(params)
+        groups.setdefault(None, []).extend(param for param in self.parameters() if param not in managed)
+        return clip_grad_norm(groups.items(), max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Have `hook` reduce gradients instead; for the root only, before training.
@@ -272,10 +272,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             root_only: leave out wrappers that lie inside of another one.
         """
         found = [inner for inner in module.modules() if isinstance(inner, FullyShardedDataParallel)]
-        if root_only:
-            inside = {inner for outer in found for inner in outer.modules() if inner is not outer}
-            found = [wrapper for wrapper in found if wrapper not in inside]
-        return found
+        return get_root_modules(found) if root_only else found
 
     @staticmethod
     def summon_full_params(
@@ -458,15 +455,23 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 "some of them; start fewer ranks or use a larger model"
             )
         names = {inner: name for name, inner in self.named_modules()}
+        cast_buffers: dict[torch.Tensor, torch.Tensor] = {}
         for wrapper in wrappers:
             mixed, unit = wrapper._mixed_precision, wrapper._unit
             wrapper._is_root = wrapper is self
             unit.name = names[wrapper].replace(f"{WRAPPED}.", "").replace(WRAPPED, "") or unit.name
             unit.inside = frozenset(inner._unit for inner in self.fsdp_modules(wrapper) if inner is not wrapper)
-            cast = mixed.cast_root_forward_inputs if wrapper is self else mixed.cast_forward_inputs
-            unit.input_dtype = mixed.param_dtype if cast else None
+            cast_inputs = mixed.cast_root_forward_inputs if wrapper is self else mixed.cast_forward_inputs
+            unit.input_dtype = mixed.param_dtype if cast_inputs else None
             if mixed.buffer_dtype is not None:
-                precision.cast_buffers(self, mixed.buffer_dtype, wrapper._own.buffers, wrapper._apart)
+                precision.cast_buffers(
+                    wrapper.module,
+                    mixed.buffer_dtype,
+                    wrapper._apart,
+                    stop_at=FullyShardedDataParallel,
+                    ignored=wrapper._ignored.buffers,
+                    cast=cast_buffers,
+                )
         label = self._comm.broadcast_object(uuid.uuid4().hex)
         engine = Engine([wrapper._unit for wrapper in wrappers], self._comm, label, host=_host_of(self._comm))
         watch_engine(engine)

@@ -122,7 +122,10 @@ class _Meeting:
         first = store.compare_set("members", "", mine).decode()
         store.set(f"here/{rank}", "")
         if first.rpartition(" of ")[2] != mine.rpartition(" of ")[2]:
-            self.end(f"{first}, but {mine}: all members must give the same")
+            differ = f"{first}, but {mine}: all members must give the same"
+            self.end(differ)
+            if self._outcome == self._ALL_HERE:  # the others have just met; this rank is none of theirs
+                self._outcome = differ
         elif store.add("count", 1) == len(ranks):
             self.end(self._ALL_HERE)
 

@@ -47,6 +47,13 @@ class TorchGroupCommunicator(PlainMemory):
         self.size: int = dist.get_world_size(group)
         self.device = device or _compat.device_of_group(group)
 
+    def __eq__(self, other: object) -> bool:
+        # Each unit that is wrapped by hand has an object of its own; they are to share what there is once for a group.
+        return isinstance(other, TorchGroupCommunicator) and (self.group, self.device) == (other.group, other.device)
+
+    def __hash__(self) -> int:
+        return hash((self.group, self.device))
+
     def __repr__(self) -> str:
         return f"TorchGroupCommunicator({dist.get_backend(self.group)}, rank={self.rank}, size={self.size})"
 

@@ -130,8 +130,12 @@ class FlatGrad:
         sharded = flat.comm.size > 1
         if self.comm_hook is not None:
             state, hook = self.comm_hook
-            self._arriving = self._empty_shard(dtypes.wire) if sharded else full
-            hook(state, full, self._arriving) if sharded else hook(state, full)
+            if sharded:
+                self._arriving = self._empty_shard(dtypes.wire)
+                hook(state, full, self._arriving)
+            else:
+                self._arriving = full
+                hook(state, full)
             return None
         if sharded:
             self._arriving = self._empty_shard(dtypes.grad if flat.replicas is None else dtypes.accumulate)
@@ -200,7 +204,10 @@ class FlatGrad:
                 _add_grad(leaf, part)
 
     def drop(self) -> None:
-        """Forget gradients of a backward that was broken off."""
+        """Forget gradients of a backward that was broken off, and those kept back by micro-steps before it.
+
+        The step is to be done again from its first micro-step: which of the gradients are complete differs by rank.
+        """
         self._drop_buffer()
         self._sent = self._arriving = self._reduced = self._waiting = None
         self._landing.clear()

@@ -13,23 +13,17 @@ from hpcfsdp.comm import Communicator
 
 @torch.no_grad()
 def clip_grad_norm(
-    shards: Iterable[nn.Parameter],
-    comm: Communicator,
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    others: Iterable[tuple[Communicator | None, Sequence[nn.Parameter]]] = (),
+    groups: Iterable[tuple[Communicator | None, Sequence[nn.Parameter]]], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Collective over `comm`. Scale gradients so that the norm of all of them, over all ranks, is at most `max_norm`.
+    """Collective over all `groups`. Scale gradients so that the norm of all, over all ranks, is at most a bound.
 
     Each element is counted once: shards do not overlap, and padding is zero.
 
     Args:
-        shards: parameters whose gradients are this rank's part of the whole.
-        max_norm: upper bound.
+        groups: parameters whose gradients are this rank's part of the whole, with what connects the parts; or on all
+            ranks the same, with None. In the same order on all ranks.
+        max_norm: the bound.
         norm_type: p of the p-norm, > 0 or inf; 0 counts the elements that are not 0.
-        others: parameters that are sharded over other ranks, with their communicator; or on all ranks the same, with
-            None.
 
     Returns:
         The norm before clipping, a float32 scalar (float64 if a gradient is), the same on every rank.
@@ -40,16 +34,13 @@ def clip_grad_norm(
     norm_type, max_norm = float(norm_type), float(max_norm)
     if not norm_type >= 0:
         raise ValueError(f"norm_type must be 0, positive or inf, not {norm_type}")
-    groups = [(comm, list(shards)), *((group, list(params)) for group, params in others)]
+    groups = [(comm, params) for comm, params in groups if params]
     # From the parameters, which are the same on all ranks; a gradient may be missing on some.
     everything = [param for _, params in groups for param in params]
     dtype = torch.float64 if any(param.dtype == torch.float64 for param in everything) else torch.float32
-    totals = []
-    for group, params in groups:
-        if params or group is comm:
-            device = params[0].device if params else comm.device
-            totals.append(_sum_of_powers(group, params, norm_type, dtype, device))
-    device = totals[0].device
+    device = everything[0].device if everything else torch.device("cpu")
+    totals = [_sum_of_powers(comm, params, norm_type, dtype) for comm, params in groups]
+    totals = totals or [torch.zeros((), dtype=dtype)]
     gathered = torch.stack([total.to(device) for total in totals])
     if math.isinf(norm_type):
         total = gathered.amax()
@@ -64,9 +55,10 @@ def clip_grad_norm(
 
 
 def _sum_of_powers(
-    comm: Communicator | None, params: Sequence[nn.Parameter], p: float, dtype: torch.dtype, device: torch.device
+    comm: Communicator | None, params: Sequence[nn.Parameter], p: float, dtype: torch.dtype
 ) -> torch.Tensor:
     """Collective over `comm`. The p-th power of the p-norm; the norm itself where p is inf."""
+    device = params[0].device
     grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
     norms = [torch.linalg.vector_norm(grad, p, dtype=dtype) for grad in grads]
     if math.isinf(p):

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Engine:
     """The common part of all units under one root.
 
-    A pass is a call of the outermost unit with the backward that follows. Where ranks share the memory of the gathered
-    values (``FlatParam.is_resident``), they meet before a pass uses them, after its forward, and after its backward:
-    in between nobody may write a shard, and outside nobody reads those of others.
+    A pass is a call of the outermost unit with the backward that follows. Ranks meet before it, after its forward, and
+    after its backward, and compare what they have done. Where they share the memory of the gathered values
+    (``FlatParam.is_resident``), nobody may write a shard in between, and outside nobody reads those of others.
 
     Attributes:
         units: in the order in which the modules were registered, the root first.
@@ -49,8 +49,8 @@ class Engine:
         Args:
             everyone: all ranks that run these units.
             label: the same on all ranks, unlike that of any other engine.
-            host: connects the same ranks through host memory. Where there is such a thing, all ranks meet at the end of
-                each forward and backward, and compare what they have done.
+            host: connects the same ranks through host memory, which they meet in; None if nothing does, and then only
+                ranks that share the memory of gathered values meet.
         """
         self.units = list(units)
         flats = [flat for unit in units for flat in unit.flats]
@@ -62,9 +62,9 @@ class Engine:
         resident = [flat for flat in flats if flat.is_resident]
         self._resident = resident
         meeting = [flat.comm for flat in resident]
-        if host is not None and host.size > 1 and not any(comm is host for comm in meeting):
+        if host is not None and host.size > 1:
             meeting.append(host)
-        self._meeting = list({id(comm): comm for comm in meeting}.values())
+        self._meeting = list(dict.fromkeys(meeting))
         self.order = Order(host or everyone, label, confirm=len(resident) < len(flats))
         self.reductions = Reductions(self.streams)
         for unit in units:
@@ -88,7 +88,7 @@ class Engine:
     # Passes
 
     def enter(self, unit: Unit) -> None:
-        """Collective where memory is shared, for the outermost call. A unit is called."""
+        """Collective for the outermost call. A unit is called."""
         if self._depth == 0:
             self.recover()
             if not self.in_backward:
@@ -96,7 +96,7 @@ class Engine:
         self._depth += 1
 
     def leave(self, unit: Unit, *, broken: bool) -> None:
-        """Collective where memory is shared, for the outermost call. A unit's call ends, `broken` by an exception."""
+        """Collective for the outermost call, unless `broken` by an exception. A unit's call ends."""
         self._depth -= 1
         if self._depth or self.in_backward:
             return
@@ -144,6 +144,8 @@ class Engine:
             if each.phase is Phase.SUMMON:
                 raise EngineError(f"{each.name}: the model was called within summon_full_params: leave that first")
         self._reshard(self.units)  # left over from a forward without a backward
+        for each in self.units:
+            each.num_calls = 0  # a forward that no backward follows must not count for ever
         self._passes += 1
         self.order.begin()
         for each in self.units:
@@ -155,7 +157,7 @@ class Engine:
         self._shards_written = self.streams.record(Queue.COMPUTE)
 
     def _meet(self, what: str, unit: Unit | None = None) -> None:
-        """Collective. Wait for all ranks that share memory; they have done the same since the pass began."""
+        """Collective. Wait for all ranks; they have done the same since the pass began, or all of them raise."""
         where = f" of {unit.name!r}" if unit is not None else ""
         mode = "" if torch.is_grad_enabled() or self.in_backward else " without gradients"
         note = f"{what}{where}{mode}, step {self._passes}, order {self.order.digest or 'new'}"
@@ -303,8 +305,6 @@ class Engine:
             self.streams.wait(Queue.HOST, self.streams.record(Queue.GATHER), Wait.SHARDS_READ)
         self._meet("end of the backward")
         self._settle()
-        for unit in self._called:
-            unit.num_calls = 0
         self._called.clear()
         self.in_backward = False
 
@@ -329,10 +329,10 @@ class Engine:
 def _used_anywhere(grads: Sequence[FlatGrad]) -> list[list[bool]]:
     """Collective. For each gradient, which leaves had a part in it on any rank."""
     found = [grad.used for grad in grads]
-    groups: dict[tuple[int, int], list[int]] = {}
+    groups: dict[tuple[Communicator, Communicator | None], list[int]] = {}
     for index, grad in enumerate(grads):
         if not grad.is_alone:
-            groups.setdefault((id(grad.flat.comm), id(grad.flat.replicas)), []).append(index)
+            groups.setdefault((grad.flat.comm, grad.flat.replicas), []).append(index)
     for members in groups.values():
         flat = grads[members[0]].flat
         mine = [used for index in members for used in grads[index].used]

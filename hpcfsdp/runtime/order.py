@@ -20,7 +20,7 @@ from hpcfsdp.errors import DifferentCallsError, DisagreementError
 
 log = logging.getLogger("hpcfsdp.order")
 
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
 """How long a rank that leaves the known orders waits for the others to do the same."""
 _WARN_AFTER_S = 5.0
 

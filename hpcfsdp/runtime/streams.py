@@ -201,8 +201,8 @@ class CudaStreams:
         pass
 
     def drain(self) -> None:
-        for stream in self._streams.values():
-            self._stream(Queue.COMPUTE).wait_stream(stream)
+        for stream in self._streams.values():  # the program waits, too: it may free or write host memory next
+            stream.synchronize()
 
     def _stream(self, queue: Queue) -> torch.cuda.Stream:
         return self._streams.get(queue) or torch.cuda.current_stream(self._device)

@@ -62,7 +62,7 @@ class Unit:
         is_gathered: whether memory for the values of ``gathers`` is taken.
         gathered: the event that the values are there.
         owes_grads: whether a forward has been run whose gradients have not been reduced yet.
-        num_calls: whose backward is to come.
+        num_calls: in this pass, with a backward to come.
         engine: shared with all units under the same root; set when the root is first called.
         input_dtype: floating inputs are cast to it, None to leave them.
         reshard_after_forward: whether the values are freed between forward and backward.

@@ -48,7 +48,7 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, tuple
             paths.setdefault(module, []).append(path)
     for wrapper, known_as in paths.items():
         for flat in wrapper._unit.flats:
-            flat.take_back()
+            flat.take_back()  # what is read or written next is the shard, not what a user has put in its place
             first, *others = (flat.layout.renamed(functools.partial(_joined, path)) for path in known_as)
             writers = wrapper._groups.writers
             if writers is None:

@@ -12,6 +12,7 @@ from hpcfsdp import checkpoint
 from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import CommunicationError, DisagreementError, EngineError
+from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.runtime.unit import _Call
 from hpcfsdp.wrap import ModuleWrapPolicy
@@ -449,3 +450,22 @@ def test_a_rank_that_evaluates_while_the_others_train(groups, several, carrier):
     calls = dict(re.findall(r"rank (\d) calls forward of 'Experts'( without gradients)?", str(caught.value)))
     assert calls.keys() > {str(several.rank)}
     assert calls == {rank: " without gradients" if rank == "0" else "" for rank in calls}
+
+
+@CARRIERS
+def test_forwards_that_no_backward_follows_do_not_put_reductions_off(groups, carrier, monkeypatch):
+    """A unit waits for the backwards of all its calls, but not for those of calls in passes that are over."""
+    begun, reduce = [], FlatGrad.reduce
+    monkeypatch.setattr(
+        FlatGrad, "reduce", lambda grad, *args, **kw: (begun.append(grad), reduce(grad, *args, **kw))[1]
+    )
+    sharded = wrap(nn.Sequential(linear(), linear(), linear()), groups[carrier], nn.Linear)
+    for _ in range(2):
+        sharded(vectors(0))  # as in validation that forgets torch.no_grad
+    seen = []
+    sharded[0].register_forward_hook(
+        lambda _module, _args, y: y.register_hook(lambda _grad: seen.append(len(begun))) and None
+    )
+    sharded(vectors(0)).sum().backward()
+    assert seen[-1] >= 1  # of the last unit, before the first one has had its gradients
+    assert len(begun) == 3

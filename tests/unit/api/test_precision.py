@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hpcfsdp.api.precision import cast_buffers, ignored_classes, keep_full_precision, remember_full_precision
+from hpcfsdp.api.precision import cast_buffers, find_full_precision, ignored_classes, keep_full_precision
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision
 
@@ -32,8 +32,7 @@ class Seeing(nn.LayerNorm):
 
 
 def apart(module):
-    remember_full_precision(module, (nn.LayerNorm,), stop_at=Stop)
-    keep_full_precision(module, (nn.LayerNorm,), stop_at=Stop)
+    keep_full_precision(find_full_precision(module, (nn.LayerNorm,), stop_at=Stop))
     return module
 
 
@@ -75,19 +74,24 @@ def test_units_inside_are_left_to_themselves():
 
 
 def test_buffers_of_real_numbers_are_cast_wherever_they_are_registered():
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.BatchNorm1d(2))
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.BatchNorm1d(2), Stop())
     shared = torch.tensor([1.0])
     for layer in model[:2]:
         layer.register_buffer("shared", shared, persistent=False)
     model[0].register_buffer("count", torch.ones(1, dtype=torch.int64))
     model[0].register_buffer("other", torch.ones(1))
     model[0].register_buffer("missing", None)
-    given = [shared, model[0].count, *model[2].buffers()]
-    cast_buffers(model, BF16, given, (_BatchNorm,))
+    cast = {}
+    cast_buffers(model, BF16, (_BatchNorm,), stop_at=Stop, ignored={model[0].other}, cast=cast)
     assert model[0].shared is model[1].shared
     assert (model[0].shared.dtype, model[0].shared.item()) == (BF16, 1)
     assert [model[0].count.dtype, model[0].other.dtype, model[2].running_mean.dtype] == [torch.int64, F32, F32]
     assert model[0].missing is None
+    assert model[3].inner.dtype == F32
+    unit = nn.Linear(1, 1)
+    unit.register_buffer("shared", shared)
+    cast_buffers(unit, BF16, (), stop_at=Stop, ignored=set(), cast=cast)
+    assert unit.shared is model[0].shared
     assert "shared" not in model.state_dict()
 
 
@@ -130,6 +134,17 @@ def test_a_unit_computes_low_but_for_its_norms_and_casts_its_inputs(use_orig_par
     assert model.module.norm.seen == [[F32]]
     assert (y.dtype, x.grad.dtype) == (BF16, F32)
     assert {param.grad.dtype for param in model.parameters()} == {F32}
+
+
+def test_buffers_that_were_replaced_after_wrapping_are_cast_too():
+    norm = nn.BatchNorm1d(2)
+    lowered = MixedPrecision(buffer_dtype=BF16)
+    model = FullyShardedDataParallel(
+        nn.Sequential(norm, nn.Linear(2, 2)), process_group=FakeCommunicator(), mixed_precision=lowered
+    )
+    norm.running_mean = torch.ones(2)
+    model.check_is_root()
+    assert (norm.running_mean.dtype, norm.running_mean.tolist()) == (BF16, [1, 1])
 
 
 @pytest.mark.parametrize(("cast", "expected"), [({}, F32), ({"cast_forward_inputs": True}, BF16)])

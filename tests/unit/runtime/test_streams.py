@@ -286,8 +286,8 @@ class FakeStream:
     def wait_event(self, event):
         self.device.log.append(f"{self.name} waits for {event.of}")
 
-    def wait_stream(self, stream):
-        self.device.log.append(f"{self.name} waits for {stream.name}")
+    def synchronize(self):
+        self.device.log.append(f"host waits for {self.name}")
 
 
 class FakeEvent:
@@ -333,9 +333,9 @@ def test_streams_wait_on_the_device_and_the_program_by_itself(device):
     assert device.log == ["event of reduce", *(f"{queue.value} waits for reduce" for queue in Queue)]
 
 
-def test_draining_a_gpu_makes_what_comes_wait(device):
+def test_draining_a_gpu_ends_what_was_begun(device):
     CudaStreams(torch.device("cuda", 0)).drain()
-    assert sorted(device.log) == ["compute waits for gather", "compute waits for reduce"]
+    assert sorted(device.log) == ["host waits for gather", "host waits for reduce"]
 
 
 def test_errors_of_work_on_a_gpu_leave_the_stream_as_it_was(device):
