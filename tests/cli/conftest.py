@@ -38,10 +38,13 @@ class Job:
         )
         self.stdout = self.stderr = ""
 
+    def family(self):
+        """All processes that the job has begun and that are there, in no order."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
     def ranks(self):
-        """The processes of the ranks, in no order."""
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        return [process for process in found if process.cmdline()[:1] == [sys.executable]]
+        """The processes of the ranks, and what these have begun, in no order."""
+        return [process for process in self.family() if command_of(process)[:1] == [sys.executable]]
 
     def wait(self, timeout=60):
         try:
@@ -62,7 +65,7 @@ class Job:
 
     def end(self):
         if self.process.poll() is None:
-            family = psutil.Process(self.process.pid).children(recursive=True)
+            family = self.family()
             self.process.send_signal(signal.SIGTERM)  # mpirun then ends its ranks and cleans up
             _, alive = psutil.wait_procs([psutil.Process(self.process.pid), *family], timeout=10)
             for process in alive:
@@ -72,6 +75,24 @@ class Job:
     @property
     def code(self):
         return self.process.returncode
+
+
+def command_of(process):
+    """The command line of a process, empty if it has ended meanwhile."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def survivors(processes):
+    """Those that still run."""
+    alive = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+    return alive
 
 
 def mapped(name):

@@ -3,8 +3,9 @@
 import os
 import time
 
-import psutil
 import pytest
+
+from tests.cli.conftest import survivors
 
 SCRIPT = """
 import sys, time
@@ -44,7 +45,7 @@ def test_a_rank_killed_while_others_wait_for_it_ends_the_job(start, tmp_path, no
     script.write_text(SCRIPT.format(call=call, nodes=nodes))
     job = start(script, ranks=3)
     job.wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 3)
-    family = psutil.Process(job.process.pid).children(recursive=True)
+    family = job.family()
     victim = next(rank for rank in job.ranks() if number_of(rank) == 1)
     time.sleep(0.3)  # the others come to wait
     victim.kill()
@@ -53,7 +54,7 @@ def test_a_rank_killed_while_others_wait_for_it_ends_the_job(start, tmp_path, no
     assert job.code != 0
     assert time.monotonic() - killed < 10
     assert "went on" not in job.stdout
-    assert not [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not survivors(family)
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("hpcfsdp-")]
 
 

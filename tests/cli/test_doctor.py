@@ -4,8 +4,9 @@ import json
 import os
 import time
 
-import psutil
 import pytest
+
+from tests.cli.conftest import survivors
 
 REPLACED = """
 from types import SimpleNamespace
@@ -167,7 +168,7 @@ def test_one_rank_that_fails_is_named_and_rank_0_still_reports(start, fake, acti
     environ = fake(REAL_EXCEPT_ON_RANK_1.format(action=action))
     job = start("-m", "hpcfsdp", "doctor", "--json", "--timeout", "8", ranks=2, environ=environ)
     job.wait_for(lambda: len(job.ranks()) >= 3)  # rank 0 with its child, and rank 1
-    family = psutil.Process(job.process.pid).children(recursive=True)
+    family = job.family()
     job.wait()
     assert job.code == 3
     assert f"hpcfsdp: rank 1 on {os.uname().nodename.split('.')[0]}: {failure}" in job.stderr
@@ -175,8 +176,7 @@ def test_one_rank_that_fails_is_named_and_rank_0_still_reports(start, fake, acti
     assert finding["level"] == "problem"
     assert "gave no answer within 8 s" in finding["what"]
     assert "other ranks" in finding["mend"]
-    alive = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert not alive
+    assert not survivors(family)
 
 
 def test_all_ranks_whose_mpi_aborts_end_at_once_with_one_report(hpcfsdp, fake):

@@ -3,8 +3,9 @@
 import re
 import time
 
-import psutil
 import pytest
+
+from tests.cli.conftest import survivors
 
 SCRIPT = """
 import sys, time
@@ -118,14 +119,13 @@ def test_a_rank_that_ends_early_in_peace_waits_for_the_others(start, tmp_path):
 def test_a_killed_rank_ends_the_job_and_leaves_no_process(start, tmp_path):
     job = started(start, tmp_path, "time.sleep(60)")
     job.wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 3)
-    family = psutil.Process(job.process.pid).children(recursive=True)
+    family = job.family()
     job.ranks()[0].kill()
     began = time.monotonic()
     job.wait(20)
     assert job.code != 0
     assert time.monotonic() - began < 20
-    alive = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert not alive
+    assert not survivors(family)
 
 
 def test_a_plain_python_process_leaves_no_shared_memory(start, tmp_path):
