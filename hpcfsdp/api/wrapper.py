@@ -15,8 +15,9 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from hpcfsdp import _compat
 from hpcfsdp.api import policies, precision, unshard
+from hpcfsdp.api.arguments import check_module, check_readers, check_types, target_device
 from hpcfsdp.api.flatten import OwnParams, check_same_model, move_outside, own_params
-from hpcfsdp.api.groups import Groups, resolve_groups
+from hpcfsdp.api.groups import resolve_groups
 from hpcfsdp.api.ignored import Ignored, resolve_ignored
 from hpcfsdp.api.materialize import materialize
 from hpcfsdp.api.stale import watch_engine, watch_optimizers
@@ -102,8 +103,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
     ) -> None:
         super().__init__()
         watch_optimizers()
-        _check_module(module)
-        _check_types(cpu_offload, mixed_precision, backward_prefetch)
+        check_module(module, FullyShardedDataParallel)
+        check_types(cpu_offload, mixed_precision, backward_prefetch)
         self._groups = resolve_groups(process_group, device_mesh, sharding_strategy)
         self._ignored = resolve_ignored(
             module,
@@ -116,7 +117,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         self._is_root = False
         self._use_orig_params = use_orig_params
         self._offload = cpu_offload is not None and cpu_offload.offload_params
-        device = _target_device(process_group, device_mesh, device_id)
+        device = target_device(process_group, device_mesh, device_id)
         _bring(
             module,
             device,
@@ -142,7 +143,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 ignored_states=self._ignored,
             )
             _materialize(module, device, self._ignored, param_init_fn, not sync_module_states)
-        _check_readers(module)
+        check_readers(module, FullyShardedDataParallel)
         apart = precision.ignored_classes(mixed_precision)
         in_full = precision.find_full_precision(module, apart, stop_at=FullyShardedDataParallel)
         self._fsdp_wrapped_module = module
@@ -489,27 +490,6 @@ def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
     fn(module)
 
 
-def _check_module(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"FullyShardedDataParallel wraps a torch.nn.Module, not {type(module).__name__}")
-    if isinstance(module, FullyShardedDataParallel):
-        raise ValueError("the module is a FullyShardedDataParallel already: wrap a module once")
-
-
-def _check_types(cpu_offload: Any, mixed_precision: Any, backward_prefetch: Any) -> None:
-    for name, value, kind in (
-        ("cpu_offload", cpu_offload, CPUOffload),
-        ("mixed_precision", mixed_precision, MixedPrecision),
-        ("backward_prefetch", backward_prefetch, BackwardPrefetch),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(f"{name} must be a {kind.__name__} or None, not {value!r}")
-    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-        dtype = getattr(mixed_precision, name, None)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"mixed_precision: {name} must be a floating-point torch.dtype or None, not {dtype!r}")
-
-
 def _bring(
     module: nn.Module,
     device: torch.device | None,
@@ -545,30 +525,3 @@ def _host_of(comm: Communicator) -> Communicator | None:
         return comm
     world = current_world()
     return world.host if world is not None and comm is world.communicator else None
-
-
-def _check_readers(module: nn.Module) -> None:
-    """Refuse units inside of modules that read the parameters of their children without calling them."""
-    for name, reader in module.named_modules():
-        if isinstance(reader, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
-            inside = [child for child, m in reader.named_modules() if isinstance(m, FullyShardedDataParallel)]
-            if inside:
-                kind, where = type(reader).__name__, f" {name!r}" if name else ""
-                raise ValueError(
-                    f"{inside[0]!r} is a unit inside of the {kind}{where}, which reads its children's parameters "
-                    f"without calling them and would read NaN: wrap the whole {kind}, see ModuleWrapPolicy"
-                )
-
-
-def _target_device(process_group: Any, device_mesh: Any, device_id: int | torch.device | None) -> torch.device | None:
-    """Where to move the module, None to leave it where it is."""
-    if isinstance(device_id, int):
-        if device_id >= torch.cuda.device_count():
-            raise ValueError(f"device_id={device_id}: this process sees {torch.cuda.device_count()} GPU(s)")
-        return torch.device("cuda", device_id)
-    if device_id is not None:
-        return torch.device(device_id)
-    if isinstance(process_group, Groups):
-        return None
-    world = current_world()
-    return world.device if world is not None and process_group is None and device_mesh is None else None

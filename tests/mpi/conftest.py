@@ -13,9 +13,15 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hpcfsdp
+from hpcfsdp.comm import communicator_for
+from hpcfsdp.comm.mpi import MpiCommunicator
+from hpcfsdp.comm.topology import Topology
+from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.launch.bootstrap import load_mpi
+from tests.mpi import parity
 
 MPI = load_mpi()
 COMM = MPI.COMM_WORLD.Dup()
@@ -87,9 +93,55 @@ def world():
 @pytest.fixture
 def comm(world):
     """The communicator over all ranks."""
-    from hpcfsdp.comm import communicator_for
-
     return communicator_for(None, required=True)
+
+
+@pytest.fixture
+def several(world):
+    """The communicator over all ranks, where there is somebody to wait for or to disagree with."""
+    if world.size == 1:
+        pytest.skip("one rank has nobody to wait for, and cannot disagree")
+    return communicator_for(None, required=True)
+
+
+@pytest.fixture
+def make_comm(world):
+    """``make_comm(topology, **options)``: an ``MpiCommunicator`` over all ranks that may be broken by the test."""
+    made = []
+
+    def make_communicator(topology=None, **options):
+        made.append(MpiCommunicator(world.comm.Dup(), topology, **options))
+        return made[-1]
+
+    yield make_communicator
+    for communicator in made:
+        communicator.abandon()
+
+
+@pytest.fixture(scope="session")
+def gloo(world):
+    """A communicator over all ranks as gloo connects them."""
+    return TorchGroupCommunicator(dist.new_group(backend="gloo"))
+
+
+@pytest.fixture(scope="module")
+def groups(world):
+    """To shard over: ranks that share memory, that send each other messages although they could, and as gloo has it."""
+    messages = MpiCommunicator(world.comm.Dup(), Topology.regular(world.size, 1))
+    yield {"shared memory": None, "messages": messages, "gloo": world.process_group}
+    messages.close()
+
+
+@pytest.fixture(scope="module")
+def engines(world):
+    with parity.engines(world) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(engines):
+    """The engine that a test trains with, see ``parity``."""
+    return parity.under_test(engines)
 
 
 @pytest.fixture

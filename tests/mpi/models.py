@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -9,6 +10,8 @@ from hpcfsdp import checkpoint
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.wrap import ModuleWrapPolicy
 
+ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+"""Both settings of ``use_orig_params``."""
 WIDTH, BATCH = 13, 12  # an odd width: shards end inside of rows; the batch is divisible by 1, 2, 3 and 4 ranks
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecision
 
 from hpcfsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 from tests.mpi import parity
+from tests.mpi.models import ORIGINAL
 
 LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, ROWS, STEPS = 2, 12, 2, 19, 5, 2, 5
 # No ids beyond the vocabulary; no cache of keys, to which a recomputed block would add its own again.
@@ -97,7 +98,6 @@ ARCHITECTURES = {
     vit: ["ViTLayer"],
 }
 MODELS = pytest.mark.parametrize("make", ARCHITECTURES, ids=lambda make: make.__name__)
-ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 
 
 def block_types(model, make):
@@ -105,17 +105,6 @@ def block_types(model, make):
     types = {type(module) for module in model.modules() if type(module).__name__ in ARCHITECTURES[make]}
     assert len(types) == len(ARCHITECTURES[make])
     return types
-
-
-@pytest.fixture(scope="module")
-def engines(world):
-    with parity.engines(world) as made:
-        yield made
-
-
-@pytest.fixture
-def engine(engines):
-    return parity.under_test(engines)
 
 
 def build(make):

@@ -9,23 +9,15 @@ from hpcfsdp.errors import DisagreementError, EngineError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi import parity
+from tests.mpi.models import ORIGINAL
 from tests.mpi.parity import WIDTH, Linears, Recipe, build, reference
 
-ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 BY_LINEARS = ModuleWrapPolicy({Linears})
 
 
 @pytest.fixture
-def engine(world):
-    with parity.engines(world) as made:
-        yield made["hpcfsdp"]
-
-
-@pytest.fixture
-def several(comm):
-    if comm.size == 1:
-        pytest.skip("one rank cannot disagree")
-    return comm
+def engine(engines):
+    return engines["hpcfsdp"]
 
 
 def wrap(model=None, **options):

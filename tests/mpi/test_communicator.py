@@ -1,17 +1,11 @@
-import gc
-import random
-import time
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from hpcfsdp.comm import assert_same, messages, raise_together
 from hpcfsdp.comm.communicator import accumulate_dtype, refuse_op, segment
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.comm.topology import Topology
-from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import CommunicationError, DisagreementError, HpcfsdpError, UsageError
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -55,12 +49,11 @@ class Carrier:
 
 
 @pytest.fixture(scope="module")
-def carriers(world):
-    torch_group = dist.new_group(backend="gloo") if world.size > 1 else dist.new_group([0], backend="gloo")
+def carriers(world, gloo):
     return {
         "messages": Carrier(MpiCommunicator(world.comm.Dup()), False),
         "shared memory": Carrier(MpiCommunicator(world.comm.Dup(), Topology.regular(1, world.size)), True),
-        "gloo": Carrier(TorchGroupCommunicator(torch_group), False),
+        "gloo": Carrier(gloo, False),
     }
 
 
@@ -73,26 +66,6 @@ def carrier(request, carriers):
 def comm(request, carriers):
     """For what does not depend on the memory."""
     return carriers[request.param].comm
-
-
-@pytest.fixture
-def make(world):
-    """``make(topology, **options)``: an ``MpiCommunicator`` over all ranks that may be broken by the test."""
-    made = []
-
-    def make_communicator(topology=None, **options):
-        made.append(MpiCommunicator(world.comm.Dup(), topology, **options))
-        return made[-1]
-
-    yield make_communicator
-    for communicator in made:
-        communicator.abandon()
-
-
-@pytest.fixture
-def several(world):
-    if world.size == 1:
-        pytest.skip("one rank has nobody to wait for")
 
 
 def numbers(rank, numel, dtype, seed=0):
@@ -499,8 +472,8 @@ def test_work_that_one_rank_never_waits_for_is_completed_by_later_calls(carrier)
         carrier.comm.all_reduce(torch.ones(1), "sum")
 
 
-def test_collectives_of_several_communicators_move_each_other_along(make):
-    one, other = make(), make()
+def test_collectives_of_several_communicators_move_each_other_along(make_comm):
+    one, other = make_comm(), make_comm()
     first, second = torch.ones(BIG), torch.ones(BIG)
     works = [one.all_reduce(first, "sum", async_op=True), other.all_reduce(second, "sum", async_op=True)]
     for work in works if one.rank % 2 else reversed(works):
@@ -508,8 +481,8 @@ def test_collectives_of_several_communicators_move_each_other_along(make):
     assert first.unique().tolist() == second.unique().tolist() == [one.size]
 
 
-def test_memory_and_groups_may_be_made_while_a_collective_is_under_way(make):
-    comm = make()
+def test_memory_and_groups_may_be_made_while_a_collective_is_under_way(make_comm):
+    comm = make_comm()
     for create in (
         lambda: comm.alloc(10, torch.float32),
         lambda: comm.subgroup(range(comm.size)),
@@ -526,8 +499,8 @@ def test_memory_and_groups_may_be_made_while_a_collective_is_under_way(make):
         assert tensor.unique().tolist() == [comm.size]
 
 
-def test_a_communicator_completes_what_is_under_way_before_it_closes(make):
-    comm = make()
+def test_a_communicator_completes_what_is_under_way_before_it_closes(make_comm):
+    comm = make_comm()
     tensor = torch.ones(BIG)
     comm.all_reduce(tensor, "sum", async_op=True)
     comm.close()
@@ -594,8 +567,8 @@ def test_groups_are_made_within_groups_by_ranks_of_the_group(comm):
     outer.barrier()
 
 
-def test_a_rank_may_be_in_groups_that_overlap(several, make):
-    comm = make()
+def test_a_rank_may_be_in_groups_that_overlap(several, make_comm):
+    comm = make_comm()
     ring = sorted({tuple(sorted({rank, (rank + 1) % comm.size})) for rank in range(comm.size)})
     groups = [(pair, comm.subgroup(pair)) for pair in ring if comm.rank in pair]
     works = []
@@ -614,8 +587,8 @@ def test_a_group_is_of_ascending_ranks_of_the_communicator(several, carriers, ra
         comm.subgroup(ranks)
 
 
-def test_a_group_shares_memory_with_the_members_on_its_node(several, make):
-    comm = make(Topology.from_labels([rank % 2 for rank in range(make().size)]))
+def test_a_group_shares_memory_with_the_members_on_its_node(several, make_comm):
+    comm = make_comm(Topology.from_labels([rank % 2 for rank in range(make_comm().size)]))
     group = comm.subgroup(range(1, comm.size)) if comm.rank else None
     if group:
         assert group.topology == comm.topology.restrict(range(1, comm.size))
@@ -680,8 +653,8 @@ def test_an_own_part_of_another_size_is_refused_by_messages(carriers):
             call()
 
 
-def test_a_closed_communicator_says_so(make):
-    comm = make()
+def test_a_closed_communicator_says_so(make_comm):
+    comm = make_comm()
     comm.close()
     one, many = torch.empty(1), [torch.empty(1)] * comm.size
     for call in (
@@ -712,228 +685,6 @@ def test_a_topology_of_other_ranks_is_refused(world):
     assert str(caught.value) == (
         f"a topology of {2 * world.size} ranks (2 node(s) of {world.size} rank(s)) was given for {world.size} ranks"
     )
-
-
-# Meetings
-
-
-@pytest.fixture(params=["one node", "single ranks", "two nodes", "gloo", "compared"])
-def meeting(request, world, carriers, make):
-    """A communicator whose ranks can meet; the test may break it."""
-    if request.param == "gloo":
-        return carriers["gloo"].comm
-    size = world.size
-    topology = {
-        "single ranks": Topology.regular(size, 1),
-        "two nodes": Topology.from_labels([rank % 2 for rank in range(size)]),
-    }.get(request.param, Topology.regular(1, size))
-    return make(topology, timeout_s=20, compare_calls=request.param == "compared")
-
-
-def test_ranks_meet_when_all_are_there_however_often(world, meeting):
-    dice = random.Random(world.rank)
-    for turn in range(30):
-        if dice.random() < 0.3:
-            time.sleep(dice.random() * 0.003)
-        arrived_s = time.monotonic()
-        meeting.meet(f"turn {turn}")
-        left_s = time.monotonic()
-        assert max(world.comm.allgather(arrived_s)) <= left_s
-
-
-@pytest.mark.parametrize("length", [0, 100, 500, 100000])
-@pytest.mark.parametrize("letter", ["x", "ü"])
-def test_notes_may_be_of_any_length(meeting, length, letter):
-    for turn in range(3):
-        meeting.meet(letter * length + str(turn))
-
-
-@pytest.mark.parametrize("common", [0, 100, 1000])
-def test_ranks_with_another_note_are_named_with_it_on_every_rank(several, world, meeting, common):
-    odd = world.size - 1
-    meeting.meet("all is well")
-    notes = [f"{'odd' if rank == odd else 'even'} " for rank in range(world.size)]
-    # Where they are too long to be told in full, they differ in what is cut off.
-    notes = ["." * common + note for note in notes] if common > 200 else [note + "." * common for note in notes]
-    with pytest.raises(CommunicationError) as caught:
-        meeting.meet(notes[world.rank])
-    others = range(odd) if world.rank == odd else [odd]
-    told = str(caught.value)
-    assert told.startswith(f"rank {world.rank} calls {notes[world.rank][:20].rstrip()}")
-    assert any(f", but rank {other} calls {notes[other][:20].rstrip()}" in told for other in others)
-    world.comm.Barrier()
-    meeting.meet("and it is again")
-
-
-def test_a_rank_that_does_not_come_to_a_meeting_is_named(several, world, make):
-    for topology in (Topology.regular(1, world.size), Topology.regular(world.size, 1)):
-        comm, missing = make(topology, timeout_s=0.5), world.size - 1
-        comm.meet("all are here")
-        if world.rank != missing:
-            with pytest.raises(CommunicationError) as caught:
-                comm.meet("one is not")
-            assert str(caught.value).startswith(f"one is not on rank {world.rank}: waited 0.5 s")
-            assert named(caught.value, missing)
-        world.comm.Barrier()
-
-
-def test_ranks_meet_while_other_work_is_under_way(make):
-    comm = make(Topology.regular(1, make().size))
-    memory = comm.alloc(4 * comm.size, torch.float32).fill_(1.0)
-    output = torch.empty(4)
-    works = [comm.reduce_scatter_tensor(output, memory, "sum", async_op=True), comm.barrier(async_op=True)]
-    comm.meet("meanwhile")
-    for work in works:
-        work.wait()
-    assert output.tolist() == [comm.size] * 4
-
-
-# Ranks that do not come
-
-
-def named(error, *ranks):
-    return f"for rank(s) {', '.join(map(str, ranks))}, which did not take part" in str(error)
-
-
-@pytest.mark.parametrize("absent", ["first", "last"])
-def test_a_rank_that_does_not_come_is_named(several, world, make, absent):
-    size, rank = world.size, world.rank
-    missing = 0 if absent == "first" else size - 1
-    comms = [make() for _ in range(9)]
-    works = []
-    if rank != missing:
-        one, many = torch.ones(3), [torch.ones(3) for _ in range(size)]
-        works = [
-            comms[0].barrier(async_op=True),
-            comms[1].all_gather_into_tensor(torch.empty(3 * size), one, async_op=True),
-            comms[2].all_reduce(torch.ones(3), "sum", async_op=True),
-            comms[3].broadcast(torch.ones(3), missing, async_op=True),
-            comms[4].all_gather(many, one, async_op=True),
-            comms[5].all_to_all([torch.empty(3) for _ in range(size)], many, async_op=True),
-            comms[6].scatter(torch.empty(3), None, missing, async_op=True),
-            comms[7].recv(torch.empty(3), missing, async_op=True)[1],
-            # The last step of the ring waits for the neighbour.
-            comms[8].reduce_scatter_tensor(torch.empty(3), torch.ones(3 * size), "sum", async_op=True),
-        ]
-    world.comm.Barrier()  # all others are there
-    for work in works:
-        with pytest.raises(CommunicationError) as caught:
-            work.wait(0.15)
-        assert named(caught.value, missing), caught.value
-        assert f" on rank {rank}: waited 0.15 s " in str(caught.value)
-        with pytest.raises(CommunicationError) as again:
-            work.wait()
-        assert again.value is caught.value
-
-
-def test_a_rank_that_does_not_come_to_make_memory_or_a_group_is_named(several, world, make):
-    comm, other, missing = make(timeout_s=1), make(timeout_s=1), world.size - 1
-    if world.rank == missing:
-        return
-    with pytest.raises(CommunicationError) as caught:
-        comm.alloc(8, torch.float32)
-    assert named(caught.value, missing)
-    assert str(caught.value).startswith(f"alloc of 8 x torch.float32 on rank {world.rank}: waited 1 s")
-    with pytest.raises(CommunicationError) as caught:
-        other.subgroup(range(world.size))
-    assert named(caught.value, missing)
-
-
-def test_memory_that_mpi_may_still_write_outlives_a_collective_that_failed(several, world, make):
-    comm = make(timeout_s=0.05)
-    tensor = torch.empty(1000)
-    address = tensor.data_ptr()
-    if world.rank == 0:
-        with pytest.raises(CommunicationError):
-            comm.recv(tensor, 1)
-        del tensor
-        gc.collect()
-        assert address in [kept.data_ptr() for _, _, _, kept in messages._abandoned]
-    world.comm.Barrier()
-
-
-# Ranks that call something else
-
-
-def differing_sizes(comm, rank, numel):
-    return {
-        "all_gather": lambda: comm.all_gather_into_tensor(torch.empty(numel * comm.size), torch.ones(numel)),
-        "broadcast": lambda: comm.broadcast(torch.ones(numel), 0),
-        "all_reduce": lambda: comm.all_reduce(torch.ones(numel), "sum"),
-        "gather": lambda: comm.gather(
-            [torch.empty(numel) for _ in range(comm.size)] if rank == 0 else None, torch.ones(numel), 0
-        ),
-    }
-
-
-# Not beyond the eager messages of Open MPI: its single-copy path writes past the end of a place that is too small.
-@pytest.mark.parametrize("numel", [(4, 8), (8, 4), (4, 500)], ids=str)
-@pytest.mark.parametrize("operation", ["all_gather", "broadcast", "all_reduce", "gather"])
-def test_sizes_that_differ_are_an_error_that_names_rank_and_bytes(several, world, make, operation, numel):
-    comm = make(timeout_s=2)
-    mine = numel[world.rank == world.size - 1]
-    work = differing_sizes(comm, world.rank, mine)[operation]
-    receives = {"gather": world.rank == 0, "broadcast": world.rank == world.size - 1}.get(operation, True)
-    if receives:
-        with pytest.raises(CommunicationError, match=r"rank \d sent .* where \d+ bytes were expected|waited") as caught:
-            work()
-        last = world.size - 1
-        if operation != "all_reduce" and world.rank in (0, last):
-            sender = last if world.rank == 0 and operation != "broadcast" else None
-            assert "sizes or dtypes differ between these ranks" in str(caught.value)
-            assert sender is None or f"rank {sender} sent" in str(caught.value)
-            assert f"where {4 * mine} bytes were expected" in str(caught.value)
-    else:
-        try:
-            work()
-        except CommunicationError as error:
-            assert "waited" in str(error)
-    world.comm.Barrier()
-
-
-DIFFERENT = {
-    "operation": (lambda c: c.all_reduce(torch.ones(4), "sum"), lambda c: c.broadcast(torch.ones(4), 0)),
-    "reduction": (lambda c: c.all_reduce(torch.ones(4), "sum"), lambda c: c.all_reduce(torch.ones(4), "max")),
-    "dtype": (
-        lambda c: c.all_reduce(torch.ones(4), "sum"),
-        lambda c: c.all_reduce(torch.ones(4, dtype=torch.int32), "sum"),
-    ),
-    "size": (lambda c: c.broadcast(torch.ones(4), 0), lambda c: c.broadcast(torch.ones(5), 0)),
-    "root": (lambda c: c.broadcast(torch.ones(4), 0), lambda c: c.broadcast(torch.ones(4), 1)),
-    "barrier": (lambda c: c.barrier(), lambda c: c.all_gather_object("x")),
-    "wire": (
-        lambda c: c.reduce_scatter_tensor(torch.ones(1), torch.ones(c.size), "sum", wire=torch.bfloat16),
-        lambda c: c.reduce_scatter_tensor(torch.ones(1), torch.ones(c.size), "sum"),
-    ),
-}
-
-
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_calls_that_differ_are_told_on_every_rank_where_calls_are_compared(several, world, make, what):
-    comm = make(compare_calls=True, timeout_s=10)
-    comm.all_reduce(torch.ones(1), "sum")
-    odd = world.size - 1
-    with pytest.raises(CommunicationError) as caught:
-        DIFFERENT[what][world.rank == odd](comm)
-    other = 0 if world.rank == odd else odd
-    assert str(caught.value).startswith(f"rank {world.rank} calls ")
-    assert f", but rank {other} calls " in str(caught.value)
-    texts = world.comm.allgather(str(caught.value))
-    mine, theirs = (texts[rank].split(" calls ")[1].rpartition(", but rank")[0] for rank in (world.rank, other))
-    assert mine != theirs
-    assert str(caught.value) == f"rank {world.rank} calls {mine}, but rank {other} calls {theirs}"
-    comm.all_reduce(torch.ones(1), "sum")  # and the communicator is as good as before
-
-
-def test_calls_that_are_the_same_pass_the_comparison_in_any_order_of_waiting(make):
-    comm = make(compare_calls=True)
-    for turn in range(40):
-        one, two = torch.full((5,), float(comm.rank)), torch.full((5,), 10.0 + comm.rank)
-        works = [comm.broadcast(one, 0, async_op=True), comm.broadcast(two, 0, async_op=True)]
-        works.append(comm.barrier(async_op=True))
-        for work in works if (comm.rank + turn) % 2 else reversed(works):
-            work.wait()
-        assert (one.tolist(), two.tolist()) == ([0.0] * 5, [10.0] * 5)
 
 
 # One rank's error is everyone's

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from hpcfsdp.comm.mpi import MpiCommunicator
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi.models import (
@@ -33,14 +31,6 @@ from tests.mpi.models import (
 )
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
-
-
-@pytest.fixture(scope="module")
-def groups(world):
-    """Ranks that share memory, that send each other messages although they could, and as gloo connects them."""
-    messages = MpiCommunicator(world.comm.Dup(), Topology.regular(world.size, 1))
-    yield {"shared memory": None, "messages": messages, "gloo": world.process_group}
-    messages.close()
 
 
 @pytest.mark.parametrize("carrier", ["shared memory", "messages", "gloo"])

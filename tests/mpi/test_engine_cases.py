@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 from hpcfsdp import checkpoint
-from hpcfsdp.comm.mpi import MpiCommunicator
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import CommunicationError, DisagreementError, EngineError
 from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.runtime.unit import _Call
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi.models import (
+    ORIGINAL,
     WIDTH,
     adamw,
     make_net,
@@ -31,15 +30,6 @@ from tests.mpi.models import (
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 CARRIERS = pytest.mark.parametrize("carrier", ["shared memory", "messages"])
-ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
-
-
-@pytest.fixture(scope="module")
-def groups(world):
-    """Ranks that share memory, and that send each other messages although they could."""
-    messages = MpiCommunicator(world.comm.Dup(), Topology.regular(world.size, 1))
-    yield {"shared memory": None, "messages": messages}
-    messages.close()
 
 
 def linear():
@@ -416,13 +406,6 @@ class Experts(nn.Module):
         return self.experts[which](self.first(x))
 
 
-@pytest.fixture
-def several(comm):
-    if comm.size == 1:
-        pytest.skip("one rank cannot disagree")
-    return comm
-
-
 @CARRIERS
 def test_ranks_that_take_different_paths_which_all_of_them_know(groups, several, carrier):
     sharded = wrap(Experts(), groups[carrier], Residual)
@@ -469,3 +452,12 @@ def test_forwards_that_no_backward_follows_do_not_put_reductions_off(groups, car
     sharded(vectors(0)).sum().backward()
     assert seen[-1] >= 1  # of the last unit, before the first one has had its gradients
     assert len(begun) == 3
+
+
+@CARRIERS
+@ORIGINAL
+def test_the_model_is_called_twice_before_one_backward(groups, comm, carrier, original):
+    """As losses have it that compare what becomes of two inputs."""
+    plain = nn.Sequential(linear(), linear(), linear())
+    sharded = wrap(plain_copy(plain), groups[carrier], nn.Linear, use_orig_params=original)
+    assert_trains_alike(plain, sharded, comm, per_rank=lambda model, x, rank: model(x) - model(x.flip(-1)))

@@ -24,6 +24,7 @@ import hpcfsdp.world
 from hpcfsdp.errors import EngineError
 from hpcfsdp.fsdp import ShardedGradScaler
 from tests.mpi import parity
+from tests.mpi.models import ORIGINAL
 from tests.mpi.parity import STRATEGIES, WIDTH, Recipe, build, close, reference
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
@@ -32,18 +33,6 @@ SINGLE = {"rtol": 1e-5, "atol": 1e-6}
 
 PLAIN_STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 SOME = [("FULL_SHARD", False), ("FULL_SHARD", True), ("NO_SHARD", True), ("HYBRID_SHARD", False)]
-ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
-
-
-@pytest.fixture(scope="module")
-def engines(world):
-    with parity.engines(world) as made:
-        yield made
-
-
-@pytest.fixture
-def engine(engines):
-    return parity.under_test(engines)
 
 
 @pytest.fixture

@@ -13,11 +13,10 @@ from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import EngineError
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.wrap import ModuleWrapPolicy
-from tests.mpi.models import batch, loss_of, make_net, plain_copy, shard, units, unsharded_bytes
+from tests.mpi.models import ORIGINAL, batch, loss_of, make_net, plain_copy, shard, units, unsharded_bytes
 
 summon = FullyShardedDataParallel.summon_full_params
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
-ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 STRATEGIES = pytest.mark.parametrize(
     "strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 )

@@ -1,0 +1,62 @@
+"""Arguments of the wrapper: checked before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
+
+from hpcfsdp.api.groups import Groups
+from hpcfsdp.world import current_world
+
+
+def check_module(module: Any, wrapper: type[nn.Module]) -> None:
+    """Refuse what is no module, and a `wrapper`."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"FullyShardedDataParallel wraps a torch.nn.Module, not {type(module).__name__}")
+    if isinstance(module, wrapper):
+        raise ValueError("the module is a FullyShardedDataParallel already: wrap a module once")
+
+
+def check_types(cpu_offload: Any, mixed_precision: Any, backward_prefetch: Any) -> None:
+    """Refuse values of other types than torch's configuration classes, and dtypes that cannot be computed in."""
+    for name, value, kind in (
+        ("cpu_offload", cpu_offload, CPUOffload),
+        ("mixed_precision", mixed_precision, MixedPrecision),
+        ("backward_prefetch", backward_prefetch, BackwardPrefetch),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__} or None, not {value!r}")
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(mixed_precision, name, None)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"mixed_precision: {name} must be a floating-point torch.dtype or None, not {dtype!r}")
+
+
+def check_readers(module: nn.Module, wrapper: type[nn.Module]) -> None:
+    """Refuse units inside of modules that read the parameters of their children without calling them."""
+    for name, reader in module.named_modules():
+        if isinstance(reader, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+            inside = [child for child, m in reader.named_modules() if isinstance(m, wrapper)]
+            if inside:
+                kind, where = type(reader).__name__, f" {name!r}" if name else ""
+                raise ValueError(
+                    f"{inside[0]!r} is a unit inside of the {kind}{where}, which reads its children's parameters "
+                    f"without calling them and would read NaN: wrap the whole {kind}, see ModuleWrapPolicy"
+                )
+
+
+def target_device(process_group: Any, device_mesh: Any, device_id: int | torch.device | None) -> torch.device | None:
+    """Where to move the module, None to leave it where it is."""
+    if isinstance(device_id, int):
+        if device_id >= torch.cuda.device_count():
+            raise ValueError(f"device_id={device_id}: this process sees {torch.cuda.device_count()} GPU(s)")
+        return torch.device("cuda", device_id)
+    if device_id is not None:
+        return torch.device(device_id)
+    if isinstance(process_group, Groups):
+        return None
+    world = current_world()
+    return world.device if world is not None and process_group is None and device_mesh is None else None

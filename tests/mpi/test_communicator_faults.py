@@ -1,0 +1,233 @@
+"""Ranks that meet, that do not come, and that call something else than the others: who is named, and to whom."""
+
+import gc
+import random
+import time
+
+import pytest
+import torch
+
+from hpcfsdp.comm import messages
+from hpcfsdp.comm.topology import Topology
+from hpcfsdp.errors import CommunicationError
+
+# Meetings
+
+
+@pytest.fixture(params=["one node", "single ranks", "two nodes", "gloo", "compared"])
+def meeting(request, world, gloo, make_comm):
+    """A communicator whose ranks can meet; the test may break it."""
+    if request.param == "gloo":
+        return gloo
+    size = world.size
+    topology = {
+        "single ranks": Topology.regular(size, 1),
+        "two nodes": Topology.from_labels([rank % 2 for rank in range(size)]),
+    }.get(request.param, Topology.regular(1, size))
+    return make_comm(topology, timeout_s=20, compare_calls=request.param == "compared")
+
+
+def test_ranks_meet_when_all_are_there_however_often(world, meeting):
+    dice = random.Random(world.rank)
+    for turn in range(30):
+        if dice.random() < 0.3:
+            time.sleep(dice.random() * 0.003)
+        arrived_s = time.monotonic()
+        meeting.meet(f"turn {turn}")
+        left_s = time.monotonic()
+        assert max(world.comm.allgather(arrived_s)) <= left_s
+
+
+@pytest.mark.parametrize("length", [0, 100, 500, 100000])
+@pytest.mark.parametrize("letter", ["x", "ü"])
+def test_notes_may_be_of_any_length(meeting, length, letter):
+    for turn in range(3):
+        meeting.meet(letter * length + str(turn))
+
+
+@pytest.mark.parametrize("common", [0, 100, 1000])
+def test_ranks_with_another_note_are_named_with_it_on_every_rank(several, world, meeting, common):
+    odd = world.size - 1
+    meeting.meet("all is well")
+    notes = [f"{'odd' if rank == odd else 'even'} " for rank in range(world.size)]
+    # Where they are too long to be told in full, they differ in what is cut off.
+    notes = ["." * common + note for note in notes] if common > 200 else [note + "." * common for note in notes]
+    with pytest.raises(CommunicationError) as caught:
+        meeting.meet(notes[world.rank])
+    others = range(odd) if world.rank == odd else [odd]
+    told = str(caught.value)
+    assert told.startswith(f"rank {world.rank} calls {notes[world.rank][:20].rstrip()}")
+    assert any(f", but rank {other} calls {notes[other][:20].rstrip()}" in told for other in others)
+    world.comm.Barrier()
+    meeting.meet("and it is again")
+
+
+def test_a_rank_that_does_not_come_to_a_meeting_is_named(several, world, make_comm):
+    for topology in (Topology.regular(1, world.size), Topology.regular(world.size, 1)):
+        comm, missing = make_comm(topology, timeout_s=0.5), world.size - 1
+        comm.meet("all are here")
+        if world.rank != missing:
+            with pytest.raises(CommunicationError) as caught:
+                comm.meet("one is not")
+            assert str(caught.value).startswith(f"one is not on rank {world.rank}: waited 0.5 s")
+            assert named(caught.value, missing)
+        world.comm.Barrier()
+
+
+def test_ranks_meet_while_other_work_is_under_way(make_comm):
+    comm = make_comm(Topology.regular(1, make_comm().size))
+    memory = comm.alloc(4 * comm.size, torch.float32).fill_(1.0)
+    output = torch.empty(4)
+    works = [comm.reduce_scatter_tensor(output, memory, "sum", async_op=True), comm.barrier(async_op=True)]
+    comm.meet("meanwhile")
+    for work in works:
+        work.wait()
+    assert output.tolist() == [comm.size] * 4
+
+
+# Ranks that do not come
+
+
+def named(error, *ranks):
+    return f"for rank(s) {', '.join(map(str, ranks))}, which did not take part" in str(error)
+
+
+@pytest.mark.parametrize("absent", ["first", "last"])
+def test_a_rank_that_does_not_come_is_named(several, world, make_comm, absent):
+    size, rank = world.size, world.rank
+    missing = 0 if absent == "first" else size - 1
+    comms = [make_comm() for _ in range(9)]
+    works = []
+    if rank != missing:
+        one, many = torch.ones(3), [torch.ones(3) for _ in range(size)]
+        works = [
+            comms[0].barrier(async_op=True),
+            comms[1].all_gather_into_tensor(torch.empty(3 * size), one, async_op=True),
+            comms[2].all_reduce(torch.ones(3), "sum", async_op=True),
+            comms[3].broadcast(torch.ones(3), missing, async_op=True),
+            comms[4].all_gather(many, one, async_op=True),
+            comms[5].all_to_all([torch.empty(3) for _ in range(size)], many, async_op=True),
+            comms[6].scatter(torch.empty(3), None, missing, async_op=True),
+            comms[7].recv(torch.empty(3), missing, async_op=True)[1],
+            # The last step of the ring waits for the neighbour.
+            comms[8].reduce_scatter_tensor(torch.empty(3), torch.ones(3 * size), "sum", async_op=True),
+        ]
+    world.comm.Barrier()  # all others are there
+    for work in works:
+        with pytest.raises(CommunicationError) as caught:
+            work.wait(0.15)
+        assert named(caught.value, missing), caught.value
+        assert f" on rank {rank}: waited 0.15 s " in str(caught.value)
+        with pytest.raises(CommunicationError) as again:
+            work.wait()
+        assert again.value is caught.value
+
+
+def test_a_rank_that_does_not_come_to_make_memory_or_a_group_is_named(several, world, make_comm):
+    comm, other, missing = make_comm(timeout_s=1), make_comm(timeout_s=1), world.size - 1
+    if world.rank == missing:
+        return
+    with pytest.raises(CommunicationError) as caught:
+        comm.alloc(8, torch.float32)
+    assert named(caught.value, missing)
+    assert str(caught.value).startswith(f"alloc of 8 x torch.float32 on rank {world.rank}: waited 1 s")
+    with pytest.raises(CommunicationError) as caught:
+        other.subgroup(range(world.size))
+    assert named(caught.value, missing)
+
+
+def test_memory_that_mpi_may_still_write_outlives_a_collective_that_failed(several, world, make_comm):
+    comm = make_comm(timeout_s=0.05)
+    tensor = torch.empty(1000)
+    address = tensor.data_ptr()
+    if world.rank == 0:
+        with pytest.raises(CommunicationError):
+            comm.recv(tensor, 1)
+        del tensor
+        gc.collect()
+        assert address in [kept.data_ptr() for _, _, _, kept in messages._abandoned]
+    world.comm.Barrier()
+
+
+# Ranks that call something else
+
+
+def differing_sizes(comm, rank, numel):
+    return {
+        "all_gather": lambda: comm.all_gather_into_tensor(torch.empty(numel * comm.size), torch.ones(numel)),
+        "broadcast": lambda: comm.broadcast(torch.ones(numel), 0),
+        "all_reduce": lambda: comm.all_reduce(torch.ones(numel), "sum"),
+        "gather": lambda: comm.gather(
+            [torch.empty(numel) for _ in range(comm.size)] if rank == 0 else None, torch.ones(numel), 0
+        ),
+    }
+
+
+# Not beyond the eager messages of Open MPI: its single-copy path writes past the end of a place that is too small.
+@pytest.mark.parametrize("numel", [(4, 8), (8, 4), (4, 500)], ids=str)
+@pytest.mark.parametrize("operation", ["all_gather", "broadcast", "all_reduce", "gather"])
+def test_sizes_that_differ_are_an_error_that_names_rank_and_bytes(several, world, make_comm, operation, numel):
+    comm = make_comm(timeout_s=2)
+    mine = numel[world.rank == world.size - 1]
+    work = differing_sizes(comm, world.rank, mine)[operation]
+    receives = {"gather": world.rank == 0, "broadcast": world.rank == world.size - 1}.get(operation, True)
+    if receives:
+        with pytest.raises(CommunicationError, match=r"rank \d sent .* where \d+ bytes were expected|waited") as caught:
+            work()
+        last = world.size - 1
+        if operation != "all_reduce" and world.rank in (0, last):
+            sender = last if world.rank == 0 and operation != "broadcast" else None
+            assert "sizes or dtypes differ between these ranks" in str(caught.value)
+            assert sender is None or f"rank {sender} sent" in str(caught.value)
+            assert f"where {4 * mine} bytes were expected" in str(caught.value)
+    else:
+        try:
+            work()
+        except CommunicationError as error:
+            assert "waited" in str(error)
+    world.comm.Barrier()
+
+
+DIFFERENT = {
+    "operation": (lambda c: c.all_reduce(torch.ones(4), "sum"), lambda c: c.broadcast(torch.ones(4), 0)),
+    "reduction": (lambda c: c.all_reduce(torch.ones(4), "sum"), lambda c: c.all_reduce(torch.ones(4), "max")),
+    "dtype": (
+        lambda c: c.all_reduce(torch.ones(4), "sum"),
+        lambda c: c.all_reduce(torch.ones(4, dtype=torch.int32), "sum"),
+    ),
+    "size": (lambda c: c.broadcast(torch.ones(4), 0), lambda c: c.broadcast(torch.ones(5), 0)),
+    "root": (lambda c: c.broadcast(torch.ones(4), 0), lambda c: c.broadcast(torch.ones(4), 1)),
+    "barrier": (lambda c: c.barrier(), lambda c: c.all_gather_object("x")),
+    "wire": (
+        lambda c: c.reduce_scatter_tensor(torch.ones(1), torch.ones(c.size), "sum", wire=torch.bfloat16),
+        lambda c: c.reduce_scatter_tensor(torch.ones(1), torch.ones(c.size), "sum"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_calls_that_differ_are_told_on_every_rank_where_calls_are_compared(several, world, make_comm, what):
+    comm = make_comm(compare_calls=True, timeout_s=10)
+    comm.all_reduce(torch.ones(1), "sum")
+    odd = world.size - 1
+    with pytest.raises(CommunicationError) as caught:
+        DIFFERENT[what][world.rank == odd](comm)
+    other = 0 if world.rank == odd else odd
+    assert str(caught.value).startswith(f"rank {world.rank} calls ")
+    assert f", but rank {other} calls " in str(caught.value)
+    texts = world.comm.allgather(str(caught.value))
+    mine, theirs = (texts[rank].split(" calls ")[1].rpartition(", but rank")[0] for rank in (world.rank, other))
+    assert mine != theirs
+    assert str(caught.value) == f"rank {world.rank} calls {mine}, but rank {other} calls {theirs}"
+    comm.all_reduce(torch.ones(1), "sum")  # and the communicator is as good as before
+
+
+def test_calls_that_are_the_same_pass_the_comparison_in_any_order_of_waiting(make_comm):
+    comm = make_comm(compare_calls=True)
+    for turn in range(40):
+        one, two = torch.full((5,), float(comm.rank)), torch.full((5,), 10.0 + comm.rank)
+        works = [comm.broadcast(one, 0, async_op=True), comm.broadcast(two, 0, async_op=True)]
+        works.append(comm.barrier(async_op=True))
+        for work in works if (comm.rank + turn) % 2 else reversed(works):
+            work.wait()
+        assert (one.tolist(), two.tolist()) == ([0.0] * 5, [10.0] * 5)
