@@ -43,9 +43,14 @@ def device_of_group(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
+def run_of_autograd() -> int:
+    """A number for the run of the autograd engine that the calling thread is inside of, -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Whether the calling thread is inside a run of the autograd engine."""
-    return torch._C._current_graph_task_id() != -1
+    return run_of_autograd() != -1
 
 
 def will_run(node: Any) -> bool:

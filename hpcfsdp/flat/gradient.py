@@ -59,10 +59,6 @@ class FlatGrad:
         """Whether there are gradients on leaves, or of steps that were not synchronised."""
         return self._waiting is not None or any(leaf.grad is not None for leaf in self.flat.leaves)
 
-    def has(self, index: int) -> bool:
-        """Whether a leaf has had a gradient in this backward, or in one whose gradients wait."""
-        return self.used[index] or self.flat.leaves[index].grad is not None
-
     def prepare(self) -> None:
         """Make way on the leaves for the gradients that are to come."""
         if self.flat.use_orig_params and self._set_aside is None:

@@ -75,6 +75,7 @@ class Engine:
         self._depth = 0
         self._passes = 0
         self._called: dict[Unit, None] = {}  # units with a backward to come, in the order in which their forward ended
+        self._expected: list[tuple[Unit, bool, bool, int]] = []  # of each unit what was expected before this pass
         self._due: deque[Unit] = deque()
         self._ahead: set[Unit] = set()
         self._shards_written: Any = None
@@ -108,6 +109,7 @@ class Engine:
         self._free_retired(keep=0)
         if broken:
             self.order.forget()
+            self._forget_forward()
         else:
             self._meet("end of the forward", unit)
 
@@ -116,7 +118,15 @@ class Engine:
         self._called.pop(unit, None)
         self._called[unit] = None
         unit.owes_grads = True
-        unit.num_calls += 1
+        if not self.in_backward:  # not a recomputation, which adds no graph that is gone through later
+            unit.num_calls += 1
+
+    def _forget_forward(self) -> None:
+        """Expect what was expected before this pass: it may have come to other units on other ranks."""
+        for unit, was_called, owed_grads, num_calls in self._expected:
+            unit.owes_grads, unit.num_calls = owed_grads, num_calls
+            if not was_called:
+                self._called.pop(unit, None)
 
     def rest(self) -> None:
         """Not collective. Reshard what a forward has left whole for a backward that may not come."""
@@ -131,21 +141,22 @@ class Engine:
         self.in_backward = False
         self._depth = 0
         self.order.forget()
-        self.streams.drain()
-        self.reductions.drop()
-        self._due.clear()
-        self._called.clear()
-        for unit in self.units:
-            unit.reset()
-        self._free_retired(keep=0)
+        try:
+            self.streams.drain()
+        finally:
+            self.reductions.drop()
+            self._due.clear()
+            self._called.clear()
+            for unit in self.units:
+                unit.reset()
+            self._free_retired(keep=0)
 
     def _begin_pass(self, unit: Unit) -> None:
         for each in self.units:
             if each.phase is Phase.SUMMON:
                 raise EngineError(f"{each.name}: the model was called within summon_full_params: leave that first")
         self._reshard(self.units)  # left over from a forward without a backward
-        for each in self.units:
-            each.num_calls = 0  # a forward that no backward follows must not count for ever
+        self._expected = [(each, each in self._called, each.owes_grads, each.num_calls) for each in self.units]
         self._passes += 1
         self.order.begin()
         for each in self.units:
@@ -306,6 +317,8 @@ class Engine:
         self._meet("end of the backward")
         self._settle()
         self._called.clear()
+        for unit in self.units:
+            unit.num_calls = 0
         self.in_backward = False
 
     def _settle(self) -> None:

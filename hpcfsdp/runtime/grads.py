@@ -69,6 +69,10 @@ class Reductions:
         self._line: dict[FlatGrad, Slot] = {}
         self._last: dict[FlatGrad, Any] = {}
 
+    def __contains__(self, grad: FlatGrad) -> bool:
+        """Whether it stands in the line."""
+        return grad in self._line
+
     def plan(self, grad: FlatGrad) -> None:
         """Before the first use: say that `grad` will want a buffer."""
         flat = grad.flat

@@ -113,7 +113,8 @@ class Order:
         if store is None:
             self._compare(text)
             return
-        key = f"hpcfsdp/order/{self._label}/{self._passes}/{self._here.depth}/{hashlib.md5(text.encode()).hexdigest()}"
+        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        key = f"hpcfsdp/order/{self._label}/{self._passes}/{self._here.depth}/{digest}"
         store.add(key, 1)
         began_s, warned = time.monotonic(), False
         while True:

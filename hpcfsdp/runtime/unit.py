@@ -33,7 +33,16 @@ class _Call:
     Lives as long as the graph that the call made: the hooks on its outputs hold it, those on its inputs do not.
     """
 
-    __slots__ = ("__weakref__", "accumulators", "backward", "inputs", "inputs_pending", "is_open", "views")
+    __slots__ = (
+        "__weakref__",
+        "accumulators",
+        "backward",
+        "ends_at_inputs",
+        "inputs",
+        "inputs_pending",
+        "is_open",
+        "views",
+    )
 
     def __init__(self) -> None:
         self.inputs: list[Any] = []
@@ -45,6 +54,8 @@ class _Call:
         self.accumulators: list[tuple[Leaf, Any]] = []
         """Nodes that add to the gradients of the unit's leaves."""
         self.inputs_pending = 0
+        self.ends_at_inputs = False
+        """Whether gradients leave it in this backward; a module may detach what it is given."""
         self.backward = 0
         """The engine's number of the last backward that has come to it: a graph may be gone through several times."""
 
@@ -62,7 +73,7 @@ class Unit:
         is_gathered: whether memory for the values of ``gathers`` is taken.
         gathered: the event that the values are there.
         owes_grads: whether a forward has been run whose gradients have not been reduced yet.
-        num_calls: in this pass, with a backward to come.
+        num_calls: with a backward to come; several forwards may have made them.
         engine: shared with all units under the same root; set when the root is first called.
         input_dtype: floating inputs are cast to it, None to leave them.
         reshard_after_forward: whether the values are freed between forward and backward.
@@ -93,9 +104,11 @@ class Unit:
         self._changes_dtype = any(flat.dtypes.compute != flat.dtypes.kept for flat in self.flats)
         self._calls: list[_Call] = []  # those whose backward has begun
         self._counted: set[Any] = set()  # accumulators that will run, or have run, in this backward
-        self._outstanding: Counter[Leaf] = Counter()  # how often each leaf is still to get a gradient
+        # How often each leaf is still to get a gradient, by run of autograd: reentrant checkpoints have their own.
+        self._outstanding: Counter[tuple[int, Leaf]] = Counter()
         self._num_outstanding = 0
         self._held: set[FlatGrad] = set()  # gradients that are not complete before the unit is
+        self._arrived: set[Leaf] = set()  # leaves that have had a gradient in this backward
         self._joins_at_the_end = False
 
     @property
@@ -174,12 +187,13 @@ class Unit:
             self.begin_backward()
         self._calls.append(call)
         call.inputs_pending = sum(map(_compat.will_run, call.inputs))
+        call.ends_at_inputs = call.inputs_pending > 0
         for leaf, node in call.accumulators:
             if node in self._counted:
                 continue
             if _compat.will_run(node):
                 self._counted.add(node)
-                self._outstanding[leaf] += 1
+                self._outstanding[_compat.run_of_autograd(), leaf] += 1
                 self._num_outstanding += 1
                 leaf[0].outstanding += 1
             elif node is not None and leaf[0] not in self._held:
@@ -223,7 +237,7 @@ class Unit:
         assert self.engine is not None
         self.phase = Phase.IDLE
         self._forget_calls()
-        self.owes_grads = False
+        self.owes_grads, self.num_calls, self._joins_at_the_end = False, 0, False
         for grad in self.grads:
             grad.drop()
         self.engine.reshard(self)
@@ -268,6 +282,7 @@ class Unit:
         self._outstanding.clear()
         self._num_outstanding = 0
         self._held.clear()
+        self._arrived.clear()
         for grad in self.grads:
             grad.outstanding = 0
 
@@ -354,8 +369,12 @@ class Unit:
 
     def _accumulators_now(self) -> list[tuple[Leaf, Any]]:
         """The nodes that add to the gradients of the leaves in the graph that has just been made."""
-        if self._accumulators is None or self._changes_dtype:
-            self._accumulators = [((grad, index), _compat.accumulator_of(leaf)) for grad, index, leaf in self._leaves]
+        known = self._accumulators
+        if known is not None and not self._changes_dtype:
+            leaves = zip(known, self._leaves)  # noqa: B905 (in each call of a unit)
+            if not any(node is None and leaf.requires_grad for (_, node), (_, _, leaf) in leaves):
+                return known
+        self._accumulators = [((grad, index), _compat.accumulator_of(leaf)) for grad, index, leaf in self._leaves]
         return self._accumulators
 
     def _input_done(self, call: _Call) -> None:
@@ -370,9 +389,16 @@ class Unit:
                 "unit returns must not be changed in place where it is a view: use x = x + y instead of x += y"
             )
         assert self.engine is not None
+        if not self._joins_at_the_end and grad not in self.engine.reductions:
+            raise EngineError(
+                f"{self.name}: a gradient of {grad.flat.layout.slots[index].fqn!r} arrived when those of the unit had "
+                "been reduced: autograd has come to it in a way that the engine did not foresee; wrap a larger module"
+            )
         self.engine.reductions.take(grad, index)
-        if self._outstanding[grad, index] > 0:
-            self._outstanding[grad, index] -= 1
+        self._arrived.add((grad, index))
+        counted = _compat.run_of_autograd(), (grad, index)
+        if self._outstanding[counted] > 0:
+            self._outstanding[counted] -= 1
             self._num_outstanding -= 1
             grad.outstanding -= 1
             if grad.outstanding == 0:
@@ -393,9 +419,11 @@ class Unit:
             return
         if any(call.is_open for call in self._calls):
             return
-        if not any(call.inputs for call in self._calls):
+        if not any(call.ends_at_inputs for call in self._calls):
             frozen = any(not leaf.requires_grad for _, _, leaf in self._leaves)
-            hidden = any(leaf.requires_grad and not grad.has(index) for grad, index, leaf in self._leaves)
+            hidden = any(
+                leaf.requires_grad and (grad, index) not in self._arrived for grad, index, leaf in self._leaves
+            )
             if self.inside or frozen or hidden:
                 return
         self.post_backward()

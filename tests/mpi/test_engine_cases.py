@@ -10,7 +10,6 @@ from torch import nn
 
 from hpcfsdp import checkpoint
 from hpcfsdp.errors import CommunicationError, DisagreementError, EngineError
-from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.runtime.unit import _Call
 from hpcfsdp.wrap import ModuleWrapPolicy
@@ -433,31 +432,3 @@ def test_a_rank_that_evaluates_while_the_others_train(groups, several, carrier):
     calls = dict(re.findall(r"rank (\d) calls forward of 'Experts'( without gradients)?", str(caught.value)))
     assert calls.keys() > {str(several.rank)}
     assert calls == {rank: " without gradients" if rank == "0" else "" for rank in calls}
-
-
-@CARRIERS
-def test_forwards_that_no_backward_follows_do_not_put_reductions_off(groups, carrier, monkeypatch):
-    """A unit waits for the backwards of all its calls, but not for those of calls in passes that are over."""
-    begun, reduce = [], FlatGrad.reduce
-    monkeypatch.setattr(
-        FlatGrad, "reduce", lambda grad, *args, **kw: (begun.append(grad), reduce(grad, *args, **kw))[1]
-    )
-    sharded = wrap(nn.Sequential(linear(), linear(), linear()), groups[carrier], nn.Linear)
-    for _ in range(2):
-        sharded(vectors(0))  # as in validation that forgets torch.no_grad
-    seen = []
-    sharded[0].register_forward_hook(
-        lambda _module, _args, y: y.register_hook(lambda _grad: seen.append(len(begun))) and None
-    )
-    sharded(vectors(0)).sum().backward()
-    assert seen[-1] >= 1  # of the last unit, before the first one has had its gradients
-    assert len(begun) == 3
-
-
-@CARRIERS
-@ORIGINAL
-def test_the_model_is_called_twice_before_one_backward(groups, comm, carrier, original):
-    """As losses have it that compare what becomes of two inputs."""
-    plain = nn.Sequential(linear(), linear(), linear())
-    sharded = wrap(plain_copy(plain), groups[carrier], nn.Linear, use_orig_params=original)
-    assert_trains_alike(plain, sharded, comm, per_rank=lambda model, x, rank: model(x) - model(x.flip(-1)))
