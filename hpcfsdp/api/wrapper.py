@@ -232,15 +232,23 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             EngineError: called on a unit inside of another one, or during forward or backward.
         """
         self._root_engine("clip_grad_norm_")
-        groups: dict[Communicator | None, list[nn.Parameter]] = {}
+        num_ranks = self._groups.shard.size * self._groups.num_replicas
+        groups: dict[int, list[nn.Parameter]] = {}
         managed: set[nn.Parameter] = set()
         for wrapper in self.fsdp_modules(self):
+            inner = wrapper._groups
+            if inner.shard.size * inner.num_replicas > num_ranks:
+                raise EngineError(
+                    f"{wrapper._unit.name} is sharded over more ranks than the root ({num_ranks}), which cannot know "
+                    "the norm of all gradients: wrap the root over all ranks"
+                )
             for flat in wrapper._unit.flats:
                 params = flat.leaves if flat.use_orig_params else (flat.parameter,)
                 managed.update(params)
-                groups.setdefault(flat.comm if flat.comm.size > 1 else None, []).extend(params)
-        groups.setdefault(None, []).extend(param for param in self.parameters() if param not in managed)
-        return clip_grad_norm(groups.items(), max_norm, norm_type)
+                groups.setdefault(inner.num_replicas, []).extend(params)
+        groups.setdefault(num_ranks, []).extend(param for param in self.parameters() if param not in managed)
+        comms = self._comms() if self._groups.everyone is None else [self._groups.everyone]
+        return clip_grad_norm(groups.items(), comms, max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Have `hook` reduce gradients instead; for the root only, before training.

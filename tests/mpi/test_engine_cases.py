@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hpcfsdp import checkpoint
+from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import CommunicationError, DisagreementError, EngineError
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.runtime.unit import _Call
@@ -432,3 +433,27 @@ def test_a_rank_that_evaluates_while_the_others_train(groups, several, carrier):
     calls = dict(re.findall(r"rank (\d) calls forward of 'Experts'( without gradients)?", str(caught.value)))
     assert calls.keys() > {str(several.rank)}
     assert calls == {rank: " without gradients" if rank == "0" else "" for rank in calls}
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_the_norm_of_a_model_with_other_experts_on_each_rank(comm, norm_type):
+    """A unit that one rank has for itself counts once, and all ranks scale what they share by the same factor."""
+    torch.manual_seed(100 + comm.rank)
+    expert = FullyShardedDataParallel(linear(), FakeCommunicator())
+    torch.manual_seed(0)
+    sharded = FullyShardedDataParallel(nn.Sequential(linear(), expert))
+    sharded(vectors(comm.rank)).square().sum().backward()
+    (shared,) = (flat.parameter.grad for flat in sharded._unit.flats)
+    everyone = comm.all_gather_object([shared, *(param.grad for param in expert.parameters())])
+    grads = torch.cat([grad.reshape(-1) for grads in everyone for grad in grads])
+    expected = torch.linalg.vector_norm(grads, norm_type)
+    before = shared.clone()
+    torch.testing.assert_close(sharded.clip_grad_norm_(0.5, norm_type), expected)
+    torch.testing.assert_close(shared, before * (0.5 / (expected + 1e-6)))
+
+
+def test_a_root_of_fewer_ranks_than_a_unit_inside_cannot_clip(several):
+    inner = FullyShardedDataParallel(linear())
+    sharded = FullyShardedDataParallel(nn.Sequential(linear(), inner), FakeCommunicator())
+    with pytest.raises(EngineError, match=r"sharded over more ranks than the root \(1\)"):
+        sharded.clip_grad_norm_(1.0)
