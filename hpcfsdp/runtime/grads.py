@@ -69,10 +69,6 @@ class Reductions:
         self._line: dict[FlatGrad, Slot] = {}
         self._last: dict[FlatGrad, Any] = {}
 
-    def __contains__(self, grad: FlatGrad) -> bool:
-        """Whether it stands in the line."""
-        return grad in self._line
-
     def plan(self, grad: FlatGrad) -> None:
         """Before the first use: say that `grad` will want a buffer."""
         flat = grad.flat
@@ -100,18 +96,23 @@ class Reductions:
         slot.waiting.append(grad)
         self._line[grad] = slot
 
-    def take(self, grad: FlatGrad, index: int) -> None:
+    def take(self, grad: FlatGrad, index: int) -> bool:
         """A leaf has got a gradient: move it to the buffer if it can.
 
-        Gradients that do not stand in the line yet stay on their leaves.
+        Gradients that do not stand in the line stay on their leaves.
+
+        Returns:
+            Whether `grad` stands in the line.
         """
         slot = self._line.get(grad)
-        if slot is None or slot.waiting[0] is not grad:
-            return
-        if grad.buffer is None:
-            self._begin(grad, slot)  # takes all that have come
-        else:
-            grad.take(index)
+        if slot is None:
+            return False
+        if slot.waiting[0] is grad:
+            if grad.buffer is None:
+                self._begin(grad, slot)  # takes all that have come
+            else:
+                grad.take(index)
+        return True
 
     def advance(self, *, keep_back: bool) -> None:
         """Collective. Reduce the gradients at the head of the line that are complete.

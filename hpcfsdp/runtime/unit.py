@@ -99,6 +99,7 @@ class Unit:
         self.grads = tuple(FlatGrad(flat) for flat in self.flats if flat.is_differentiable)
         self._leaves = [(grad, index, leaf) for grad in self.grads for index, leaf in enumerate(grad.flat.leaves)]
         self._hooked = [False] * len(self._leaves)
+        self._trained = [False] * len(self._leaves)  # their requires_grad when the unit was last called
         # A leaf has one such node as long as someone holds it and the leaf's dtype and device stay.
         self._accumulators: list[tuple[Leaf, Any]] | None = None
         self._changes_dtype = any(flat.dtypes.compute != flat.dtypes.kept for flat in self.flats)
@@ -188,12 +189,13 @@ class Unit:
         self._calls.append(call)
         call.inputs_pending = sum(map(_compat.will_run, call.inputs))
         call.ends_at_inputs = call.inputs_pending > 0
+        run = _compat.run_of_autograd()
         for leaf, node in call.accumulators:
             if node in self._counted:
                 continue
             if _compat.will_run(node):
                 self._counted.add(node)
-                self._outstanding[_compat.run_of_autograd(), leaf] += 1
+                self._outstanding[run, leaf] += 1
                 self._num_outstanding += 1
                 leaf[0].outstanding += 1
             elif node is not None and leaf[0] not in self._held:
@@ -303,8 +305,12 @@ class Unit:
                         "use_orig_params=True, or set it for all of the unit by model.requires_grad_()"
                     )
         for place, (grad, index, leaf) in enumerate(self._leaves):
-            if not self._hooked[place] and leaf.requires_grad:
-                self._accumulators = None
+            trained = leaf.requires_grad
+            if trained is self._trained[place]:
+                continue
+            self._trained[place] = trained
+            self._accumulators = None
+            if trained and not self._hooked[place]:
                 leaf.register_post_accumulate_grad_hook(_leaf_hook(self, grad, index))
                 self._hooked[place] = True
 
@@ -369,12 +375,8 @@ class Unit:
 
     def _accumulators_now(self) -> list[tuple[Leaf, Any]]:
         """The nodes that add to the gradients of the leaves in the graph that has just been made."""
-        known = self._accumulators
-        if known is not None and not self._changes_dtype:
-            leaves = zip(known, self._leaves)  # noqa: B905 (in each call of a unit)
-            if not any(node is None and leaf.requires_grad for (_, node), (_, _, leaf) in leaves):
-                return known
-        self._accumulators = [((grad, index), _compat.accumulator_of(leaf)) for grad, index, leaf in self._leaves]
+        if self._accumulators is None or self._changes_dtype:
+            self._accumulators = [((grad, index), _compat.accumulator_of(leaf)) for grad, index, leaf in self._leaves]
         return self._accumulators
 
     def _input_done(self, call: _Call) -> None:
@@ -389,14 +391,14 @@ class Unit:
                 "unit returns must not be changed in place where it is a view: use x = x + y instead of x += y"
             )
         assert self.engine is not None
-        if not self._joins_at_the_end and grad not in self.engine.reductions:
+        if not self.engine.reductions.take(grad, index) and not self._joins_at_the_end:
             raise EngineError(
                 f"{self.name}: a gradient of {grad.flat.layout.slots[index].fqn!r} arrived when those of the unit had "
                 "been reduced: autograd has come to it in a way that the engine did not foresee; wrap a larger module"
             )
-        self.engine.reductions.take(grad, index)
-        self._arrived.add((grad, index))
-        counted = _compat.run_of_autograd(), (grad, index)
+        leaf = grad, index
+        self._arrived.add(leaf)
+        counted = _compat.run_of_autograd(), leaf
         if self._outstanding[counted] > 0:
             self._outstanding[counted] -= 1
             self._num_outstanding -= 1
