@@ -122,6 +122,17 @@ def test_recover_does_nothing_outside_of_a_backward(broken_off):
     assert unit.phase is Phase.BACKWARD
 
 
+def test_a_gradient_that_comes_when_those_of_its_unit_have_been_reduced_is_not_dropped(broken_off):
+    engine, unit = broken_off
+    unit.grads[0].prepare()
+    unit._leaf_done(unit.grads[0], 0)
+    engine.reduce_complete()
+    with pytest.raises(
+        EngineError, match=r"^blocks\.0: a gradient of 'w' arrived when those of the unit had been reduced"
+    ):
+        unit._leaf_done(unit.grads[0], 0)
+
+
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_training_goes_on_after_an_error_in_the_middle_of_a_step(place):
     class Failing(nn.Module):
