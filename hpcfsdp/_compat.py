@@ -1,5 +1,7 @@
 """What differs between versions of torch, and the private parts of torch that the engine stands on, in one place."""
 
+import itertools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -137,3 +139,26 @@ def take_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | Non
         return None
     children, context = node.flatten_fn(value)
     return list(children), lambda others: node.unflatten_fn(others, context)
+
+
+def dtensor_boxes(tensor: Any) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Where the block of each rank of a DTensor's mesh begins, and how far it goes, by global rank.
+
+    Ranks whose block has no elements are left out, but for a tensor without any, which the first rank has.
+
+    Raises:
+        ValueError: a placement that is no block of the values, as a sum that is pending.
+    """
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as block_of
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if not all(placement.is_shard() or placement.is_replicate() for placement in placements):
+        raise ValueError(f"a DTensor with placements {placements} has no values of its own: redistribute it first")
+    if any(type(placement).__name__ == "_StridedShard" for placement in placements):
+        raise ValueError(f"a DTensor with placements {placements} has no block per rank: redistribute it first")
+    ranks, found = mesh.mesh, {}
+    for place in itertools.product(*map(range, ranks.shape)):
+        sizes, offsets = block_of(tensor.shape, tuple(ranks.shape), list(place), placements)
+        if math.prod(sizes) or not (tensor.numel() or any(place)):
+            found[int(ranks[place])] = (tuple(offsets), tuple(sizes))
+    return found

@@ -42,6 +42,10 @@ class EngineError(HpcfsdpError):
     """The sharding engine was used in a way that it does not allow."""
 
 
+class StateDictError(HpcfsdpError, ValueError):
+    """A state dict of a model or an optimizer cannot be made, or does not fit what it is to be loaded into."""
+
+
 class CheckpointError(HpcfsdpError):
     """A checkpoint cannot be written or read."""
 

@@ -16,6 +16,7 @@ from hpcfsdp.comm import Communicator, communicator_for
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.mesh import plan_mesh
 from hpcfsdp.comm.topology import Topology
+from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import DisagreementError, LaunchError
 from hpcfsdp.world import current_world
 
@@ -43,6 +44,8 @@ class Groups:
     everyone: Communicator | None
     writers: tuple[int, ...] | None = field(default=None, compare=False)
     """For each shard the rank in `everyone` that speaks for its replicas; None where `everyone` is."""
+    device_mesh: DeviceMesh | None = field(default=None, compare=False)
+    """What the user gave; its last dimension is `shard`."""
 
     @property
     def is_hybrid(self) -> bool:
@@ -52,6 +55,32 @@ class Groups:
     def num_replicas(self) -> int:
         """How often each shard exists."""
         return 1 if self.replicate is None else self.replicate.size
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank is one of those that speak for all replicas."""
+        return self.replicate is None or self.replicate.rank == 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of all ranks of the unit."""
+        return self.shard.rank == 0 and self.is_first_replica
+
+    def global_ranks(self) -> tuple[int, ...]:
+        """Collective over `shard`, the first time. What the ranks of `shard` are called in torch's default group.
+
+        Raises:
+            RuntimeError: torch.distributed has not been initialised.
+        """
+        return _Made.current().global_ranks(self.shard)
+
+    def process_group(self) -> dist.ProcessGroup:
+        """Collective over `shard`, the first time. Torch's process group over the ranks of `shard`.
+
+        Raises:
+            RuntimeError: torch.distributed has not been initialised.
+        """
+        return _Made.current().process_group(self.shard)
 
 
 def resolve_groups(
@@ -99,7 +128,7 @@ def resolve_groups(
                 "mesh['shard'], or use HYBRID_SHARD, which takes (replicate, shard)"
             )
         process_group = device_mesh.get_group()
-    return _plain(communicator_for(process_group, required=True), strategy)
+    return _plain(communicator_for(process_group, required=True), strategy, device_mesh)
 
 
 def _strategy(process_group: Any, given: ShardingStrategy | None) -> ShardingStrategy:
@@ -110,14 +139,18 @@ def _strategy(process_group: Any, given: ShardingStrategy | None) -> ShardingStr
     return given
 
 
-def _plain(comm: Communicator, strategy: ShardingStrategy) -> Groups:
+def _plain(comm: Communicator, strategy: ShardingStrategy, mesh: DeviceMesh | None = None) -> Groups:
     if strategy is ShardingStrategy.NO_SHARD:
-        return Groups(strategy, FakeCommunicator(device=comm.device), comm, comm, (0,))
-    return Groups(strategy, comm, None, comm, tuple(range(comm.size)))
+        return Groups(strategy, FakeCommunicator(device=comm.device), comm, comm, (0,), mesh)
+    return Groups(strategy, comm, None, comm, tuple(range(comm.size)), mesh)
 
 
 def _grid(
-    strategy: ShardingStrategy, shard: Communicator, replicate: Communicator, everyone: Communicator | None
+    strategy: ShardingStrategy,
+    shard: Communicator,
+    replicate: Communicator,
+    everyone: Communicator | None,
+    mesh: DeviceMesh | None = None,
 ) -> Groups:
     """Collective over `everyone`."""
     writers = None
@@ -125,7 +158,7 @@ def _grid(
         places = everyone.all_gather_object((replicate.rank, shard.rank))
         first = {part: rank for rank, (replica, part) in reversed(list(enumerate(places))) if replica == 0}
         writers = tuple(first.get(part, 0) for part in range(shard.size))  # a fake world has one place for all ranks
-    return Groups(strategy, shard, replicate, everyone, writers)
+    return Groups(strategy, shard, replicate, everyone, writers, mesh)
 
 
 def _regrouped(groups: Groups, strategy: ShardingStrategy) -> Groups:
@@ -135,7 +168,8 @@ def _regrouped(groups: Groups, strategy: ShardingStrategy) -> Groups:
     if strategy in _HYBRID and groups.is_hybrid:
         return replace(groups, strategy=strategy)
     if strategy not in _HYBRID and groups.everyone is not None:
-        return _plain(groups.everyone, strategy)
+        mesh = groups.device_mesh if groups.device_mesh is not None and groups.device_mesh.ndim == 1 else None
+        return _plain(groups.everyone, strategy, mesh)
     raise ValueError(
         f"{strategy.name} does not fit the process groups of {groups.strategy.name} that the outer unit has: give this "
         "unit a process_group or a device_mesh of its own"
@@ -150,7 +184,7 @@ def _hybrid(process_group: Any, device_mesh: DeviceMesh | None, strategy: Shardi
                 "for example hpcfsdp.init().mesh(replicate='nodes', shard='node')"
             )
         replicate, shard = (communicator_for(device_mesh.get_group(place), required=True) for place in (0, 1))
-        return _grid(strategy, shard, replicate, _members_of(device_mesh))
+        return _grid(strategy, shard, replicate, _members_of(device_mesh), device_mesh)
     if process_group is None:
         shard, replicate = _node_groups()
         return _grid(strategy, shard, replicate, communicator_for(None, required=True))
@@ -200,11 +234,15 @@ class _Made:
         self._process_group = weakref.ref(dist.group.WORLD, self._forget)
         self._world = weakref.ref(world) if world is not None else None
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
+        self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._global_ranks: weakref.WeakKeyDictionary[Communicator, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._topology: Topology | None = None
 
     @classmethod
     def current(cls) -> _Made:
         global _made
+        if dist.group.WORLD is None:
+            raise RuntimeError("torch.distributed has no process group yet: call hpcfsdp.init() first")
         if _made is None or not _made._is_current():
             _made = cls()
         return _made
@@ -217,6 +255,7 @@ class _Made:
     def _forget(self, _process_group: weakref.ref) -> None:
         # Groups of gloo that outlive the end of torch.distributed can end the process with an abort.
         self._subgroups.clear()
+        self._process_groups.clear()
 
     def subgroup(self, everyone: Communicator, ranks: tuple[int, ...]) -> Communicator:
         """Collective over `ranks` of `everyone`, all ranks, the first time. None is made for one rank, or for all."""
@@ -226,6 +265,23 @@ class _Made:
             alone = len(ranks) == 1
             self._subgroups[ranks] = FakeCommunicator(device=everyone.device) if alone else everyone.subgroup(ranks)
         return self._subgroups[ranks]
+
+    def global_ranks(self, comm: Communicator) -> tuple[int, ...]:
+        """Collective over `comm`, the first time. Its ranks in torch's default group."""
+        if comm not in self._global_ranks:
+            self._global_ranks[comm] = tuple(comm.all_gather_object(dist.get_rank()))
+        return self._global_ranks[comm]
+
+    def process_group(self, comm: Communicator) -> dist.ProcessGroup:
+        """Collective over `comm`, the first time. Torch's group over its ranks, of the default backend."""
+        if isinstance(comm, TorchGroupCommunicator):
+            return comm.group
+        ranks = self.global_ranks(comm)
+        if ranks == tuple(range(dist.get_world_size())):
+            return dist.group.WORLD
+        if ranks not in self._process_groups:
+            self._process_groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return self._process_groups[ranks]
 
     def topology(self, everyone: Communicator) -> Topology:
         """Collective over `everyone`, all ranks, the first time. Which of them share a node."""

@@ -19,7 +19,7 @@ LAYERS = [
     {"launch", "observe"},
     {"comm", "mpi", "world"},
     {"flat"},
-    {"runtime"},
+    {"runtime", "tensor"},
     {"api", "state", "fsdp", "wrap"},
     {"checkpoint"},
     {"bench", "cli", "doctor", "train", "__main__", ""},

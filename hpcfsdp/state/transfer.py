@@ -1,0 +1,322 @@
+"""Values of parameters, and of what is laid out like them, between shards and the forms of a state dict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from hpcfsdp.api.groups import Groups
+from hpcfsdp.comm import Communicator
+from hpcfsdp.errors import StateDictError
+from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.tensor.move import MovePlan, RunsOf, batches, move
+from hpcfsdp.tensor.runs import Box, Run, box_runs, chunk_box, chunk_runs, own_runs, shard_runs, whole_runs
+from hpcfsdp.tensor.sharded import (
+    all_boxes,
+    create_chunk_dtensor,
+    create_chunk_sharded_tensor,
+    local_blocks,
+    properties_of,
+)
+
+_BATCH_NUMEL = 1 << 20
+"""Elements of small parameters that travel together: latency counts for less, and memory hardly."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a state dict shows tensors.
+
+    Attributes:
+        sharded: as this rank's chunk of the rows, in a ``DTensor`` where the model was given a mesh, else in a
+            ``ShardedTensor``; otherwise whole.
+        rank0_only: the first rank alone has them, whole.
+        offload_to_cpu: they lie in host memory.
+    """
+
+    sharded: bool = False
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+
+    def is_made_by(self, groups: Groups) -> bool:
+        """Whether this rank takes part in the making: under `rank0_only` one replica does."""
+        return groups.is_first_replica or not self.rank0_only
+
+    def is_shown_by(self, groups: Groups) -> bool:
+        """Whether this rank gets the result."""
+        return groups.is_first or not self.rank0_only
+
+    def device(self, device: torch.device) -> torch.device:
+        """Where the result lies of what lies on `device`."""
+        return torch.device("cpu") if self.offload_to_cpu else device
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A rank's memory of tensors that are sharded as a layout says.
+
+    Attributes:
+        layout: whose slots the tensors are.
+        tensors: 1-D, one for each slot; None for slots that are left out, on all ranks alike.
+        whole_shard: whether each of them is the whole shard, or this rank's run of its own parameter.
+    """
+
+    layout: FlatLayout
+    tensors: Sequence[torch.Tensor | None]
+    whole_shard: bool
+
+    @classmethod
+    def of_shard(cls, layout: FlatLayout, shard: torch.Tensor) -> Parts:
+        """All slots in one tensor that is laid out like the shard."""
+        return cls(layout, [shard] * len(layout.slots), whole_shard=True)
+
+    @classmethod
+    def of_runs(cls, layout: FlatLayout, runs: Sequence[torch.Tensor | None]) -> Parts:
+        """Each slot in a tensor of its own, which may be empty."""
+        return cls(layout, runs, whole_shard=False)
+
+    @property
+    def present(self) -> list[int]:
+        """The slots that are not left out."""
+        return [index for index, tensor in enumerate(self.tensors) if tensor is not None]
+
+    def runs(self, rank: int) -> list[Run]:
+        """The runs of a rank, at their places in its tensors."""
+        found = shard_runs(self.layout, rank) if self.whole_shard else own_runs(self.layout, rank)
+        return [run for run in found if self.tensors[run.index] is not None]
+
+    def assembled(self, rank: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """One tensor laid out like the shard; what no slot owns may be anything."""
+        if self.whole_shard:
+            return self.tensors[self.present[0]].to(device, dtype).contiguous()
+        shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
+        for run, place in zip(own_runs(self.layout, rank), shard_runs(self.layout, rank), strict=True):
+            if self.tensors[run.index] is not None:
+                shard[place.offset : place.offset + run.numel].copy_(self.tensors[run.index])
+        return shard
+
+
+@torch.no_grad()
+def collect(groups: Groups, parts: Parts, dtype: torch.dtype, device: torch.device, form: Form) -> list[Any]:
+    """Collective over ``groups.shard``. What a state dict shows of `parts`, for each slot; None for nothing.
+
+    Results are new memory. Beyond it this takes memory for one gathered flat parameter where all ranks get whole
+    tensors, and otherwise for a few parameters.
+
+    Args:
+        dtype, device: of the parts. Chunks of a sharded result lie there, too, unless they are offloaded.
+        form: ranks that it leaves out get None for all slots, and need not call this if they are of another replica.
+    """
+    comm, target = groups.shard, form.device(device)
+    if form.sharded:
+        return _chunks(groups, parts, dtype, target)
+    if not form.rank0_only:
+        return _everywhere(comm, parts, dtype, target)
+    slots = parts.layout.slots
+    found: list[Any] = [None] * len(slots)
+    if comm.rank == 0:
+        for index in parts.present:
+            found[index] = torch.empty(slots[index].shape, dtype=dtype, device=target)
+    _move(comm, parts, lambda rank: _whole_runs(parts) if rank == 0 else [], found, dtype)
+    return found
+
+
+def _everywhere(comm: Communicator, parts: Parts, dtype: torch.dtype, target: torch.device) -> list[Any]:
+    layout = parts.layout
+    found: list[Any] = [None] * len(layout.slots)
+    if not parts.present:
+        return found
+    full = parts.assembled(comm.rank, comm.device, dtype)
+    if comm.size > 1:
+        shard, full = full, torch.empty(layout.padded_numel, dtype=dtype, device=comm.device)
+        comm.all_gather_into_tensor(full, shard)
+    for index in parts.present:
+        slot = layout.slots[index]
+        found[index] = full[slot.offset : slot.end].view(slot.shape).to(target, copy=True)
+    return found
+
+
+def _chunks(groups: Groups, parts: Parts, dtype: torch.dtype, target: torch.device) -> list[Any]:
+    comm, slots = groups.shard, parts.layout.slots
+    shapes = [slot.shape for slot in slots]
+    found: list[Any] = [None] * len(slots)
+    for index in parts.present:
+        # A tensor without dimensions has no rows: it comes whole to all ranks.
+        box = chunk_box(shapes[index], comm.size, comm.rank) if shapes[index] else Box((), ())
+        if box is not None:
+            found[index] = torch.empty(box.sizes, dtype=dtype, device=target)
+
+    def wanted(rank: int) -> list[Run]:
+        return [run for run in chunk_runs(shapes, comm.size, rank) if parts.tensors[run.index] is not None]
+
+    _move(comm, parts, wanted, found, dtype)
+    for index in parts.present:
+        if not shapes[index]:
+            continue
+        described = found[index], shapes[index], dtype, target
+        if groups.device_mesh is not None:
+            found[index] = create_chunk_dtensor(*described, groups.device_mesh)
+        else:
+            found[index] = create_chunk_sharded_tensor(*described, groups.process_group(), groups.global_ranks())
+    return found
+
+
+def _move(comm: Communicator, parts: Parts, wanted: RunsOf, found: Sequence[Any], dtype: torch.dtype) -> None:
+    plan = MovePlan.make(comm.rank, comm.size, parts.runs, wanted)
+    target = [None if tensor is None else tensor.view(-1) for tensor in found]
+    for part in plan.parts(_batches(parts.layout)):
+        move(comm, part, parts.tensors, target, dtype)
+
+
+@dataclass(frozen=True)
+class OnFirst:
+    """A tensor that only the first rank of the shards has, of the first replica.
+
+    Attributes:
+        shape, dtype: of it, known to all ranks.
+        tensor: on that rank.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    tensor: torch.Tensor | None = None
+
+
+@torch.no_grad()
+def fill(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
+    """Collective over the ranks of `groups`, unless all of `values` are plain tensors. The way back from ``collect``.
+
+    Args:
+        parts: filled, converting to their dtype. What belongs to no slot is left alone.
+        values: for each slot a tensor that every rank has whole, a ``ShardedTensor`` or ``DTensor`` over ranks of
+            ``groups.shard``, an ``OnFirst``, or None to leave it alone; on all ranks alike, of the slot's shape.
+
+    Raises:
+        StateDictError: a distributed tensor lies on other ranks, or not all of it on these.
+    """
+    comm = groups.shard
+    plain = [_flat(value) if _kind(value) is torch.Tensor else None for value in values]
+    for run in parts.runs(comm.rank):
+        if plain[run.index] is not None:
+            part = plain[run.index][run.start : run.start + run.numel]
+            parts.tensors[run.index][run.offset : run.offset + run.numel].copy_(part)
+    if any(_kind(value) in (ShardedTensor, DTensor) for value in values):
+        _fill_from_blocks(groups, parts, values)
+    if any(_kind(value) is OnFirst for value in values):
+        _fill_from_first(groups, parts, values)
+
+
+def _fill_from_blocks(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
+    comm, places = groups.shard, {rank: place for place, rank in enumerate(groups.global_ranks())}
+    ours: list[list[Run]] = [[] for _ in range(comm.size)]
+    memory: list[torch.Tensor | None] = [None] * len(values)
+    for index, value in enumerate(values):
+        if _kind(value) not in (ShardedTensor, DTensor):
+            continue
+        for rank, runs in _block_runs(index, value, parts.layout.slots[index].fqn, places).items():
+            ours[rank] += runs
+        memory[index] = _held(value)
+    for dtype, chosen in _by_dtype(values, (ShardedTensor, DTensor)).items():
+        _receive(
+            comm, parts, lambda rank, chosen=chosen: [run for run in ours[rank] if run.index in chosen], memory, dtype
+        )
+
+
+def _fill_from_first(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
+    comm = groups.shard
+    shapes = [slot.shape for slot in parts.layout.slots]
+    for dtype, chosen in _by_dtype(values, (OnFirst,)).items():
+        if groups.is_first_replica:
+            memory = [None if index not in chosen else _flat(values[index].tensor) for index in range(len(values))]
+            whole = [run for run in whole_runs(shapes) if run.index in chosen]
+            _receive(comm, parts, lambda rank, whole=whole: whole if rank == 0 else [], memory, dtype)
+        if groups.num_replicas > 1:
+            written = {parts.tensors[index].data_ptr(): parts.tensors[index] for index in sorted(chosen)}
+            for tensor in written.values():
+                there = tensor.to(groups.replicate.device)
+                groups.replicate.broadcast(there, 0)
+                tensor.copy_(there)
+
+
+def _receive(
+    comm: Communicator, parts: Parts, sources: RunsOf, memory: Sequence[torch.Tensor | None], dtype: torch.dtype
+) -> None:
+    """Collective over `comm`. Fill `parts` from runs that ranks hold in `memory`, of which they may hold none."""
+    held = {run.index for rank in range(comm.size) for run in sources(rank)}
+
+    def wanted(rank: int) -> list[Run]:
+        return [run for run in parts.runs(rank) if run.index in held]
+
+    plan = MovePlan.make(comm.rank, comm.size, sources, wanted)
+    for part in plan.parts(_batches(parts.layout)):
+        move(comm, part, memory, parts.tensors, dtype)
+
+
+def _block_runs(index: int, value: Any, fqn: str, places: dict[int, int]) -> dict[int, list[Run]]:
+    """The runs of a distributed tensor by the rank among `places`, in the memory that ``_held`` gives.
+
+    Of replicas of a block the first is taken.
+    """
+    found: dict[int, list[Run]] = {}
+    seen: set[Box] = set()
+    shape, _ = properties_of(value)
+    for rank, boxes in all_boxes(value).items():
+        if rank not in places:
+            continue
+        runs: list[Run] = []
+        offset = 0
+        for box in boxes:
+            if box not in seen:
+                runs += [run._replace(offset=run.offset + offset) for run in box_runs(index, shape, box)]
+            seen.add(box)
+            offset += box.numel
+        found[places[rank]] = sorted(runs)
+    covered = sum(box.numel for box in seen)
+    if covered != math.prod(shape):
+        raise StateDictError(
+            f"{fqn!r}: its {type(value).__name__} has {covered} of {math.prod(shape)} elements on the ranks that "
+            f"the model is sharded over ({sorted(places)}): load it for these ranks, or gather it"
+        )
+    return found
+
+
+def _held(value: Any) -> torch.Tensor | None:
+    """What this rank holds of a distributed tensor, block after block, 1-D."""
+    blocks = [_flat(block) for _, block in local_blocks(value)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else None
+
+
+def _by_dtype(values: Sequence[Any], kinds: tuple[type, ...]) -> dict[torch.dtype, set[int]]:
+    """Which values of some kinds have which dtype."""
+    found: dict[torch.dtype, set[int]] = {}
+    for index, value in enumerate(values):
+        if _kind(value) in kinds:
+            dtype = value.dtype if isinstance(value, OnFirst) else properties_of(value)[1]
+            found.setdefault(dtype, set()).add(index)
+    return found
+
+
+def _kind(value: Any) -> type | None:
+    for kind in (ShardedTensor, DTensor, OnFirst, torch.Tensor):
+        if isinstance(value, kind):
+            return kind
+    return None
+
+
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().reshape(-1)
+
+
+def _whole_runs(parts: Parts) -> list[Run]:
+    shapes = [slot.shape for slot in parts.layout.slots]
+    return [run for run in whole_runs(shapes) if parts.tensors[run.index] is not None]
+
+
+def _batches(layout: FlatLayout) -> list[range]:
+    return batches([slot.numel for slot in layout.slots], _BATCH_NUMEL)

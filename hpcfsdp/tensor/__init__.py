@@ -1,0 +1,1 @@
+"""Tensors that are distributed over ranks: shards, chunks and boxes of them, and moves between distributions."""

@@ -1,0 +1,127 @@
+"""Which elements of which tensor lie where: runs, boxes, and the moves from one distribution to another.
+
+All of it is pure, made from shapes alone. A run is a stretch of one tensor's elements, in row-major order, that some
+memory holds without a gap. A flat parameter's shard, a chunk of rows, a box in the middle of a matrix and a whole
+tensor are all lists of runs, so one plan moves values between any two of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from hpcfsdp.flat.layout import FlatLayout
+
+
+class Run(NamedTuple):
+    """Consecutive elements of one tensor, consecutive in memory, too."""
+
+    index: int
+    """Which tensor."""
+    start: int
+    """First element within the tensor, in row-major order."""
+    numel: int
+    offset: int
+    """First element within the memory that holds the run."""
+
+
+class Box(NamedTuple):
+    """A block of a tensor: where it begins, and how far it goes, in each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+class Move(NamedTuple):
+    """Elements of one tensor that go from one memory to another."""
+
+    index: int
+    source: int
+    """First element within the memory they come from."""
+    target: int
+    """First element within the memory they go to."""
+    numel: int
+
+
+def chunk_box(shape: Sequence[int], num_chunks: int, chunk: int) -> Box | None:
+    """The rows that a chunk along the first dimension has, None if it has none.
+
+    As ``torch.chunk`` and DTensor's ``Shard(0)`` cut: all chunks have equally many rows but for the last ones, which
+    have fewer, or none. A tensor without rows is the first chunk.
+    """
+    rows = -(-shape[0] // num_chunks)
+    begin, end = min(chunk * rows, shape[0]), min((chunk + 1) * rows, shape[0])
+    if begin == end and (chunk or shape[0]):
+        return None
+    return Box((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]))
+
+
+def whole_runs(shapes: Sequence[Sequence[int]]) -> list[Run]:
+    """The runs of whole tensors, each in memory of its own."""
+    return [Run(index, 0, math.prod(shape), 0) for index, shape in enumerate(shapes) if math.prod(shape)]
+
+
+def chunk_runs(shapes: Sequence[Sequence[int]], num_chunks: int, chunk: int) -> list[Run]:
+    """The runs of one chunk of each tensor's rows, in memory of their own; all of a tensor without dimensions."""
+    runs = []
+    for index, shape in enumerate(shapes):
+        box = chunk_box(shape, num_chunks, chunk) if shape else Box((), ())
+        if box is not None:
+            runs += box_runs(index, shape, box)
+    return runs
+
+
+def shard_runs(layout: FlatLayout, shard_rank: int) -> list[Run]:
+    """The runs of a layout's parameters in one shard, by their place among the layout's slots."""
+    places = {slot.fqn: index for index, slot in enumerate(layout.slots)}
+    return [Run(places[e.fqn], e.start, e.numel, e.shard_offset) for e in layout.extents(shard_rank)]
+
+
+def own_runs(layout: FlatLayout, shard_rank: int) -> list[Run]:
+    """As ``shard_runs``, where each parameter's run lies in memory of its own."""
+    return [run._replace(offset=0) for run in shard_runs(layout, shard_rank)]
+
+
+def box_runs(index: int, shape: Sequence[int], box: Box) -> Iterator[Run]:
+    """The runs of one block of a tensor, in row-major order; the block is contiguous in memory of its own."""
+    if not box.numel:
+        return
+    whole = len(shape)  # dimensions from here on are there as a whole
+    while whole and box.sizes[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    inner = max(0, whole - 1)  # of the innermost one that is not, a run has a stretch
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    numel = math.prod(box.sizes[inner:])
+    outer = box.sizes[:inner]
+    for turn in range(math.prod(outer)):
+        start, rest = sum(o * s for o, s in zip(box.offsets, strides, strict=True)), turn
+        for dim in reversed(range(inner)):
+            rest, place = divmod(rest, outer[dim])
+            start += place * strides[dim]
+        yield Run(index, start, numel, turn * numel)
+
+
+def intersect(sources: Sequence[Run], targets: Sequence[Run]) -> list[Move]:
+    """What of `targets` can come from `sources`, in the order of tensors and elements.
+
+    Both are in that order, and neither holds an element twice. It takes time in proportion to their lengths.
+    """
+    moves, i, j = [], 0, 0
+    while i < len(sources) and j < len(targets):
+        source, target = sources[i], targets[j]
+        if source.index == target.index:
+            begin = max(source.start, target.start)
+            numel = min(source.start + source.numel, target.start + target.numel) - begin
+            if numel > 0:
+                at = source.offset + begin - source.start, target.offset + begin - target.start
+                moves.append(Move(source.index, *at, numel))
+        if (source.index, source.start + source.numel) <= (target.index, target.start + target.numel):
+            i += 1
+        else:
+            j += 1
+    return moves

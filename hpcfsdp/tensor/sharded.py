@@ -1,0 +1,119 @@
+"""``ShardedTensor`` and ``DTensor``, torch's own classes, made from what a rank holds, and read as blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharding_spec import ShardMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard as ShardAlong
+
+from hpcfsdp import _compat
+from hpcfsdp.tensor.runs import Box, chunk_box
+
+
+def create_sharded_tensor(
+    local: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    boxes: Mapping[int, Box],
+) -> ShardedTensor:
+    """A tensor of `shape` of which each rank of `group` holds one block, or nothing. Not collective.
+
+    Args:
+        local: this rank's block, of the size of its box, on `device`; None if it has none.
+        device: where the blocks of all ranks lie; their GPUs are told from their place on their node.
+        boxes: by global rank.
+    """
+    metadata = {
+        rank: ShardMetadata(list(box.offsets), list(box.sizes), _placement(rank, device)) for rank, box in boxes.items()
+    }
+    properties = TensorProperties(
+        dtype=dtype,
+        layout=torch.strided,
+        requires_grad=False,
+        memory_format=torch.contiguous_format,
+        pin_memory=local is not None and local.is_pinned(),
+    )
+    whole = ShardedTensorMetadata(list(metadata.values()), torch.Size(shape), properties)
+    mine = metadata.get(dist.get_rank())
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        [] if mine is None else [Shard(local, mine)], sharded_tensor_metadata=whole, process_group=group
+    )
+
+
+def create_chunk_sharded_tensor(
+    local: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+) -> ShardedTensor:
+    """A tensor of `shape` whose rows are chunked over `ranks`, the global ranks of `group`. Not collective."""
+    chunks = ((rank, chunk_box(shape, len(ranks), chunk)) for chunk, rank in enumerate(ranks))
+    boxes = {rank: box for rank, box in chunks if box is not None}
+    return create_sharded_tensor(local, shape, dtype, device, group, boxes)
+
+
+def create_chunk_dtensor(
+    local: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, mesh: DeviceMesh
+) -> DTensor:
+    """A tensor of `shape` whose rows are chunked over the last dimension of `mesh`, and replicated over the others.
+
+    Not collective.
+    """
+    if local is None:
+        local = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+    placements = [Replicate()] * (mesh.ndim - 1) + [ShardAlong(0)]
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
+
+
+def local_blocks(tensor: ShardedTensor | DTensor) -> list[tuple[Box, torch.Tensor]]:
+    """What this rank holds of a distributed tensor, in the order of ``all_boxes``."""
+    if isinstance(tensor, ShardedTensor):
+        blocks = {_box_of(shard.metadata): shard.tensor for shard in tensor.local_shards()}
+        return sorted(blocks.items())
+    box = _compat.dtensor_boxes(tensor).get(dist.get_rank())
+    return [] if box is None else [(Box(*box), tensor.to_local())]
+
+
+def properties_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of a tensor, the whole of it where it is distributed.
+
+    ``ShardedTensor`` warns when it is asked for them as any tensor is.
+    """
+    if isinstance(tensor, ShardedTensor):
+        metadata = tensor.metadata()
+        return tuple(metadata.size), metadata.tensor_properties.dtype
+    return tuple(tensor.shape), tensor.dtype
+
+
+def all_boxes(tensor: ShardedTensor | DTensor) -> dict[int, list[Box]]:
+    """Which blocks of a distributed tensor each rank holds, in ascending order, by global rank. Not collective.
+
+    Of equal blocks that several ranks hold, as a replicated dimension of a mesh has them, all are named.
+    """
+    found: dict[int, list[Box]] = {}
+    if isinstance(tensor, ShardedTensor):
+        for shard in tensor.metadata().shards_metadata:
+            found.setdefault(shard.placement.rank(), []).append(_box_of(shard))
+        return {rank: sorted(boxes) for rank, boxes in found.items()}
+    return {rank: [Box(*box)] for rank, box in _compat.dtensor_boxes(tensor).items()}
+
+
+def _box_of(metadata: ShardMetadata) -> Box:
+    return Box(tuple(metadata.shard_offsets), tuple(metadata.shard_sizes))
+
+
+def _placement(rank: int, device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"rank:{rank}/cpu"
+    index = device.index if rank == dist.get_rank() else rank % max(1, torch.cuda.device_count())
+    return f"rank:{rank}/{device.type}:{index}"

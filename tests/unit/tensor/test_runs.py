@@ -1,0 +1,105 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.tensor.runs import Box, Move, Run, box_runs, chunk_box, intersect, own_runs, shard_runs, whole_runs
+
+SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple)
+
+
+@given(SHAPES, st.integers(1, 7))
+def test_chunks_are_those_of_torch(shape, num):
+    chunks = torch.empty(shape).chunk(num)
+    boxes = [chunk_box(shape, num, chunk) for chunk in range(num)]
+    assert [box.sizes for box in boxes if box] == [
+        tuple(chunk.shape) for chunk in chunks if chunk.shape[0] or not shape[0]
+    ][: 1 if not shape[0] else None]
+    ends = [box.offsets[0] + box.sizes[0] for box in boxes if box]
+    assert [box.offsets[0] for box in boxes if box] == [0, *ends[:-1]]
+
+
+@st.composite
+def boxes(draw):
+    shape = draw(st.lists(st.integers(1, 5), max_size=4).map(tuple))
+    begins = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    return shape, Box(begins, tuple(draw(st.integers(1, size - b)) for size, b in zip(shape, begins, strict=True)))
+
+
+@given(boxes())
+def test_the_runs_of_a_box_are_its_elements_in_order(drawn):
+    shape, box = drawn
+    whole = torch.arange(math.prod(shape)).view(shape)
+    block = whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))].reshape(-1)
+    found = torch.full_like(block, -1)
+    runs = list(box_runs(7, shape, box))
+    for run in runs:
+        assert run.index == 7
+        found[run.offset : run.offset + run.numel] = torch.arange(run.start, run.start + run.numel)
+    assert torch.equal(found, block)
+    assert runs == sorted(runs)
+
+
+def test_runs_are_as_long_as_can_be():
+    assert list(box_runs(0, (4, 3, 2), Box((1, 0, 0), (2, 3, 2)))) == [Run(0, 6, 12, 0)]
+    assert list(box_runs(0, (4, 3, 2), Box((1, 1, 0), (2, 2, 2)))) == [Run(0, 8, 4, 0), Run(0, 14, 4, 4)]
+    assert list(box_runs(0, (), Box((), ()))) == [Run(0, 0, 1, 0)]
+    assert not list(box_runs(0, (0, 3), Box((0, 0), (0, 3))))
+
+
+@st.composite
+def tilings(draw, numels):
+    """A distribution of tensors over a few ranks, each element once."""
+    ranks = draw(st.integers(1, 4))
+    held = [[] for _ in range(ranks)]
+    for index, numel in enumerate(numels):
+        cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=5))})
+        for begin, end in zip(cuts, cuts[1:]):
+            held[draw(st.integers(0, ranks - 1))].append((index, begin, end - begin))
+    runs = []
+    for of_rank in held:
+        offset, mine = {}, []
+        for index, start, numel in sorted(of_rank):
+            mine.append(Run(index, start, numel, offset.get(index, 0)))
+            offset[index] = offset.get(index, 0) + numel
+        runs.append(mine)
+    return runs
+
+
+@given(st.data(), st.lists(st.integers(0, 12), max_size=4))
+def test_moves_bring_every_element_from_any_distribution_to_any_other(data, numels):
+    sources, targets = data.draw(tilings(numels)), data.draw(tilings(numels))
+    values = [torch.arange(numel) + 100 * index for index, numel in enumerate(numels)]
+
+    def memory(runs, fill):
+        held = [torch.full((sum(r.numel for r in runs if r.index == i),), -1) for i in range(len(numels))]
+        for run in runs if fill else ():
+            held[run.index][run.offset : run.offset + run.numel] = values[run.index][run.start : run.start + run.numel]
+        return held
+
+    have = [memory(runs, True) for runs in sources]
+    get = [memory(runs, False) for runs in targets]
+    for giver, given_runs in enumerate(sources):
+        for taker, taken_runs in enumerate(targets):
+            for index, source, target, numel in intersect(given_runs, taken_runs):
+                get[taker][index][target : target + numel] = have[giver][index][source : source + numel]
+    for runs, found in zip(targets, get, strict=True):
+        for expected, tensor in zip(memory(runs, True), found, strict=True):
+            assert torch.equal(tensor, expected)
+
+
+def test_the_shards_of_a_layout_tile_its_parameters():
+    layout = FlatLayout.plan([("a", (3, 5), ()), ("empty", (0,), ()), ("b", (7,), ())], torch.float32, 3)
+    runs = [shard_runs(layout, rank) for rank in range(3)]
+    assert sorted(runs[0] + runs[1] + runs[2])[0] == Run(0, 0, 8, 0)
+    assert sum(run.numel for of_rank in runs for run in of_rank) == 22
+    assert [intersect(of_rank, whole_runs([(3, 5), (0,), (7,)])) for of_rank in runs][0] == [Move(0, 0, 0, 8)]
+    assert own_runs(layout, 1)[0] == runs[1][0]._replace(offset=0)
+
+
+@pytest.mark.parametrize(("num", "chunk", "expected"), [(2, 1, Box((2,), (1,))), (4, 3, None), (1, 0, Box((0,), (3,)))])
+def test_chunks_of_a_vector(num, chunk, expected):
+    assert chunk_box((3,), num, chunk) == expected
