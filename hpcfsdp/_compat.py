@@ -8,6 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharding_spec import ShardMetadata
+
+__all__ = ["Shard", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata", "TensorProperties"]  # have no other home
 
 # torch 2.13 renames the two collectives and deprecates the older names, which are all that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -139,6 +143,13 @@ def take_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | Non
         return None
     children, context = node.flatten_fn(value)
     return list(children), lambda others: node.unflatten_fn(others, context)
+
+
+def sharded_tensor(shards: list[Shard], metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> ShardedTensor:
+    """A ``ShardedTensor`` of which this rank holds `shards`, and all ranks know `metadata`. Not collective."""
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, sharded_tensor_metadata=metadata, process_group=group
+    )
 
 
 def dtensor_boxes(tensor: Any) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:

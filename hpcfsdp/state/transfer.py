@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.api.groups import Groups
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import StateDictError

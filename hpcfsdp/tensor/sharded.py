@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
-from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard as ShardAlong
 
 from hpcfsdp import _compat
+from hpcfsdp._compat import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from hpcfsdp.tensor.runs import Box, chunk_box
 
 
@@ -42,9 +41,7 @@ def create_sharded_tensor(
     )
     whole = ShardedTensorMetadata(list(metadata.values()), torch.Size(shape), properties)
     mine = metadata.get(dist.get_rank())
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        [] if mine is None else [Shard(local, mine)], sharded_tensor_metadata=whole, process_group=group
-    )
+    return _compat.sharded_tensor([] if mine is None else [Shard(local, mine)], whole, group)
 
 
 def create_chunk_sharded_tensor(
