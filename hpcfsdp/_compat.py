@@ -1,8 +1,11 @@
 """What differs between versions of torch, and the private parts of torch that the engine stands on, in one place."""
 
+import contextlib
+import functools
+import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +13,50 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
-__all__ = ["Shard", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata", "TensorProperties"]  # have no other home
+__all__ = [  # have no other home
+    "IncompatibleKeys",
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensor",
+    "ShardedTensorMetadata",
+    "TensorProperties",
+]
 
 # torch 2.13 renames the two collectives and deprecates the older names, which are all that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def new_group_of(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """Collective over `ranks`, global ones in any order. A process group of them, in ascending order.
+
+    As ``dist.new_group(ranks, use_local_synchronization=True)``. That names a group after the number of groups that a
+    rank is in: members that differ in it would wait for each other under different names, without end. Here the name
+    counts the groups of the same ranks.
+
+    Args:
+        backend: None for that of the default group.
+    """
+    c10d, members = dist.distributed_c10d, sorted(ranks)
+    everyone = c10d._get_default_group()
+    default_backend, store = c10d._world.pg_map[everyone]
+    backend = dist.Backend(backend or default_backend)
+    name = f"hpcfsdp-{hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()}-"
+    turn = sum(other.startswith(name) for other in c10d._world.pg_names.values())
+    group, _ = c10d._new_process_group_helper(
+        len(members),
+        members.index(dist.get_rank()),
+        members,
+        backend,
+        store,
+        f"{name}{turn}",
+        timeout=c10d._get_default_timeout(backend),
+        device_id=everyone.bound_device_id,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
+    return group
 
 
 Work = dist._Work
@@ -145,6 +186,17 @@ def take_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | Non
     return list(children), lambda others: node.unflatten_fn(others, context)
 
 
+@contextlib.contextmanager
+def assigning_without_swaps() -> Iterator[None]:
+    """A context in which modules that load a state dict put its tensors in place of their own, whatever is set."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
 def sharded_tensor(shards: list[Shard], metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> ShardedTensor:
     """A ``ShardedTensor`` of which this rank holds `shards`, and all ranks know `metadata`. Not collective."""
     return ShardedTensor._init_from_local_shards_and_global_metadata(
@@ -160,16 +212,26 @@ def dtensor_boxes(tensor: Any) -> dict[int, tuple[tuple[int, ...], tuple[int, ..
     Raises:
         ValueError: a placement that is no block of the values, as a sum that is pending.
     """
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as block_of
-
     mesh, placements = tensor.device_mesh, tensor.placements
-    if not all(placement.is_shard() or placement.is_replicate() for placement in placements):
-        raise ValueError(f"a DTensor with placements {placements} has no values of its own: redistribute it first")
     if any(type(placement).__name__ == "_StridedShard" for placement in placements):
         raise ValueError(f"a DTensor with placements {placements} has no block per rank: redistribute it first")
-    ranks, found = mesh.mesh, {}
-    for place in itertools.product(*map(range, ranks.shape)):
-        sizes, offsets = block_of(tensor.shape, tuple(ranks.shape), list(place), placements)
-        if math.prod(sizes) or not (tensor.numel() or any(place)):
-            found[int(ranks[place])] = (tuple(offsets), tuple(sizes))
-    return found
+    if not all(placement.is_shard() or placement.is_replicate() for placement in placements):
+        raise ValueError(f"a DTensor with placements {placements} has no values of its own: redistribute it first")
+    blocks = _blocks_on_mesh(tuple(tensor.shape), tuple(mesh.mesh.shape), tuple(placements))
+    ranks = mesh.mesh.flatten().tolist()
+    return {rank: block for rank, block in zip(ranks, blocks, strict=True) if block is not None}
+
+
+@functools.lru_cache(maxsize=64)  # a model has few shapes, and many tensors and ranks
+def _blocks_on_mesh(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]] | None]:
+    """The block of each place of a mesh, in row-major order."""
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as block_of
+
+    blocks: list[tuple[tuple[int, ...], tuple[int, ...]] | None] = []
+    for place in itertools.product(*map(range, mesh_shape)):
+        sizes, offsets = block_of(shape, mesh_shape, list(place), placements)
+        here = math.prod(sizes) or not (math.prod(shape) or any(place))
+        blocks.append((tuple(offsets), tuple(sizes)) if here else None)
+    return blocks

@@ -42,8 +42,11 @@ class EngineError(HpcfsdpError):
     """The sharding engine was used in a way that it does not allow."""
 
 
-class StateDictError(HpcfsdpError, ValueError):
-    """A state dict of a model or an optimizer cannot be made, or does not fit what it is to be loaded into."""
+class StateDictError(HpcfsdpError, ValueError, RuntimeError):
+    """A state dict of a model or an optimizer cannot be made, or does not fit what it is to be loaded into.
+
+    Also a ``RuntimeError``, which is what modules raise when they are given a state dict that does not fit.
+    """
 
 
 class CheckpointError(HpcfsdpError):

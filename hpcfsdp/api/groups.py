@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from hpcfsdp import env
+from hpcfsdp import _compat, env
 from hpcfsdp.comm import Communicator, communicator_for
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.mesh import plan_mesh
@@ -45,7 +45,7 @@ class Groups:
     writers: tuple[int, ...] | None = field(default=None, compare=False)
     """For each shard the rank in `everyone` that speaks for its replicas; None where `everyone` is."""
     device_mesh: DeviceMesh | None = field(default=None, compare=False)
-    """What the user gave; its last dimension is `shard`."""
+    """What the user gave. Its last dimension is `shard`, and under ``NO_SHARD`` its only one is `replicate`."""
 
     @property
     def is_hybrid(self) -> bool:
@@ -81,6 +81,14 @@ class Groups:
             RuntimeError: torch.distributed has not been initialised.
         """
         return _Made.current().process_group(self.shard)
+
+    def mesh(self) -> DeviceMesh:
+        """Collective over `shard`, the first time. The user's mesh, or one of a single dimension, the ranks of `shard`.
+
+        Raises:
+            RuntimeError: torch.distributed has not been initialised.
+        """
+        return self.device_mesh or _Made.current().mesh(self.shard)
 
 
 def resolve_groups(
@@ -235,6 +243,7 @@ class _Made:
         self._world = weakref.ref(world) if world is not None else None
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._meshes: dict[str, DeviceMesh] = {}  # by the name of the group, which must not be held either
         self._global_ranks: weakref.WeakKeyDictionary[Communicator, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._topology: Topology | None = None
 
@@ -256,6 +265,7 @@ class _Made:
         # Groups of gloo that outlive the end of torch.distributed can end the process with an abort.
         self._subgroups.clear()
         self._process_groups.clear()
+        self._meshes.clear()
 
     def subgroup(self, everyone: Communicator, ranks: tuple[int, ...]) -> Communicator:
         """Collective over `ranks` of `everyone`, all ranks, the first time. None is made for one rank, or for all."""
@@ -268,6 +278,9 @@ class _Made:
 
     def global_ranks(self, comm: Communicator) -> tuple[int, ...]:
         """Collective over `comm`, the first time. Its ranks in torch's default group."""
+        if isinstance(comm, TorchGroupCommunicator):
+            # Such objects are equal if their groups are: how long one is remembered may differ between ranks.
+            return tuple(dist.get_process_group_ranks(comm.group))
         if comm not in self._global_ranks:
             self._global_ranks[comm] = tuple(comm.all_gather_object(dist.get_rank()))
         return self._global_ranks[comm]
@@ -280,8 +293,15 @@ class _Made:
         if ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD
         if ranks not in self._process_groups:
-            self._process_groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            self._process_groups[ranks] = _compat.new_group_of(ranks)
         return self._process_groups[ranks]
+
+    def mesh(self, comm: Communicator) -> DeviceMesh:
+        """Collective over `comm`, the first time. A mesh of one dimension, its ranks."""
+        group = self.process_group(comm)
+        if group.group_name not in self._meshes:
+            self._meshes[group.group_name] = DeviceMesh.from_group(group, comm.device.type)
+        return self._meshes[group.group_name]
 
     def topology(self, everyone: Communicator) -> Topology:
         """Collective over `everyone`, all ranks, the first time. Which of them share a node."""

@@ -72,7 +72,7 @@ def cast_buffers(
     stop_at: type[nn.Module],
     ignored: Set[torch.Tensor],
     cast: dict[torch.Tensor, torch.Tensor],
-) -> None:
+) -> dict[tuple[nn.Module, str], torch.dtype]:
     """Cast the floating-point buffers that stand below `root` now; modules of `classes` keep theirs.
 
     Args:
@@ -80,17 +80,23 @@ def cast_buffers(
         ignored: buffers that are left alone.
         cast: what buffers have been cast to before; added to. One that is registered in several places, or in several
             units, is one afterwards, too.
+
+    Returns:
+        By module and name, the dtype that each buffer had.
     """
+    before: dict[tuple[nn.Module, str], torch.dtype] = {}
     modules = list(modules_outside(root, stop_at))
     kept = {buffer for module in modules if isinstance(module, classes) for buffer in module.buffers()}
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is None or not buffer.is_floating_point() or buffer in kept or buffer in ignored:
                 continue
+            before.setdefault((module, name), buffer.dtype)
             if buffer not in cast:
                 cast[buffer] = buffer.to(dtype)
                 cast.setdefault(cast[buffer], cast[buffer])
             module._buffers[name] = cast[buffer]
+    return before
 
 
 def ignored_classes(precision: MixedPrecision | None) -> tuple[type[nn.Module], ...]:

@@ -1,32 +1,110 @@
-"""State dicts of model and optimizer by the names of torch's FSDP: not there yet, and saying so."""
+"""State dicts of model and optimizer by the names of torch's FSDP: what the wrapper has of ``state/``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NoReturn
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import OptimStateDictConfig, OptimStateKeyType, StateDictConfig, StateDictType
-
-
-def _refuse(what: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{what} of a sharded model is not supported yet: hpcfsdp.checkpoint.save writes a file that holds model and "
-        "optimizer whole, and that any number of ranks loads; summon_full_params shows whole parameters"
-    )
+from torch.distributed.fsdp import (
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 
 
 class StateDictMethods:
     """What the wrapper inherits."""
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Not supported yet: it would hold shards under names of no use to anyone."""
-        _refuse("state_dict")
+    _state_dict_settings: StateDictSettings
+    _buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype]
+    """Of buffers that mixed precision has cast, by module and name, what they were before."""
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Not supported yet, see ``state_dict``."""
-        _refuse("load_state_dict")
+    def _prepare_state_dicts(self) -> None:
+        """Called by the constructor."""
+        from hpcfsdp.state.settings import default_settings
+
+        self._state_dict_settings = default_settings()
+        self._buffer_dtypes = {}
+        self.register_load_state_dict_post_hook(_show_modules)  # type: ignore[attr-defined]
+
+    def state_dict(
+        self, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Collective over the ranks of the model. Its parameters and buffers, as ``set_state_dict_type`` says.
+
+        By default every rank gets whole tensors, on the device where the model computes. Names are those of the plain
+        model, without what wrappers, activation checkpointing and compilation add. Parameters have the dtype in which
+        they are kept, buffers that which they had before mixed precision cast them. Tensors are new memory, but for
+        ``LOCAL_STATE_DICT``, and for buffers and ignored parameters if `keep_vars`.
+
+        Under ``SHARDED_STATE_DICT`` each parameter is a ``ShardedTensor``, or a ``DTensor`` where the model was given a
+        ``device_mesh``, of which each rank holds a chunk of the rows. Under ``LOCAL_STATE_DICT`` each unit's flat
+        parameters are there as they are, in 1-D ``ShardedTensor``. Units under ``NO_SHARD`` give whole tensors always.
+
+        Args:
+            args: `destination`, `prefix` and `keep_vars`, as of other modules.
+            destination: added to, and returned.
+            prefix: of all names.
+
+        Raises:
+            EngineError: a forward or backward is running, or parameters are summoned.
+            StateDictError: units are set differently, or two tensors have one name without those of wrappers;
+                ``LOCAL_STATE_DICT`` with a ``device_mesh``.
+        """
+        from hpcfsdp.state.save import save
+
+        destination, prefix, keep_vars = (*args, *(destination, prefix, keep_vars)[len(args) :])
+        return save(self, destination, prefix, keep_vars=keep_vars)  # type: ignore[arg-type]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Collective over the ranks of the model. Load parameters and buffers, or change nothing on any rank.
+
+        Values may be whole tensors, which every rank passes, or distributed ones (``ShardedTensor``, ``DTensor``),
+        whatever ``set_state_dict_type`` says; under ``LOCAL_STATE_DICT`` names are those of flat parameters, and any
+        number of ranks may have saved them. Names may carry what wrappers add.
+
+        Args:
+            strict: all names must be there, and no others.
+            assign: not supported: a sharded model keeps its own memory.
+
+        Returns:
+            A named tuple of missing_keys and unexpected_keys, both clean.
+
+        Raises:
+            EngineError: a forward or backward is running, or parameters are summoned.
+            StateDictError: on every rank, if the state dict does not fit the model on one of them, or ranks pass
+                different ones. It is a ``RuntimeError``, too.
+        """
+        from hpcfsdp.state.load import load_model, refuse_assign
+
+        if assign:
+            refuse_assign()
+        return load_model(self, state_dict, strict=strict)  # type: ignore[arg-type]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Collective over the ranks of the model. Called by a module around this one that loads a state dict."""
+        from hpcfsdp.state.load import load_within, refuse_assign
+
+        del strict  # always True here; the module around this one knows whether it is to be strict
+        if local_metadata.get("assign_to_params_buffers"):
+            refuse_assign()
+        load_within(self, state_dict, prefix, missing_keys, unexpected_keys, error_msgs)  # type: ignore[arg-type]
+        # All that is inside is loaded now: that module must not enter it.
+        self.__dict__["_loaded_modules"], self.__dict__["_modules"] = self.__dict__["_modules"], {}
 
     @staticmethod
     def set_state_dict_type(
@@ -34,24 +112,51 @@ class StateDictMethods:
         state_dict_type: StateDictType,
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> Any:
-        """Not supported yet, see ``state_dict``."""
-        _refuse("set_state_dict_type")
+    ) -> StateDictSettings:
+        """Choose the kind of state dicts of all units in `module`, which need not be one itself.
+
+        Args:
+            state_dict_config, optim_state_dict_config: of the classes that belong to the kind; torch's defaults.
+
+        Returns:
+            What was set before, of the outermost unit.
+
+        Raises:
+            TypeError: there is no such kind, or a configuration is one of another kind.
+            StateDictError: there is no unit.
+        """
+        from hpcfsdp.state.settings import set_kind
+
+        return set_kind(module, state_dict_type, state_dict_config, optim_state_dict_config)[0][1]
 
     @staticmethod
-    def get_state_dict_type(module: nn.Module) -> Any:
-        """Not supported yet, see ``state_dict``."""
-        _refuse("get_state_dict_type")
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """What the units in `module` are set to.
+
+        Raises:
+            StateDictError: they are not set alike, or there are none.
+        """
+        from hpcfsdp.state.settings import settings_of
+
+        return settings_of(module)
 
     @staticmethod
+    @contextlib.contextmanager
     def state_dict_type(
         module: nn.Module,
         state_dict_type: StateDictType,
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> Any:
-        """Not supported yet, see ``state_dict``."""
-        _refuse("state_dict_type")
+    ) -> Iterator[None]:
+        """A context in which ``set_state_dict_type`` holds; after it each unit is set as before, whatever happened."""
+        from hpcfsdp.state.settings import set_kind
+
+        before = set_kind(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        try:
+            yield
+        finally:
+            for unit, settings in before:
+                unit._state_dict_settings = settings
 
     @staticmethod
     def full_optim_state_dict(
@@ -60,14 +165,33 @@ class StateDictMethods:
         optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
         rank0_only: bool = True,
         group: Any = None,
-    ) -> Any:
-        """Not supported yet, see ``state_dict``."""
-        _refuse("full_optim_state_dict")
+    ) -> dict[str, Any]:
+        """Collective over all ranks. The whole optimizer state in host memory, whatever the state dict type.
+
+        Args:
+            optim_input: what `optim` was built from; not needed.
+            rank0_only: the other ranks get an empty dict.
+            group: the ranks, where they are not those of the model.
+
+        Returns, raises: see ``optim_state_dict``.
+        """
+        from hpcfsdp.state.optim import save
+        from hpcfsdp.state.transfer import Form
+
+        form = Form(rank0_only=rank0_only, offload_to_cpu=True)
+        return save.optim_state_dict(model, optim, optim.state_dict(), form, optim_input=optim_input, group=group)
 
     @staticmethod
-    def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> Any:
-        """Not supported yet, see ``state_dict``."""
-        _refuse("sharded_optim_state_dict")
+    def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
+        """Collective over all ranks. The optimizer state with this rank's rows in host memory, in any state dict type.
+
+        Returns, raises: see ``optim_state_dict``.
+        """
+        from hpcfsdp.state.optim import save
+        from hpcfsdp.state.transfer import Form
+
+        form = Form(sharded=True, offload_to_cpu=True)
+        return save.optim_state_dict(model, optim, optim.state_dict(), form, group=group)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -75,16 +199,29 @@ class StateDictMethods:
         model: nn.Module,
         optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
         optim: torch.optim.Optimizer | None = None,
-    ) -> Any:
-        """Not supported yet, see ``state_dict``."""
-        _refuse("shard_full_optim_state_dict")
+    ) -> dict[str, Any]:
+        """Collective over all ranks. What each rank's optimizer loads of a whole state dict, which every rank has.
+
+        Args:
+            optim_input: instead of `optim`: what it was built from; by default ``model.parameters()``.
+
+        Returns, raises: see ``optim_state_dict_to_load``.
+        """
+        from hpcfsdp.state.optim import load
+
+        return load.optim_state_dict_to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
-    ) -> Any:
-        """Not supported yet, see ``state_dict``."""
-        _refuse("flatten_sharded_optim_state_dict")
+    ) -> dict[str, Any]:
+        """Collective over all ranks. What each rank's optimizer loads of a state dict of distributed tensors.
+
+        Returns, raises: see ``optim_state_dict_to_load``.
+        """
+        from hpcfsdp.state.optim import load
+
+        return load.optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -93,9 +230,21 @@ class StateDictMethods:
         optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
         optim: torch.optim.Optimizer | None = None,
         group: Any | None = None,
-    ) -> Any:
-        """Not supported yet, see ``state_dict``."""
-        _refuse("scatter_full_optim_state_dict")
+    ) -> dict[str, Any]:
+        """Collective over all ranks. What each rank's optimizer loads of a whole state dict that rank 0 alone has.
+
+        Args:
+            full_optim_state_dict: on rank 0; that of other ranks is ignored.
+            optim_input: instead of `optim`: what it was built from; by default ``model.parameters()``.
+            group: the ranks, where they are not those of the model.
+
+        Returns, raises: see ``optim_state_dict_to_load``.
+        """
+        from hpcfsdp.state.optim import load
+
+        return load.optim_state_dict_to_load(
+            model, optim, full_optim_state_dict, rank0_only=True, optim_input=optim_input, group=group
+        )
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -104,9 +253,23 @@ class StateDictMethods:
         model: nn.Module,
         optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
         optim: torch.optim.Optimizer | None = None,
-    ) -> Any:
-        """Not supported yet, see ``state_dict``."""
-        _refuse("rekey_optim_state_dict")
+    ) -> dict[str, Any]:
+        """Names of parameters for numbers in a whole optimizer state dict, or numbers for names. Not collective.
+
+        With names a state dict of a plain model's optimizer loads into that of a sharded model; with numbers it is the
+        other way round. Groups keep the order of the optimizer, by which ``Optimizer.load_state_dict`` goes.
+
+        Args:
+            optim_state_key_type: what keys are to be.
+            model: a plain model, or a wrapped one with ``use_orig_params=True``, whose parameters `optim` steps.
+            optim_input: instead of `optim`: what it was built from; by default ``model.parameters()``.
+
+        Raises:
+            StateDictError: names and numbers are mixed, or are not those of the model and the optimizer.
+        """
+        from hpcfsdp.state.optim import rekey
+
+        return rekey.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
 
     @staticmethod
     def optim_state_dict(
@@ -114,9 +277,31 @@ class StateDictMethods:
         optim: torch.optim.Optimizer,
         optim_state_dict: dict[str, Any] | None = None,
         group: Any = None,
-    ) -> Any:
-        """Not supported yet, see ``state_dict``."""
-        _refuse("optim_state_dict")
+    ) -> dict[str, Any]:
+        """Collective over all ranks. The state of `optim` as that of an optimizer of the whole, unwrapped model.
+
+        ``state_dict_type`` chooses the form: whole tensors, or this rank's rows as ``ShardedTensor``, or as ``DTensor``
+        where the model was given a device mesh. Memory for one unit is taken beyond the result. Ranks agree on what
+        they have before anything is gathered.
+
+        Args:
+            model: wrapped, or with wrapped modules in it.
+            optim: steps the parameters of the wrapped model.
+            optim_state_dict: its state dict, if it has been taken already.
+            group: the ranks, where they are not those of the model.
+
+        Returns:
+            ``state`` by the names of the model's parameters, without those of wrappers, and ``param_groups`` with these
+            names. Empty on other ranks than 0 under ``rank0_only``.
+
+        Raises:
+            StateDictError: on all ranks, if ranks step different parameters, have other groups, or state that differs.
+        """
+        from hpcfsdp.state.optim import save
+        from hpcfsdp.state.settings import settings_of
+
+        given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        return save.optim_state_dict(model, optim, given, save.form_of(settings_of(model)), group=group)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -126,6 +311,43 @@ class StateDictMethods:
         is_named_optimizer: bool = False,
         load_directly: bool = False,
         group: Any = None,
-    ) -> Any:
-        """Not supported yet, see ``state_dict``."""
-        _refuse("optim_state_dict_to_load")
+    ) -> dict[str, Any]:
+        """Collective over all ranks. What ``optim.load_state_dict`` takes, from a state dict of the whole model.
+
+        That may come from ``optim_state_dict`` at any number of ranks, or from a plain model, see
+        ``rekey_optim_state_dict``. Under ``rank0_only`` rank 0 alone needs to have it. Everything is checked on all
+        ranks before anything moves, and neither the optimizer nor what was given is changed.
+
+        Args:
+            model: wrapped, or with wrapped modules in it.
+            optim: steps the parameters of the wrapped model.
+            optim_state_dict: parameters by name; tensors whole or distributed, whatever ``state_dict_type`` says.
+            is_named_optimizer: whether `optim` has names for keys, as TorchRec's ``KeyedOptimizer``.
+            load_directly: load it, too.
+            group: the ranks, where they are not those of the model.
+
+        Raises:
+            StateDictError: on all ranks, if it belongs to another model, lacks state that the optimizer has, has
+                tensors of other shapes than the parameters, groups of other parameters, or differs between ranks.
+        """
+        from hpcfsdp.state.optim import load, save
+        from hpcfsdp.state.settings import settings_of
+
+        found = load.optim_state_dict_to_load(
+            model,
+            optim,
+            optim_state_dict,
+            rank0_only=save.form_of(settings_of(model)).rank0_only,
+            is_named_optimizer=is_named_optimizer,
+            group=group,
+        )
+        if load_directly:
+            optim.load_state_dict(found)
+        return found
+
+
+def _show_modules(wrapper: Any, _incompatible_keys: Any) -> None:
+    """Have a wrapper hold its module again, see ``_load_from_state_dict``."""
+    modules = wrapper.__dict__.pop("_loaded_modules", None)
+    if modules is not None:
+        wrapper.__dict__["_modules"] = modules

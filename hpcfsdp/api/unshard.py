@@ -63,8 +63,11 @@ class _Whole:
     grad: torch.Tensor | None = None
 
 
-def validate_unshard_params_args(args: UnshardArgs, wrapper: FullyShardedDataParallel) -> None:
-    """Refuse a unit that is at work or summoned already; warn of what costs memory.
+def check_at_rest(wrapper: FullyShardedDataParallel, what: str) -> None:
+    """Refuse a unit that is at work or summoned already.
+
+    Args:
+        what: the user has called.
 
     Raises:
         EngineError: with what the unit is doing, and what to do.
@@ -73,13 +76,22 @@ def validate_unshard_params_args(args: UnshardArgs, wrapper: FullyShardedDataPar
     if unit.engine is not None:
         unit.engine.recover()
     if unit.phase is Phase.SUMMON:
-        raise EngineError(f"{unit.name}: its parameters are whole already: do not nest summon_full_params")
+        mend = "do not nest" if what == "summon_full_params" else f"call {what} outside of"
+        raise EngineError(f"{unit.name}: its parameters are whole already: {mend} summon_full_params")
     if unit.phase is not Phase.IDLE or (unit.engine is not None and unit.engine.is_busy):
-        what = unit.phase.value if unit.phase is not Phase.IDLE else "a forward or backward of the model"
+        doing = unit.phase.value if unit.phase is not Phase.IDLE else "a forward or backward of the model"
         raise EngineError(
-            f"{unit.name}: summon_full_params was called during {what}: call it before the forward or after the "
-            "backward"
+            f"{unit.name}: {what} was called during {doing}: call it before the forward or after the backward"
         )
+
+
+def validate_unshard_params_args(args: UnshardArgs, wrapper: FullyShardedDataParallel) -> None:
+    """Refuse a unit that is at work or summoned already; warn of what costs memory.
+
+    Raises:
+        EngineError: with what the unit is doing, and what to do.
+    """
+    check_at_rest(wrapper, "summon_full_params")
     if args.offload_to_cpu and not args.rank0_only and wrapper._comm.size > 1:
         warnings.warn(
             "offload_to_cpu without rank0_only puts a copy of the whole model into host memory for each rank of the "

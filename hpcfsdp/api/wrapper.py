@@ -114,6 +114,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             inherited=[wrapper._ignored for wrapper in self.fsdp_modules(module)],
         )
         self._mixed_precision = mixed_precision or MixedPrecision()
+        self._prepare_state_dicts()
         self._is_root = False
         self._use_orig_params = use_orig_params
         self._offload = cpu_offload is not None and cpu_offload.offload_params
@@ -148,6 +149,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         in_full = precision.find_full_precision(module, apart, stop_at=FullyShardedDataParallel)
         self._fsdp_wrapped_module = module
         self._own = own_params(module, stop_at=FullyShardedDataParallel, ignored=self._ignored, apart=apart)
+        outside = dict.fromkeys(precision.modules_outside(module, stop_at=FullyShardedDataParallel))
+        self._param_names = {inner: tuple(inner._parameters) for inner in outside}  # in the order of the plain model
         if not self._own.groups and not self.fsdp_modules(module):
             raise ValueError(f"{type(module).__name__} has no parameters to shard")
         if any(comm.shares_memory for comm in self._comms()):
@@ -365,6 +368,10 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 raise
             return getattr(self._fsdp_wrapped_module, name)
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For torch.distributed.checkpoint: the wrapped module's name is in no FQN, and ``module`` is not one in it."""
+        return {"module": WRAPPED}
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EngineError(
             "a sharded model cannot be copied or pickled: copy the plain module before wrapping it, and wrap both; or "
@@ -465,6 +472,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             )
         names = {inner: name for name, inner in self.named_modules()}
         cast_buffers: dict[torch.Tensor, torch.Tensor] = {}
+        # A module in several units has its buffers cast once, and a unit may have been a root before.
+        dtypes = {place: dtype for wrapper in wrappers for place, dtype in wrapper._buffer_dtypes.items()}
         for wrapper in wrappers:
             mixed, unit = wrapper._mixed_precision, wrapper._unit
             wrapper._is_root = wrapper is self
@@ -473,7 +482,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             cast_inputs = mixed.cast_root_forward_inputs if wrapper is self else mixed.cast_forward_inputs
             unit.input_dtype = mixed.param_dtype if cast_inputs else None
             if mixed.buffer_dtype is not None:
-                precision.cast_buffers(
+                before = precision.cast_buffers(
                     wrapper.module,
                     mixed.buffer_dtype,
                     wrapper._apart,
@@ -481,11 +490,13 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                     ignored=wrapper._ignored.buffers,
                     cast=cast_buffers,
                 )
+                dtypes = {**before, **dtypes}
         label = self._comm.broadcast_object(uuid.uuid4().hex)
         engine = Engine([wrapper._unit for wrapper in wrappers], self._comm, label, host=_host_of(self._comm))
         watch_engine(engine)
         for wrapper in wrappers:
             wrapper._unit.engine = engine
+            wrapper._buffer_dtypes = dtypes
 
 
 def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:

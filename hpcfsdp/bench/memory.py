@@ -198,24 +198,24 @@ class _Watch:
 def _sample(order: _Order, group: Any, comm: Communicator) -> _Samples:
     """Collective over `comm`. Build the engine and take steps, watched from outside."""
     if not order.keep_freed:
-        _give_back_at_once()
+        give_back_at_once()
     shape = {"layers": order.layers, "width": order.width, "rank": order.rank, "ranks": order.ranks}
     # What the first use of torch's kernels leaves in memory is none of the engine's.
     training_step(PLAIN, None, **{**shape, "layers": 1})()
     watch = _Watch(order.node, comm)
-    _trim()
+    trim()
     baseline = watch.start()
     watch.stop()
     step = training_step(order.engine, group, **shape)
     peaks = []
     for _ in range(_WARMUP + order.repeats):
-        _trim()
+        trim()
         watch.start()
         step()
         peaks.append(watch.stop())
     watch.close()
     del step
-    _trim()  # the next engines need the room
+    trim()  # the next engines need the room
     peaks = peaks[_WARMUP:]
     totals = [sum(values) for values in zip(*comm.all_gather_object([baseline, *peaks]), strict=True)]
     baseline, *peaks = (total // order.ranks for total in totals)
@@ -256,7 +256,7 @@ def main(order: _Order) -> None:
     os._exit(0)  # a group of gloo that outlives its destruction aborts the process, and models in circles hold it
 
 
-def _give_back_at_once() -> None:
+def give_back_at_once() -> None:
     """Have the C library hand what is freed back to the system, rather than keep it for later.
 
     By default glibc does so from a size on that it raises to that of the largest block which was freed; smaller ones
@@ -266,7 +266,7 @@ def _give_back_at_once() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
 
 
-def _trim() -> None:
+def trim() -> None:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from hpcfsdp.bench import host, memory, step
+from hpcfsdp.bench import host, memory, optim_state, step
 from hpcfsdp.bench.collectives import MIB, Measurement
 from hpcfsdp.bench.timing import Times
 
@@ -14,6 +14,8 @@ BACKENDS = ("engine", "backend", "step", "min-max", "against gloo")
 STEP = ("engine", "step", "min-max", "x floor", "hpcfsdp / it")
 HOST = ("engine", "per unit", "min-max", "over plain", "min-max", "hpcfsdp / it, over plain")
 MEMORY = ("engine", "baseline", "peak above it", "min-max of steps", "analytic", "peak / analytic", "hpcfsdp / it")
+OPTIM_STATE = ("call", "engine", "median", "min-max", "fsdp1 / hpcfsdp")
+OPTIM_STATE_MEMORY = ("call", "ranks", "engine", "peak", "min-max of calls", "analytic", "peak / analytic")
 
 
 def collective_rows(found: Sequence[Measurement]) -> list[tuple[str, ...]]:
@@ -89,6 +91,37 @@ def memory_rows(found: Sequence[memory.Peak]) -> list[tuple[str, ...]]:
     ]
 
 
+def optim_state_rows(found: optim_state.Measurement) -> list[tuple[str, ...]]:
+    """One row for each call and engine, with how many times as long as hpcfsdp FSDP1 takes."""
+    return [
+        (
+            way,
+            engine,
+            readable(times.median_s),
+            _spread(times),
+            f"{engines[optim_state.FSDP1].ratio_to(times):.2f}x" if engine == step.OWN else "",
+        )
+        for way, engines in found.times.items()
+        for engine, times in engines.items()
+    ]
+
+
+def optim_state_memory_rows(found: Sequence[optim_state.Peak]) -> list[tuple[str, ...]]:
+    """One row for each call, kind of rank and engine, as a multiple of what is to be expected."""
+    return [
+        (
+            one.way,
+            one.ranks,
+            one.engine,
+            _mib(one.peak_bytes),
+            f"{_mib(min(one.calls_bytes))} - {_mib(max(one.calls_bytes))}",
+            _mib(one.analytic_bytes),
+            f"{one.peak_bytes / one.analytic_bytes:.3f}x",
+        )
+        for one in found
+    ]
+
+
 def collective_json(found: Sequence[Measurement]) -> list[dict[str, object]]:
     return [
         {"collective": one.collective, "bytes": one.nbytes, "floor_s": one.floor_s, "ways": _as_json(one.ways)}
@@ -129,13 +162,28 @@ def memory_json(found: Sequence[memory.Peak]) -> dict[str, object]:
     }
 
 
+def optim_state_json(found: optim_state.Measurement) -> dict[str, object]:
+    times = {
+        way: {
+            engine: {**one, "hpcfsdp_ratio": engines[step.OWN].ratio_to(engines[engine])}
+            for engine, one in _as_json(engines).items()
+        }
+        for way, engines in found.times.items()
+    }
+    peaks = [
+        {**asdict(one), "peak_bytes": one.peak_bytes, "analytic_ratio": one.peak_bytes / one.analytic_bytes}
+        for one in found.peaks
+    ]
+    return {"parameters": found.parameters, "times": times, "memory": peaks}
+
+
 def readable(seconds: float) -> str:
     """0.0015 -> "1.50 ms"."""
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
 
 
 def _mib(nbytes: int) -> str:
-    return f"{nbytes / MIB:.1f} MiB"
+    return f"{round(nbytes / MIB, 1) + 0.0:.1f} MiB"  # zero has no sign: a peak may be a page below its baseline
 
 
 def _spread(times: Times) -> str:

@@ -16,16 +16,18 @@ from hpcfsdp.launch.bootstrap import load_mpi
 
 _HELP = """collectives: against gloo, plain MPI calls and the speed of memory; backends: steps of stock DDP, FSDP1 and
 FSDP2 on hpcmpi and on gloo; step: steps of hpcfsdp, of these over gloo, and of no communication at all; memory: the
-peak of such a step beside what it has to be; host: what wrapping costs a unit, in one process (without mpirun)"""
+peak of such a step beside what it has to be; optim-state: state dicts of a model and its optimizer, of hpcfsdp and of
+FSDP1 over gloo; host: what wrapping costs a unit, in one process (without mpirun)"""
 
 
 class _Found(NamedTuple):
-    """A measurement as a table, notes below it, and as JSON."""
+    """A measurement as a table, notes below it, and as JSON; perhaps a second table with its columns first."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     as_json: Any
     notes: Sequence[str] = ()
+    second: Sequence[Sequence[str]] = ()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,10 +39,16 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--sizes", type=_megabytes, nargs="+", metavar="MIB", help="collectives: default 1 16 64")
     parser.add_argument(
-        "--layers", type=_positive, metavar="N", help="backends, step, memory: of the GPT; default: 6, memory: 8"
+        "--layers",
+        type=_positive,
+        metavar="N",
+        help="backends, step, memory: of the GPT; default: 6, memory: 8; optim-state: linear ones, default: 16",
     )
     parser.add_argument(
-        "--width", type=_heads_wide, metavar="N", help="the same: a multiple of 8; default: 512, memory: 768"
+        "--width",
+        type=_heads_wide,
+        metavar="N",
+        help="the same: a multiple of 8; default: 512, memory: 768, optim-state: 2048",
     )
     parser.add_argument("--units", type=_positive, default=32, metavar="N", help="host: of the model; default: 32")
     parser.add_argument(
@@ -91,6 +99,10 @@ def _tell(found: _Found, options: argparse.Namespace, facts: dict[str, Any]) -> 
     print_markdown(found.columns, found.rows)
     for note in found.notes:
         print(f"\n{note}")
+    if found.second:
+        columns, *rows = found.second
+        print()
+        print_markdown(columns, rows)
 
 
 def _collectives(world: Any, options: argparse.Namespace) -> _Found:
@@ -123,16 +135,27 @@ def _memory(world: Any, options: argparse.Namespace) -> _Found:
     return _Found(report.MEMORY, report.memory_rows(found), report.memory_json(found))
 
 
+def _optim_state(world: Any, options: argparse.Namespace) -> _Found:
+    from hpcfsdp.bench import optim_state, report
+
+    if world.size == 1:
+        raise UsageError("hpcfsdp bench: optim-state compares what is sharded: start it with mpirun -n 2, or more")
+    found = optim_state.measure(world, **_shape(options, 16, 2048), repeats=options.repeats or 9)
+    peaks = [report.OPTIM_STATE_MEMORY, *report.optim_state_memory_rows(found.peaks)]
+    return _Found(report.OPTIM_STATE, report.optim_state_rows(found), report.optim_state_json(found), second=peaks)
+
+
 _TOGETHER: dict[str, Callable[[Any, argparse.Namespace], _Found]] = {
     "collectives": _collectives,
     "backends": _backends,
     "step": _step,
     "memory": _memory,
+    "optim-state": _optim_state,
 }
 
 
 def _shape(options: argparse.Namespace, layers: int, width: int) -> dict[str, int]:
-    """The GPT that is asked for, or the usual one."""
+    """The model that is asked for, or the usual one."""
     return {"layers": options.layers or layers, "width": options.width or width}
 
 

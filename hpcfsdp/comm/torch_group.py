@@ -223,9 +223,7 @@ class TorchGroupCommunicator(PlainMemory):
     def subgroup(self, ranks: Sequence[int]) -> TorchGroupCommunicator:
         ranks = check_members(self, ranks)
         members = [dist.get_global_rank(self.group, rank) for rank in ranks]
-        # torch names such a group by its ranks and the number of groups of this process: the same on all members.
-        group = dist.new_group(members, backend=dist.get_backend(self.group), use_local_synchronization=True)
-        return TorchGroupCommunicator(group, self.device)
+        return TorchGroupCommunicator(_compat.new_group_of(members, dist.get_backend(self.group)), self.device)
 
     def _exchange(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool

@@ -36,12 +36,8 @@ def device_of(model: nn.Module) -> torch.device:
     return next((param.device for param in model.parameters()), torch.device("cpu"))
 
 
-def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, tuple[int, ...]]]:
-    """Each flat parameter, its layout under the names that parameters have in the whole model, and who writes it.
-
-    Raises:
-        CheckpointError: the ranks that hold all of a parameter are not those that checkpoint the model.
-    """
+def named_flat_params(model: nn.Module) -> Iterator[tuple[FullyShardedDataParallel, FlatParam, FlatLayout]]:
+    """Each flat parameter, whose it is, and its layout under the names that parameters have in the whole model."""
     paths: dict[FullyShardedDataParallel, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, FullyShardedDataParallel):
@@ -50,13 +46,23 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, tuple
         for flat in wrapper._unit.flats:
             flat.take_back()  # what is read or written next is the shard, not what a user has put in its place
             first, *others = (flat.layout.renamed(functools.partial(_joined, path)) for path in known_as)
-            writers = wrapper._groups.writers
-            if writers is None:
-                raise CheckpointError(
-                    "the model is sharded over a pair of process groups that do not make up the world: it is not known "
-                    "which ranks hold it together; pass a device_mesh, or groups of all ranks"
-                )
-            yield flat, first.aliased(others), writers
+            yield wrapper, flat, first.aliased(others)
+
+
+def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, tuple[int, ...]]]:
+    """Each flat parameter, its layout under the names that parameters have in the whole model, and who writes it.
+
+    Raises:
+        CheckpointError: the ranks that hold all of a parameter are not those that checkpoint the model.
+    """
+    for wrapper, flat, layout in named_flat_params(model):
+        writers = wrapper._groups.writers
+        if writers is None:
+            raise CheckpointError(
+                "the model is sharded over a pair of process groups that do not make up the world: it is not known "
+                "which ranks hold it together; pass a device_mesh, or groups of all ranks"
+            )
+        yield flat, layout, writers
 
 
 def _joined(path: str, name: str) -> str:

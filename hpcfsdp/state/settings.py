@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
 from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -17,6 +21,9 @@ from torch.distributed.fsdp import (
 )
 
 from hpcfsdp.errors import StateDictError
+
+if TYPE_CHECKING:
+    from hpcfsdp.api.wrapper import FullyShardedDataParallel
 
 _CONFIGS = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -38,7 +45,7 @@ def make_settings(
     Raises:
         TypeError: `kind` is no ``StateDictType``, or a configuration is one of another kind.
     """
-    if kind not in _CONFIGS:
+    if not isinstance(kind, StateDictType):
         raise TypeError(f"state_dict_type must be a StateDictType, not {kind!r}")
     for name, given, expected in zip(
         ("state_dict_config", "optim_state_dict_config"), (config, optim_config), _CONFIGS[kind], strict=True
@@ -49,25 +56,76 @@ def make_settings(
     return StateDictSettings(kind, config or model_kind(), optim_config or optim_kind())
 
 
+def set_kind(
+    module: nn.Module,
+    kind: StateDictType,
+    config: StateDictConfig | None,
+    optim_config: OptimStateDictConfig | None,
+) -> list[tuple[FullyShardedDataParallel, StateDictSettings]]:
+    """Set all units in `module`, which is none itself perhaps; each keeps copies of the configurations.
+
+    Returns:
+        The units, outer ones first, and what they were set to before.
+
+    Raises:
+        TypeError: see ``make_settings``.
+        StateDictError: there is no unit.
+    """
+    settings = make_settings(kind, config, optim_config)
+    before = []
+    for _, unit in _units(module):
+        before.append((unit, unit._state_dict_settings))
+        own = copy.deepcopy(settings)
+        if unit._groups.device_mesh is not None:
+            set_use_dtensor(own)
+            set_optim_use_dtensor(own)
+        unit._state_dict_settings = own
+    return before
+
+
+def set_use_dtensor(settings: StateDictSettings) -> None:
+    """Have sharded state dicts of a unit that was given a mesh show ``DTensor``."""
+    if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+        settings.state_dict_config._use_dtensor = True
+
+
+def set_optim_use_dtensor(settings: StateDictSettings) -> None:
+    """The same for the state of its optimizer."""
+    if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+        settings.optim_state_dict_config._use_dtensor = True
+
+
 def settings_of(module: nn.Module) -> StateDictSettings:
-    """What the units in `module` are set to.
+    """What the units in `module` are set to; of the outermost one, as units may differ in whether they have a mesh.
 
     Raises:
         StateDictError: they are not set alike, or there are none.
     """
+    (first, root), *others = _units(module)
+    settings = root._state_dict_settings
+    for name, unit in others:
+        if _chosen(unit._state_dict_settings) != _chosen(settings):
+            raise StateDictError(
+                f"units of one model are set to different state dicts, {first or 'the root'!r} to {settings}, {name!r} "
+                f"to {unit._state_dict_settings}: call set_state_dict_type on the whole model"
+            )
+    return settings
+
+
+def _units(module: nn.Module) -> list[tuple[str, FullyShardedDataParallel]]:
     from hpcfsdp.api.wrapper import FullyShardedDataParallel  # which has this module's functions as methods
 
-    found = {}
-    for name, inner in module.named_modules():
-        if isinstance(inner, FullyShardedDataParallel):
-            found.setdefault(repr(inner._state_dict_settings), (name, inner._state_dict_settings))
+    found = [(n, inner) for n, inner in module.named_modules() if isinstance(inner, FullyShardedDataParallel)]
     if not found:
-        raise StateDictError(f"there is no FullyShardedDataParallel in this {type(module).__name__}")
-    if len(found) > 1:
-        (first, one), (second, other), *_ = found.values()
         raise StateDictError(
-            f"units of one model are set to different state dicts, {first or 'the root'!r} to {one}, {second!r} to "
-            f"{other}: call set_state_dict_type on the whole model"
+            f"there is no FullyShardedDataParallel in this {type(module).__name__}: wrap the model first"
         )
-    [(_, settings)] = found.values()
-    return settings
+    return found
+
+
+def _chosen(settings: StateDictSettings) -> dict[str, Any]:
+    """The settings without what follows from a unit's groups."""
+    found = dataclasses.asdict(settings)
+    for config in (found["state_dict_config"], found["optim_state_dict_config"]):
+        config.pop("_use_dtensor", None)
+    return found

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
@@ -35,14 +36,16 @@ class Form:
 
     Attributes:
         sharded: as this rank's chunk of the rows, in a ``DTensor`` where the model was given a mesh, else in a
-            ``ShardedTensor``; otherwise whole.
+            ``ShardedTensor``; otherwise whole, and so they are under ``NO_SHARD``.
         rank0_only: the first rank alone has them, whole.
         offload_to_cpu: they lie in host memory.
+        dtensor: in a ``DTensor`` without such a mesh, too.
     """
 
     sharded: bool = False
     rank0_only: bool = False
     offload_to_cpu: bool = False
+    dtensor: bool = False
 
     def is_made_by(self, groups: Groups) -> bool:
         """Whether this rank takes part in the making: under `rank0_only` one replica does."""
@@ -114,12 +117,14 @@ def collect(groups: Groups, parts: Parts, dtype: torch.dtype, device: torch.devi
         form: ranks that it leaves out get None for all slots, and need not call this if they are of another replica.
     """
     comm, target = groups.shard, form.device(device)
-    if form.sharded:
-        return _chunks(groups, parts, dtype, target)
+    if form.sharded and groups.strategy is not ShardingStrategy.NO_SHARD:
+        return _chunks(groups, parts, dtype, target, form)
     if not form.rank0_only:
         return _everywhere(comm, parts, dtype, target)
     slots = parts.layout.slots
     found: list[Any] = [None] * len(slots)
+    if not form.is_made_by(groups):
+        return found
     if comm.rank == 0:
         for index in parts.present:
             found[index] = torch.empty(slots[index].shape, dtype=dtype, device=target)
@@ -142,26 +147,30 @@ def _everywhere(comm: Communicator, parts: Parts, dtype: torch.dtype, target: to
     return found
 
 
-def _chunks(groups: Groups, parts: Parts, dtype: torch.dtype, target: torch.device) -> list[Any]:
+def _chunks(groups: Groups, parts: Parts, dtype: torch.dtype, target: torch.device, form: Form) -> list[Any]:
     comm, slots = groups.shard, parts.layout.slots
     shapes = [slot.shape for slot in slots]
     found: list[Any] = [None] * len(slots)
-    for index in parts.present:
+    present = parts.present
+    for index in present:
         # A tensor without dimensions has no rows: it comes whole to all ranks.
         box = chunk_box(shapes[index], comm.size, comm.rank) if shapes[index] else Box((), ())
         if box is not None:
             found[index] = torch.empty(box.sizes, dtype=dtype, device=target)
 
+    mine = sorted({run.index for run in parts.runs(comm.rank)})
+
     def wanted(rank: int) -> list[Run]:
-        return [run for run in chunk_runs(shapes, comm.size, rank) if parts.tensors[run.index] is not None]
+        # Of what other ranks want, what this one cannot give does not matter: there are ranks x slots of it.
+        return chunk_runs(shapes, comm.size, rank, present if rank == comm.rank else mine)
 
     _move(comm, parts, wanted, found, dtype)
-    for index in parts.present:
+    for index in present:
         if not shapes[index]:
             continue
         described = found[index], shapes[index], dtype, target
-        if groups.device_mesh is not None:
-            found[index] = create_chunk_dtensor(*described, groups.device_mesh)
+        if groups.device_mesh is not None or form.dtensor:
+            found[index] = create_chunk_dtensor(*described, groups.mesh())
         else:
             found[index] = create_chunk_sharded_tensor(*described, groups.process_group(), groups.global_ranks())
     return found
@@ -198,34 +207,75 @@ def fill(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
             ``groups.shard``, an ``OnFirst``, or None to leave it alone; on all ranks alike, of the slot's shape.
 
     Raises:
-        StateDictError: a distributed tensor lies on other ranks, or not all of it on these.
+        StateDictError: a distributed tensor lies on other ranks, or not all of it on these, or it is a ``DTensor`` of
+            a placement that is no block of values. Raised by all ranks, before anything is filled.
     """
-    comm = groups.shard
-    plain = [_flat(value) if _kind(value) is torch.Tensor else None for value in values]
-    for run in parts.runs(comm.rank):
-        if plain[run.index] is not None:
-            part = plain[run.index][run.start : run.start + run.numel]
-            parts.tensors[run.index][run.offset : run.offset + run.numel].copy_(part)
+    values = [_local_if_replicated(groups, value) for value in values]
+    blocks = None
     if any(_kind(value) in (ShardedTensor, DTensor) for value in values):
-        _fill_from_blocks(groups, parts, values)
+        blocks = _blocks_by_rank(groups, parts, values)
+    for run in parts.runs(groups.shard.rank):
+        if _kind(values[run.index]) is torch.Tensor:
+            part = _flat(values[run.index])[run.start : run.start + run.numel]
+            _place(parts, run).copy_(part)
+    if blocks is not None:
+        _fill_from_blocks(groups.shard, parts, values, blocks)
     if any(_kind(value) is OnFirst for value in values):
         _fill_from_first(groups, parts, values)
 
 
-def _fill_from_blocks(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
-    comm, places = groups.shard, {rank: place for place, rank in enumerate(groups.global_ranks())}
-    ours: list[list[Run]] = [[] for _ in range(comm.size)]
-    memory: list[torch.Tensor | None] = [None] * len(values)
-    for index, value in enumerate(values):
-        if _kind(value) not in (ShardedTensor, DTensor):
-            continue
-        for rank, runs in _block_runs(index, value, parts.layout.slots[index].fqn, places).items():
-            ours[rank] += runs
-        memory[index] = _held(value)
-    for dtype, chosen in _by_dtype(values, (ShardedTensor, DTensor)).items():
-        _receive(
-            comm, parts, lambda rank, chosen=chosen: [run for run in ours[rank] if run.index in chosen], memory, dtype
+def check_blocks(key: str, value: ShardedTensor | DTensor, ranks: Sequence[int]) -> None:
+    """See that a distributed tensor can be had from the ranks that a unit is sharded over. Not collective.
+
+    Args:
+        ranks: global ones, see ``Groups.global_ranks``.
+
+    Raises:
+        StateDictError: it lies on others, or not all of it on these, or it is no block of values on each.
+    """
+    try:
+        boxes = all_boxes(value)
+    except ValueError as error:
+        raise StateDictError(f"{key!r}: {error}") from None
+    covered = sum(box.numel for box in {box for rank in ranks for box in boxes.get(rank, ())})
+    if covered != math.prod(properties_of(value)[0]):
+        raise StateDictError(
+            f"{key!r}: its {type(value).__name__} lies on the ranks {sorted(boxes)}, and not all of it on those that "
+            "the "
+            f"model is sharded over ({sorted(ranks)}): load it for these ranks, or gather it"
         )
+
+
+def _local_if_replicated(groups: Groups, value: Any) -> Any:
+    """The plain tensor of a ``DTensor`` that every rank has whole, which needs no communication; else the value."""
+    if _kind(value) is DTensor and all(placement.is_replicate() for placement in value.placements):
+        members = set(value.device_mesh.mesh.flatten().tolist())
+        if members.issuperset(groups.global_ranks()):
+            return value.to_local()
+    return value
+
+
+def _blocks_by_rank(groups: Groups, parts: Parts, values: Sequence[Any]) -> list[list[Run]]:
+    """By rank, the runs of distributed tensors that this rank has to know of for its plan."""
+    comm, places = groups.shard, {rank: place for place, rank in enumerate(groups.global_ranks())}
+    wanted = {run.index for run in parts.runs(comm.rank)}
+    found: list[list[Run]] = [[] for _ in range(comm.size)]
+    for index, value in enumerate(values):
+        if _kind(value) in (ShardedTensor, DTensor):
+            # What this rank wants may be anywhere; of the rest it gives what it has.
+            needed = range(comm.size) if index in wanted else (comm.rank,)
+            for rank, runs in _block_runs(index, value, parts.layout.slots[index].fqn, places, needed).items():
+                found[rank] += runs
+    return found
+
+
+def _fill_from_blocks(comm: Communicator, parts: Parts, values: Sequence[Any], blocks: list[list[Run]]) -> None:
+    for dtype, chosen in _by_dtype(values, (ShardedTensor, DTensor)).items():
+
+        def sources(rank: int, chosen: set[int] = chosen) -> list[Run]:
+            return [run for run in blocks[rank] if run.index in chosen]
+
+        _receive(comm, parts, sources, lambda index: _held(values[index]), dtype, chosen)
 
 
 def _fill_from_first(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
@@ -233,36 +283,63 @@ def _fill_from_first(groups: Groups, parts: Parts, values: Sequence[Any]) -> Non
     shapes = [slot.shape for slot in parts.layout.slots]
     for dtype, chosen in _by_dtype(values, (OnFirst,)).items():
         if groups.is_first_replica:
-            memory = [None if index not in chosen else _flat(values[index].tensor) for index in range(len(values))]
             whole = [run for run in whole_runs(shapes) if run.index in chosen]
-            _receive(comm, parts, lambda rank, whole=whole: whole if rank == 0 else [], memory, dtype)
-        if groups.num_replicas > 1:
-            written = {parts.tensors[index].data_ptr(): parts.tensors[index] for index in sorted(chosen)}
-            for tensor in written.values():
-                there = tensor.to(groups.replicate.device)
-                groups.replicate.broadcast(there, 0)
-                tensor.copy_(there)
+
+            def sources(rank: int, whole: list[Run] = whole) -> list[Run]:
+                return whole if rank == 0 else []
+
+            _receive(comm, parts, sources, lambda index: _flat(values[index].tensor), dtype, chosen)
+    if groups.num_replicas > 1:
+        chosen = {index for index, value in enumerate(values) if _kind(value) is OnFirst}
+        _copy_from_first_replica(groups, parts, chosen)
+
+
+def _copy_from_first_replica(groups: Groups, parts: Parts, chosen: Collection[int]) -> None:
+    """Collective over ``groups.replicate``. The runs of `chosen` slots, a batch at a time."""
+    replicate, runs = groups.replicate, [run for run in parts.runs(groups.shard.rank) if run.index in chosen]
+    for group in _batches(parts.layout):
+        places = [_place(parts, run) for run in runs if run.index in group]
+        if places:
+            packed = torch.cat(places).to(replicate.device)
+            replicate.broadcast(packed, 0)
+            for place, values in zip(places, packed.split([place.numel() for place in places]), strict=True):
+                place.copy_(values)
 
 
 def _receive(
-    comm: Communicator, parts: Parts, sources: RunsOf, memory: Sequence[torch.Tensor | None], dtype: torch.dtype
+    comm: Communicator,
+    parts: Parts,
+    sources: RunsOf,
+    held: Callable[[int], torch.Tensor | None],
+    dtype: torch.dtype,
+    chosen: Collection[int],
 ) -> None:
-    """Collective over `comm`. Fill `parts` from runs that ranks hold in `memory`, of which they may hold none."""
-    held = {run.index for rank in range(comm.size) for run in sources(rank)}
+    """Collective over `comm`. Fill the `chosen` slots of `parts` from the runs that ranks hold of them.
+
+    Args:
+        held: the memory of this rank's runs of a slot; asked for when its turn comes, as it may be a copy.
+    """
 
     def wanted(rank: int) -> list[Run]:
-        return [run for run in parts.runs(rank) if run.index in held]
+        return [run for run in parts.runs(rank) if run.index in chosen]
 
     plan = MovePlan.make(comm.rank, comm.size, sources, wanted)
     for part in plan.parts(_batches(parts.layout)):
-        move(comm, part, memory, parts.tensors, dtype)
+        given = {step.index for steps in (part.kept, *part.sent) for step in steps}
+        move(comm, part, {index: held(index) for index in given}, parts.tensors, dtype)
 
 
-def _block_runs(index: int, value: Any, fqn: str, places: dict[int, int]) -> dict[int, list[Run]]:
+def _block_runs(
+    index: int, value: Any, fqn: str, places: dict[int, int], needed: Collection[int]
+) -> dict[int, list[Run]]:
     """The runs of a distributed tensor by the rank among `places`, in the memory that ``_held`` gives.
 
-    Of replicas of a block the first is taken.
+    Of replicas of a block the first is taken. Runs are listed for the ranks that are `needed`.
+
+    Raises:
+        StateDictError: see ``check_blocks``.
     """
+    check_blocks(fqn, value, list(places))
     found: dict[int, list[Run]] = {}
     seen: set[Box] = set()
     shape, _ = properties_of(value)
@@ -272,17 +349,11 @@ def _block_runs(index: int, value: Any, fqn: str, places: dict[int, int]) -> dic
         runs: list[Run] = []
         offset = 0
         for box in boxes:
-            if box not in seen:
+            if box not in seen and places[rank] in needed:
                 runs += [run._replace(offset=run.offset + offset) for run in box_runs(index, shape, box)]
             seen.add(box)
             offset += box.numel
         found[places[rank]] = sorted(runs)
-    covered = sum(box.numel for box in seen)
-    if covered != math.prod(shape):
-        raise StateDictError(
-            f"{fqn!r}: its {type(value).__name__} has {covered} of {math.prod(shape)} elements on the ranks that "
-            f"the model is sharded over ({sorted(places)}): load it for these ranks, or gather it"
-        )
     return found
 
 
@@ -311,6 +382,11 @@ def _kind(value: Any) -> type | None:
 
 def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.detach().reshape(-1)
+
+
+def _place(parts: Parts, run: Run) -> torch.Tensor:
+    """The memory of a run, as a view."""
+    return parts.tensors[run.index][run.offset : run.offset + run.numel]
 
 
 def _whole_runs(parts: Parts) -> list[Run]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,8 @@ from hpcfsdp.tensor.runs import Move, Run, intersect
 RunsOf = Callable[[int], Sequence[Run]]
 """The runs that a rank holds."""
 
-Flat = Sequence[torch.Tensor | None]
-"""Memory by the index of moves, 1-D each; None for tensors of which this rank has nothing."""
+Flat = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
+"""Memory by the index of moves, 1-D each; None, or nothing, for tensors of which this rank has nothing."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,18 @@ class MovePlan:
 
     def parts(self, groups: Iterable[range]) -> Iterator[MovePlan]:
         """This plan, one range of tensors after the other; ascending ranges that hold all of them."""
-        places = [0] * (1 + len(self.sent) + len(self.received))
+        stops, size, nothing = [group.stop for group in groups], len(self.sent), list[Move]()
         everything = [self.kept, *self.sent, *self.received]
-        for group in groups:
-            cut = []
-            for which, moves in enumerate(everything):
-                begin = end = places[which]
-                while end < len(moves) and moves[end].index < group.stop:
-                    end += 1
-                places[which] = end
-                cut.append(moves[begin:end])
-            size = len(self.sent)
-            yield MovePlan(cut[0], cut[1 : 1 + size], cut[1 + size :])
+        # Most ranks have no move in most groups: what is made for each group is what there is.
+        cuts: list[dict[int, list[Move]]] = [{} for _ in stops]
+        for which, moves in enumerate(everything):
+            for step in moves:
+                cuts[bisect_right(stops, step.index)].setdefault(which, []).append(step)
+        for cut in cuts:
+            lists = [nothing] * len(everything)
+            for which, moves in cut.items():
+                lists[which] = moves
+            yield MovePlan(lists[0], lists[1 : 1 + size], lists[1 + size :])
 
 
 def batches(sizes: Sequence[int], limit: int) -> list[range]:
@@ -78,7 +79,7 @@ def move(comm: Communicator, plan: MovePlan, source: Flat, target: Flat, dtype: 
     in its place. For all else memory is taken for as long as it takes.
 
     Args:
-        source: of any dtype.
+        source: of any dtype, contiguous or not.
         target: of `dtype` where it is received in place; any other is converted to.
         dtype: in which values travel, the same on all ranks.
     """
@@ -100,7 +101,7 @@ def _packed(
         return nothing
     if len(moves) == 1:
         index, begin, _, numel = moves[0]
-        return source[index][begin : begin + numel].to(comm.device, dtype)
+        return source[index][begin : begin + numel].to(comm.device, dtype).contiguous()
     packed, at = torch.empty(sum(m.numel for m in moves), dtype=dtype, device=comm.device), 0
     for index, begin, _, numel in moves:
         packed[at : at + numel].copy_(source[index][begin : begin + numel])

@@ -8,7 +8,8 @@ tensor are all lists of runs, so one plan moves values between any two of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from hpcfsdp.flat.layout import FlatLayout
@@ -66,10 +67,16 @@ def whole_runs(shapes: Sequence[Sequence[int]]) -> list[Run]:
     return [Run(index, 0, math.prod(shape), 0) for index, shape in enumerate(shapes) if math.prod(shape)]
 
 
-def chunk_runs(shapes: Sequence[Sequence[int]], num_chunks: int, chunk: int) -> list[Run]:
-    """The runs of one chunk of each tensor's rows, in memory of their own; all of a tensor without dimensions."""
-    runs = []
-    for index, shape in enumerate(shapes):
+def chunk_runs(
+    shapes: Sequence[Sequence[int]], num_chunks: int, chunk: int, chosen: Iterable[int] | None = None
+) -> list[Run]:
+    """The runs of one chunk of each tensor's rows, in memory of their own; all of a tensor without dimensions.
+
+    Of the tensors `chosen`, in ascending order, if it is given.
+    """
+    runs: list[Run] = []
+    for index in range(len(shapes)) if chosen is None else chosen:
+        shape = shapes[index]
         box = chunk_box(shape, num_chunks, chunk) if shape else Box((), ())
         if box is not None:
             runs += box_runs(index, shape, box)
@@ -77,9 +84,19 @@ def chunk_runs(shapes: Sequence[Sequence[int]], num_chunks: int, chunk: int) -> 
 
 
 def shard_runs(layout: FlatLayout, shard_rank: int) -> list[Run]:
-    """The runs of a layout's parameters in one shard, by their place among the layout's slots."""
-    places = {slot.fqn: index for index, slot in enumerate(layout.slots)}
-    return [Run(places[e.fqn], e.start, e.numel, e.shard_offset) for e in layout.extents(shard_rank)]
+    """The runs of a layout's parameters in one shard, by their place among the layout's slots.
+
+    They are the layout's ``extents``, found without a look at the slots of other shards: a plan asks for all shards.
+    """
+    runs, begin = [], shard_rank * layout.shard_numel
+    for index in range(bisect_right(layout.slots, begin, key=lambda slot: slot.end), len(layout.slots)):
+        slot = layout.slots[index]
+        if slot.offset >= begin + layout.shard_numel:
+            break
+        first, end = max(slot.offset, begin), min(slot.end, begin + layout.shard_numel)
+        if first < end:
+            runs.append(Run(index, first - slot.offset, end - first, first - begin))
+    return runs
 
 
 def own_runs(layout: FlatLayout, shard_rank: int) -> list[Run]:
@@ -109,9 +126,12 @@ def box_runs(index: int, shape: Sequence[int], box: Box) -> Iterator[Run]:
 def intersect(sources: Sequence[Run], targets: Sequence[Run]) -> list[Move]:
     """What of `targets` can come from `sources`, in the order of tensors and elements.
 
-    Both are in that order, and neither holds an element twice. It takes time in proportion to their lengths.
+    Both are in that order, and neither holds an element twice. It takes time in proportion to the stretches of both in
+    which they overlap.
     """
-    moves, i, j = [], 0, 0
+    if not sources or not targets:
+        return []
+    moves, i, j = [], _first_to_reach(sources, targets[0]), _first_to_reach(targets, sources[0])
     while i < len(sources) and j < len(targets):
         source, target = sources[i], targets[j]
         if source.index == target.index:
@@ -125,3 +145,8 @@ def intersect(sources: Sequence[Run], targets: Sequence[Run]) -> list[Move]:
         else:
             j += 1
     return moves
+
+
+def _first_to_reach(runs: Sequence[Run], run: Run) -> int:
+    """The place of the last run that begins no later than `run` does: those before it end earlier."""
+    return max(0, bisect_right(runs, run[:2], key=lambda other: other[:2]) - 1)

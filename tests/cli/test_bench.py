@@ -62,6 +62,36 @@ def test_memory_is_measured_with_every_engine(start):
         assert one["hpcfsdp_ratio"] > 0
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_state_dicts_are_measured_with_fsdp1_and_are_the_same(start, ranks):
+    shape = ("--layers", "2", "--width", "24", "--repeats", "2")
+    job = start("-m", "hpcfsdp", "bench", "optim-state", *shape, "--json", ranks=ranks).wait(timeout=110)
+    assert job.code == 0, job.stderr
+    measured = json.loads(job.stdout)["measured"]
+    assert measured["parameters"] == 2 * (24 * 24 + 24)
+    assert len(measured["times"]) == 7
+    for engines in measured["times"].values():
+        assert list(engines) == ["fsdp1", "hpcfsdp"]
+        assert all(len(one["seconds"]) == 2 and one["hpcfsdp_ratio"] > 0 for one in engines.values())
+    kinds = [(one["way"], one["engine"], one["ranks"]) for one in measured["memory"]]
+    assert len(set(kinds)) == len(kinds) == 3 * 2 * 2
+
+
+def test_state_dicts_are_printed_as_two_tables(start):
+    job = start("-m", "hpcfsdp", "bench", "optim-state", *SMALL, ranks=2).wait(timeout=110)
+    assert job.code == 0, job.stderr
+    times, peaks = job.stdout.split("\n\n")
+    assert times.startswith("| call | engine | median | min-max | fsdp1 / hpcfsdp |\n")
+    assert peaks.startswith("| call | ranks | engine | peak | min-max of calls | analytic | peak / analytic |\n")
+    assert (len(times.splitlines()), len(peaks.splitlines())) == (2 + 7 * 2, 2 + 3 * 2 * 2)
+
+
+def test_state_dicts_are_not_measured_on_one_rank(hpcfsdp):
+    job = hpcfsdp("bench", "optim-state", *SMALL)
+    assert job.code == 2
+    assert "optim-state compares what is sharded: start it with mpirun -n 2" in job.stderr
+
+
 def test_the_cost_of_a_unit_is_not_measured_on_several_ranks(hpcfsdp):
     job = hpcfsdp("bench", "host", ranks=2)
     assert job.code == 2

@@ -73,7 +73,7 @@ def numbered(page):
 
 def test_pages_about_sharding(start, tmp_path):
     """The first block of a page is run, then each of the others on what it has made."""
-    pages = {page: numbered(page) for page in ("docs/sharding.md", "docs/migrating.md")}
+    pages = {page: numbered(page) for page in ("docs/sharding.md", "docs/migrating.md", "docs/state-dicts.md")}
     (tmp_path / "pages.json").write_text(json.dumps(pages))
     (tmp_path / "runner.py").write_text(RUNNER)
     job = start("runner.py", ranks=2).wait()

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy as Strategy
 
 import hpcfsdp.world
+from hpcfsdp import _compat
 from hpcfsdp.api import groups as module
 from hpcfsdp.api.groups import resolve_groups
 from hpcfsdp.comm import communicator_for
@@ -167,3 +168,119 @@ def test_gathered_memory_is_one_for_all_ranks_of_one_node(world, comm):
     assert world.num_nodes > 1 or full.tolist() == seen
     comm.barrier()
     comm.free(full)
+
+
+def test_the_first_rank_and_the_first_replica(world):
+    groups = resolve_groups(None, None, None)
+    assert groups.is_first_replica
+    assert groups.is_first == (world.rank == 0)
+    assert (groups.num_replicas, groups.is_hybrid) == (1, False)
+    groups = resolve_groups(None, None, Strategy.NO_SHARD)
+    assert groups.is_first == groups.is_first_replica == (world.rank == 0)
+    assert groups.num_replicas == world.size
+
+
+@pytest.mark.parametrize("labels", ["aabb", "abab", "abcd"])
+def test_first_ranks_under_hybrid_and_their_names_in_the_world(world, on_nodes, monkeypatch, labels):
+    topology = on_nodes(labels)
+    if topology.ranks_per_node is None:
+        pytest.skip("nodes of one size")
+    monkeypatch.setattr(module, "_made", None)
+    groups = resolve_groups(None, None, Strategy.HYBRID_SHARD)
+    node = list(topology.node_of(world.rank))
+    assert groups.is_first_replica == (topology.nodes[0] == topology.node_of(world.rank))
+    assert groups.is_first == (world.rank == 0)
+    assert groups.device_mesh is None
+    assert list(groups.global_ranks()) == node
+    group = groups.process_group()
+    assert dist.get_process_group_ranks(group) == node
+    assert (group is dist.group.WORLD) == (len(node) == world.size)
+    assert groups.process_group() is group
+    assert resolve_groups(None, None, Strategy.HYBRID_SHARD).process_group() is group
+    total_of_node = torch.tensor([world.rank])
+    dist.all_reduce(total_of_node, group=group)
+    assert total_of_node.item() == sum(node)
+
+
+@pytest.mark.parametrize("backend", ["hpcmpi", "gloo"])
+def test_the_process_group_of_groups_that_came_from_torch(world, backend):
+    everyone = dist.new_group(backend=backend)
+    groups = resolve_groups(everyone, None, None)
+    assert groups.global_ranks() == tuple(range(world.size))
+    assert dist.get_process_group_ranks(groups.process_group()) == list(range(world.size))
+    if world.size % 2:
+        return
+    shard, replicate = pairs(world, 2, backend)
+    groups = resolve_groups((shard, replicate), None, Strategy.HYBRID_SHARD)
+    first = world.rank // 2 * 2
+    assert groups.global_ranks() == (first, first + 1)
+    assert dist.get_process_group_ranks(groups.process_group()) == [first, first + 1]
+    assert groups.is_first_replica == (first == 0)
+    if backend == "gloo":
+        assert groups.process_group() is shard
+
+
+def test_ranks_are_named_in_the_order_of_the_shards(world):
+    """Which need not be that of the world."""
+    turned = MpiCommunicator(world.comm.Split(0, -world.rank))
+    groups = resolve_groups(turned, None, None)
+    assert groups.shard.rank == world.size - 1 - world.rank
+    assert groups.global_ranks() == tuple(reversed(range(world.size)))
+    assert sorted(dist.get_process_group_ranks(groups.process_group())) == list(range(world.size))
+    turned.close()
+
+
+def test_ranks_that_are_in_different_numbers_of_groups_meet_in_one(world, monkeypatch):
+    """Torch itself names a group after that number, where not all ranks of the world take part in the making."""
+    monkeypatch.setattr(module, "_made", None)
+    mine = [dist.new_group([0])]
+    parts = [range(world.size), range((world.size + 1) // 2)]
+    for ranks in parts:
+        if world.rank in ranks:
+            turned = MpiCommunicator(world.comm.Create_group(world.comm.group.Incl(list(reversed(ranks)))))
+            group = resolve_groups(turned, None, None).process_group()
+            assert dist.get_process_group_ranks(group) == list(ranks)
+            total_of_ranks = torch.tensor([world.rank])
+            dist.all_reduce(total_of_ranks, group=group)
+            assert total_of_ranks.item() == sum(ranks)
+            turned.close()
+            mine.append(group)
+    for group in mine:
+        if group not in (dist.group.WORLD, dist.GroupMember.NON_GROUP_MEMBER):
+            dist.destroy_process_group(group)
+
+
+def test_groups_of_the_same_ranks_are_several(world):
+    first, second = (_compat.new_group_of(range(world.size), backend) for backend in (None, "gloo"))
+    assert first is not second
+    assert (dist.get_backend(first), dist.get_backend(second)) == (dist.get_backend(), "gloo")
+    for group in (first, second):
+        assert dist.get_rank(group) == world.rank
+        value = torch.tensor([float(world.rank)])
+        dist.all_reduce(value, group=group)
+        assert value.item() == sum(range(world.size))
+        dist.destroy_process_group(group)
+    again = _compat.new_group_of(range(world.size))
+    dist.barrier(group=again)
+
+
+def test_under_no_shard_each_rank_is_the_only_one_of_its_shards(world):
+    groups = resolve_groups(None, None, Strategy.NO_SHARD)
+    assert groups.global_ranks() == (world.rank,)
+    assert dist.get_process_group_ranks(groups.process_group()) == [world.rank]
+
+
+def test_the_mesh_that_was_given_is_kept_for_units_that_it_fits(world):
+    mesh = world.mesh()
+    groups = resolve_groups(None, mesh, None)
+    assert groups.device_mesh is mesh
+    assert resolve_groups(groups, None, None).device_mesh is mesh
+    assert resolve_groups(groups, None, Strategy.SHARD_GRAD_OP).device_mesh is mesh
+    assert resolve_groups(None, None, None).device_mesh is None
+    inner = 2 if world.size % 2 == 0 else 1
+    mesh = world.mesh(replicate=None, shard=inner)
+    groups = resolve_groups(None, mesh, Strategy.HYBRID_SHARD)
+    assert groups.device_mesh is mesh
+    assert groups.global_ranks() == tuple(mesh.mesh[world.rank // inner].tolist())
+    assert resolve_groups(groups, None, Strategy._HYBRID_SHARD_ZERO2).device_mesh is mesh
+    assert resolve_groups(groups, None, Strategy.FULL_SHARD).device_mesh is None  # its rows are over all ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcfsdp.comm.communicator import PlainMemory, accumulate_dtype
+from hpcfsdp.comm.communicator import PlainMemory, accumulate_dtype, check_list, check_tensors
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.errors import CommunicationError
 
@@ -63,6 +63,24 @@ class ThreadComm(PlainMemory):
         assert (inputs is None) == (self.rank != src)
         given = None if inputs is None else [tensor.detach().clone() for tensor in inputs]
         output.copy_(self._exchange(given)[src][self.rank])
+        return Finished() if async_op else None
+
+    def all_gather(self, outputs, tensor, *, async_op=False):
+        check_list("all_gather", self, "outputs", outputs)
+        check_tensors("all_gather", self, tensor, *outputs)
+        return self._arrive(outputs, self._exchange(tensor.detach().clone()), async_op)
+
+    def all_to_all(self, outputs, inputs, *, async_op=False):
+        check_list("all_to_all", self, "outputs", outputs)
+        check_list("all_to_all", self, "inputs", inputs)
+        check_tensors("all_to_all", self, *inputs, *outputs)
+        sent = self._exchange([tensor.detach().clone() for tensor in inputs])
+        return self._arrive(outputs, [of_rank[self.rank] for of_rank in sent], async_op)
+
+    def _arrive(self, outputs, values, async_op):
+        for output, value in zip(outputs, values, strict=True):
+            assert output.numel() == value.numel()
+            output.detach().view(-1).copy_(value.view(-1))
         return Finished() if async_op else None
 
     def barrier(self, *, async_op=False):

@@ -15,6 +15,7 @@ EXIT_CODES = {
     "DifferentCallsError": 1,
     "DataError": 1,
     "EngineError": 1,
+    "StateDictError": 1,
     "CheckpointError": 1,
     "CheckpointMismatchError": 1,
     "CheckpointCorruptError": 4,

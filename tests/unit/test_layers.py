@@ -20,7 +20,7 @@ LAYERS = [
     {"comm", "mpi", "world"},
     {"flat"},
     {"runtime", "tensor"},
-    {"api", "state", "fsdp", "wrap"},
+    {"api", "state", "fsdp", "state_dict", "wrap"},
     {"checkpoint"},
     {"bench", "cli", "doctor", "train", "__main__", ""},
 ]

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 import hpcfsdp
-from hpcfsdp import fsdp, wrap
+from hpcfsdp import wrap
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import DisagreementError, EngineError
 from hpcfsdp.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
@@ -349,20 +349,21 @@ def test_a_model_can_be_printed_and_switched_to_evaluation():
     assert not model.eval()[0].module.training
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda model: model.state_dict(),
-        lambda model: model.load_state_dict({}),
-        lambda model: nn.Sequential(model).state_dict(),
-        lambda model: fsdp.FullyShardedDataParallel.set_state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT),
-        lambda model: fsdp.FullyShardedDataParallel.optim_state_dict(model, torch.optim.SGD(model.parameters(), 0.1)),
-    ],
-)
-def test_state_dicts_are_not_there_yet_and_say_what_to_do_instead(use):
-    with pytest.raises(NotImplementedError) as caught:
-        use(shard(nn.Linear(2, 2)))
-    assert "is not supported yet: hpcfsdp.checkpoint.save writes a file" in str(caught.value)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_state_dict_is_that_of_the_plain_module_with_a_prefix_and_an_own_dictionary(use_orig_params):
+    plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    expected = {f"net.{key}": value.clone() for key, value in plain.state_dict().items()}
+    model = shard(plain, use_orig_params=use_orig_params)
+    names = [name for name, _ in model.named_parameters()]
+    own = {"before": 1}
+    for state in (model.state_dict(prefix="net."), model.state_dict(destination=own, prefix="net.")):
+        assert [key for key in state if key != "before"] == list(expected)
+        assert all(torch.equal(state[key], value) for key, value in expected.items())
+    assert model.state_dict(own, "net.", True) is own
+    assert [name for name, _ in model.named_parameters()] == names
+    kept = model.state_dict(keep_vars=True)
+    assert kept["1.running_mean"] is model.module[1].running_mean
+    assert model.state_dict()["1.running_mean"].data_ptr() != kept["1.running_mean"].data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from hpcfsdp.bench import host, memory, report, step
+from hpcfsdp.bench import host, memory, optim_state, report, step
 from hpcfsdp.bench.collectives import Measurement
 from hpcfsdp.bench.timing import Times
 
@@ -94,3 +94,36 @@ def test_the_worst_step_is_compared_with_what_memory_has_to_be():
 def test_json_of_memory_holds_ratios():
     fsdp2 = json.loads(json.dumps(report.memory_json(PEAKS)))["fsdp2"]
     assert (fsdp2["peak_bytes"], fsdp2["analytic_ratio"], fsdp2["hpcfsdp_ratio"]) == (20 * MIB, 2.5, 0.5)
+
+
+OPTIM_STATE = optim_state.Measurement(
+    parameters=8,
+    times={"show": {"fsdp1": Times((0.008, 0.030, 0.009)), "hpcfsdp": Times((0.002, 0.003, 0.003))}},
+    peaks=[
+        optim_state.Peak("show", "fsdp1", "rank 0", (9 * MIB, 12 * MIB), 8 * MIB),
+        optim_state.Peak("show", "hpcfsdp", "others", (-4096, 0), 8 * MIB),
+    ],
+)
+
+
+def test_state_dicts_are_compared_with_those_of_fsdp1_of_the_same_round():
+    assert report.optim_state_rows(OPTIM_STATE) == [
+        ("show", "fsdp1", "9.00 ms", "8.00 ms - 30.00 ms", ""),
+        ("show", "hpcfsdp", "3.00 ms", "2.00 ms - 3.00 ms", "4.00x"),
+    ]
+
+
+def test_the_peaks_of_state_dicts_are_told_for_rank_0_and_the_others():
+    assert report.optim_state_memory_rows(OPTIM_STATE.peaks) == [
+        ("show", "rank 0", "fsdp1", "12.0 MiB", "9.0 MiB - 12.0 MiB", "8.0 MiB", "1.500x"),
+        ("show", "others", "hpcfsdp", "0.0 MiB", "0.0 MiB - 0.0 MiB", "8.0 MiB", "0.000x"),
+    ]
+
+
+def test_json_of_state_dicts_holds_times_and_peaks():
+    found = json.loads(json.dumps(report.optim_state_json(OPTIM_STATE)))
+    assert found["parameters"] == 8
+    assert found["times"]["show"]["fsdp1"]["seconds"] == [0.008, 0.030, 0.009]
+    assert found["times"]["show"]["fsdp1"]["hpcfsdp_ratio"] == 0.25
+    assert found["memory"][0]["calls_bytes"] == [9 * MIB, 12 * MIB]
+    assert (found["memory"][0]["peak_bytes"], found["memory"][0]["analytic_ratio"]) == (12 * MIB, 1.5)

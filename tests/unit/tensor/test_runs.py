@@ -1,12 +1,23 @@
+import itertools
 import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.tensor.runs import Box, Move, Run, box_runs, chunk_box, intersect, own_runs, shard_runs, whole_runs
+from hpcfsdp.tensor.runs import (
+    Box,
+    Move,
+    Run,
+    box_runs,
+    chunk_box,
+    chunk_runs,
+    intersect,
+    own_runs,
+    shard_runs,
+    whole_runs,
+)
 
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple)
 
@@ -57,7 +68,7 @@ def tilings(draw, numels):
     held = [[] for _ in range(ranks)]
     for index, numel in enumerate(numels):
         cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=5))})
-        for begin, end in zip(cuts, cuts[1:]):
+        for begin, end in itertools.pairwise(cuts):
             held[draw(st.integers(0, ranks - 1))].append((index, begin, end - begin))
     runs = []
     for of_rank in held:
@@ -96,8 +107,33 @@ def test_the_shards_of_a_layout_tile_its_parameters():
     runs = [shard_runs(layout, rank) for rank in range(3)]
     assert sorted(runs[0] + runs[1] + runs[2])[0] == Run(0, 0, 8, 0)
     assert sum(run.numel for of_rank in runs for run in of_rank) == 22
-    assert [intersect(of_rank, whole_runs([(3, 5), (0,), (7,)])) for of_rank in runs][0] == [Move(0, 0, 0, 8)]
+    assert intersect(runs[0], whole_runs([(3, 5), (0,), (7,)])) == [Move(0, 0, 0, 8)]
     assert own_runs(layout, 1)[0] == runs[1][0]._replace(offset=0)
+
+
+@given(st.lists(st.lists(st.integers(0, 4), max_size=2).map(tuple), max_size=8), st.integers(1, 6))
+def test_the_runs_of_a_shard_are_its_extents(shapes, num):
+    layout = FlatLayout.plan([(f"p{i}", shape, ()) for i, shape in enumerate(shapes)], torch.float32, num)
+    for rank in range(num):
+        expected = [Run(int(e.fqn[1:]), e.start, e.numel, e.shard_offset) for e in layout.extents(rank)]
+        assert shard_runs(layout, rank) == expected
+        assert own_runs(layout, rank) == [run._replace(offset=0) for run in expected]
+
+
+@given(st.lists(SHAPES | st.just(()), max_size=5), st.integers(1, 5))
+def test_chunks_of_rows_tile_tensors_that_have_rows(shapes, num):
+    chunks = [chunk_runs(shapes, num, chunk) for chunk in range(num)]
+    for index, shape in enumerate(shapes):
+        runs = [run for chunk in chunks for run in chunk if run.index == index]
+        if shape:
+            ends = [run.start + run.numel for run in runs]
+            assert [run.start for run in runs] == [0, *ends[:-1]][: len(runs)]
+            assert sum(run.numel for run in runs) == math.prod(shape)
+        else:
+            assert runs == [Run(index, 0, 1, 0)] * num
+    odd = range(1, len(shapes), 2)
+    for chunk, runs in enumerate(chunks):
+        assert chunk_runs(shapes, num, chunk, odd) == [run for run in runs if run.index % 2]
 
 
 @pytest.mark.parametrize(("num", "chunk", "expected"), [(2, 1, Box((2,), (1,))), (4, 3, None), (1, 0, Box((0,), (3,)))])

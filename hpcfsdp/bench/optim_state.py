@@ -1,0 +1,361 @@
+"""State dicts of a model and its optimizer, of the engine and of stock torch's FSDP1 over gloo, in one run.
+
+The model is a row of linear layers, each a unit of its own. Both engines have taken the same step, so that what they
+show, and what they load, is compared, too. Their optimizers step flat parameters: with ``use_orig_params=True`` FSDP1
+shows wrong values of state that it offloads on the CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as stock
+from torch import nn
+from torch.distributed.fsdp import StateDictType
+
+import hpcfsdp.fsdp as ours
+from hpcfsdp._compat import ShardedTensor
+from hpcfsdp.bench.memory import give_back_at_once, trim
+from hpcfsdp.bench.pss import Sampler
+from hpcfsdp.bench.step import OWN, wrap
+from hpcfsdp.bench.timing import Times, in_turn
+from hpcfsdp.comm import Communicator
+from hpcfsdp.comm.agree import raise_together
+from hpcfsdp.errors import HpcfsdpError
+from hpcfsdp.tensor.runs import Box
+from hpcfsdp.tensor.sharded import local_blocks, properties_of
+from hpcfsdp.world import World
+
+FSDP1 = "fsdp1"
+ENGINES = (FSDP1, OWN)
+MOMENTS = 2
+"""State tensors of AdamW for each parameter, of its shape."""
+_ROWS = 2
+_WARMUP = 1
+_MEMORY_CALLS = 3
+_TOLERANCE = 1e-5
+"""Of what engines show, as a part of the sum of absolute values: gradients are added up in another order."""
+
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+
+
+class Trained(NamedTuple):
+    """A model that has taken a step.
+
+    Attributes:
+        api: the class whose methods are measured.
+    """
+
+    api: type[stock.FullyShardedDataParallel] | type[ours.FullyShardedDataParallel]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+class Way(NamedTuple):
+    """A call that is measured.
+
+    Attributes:
+        call: "optim_state_dict", "optim_state_dict_to_load" or "state_dict".
+        kind: of the state dict.
+        rank0_only: only rank 0 gets one that is full.
+    """
+
+    call: str
+    kind: StateDictType
+    rank0_only: bool = False
+
+    def __str__(self) -> str:
+        form = "sharded" if self.kind is SHARDED else "full"
+        return f"{self.call}, {form}" + (" on rank 0" if self.rank0_only else "")
+
+    @property
+    def loads(self) -> bool:
+        return self.call == "optim_state_dict_to_load"
+
+    def given(self, trained: Trained) -> dict[str, Any] | None:
+        """Collective over the ranks of the model. What the call takes: the state dict that it is the way back of."""
+        return Way("optim_state_dict", self.kind)(trained, None) if self.loads else None
+
+    def __call__(self, trained: Trained, given: dict[str, Any] | None) -> dict[str, Any]:
+        """Collective over the ranks of the model."""
+        api, model, optimizer = trained
+        with api.state_dict_type(model, *_settings(self.kind, rank0_only=self.rank0_only)):
+            if self.call == "state_dict":
+                return model.state_dict()
+            if self.loads:
+                return api.optim_state_dict_to_load(model, optimizer, given)
+            return api.optim_state_dict(model, optimizer)
+
+
+WAYS = (
+    Way("optim_state_dict", FULL, rank0_only=True),
+    Way("optim_state_dict", FULL),
+    Way("optim_state_dict", SHARDED),
+    Way("optim_state_dict_to_load", FULL),
+    Way("optim_state_dict_to_load", SHARDED),
+    Way("state_dict", FULL, rank0_only=True),
+    Way("state_dict", SHARDED),
+)
+MEMORY_WAYS = tuple(way for way in WAYS if way.loads or (way.rank0_only and way.call == "optim_state_dict"))
+"""Those of which is said what memory they have to take."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes that calls took at their peak, above those that were held before the first of them.
+
+    Attributes:
+        ranks: "rank 0", or "others": the highest of them.
+        calls_bytes: of each call.
+        analytic_bytes: what it has to be, see ``analytic_bytes``.
+    """
+
+    way: str
+    engine: str
+    ranks: str
+    calls_bytes: tuple[int, ...]
+    analytic_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.calls_bytes)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """State dicts of several engines.
+
+    Attributes:
+        parameters: elements of the model's parameters.
+        times: way -> engine -> times of a call.
+        peaks: of some of the ways.
+    """
+
+    parameters: int
+    times: dict[str, dict[str, Times]]
+    peaks: list[Peak]
+
+
+def measure(
+    world: World, *, layers: int, width: int, repeats: int, engines: Sequence[str] = ENGINES, ways: Sequence[Way] = WAYS
+) -> Measurement:
+    """Collective over all ranks. Calls of all engines in turn: stock torch over gloo, hpcfsdp over the world.
+
+    Memory comes last, for from then on the C library gives back at once what is freed, which takes time.
+
+    Raises:
+        HpcfsdpError: engines show different things, or load something other than what they have.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # FSDP1 says that its state dicts are on their way out
+        warnings.simplefilter("ignore", UserWarning)
+        gloo = dist.new_group(backend="gloo")
+        trained = {
+            engine: train(engine, None if engine == OWN else gloo, layers=layers, width=width, rank=world.rank)
+            for engine in engines
+        }
+        gc.freeze()  # what is there already need not be looked through after every call
+        times = {str(way): _times(world.host, way, trained, repeats) for way in ways}
+        watched = [way for way in ways if way in MEMORY_WAYS]
+        peaks = _peaks(world.host, watched, trained, {"layers": layers, "width": width})
+    del trained
+    gc.unfreeze()
+    gc.collect()  # a group of gloo that outlives its destruction aborts the process, and models in circles hold it
+    return Measurement(layers * _unit_numel(width), times, peaks)
+
+
+def train(engine: str, group: Any, *, layers: int, width: int, rank: int) -> Trained:
+    """Collective over `group`. A new model under an engine, whose optimizer has the state of one step.
+
+    Args:
+        group: what the engine takes as its process group.
+        rank: chooses the data.
+    """
+    torch.manual_seed(0)
+    model = wrap(engine, nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))), group, unit=nn.Linear)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(rank))).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    api = ours.FullyShardedDataParallel if engine == OWN else stock.FullyShardedDataParallel
+    return Trained(api, model, optimizer)
+
+
+def analytic_bytes(way: Way, *, layers: int, width: int, ranks: int, is_first: bool, itemsize: int = 4) -> int:
+    """What a call of `MEMORY_WAYS` has to take at its peak.
+
+    Loading, that is this rank's part of the state, and the two largest parameters. Gathering, the whole state on rank
+    0, and on all ranks one unit.
+    """
+    state = MOMENTS * layers * _unit_numel(width)
+    if way.loads:
+        params = sorted([width * width, width] * layers)
+        return (math.ceil(state / ranks) + sum(params[-2:])) * itemsize
+    return (state * is_first + _unit_numel(width)) * itemsize
+
+
+def _unit_numel(width: int) -> int:
+    return width * width + width
+
+
+def _settings(kind: StateDictType, *, rank0_only: bool) -> tuple[Any, ...]:
+    """What ``state_dict_type`` takes. Made anew each time, as torch writes into configurations."""
+    if kind is SHARDED:
+        return kind, stock.ShardedStateDictConfig(), stock.ShardedOptimStateDictConfig()
+    # Everything is in host memory. FSDP1 fails there if it is to offload parameters: it frees what it has gathered.
+    model = stock.FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only)
+    return kind, model, stock.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
+
+
+def _times(comm: Communicator, way: Way, trained: Mapping[str, Trained], repeats: int) -> dict[str, Times]:
+    """Collective over `comm`. What a call returns is looked at once, and let go of when its time has been taken."""
+    given = {engine: way.given(one) for engine, one in trained.items()}
+    shown: dict[str, dict[str, Any]] = {}
+    found: dict[str, list[float]] = {engine: [] for engine in trained}
+    for count in range(_WARMUP + repeats):
+        for engine, one in trained.items():
+            seconds, result = _timed(comm, partial(way, one, given[engine]))
+            if count == 0:
+                shown[engine] = dict(digests(result))
+                if way.loads:
+                    with raise_together(comm):
+                        check_same(
+                            way, engine, shown[engine], "its optimizer", dict(digests(one.optimizer.state_dict()))
+                        )
+            if count >= _WARMUP:
+                found[engine].append(seconds)
+            del result
+            gc.collect()
+    if not way.loads:
+        first, *others = shown
+        with raise_together(comm):
+            for other in others:
+                check_same(way, first, shown[first], other, shown[other])
+    return {engine: Times(tuple(seconds)) for engine, seconds in found.items()}
+
+
+def _timed(comm: Communicator, call: Callable[[], Any]) -> tuple[float, Any]:
+    """Collective over `comm`. Seconds of the slowest rank, and what this rank's call has returned."""
+    kept: list[Any] = []
+    times = in_turn(comm, {"call": lambda: kept.append(call())}, repeats=1, warmup=0)
+    return times["call"].median_s, kept[0]
+
+
+def _peaks(
+    comm: Communicator, ways: Sequence[Way], trained: Mapping[str, Trained], shape: Mapping[str, int]
+) -> list[Peak]:
+    """Collective over `comm`. Each rank watches itself.
+
+    Args:
+        shape: layers and width of the model.
+    """
+    give_back_at_once()
+    with raise_together(comm):
+        sampler = Sampler([os.getpid()])
+    found = []
+    for way in ways:
+        for engine, one in trained.items():
+            first, *others = comm.all_gather_object(_calls_bytes(comm, sampler, way, one))
+            by_ranks = {"rank 0": first}
+            if others:
+                by_ranks["others"] = [max(calls) for calls in zip(*others, strict=True)]
+            for ranks, calls in by_ranks.items():
+                analytic = analytic_bytes(way, **shape, ranks=comm.size, is_first=ranks == "rank 0")
+                found.append(Peak(str(way), engine, ranks, tuple(calls), analytic))
+    sampler.close()
+    return found
+
+
+def _calls_bytes(comm: Communicator, sampler: Sampler, way: Way, trained: Trained) -> list[int]:
+    """Collective over `comm`. The peak of each call on this rank, above what it held before the first."""
+    given = way.given(trained)
+    baseline, peaks = None, []
+    for _ in range(_MEMORY_CALLS):
+        trim()
+        comm.barrier()
+        before = sampler.start()
+        baseline = before if baseline is None else baseline
+        comm.barrier()
+        result = way(trained, given)
+        comm.barrier()
+        peaks.append(sampler.stop() - baseline)
+        del result
+    return peaks
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What a tensor is, without its values.
+
+    Attributes:
+        shape: of the whole tensor, if it is distributed.
+        boxes: which blocks of it this rank has.
+        size: the sum of absolute values on this rank.
+        sum: of these values, each weighted by its place.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+    size: float
+    sum: float
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Digest:
+        shape, dtype = properties_of(tensor)
+        blocks = local_blocks(tensor) if isinstance(tensor, ShardedTensor) else [(_whole(shape), tensor)]
+        size = total = 0.0
+        for _, block in blocks:
+            flat = block.detach().flatten().double()
+            size += float(flat.abs().sum())
+            total += float(flat.dot(torch.linspace(0.5, 1.5, flat.numel(), dtype=flat.dtype)))
+        return cls(shape, dtype, tuple(box for box, _ in blocks), size, total)
+
+    def agrees_with(self, other: object) -> bool:
+        """Whether they are the same, but for rounding."""
+        if not isinstance(other, Digest):
+            return False
+        if (self.shape, self.dtype, self.boxes) != (other.shape, other.dtype, other.boxes):
+            return False
+        bound = _TOLERANCE * max(self.size, other.size)
+        return abs(self.size - other.size) <= bound and abs(self.sum - other.sum) <= bound
+
+
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)
+
+
+def digests(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """All that is in a state dict by its path, tensors as their digests, in no order that counts."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from digests(inner, f"{path}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from digests(inner, f"{path}/{index}")
+    else:
+        yield path, Digest.of(value) if isinstance(value, torch.Tensor) else value
+
+
+def check_same(way: Way, who: str, found: Mapping[str, Any], other: str, expected: Mapping[str, Any]) -> None:
+    """Compare digests.
+
+    Raises:
+        HpcfsdpError: they differ, with the first path where they do.
+    """
+    for path in dict.fromkeys((*expected, *found)):
+        mine, its = (values.get(path, "nothing") for values in (found, expected))
+        if not (mine.agrees_with(its) if isinstance(mine, Digest) else mine == its):
+            raise HpcfsdpError(
+                f"{way}: at {path} {who} has {mine}, {other} {its}: they did not do the same work, and their times are "
+                "not comparable"
+            )

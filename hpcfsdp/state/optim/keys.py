@@ -1,0 +1,323 @@
+"""Which parameter of the model stands where in the optimizer, and under which key of its state dict."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from hpcfsdp.api.groups import Groups
+from hpcfsdp.comm import Communicator
+from hpcfsdp.errors import StateDictError, nearest
+from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.state.model import clean_fqn, named_flat_params
+
+ParamKey = int | str
+"""How an optimizer's state dict calls a parameter: its number in ``param_groups``, or its name."""
+
+OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+"""What an optimizer was built from: parameters, or groups of them; None for ``model.parameters()``."""
+
+
+@dataclass(frozen=True)
+class FSDPParamInfo:
+    """A flat parameter as the state of an optimizer sees it.
+
+    Attributes:
+        groups: the ranks that share it.
+        flat: the parameter.
+        layout: of its parameters, under their names in the whole model.
+    """
+
+    groups: Groups
+    flat: FlatParam
+    layout: FlatLayout
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks that hold its shards."""
+        return self.flat.comm
+
+    @cached_property
+    def param_indices(self) -> dict[str, int]:
+        """The place of each name among the layout's slots."""
+        return {slot.fqn: index for index, slot in enumerate(self.layout.slots)}
+
+    @property
+    def param_requires_grad(self) -> list[bool]:
+        """In the order of the slots."""
+        return [leaf.requires_grad for leaf in self.flat.leaves]
+
+    @property
+    def shows_whole(self) -> bool:
+        """Whether the optimizer steps parameters in their original shapes, and not runs of them."""
+        return self.flat.use_orig_params and self.groups.strategy is ShardingStrategy.NO_SHARD
+
+    def empty_ranks(self, fqn: str) -> set[int]:
+        """The ranks that hold nothing of a parameter of which others hold something."""
+        holders = {extent.shard_rank for extent in self.layout.param_extents(fqn)}
+        return set(range(self.comm.size)) - holders if holders else set()
+
+    def is_empty_on(self, fqn: str, rank: int) -> bool:
+        """Whether a rank is one of ``empty_ranks``."""
+        slot = self.layout.slots[self.param_indices[fqn]]
+        return slot.numel > 0 and self.layout.param_extent(fqn, rank) is None
+
+
+class OptimStateKey(NamedTuple):
+    """What an entry of optimizer state belongs to, the same on all ranks.
+
+    Attributes:
+        unflat_param_names: the parameters of the model, several of them for a flat parameter.
+        is_fsdp_managed: whether they are sharded.
+    """
+
+    unflat_param_names: tuple[str, ...]
+    is_fsdp_managed: bool
+
+
+def sorted_items(dictionary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The items of a mapping in the order of their keys, which is the same on all ranks."""
+    for key in sorted(dictionary):
+        yield key, dictionary[key]
+
+
+def get_fqn_to_fsdp_param_info(model: nn.Module) -> dict[str, FSDPParamInfo]:
+    """The flat parameter that each sharded parameter of the model is in, in the order of units.
+
+    Tied parameters are there under their first name.
+    """
+    found: dict[str, FSDPParamInfo] = {}
+    for wrapper, flat, layout in named_flat_params(model):
+        info = FSDPParamInfo(wrapper._groups, flat, layout)
+        found.update((slot.fqn, info) for slot in layout.slots)
+    return found
+
+
+def get_param_to_fqns(
+    model: nn.Module, fqn_to_info: Mapping[str, FSDPParamInfo] | None = None
+) -> dict[nn.Parameter, list[str]]:
+    """The names in the whole model of what each parameter stands for, in the order of ``model.parameters()``.
+
+    Of tied parameters the first name. A flat parameter stands for several.
+    """
+    infos = get_fqn_to_fsdp_param_info(model) if fqn_to_info is None else fqn_to_info
+    flats: dict[nn.Parameter, list[str]] = {}
+    for fqn, info in infos.items():
+        param = info.flat.leaves[info.param_indices[fqn]] if info.flat.use_orig_params else info.flat.parameter
+        flats.setdefault(param, []).append(fqn)
+    return {param: flats.get(param, [clean_fqn(name)]) for name, param in model.named_parameters()}
+
+
+def get_flat_param_to_fqn(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The name of each flat parameter itself, as ``layers.0._flat_param``, without the names of wrappers."""
+    flats = {flat.parameter for _, flat, _ in named_flat_params(model) if not flat.use_orig_params}
+    return {param: clean_fqn(name) for name, param in model.named_parameters() if param in flats}
+
+
+def get_aliases(model: nn.Module) -> dict[str, str]:
+    """The first name of each tied parameter of the model, by all others that it has."""
+    slots = [slot for _, _, layout in named_flat_params(model) for slot in layout.slots]
+    found = {alias: slot.fqn for slot in slots for alias in slot.aliases}
+    first: dict[nn.Parameter, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        clean = clean_fqn(name)
+        if first.setdefault(param, clean) != clean:
+            found.setdefault(clean, first[param])
+    return found
+
+
+def get_param_id_to_param_from_optim_input(model: nn.Module, optim_input: OptimInput = None) -> dict[int, nn.Parameter]:
+    """The numbers that an optimizer built from `optim_input` gives to parameters.
+
+    Raises:
+        TypeError: `optim_input` is neither parameters nor groups of them.
+        ValueError: it is empty.
+    """
+    if optim_input is None:
+        return dict(enumerate(model.parameters()))
+    if isinstance(optim_input, (str, bytes, torch.Tensor, Mapping)):
+        raise TypeError(f"optim_input must be parameters, or a list of groups, not {type(optim_input).__name__}")
+    try:
+        entries = list(optim_input)
+    except TypeError:
+        raise TypeError(
+            f"optim_input must be parameters, or a list of groups, not {type(optim_input).__name__}"
+        ) from None
+    if not entries:
+        raise ValueError("optim_input is empty: pass what the optimizer was built from")
+    if all(isinstance(entry, torch.Tensor) for entry in entries):
+        return dict(enumerate(entries))
+    params: list[nn.Parameter] = []
+    for place, entry in enumerate(entries):
+        if not isinstance(entry, Mapping) or "params" not in entry:
+            raise TypeError(
+                f"optim_input[{place}] must be a group, a dict with the key 'params', like all others, not "
+                f"{type(entry).__name__}"
+            )
+        group = entry["params"]
+        params += [group] if isinstance(group, torch.Tensor) else list(group)
+    return dict(enumerate(params))
+
+
+def listed_optim_input(optim_input: OptimInput) -> list[Any] | None:
+    """`optim_input` with lists in place of generators, which can be gone through once."""
+    if optim_input is None or isinstance(optim_input, (str, bytes, torch.Tensor, Mapping)):
+        return optim_input  # type: ignore[return-value]
+    if not isinstance(optim_input, Iterable):
+        return optim_input  # type: ignore[unreachable]
+
+    def listed(entry: Any) -> Any:
+        if not isinstance(entry, Mapping) or isinstance(entry.get("params", ()), torch.Tensor):
+            return entry
+        return {**entry, "params": list(entry["params"])} if "params" in entry else entry
+
+    return [listed(entry) for entry in optim_input]
+
+
+def get_param_to_param_id_from_optim_input(model: nn.Module, optim_input: OptimInput = None) -> dict[nn.Parameter, int]:
+    """The inverse of ``get_param_id_to_param_from_optim_input``."""
+    return {param: key for key, param in get_param_id_to_param_from_optim_input(model, optim_input).items()}
+
+
+def is_named_optimizer(optim_state_dict: Mapping[str, Any]) -> bool:
+    """Whether a state dict of an optimizer, as the optimizer gives it, calls parameters by name, not by number."""
+    keys = [key for group in optim_state_dict.get("param_groups", ()) for key in group.get("params", ())]
+    keys = keys or list(optim_state_dict.get("state") or ())
+    return bool(keys) and isinstance(keys[0], str)
+
+
+def get_param_key_to_param(
+    optim: torch.optim.Optimizer, model: nn.Module | None = None, is_named_optimizer: bool = False
+) -> dict[ParamKey, nn.Parameter]:
+    """The key of each parameter of an optimizer in its state dict: its number, or its name in an optimizer with names.
+
+    Names are those that the optimizer was given (``named_parameters`` of torch's ``_NamedOptimizer``, ``params`` of
+    TorchRec's ``KeyedOptimizer``), and otherwise those of ``model.named_parameters()``, names of wrappers included.
+
+    Raises:
+        StateDictError: the optimizer steps a parameter that neither has a name for.
+    """
+    params = [param for group in optim.param_groups for param in group["params"]]
+    if not is_named_optimizer:
+        return dict(enumerate(params))
+    names = _given_names(optim)
+    for name, param in model.named_parameters() if model is not None else ():
+        names.setdefault(param, name)
+    for place, param in enumerate(params):
+        if param not in names:
+            raise StateDictError(
+                f"parameter {place} of the optimizer, of shape {tuple(param.shape)}, has no name in the optimizer nor "
+                "in the model: build the optimizer from model.named_parameters() after wrapping the model"
+            )
+    return {names[param]: param for param in params}
+
+
+def _given_names(optim: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
+    for attribute in ("named_parameters", "params"):
+        given = getattr(optim, attribute, None)
+        if isinstance(given, Mapping):
+            return {param: name for name, param in given.items() if isinstance(param, torch.Tensor)}
+    return {}
+
+
+def get_param_to_param_key(
+    optim: torch.optim.Optimizer, model: nn.Module | None = None, is_named_optimizer: bool = False
+) -> dict[nn.Parameter, ParamKey]:
+    """The inverse of ``get_param_key_to_param``."""
+    return {param: key for key, param in get_param_key_to_param(optim, model, is_named_optimizer).items()}
+
+
+def resolve_param_keys(
+    model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: OptimInput, *, is_named_optimizer: bool = False
+) -> dict[ParamKey, nn.Parameter]:
+    """The parameters of an optimizer by their keys, from the optimizer or from what it was built from.
+
+    Raises:
+        StateDictError: both are given, and the one was not built from the other.
+    """
+    if optim is None:
+        return dict(get_param_id_to_param_from_optim_input(model, optim_input))
+    if optim_input is not None:
+        stepped = [param for group in optim.param_groups for param in group["params"]]
+        built_from = list(get_param_id_to_param_from_optim_input(model, optim_input).values())
+        if len(stepped) != len(built_from) or any(map(operator.is_not, stepped, built_from)):
+            raise StateDictError(
+                f"optim, of {len(stepped)} parameter(s), was not built from optim_input, {len(built_from)} "
+                "parameter(s), or "
+                "in another order: pass optim alone"
+            )
+    return get_param_key_to_param(optim, model, is_named_optimizer)
+
+
+def map_param_key_to_optim_keys(
+    param_key_to_param: Mapping[ParamKey, nn.Parameter],
+    param_to_fqns: Mapping[nn.Parameter, Sequence[str]],
+    fqn_to_info: Mapping[str, FSDPParamInfo],
+) -> dict[OptimStateKey, ParamKey]:
+    """What the parameters of an optimizer are called on all ranks, and their keys here; in the order of the optimizer.
+
+    Raises:
+        StateDictError: the optimizer steps a parameter that the model does not have.
+    """
+    found: dict[OptimStateKey, ParamKey] = {}
+    for key, param in param_key_to_param.items():
+        if param not in param_to_fqns:
+            raise StateDictError(
+                f"parameter {key!r} of the optimizer, of shape {tuple(param.shape)}, is none of the model's: build the "
+                "optimizer from model.parameters() after wrapping the model"
+            )
+        names = tuple(param_to_fqns[param])
+        found[OptimStateKey(names, names[0] in fqn_to_info)] = key
+    return found
+
+
+def check_missing_keys_on_rank(rank: int, present: Iterable[str], expected: Mapping[str, int], what: str) -> None:
+    """Raise if a rank lacks what another one has.
+
+    Args:
+        present: the names that `rank` has.
+        expected: names, each with a rank that has it.
+        what: is missing, for the message.
+
+    Raises:
+        StateDictError: with all names that are missing, and the ranks.
+    """
+    here = set(present)
+    missing = {name: other for name, other in expected.items() if name not in here}
+    if missing:
+        (name, other), more = next(iter(missing.items())), len(missing) - 1
+        raise StateDictError(
+            f"rank {rank} has no {what} of {name!r}"
+            + (f" and {more} other parameter(s)" if more else "")
+            + f", and rank {other} has: all ranks must step the same parameters"
+        )
+
+
+def check_known(names: Iterable[Any], known: Iterable[str], what: str) -> None:
+    """Raise if one of `names` is none of the model's.
+
+    Raises:
+        StateDictError: with the name, and the one that is nearest.
+    """
+    known = set(known)
+    unknown = [name for name in names if name not in known]
+    if not unknown:
+        return
+    if all(isinstance(name, int) for name in unknown):
+        raise StateDictError(
+            f"{what} calls parameters by number ({unknown[0]}), not by name: turn numbers into names with "
+            "FullyShardedData"
+            "Parallel.rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, model, optim=optim)"
+        )
+    more = f" and {len(unknown) - 1} other name(s)" if len(unknown) > 1 else ""
+    raise StateDictError(
+        f"{what} holds {unknown[0]!r}{more}, which the model does not have{nearest(str(unknown[0]), known)}"
+    )

@@ -1,0 +1,353 @@
+"""The state of a whole model's optimizer as this rank's optimizer loads it: checked on all ranks, then scattered."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hpcfsdp._compat import ShardedTensor
+from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.errors import StateDictError
+from hpcfsdp.observe.profile import Phase, SimpleProfiler, profile
+from hpcfsdp.state.model import clean_fqn
+from hpcfsdp.state.optim.flatten import (
+    StatePlan,
+    elementwise_names,
+    flatten_optim_state,
+    own_copy,
+    plan_flat_state,
+    plan_orig_state,
+    shard_orig_param_state,
+)
+from hpcfsdp.state.optim.gather import (
+    RankState,
+    StateInfo,
+    allgather_state_info,
+    check_same_groups,
+    convert_all_state_info,
+    tellable,
+)
+from hpcfsdp.state.optim.keys import (
+    FSDPParamInfo,
+    OptimInput,
+    OptimStateKey,
+    ParamKey,
+    check_known,
+    get_aliases,
+    get_fqn_to_fsdp_param_info,
+    get_param_to_fqns,
+    listed_optim_input,
+    map_param_key_to_optim_keys,
+    resolve_param_keys,
+)
+from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
+from hpcfsdp.state.optim.save import check_is_state_dict
+from hpcfsdp.state.optim.scatter import broadcast_processed_state, broadcast_state
+from hpcfsdp.state.ranks import Grid, ranks_of_model
+from hpcfsdp.state.transfer import check_blocks
+
+log = logging.getLogger("hpcfsdp.optim")
+
+
+class _Plan:
+    """What goes where, checked on this rank, before anything is sent.
+
+    Attributes:
+        infos: the flat parameter of each sharded parameter, by name.
+        keys: of the entries of this rank's optimizer, in its order.
+        entries: of sharded parameters that have state, by the first name.
+        unsharded: state of the others, by name.
+        users: entries that belong to no parameter.
+        groups: for this rank's optimizer; None if the state dict has none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: torch.optim.Optimizer | None,
+        optim_state_dict: Mapping[str, Any],
+        optim_input: OptimInput,
+        *,
+        is_named_optimizer: bool,
+        strict: bool,
+    ) -> None:
+        optim_input = listed_optim_input(optim_input)
+        self.infos = get_fqn_to_fsdp_param_info(model)
+        fqns = get_param_to_fqns(model, self.infos)
+        params = resolve_param_keys(model, optim, optim_input, is_named_optimizer=is_named_optimizer)
+        self.keys = map_param_key_to_optim_keys(params, fqns, self.infos)
+        self._aliases = get_aliases(model)
+        known = {name for names in fqns.values() for name in names}
+        given = self._by_name(optim_state_dict["state"])
+        self.users = {key: value for key, value in given.items() if _is_users(key, value, given, known)}
+        self.states = {key: value for key, value in given.items() if key not in self.users}
+        check_known(self.states, known, "the optimizer's state dict")
+        self._check_states()
+        self.entries: dict[str, StatePlan] = {}
+        self.unsharded: dict[str, Mapping[str, Any]] = {}
+        shapes = {slot.fqn: slot.shape for info in self.infos.values() for slot in info.layout.slots}
+        elementwise = elementwise_names(self.states, shapes)
+        for key in self.keys:
+            self._take(key, elementwise)
+        self._check_nothing_is_lost(params, optim if strict else None)
+        self.groups = None
+        if "param_groups" in optim_state_dict:
+            own = _own_groups(optim, optim_input, params)
+            self.groups = self._matched(optim_state_dict["param_groups"], own, known | set(self._aliases))
+
+    def _name(self, key: Any) -> Any:
+        """The first name of what a state dict calls `key`."""
+        if not isinstance(key, str):
+            return key
+        clean = clean_fqn(key)
+        return self._aliases.get(clean, clean)
+
+    def _by_name(self, given: Mapping[Any, Any]) -> dict[Any, Any]:
+        found = {self._name(key): value for key, value in given.items()}
+        # Of tied parameters a state dict may hold each name: the first one counts.
+        found.update({key: value for key, value in given.items() if self._name(key) == key})
+        return found
+
+    def _check_states(self) -> None:
+        for fqn, state in self.states.items():
+            if not isinstance(state, Mapping):
+                raise StateDictError(
+                    f"the state of {fqn!r} is a dict of names and values, not a {type(state).__name__}"
+                )
+
+    def _take(self, key: OptimStateKey, elementwise: set[str]) -> None:
+        name = key.unflat_param_names[0]
+        if not key.is_fsdp_managed:
+            if self.states.get(name):
+                self.unsharded[name] = self.states[name]
+            return
+        info = self.infos[name]
+        if info.flat.use_orig_params:
+            plan = plan_orig_state(info, name, self.states.get(name, {}), elementwise)
+        else:
+            plan = plan_flat_state(info, self.states, elementwise)
+        if plan is not None:
+            self.entries[name] = plan
+
+    def _check_nothing_is_lost(
+        self, params: Mapping[ParamKey, nn.Parameter], optim: torch.optim.Optimizer | None
+    ) -> None:
+        """Refuse state that has nowhere to go, and parameters that would lose what they have."""
+        stepped = {name for key in self.keys for name in key.unflat_param_names}
+        idle = [fqn for fqn, state in self.states.items() if state and fqn not in stepped]
+        if idle:
+            raise StateDictError(
+                f"the state dict holds state of {idle[0]!r}"
+                + (f" and {len(idle) - 1} other parameter(s)" if len(idle) > 1 else "")
+                + ", which the optimizer does not step: leave it out, or add the parameter to the optimizer"
+            )
+        if not any(self.states.values()):
+            return
+        for key, own_key in self.keys.items():
+            name = key.unflat_param_names[0]
+            if name in self.entries or name in self.unsharded or not params[own_key].requires_grad:
+                continue
+            if optim is not None and optim.state.get(params[own_key]):
+                raise StateDictError(
+                    f"the state dict holds no state of {name!r}, of which the optimizer has some ("
+                    f"{', '.join(sorted(map(str, optim.state[params[own_key]])))}): it would start anew while others "
+                    "go on"
+                )
+            log.info("the state dict holds no state of %r: the optimizer will make it anew", name)
+
+    def _matched(
+        self, given: Sequence[Mapping[str, Any]], own: list[list[ParamKey]], known: set[str]
+    ) -> list[dict[str, Any]]:
+        """The groups of the state dict in the order of the optimizer's, with the keys of its parameters."""
+        names_of = {own_key: key.unflat_param_names for key, own_key in self.keys.items()}
+        for group in given:
+            check_known(map(self._name, group["params"]), known, "param_groups")
+        left = [({self._name(key) for key in group["params"]}, group) for group in given]
+        found = []
+        for place, keys in enumerate(own):
+            names = {name for key in keys for name in names_of[key]}
+            match = next((index for index, (other, _) in enumerate(left) if other == names), None)
+            if match is None:
+                raise StateDictError(_no_such_group(place, names, [other for other, _ in left]))
+            _, group = left.pop(match)
+            hyper = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            found.append({**hyper, "params": list(keys)})
+        if left:
+            raise StateDictError(
+                f"the state dict has {len(given)} parameter groups, the optimizer {len(own)}: there is none with "
+                f"{', '.join(repr(name) for name in sorted(left[0][0])[:3]) or 'no parameters'}"
+            )
+        return found
+
+    def distributed(self) -> list[tuple[str, ShardedTensor | DTensor, FSDPParamInfo]]:
+        """The distributed tensors in the state dict, with what they are to fill; the same on all ranks."""
+        return [
+            (fqn, value, self.infos[first])
+            for first, plan in self.entries.items()
+            for values in plan.tensors.values()
+            for fqn, value in zip([first] if len(values) == 1 else self.infos[first].param_indices, values, strict=True)
+            if isinstance(value, (ShardedTensor, DTensor))
+        ]
+
+    def told(self) -> RankState:
+        """What other ranks are to know."""
+        sharded = set(self.infos)
+        names_of = {own_key: key.unflat_param_names for key, own_key in self.keys.items()}
+        groups = [
+            (
+                [name for key in group["params"] for name in names_of[key] if name in sharded],
+                {key: tellable(value) for key, value in group.items() if key != "params"},
+            )
+            for group in self.groups or ()
+        ]
+        states = {fqn: StateInfo.of(state) for fqn, state in self.states.items() if fqn in sharded}
+        return RankState(groups, states)
+
+
+def _is_users(key: Any, value: Any, given: Mapping[Any, Any], known: set[str]) -> bool:
+    """Whether an entry of state belongs to no parameter at all, rather than to one of another model."""
+    if key in known or not isinstance(value, Mapping):
+        return key not in known
+    of_params = {name for other in known & given.keys() if isinstance(given[other], Mapping) for name in given[other]}
+    return bool(of_params) and not of_params & value.keys()
+
+
+def _no_such_group(place: int, names: set[str], others: list[set[str]]) -> str:
+    closest = max(others, key=lambda other: len(other & names), default=set())
+    text = (
+        f"parameter group {place} of the optimizer has {len(names)} parameter(s), and no group of the state dict has "
+        "these"
+    )
+    for title, odd in (("in the optimizer only", names - closest), ("in the state dict only", closest - names)):
+        if odd:
+            text += f"; {title}: {', '.join(sorted(odd)[:3])}" + (f" and {len(odd) - 3} more" if len(odd) > 3 else "")
+    return text + ": build the optimizer with the groups that were saved"
+
+
+def _own_groups(
+    optim: torch.optim.Optimizer | None, optim_input: OptimInput, params: Mapping[ParamKey, nn.Parameter]
+) -> list[list[ParamKey]]:
+    """The keys of the parameters in each group of this rank's optimizer."""
+    by_param: dict[nn.Parameter, ParamKey] = {param: key for key, param in params.items()}
+    if optim is not None:
+        return [[by_param[param] for param in group["params"]] for group in optim.param_groups]
+    groups = list(optim_input or ())
+    if not groups or isinstance(groups[0], torch.Tensor):
+        return [list(params)]
+    params_of = (
+        [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"] for group in groups
+    )
+    return [[by_param[param] for param in own] for own in params_of]
+
+
+@torch.no_grad()
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    optim_state_dict: Mapping[str, Any] | None,
+    *,
+    rank0_only: bool = False,
+    is_named_optimizer: bool = False,
+    strict: bool = True,
+    optim_input: OptimInput = None,
+    group: Any = None,
+) -> dict[str, Any]:
+    """Collective over all ranks of the model. The state dict that this rank's optimizer loads.
+
+    All ranks check it, and compare what they have been given, before any tensor moves. Then one flat parameter at a
+    time is filled. Neither the optimizer nor what was given is changed.
+
+    Args:
+        optim: steps the parameters of the wrapped model.
+        optim_state_dict: of the whole model's optimizer, parameters by name; tensors whole, or distributed over the
+            ranks that the model is sharded over.
+        rank0_only: rank 0 alone has it, whole; that of other ranks is ignored.
+        is_named_optimizer: whether `optim` has names for keys.
+        strict: parameters of which the optimizer has state must have some in the state dict.
+        optim_input: instead of `optim`: what it was built from.
+        group: the ranks, where they are not those of the model.
+
+    Returns:
+        ``state`` by the keys of this rank's optimizer, with tensors in the shapes of what it steps, and
+        ``param_groups`` in its order, if there are any; new memory. Entries without parameters are copied.
+
+    Raises:
+        StateDictError: on all ranks, if it does not fit the model or the optimizer, or ranks do not fit together.
+    """
+    ranks = ranks_of_model(model, group)
+    with SimpleProfiler("optim_state_dict_to_load", log):
+        with raise_together(ranks):
+            if not rank0_only or ranks.rank == 0:
+                check_is_state_dict(optim_state_dict)
+        if rank0_only:
+            with profile(Phase.OBJECT_GATHER):
+                optim_state_dict = broadcast_processed_state(ranks, optim_state_dict)
+        with profile(Phase.PREPROCESSING), raise_together(ranks):
+            plan = _Plan(
+                model, optim, optim_state_dict or {}, optim_input, is_named_optimizer=is_named_optimizer, strict=strict
+            )
+            told = plan.told()
+        gathered = allgather_state_info(ranks, told)
+        with raise_together(ranks):
+            check_same_groups(gathered)
+            convert_all_state_info(gathered, with_shapes=True)
+        distributed = plan.distributed()
+        for info in {id(info): info for _, _, info in distributed}.values():
+            info.groups.global_ranks()  # a collective the first time, which is to be over before a rank raises
+        with raise_together(ranks):
+            for name, value, info in distributed:
+                check_blocks(name, value, info.groups.global_ranks())
+        infos = list({id(info): info for info in plan.infos.values()}.values())
+        goes_in_parts = [True] * len(infos)
+        if rank0_only:
+            goes_in_parts = ranks.broadcast_object([_is_first_of(ranks, info) for info in infos])
+        return _scattered(plan, ranks, dict(zip(map(id, infos), goes_in_parts, strict=True)))
+
+
+def _scattered(plan: _Plan, ranks: Communicator | Grid, goes_in_parts: Mapping[int, bool]) -> dict[str, Any]:
+    """Collective over all ranks, unless every rank has whole tensors. The state dict, once ranks agree.
+
+    Args:
+        goes_in_parts: by identity of a flat parameter's info, whether of a tensor that rank 0 alone has each rank can
+            be sent its part, or has to be sent all.
+    """
+    states: dict[str, dict[str, Any]] = {}
+    for info in {id(info): info for info in plan.infos.values()}.values():
+        mine = {fqn: plan.entries[fqn] for fqn in info.param_indices if fqn in plan.entries}
+        for entry in mine.values():
+            if info.shows_whole or not goes_in_parts[id(info)]:
+                _broadcast(entry, ranks, info)
+        if info.flat.use_orig_params:
+            states.update(shard_orig_param_state(info, mine))
+        else:
+            states.update({fqn: flatten_optim_state(info, entry) for fqn, entry in mine.items()})
+    for fqn, state in sorted(plan.unsharded.items()):  # ranks may step them in different orders
+        states[fqn] = {
+            name: own_copy(broadcast_state(ranks, value, ranks.device)) for name, value in sorted(state.items())
+        }
+    by_key = {key: states[key.unflat_param_names[0]] for key in plan.keys if key.unflat_param_names[0] in states}
+    found: dict[str, Any] = {"state": rekey_sharded_optim_state_dict(by_key, plan.keys)}
+    for key, value in plan.users.items():
+        warnings.warn(f"optimizer state {key!r} belongs to no parameter of the model: it is copied", stacklevel=4)
+        found["state"][key] = own_copy(broadcast_state(ranks, value, ranks.device))
+    if plan.groups is not None:
+        found["param_groups"] = plan.groups
+    return found
+
+
+def _is_first_of(ranks: Communicator | Grid, info: FSDPParamInfo) -> bool:
+    """On rank 0: whether it is the first of the ranks that share a flat parameter, which are all of `ranks`."""
+    return info.groups.is_first and info.groups.shard.size * info.groups.num_replicas == ranks.size
+
+
+def _broadcast(entry: StatePlan, ranks: Communicator | Grid, info: FSDPParamInfo) -> None:
+    """Collective over `ranks`, where rank 0 alone has tensors. Have all ranks have them."""
+    for name, values in entry.tensors.items():
+        entry.tensors[name] = [broadcast_state(ranks, value, info.flat.parameter.device) for value in values]

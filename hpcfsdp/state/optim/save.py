@@ -1,0 +1,266 @@
+"""The state of an optimizer as that of the whole model's optimizer: compared over ranks, then gathered."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import StateDictSettings, StateDictType
+
+from hpcfsdp.comm import raise_together
+from hpcfsdp.errors import StateDictError
+from hpcfsdp.observe.profile import Phase, SimpleProfiler, profile
+from hpcfsdp.state.model import clean_fqn
+from hpcfsdp.state.optim.gather import (
+    RankState,
+    StateInfo,
+    Untold,
+    allgather_state_info,
+    check_same_groups,
+    check_state_shapes,
+    convert_all_state_info,
+    tellable,
+)
+from hpcfsdp.state.optim.keys import (
+    OptimInput,
+    OptimStateKey,
+    ParamKey,
+    get_fqn_to_fsdp_param_info,
+    get_param_to_fqns,
+    is_named_optimizer,
+    map_param_key_to_optim_keys,
+    resolve_param_keys,
+)
+from hpcfsdp.state.optim.unflatten import (
+    States,
+    convert_state_with_flat_params,
+    convert_state_with_orig_params,
+    copied,
+    unflatten_param_groups,
+)
+from hpcfsdp.state.ranks import ranks_of_model
+from hpcfsdp.state.transfer import Form
+
+log = logging.getLogger("hpcfsdp.optim")
+
+
+def form_of(settings: StateDictSettings) -> Form:
+    """How tensors are shown under a model's settings."""
+    config = settings.optim_state_dict_config
+    return Form(
+        sharded=settings.state_dict_type is not StateDictType.FULL_STATE_DICT,
+        rank0_only=getattr(config, "rank0_only", False),
+        offload_to_cpu=config.offload_to_cpu,
+        dtensor=getattr(config, "_use_dtensor", False),
+    )
+
+
+class _Own:
+    """What this rank has, by names that all ranks know.
+
+    Attributes:
+        infos: the flat parameter of each sharded parameter, by name.
+        params: of the optimizer, by their keys; `fqns` are their names.
+        states: of sharded parameters, by the first name.
+        unsharded: of all others, by their name.
+        users: entries that belong to no parameter.
+        groups: the optimizer's; None if the state dict has none.
+    """
+
+    def __init__(
+        self, model: nn.Module, optim: torch.optim.Optimizer | None, optim_state_dict: Any, optim_input: OptimInput
+    ) -> None:
+        check_is_state_dict(optim_state_dict)
+        self.infos = get_fqn_to_fsdp_param_info(model)
+        self.fqns = get_param_to_fqns(model, self.infos)
+        named = is_named_optimizer(optim_state_dict)
+        self.params: Mapping[ParamKey, nn.Parameter] = resolve_param_keys(
+            model, optim, optim_input, is_named_optimizer=named
+        )
+        keys = map_param_key_to_optim_keys(self.params, self.fqns, self.infos)
+        optim_state_dict = with_keys_of(self.params, optim_state_dict) if named else optim_state_dict
+        given = optim_state_dict["state"]
+        self.states: dict[str, Mapping[str, Any]] = {}
+        self.unsharded: dict[str, Mapping[str, Any]] = {}
+        for key, own_key in keys.items():
+            state = given.get(own_key)
+            if state is None:
+                continue
+            _check_is_mapping(state, key)
+            self._take(key, state)
+        self.users = {key: value for key, value in given.items() if key not in self.params}
+        self.groups = optim_state_dict.get("param_groups")
+        strangers = [key for key in self.users if isinstance(key, int)]
+        strangers += [key for group in self.groups or () for key in group["params"] if key not in self.params]
+        if strangers:
+            raise StateDictError(
+                f"the optimizer's state dict holds parameter {strangers[0]!r}, and the optimizer has "
+                f"{len(self.params)} "
+                "parameter(s): pass the state dict of this optimizer"
+            )
+
+    def _take(self, key: OptimStateKey, state: Mapping[str, Any]) -> None:
+        name = key.unflat_param_names[0]
+        if not key.is_fsdp_managed:
+            self.unsharded[name] = state
+            return
+        check_state_shapes(self.infos[name], name, state)
+        self.states[name] = state
+
+    def check_is_first(self) -> None:
+        """Refuse units whose state the first rank of the model cannot get."""
+        for name, info in self.infos.items():
+            if not info.groups.is_first:
+                raise StateDictError(
+                    f"rank 0 is not the first of the ranks that {name!r} is sharded over, and cannot get its state "
+                    "alone: "
+                    "use rank0_only=False, or a sharded state dict"
+                )
+
+    def check_is_told(self, merged: Mapping[str, StateInfo], empty: Collection[str]) -> None:
+        """Refuse values that this rank would have to show, and that the ranks which have them could not tell it."""
+        for fqn in sorted(empty):
+            for name, value in merged[fqn].non_tensors.items() if fqn in merged else ():
+                if isinstance(value, Untold) and name not in self.states.get(fqn, {}):
+                    raise StateDictError(
+                        f"optimizer state {name!r} of {fqn!r} is {value}, and of this parameter rank "
+                        f"{self.infos[fqn].comm.rank} holds nothing: let the class be pickled, or use "
+                        "use_orig_params=False"
+                    )
+
+    def told(self) -> RankState:
+        """What other ranks are to know."""
+        groups = []
+        for group in self.groups or ():
+            names = [name for key in group["params"] for name in self.fqns[self.params[key]] if name in self.infos]
+            groups.append((names, {key: tellable(value) for key, value in group.items() if key != "params"}))
+        empty = {
+            name
+            for name, info in self.infos.items()
+            if info.flat.use_orig_params and info.is_empty_on(name, info.comm.rank)
+        }
+        return RankState(groups, {name: StateInfo.of(state) for name, state in self.states.items()}, empty)
+
+
+@torch.no_grad()
+def optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    optim_state_dict: Mapping[str, Any],
+    form: Form,
+    *,
+    optim_input: OptimInput = None,
+    group: Any = None,
+) -> dict[str, Any]:
+    """Collective over all ranks of the model. The state dict of the optimizer of the whole model.
+
+    All ranks compare what they have before any tensor moves. Then one flat parameter at a time is gathered.
+
+    Args:
+        optim: steps the parameters of the wrapped model.
+        optim_state_dict: its state dict, on each rank its own.
+        form: how tensors are shown. Parameters of a ``NO_SHARD`` unit are whole in any form.
+        optim_input: instead of `optim`: what it was built from.
+        group: the ranks, where they are not those of the model.
+
+    Returns:
+        ``state`` by the names of the model's parameters, and ``param_groups`` with these names; new memory. Parameters
+        without state are not in it. Empty on ranks that the form leaves out.
+
+    Raises:
+        StateDictError: on all ranks, if they do not fit together or the state dict does not fit the optimizer.
+    """
+    ranks = ranks_of_model(model, group)
+    with SimpleProfiler("optim_state_dict", log):
+        with profile(Phase.PREPROCESSING), raise_together(ranks):
+            own = _Own(model, optim, optim_state_dict, optim_input)
+            told = own.told()
+            if form.rank0_only and ranks.rank == 0:
+                own.check_is_first()
+        gathered = allgather_state_info(ranks, told)
+        with raise_together(ranks):
+            check_same_groups(gathered)
+            merged = convert_all_state_info(gathered)
+            own.check_is_told(merged, told.empty)
+        return _gathered(own, merged, form, is_shown=not form.rank0_only or ranks.rank == 0)
+
+
+def _gathered(own: _Own, merged: Mapping[str, StateInfo], form: Form, *, is_shown: bool) -> dict[str, Any]:
+    """Collective over all ranks. The state dict, once ranks agree."""
+    states: States = {}
+    for info in {id(info): info for info in own.infos.values()}.values():
+        if form.is_made_by(info.groups):
+            convert = convert_state_with_orig_params if info.flat.use_orig_params else convert_state_with_flat_params
+            states.update(convert(info, own.states, merged, form))
+    if not is_shown:
+        return {}
+    states.update({name: copied(state, form) for name, state in own.unsharded.items()})
+    found: dict[str, Any] = {"state": {name: states[name] for name in _in_order(own) if name in states}}
+    for key, value in own.users.items():
+        warnings.warn(
+            f"optimizer state {key!r} belongs to no parameter of the model: it is copied as it is, of this rank alone",
+            stacklevel=2,
+        )
+        found["state"][key] = copy.deepcopy(value)
+    if own.groups is not None:
+        found["param_groups"] = unflatten_param_groups(own.groups, own.params, own.fqns)
+    return found
+
+
+def _in_order(own: _Own) -> list[str]:
+    """Names of the optimizer's parameters, in its order."""
+    return [name for param in own.params.values() for name in own.fqns[param]]
+
+
+def with_keys_of(params: Mapping[ParamKey, nn.Parameter], optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict with the keys of an optimizer with names, whether it has names of wrappers in them or not."""
+    known = {clean_fqn(str(key)): key for key in params}
+
+    def rename(key: Any) -> Any:
+        return key if key in params or not isinstance(key, str) else known.get(clean_fqn(key), key)
+
+    groups = [
+        {**group, "params": [rename(key) for key in group["params"]]}
+        for group in optim_state_dict.get("param_groups", ())
+    ]
+    renamed = {rename(key): value for key, value in optim_state_dict["state"].items()}
+    return {"state": renamed, **({"param_groups": groups} if "param_groups" in optim_state_dict else {})}
+
+
+def check_is_state_dict(value: Any) -> None:
+    """Refuse what is no state dict of an optimizer.
+
+    Raises:
+        StateDictError: with what it is.
+    """
+    if not isinstance(value, Mapping):
+        raise StateDictError(f"an optimizer's state dict is a dict, not {_said(value)}")
+    if "state" not in value:
+        raise StateDictError(
+            f"an optimizer's state dict has the key 'state', this one has {sorted(map(str, value))[:5]}: pass what "
+            "optim_state_dict, or the state_dict of an optimizer, returned"
+        )
+    if not isinstance(value["state"], Mapping):
+        raise StateDictError(f"'state' of an optimizer's state dict is a dict, not {_said(value['state'])}")
+    groups = value.get("param_groups", [])
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
+        raise StateDictError(
+            f"'param_groups' of an optimizer's state dict is a list of dicts with the key 'params', not {_said(groups)}"
+        )
+
+
+def _check_is_mapping(state: Any, key: OptimStateKey) -> None:
+    if not isinstance(state, Mapping):
+        raise StateDictError(
+            f"the optimizer's state of {key.unflat_param_names[0]!r} is a dict of names and values, not {_said(state)}"
+        )
+
+
+def _said(value: Any) -> str:
+    shown = repr(value)
+    return f"a {type(value).__name__}" + (f" ({shown})" if len(shown) < 60 else "")

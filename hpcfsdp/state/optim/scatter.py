@@ -1,0 +1,56 @@
+"""A state dict that one rank has, told to all: scalars at once, tensors one parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hpcfsdp.comm import Communicator
+from hpcfsdp.state.ranks import Grid
+from hpcfsdp.state.transfer import OnFirst
+
+
+def broadcast_processed_state(ranks: Communicator | Grid, optim_state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Collective over `ranks`. What rank 0 has, in which an ``OnFirst`` stands for each tensor with dimensions.
+
+    Args:
+        optim_state_dict: on rank 0; ignored elsewhere.
+    """
+    if ranks.rank != 0:
+        return ranks.broadcast_object(None)
+    ranks.broadcast_object(_processed(optim_state_dict or {}, with_tensors=False))
+    return _processed(optim_state_dict or {}, with_tensors=True)
+
+
+def _processed(optim_state_dict: Mapping[str, Any], *, with_tensors: bool) -> dict[str, Any]:
+    """Stand-ins are for the values of state alone: what lies deeper, and tensors in groups, are small."""
+
+    def stand_in(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.dim() == 0:
+            return value.detach().cpu()
+        return OnFirst(value.shape, value.dtype, value.detach() if with_tensors else None)
+
+    state = {
+        key: {name: stand_in(value) for name, value in entry.items()} if isinstance(entry, Mapping) else stand_in(entry)
+        for key, entry in optim_state_dict["state"].items()
+    }
+    return {**optim_state_dict, "state": state}
+
+
+def broadcast_state(ranks: Communicator | Grid, value: Any, device: torch.device) -> Any:
+    """Collective over `ranks` for an ``OnFirst``, which becomes a tensor on all ranks; all else is as it is.
+
+    Args:
+        device: where the tensor is to lie.
+    """
+    if not isinstance(value, OnFirst):
+        return value
+    tensor = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
+    if ranks.rank == 0:
+        tensor.copy_(value.tensor)
+    ranks.broadcast(tensor, 0)
+    return tensor.to(device)

@@ -1,0 +1,70 @@
+"""All ranks of a model, for what has to be compared before anything moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hpcfsdp.api.groups import Groups
+from hpcfsdp.api.wrapper import FullyShardedDataParallel
+from hpcfsdp.comm import Communicator, communicator_for
+from hpcfsdp.errors import StateDictError
+
+
+class Grid:
+    """The ranks of a pair of groups (shard, replicate) that have no communicator over all of them."""
+
+    def __init__(self, shard: Communicator, replicate: Communicator) -> None:
+        self._shard, self._replicate = shard, replicate
+        self.rank = replicate.rank * shard.size + shard.rank
+        self.size = shard.size * replicate.size
+        self.device = shard.device
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Collective over all ranks. Their values, replica after replica."""
+        rows = self._replicate.all_gather_object(self._shard.all_gather_object(value))
+        return [other for row in rows for other in row]
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Collective over all ranks. The value of rank `src`."""
+        replica, part = divmod(src, self._shard.size)
+        if self._replicate.rank == replica:
+            value = self._shard.broadcast_object(value, part)
+        return self._replicate.broadcast_object(value, replica)
+
+    def broadcast(self, tensor: Any, src: int) -> None:
+        """Collective over all ranks. `tensor` becomes what it is on rank `src`."""
+        replica, part = divmod(src, self._shard.size)
+        if self._replicate.rank == replica:
+            self._shard.broadcast(tensor, part)
+        self._replicate.broadcast(tensor, replica)
+
+
+def ranks_of(groups: Groups) -> Communicator | Grid:
+    """All ranks that share a unit."""
+    if groups.everyone is not None:
+        return groups.everyone
+    if groups.replicate is None:
+        return groups.shard
+    return Grid(groups.shard, groups.replicate)
+
+
+def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:
+    """The ranks that make and load state dicts of a model together: those of its largest unit.
+
+    Args:
+        group: those of a process group instead.
+
+    Raises:
+        StateDictError: there is no unit in the model.
+    """
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    if not units:
+        raise StateDictError(
+            f"there is no FullyShardedDataParallel in this {type(model).__name__}: wrap the model first, or use the "
+            "optimizer's own state_dict and load_state_dict"
+        )
+    if group is not None:
+        return communicator_for(group, required=True)
+    return ranks_of(max((unit._groups for unit in units), key=lambda groups: groups.shard.size * groups.num_replicas))

@@ -1,0 +1,491 @@
+"""State of optimizers that does not fit: an error on every rank, before any tensor travels, and nothing is changed."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from torch.distributed.fsdp import OptimStateKeyType
+
+from hpcfsdp.comm.mpi import MpiCommunicator
+from hpcfsdp.comm.torch_group import TorchGroupCommunicator
+from hpcfsdp.errors import DisagreementError, HpcfsdpError, StateDictError
+from hpcfsdp.fsdp import FullyShardedDataParallel
+from tests.mpi import optim_cases as cases, parity
+from tests.mpi.models import ORIGINAL
+from tests.mpi.optim_cases import load, show, to_load
+from tests.mpi.parity import WIDTH, Around
+
+SQUARE = f"({WIDTH}, {WIDTH})"
+NAMES = [name for name, _ in parity.build(Around).named_parameters()]
+A_NAME = "of any parameter"
+
+
+@pytest.fixture
+def engine(engines):
+    return engines["hpcfsdp"]
+
+
+def loaded(engine, original):
+    """Collective over all ranks. A model whose optimizer has state, which no test changes for longer than it lasts."""
+    if original not in engine.known:
+        made = cases.make(engine, Around, original=original)
+        load(engine, *made, good())
+        engine.known[original] = made
+    return engine.known[original]
+
+
+def good():
+    """State that fits, which may be changed."""
+    return cases.own_memory(cases.plain_trained(Around))
+
+
+# What carries tensors from rank to rank, and what carries Python objects, by means of these.
+_TENSORS = (
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "all_to_all",
+    "gather",
+    "scatter",
+)
+_OBJECTS = ("all_gather_object", "broadcast_object", "meet")
+
+
+@pytest.fixture
+def no_tensors(monkeypatch):
+    """``with no_tensors():`` ranks may tell each other something, and send no tensors."""
+    inside = []
+
+    def allowed(method):
+        @functools.wraps(method)
+        def call(*args, **kwargs):
+            inside.append(method)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                inside.pop()
+
+        return call
+
+    def refused(method):
+        @functools.wraps(method)
+        def call(*args, **kwargs):
+            assert inside, f"{method.__name__} before all was checked"
+            return method(*args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def patched():
+        with monkeypatch.context() as patch:
+            for cls in (MpiCommunicator, TorchGroupCommunicator):
+                for name in _TENSORS:
+                    patch.setattr(cls, name, refused(getattr(cls, name)))
+                for name in _OBJECTS:
+                    patch.setattr(cls, name, allowed(getattr(cls, name)))
+            yield
+
+    return patched
+
+
+def check_refused(no_tensors, made, call, fragments, *given):
+    """Collective over all ranks. `call` raises on each of them, in words that hold all of `fragments`."""
+    model, optimizer = made
+    before = cases.prints([list(model.parameters()), optimizer.state_dict(), *given])
+    with no_tensors(), pytest.raises((StateDictError, DisagreementError)) as raised:
+        call()
+    assert isinstance(raised.value, HpcfsdpError)
+    assert isinstance(raised.value, (ValueError, DisagreementError))
+    for fragment in fragments:
+        wanted = [repr(name) for name in NAMES] if fragment is A_NAME else [fragment]
+        assert any(each in str(raised.value) for each in wanted), f"none of {wanted} is in: {raised.value}"
+    assert cases.prints([list(model.parameters()), optimizer.state_dict(), *given]) == before
+
+
+def check_works(engine, made):
+    """Collective over all ranks. Nothing is left of an error, neither in the model nor between the ranks."""
+    cases.same_osd(show(engine, *made), cases.plain_trained(Around), ordered=False)
+    load(engine, *made, good())
+    cases.same_osd(show(engine, *made), cases.plain_trained(Around), ordered=False)
+
+
+# What no rank can load. Each changes a state dict that fits, or puts something in its place, and says what the error
+# has to name.
+
+
+def another_model(osd):
+    osd["state"]["unit.c.weight"] = osd["state"].pop("unit.a.weight")
+    names = osd["param_groups"][0]["params"]
+    names[names.index("unit.a.weight")] = "unit.c.weight"
+    return osd, ["'unit.c.weight'"]
+
+
+def further_state(osd):
+    osd["state"]["unit.c.weight"] = osd["state"]["unit.a.weight"]
+    return osd, ["'unit.c.weight'"]
+
+
+def numbers(osd):
+    plain, optimizer = cases.make_plain(Around)
+    cases.load_plain(plain, optimizer, osd)
+    return optimizer.state_dict(), ["number", "rekey_optim_state_dict"]
+
+
+def no_state_of_one(osd):
+    del osd["state"]["unit.a.bias"]
+    return osd, ["'unit.a.bias'", "exp_avg"]
+
+
+def no_such_name_of_one(osd):
+    del osd["state"]["unit.a.bias"]["exp_avg_sq"]
+    return osd, ["'unit.a.bias'", "'exp_avg_sq'"]
+
+
+def no_mapping(osd):
+    osd["state"]["unit.a.bias"] = 5
+    return osd, ["'unit.a.bias'", "int"]
+
+
+def another_shape(osd):
+    osd["state"]["unit.a.weight"]["exp_avg"] = torch.zeros(WIDTH * WIDTH, dtype=torch.float64)
+    return osd, ["'unit.a.weight'", "'exp_avg'", f"({WIDTH * WIDTH},)", SQUARE]
+
+
+def of_adafactor(osd):
+    """Rows and columns of a whole matrix, of which a rank does not have all."""
+    model, _ = cases.make_plain(Around)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    cases.train_plain(model, optimizer, 1, range(1))
+    return cases.plain_osd(model, optimizer), [".weight'", "'col_var'", "(1, 7)", "(7, 7)"]
+
+
+def another_group(osd):
+    osd["param_groups"][0]["params"].remove("unit.a.bias")
+    osd["param_groups"].append({**osd["param_groups"][0], "params": ["unit.a.bias"]})
+    return osd, ["unit.a.bias", "group"]
+
+
+def no_params(osd):
+    del osd["param_groups"][0]["params"]
+    return osd, ["'params'", "param_groups"]
+
+
+EVERYWHERE = [
+    another_model,
+    further_state,
+    numbers,
+    no_state_of_one,
+    no_such_name_of_one,
+    no_mapping,
+    another_shape,
+    another_group,
+    no_params,
+]
+
+
+@pytest.mark.parametrize("form", ["full", "rank 0"])
+@pytest.mark.parametrize("change", EVERYWHERE)
+@ORIGINAL
+def test_state_that_does_not_fit_is_refused(engine, no_tensors, change, original, form):
+    made = loaded(engine, original)
+    given, fragments = change(good())
+    if form == "rank 0" and engine.comm.rank != 0:
+        given = {}
+    check_refused(no_tensors, made, lambda: to_load(engine, *made, given, form), fragments, given)
+    check_works(engine, made)
+
+
+@pytest.mark.parametrize("given", [None, [], "state", {"param_groups": []}, {"state": []}, {"state": None}], ids=repr)
+@pytest.mark.parametrize("form", ["full", "rank 0", "sharded"])
+def test_what_is_no_state_dict_is_refused(engine, no_tensors, given, form):
+    made = loaded(engine, False)
+    fragments = ["'state'"] if isinstance(given, dict) else [type(given).__name__]
+    check_refused(no_tensors, made, lambda: to_load(engine, *made, given, form), fragments, given)
+    with no_tensors(), pytest.raises(StateDictError) as raised:
+        engine.cls.optim_state_dict(*made, given if given is not None else 5)
+    assert all(fragment in str(raised.value) for fragment in fragments) or given is None
+    check_works(engine, made)
+
+
+@ORIGINAL
+def test_factored_state_is_refused_where_parameters_are_sharded(engine, no_tensors, original):
+    if engine.comm.size == 1 and original:
+        pytest.skip("one rank has whole matrices")
+    model, _ = loaded(engine, original)
+    made = model, torch.optim.Adafactor(model.parameters())
+    given, fragments = of_adafactor(good())
+    check_refused(no_tensors, made, lambda: to_load(engine, *made, given), fragments, given)
+
+
+# What parameters cannot have that share a flat parameter
+
+
+def another_step(osd):
+    osd["state"]["unit.a.bias"]["step"] = torch.tensor(7.0)
+    return osd, ["'unit.a.bias'", "'unit.a.weight'", "'step'", "3.0", "7.0"]
+
+
+def another_kind(osd):
+    osd["state"]["unit.a.bias"]["step"] = 3.0
+    return osd, ["'unit.a.bias'", "'unit.a.weight'", "'step'", "float"]
+
+
+def another_dtype(osd):
+    osd["state"]["unit.a.bias"]["exp_avg"] = osd["state"]["unit.a.bias"]["exp_avg"].float()
+    return osd, ["'unit.a.bias'", "'unit.a.weight'", "'exp_avg'", "float32", "float64"]
+
+
+@pytest.mark.parametrize("change", [another_step, another_kind, another_dtype])
+def test_state_that_differs_within_a_flat_parameter_is_refused(engine, no_tensors, change):
+    made = loaded(engine, False)
+    given, fragments = change(good())
+    check_refused(no_tensors, made, lambda: to_load(engine, *made, given), fragments, given)
+    check_works(engine, made)
+    # Parameters that are stepped one by one may differ.
+    model, optimizer = cases.make(engine, Around, original=True)
+    load(engine, model, optimizer, given)
+    assert show(engine, model, optimizer)["state"]["unit.a.bias"]["step"] in (3.0, 7.0)
+
+
+# What one rank is given and the others are not
+
+
+def step_there(osd):
+    for entry in osd["state"].values():
+        entry["step"] = torch.tensor(7.0)
+    return osd, ["'step'", "first.weight", "3.0", "7.0"]
+
+
+def dtype_there(osd):
+    for entry in osd["state"].values():
+        entry["exp_avg"] = entry["exp_avg"].float()
+    return osd, ["'exp_avg'", "first.weight", "float32", "float64"]
+
+
+def rate_there(osd):
+    osd["param_groups"][0]["lr"] = 0.5
+    return osd, ["'lr'", "0.5", "0.01"]
+
+
+def nothing_there(osd):
+    return {**osd, "state": {}}, ["first.weight"]
+
+
+def no_dict_there(osd):
+    return list(osd), ["list"]
+
+
+def shape_there(osd):
+    return another_shape(osd)
+
+
+@pytest.mark.parametrize("change", [step_there, dtype_there, rate_there, nothing_there, no_dict_there, shape_there])
+@ORIGINAL
+def test_ranks_that_are_given_different_state_all_raise(engine, several, no_tensors, change, original):
+    made, last = loaded(engine, original), several.size - 1
+    changed, fragments = change(good())
+    given = changed if several.rank == last else good()
+    call = functools.partial(to_load, engine, *made, given)
+    # The rank itself need not be told who it is where only its own state is wrong.
+    named = [f"rank {last}"] if several.rank != last or change not in (no_dict_there, shape_there) else []
+    check_refused(no_tensors, made, call, [*fragments, *named], given)
+    check_works(engine, made)
+
+
+@ORIGINAL
+def test_whole_tensors_on_one_rank_and_chunks_on_another_are_refused(engine, several, no_tensors, original):
+    made, last = loaded(engine, original), several.size - 1
+    chunks = show(engine, *made, "sharded")
+    given = good() if several.rank == last else chunks
+    fragments = [f"rank {last}", "first.weight", "ShardedTensor"]
+    check_refused(no_tensors, made, lambda: to_load(engine, *made, given), fragments, given)
+    check_works(engine, made)
+
+
+@ORIGINAL
+def test_chunks_on_rank_0_alone_are_refused(engine, no_tensors, original):
+    made = loaded(engine, original)
+    chunks = show(engine, *made, "sharded")
+    if engine.comm.size == 1:
+        load(engine, *made, chunks, "rank 0")
+    else:
+        call = functools.partial(to_load, engine, *made, chunks if engine.comm.rank == 0 else {}, "rank 0")
+        check_refused(no_tensors, made, call, ["first.weight", "ShardedTensor"], chunks)
+    check_works(engine, made)
+
+
+@ORIGINAL
+def test_tensors_that_lie_on_other_ranks_are_refused(engine, several, no_tensors, original):
+    chunks = show(engine, *loaded(engine, original), "sharded")
+    given = good()
+    given["state"]["last.weight"] = chunks["state"]["last.weight"]  # of what would travel last
+    half = several.size // 2
+    part = range(half) if several.rank < half else range(half, several.size)
+    group = several.subgroup(part)
+    made = cases.make(engine, Around, original=original, process_group=group)
+    load(engine, *made, good())
+    fragments = ["'last.weight'", "ShardedTensor"]
+    check_refused(no_tensors, made, lambda: to_load(engine, *made, given), fragments, given)
+    check_works(engine, made)
+
+
+# Optimizers that differ between ranks
+
+
+def one_of_two_groups(params):
+    return torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:]}], lr=1e-2, weight_decay=0.1, eps=1e-5)
+
+
+def without_one(params):
+    return cases.OPTIMIZERS["adamw"](params[:-1])
+
+
+def faster(params):
+    return torch.optim.AdamW(params, lr=0.5, weight_decay=0.1, eps=1e-5)
+
+
+def with_a_note(params):
+    optimizer = cases.OPTIMIZERS["adamw"](params)
+    optimizer.param_groups[0]["note"] = "mine"
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("change", "fragments"),
+    [
+        (one_of_two_groups, ["group", "1", "2"]),
+        (without_one, ["last."]),
+        (faster, ["'lr'", "0.5", "0.01"]),
+        (with_a_note, ["'note'", "'mine'", "missing"]),
+    ],
+)
+@ORIGINAL
+def test_ranks_whose_optimizers_have_other_groups_all_raise(engine, several, no_tensors, change, fragments, original):
+    (model, optimizer), last = loaded(engine, original), several.size - 1
+    params = list(model.parameters())
+    if change is without_one:
+        fragments = [fragments[0] if original else "first."]  # the flat parameter of the root, or the last of all
+        params = params if original else params[::-1]
+    other = change(params) if several.rank == last else optimizer
+    for param in (param for group in other.param_groups for param in group["params"]):
+        other.state[param] = optimizer.state[param]
+    made = model, other
+    for form in ("full", "sharded"):
+        check_refused(no_tensors, made, lambda form=form: show(engine, *made, form), [*fragments, f"rank {last}"])
+    if change in (one_of_two_groups, without_one):  # hyper-parameters are what the state dict has
+        call = functools.partial(to_load, engine, *made, good())
+        check_refused(no_tensors, made, call, ["group" if change is one_of_two_groups else fragments[0]])
+    check_works(engine, (model, optimizer))
+
+
+@contextlib.contextmanager
+def changed_state(optimizer, change):
+    """Another state of each parameter, for as long as the context lasts."""
+    before = {param: dict(state) for param, state in optimizer.state.items()}
+    for param, state in before.items():
+        optimizer.state[param] = change(dict(state))
+    if not any(optimizer.state.values()):
+        optimizer.state.clear()
+    try:
+        yield
+    finally:
+        for param, state in before.items():
+            optimizer.state[param] = state
+
+
+@pytest.mark.parametrize(
+    ("change", "fragments"),
+    [
+        (lambda state: {**state, "step": torch.tensor(7.0)}, ["'step'", "3.0", "7.0"]),
+        (lambda state: {**state, "step": 3}, ["'step'", "int"]),
+        (lambda state: {**state, "note": "mine"}, ["'note'", "mine"]),
+        (lambda state: {**state, "exp_avg": state["exp_avg"].float()}, ["'exp_avg'", "float32", "float64"]),
+        (lambda state: {}, ["state"]),
+    ],
+    ids=["step", "kind", "name", "dtype", "none"],
+)
+@ORIGINAL
+def test_ranks_whose_state_differs_all_raise(engine, several, no_tensors, change, fragments, original):
+    made, last = loaded(engine, original), several.size - 1
+    with contextlib.ExitStack() as stack:
+        if several.rank == last:
+            stack.enter_context(changed_state(made[1], change))
+        for form in ("full", "rank 0", "sharded"):
+            call = functools.partial(show, engine, *made, form)
+            check_refused(no_tensors, made, call, [*fragments, f"rank {last}", A_NAME])
+    check_works(engine, made)
+
+
+@ORIGINAL
+def test_state_that_cannot_be_told_by_element_is_refused(engine, no_tensors, original):
+    if original and engine.comm.size == 1:
+        pytest.skip("parameters that one rank has whole may have any state")
+    made = loaded(engine, original)
+    with changed_state(made[1], lambda state: {**state, "basis": torch.zeros(3, 5)}):
+        for form in ("full", "sharded"):
+            check_refused(no_tensors, made, lambda form=form: show(engine, *made, form), ["'basis'", "(3, 5)", A_NAME])
+    check_works(engine, made)
+
+
+# What does not belong together, on any rank
+
+
+@ORIGINAL
+def test_an_optimizer_of_another_model_is_refused(engine, no_tensors, original):
+    model, _ = loaded(engine, original)
+    _, other = cases.make(engine, Around, original=original)
+    for call in (lambda: show(engine, model, other), lambda: to_load(engine, model, other, good())):
+        check_refused(no_tensors, (model, other), call, ["optimizer", "model"])
+
+
+@ORIGINAL
+def test_a_model_without_units_is_refused(engine, original):
+    plain, optimizer = cases.make_plain(Around)
+    for call in (engine.cls.optim_state_dict, engine.cls.full_optim_state_dict):
+        with pytest.raises(StateDictError, match="no FullyShardedDataParallel"):
+            call(plain, optimizer)
+
+
+@ORIGINAL
+def test_optim_and_optim_input_are_not_passed_together(engine, no_tensors, original):
+    model, optimizer = made = loaded(engine, original)
+    given = good()
+    for method in (engine.cls.shard_full_optim_state_dict, engine.cls.scatter_full_optim_state_dict):
+        call = functools.partial(method, given, model, list(model.parameters()), optimizer)
+        check_refused(no_tensors, made, call, ["optim_input", "optim"], given)
+
+
+@pytest.mark.parametrize(
+    "wrong", [5, [], torch.zeros(2), [5], [{"lr": 1.0}]], ids=["int", "empty", "tensor", "list", "dict"]
+)
+def test_optim_input_of_another_kind_is_refused(engine, wrong):
+    model, _ = loaded(engine, False)
+    with pytest.raises((TypeError, ValueError), match="optim_input"):
+        engine.cls.shard_full_optim_state_dict(good(), model, optim_input=wrong)
+
+
+def test_rekeying_what_does_not_fit_is_refused():
+    rekey = FullyShardedDataParallel.rekey_optim_state_dict
+    plain, optimizer = cases.make_plain(Around)
+    cases.load_plain(plain, optimizer, good())
+    numbered, before = optimizer.state_dict(), cases.prints(good())
+    mixed = {**numbered, "state": {**numbered["state"], "unit.a.bias": {}}}
+    with pytest.raises(StateDictError, match="names or all numbers"):
+        rekey(mixed, OptimStateKeyType.PARAM_NAME, plain, optim=optimizer)
+    stranger, _ = another_model(good())
+    with pytest.raises(StateDictError, match=r"unit\.c\.weight"):
+        rekey(stranger, OptimStateKeyType.PARAM_ID, plain, optim=optimizer)
+    beyond = {**numbered, "state": {**numbered["state"], 99: {}}}
+    with pytest.raises(StateDictError, match="99"):
+        rekey(beyond, OptimStateKeyType.PARAM_NAME, plain, optim=optimizer)
+    other, other_optimizer = cases.make_plain(parity.Nested)
+    with pytest.raises(StateDictError, match="model"):
+        rekey(numbered, OptimStateKeyType.PARAM_NAME, other, optim=optimizer)
+    with pytest.raises(StateDictError, match="list"):
+        rekey([], OptimStateKeyType.PARAM_NAME, other, optim=other_optimizer)
+    with pytest.raises((StateDictError, TypeError), match="optim_state_key_type"):
+        rekey(numbered, "PARAM_NAME", plain, optim=optimizer)
+    assert cases.prints(good()) == before

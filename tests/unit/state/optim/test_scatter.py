@@ -1,0 +1,89 @@
+import pickle
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+
+from hpcfsdp.state.optim.gather import same
+from hpcfsdp.state.optim.scatter import broadcast_processed_state, broadcast_state
+from hpcfsdp.state.transfer import OnFirst
+from tests.unit.state.optim.examples import Odd
+
+CPU = torch.device("cpu")
+Betas = namedtuple("Betas", "one two")
+BIG, EMPTY = torch.arange(6.0).view(2, 3), torch.ones(0, 2, dtype=torch.int8)
+SCALAR = torch.tensor(3.0)
+GIVEN = {
+    "state": OrderedDict({"a.weight": {"avg": BIG, "step": SCALAR, "none": None}, "b": {"avg": EMPTY, "kind": "x"}}),
+    "param_groups": [{"params": ["a.weight", "b"], "lr": SCALAR, "betas": (0.9, SCALAR), "own": Odd(2)}],
+}
+
+
+class Counting:
+    """Counts the bytes of objects that are sent."""
+
+    def __init__(self, comm):
+        self.rank, self.size, self.nbytes, self._comm = comm.rank, comm.size, 0, comm
+
+    def broadcast_object(self, value, src=0):
+        self.nbytes += len(pickle.dumps(value))
+        return self._comm.broadcast_object(value, src)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_the_first_rank_has_is_told_without_tensors(run_ranks, size):
+    def body(comm):
+        return broadcast_processed_state(comm, GIVEN if comm.rank == 0 else {"state": "ignored"})
+
+    for rank, found in enumerate(run_ranks(size, body)):
+        state = found["state"]
+        assert list(state) == ["a.weight", "b"]
+        for fqn, value in (("a.weight", BIG), ("b", EMPTY)):
+            stand_in = state[fqn]["avg"]
+            assert type(stand_in) is OnFirst
+            assert (stand_in.shape, stand_in.dtype) == (value.shape, value.dtype)
+            assert (stand_in.tensor is None) is (rank > 0)
+            if rank == 0:
+                assert stand_in.tensor.data_ptr() == value.data_ptr()
+        assert same({**state["a.weight"], "avg": 0}, {"avg": 0, "step": SCALAR, "none": None})
+        assert state["b"]["kind"] == "x"
+        assert same(found["param_groups"], GIVEN["param_groups"])
+
+
+def test_containers_keep_their_kind(run_ranks):
+    group = {"params": [], "list": [SCALAR, (1, 2)], "tuple": (1.5, [SCALAR]), "named": Betas(0.5, 0.9)}
+    given = {"state": {"p": {key: value for key, value in group.items() if key != "params"}}, "param_groups": [group]}
+
+    def body(comm):
+        return broadcast_processed_state(comm, given if comm.rank == 0 else None)
+
+    for found in run_ranks(2, body):
+        assert same(found, given)
+        for holder in (found["state"]["p"], found["param_groups"][0]):
+            assert [type(holder[key]) for key in ("list", "tuple", "named")] == [list, tuple, Betas]
+
+
+def test_large_tensors_do_not_travel_with_what_is_told(run_ranks):
+    def body(comm):
+        ranks = Counting(comm)
+        broadcast_processed_state(ranks, {"state": {"p": {"avg": torch.ones(10**6)}}})
+        return ranks.nbytes
+
+    assert run_ranks(2, body)[0] < 1000
+
+
+@pytest.mark.parametrize("tensor", [BIG, EMPTY, BIG.bfloat16(), BIG.t(), BIG > 2], ids=str)
+def test_a_tensor_goes_to_all_ranks(run_ranks, tensor):
+    def body(comm):
+        given = OnFirst(tensor.shape, tensor.dtype, tensor if comm.rank == 0 else None)
+        return broadcast_state(comm, given, CPU)
+
+    for found in run_ranks(3, body):
+        assert same(found, tensor)
+        assert found.is_contiguous()
+        assert found.data_ptr() != tensor.data_ptr() or not tensor.numel()
+
+
+def test_what_is_on_all_ranks_is_not_sent():
+    for value in (BIG, 3, None, [BIG]):
+        assert broadcast_state(None, value, CPU) is value

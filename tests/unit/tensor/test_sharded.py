@@ -1,0 +1,204 @@
+"""Torch's distributed tensors made, and read as blocks, on one rank of a process group that only seems to be there."""
+
+import math
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings, strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hpcfsdp import _compat
+from hpcfsdp._compat import ShardedTensor
+from hpcfsdp.tensor.runs import Box, chunk_box
+from hpcfsdp.tensor.sharded import (
+    all_boxes,
+    create_chunk_dtensor,
+    create_chunk_sharded_tensor,
+    create_sharded_tensor,
+    local_blocks,
+    properties_of,
+)
+
+CPU = torch.device("cpu")
+SIZE = 4
+
+
+@pytest.fixture(params=range(SIZE), ids="rank{}".format)
+def rank(request):
+    """One of four ranks of torch's default process group."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=SIZE)
+    yield request.param
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def large():
+    """The process group of the first of 24 ranks, for what is the same on all."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=24)
+    yield
+    dist.destroy_process_group()
+
+
+def chunks_of(whole):
+    """As torch itself cuts, but for a tensor without rows, of which torch makes equal empty chunks for all ranks."""
+    return whole.chunk(SIZE) if len(whole) else [whole]
+
+
+def rows_of(whole, chunk):
+    """A chunk, None where there is none."""
+    chunks = chunks_of(whole)
+    return chunks[chunk].clone() if chunk < len(chunks) else None
+
+
+SHAPES = pytest.mark.parametrize("shape", [(8, 3), (5,), (2, 3, 2), (1, 7), (0, 3), (0,), (4, 0)], ids=str)
+
+
+@SHAPES
+def test_a_sharded_tensor_of_chunks(rank, shape):
+    whole = torch.randn(shape).bfloat16()
+    mine = rows_of(whole, rank)
+    made = create_chunk_sharded_tensor(mine, shape, torch.bfloat16, CPU, dist.group.WORLD, range(SIZE))
+    assert type(made) is ShardedTensor
+    assert properties_of(made) == (shape, torch.bfloat16)
+    chunks = [chunk.shape for chunk in chunks_of(whole)]
+    assert {at: [box.sizes for box in boxes] for at, boxes in all_boxes(made).items()} == {
+        at: [tuple(chunk)] for at, chunk in enumerate(chunks)
+    }
+    assert [shard.placement.device() for shard in made.metadata().shards_metadata] == [CPU] * len(chunks)
+    if mine is None:
+        assert local_blocks(made) == []
+    else:
+        [(box, block)] = local_blocks(made)
+        assert box == all_boxes(made)[rank][0] == chunk_box(shape, SIZE, rank)
+        assert block is mine
+    assert not made.metadata().tensor_properties.requires_grad
+    assert pickle.loads(pickle.dumps(made.metadata())) == made.metadata()
+
+
+@SHAPES
+def test_a_dtensor_of_chunks(rank, shape):
+    whole = torch.randn(shape, dtype=torch.float64)
+    mesh, mine = DeviceMesh("cpu", torch.arange(SIZE)), rows_of(whole, rank)
+    made = create_chunk_dtensor(mine, shape, torch.float64, CPU, mesh)
+    assert type(made) is DTensor
+    assert made.placements == (Shard(0),)
+    assert properties_of(made) == (shape, torch.float64)
+    assert made.stride() == whole.stride()
+    assert not made.requires_grad
+    expected = torch.empty((0, *shape[1:])) if mine is None else mine
+    assert made.to_local().shape == expected.shape
+    if whole.numel():
+        assert [tuple(block.shape) for _, block in local_blocks(made)] == ([] if mine is None else [tuple(mine.shape)])
+        assert sum(box.numel for boxes in all_boxes(made).values() for box in boxes) == whole.numel()
+    else:
+        assert list(all_boxes(made)) == [0]
+
+
+def test_a_dtensor_is_replicated_over_the_other_dimensions_of_its_mesh(rank):
+    mesh = DeviceMesh("cpu", torch.arange(SIZE).view(2, 2), mesh_dim_names=("replicate", "shard"))
+    made = create_chunk_dtensor(torch.full((2 - rank % 2, 5), 1.0), (3, 5), torch.float32, CPU, mesh)
+    assert made.placements == (Replicate(), Shard(0))
+    first, second = [Box((0, 0), (2, 5))], [Box((2, 0), (1, 5))]
+    assert all_boxes(made) == {0: first, 1: second, 2: first, 3: second}
+    [(box, block)] = local_blocks(made)
+    assert (box, tuple(block.shape)) == (all_boxes(made)[rank][0], (2 - rank % 2, 5))
+
+
+def test_blocks_of_ranks_that_are_some_of_all(rank):
+    """As the shards of one replica are: their names are those in the world."""
+    ranks = (rank // 2 * 2, rank // 2 * 2 + 1)
+    made = create_chunk_sharded_tensor(
+        torch.full((2,), rank), (4,), torch.int64, CPU, dist.new_group(ranks, use_local_synchronization=True), ranks
+    )
+    assert all_boxes(made) == {ranks[0]: [Box((0,), (2,))], ranks[1]: [Box((2,), (2,))]}
+    assert [box.offsets for box, _ in local_blocks(made)] == [(rank % 2 * 2,)]
+
+
+def test_a_sharded_tensor_of_any_blocks(rank):
+    boxes = {2: Box((0, 0), (3, 2)), 0: Box((0, 2), (3, 4))}
+    mine = torch.ones(boxes[rank].sizes) if rank in boxes else None
+    made = create_sharded_tensor(mine, (3, 6), torch.float32, CPU, dist.group.WORLD, boxes)
+    assert all_boxes(made) == {at: [box] for at, box in boxes.items()}
+    assert [box for box, _ in local_blocks(made)] == ([boxes[rank]] if rank in boxes else [])
+
+
+def test_several_blocks_of_one_rank_are_in_ascending_order(rank):
+    metadata = [
+        _compat.ShardMetadata([at, 0], [1, 2], f"rank:{owner}/cpu") for at, owner in ((2, 1), (0, 1), (3, 0), (1, 3))
+    ]
+    mine = [_compat.Shard(torch.full((1, 2), float(m.shard_offsets[0])), m) for m in metadata]
+    mine = [shard for shard in mine if shard.metadata.placement.rank() == rank]
+    properties = _compat.TensorProperties(dtype=torch.float32)
+    whole = _compat.ShardedTensorMetadata(metadata, torch.Size((4, 2)), properties)
+    made = _compat.sharded_tensor(mine, whole, dist.group.WORLD)
+    assert [box.offsets[0] for box in all_boxes(made)[1]] == [0, 2]
+    assert [(box.offsets[0], block[0, 0].item()) for box, block in local_blocks(made)] == {
+        0: [(3, 3.0)],
+        1: [(0, 0.0), (2, 2.0)],
+        2: [],
+        3: [(1, 1.0)],
+    }[rank]
+
+
+def dtensor_of(shape, mesh, placements):
+    """One whose values are those of no rank: for what is known from its description."""
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        torch.empty([0] * len(shape)), mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 7), min_size=2, max_size=3).map(tuple),
+    mesh_shape=st.sampled_from([(4,), (24,), (2, 3), (3, 2), (2, 3, 4)]),
+    data=st.data(),
+)
+def test_blocks_on_a_mesh_are_its_tensor_cut_along_one_dimension_after_the_other(large, shape, mesh_shape, data):
+    kinds = st.sampled_from([Replicate(), Shard(0), Shard(1), Shard(-1)])
+    placements = data.draw(st.tuples(*[kinds] * len(mesh_shape)))
+    mesh = DeviceMesh("cpu", torch.arange(math.prod(mesh_shape)).view(mesh_shape).flip(0), _init_backend=False)
+    numbers, expected = torch.arange(math.prod(shape)).view(shape), {}
+    for place in torch.cartesian_prod(*(torch.arange(size) for size in mesh_shape)).view(-1, len(mesh_shape)).tolist():
+        block = numbers
+        for size, at, placement in zip(mesh_shape, place, placements, strict=True):
+            if placement.is_shard():
+                chunks = block.chunk(size, placement.dim)
+                block = chunks[at] if at < len(chunks) else block.narrow(placement.dim, 0, 0)
+        if block.numel():
+            expected[int(mesh.mesh[tuple(place)])] = block
+    found = _compat.dtensor_boxes(dtensor_of(shape, mesh, placements))
+    if not numbers.numel():
+        assert list(found) == [int(mesh.mesh.flatten()[0])]
+        return
+    assert list(found) == list(expected)
+    for rank, (offsets, sizes) in found.items():
+        block = numbers[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+        assert torch.equal(block, expected[rank])
+
+
+@pytest.mark.parametrize(
+    ("placements", "why"),
+    [
+        ([Partial()], r"a DTensor with placements \(Partial\(sum\),\) has no values of its own: redistribute it first"),
+        ([_StridedShard(0, split_factor=2)], r"a DTensor with placements \(_StridedShard.* has no block per rank"),
+    ],
+)
+def test_placements_that_are_no_blocks_are_refused(large, placements, why):
+    made = dtensor_of((8, 2), DeviceMesh("cpu", torch.arange(4), _init_backend=False), placements)
+    with pytest.raises(ValueError, match=why):
+        _compat.dtensor_boxes(made)
+    with pytest.raises(ValueError, match=why):
+        local_blocks(made)
+
+
+def test_what_is_known_of_equal_tensors_is_not_one_dictionary(large):
+    mesh = DeviceMesh("cpu", torch.arange(4), _init_backend=False)
+    found = _compat.dtensor_boxes(dtensor_of((8, 2), mesh, [Shard(0)]))
+    found.clear()
+    assert len(_compat.dtensor_boxes(dtensor_of((8, 2), mesh, [Shard(0)]))) == 4
