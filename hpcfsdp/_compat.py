@@ -11,7 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    TensorProperties,
+    custom_sharded_op_impl,
+)
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
@@ -197,8 +203,22 @@ def assigning_without_swaps() -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
+@functools.cache
+def _let_sharded_tensors_know_their_device() -> None:
+    """Have a rank that holds nothing of a ``ShardedTensor`` say where it would.
+
+    Torch has it ask for a GPU unless the group is gloo's, which ends the loading of checkpoints over MPI.
+    """
+
+    @custom_sharded_op_impl(torch.Tensor.device.__get__)
+    def device(_types: Any, args: Any, _kwargs: Any, group: dist.ProcessGroup) -> torch.device:
+        shards = args[0].local_shards()
+        return shards[0].tensor.device if shards else device_of_group(group)
+
+
 def sharded_tensor(shards: list[Shard], metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> ShardedTensor:
     """A ``ShardedTensor`` of which this rank holds `shards`, and all ranks know `metadata`. Not collective."""
+    _let_sharded_tensors_know_their_device()
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, sharded_tensor_metadata=metadata, process_group=group
     )

@@ -66,29 +66,34 @@ class Groups:
         """Whether this rank is the first of all ranks of the unit."""
         return self.shard.rank == 0 and self.is_first_replica
 
+    @property
+    def carriers(self) -> Communicator:
+        """The ranks that a distributed tensor of the unit lies on: those of `shard`, under ``NO_SHARD`` all of them."""
+        return self.replicate if self.strategy is ShardingStrategy.NO_SHARD and self.replicate else self.shard
+
     def global_ranks(self) -> tuple[int, ...]:
-        """Collective over `shard`, the first time. What the ranks of `shard` are called in torch's default group.
+        """Collective over `carriers`, the first time. What they are called in torch's default group.
 
         Raises:
             RuntimeError: torch.distributed has not been initialised.
         """
-        return _Made.current().global_ranks(self.shard)
+        return _Made.current().global_ranks(self.carriers)
 
     def process_group(self) -> dist.ProcessGroup:
-        """Collective over `shard`, the first time. Torch's process group over the ranks of `shard`.
+        """Collective over `carriers`, the first time. Torch's process group over them.
 
         Raises:
             RuntimeError: torch.distributed has not been initialised.
         """
-        return _Made.current().process_group(self.shard)
+        return _Made.current().process_group(self.carriers)
 
     def mesh(self) -> DeviceMesh:
-        """Collective over `shard`, the first time. The user's mesh, or one of a single dimension, the ranks of `shard`.
+        """Collective over `carriers`, the first time. The user's mesh, or one of a single dimension, these ranks.
 
         Raises:
             RuntimeError: torch.distributed has not been initialised.
         """
-        return self.device_mesh or _Made.current().mesh(self.shard)
+        return self.device_mesh or _Made.current().mesh(self.carriers)
 
 
 def resolve_groups(

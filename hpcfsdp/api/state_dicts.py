@@ -298,10 +298,10 @@ class StateDictMethods:
             StateDictError: on all ranks, if ranks step different parameters, have other groups, or state that differs.
         """
         from hpcfsdp.state.optim import save
-        from hpcfsdp.state.settings import settings_of
+        from hpcfsdp.state.settings import optim_settings_of
 
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        return save.optim_state_dict(model, optim, given, save.form_of(settings_of(model)), group=group)
+        return save.optim_state_dict(model, optim, given, save.form_of(optim_settings_of(model)), group=group)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -331,13 +331,13 @@ class StateDictMethods:
                 tensors of other shapes than the parameters, groups of other parameters, or differs between ranks.
         """
         from hpcfsdp.state.optim import load, save
-        from hpcfsdp.state.settings import settings_of
+        from hpcfsdp.state.settings import optim_settings_of
 
         found = load.optim_state_dict_to_load(
             model,
             optim,
             optim_state_dict,
-            rank0_only=save.form_of(settings_of(model)).rank0_only,
+            rank0_only=save.form_of(optim_settings_of(model)).rank0_only,
             is_named_optimizer=is_named_optimizer,
             group=group,
         )

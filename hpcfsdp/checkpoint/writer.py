@@ -25,7 +25,8 @@ from hpcfsdp.checkpoint.plan import SavePlan, plan_save
 from hpcfsdp.comm import Communicator, assert_same, raise_together
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.state.model import communicator_of, device_of, model_tensors
-from hpcfsdp.state.optimizer import optimizer_state
+from hpcfsdp.state.optim.gather import StateInfo
+from hpcfsdp.state.optimizer import optimizer_state, state_elsewhere
 from hpcfsdp.state.tensors import StateTensor
 
 
@@ -62,9 +63,10 @@ def save(
     comm = communicator_of(model)
     path, token = comm.broadcast_object((Path(os.path.abspath(os.path.expanduser(path))), secrets.token_hex(4)))
     partial = partial_path(path, token)
+    elsewhere = None if optimizer is None else state_elsewhere(comm, model, optimizer)
     with raise_together(comm), _errors_of(path):
         step = operator.index(step)
-        tensors, small = _collect(model, optimizer, extra, config)
+        tensors, small = _collect(model, optimizer, elsewhere, extra, config)
         plan = plan_save(tensors)
     assert_same(comm, step, "step")
     assert_same(comm, plan.fingerprint(), "the plan of the checkpoint (the tensors of model and optimizer)")
@@ -108,6 +110,7 @@ def save(
 def _collect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
+    elsewhere: Mapping[str, StateInfo] | None,
     extra: Mapping[str, Any] | None,
     config: Mapping[str, Any] | None,
 ) -> tuple[list[tuple[str, StateTensor]], dict[str, np.ndarray | bytes]]:
@@ -115,7 +118,7 @@ def _collect(
     tensors = [(schema.MODEL, tensor) for tensor in model_tensors(model)]
     small: dict[str, np.ndarray | bytes] = {}
     if optimizer is not None:
-        state = optimizer_state(model, optimizer)
+        state = optimizer_state(model, optimizer, elsewhere)
         tensors += [(schema.OPTIM_STATE, tensor) for tensor in state.tensors]
         small[schema.OPTIM_SCALARS] = schema.to_json(state.scalars)
         small[schema.PARAM_GROUPS] = schema.to_json([_plain_group(index, g) for index, g in enumerate(state.groups)])

@@ -195,8 +195,11 @@ class FlatGrad:
                 _add_grad(flat.parameter, reduced)
             return
         self.pause()
-        for leaf, part, is_used in zip(flat.leaves, flat.shard_views(reduced), used, strict=True):
-            if is_used:
+        parts = flat.shard_views(reduced)
+        for leaf, part, slot, is_used in zip(flat.leaves, parts, flat.layout.slots, used, strict=True):
+            # A rank that holds nothing of a parameter has nothing to step; some optimizers divide by the number of
+            # elements.
+            if is_used and (part.numel() or not slot.numel):
                 _add_grad(leaf, part)
 
     def drop(self) -> None:

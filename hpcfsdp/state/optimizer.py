@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.state.model import clean_fqn, flat_params, shard_pieces, written_extents
+from hpcfsdp.state.optim.gather import RankState, StateInfo, allgather_state_info, convert_all_state_info
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated
 
 Scalar = bool | int | float
@@ -38,6 +41,14 @@ class TrainedParam:
     shard_rank: int = 0
     writers: tuple[int, ...] = (0,)
     is_run: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank holds nothing of a parameter that others hold parts of."""
+        if not self.is_run or self.layout is None:
+            return False
+        [(fqn, shape)] = self.shapes.items()
+        return math.prod(shape) > 0 and self.layout.param_extent(fqn, self.shard_rank) is None
 
     def state_tensor(self, fqn: str, key: str, value: torch.Tensor) -> StateTensor:
         """The part of one state value that belongs to the parameter `fqn`, under the name ``fqn/key``."""
@@ -101,8 +112,13 @@ def trained_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[l
     return groups
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
+def optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, elsewhere: Mapping[str, StateInfo] | None = None
+) -> OptimizerState:
     """What the optimizer remembers on this rank; not collective.
+
+    Args:
+        elsewhere: what it remembers of parameters of which this rank holds nothing, see ``state_elsewhere``.
 
     Raises:
         CheckpointError: a value is neither a tensor nor a number, or has a shape that cannot be split.
@@ -114,7 +130,11 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
         hyper = {key: value for key, value in group.items() if key != "params"}
         groups.append({"params": [fqn for member in members for fqn in member.shapes], **hyper})
         for member in members:
-            for key, value in optimizer.state.get(member.param, {}).items():
+            state = optimizer.state.get(member.param, {})
+            if member.is_empty:  # what this rank has for it, if anything, has not been stepped with the others
+                state = _of_no_elements((elsewhere or {}).get(next(iter(member.shapes))), member.param)
+            # The order in which an optimizer came to remember things is not known where nothing is held.
+            for key, value in sorted(state.items()) if member.is_run else state.items():
                 if "/" in key:
                     raise CheckpointError(
                         f"optimizer state {key!r} of {next(iter(member.shapes))!r}: a key with / in it"
@@ -130,6 +150,37 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
                             "be saved"
                         )
     return OptimizerState(tensors, scalars, groups)
+
+
+def state_elsewhere(comm: Communicator, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, StateInfo]:
+    """Collective over `comm`. What ranks remember of original parameters whose elements they hold.
+
+    A rank that holds nothing of a parameter does not step it. For others to read, or to write with it, it still has to
+    know what there is.
+
+    Raises:
+        StateDictError: ranks that hold parts of one parameter remember different things.
+    """
+    with raise_together(comm):
+        members = [member for group in trained_params(model, optimizer) for member in group if member.is_run]
+        held = {next(iter(m.shapes)): optimizer.state.get(m.param, {}) for m in members if not m.is_empty}
+        mine = RankState(
+            [],
+            {name: StateInfo.of(state) for name, state in held.items() if state},
+            {next(iter(member.shapes)) for member in members if member.is_empty},
+        )
+    if not members:
+        return {}
+    gathered = allgather_state_info(comm, mine)
+    with raise_together(comm):
+        return convert_all_state_info(gathered)
+
+
+def _of_no_elements(info: StateInfo | None, param: nn.Parameter) -> dict[str, Any]:
+    if info is None:
+        return {}
+    tensors = {key: param.new_empty(0, dtype=described.dtype) for key, described in info.tensors.items()}
+    return {**tensors, **info.scalar_tensors, **info.non_tensors}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.state.model import clean_fqn
-from hpcfsdp.state.save import flat_numel, flat_params_shown, kind_of, orig_params_shown, put_back
+from hpcfsdp.state.save import flat_numel, flat_params_shown, orig_params_shown, put_back
+from hpcfsdp.state.settings import kind_of
 from hpcfsdp.state.stand_in import StandIn
 from hpcfsdp.state.transfer import OnFirst
 from hpcfsdp.tensor.sharded import all_boxes, properties_of

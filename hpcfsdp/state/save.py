@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy, StateDictSettings, StateDictType
+from torch.distributed.fsdp import StateDictSettings, StateDictType
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
@@ -25,13 +23,11 @@ from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.state.model import clean_fqn
-from hpcfsdp.state.settings import settings_of
+from hpcfsdp.state.settings import kind_of, settings_of
 from hpcfsdp.state.stand_in import StandIn
 from hpcfsdp.state.transfer import Form, Parts, collect
 from hpcfsdp.tensor.runs import Box
 from hpcfsdp.tensor.sharded import create_sharded_tensor
-
-log = logging.getLogger("hpcfsdp.state")
 
 
 @dataclass
@@ -80,29 +76,6 @@ class _Found(OrderedDict):
         super().__init__()
         self.call = call
         self._metadata: OrderedDict[str, Any] = OrderedDict()
-
-
-def kind_of(unit: FullyShardedDataParallel, kind: StateDictType) -> StateDictType:
-    """What a unit gives and takes under a setting: whole tensors, if it is not sharded.
-
-    Raises:
-        StateDictError: flat parameters of a model that was given a mesh.
-    """
-    if unit._groups.strategy is ShardingStrategy.NO_SHARD:
-        if kind is not StateDictType.FULL_STATE_DICT:
-            _tell_of_whole(kind)
-        return StateDictType.FULL_STATE_DICT
-    if kind is StateDictType.LOCAL_STATE_DICT and unit._groups.device_mesh is not None:
-        raise StateDictError(
-            f"{unit._unit.name} was given a device_mesh, which LOCAL_STATE_DICT knows nothing of: set "
-            "SHARDED_STATE_DICT, which gives DTensors"
-        )
-    return kind
-
-
-@functools.cache
-def _tell_of_whole(kind: StateDictType) -> None:
-    log.info("units under NO_SHARD give and take whole tensors, also under %s", kind.name)
 
 
 @torch.no_grad()

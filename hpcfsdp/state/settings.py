@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -15,6 +17,7 @@ from torch.distributed.fsdp import (
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
+    ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
@@ -24,6 +27,8 @@ from hpcfsdp.errors import StateDictError
 
 if TYPE_CHECKING:
     from hpcfsdp.api.wrapper import FullyShardedDataParallel
+
+log = logging.getLogger("hpcfsdp.state")
 
 _CONFIGS = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -110,6 +115,41 @@ def settings_of(module: nn.Module) -> StateDictSettings:
                 f"to {unit._state_dict_settings}: call set_state_dict_type on the whole model"
             )
     return settings
+
+
+def optim_settings_of(module: nn.Module) -> StateDictSettings:
+    """What the units in `module` are set to, for the state of their optimizer.
+
+    Raises:
+        StateDictError: see ``settings_of`` and ``kind_of``.
+    """
+    settings = settings_of(module)
+    for _, unit in _units(module):
+        kind_of(unit, settings.state_dict_type)
+    return settings
+
+
+def kind_of(unit: FullyShardedDataParallel, kind: StateDictType) -> StateDictType:
+    """What a unit gives and takes under a setting: whole tensors, if it is not sharded.
+
+    Raises:
+        StateDictError: flat parameters of a model that was given a mesh.
+    """
+    if unit._groups.strategy is ShardingStrategy.NO_SHARD:
+        if kind is not StateDictType.FULL_STATE_DICT:
+            _tell_of_whole(kind)
+        return StateDictType.FULL_STATE_DICT
+    if kind is StateDictType.LOCAL_STATE_DICT and unit._groups.device_mesh is not None:
+        raise StateDictError(
+            f"{unit._unit.name} was given a device_mesh, which LOCAL_STATE_DICT knows nothing of: set "
+            "SHARDED_STATE_DICT, which gives DTensors"
+        )
+    return kind
+
+
+@functools.cache
+def _tell_of_whole(kind: StateDictType) -> None:
+    log.info("units under NO_SHARD give and take whole tensors, also under %s", kind.name)
 
 
 def _units(module: nn.Module) -> list[tuple[str, FullyShardedDataParallel]]:

@@ -203,8 +203,8 @@ def fill(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
 
     Args:
         parts: filled, converting to their dtype. What belongs to no slot is left alone.
-        values: for each slot a tensor that every rank has whole, a ``ShardedTensor`` or ``DTensor`` over ranks of
-            ``groups.shard``, an ``OnFirst``, or None to leave it alone; on all ranks alike, of the slot's shape.
+        values: for each slot a tensor that every rank has whole, a ``ShardedTensor`` or ``DTensor`` over
+            ``groups.carriers``, an ``OnFirst``, or None to leave it alone; on all ranks alike, of the slot's shape.
 
     Raises:
         StateDictError: a distributed tensor lies on other ranks, or not all of it on these, or it is a ``DTensor`` of
@@ -219,7 +219,7 @@ def fill(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
             part = _flat(values[run.index])[run.start : run.start + run.numel]
             _place(parts, run).copy_(part)
     if blocks is not None:
-        _fill_from_blocks(groups.shard, parts, values, blocks)
+        _fill_from_blocks(groups.carriers, parts, values, blocks)
     if any(_kind(value) is OnFirst for value in values):
         _fill_from_first(groups, parts, values)
 
@@ -241,8 +241,7 @@ def check_blocks(key: str, value: ShardedTensor | DTensor, ranks: Sequence[int])
     if covered != math.prod(properties_of(value)[0]):
         raise StateDictError(
             f"{key!r}: its {type(value).__name__} lies on the ranks {sorted(boxes)}, and not all of it on those that "
-            "the "
-            f"model is sharded over ({sorted(ranks)}): load it for these ranks, or gather it"
+            f"the model is sharded over ({sorted(ranks)}): load it for these ranks, or gather it"
         )
 
 
@@ -257,8 +256,8 @@ def _local_if_replicated(groups: Groups, value: Any) -> Any:
 
 def _blocks_by_rank(groups: Groups, parts: Parts, values: Sequence[Any]) -> list[list[Run]]:
     """By rank, the runs of distributed tensors that this rank has to know of for its plan."""
-    comm, places = groups.shard, {rank: place for place, rank in enumerate(groups.global_ranks())}
-    wanted = {run.index for run in parts.runs(comm.rank)}
+    comm, places = groups.carriers, {rank: place for place, rank in enumerate(groups.global_ranks())}
+    wanted = {run.index for run in parts.runs(groups.shard.rank)}
     found: list[list[Run]] = [[] for _ in range(comm.size)]
     for index, value in enumerate(values):
         if _kind(value) in (ShardedTensor, DTensor):
@@ -321,7 +320,8 @@ def _receive(
     """
 
     def wanted(rank: int) -> list[Run]:
-        return [run for run in parts.runs(rank) if run.index in chosen]
+        own = min(rank, parts.layout.num_shards - 1)  # where nothing is sharded, all ranks want the same
+        return [run for run in parts.runs(own) if run.index in chosen]
 
     plan = MovePlan.make(comm.rank, comm.size, sources, wanted)
     for part in plan.parts(_batches(parts.layout)):

@@ -264,10 +264,12 @@ def test_groups_of_the_same_ranks_are_several(world):
     dist.barrier(group=again)
 
 
-def test_under_no_shard_each_rank_is_the_only_one_of_its_shards(world):
+def test_under_no_shard_distributed_tensors_lie_on_all_ranks(world):
     groups = resolve_groups(None, None, Strategy.NO_SHARD)
-    assert groups.global_ranks() == (world.rank,)
-    assert dist.get_process_group_ranks(groups.process_group()) == [world.rank]
+    assert groups.shard.size == 1
+    assert groups.carriers.size == world.size
+    assert groups.global_ranks() == tuple(range(world.size))
+    assert groups.process_group() is dist.group.WORLD
 
 
 def test_the_mesh_that_was_given_is_kept_for_units_that_it_fits(world):

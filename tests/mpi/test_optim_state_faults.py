@@ -159,7 +159,7 @@ def of_adafactor(osd):
     model, _ = cases.make_plain(Around)
     optimizer = torch.optim.Adafactor(model.parameters())
     cases.train_plain(model, optimizer, 1, range(1))
-    return cases.plain_osd(model, optimizer), [".weight'", "'col_var'", "(1, 7)", "(7, 7)"]
+    return cases.plain_osd(model, optimizer), [".weight'", "_var'", "(7, 7)"]
 
 
 def another_group(osd):
@@ -450,11 +450,11 @@ def test_a_model_without_units_is_refused(engine, original):
 
 
 @ORIGINAL
-def test_optim_and_optim_input_are_not_passed_together(engine, no_tensors, original):
+def test_an_optimizer_that_was_built_from_something_else_is_refused(engine, no_tensors, original):
     model, optimizer = made = loaded(engine, original)
     given = good()
     for method in (engine.cls.shard_full_optim_state_dict, engine.cls.scatter_full_optim_state_dict):
-        call = functools.partial(method, given, model, list(model.parameters()), optimizer)
+        call = functools.partial(method, given, model, list(model.parameters())[1:], optimizer)
         check_refused(no_tensors, made, call, ["optim_input", "optim"], given)
 
 

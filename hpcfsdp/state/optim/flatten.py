@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.observe.profile import Phase, profile
 from hpcfsdp.state.optim.gather import describe, same
@@ -73,6 +75,11 @@ def plan_flat_state(
     present = [fqn for fqn in fqns if states.get(fqn)]
     if not present:
         return None
+    for slot in info.layout.slots:  # before anything else: with state of another kind its names differ, too
+        for name, value in states.get(slot.fqn, {}).items():
+            described = describe(value)
+            if described is not None and described[0]:
+                _check_shape(slot.fqn, name, value, slot.shape)
     absent = [fqn for fqn in fqns if not states.get(fqn)]
     if absent:
         raise StateDictError(
@@ -122,7 +129,7 @@ def plan_orig_state(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any], ele
         if _kind(info, index, name, value, elementwise) != "tensor":
             plan.others[name] = own_copy(value)
             continue
-        if not info.shows_whole:
+        if not info.shows_whole or isinstance(value, (ShardedTensor, DTensor)):
             _check_shape(fqn, name, value, info.layout.slots[index].shape)
         plan.tensors[name] = [value]
     return plan
@@ -242,13 +249,13 @@ def shard_orig_param_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) 
             if name not in plan.tensors:
                 continue
             [value] = plan.tensors[name]
-            if info.shows_whole:  # of any shape
+            if info.shows_whole and not isinstance(value, (ShardedTensor, DTensor)):  # of any shape
                 found[fqn][name] = value.detach().to(device, copy=True)
                 continue
             index, extent = info.param_indices[fqn], layout.param_extent(fqn, info.comm.rank)
             values[index] = value
             runs[index] = torch.empty(extent.numel if extent else 0, dtype=describe(value)[1], device=device)
-            found[fqn][name] = runs[index]
+            found[fqn][name] = runs[index].view(layout.slots[index].shape) if info.shows_whole else runs[index]
         with profile(Phase.RESHARDING, sum(run.nbytes for run in runs if run is not None)):
             fill(info.groups, Parts.of_runs(layout, runs), values)
     return found

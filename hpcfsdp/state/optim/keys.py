@@ -321,3 +321,31 @@ def check_known(names: Iterable[Any], known: Iterable[str], what: str) -> None:
     raise StateDictError(
         f"{what} holds {unknown[0]!r}{more}, which the model does not have{nearest(str(unknown[0]), known)}"
     )
+
+
+def check_is_state_dict(value: Any) -> None:
+    """Refuse what is no state dict of an optimizer.
+
+    Raises:
+        StateDictError: with what it is.
+    """
+    if not isinstance(value, Mapping):
+        raise StateDictError(f"an optimizer's state dict is a dict, not {said(value)}")
+    if "state" not in value:
+        raise StateDictError(
+            f"an optimizer's state dict has the key 'state', this one has {sorted(map(str, value))[:5]}: pass what "
+            "optim_state_dict, or the state_dict of an optimizer, returned"
+        )
+    if not isinstance(value["state"], Mapping):
+        raise StateDictError(f"'state' of an optimizer's state dict is a dict, not {said(value['state'])}")
+    groups = value.get("param_groups", [])
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
+        raise StateDictError(
+            f"'param_groups' of an optimizer's state dict is a list of dicts with the key 'params', not {said(groups)}"
+        )
+
+
+def said(value: Any) -> str:
+    """What a value is, in words."""
+    shown = repr(value)
+    return f"a {type(value).__name__}" + (f" ({shown})" if len(shown) < 60 else "")

@@ -39,6 +39,7 @@ from hpcfsdp.state.optim.keys import (
     OptimInput,
     OptimStateKey,
     ParamKey,
+    check_is_state_dict,
     check_known,
     get_aliases,
     get_fqn_to_fsdp_param_info,
@@ -48,8 +49,7 @@ from hpcfsdp.state.optim.keys import (
     resolve_param_keys,
 )
 from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
-from hpcfsdp.state.optim.save import check_is_state_dict
-from hpcfsdp.state.optim.scatter import broadcast_processed_state, broadcast_state
+from hpcfsdp.state.optim.scatter import broadcast_processed_state, broadcast_state, check_is_whole
 from hpcfsdp.state.ranks import Grid, ranks_of_model
 from hpcfsdp.state.transfer import check_blocks
 
@@ -152,7 +152,11 @@ class _Plan:
             return
         for key, own_key in self.keys.items():
             name = key.unflat_param_names[0]
-            if name in self.entries or name in self.unsharded or not params[own_key].requires_grad:
+            if name in self.entries or name in self.unsharded:
+                if optim is not None:
+                    _check_same_names(name, self.states[name], optim.state.get(params[own_key], {}))
+                continue
+            if not params[own_key].requires_grad:
                 continue
             if optim is not None and optim.state.get(params[own_key]):
                 raise StateDictError(
@@ -209,6 +213,16 @@ class _Plan:
         ]
         states = {fqn: StateInfo.of(state) for fqn, state in self.states.items() if fqn in sharded}
         return RankState(groups, states)
+
+
+def _check_same_names(fqn: str, given: Mapping[str, Any], held: Mapping[str, Any]) -> None:
+    """Refuse state of a parameter that lacks what the optimizer remembers of it, which it would look for in vain."""
+    lacking = sorted(str(name) for name in held if name not in given)
+    if lacking:
+        raise StateDictError(
+            f"the state dict holds no {lacking[0]!r} of {fqn!r}, and has {sorted(map(str, given))}; the optimizer has "
+            f"{sorted(map(str, held))}: it is the state of another optimizer, or of one with other options"
+        )
 
 
 def _is_users(key: Any, value: Any, given: Mapping[Any, Any], known: set[str]) -> bool:
@@ -282,10 +296,13 @@ def optim_state_dict_to_load(
         StateDictError: on all ranks, if it does not fit the model or the optimizer, or ranks do not fit together.
     """
     ranks = ranks_of_model(model, group)
+    rank0_only = rank0_only and ranks.size > 1
     with SimpleProfiler("optim_state_dict_to_load", log):
         with raise_together(ranks):
             if not rank0_only or ranks.rank == 0:
                 check_is_state_dict(optim_state_dict)
+            if rank0_only and ranks.rank == 0:
+                check_is_whole(optim_state_dict)
         if rank0_only:
             with profile(Phase.OBJECT_GATHER):
                 optim_state_dict = broadcast_processed_state(ranks, optim_state_dict)

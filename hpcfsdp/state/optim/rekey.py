@@ -15,6 +15,7 @@ from hpcfsdp.state.optim.keys import (
     OptimInput,
     OptimStateKey,
     ParamKey,
+    check_is_state_dict,
     check_known,
     get_aliases,
     get_param_to_fqns,
@@ -49,6 +50,7 @@ def rekey_optim_state_dict(
     """
     if not isinstance(optim_state_key_type, OptimStateKeyType):
         raise TypeError(f"optim_state_key_type must be an OptimStateKeyType, not {optim_state_key_type!r}")
+    check_is_state_dict(optim_state_dict)
     wanted = str if optim_state_key_type is OptimStateKeyType.PARAM_NAME else int
     state, groups = optim_state_dict["state"], optim_state_dict.get("param_groups", [])
     keys = [*state, *(key for group in groups for key in group["params"])]

@@ -30,11 +30,13 @@ from hpcfsdp.state.optim.keys import (
     OptimInput,
     OptimStateKey,
     ParamKey,
+    check_is_state_dict,
     get_fqn_to_fsdp_param_info,
     get_param_to_fqns,
     is_named_optimizer,
     map_param_key_to_optim_keys,
     resolve_param_keys,
+    said,
 )
 from hpcfsdp.state.optim.unflatten import (
     States,
@@ -232,35 +234,8 @@ def with_keys_of(params: Mapping[ParamKey, nn.Parameter], optim_state_dict: Mapp
     return {"state": renamed, **({"param_groups": groups} if "param_groups" in optim_state_dict else {})}
 
 
-def check_is_state_dict(value: Any) -> None:
-    """Refuse what is no state dict of an optimizer.
-
-    Raises:
-        StateDictError: with what it is.
-    """
-    if not isinstance(value, Mapping):
-        raise StateDictError(f"an optimizer's state dict is a dict, not {_said(value)}")
-    if "state" not in value:
-        raise StateDictError(
-            f"an optimizer's state dict has the key 'state', this one has {sorted(map(str, value))[:5]}: pass what "
-            "optim_state_dict, or the state_dict of an optimizer, returned"
-        )
-    if not isinstance(value["state"], Mapping):
-        raise StateDictError(f"'state' of an optimizer's state dict is a dict, not {_said(value['state'])}")
-    groups = value.get("param_groups", [])
-    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
-        raise StateDictError(
-            f"'param_groups' of an optimizer's state dict is a list of dicts with the key 'params', not {_said(groups)}"
-        )
-
-
 def _check_is_mapping(state: Any, key: OptimStateKey) -> None:
     if not isinstance(state, Mapping):
         raise StateDictError(
-            f"the optimizer's state of {key.unflat_param_names[0]!r} is a dict of names and values, not {_said(state)}"
+            f"the optimizer's state of {key.unflat_param_names[0]!r} is a dict of names and values, not {said(state)}"
         )
-
-
-def _said(value: Any) -> str:
-    shown = repr(value)
-    return f"a {type(value).__name__}" + (f" ({shown})" if len(shown) < 60 else "")

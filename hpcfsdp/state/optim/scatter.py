@@ -6,10 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator
+from hpcfsdp.errors import StateDictError
 from hpcfsdp.state.ranks import Grid
 from hpcfsdp.state.transfer import OnFirst
+
+
+def check_is_whole(optim_state_dict: Mapping[str, Any]) -> None:
+    """Refuse distributed tensors where one rank has the state dict for all: it has a part of each.
+
+    Raises:
+        StateDictError: with the first of them.
+    """
+    for key, state in optim_state_dict["state"].items():
+        for name, value in state.items() if isinstance(state, Mapping) else ():
+            if isinstance(value, (ShardedTensor, DTensor)):
+                raise StateDictError(
+                    f"state {name!r} of {key!r} is a {type(value).__name__}: where rank 0 has the state dict for all, "
+                    "it "
+                    "has to have whole tensors; gather them, or have all ranks load it without rank0_only"
+                )
 
 
 def broadcast_processed_state(ranks: Communicator | Grid, optim_state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
