@@ -25,7 +25,7 @@ from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.state.model import clean_fqn
 from hpcfsdp.state.settings import kind_of, settings_of
 from hpcfsdp.state.stand_in import StandIn
-from hpcfsdp.state.transfer import Form, Parts, collect
+from hpcfsdp.state.transfer import Form, Parts, collect, keeping_scratch
 from hpcfsdp.tensor.runs import Box
 from hpcfsdp.tensor.sharded import create_sharded_tensor
 
@@ -95,7 +95,7 @@ def save(
     inside = isinstance(destination, _Found)
     call = destination.call if isinstance(destination, _Found) else _begin(unit, keep_vars)
     found = _Found(call)
-    with contextlib.nullcontext() if inside else _readable(unit, call), _shown(unit, call):
+    with contextlib.nullcontext() if inside else _outermost(unit, call), _shown(unit, call):
         unit.module.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
     if inside or call.form_of(unit).is_shown_by(unit._groups):
         _merge(found, destination, prefix)
@@ -144,6 +144,13 @@ def _source(key: str, value: Any) -> Any:
             "dict, or compute it from that"
         )
     return value.source
+
+
+@contextlib.contextmanager
+def _outermost(root: FullyShardedDataParallel, call: _Call) -> Iterator[None]:
+    """Collective over the shards. A context around the whole of a call."""
+    with _readable(root, call), keeping_scratch():
+        yield
 
 
 @contextlib.contextmanager

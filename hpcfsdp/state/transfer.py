@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from hpcfsdp.api.groups import Groups
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.observe.profile import Phase, profile
 from hpcfsdp.tensor.move import MovePlan, RunsOf, batches, move
 from hpcfsdp.tensor.runs import Box, Run, box_runs, chunk_box, chunk_runs, own_runs, shard_runs, whole_runs
 from hpcfsdp.tensor.sharded import (
@@ -139,12 +142,38 @@ def _everywhere(comm: Communicator, parts: Parts, dtype: torch.dtype, target: to
         return found
     full = parts.assembled(comm.rank, comm.device, dtype)
     if comm.size > 1:
-        shard, full = full, torch.empty(layout.padded_numel, dtype=dtype, device=comm.device)
+        shard, full = full, _scratch(layout.padded_numel, dtype, comm.device)
         comm.all_gather_into_tensor(full, shard)
-    for index in parts.present:
-        slot = layout.slots[index]
-        found[index] = full[slot.offset : slot.end].view(slot.shape).to(target, copy=True)
+    with profile(Phase.DEVICE_TO_HOST, full.nbytes) if target.type != full.device.type else contextlib.nullcontext():
+        for index in parts.present:
+            slot = layout.slots[index]
+            found[index] = full[slot.offset : slot.end].view(slot.shape).to(target, copy=True)
     return found
+
+
+@contextlib.contextmanager
+def keeping_scratch() -> Iterator[None]:
+    """A context in which memory for what is gathered is taken once, as large as the largest flat parameter.
+
+    New memory costs the host as much as the copy that comes after.
+    """
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+_kept: contextvars.ContextVar[dict[torch.device, torch.Tensor] | None] = contextvars.ContextVar("scratch", default=None)
+
+
+def _scratch(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    kept, nbytes = _kept.get(), numel * dtype.itemsize
+    if kept is None:
+        return torch.empty(numel, dtype=dtype, device=device)
+    if device not in kept or kept[device].numel() < nbytes:
+        kept[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return kept[device][:nbytes].view(dtype)
 
 
 def _chunks(groups: Groups, parts: Parts, dtype: torch.dtype, target: torch.device, form: Form) -> list[Any]:

@@ -46,7 +46,7 @@ from hpcfsdp.state.optim.unflatten import (
     unflatten_param_groups,
 )
 from hpcfsdp.state.ranks import ranks_of_model
-from hpcfsdp.state.transfer import Form
+from hpcfsdp.state.transfer import Form, keeping_scratch
 
 log = logging.getLogger("hpcfsdp.optim")
 
@@ -189,7 +189,8 @@ def optim_state_dict(
             check_same_groups(gathered)
             merged = convert_all_state_info(gathered)
             own.check_is_told(merged, told.empty)
-        return _gathered(own, merged, form, is_shown=not form.rank0_only or ranks.rank == 0)
+        with keeping_scratch():
+            return _gathered(own, merged, form, is_shown=not form.rank0_only or ranks.rank == 0)
 
 
 def _gathered(own: _Own, merged: Mapping[str, StateInfo], form: Form, *, is_shown: bool) -> dict[str, Any]:
