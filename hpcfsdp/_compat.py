@@ -5,6 +5,7 @@ import functools
 import hashlib
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -34,13 +35,17 @@ __all__ = [  # have no other home
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_groups_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
+"""Of each default group, how many groups of the same ranks have been made beside it, by what their names begin with."""
+
 
 def new_group_of(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
     """Collective over `ranks`, global ones in any order. A process group of them, in ascending order.
 
     As ``dist.new_group(ranks, use_local_synchronization=True)``. That names a group after the number of groups that a
     rank is in: members that differ in it would wait for each other under different names, without end. Here the name
-    counts the groups of the same ranks.
+    counts the groups of the same ranks, those that have been destroyed too: what a group has left in the store would
+    mislead another one of its name.
 
     Args:
         backend: None for that of the default group.
@@ -50,7 +55,8 @@ def new_group_of(ranks: Sequence[int], backend: str | None = None) -> dist.Proce
     default_backend, store = c10d._world.pg_map[everyone]
     backend = dist.Backend(backend or default_backend)
     name = f"hpcfsdp-{hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()}-"
-    turn = sum(other.startswith(name) for other in c10d._world.pg_names.values())
+    turns = _groups_made.setdefault(everyone, {})
+    turn = turns[name] = turns.get(name, -1) + 1
     group, _ = c10d._new_process_group_helper(
         len(members),
         members.index(dist.get_rank()),
@@ -222,6 +228,24 @@ def sharded_tensor(shards: list[Shard], metadata: ShardedTensorMetadata, group: 
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, sharded_tensor_metadata=metadata, process_group=group
     )
+
+
+def dtensor(
+    local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int], strides: Sequence[int]
+) -> Any:
+    """A ``DTensor`` of which this rank holds `local`, where that lies. Not collective.
+
+    ``DTensor.from_local`` would move it to the device of the mesh, back from the host memory that it was put into.
+
+    Args:
+        shape, strides: of the whole tensor.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    described = TensorMeta(torch.Size(shape), tuple(strides), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=described)
+    return DTensor(local.detach(), spec, requires_grad=False)
 
 
 def dtensor_boxes(tensor: Any) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:

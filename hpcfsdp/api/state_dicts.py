@@ -30,7 +30,7 @@ class StateDictMethods:
 
         self._state_dict_settings = default_settings()
         self._buffer_dtypes = {}
-        self.register_load_state_dict_post_hook(_show_modules)  # type: ignore[attr-defined]
+        self.register_load_state_dict_post_hook(load_when_known)  # type: ignore[attr-defined]
 
     def state_dict(
         self, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -40,7 +40,10 @@ class StateDictMethods:
         By default every rank gets whole tensors, on the device where the model computes. Names are those of the plain
         model, without what wrappers, activation checkpointing and compilation add. Parameters have the dtype in which
         they are kept, buffers that which they had before mixed precision cast them. Tensors are new memory, but for
-        ``LOCAL_STATE_DICT``, and for buffers and ignored parameters if `keep_vars`.
+        ``LOCAL_STATE_DICT``, and for buffers and ignored parameters if `keep_vars`; extra states are the modules' own.
+
+        Everything is gathered before the modules' own ``state_dict`` is called, and with it hooks; what fails there on
+        one rank is told to all. Under ``rank0_only`` hooks are called on all ranks, of which the others find NaN.
 
         Under ``SHARDED_STATE_DICT`` each parameter is a ``ShardedTensor``, or a ``DTensor`` where the model was given a
         ``device_mesh``, of which each rank holds a chunk of the rows. Under ``LOCAL_STATE_DICT`` each unit's flat
@@ -53,8 +56,9 @@ class StateDictMethods:
 
         Raises:
             EngineError: a forward or backward is running, or parameters are summoned.
-            StateDictError: units are set differently, or two tensors have one name without those of wrappers;
+            StateDictError: units or ranks are set differently, or two tensors have one name without those of wrappers;
                 ``LOCAL_STATE_DICT`` with a ``device_mesh``.
+            Exception: on every rank, what a hook has raised on one; elsewhere as an ``HpcfsdpError``.
         """
         from hpcfsdp.state.save import save
 
@@ -68,6 +72,14 @@ class StateDictMethods:
         whatever ``set_state_dict_type`` says; under ``LOCAL_STATE_DICT`` names are those of flat parameters, and any
         number of ranks may have saved them. Names may carry what wrappers add.
 
+        Ranks compare names, shapes, dtypes and where the blocks of distributed tensors lie before anything is copied.
+        They do not compare values: of what every rank passes whole each takes its own part, and of what is not
+        sharded, everything.
+
+        Extra states are set when all tensors are loaded, and then hooks for the time after loading are called, with
+        whole parameters, whose changes stay. If one of these raises, all ranks do, and what was loaded remains. Names
+        that are still missing after hooks could have forgiven them are refused, and loading is undone.
+
         Args:
             strict: all names must be there, and no others.
             assign: not supported: a sharded model keeps its own memory.
@@ -77,8 +89,9 @@ class StateDictMethods:
 
         Raises:
             EngineError: a forward or backward is running, or parameters are summoned.
-            StateDictError: on every rank, if the state dict does not fit the model on one of them, or ranks pass
-                different ones. It is a ``RuntimeError``, too.
+            StateDictError: on every rank, if the state dict does not fit the model on one of them, has a tensor without
+                readable values (meta, sparse, quantized), or ranks pass different ones. It is a ``RuntimeError``, too.
+            Exception: on every rank, what a module has raised on one; elsewhere as an ``HpcfsdpError``.
         """
         from hpcfsdp.state.load import load_model, refuse_assign
 
@@ -96,15 +109,21 @@ class StateDictMethods:
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Collective over the ranks of the model. Called by a module around this one that loads a state dict."""
-        from hpcfsdp.state.load import load_within, refuse_assign
+        """Called by a module around this one that loads a state dict; see ``load_when_known``."""
+        from hpcfsdp.state.load import refuse_assign
+        from hpcfsdp.state.within import LoadWithin
 
-        del strict  # always True here; the module around this one knows whether it is to be strict
+        del strict, error_msgs  # always True here: the module around this one knows; and what is wrong is raised
         if local_metadata.get("assign_to_params_buffers"):
             refuse_assign()
-        load_within(self, state_dict, prefix, missing_keys, unexpected_keys, error_msgs)  # type: ignore[arg-type]
-        # All that is inside is loaded now: that module must not enter it.
-        self.__dict__["_loaded_modules"], self.__dict__["_modules"] = self.__dict__["_modules"], {}
+        self.__dict__["_load_within"] = LoadWithin(
+            self,  # type: ignore[arg-type]
+            state_dict,
+            prefix,
+            local_metadata,
+            missing_keys,
+            unexpected_keys,
+        )
 
     @staticmethod
     def set_state_dict_type(
@@ -346,8 +365,11 @@ class StateDictMethods:
         return found
 
 
-def _show_modules(wrapper: Any, _incompatible_keys: Any) -> None:
-    """Have a wrapper hold its module again, see ``_load_from_state_dict``."""
-    modules = wrapper.__dict__.pop("_loaded_modules", None)
-    if modules is not None:
-        wrapper.__dict__["_modules"] = modules
+def load_when_known(wrapper: Any, _incompatible_keys: Any) -> None:
+    """Collective over the ranks of a unit, if a module around it loads a state dict. Load its part.
+
+    Torch calls it when it has been through all that is inside of the unit, the first of hooks.
+    """
+    waiting = wrapper.__dict__.pop("_load_within", None)
+    if waiting is not None:
+        waiting.load()

@@ -25,7 +25,7 @@ from hpcfsdp.checkpoint.plan import SavePlan, plan_save
 from hpcfsdp.comm import Communicator, assert_same, raise_together
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.state.model import communicator_of, device_of, model_tensors
-from hpcfsdp.state.optim.gather import StateInfo
+from hpcfsdp.state.optim.compare import StateInfo
 from hpcfsdp.state.optimizer import optimizer_state, state_elsewhere
 from hpcfsdp.state.tensors import StateTensor
 

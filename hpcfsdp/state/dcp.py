@@ -23,14 +23,14 @@ from torch.distributed.fsdp import (
 )
 
 from hpcfsdp.api.wrapper import FullyShardedDataParallel
-from hpcfsdp.comm import raise_together
+from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.state.load import load_model
 from hpcfsdp.state.model import clean_fqn
 from hpcfsdp.state.optim import load, save
-from hpcfsdp.state.optim.gather import same
+from hpcfsdp.state.optim.compare import same
 from hpcfsdp.state.optim.keys import get_aliases, get_param_to_fqns
-from hpcfsdp.state.ranks import ranks_of_model
+from hpcfsdp.state.ranks import Grid, ranks_of_model
 from hpcfsdp.state.transfer import Form
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -89,7 +89,7 @@ def get_optimizer_state_dict(
     )
     found: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in _listed(optimizers):
-        init_optim_state(optimizer)
+        init_optim_state(ranks_of_model(model), optimizer)
         one = save.optim_state_dict(model, optimizer, optimizer.state_dict(), form)
         found["state"].update(one.get("state", {}))
         found["param_groups"] += one.get("param_groups", [])
@@ -108,10 +108,8 @@ def get_state_dict(
     """Collective over all ranks of the model. The state dicts of a model and of its optimizers."""
     if not _is_ours(model):
         return stock.get_state_dict(model, optimizers, submodules=submodules, options=options)
-    return (
-        get_model_state_dict(model, submodules=submodules, options=options),
-        get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
-    )
+    weights = get_model_state_dict(model, submodules=submodules, options=options)
+    return weights, get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
 
 
 def set_model_state_dict(
@@ -142,24 +140,29 @@ def set_optimizer_state_dict(
 
     Args:
         options: torch's own. With ``broadcast_from_rank0`` rank 0 alone needs to have it; without ``strict`` parameters
-            that it lacks begin anew.
+            that it lacks begin anew. Names that the model does not have are refused in any case.
     """
     if not _is_ours(model):
         stock.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
         return
-    options = _checked(options)
+    for optimizer, one in _to_load(model, _listed(optimizers), optim_state_dict, _checked(options)):
+        optimizer.load_state_dict(one)
+
+
+def _to_load(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], optim_state_dict: Any, options: StateDictOptions
+) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """Collective over all ranks of the model. What each optimizer loads; nothing is changed yet."""
     ranks, rank0_only = ranks_of_model(model), options.broadcast_from_rank0
     loaded = []
-    for optimizer in _listed(optimizers):
+    for optimizer in optimizers:
         mine = None
         with raise_together(ranks):
             if not rank0_only or ranks.rank == 0:
                 mine = _of_optimizer(model, optimizer, optim_state_dict)
-        loaded.append(
-            load.optim_state_dict_to_load(model, optimizer, mine, rank0_only=rank0_only, strict=options.strict)
-        )
-    for optimizer, one in zip(_listed(optimizers), loaded, strict=True):
-        optimizer.load_state_dict(one)
+        one = load.optim_state_dict_to_load(model, optimizer, mine, rank0_only=rank0_only, strict=options.strict)
+        loaded.append((optimizer, one))
+    return loaded
 
 
 def set_state_dict(
@@ -170,7 +173,7 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Collective over all ranks of the model. Load the state dicts of a model and of its optimizers."""
+    """Collective over all ranks of the model. Load the state dicts of a model and of its optimizers, or neither."""
     if not _is_ours(model):
         return stock.set_state_dict(
             model,
@@ -179,24 +182,35 @@ def set_state_dict(
             optim_state_dict=optim_state_dict,
             options=options,
         )
+    loaded = _to_load(model, _listed(optimizers), optim_state_dict, _checked(options))
     found = set_model_state_dict(model, model_state_dict, options=options)
-    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    for optimizer, one in loaded:
+        optimizer.load_state_dict(one)
     return found
 
 
 @torch.no_grad()
-def init_optim_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer its state, if it has none and there are no gradients; parameters stay as they are."""
+def init_optim_state(ranks: Communicator | Grid, optimizer: torch.optim.Optimizer) -> None:
+    """Collective over `ranks`. Give an optimizer its state, unless there is some, or there are gradients, on a rank.
+
+    Parameters stay as they are. As in training, a rank does not step what it holds nothing of.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if optimizer.state or any(param.grad is not None for param in params):
+    has_begun = any(optimizer.state.values()) or any(param.grad is not None for param in params)
+    if any(ranks.all_gather_object(has_begun)):
         return
+    with raise_together(ranks):
+        _step_without_effect(optimizer, params)
+
+
+def _step_without_effect(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
     rates = [group.get("lr") for group in optimizer.param_groups]
     try:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             if rate is not None:
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
         for param in params:
-            if param.requires_grad:
+            if param.requires_grad and param.numel():
                 param.grad = torch.zeros_like(param)
         optimizer.step()
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,27 @@ from hpcfsdp._compat import IncompatibleKeys, ShardedTensor
 from hpcfsdp.api import unshard
 from hpcfsdp.api.groups import Groups
 from hpcfsdp.api.wrapper import FullyShardedDataParallel
-from hpcfsdp.errors import StateDictError
+from hpcfsdp.comm import raise_together
+from hpcfsdp.errors import HpcfsdpError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout, ParamSlot
 from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.state.first import FROM_FIRST, First, checked
 from hpcfsdp.state.ranks import ranks_of_model
-from hpcfsdp.state.reading import Reading
+from hpcfsdp.state.reading import Hook, Reading
 from hpcfsdp.state.save import flat_numel
-from hpcfsdp.state.transfer import OnFirst, Parts, check_blocks, fill
+from hpcfsdp.state.transfer import OnFirst, Parts, fill
+
+
+class Agreed(NamedTuple):
+    """What all ranks know of each other before a state dict is loaded.
+
+    Attributes:
+        units: that have hooks to be called, on any rank.
+        names_differ: whether a rank has names on one side alone.
+    """
+
+    units: list[FullyShardedDataParallel]
+    names_differ: bool
 
 
 def refuse_assign() -> NoReturn:
@@ -49,137 +63,38 @@ def load_model(
         EngineError: a unit is at work, or summoned.
         StateDictError: on every rank, see ``StateDictMethods.load_state_dict``; or there is no unit.
     """
-    reading, first = Reading(module), _First(module) if from_first else None
+    reading, first = Reading(module), First(module) if from_first else None
 
     def read() -> None:
-        values, metadata = state_dict, getattr(state_dict, "_metadata", None)
         if first is not None:
             values, metadata = first.announce(state_dict)
-        reading.read(_checked(values), "", metadata)
-        wrong = reading.problems(strict)
-        if wrong:
-            raise StateDictError("\n\t".join([f"Error(s) in loading state_dict for {type(module).__name__}:", *wrong]))
-
-    problem = _agree(reading, read)
-    if problem is not None:
-        raise problem
-    _commit(reading, first)
-    return IncompatibleKeys(reading.missing, reading.unexpected)
-
-
-def load_within(
-    unit: FullyShardedDataParallel,
-    state_dict: Mapping[str, Any],
-    prefix: str,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    """Collective over the ranks of the unit. Its part, and that of units inside, of loading a module around it.
-
-    That module knows whether names may be missing, and raises when it has been through all of its children: what is
-    missing does not keep this unit from loading the rest, and anything else that is wrong does.
-
-    Args:
-        state_dict: in which names begin with `prefix`.
-        missing, unexpected, errors: added to, as by any module that loads its part.
-    """
-    reading = Reading(unit)
-
-    def read() -> None:
-        values = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
-        reading.read(values, prefix, None, within=True)
-        if reading.errors:
-            raise StateDictError("\n\t".join(reading.errors))
-
-    problem = _agree(reading, read)
-    missing += reading.missing
-    unexpected += reading.unexpected
-    if problem is None:
-        _commit(reading, None)
-    elif isinstance(problem, StateDictError):
-        errors.append(str(problem))
-    else:
-        raise problem
-
-
-def _checked(state_dict: Any) -> Mapping[str, Any]:
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"a state dict must be a mapping of names to tensors, not {type(state_dict).__name__}")
-    for key in state_dict:
-        if not isinstance(key, str):
-            raise TypeError(f"the names in a state dict must be str, not {key!r} of type {type(key).__name__}")
-    return state_dict
-
-
-class _First:
-    """The first rank of a model, that alone has what is to be loaded."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._rank = 0
-
-    def announce(self, state_dict: Any) -> tuple[dict[str, Any], Any]:
-        """Collective over the ranks of the model. What the first rank has, without its values, and the metadata.
-
-        Raises:
-            StateDictError: it is not all whole tensors, or units do not have their first rank in common.
-            TypeError: it is no state dict, on the first rank.
-        """
-        units, ranks = FullyShardedDataParallel.fsdp_modules(self._module), ranks_of_model(self._module)
-        is_first = units[0]._groups.is_first
-        self._rank = ranks.all_gather_object(is_first).index(True)
-        told, problem = None, None
-        if is_first:
-            try:
-                told = {key: _described(key, value) for key, value in _checked(state_dict).items()}
-            except (StateDictError, TypeError) as error:
-                problem = error
-        mine = told, getattr(state_dict, "_metadata", None), None if problem is None else str(problem)
-        announced, metadata, wrong = ranks.broadcast_object(mine, self._rank)
-        if wrong is not None:
-            raise problem or StateDictError(f"rank {self._rank}: {wrong}")
-        if any(unit._groups.is_first != is_first for unit in units):
-            raise StateDictError(
-                "one rank is to give the state dict to all, but units are sharded over groups with different first "
-                "ranks: pass the whole state dict on every rank"
-            )
-        values = {
-            key: OnFirst(*value, state_dict[key] if is_first else None) if is_tensor else value
-            for key, (is_tensor, value) in announced.items()
-        }
-        return values, metadata
-
-    def broadcast(self, source: OnFirst) -> torch.Tensor:
-        """Collective over the ranks of the model. The tensor, on all of them."""
-        ranks = ranks_of_model(self._module)
-        if source.tensor is None:
-            there = torch.empty(source.shape, dtype=source.dtype, device=ranks.device)
         else:
-            there = source.tensor.detach().to(ranks.device).contiguous()
-        ranks.broadcast(there, self._rank)
-        return there
+            values, metadata = checked(state_dict, FROM_FIRST), getattr(state_dict, "_metadata", None)
+        reading.read(values, "", metadata)
+        # Hooks may forgive names, and are called when everything is loaded.
+        reading.check(names=strict and not reading.has_hooks)
+
+    agreed, found = agree(reading, read), IncompatibleKeys(reading.missing, reading.unexpected)
+    undo = _undoing(reading) if strict and agreed.names_differ else None
+    commit(reading, first)
+    finish(reading, agreed, found)
+    try:
+        with raise_together(ranks_of_model(module)):
+            reading.check(names=strict)
+    except StateDictError:
+        if undo is not None:
+            undo()
+        raise
+    return found
 
 
-def _described(key: str, value: Any) -> tuple[bool, Any]:
-    """Whether a value is a tensor, and its shape and dtype if it is; the value itself otherwise."""
-    if isinstance(value, (ShardedTensor, DTensor)):
-        raise StateDictError(
-            f"{key!r} is a {type(value).__name__}: where one rank has the state dict for all, it has to have whole "
-            "tensors"
-        )
-    return (True, (value.shape, value.dtype)) if isinstance(value, torch.Tensor) else (False, value)
-
-
-def _agree(reading: Reading, read: Callable[[], None]) -> Exception | None:
+def agree(reading: Reading, read: Callable[[], None]) -> Agreed:
     """Collective over the ranks of the model. Have all ranks read, and compare what they are about to load.
-
-    Returns:
-        What is wrong on this rank, or on another one, if anything is wrong anywhere.
 
     Raises:
         EngineError: a unit is at work, or summoned.
-        StateDictError: there is no unit.
+        StateDictError: on every rank, if something is wrong on any of them; there is no unit.
+        Exception: on this rank, what `read` has raised.
     """
     ranks = ranks_of_model(reading.module)
     for unit in reading.units:
@@ -190,18 +105,23 @@ def _agree(reading: Reading, read: Callable[[], None]) -> Exception | None:
     problem: Exception | None = None
     try:
         read()
-        _check_blocks(reading)
     except Exception as error:
         problem = error
-    everyone = ranks.all_gather_object((None if problem is None else str(problem), reading.digest))
+    turns = [turn for turn, hooks in enumerate(reading.hooks.values()) if hooks]
+    told = None if problem is None else str(problem)
+    everyone = ranks.all_gather_object((told, reading.digest, turns, reading.names_differ))
     if problem is None:
-        wrong = next((f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text is not None), None)
-        if wrong is None and any(digest != reading.digest for _, digest in everyone):
+        wrong = next((f"rank {rank}: {text}" for rank, (text, *_) in enumerate(everyone) if text is not None), None)
+        if wrong is None and any(digest != reading.digest for _, digest, *_ in everyone):
             wrong = _difference(ranks.all_gather_object(reading.facts))
         problem = None if wrong is None else StateDictError(wrong)
-    if isinstance(problem, StateDictError):
+    if isinstance(problem, HpcfsdpError):
         problem.collective = True
-    return problem
+    if problem is not None:
+        raise problem
+    called = {turn for _, _, turns, _ in everyone for turn in turns}
+    units = [unit for turn, unit in enumerate(reading.hooks) if turn in called]
+    return Agreed(units, any(names_differ for *_, names_differ in everyone))
 
 
 def _difference(tables: list[dict[str, str]]) -> str:
@@ -214,24 +134,7 @@ def _difference(tables: list[dict[str, str]]) -> str:
     return f"ranks load different state dicts: for {key!r} rank 0 has {first}, rank {rank} has {other}"
 
 
-def _check_blocks(reading: Reading) -> None:
-    """See that distributed tensors lie where they can be had from. Not collective.
-
-    Raises:
-        StateDictError: one that does not.
-    """
-    for target, source in reading.found.items():
-        if not isinstance(source, (ShardedTensor, DTensor)):
-            continue
-        key = reading.keys[target]
-        if target not in reading.sharded:
-            if isinstance(source, ShardedTensor):
-                raise StateDictError(f"{key!r} is not sharded in the model, and cannot be loaded from a ShardedTensor")
-            continue
-        check_blocks(key, source, reading.sharded[target].global_ranks())
-
-
-def _commit(reading: Reading, first: _First | None) -> None:
+def commit(reading: Reading, first: First | None) -> None:
     """Collective over the ranks of the model. Copy what has been found."""
     for unit in reading.units:
         for flat in unit._unit.flats:
@@ -251,8 +154,55 @@ def _commit(reading: Reading, first: _First | None) -> None:
             target.copy_(source)
         for (module, name), buffer in reading.replaced:
             setattr(module, name, buffer)
-    for module, state in reading.states:
-        module.set_extra_state(state)
+
+
+def finish(reading: Reading, agreed: Agreed, keys: Any) -> None:
+    """Collective over the ranks of the model. Give modules their extra states, and call hooks, when values are there.
+
+    Hooks of modules find whole parameters, and what they write to them stays.
+
+    Args:
+        keys: what hooks are told, and may change.
+
+    Raises:
+        StateDictError: a hook has returned something.
+        Exception: on every rank, what a module has raised on one of them.
+    """
+    ranks = ranks_of_model(reading.module)
+    with raise_together(ranks):
+        for module, state in reading.states:
+            module.set_extra_state(state)
+    for unit in agreed.units:
+        with raise_together(ranks), unshard.unshard_params_for_summon(unit, unshard.UnshardArgs()):
+            _call(reading.hooks[unit], keys)
+    with raise_together(ranks):
+        _call(reading.hooks_at_rest, keys)
+
+
+def _call(hooks: list[Hook], keys: Any) -> None:
+    for module, hook in hooks:
+        if hook(module, keys) is not None:
+            raise StateDictError(
+                f"a hook of {type(module).__name__} after load_state_dict returned a value: it should change "
+                "missing_keys and unexpected_keys in place"
+            )
+
+
+def _undoing(reading: Reading) -> Callable[[], None]:
+    """What makes the tensors of the model what they are now: it holds a copy of this rank's part."""
+    tensors = [flat.parameter.data for unit in reading.units for flat in unit._unit.flats]
+    tensors += [target for target in reading.found if target not in reading.sharded]
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    buffers = [(module, name, module._buffers[name]) for (module, name), _ in reading.replaced]
+
+    @torch.no_grad()
+    def undo() -> None:
+        for tensor, values in before:
+            tensor.copy_(values)
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+
+    return undo
 
 
 def _fill(groups: Groups, flat: FlatParam, layout: FlatLayout, values: list[Any]) -> None:

@@ -11,15 +11,20 @@ import torch
 from torch import nn
 
 from hpcfsdp.comm import Communicator, raise_together
-from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
+from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.state.model import clean_fqn, flat_params, shard_pieces, written_extents
-from hpcfsdp.state.optim.gather import RankState, StateInfo, allgather_state_info, convert_all_state_info
+from hpcfsdp.state.optim.compare import (
+    RankState,
+    StateInfo,
+    Untold,
+    allgather_state_info,
+    convert_all_state_info,
+)
+from hpcfsdp.state.optim.flatten import TORCH_SCALARS
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated
 
 Scalar = bool | int | float
-
-_TORCH_SCALARS = {"step", "mu_product", "eta", "mu"}
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,8 @@ def optimizer_state(
                         tensors.append(member.state_tensor(fqn, key, value))
                     elif isinstance(value, (bool, int, float)):
                         scalars[f"{fqn}/{key}"] = value
+                    elif isinstance(value, Untold):
+                        raise CheckpointError(f"optimizer state {key!r} of {fqn!r} is {value}")
                     elif value is not None:
                         raise CheckpointError(
                             f"optimizer state {key!r} of {fqn!r} is a {type(value).__name__}: tensors and numbers can "
@@ -159,8 +166,10 @@ def state_elsewhere(comm: Communicator, model: nn.Module, optimizer: torch.optim
     know what there is.
 
     Raises:
-        StateDictError: ranks that hold parts of one parameter remember different things.
+        CheckpointError: ranks that hold parts of one parameter remember different things.
     """
+    if not any(flat.use_orig_params and flat.comm.size > 1 for flat, _, _ in flat_params(model)):
+        return {}
     with raise_together(comm):
         members = [member for group in trained_params(model, optimizer) for member in group if member.is_run]
         held = {next(iter(m.shapes)): optimizer.state.get(m.param, {}) for m in members if not m.is_empty}
@@ -169,11 +178,12 @@ def state_elsewhere(comm: Communicator, model: nn.Module, optimizer: torch.optim
             {name: StateInfo.of(state) for name, state in held.items() if state},
             {next(iter(member.shapes)) for member in members if member.is_empty},
         )
-    if not members:
-        return {}
     gathered = allgather_state_info(comm, mine)
     with raise_together(comm):
-        return convert_all_state_info(gathered)
+        try:
+            return convert_all_state_info(gathered)
+        except StateDictError as error:
+            raise CheckpointError(str(error)) from error
 
 
 def _of_no_elements(info: StateInfo | None, param: nn.Parameter) -> dict[str, Any]:
@@ -324,7 +334,7 @@ def _elementwise(member: TrainedParam, key: str, values: Mapping[str, SavedTenso
     if member.layout is None or any(value.shape != () for value in values.values()):
         return any(value.shape != () for value in values.values())
     # Of parameters without dimensions a single element could be either: go by the names that torch.optim uses.
-    return key not in _TORCH_SCALARS and all(shape == () for shape in member.shapes.values())
+    return key not in TORCH_SCALARS and all(shape == () for shape in member.shapes.values())
 
 
 def _by_param(

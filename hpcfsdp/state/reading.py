@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,23 +13,26 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from hpcfsdp import _compat
-from hpcfsdp._compat import IncompatibleKeys, ShardedTensor
 from hpcfsdp.api import unshard
 from hpcfsdp.api.groups import Groups
+from hpcfsdp.api.state_dicts import load_when_known
 from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.state.first import FROM_FIRST
 from hpcfsdp.state.model import clean_fqn
 from hpcfsdp.state.save import flat_numel, flat_params_shown, orig_params_shown, put_back
 from hpcfsdp.state.settings import kind_of
-from hpcfsdp.state.stand_in import StandIn
-from hpcfsdp.state.transfer import OnFirst
-from hpcfsdp.tensor.sharded import all_boxes, properties_of
+from hpcfsdp.state.sources import check_source, digest_of, facts_of, source_of
+from hpcfsdp.state.stand_in import StandIn, shown_for
 
 Place = tuple[nn.Module, str]
 """A module and the name of a parameter or buffer in it."""
+
+Hook = tuple[nn.Module, Callable[..., Any]]
+"""What a module has registered to be called when it has been loaded."""
 
 
 @dataclass
@@ -39,13 +41,11 @@ class _Shown:
 
     Attributes:
         target: whose value it is: a parameter of a unit, a flat parameter, or any other tensor.
-        tensor: what is shown.
-        version: of `tensor`, as it was then: an own way of loading may write to it.
+        tensor: what is shown: a blank without memory, or a copy of what no unit owns, to which a module may write.
     """
 
     target: Any
     tensor: torch.Tensor
-    version: int = 0
 
 
 @dataclass
@@ -57,24 +57,27 @@ class Reading:
 
     Attributes:
         found: by parameter, flat parameter or other tensor, what is to be copied into it.
-        keys: of each of these, the name by which it was found.
         facts: by name, what all ranks have to have alike.
         states: extra states that modules are to be given.
+        hooks: of the modules of each unit, inner units first: called when values are there, with whole parameters.
+        hooks_at_rest: of other modules, and of wrappers: called after these.
         replaced: buffers that a module has changed the shape of.
         missing, unexpected, errors: as of ``nn.Module.load_state_dict``.
     """
 
     module: nn.Module
     found: dict[Any, Any] = field(default_factory=dict)
-    keys: dict[Any, str] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     states: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    hooks: dict[FullyShardedDataParallel, list[Hook]] = field(default_factory=dict)
+    hooks_at_rest: list[Hook] = field(default_factory=list)
     replaced: list[tuple[Place, torch.Tensor]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     _shown: dict[Place, _Shown] = field(default_factory=dict)
     _metadata: Mapping[str, Any] = field(default_factory=dict)
+    _is_empty: bool = False
 
     @property
     def units(self) -> list[FullyShardedDataParallel]:
@@ -90,7 +93,7 @@ class Reading:
     @property
     def digest(self) -> str:
         """A short text that is the same on all ranks if `facts` are."""
-        return _digest(sorted(self.facts.items()))
+        return digest_of(sorted(self.facts.items()))
 
     def read(self, values: Mapping[str, Any], prefix: str, metadata: Any, *, within: bool = False) -> None:
         """Find what of `values` goes where. Not collective.
@@ -114,25 +117,50 @@ class Reading:
             name = clean(key, prefix)
             if name in given:
                 raise StateDictError(f"the state dict has {name!r} twice, if names of wrappers are left out")
-            given[name] = _readable(value)
+            given[name] = shown_for(value)
+        self._is_empty = not given
         with torch.no_grad(), _compat.assigning_without_swaps(), contextlib.ExitStack() as stack:
             for unit in self.units:
                 stack.enter_context(self._blank(unit))
             stack.enter_context(self._plain())
-            self._visit(self.module, given, prefix, run_hooks=not within)
+            self._visit(self.module, given, prefix, self.hooks_at_rest)
             self._find_written()
+        if within:
+            self.hooks_at_rest = [(module, hook) for module, hook in self.hooks_at_rest if module is not self.module]
         self.missing[:] = [clean(key, prefix) for key in self.missing]
         self.unexpected[:] = [clean(key, prefix) for key in self.unexpected]
 
-    def problems(self, strict: bool) -> list[str]:
-        """What keeps the state dict from being loaded, in the words of ``nn.Module``."""
-        lines = list(self.errors)
-        if not strict:
-            return lines
-        for what, keys in (("Unexpected", self.unexpected), ("Missing", self.missing)):
+    @property
+    def names_differ(self) -> bool:
+        """Whether there are names on one side alone, which hooks may forgive when they are called after loading."""
+        return bool(self.missing or self.unexpected)
+
+    @property
+    def has_hooks(self) -> bool:
+        return bool(self.hooks_at_rest or any(self.hooks.values()))
+
+    def check(self, *, names: bool) -> None:
+        """Refuse what does not fit.
+
+        Args:
+            names: missing and unexpected ones, too.
+
+        Raises:
+            StateDictError: with all of it, in the words of ``nn.Module``.
+        """
+        wrong = [*(self._wrong_names() if names else ()), *self.errors]
+        if wrong:
+            what = f"Error(s) in loading state_dict for {type(self.module).__name__}:"
+            raise StateDictError("\n\t".join([what, *wrong]))
+
+    def _wrong_names(self) -> list[str]:
+        lines = []
+        for what, keys in (("Missing", self.missing), ("Unexpected", self.unexpected)):
             if keys:
                 quoted = ", ".join(f'"{key}"' for key in keys)
-                lines.insert(0, f"{what} key(s) in state_dict: {quoted}. ")
+                lines.append(f"{what} key(s) in state_dict: {quoted}. ")
+        if self.missing and self._is_empty:
+            lines.append(f"The state dict is empty: {FROM_FIRST}.")
         flat = unshard.flat_param_name(0)
         lacks, has = (any(key.rpartition(".")[2] == flat for key in keys) for keys in (self.missing, self.unexpected))
         if lacks != has:
@@ -148,7 +176,7 @@ class Reading:
             blanks = {flat: _blank_param((flat_numel(flat.layout),), flat.layout.dtype) for flat in flats}
             for index, flat in enumerate(flats):
                 self._shown[unit._flat_owner, unshard.flat_param_name(index)] = _Shown(flat, blanks[flat])
-            with flat_params_shown(unit, blanks.__getitem__):
+            with flat_params_shown(unit, blanks):
                 yield
             return
         values = {
@@ -164,29 +192,41 @@ class Reading:
 
     @contextlib.contextmanager
     def _plain(self) -> Iterator[None]:
-        """A context in which modules have copies of their buffers; after it everything is where it was."""
+        """A context in which modules have copies of buffers and of parameters that no unit owns.
+
+        After it everything is where it was.
+        """
         copies: dict[torch.Tensor, torch.Tensor] = {}
         places: list[tuple[Place, torch.Tensor]] = []
         for module, (name, tensor) in ((m, each) for m in self.module.modules() for each in _persistent(m)):
             if (module, name) in self._shown:
                 continue
-            if name in module._buffers and tensor not in copies:
-                copies[tensor] = tensor.detach().clone()
-            shown = copies.get(tensor, tensor)
-            self._shown[module, name] = _Shown(tensor, shown, shown._version)
+            if is_lazy(tensor):
+                raise StateDictError(
+                    f"{name!r} of {type(module).__name__} has no shape yet: call the module once before the state dict "
+                    "is loaded"
+                )
+            if tensor not in copies:
+                copy = tensor.detach().clone()
+                copies[tensor] = copy if name in module._buffers else nn.Parameter(copy, tensor.requires_grad)
+            self._shown[module, name] = _Shown(tensor, copies[tensor])
             places.append(((module, name), tensor))
         try:
             for (module, name), tensor in places:
-                if name in module._buffers:
-                    module._buffers[name] = copies[tensor]
+                _registry(module, name)[name] = copies[tensor]
             yield
         finally:
             for (module, name), tensor in places:
-                registry = module._buffers if name in module._buffers else module._parameters
-                put_back(module, name, tensor, copies.get(tensor, tensor), registry)
+                put_back(module, name, tensor, copies[tensor], _registry(module, name))
 
-    def _visit(self, module: nn.Module, given: dict[str, Any], prefix: str, *, run_hooks: bool = True) -> None:
-        """What ``nn.Module.load_state_dict`` does for a module and its children, by names without those of wrappers."""
+    def _visit(self, module: nn.Module, given: dict[str, Any], prefix: str, hooks: list[Hook]) -> None:
+        """What ``nn.Module.load_state_dict`` does for a module and its children, by names without those of wrappers.
+
+        Args:
+            hooks: added to: what it would call at once.
+        """
+        is_unit = isinstance(module, FullyShardedDataParallel)
+        hooks_inside: list[Hook] = [] if is_unit else hooks
         wrapped = next((n for n, child in module._modules.items() if child is not None and not clean_fqn(n)), None)
         if wrapped is not None:
             given = {f"{prefix}{wrapped}.{key[len(prefix) :]}": value for key, value in given.items()}
@@ -195,18 +235,16 @@ class Reading:
             if child is None:
                 continue
             if name == wrapped:
-                self._visit(child, {clean(key, prefix): value for key, value in given.items()}, prefix)
+                inside = {clean(key, prefix): value for key, value in given.items()}
+                self._visit(child, inside, prefix, hooks_inside)
             else:
                 begin = f"{prefix}{name}."
-                self._visit(child, {key: value for key, value in given.items() if key.startswith(begin)}, begin)
-        if run_hooks:
-            told = IncompatibleKeys(self.missing, self.unexpected)
-            for hook in list(module._load_state_dict_post_hooks.values()):
-                if hook(module, told) is not None:
-                    raise StateDictError(
-                        f"a hook of {type(module).__name__} after load_state_dict returned a value: it should change "
-                        "missing_keys and unexpected_keys in place"
-                    )
+                inside = {key: value for key, value in given.items() if key.startswith(begin)}
+                self._visit(child, inside, begin, hooks_inside)
+        own = self.hooks_at_rest if is_unit else hooks
+        own += [(module, hook) for hook in module._load_state_dict_post_hooks.values() if hook is not load_when_known]
+        if is_unit:
+            self.hooks.setdefault(module, []).extend(hooks_inside)
 
     def _load_own(self, module: nn.Module, given: dict[str, Any], prefix: str) -> None:
         """Have a module read its own part of what is given, and note what it has put in place of what was shown."""
@@ -216,6 +254,7 @@ class Reading:
             nn.Module._load_from_state_dict(module, *arguments)
             return
         before, num_errors = {**module._parameters, **module._buffers}, len(self.errors)
+        lent = _Lent(module, given, prefix)
         with self._state_kept(module, f"{prefix}_extra_state" in given, prefix):
             module._load_from_state_dict(*arguments)
         for name, was in before.items():
@@ -224,7 +263,7 @@ class Reading:
             if shown is None or now is None:
                 continue
             if now is not was:
-                self._note(prefix + name, shown.target, now)
+                self._note(prefix + name, shown, lent.taken_back(now), may_grow=name in module._buffers)
             elif shown.tensor.is_meta and prefix + name in given and len(self.errors) == num_errors:
                 self.errors.append(
                     f"{prefix + name}: {type(module).__name__} has a _load_from_state_dict of its own that writes to "
@@ -238,39 +277,74 @@ class Reading:
             yield
             return
         self.facts[f"{prefix}_extra_state"] = "an extra state"
+        own = {name: value for name, value in module.__dict__.items() if name == "set_extra_state"}
         module.__dict__["set_extra_state"] = lambda state: self.states.append((module, state))
         try:
             yield
         finally:
-            module.__dict__.pop("set_extra_state", None)
+            del module.__dict__["set_extra_state"]
+            module.__dict__.update(own)
 
-    def _note(self, key: str, target: Any, now: torch.Tensor) -> None:
-        source = now.source if isinstance(now, StandIn) else now
-        if source is None:
-            self.errors.append(
-                f"{key}: a hook has computed it from a tensor that this rank does not have whole: load a full state "
-                "dict, or give the hook's work to the module"
-            )
-            return
+    def _note(self, key: str, shown: _Shown, now: torch.Tensor, *, may_grow: bool) -> None:
+        """Note what a module has put in place of what was shown; what is wrong with it is one of the errors."""
+        target = shown.target
+        groups = self.sharded.get(target)
         try:
-            self.facts[key] = _facts(source, self.sharded.get(target))
-        except ValueError as error:
-            self.errors.append(f"{key}: {error}")
-            return
-        self.found[target] = source
-        self.keys[target] = key
+            source = source_of(key, now)
+            shape = now.shape if may_grow and not isinstance(now, StandIn) else shown.tensor.shape
+            check_source(key, source, None if groups else target, shape, groups)
+            self.facts[key] = facts_of(source, groups)
+        except StateDictError as error:
+            self.errors.append(str(error))
+        else:
+            self.found[target] = source
 
     def _find_written(self) -> None:
-        """Take over buffers that a module has written to, or has in another shape now."""
+        """Take over what modules have written to, and buffers that have another shape now."""
+        grown: dict[torch.Tensor, torch.Tensor] = {}
+        places: list[tuple[Place, torch.Tensor]] = []
         for (module, name), shown in self._shown.items():
-            now = module._buffers.get(name)
-            if now is None or isinstance(shown.target, FlatParam):
+            now = _registry(module, name).get(name)
+            if now is None or shown.target in self.sharded:
                 continue
-            if now.shape != shown.target.shape:
-                self.replaced.append(((module, name), now.detach().clone().to(shown.target.device)))
+            if now.shape == shown.target.shape:
+                if now is shown.tensor and not _equal(now, shown.target):
+                    self.found[shown.target] = now
+            elif name in module._buffers:
+                grown[shown.target] = now  # of a buffer in several places the last value counts
+                places.append(((module, name), shown.target))
                 self.found.pop(shown.target, None)
-            elif now is shown.tensor and now._version != shown.version:
-                self.found[shown.target] = now
+            else:
+                self.errors.append(f"{type(module).__name__} has given its parameter {name!r} another shape")
+        copies = {target: now.detach().to(target.device, copy=True) for target, now in grown.items()}
+        self.replaced = [(place, copies[target]) for place, target in places]
+
+
+class _Lent:
+    """Copies of what is given to a module with a way of its own to load, in which it may go on to write.
+
+    Modules assign what they are given: what such a one does to its parameters afterwards, as it may, would be done to
+    the caller's tensors.
+    """
+
+    def __init__(self, module: nn.Module, given: dict[str, Any], prefix: str) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if getattr(module._load_from_state_dict, "__func__", None) is nn.Module._load_from_state_dict:
+            return
+        for key, value in given.items():
+            own = "." not in key[len(prefix) :] and isinstance(value, torch.Tensor)
+            if own and value.layout is torch.strided and not (value.is_meta or value.is_quantized):
+                given[key] = value.clone()
+                self._copies.append((value, given[key]))
+
+    def taken_back(self, now: torch.Tensor) -> torch.Tensor:
+        """What was given, if `now` is a copy of it that was not written to: it takes no memory."""
+        if not isinstance(now, StandIn):
+            for value, copy in self._copies:
+                is_copy = now.data_ptr() == copy.data_ptr() and now.stride() == copy.stride()
+                if is_copy and now.dtype == value.dtype and torch.equal(now, value):
+                    return value
+        return now
 
 
 def clean(key: str, prefix: str) -> str:
@@ -287,31 +361,15 @@ def _persistent(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _readable(value: Any) -> Any:
-    """What modules are shown of a value."""
-    if isinstance(value, (ShardedTensor, DTensor, OnFirst)):
-        return StandIn.of(value)
-    return value.detach() if isinstance(value, torch.Tensor) else value
+def _registry(module: nn.Module, name: str) -> dict[str, Any]:
+    return module._buffers if name in module._buffers else module._parameters
+
+
+def _equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape are known to hold the same on this rank."""
+    tensor, other = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, other))
+    return tensor.is_meta or torch.equal(tensor, other)
 
 
 def _blank_param(shape: Iterable[int], dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"), requires_grad=False)
-
-
-def _facts(source: Any, groups: Groups | None) -> str:
-    """What all ranks have to have alike, in words, as they are about to move values together.
-
-    Blocks are those of the ranks of ``groups.shard`` in their order: what replicas have lies on other ranks.
-    """
-    shape, dtype = (source.shape, source.dtype) if isinstance(source, OnFirst) else properties_of(source)
-    is_distributed = isinstance(source, (ShardedTensor, DTensor))
-    kind = type(source).__name__ if is_distributed or isinstance(source, OnFirst) else "tensor"
-    facts = f"a {kind} {list(shape)} of {str(dtype).removeprefix('torch.')}"
-    if is_distributed and groups is not None:
-        boxes = all_boxes(source)
-        facts += f" in blocks {_digest([boxes.get(rank) for rank in groups.global_ranks()])}"
-    return facts
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()

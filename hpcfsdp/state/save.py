@@ -11,20 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import StateDictSettings, StateDictType
-from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.api import unshard
 from hpcfsdp.api.groups import Groups
 from hpcfsdp.api.precision import modules_outside
 from hpcfsdp.api.wrapper import FullyShardedDataParallel
-from hpcfsdp.comm import raise_together
+from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.state.model import clean_fqn
 from hpcfsdp.state.settings import kind_of, settings_of
-from hpcfsdp.state.stand_in import StandIn
+from hpcfsdp.state.stand_in import StandIn, shown_for
 from hpcfsdp.state.transfer import Form, Parts, collect, keeping_scratch
 from hpcfsdp.tensor.runs import Box
 from hpcfsdp.tensor.sharded import create_sharded_tensor
@@ -36,13 +35,13 @@ class _Call:
 
     Attributes:
         keep_vars: what is not sharded is shown itself, and not a copy.
-        values: of units that have had their turn, which a second place in the model shows again.
+        values: by unit, what is shown of each of its parameters; of its flat ones under ``LOCAL_STATE_DICT``.
         copies: of buffers and ignored parameters.
     """
 
     settings: StateDictSettings
     keep_vars: bool
-    values: dict[FullyShardedDataParallel, Mapping[nn.Parameter, Any]] = field(default_factory=dict)
+    values: dict[FullyShardedDataParallel, Mapping[Any, torch.Tensor]] = field(default_factory=dict)
     copies: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def kind_of(self, unit: FullyShardedDataParallel) -> StateDictType:
@@ -59,7 +58,7 @@ class _Call:
             dtensor=getattr(config, "_use_dtensor", False),
         )
 
-    def copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def copied(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What is shown of a tensor that is not sharded."""
         device = torch.device("cpu") if self.settings.state_dict_config.offload_to_cpu else tensor.device
         if self.keep_vars and (tensor.dtype, tensor.device) == (dtype, device):
@@ -85,39 +84,78 @@ def save(
     """Collective over the ranks of the unit, and of those inside. See ``StateDictMethods.state_dict``.
 
     The wrapped module's own ``state_dict`` does it, so that whatever others have registered or overridden there works:
-    for the time of the call the modules have what is to be saved as their parameters and buffers.
+    for the time of the call the modules have what is to be saved as their parameters and buffers. Values of all units
+    are made before: what modules do between is theirs, and if it fails on one rank, nobody waits for that.
     """
-    for hook in list(unit._state_dict_pre_hooks.values()):
-        hook(unit, prefix, keep_vars)
+    if isinstance(destination, _Found):
+        _run_pre_hooks(unit, prefix, keep_vars=keep_vars)
+        return _save(unit, destination.call, destination, prefix)
+    units = FullyShardedDataParallel.fsdp_modules(unit)
+    for inner in units:
+        unshard.check_at_rest(inner, "state_dict")
+    # Not over replicas: one rank may save by itself what is not sharded.
+    comm = max((inner._groups.shard for inner in units), key=lambda shard: shard.size)
+    with raise_together(comm):
+        _run_pre_hooks(unit, prefix, keep_vars=keep_vars)
+        call = _Call(settings_of(unit), keep_vars)
+        asked = [(call.kind_of(inner).name, call.form_of(inner)) for inner in units]
+        for inner in units:
+            for flat in inner._unit.flats:
+                flat.take_back()
+    _check_alike(comm, units, asked)
+    with _shards_published(units, call), keeping_scratch():
+        for inner in units:
+            call.values[inner] = _values(inner, call)
     if destination is None:
         destination = OrderedDict()
         destination._metadata = OrderedDict()  # type: ignore[attr-defined]
-    inside = isinstance(destination, _Found)
-    call = destination.call if isinstance(destination, _Found) else _begin(unit, keep_vars)
+    with raise_together(comm):
+        return _save(unit, call, destination, prefix)
+
+
+def _save(unit: FullyShardedDataParallel, call: _Call, destination: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Have the modules of a unit save what they are shown. Not collective."""
     found = _Found(call)
-    with contextlib.nullcontext() if inside else _outermost(unit, call), _shown(unit, call):
-        unit.module.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
-    if inside or call.form_of(unit).is_shown_by(unit._groups):
+    with _shown(unit, call):
+        unit.module.state_dict(destination=found, prefix=prefix, keep_vars=call.keep_vars)
+    if isinstance(destination, _Found) or call.form_of(unit).is_shown_by(unit._groups):
         _merge(found, destination, prefix)
     metadata = getattr(destination, "_metadata", {}).get(prefix[:-1], {})
     for hook in list(unit._state_dict_hooks.values()):
         changed = hook(unit, destination, prefix, metadata)
-        destination = destination if changed is None else changed
+        if changed is None:
+            continue
+        if getattr(hook, "_from_public_api", False):  # as torch has it; other hooks may replace the whole
+            raise StateDictError(
+                f"a hook of {unit._unit.name} after state_dict returned a value: it should change the state dict in "
+                "place"
+            )
+        destination = changed
     return destination
 
 
-def _begin(unit: FullyShardedDataParallel, keep_vars: bool) -> _Call:
-    """Collective over the shards. Refuse what cannot be saved."""
-    units = FullyShardedDataParallel.fsdp_modules(unit)
-    for inner in units:
-        unshard.check_at_rest(inner, "state_dict")
-    with raise_together(unit._groups.shard):
-        call = _Call(settings_of(unit), keep_vars)
-        for inner in units:
-            call.kind_of(inner)
-            for flat in inner._unit.flats:
-                flat.take_back()
-    return call
+def _run_pre_hooks(unit: FullyShardedDataParallel, prefix: str, *, keep_vars: bool) -> None:
+    for hook in list(unit._state_dict_pre_hooks.values()):
+        hook(unit, prefix, keep_vars)
+
+
+def _check_alike(comm: Communicator, units: list[FullyShardedDataParallel], asked: list[tuple[str, Form]]) -> None:
+    """Collective over `comm`. See that all ranks are to make the same of each unit.
+
+    Raises:
+        StateDictError: on every rank, with the first unit of which they are not.
+    """
+    everyone = comm.all_gather_object(asked)
+    for rank, other in enumerate(everyone):
+        for unit, first, there in zip(units, everyone[0], other, strict=True):
+            if first == there:
+                continue
+            error = StateDictError(
+                f"ranks are set to different state dicts: {unit._unit.name} gives {first} on rank 0, and {there} on "
+                f"rank {rank}: call set_state_dict_type on all ranks alike"
+            )
+            error.collective = True
+            raise error
 
 
 def _merge(found: _Found, destination: dict[str, Any], prefix: str) -> None:
@@ -147,21 +185,14 @@ def _source(key: str, value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _outermost(root: FullyShardedDataParallel, call: _Call) -> Iterator[None]:
-    """Collective over the shards. A context around the whole of a call."""
-    with _readable(root, call), keeping_scratch():
-        yield
-
-
-@contextlib.contextmanager
-def _readable(root: FullyShardedDataParallel, call: _Call) -> Iterator[None]:
+def _shards_published(units: list[FullyShardedDataParallel], call: _Call) -> Iterator[None]:
     """Collective over the shards. A context in which ranks may read each other's shards where they share memory.
 
     Nobody leaves it, and goes on to write, before all have read.
     """
     flats = [
         flat
-        for unit in FullyShardedDataParallel.fsdp_modules(root)
+        for unit in units
         for flat in unit._unit.flats
         if call.kind_of(unit) is StateDictType.FULL_STATE_DICT
         and call.form_of(unit).is_made_by(unit._groups)
@@ -186,11 +217,12 @@ def _shows_shards(flat: FlatParam) -> bool:
 
 @contextlib.contextmanager
 def _shown(unit: FullyShardedDataParallel, call: _Call) -> Iterator[None]:
-    """Collective over the unit's process groups. A context in which its modules have what is to be saved."""
+    """A context in which the modules of a unit have what is to be saved. Not collective."""
+    values = call.values[unit]
     if call.kind_of(unit) is StateDictType.LOCAL_STATE_DICT:
-        shown = flat_params_shown(unit, lambda flat: _local(unit, flat, call))
+        shown = flat_params_shown(unit, values)
     else:
-        shown = orig_params_shown(unit, _values(unit, call))
+        shown = orig_params_shown(unit, values)
     with shown, _plain_shown(unit, call):
         yield
 
@@ -234,8 +266,8 @@ def put_back(module: nn.Module, name: str, tensor: Any, shown: Any, registry: di
 
 
 @contextlib.contextmanager
-def flat_params_shown(unit: FullyShardedDataParallel, show: Any) -> Iterator[None]:
-    """A context in which a unit has ``show(flat)`` for each flat parameter, and no original ones."""
+def flat_params_shown(unit: FullyShardedDataParallel, values: Mapping[FlatParam, Any]) -> Iterator[None]:
+    """A context in which a unit has `values` in place of its flat parameters, and no original ones."""
     owner: nn.Module = unit._flat_owner
     before = {module: dict(module._parameters) for e in unit._own.entries for module, _ in e.places}
     before[owner] = dict(owner._parameters)
@@ -244,7 +276,7 @@ def flat_params_shown(unit: FullyShardedDataParallel, show: Any) -> Iterator[Non
             for module, name in entry.places:
                 module._parameters.pop(name, None)
         for index, flat in enumerate(unit._unit.flats):
-            owner._parameters[unshard.flat_param_name(index)] = show(flat)
+            owner._parameters[unshard.flat_param_name(index)] = values[flat]
         yield
     finally:
         for module, params in before.items():
@@ -262,31 +294,31 @@ def _plain_shown(unit: FullyShardedDataParallel, call: _Call) -> Iterator[None]:
         for module in dict.fromkeys(modules_outside(unit.module, stop_at=FullyShardedDataParallel)):
             for name, param in module._parameters.items():
                 if param is not None and (module, name) not in sharded:
-                    shown.append((module._parameters, name, param, call.copy(param, param.dtype)))
+                    shown.append((module._parameters, name, param, call.copied(param, param.dtype)))
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     dtype = unit._buffer_dtypes.get((module, name), buffer.dtype)
-                    shown.append((module._buffers, name, buffer, call.copy(buffer, dtype)))
+                    shown.append((module._buffers, name, buffer, call.copied(buffer, dtype)))
     try:
-        for registry, name, _, copy in shown:
-            registry[name] = copy
+        for registry, name, _, stand in shown:
+            registry[name] = stand
         yield
     finally:
-        for registry, name, tensor, copy in shown:
-            if registry.get(name) is copy:  # else a hook has put another one there, to stay
+        for registry, name, tensor, stand in shown:
+            if registry.get(name) is stand:  # else a hook has put another one there, to stay
                 registry[name] = tensor
 
 
-def _values(unit: FullyShardedDataParallel, call: _Call) -> Mapping[nn.Parameter, Any]:
-    """Collective over the unit's process groups. What is saved for each parameter; without memory where nothing is."""
-    if unit not in call.values:
-        form, found = call.form_of(unit), {}
-        for flat in unit._unit.flats:
-            values = _values_of(unit._groups, flat, form)
-            for leaf, slot, value in zip(flat.leaves, flat.layout.slots, values, strict=True):
-                found[leaf] = _without_memory(slot.shape, flat.layout.dtype) if value is None else _shown_for(value)
-        call.values[unit] = found
-    return call.values[unit]
+def _values(unit: FullyShardedDataParallel, call: _Call) -> Mapping[Any, torch.Tensor]:
+    """Collective over the unit's process groups. What its modules are shown while they save."""
+    if call.kind_of(unit) is StateDictType.LOCAL_STATE_DICT:
+        return {flat: StandIn.of(_local(unit, flat, call)) for flat in unit._unit.flats}
+    form, found = call.form_of(unit), {}
+    for flat in unit._unit.flats:
+        values = _values_of(unit._groups, flat, form)
+        for leaf, slot, value in zip(flat.leaves, flat.layout.slots, values, strict=True):
+            found[leaf] = _nothing(slot.shape, flat) if value is None else shown_for(value)
+    return found
 
 
 def _values_of(groups: Groups, flat: FlatParam, form: Form) -> list[Any]:
@@ -301,13 +333,11 @@ def _values_of(groups: Groups, flat: FlatParam, form: Form) -> list[Any]:
     return collect(groups, parts, flat.layout.dtype, flat.device, form)
 
 
-def _without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _shown_for(value: Any) -> torch.Tensor:
-    """What modules are shown of a value; torch warns when a ``ShardedTensor`` is detached."""
-    return StandIn.of(value) if isinstance(value, (ShardedTensor, DTensor)) else value
+def _nothing(shape: tuple[int, ...], flat: FlatParam) -> torch.Tensor:
+    """What is shown of a parameter on a rank that does not get it: NaN, as at rest, so that hooks find a tensor."""
+    dtype = flat.layout.dtype
+    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=flat.device).expand(shape)
 
 
 def flat_numel(layout: FlatLayout) -> int:
@@ -315,17 +345,19 @@ def flat_numel(layout: FlatLayout) -> int:
     return layout.slots[-1].end
 
 
-def _local(unit: FullyShardedDataParallel, flat: FlatParam, call: _Call) -> StandIn:
-    """A flat parameter as a 1-D ``ShardedTensor`` whose shards are the ranks' memory, without padding at the end."""
+def _local(unit: FullyShardedDataParallel, flat: FlatParam, call: _Call) -> ShardedTensor:
+    """A flat parameter as a 1-D ``ShardedTensor`` whose shards are the ranks' memory, without padding at the end.
+
+    Collective over the shards, the first time.
+    """
     numel, shard_numel, groups = flat_numel(flat.layout), flat.layout.shard_numel, unit._groups
-    boxes = {}
+    boxes, mine = {}, None
     for place, rank in enumerate(groups.global_ranks()):
         begin, end = min(place * shard_numel, numel), min((place + 1) * shard_numel, numel)
-        if begin < end:
+        if begin < end or not (place or numel):  # of nothing the first rank has an empty block
             boxes[rank] = Box((begin,), (end - begin,))
-    begin = flat.comm.rank * shard_numel
-    mine = flat.parameter.data[: max(0, min(shard_numel, numel - begin))]
-    device = call.form_of(unit).device(mine.device)
-    local = mine.to(device) if mine.numel() else None
-    group = groups.process_group()
-    return StandIn.of(create_sharded_tensor(local, (numel,), flat.layout.dtype, device, group, boxes))
+            if place == flat.comm.rank:
+                mine = flat.parameter.data[: end - begin]
+    device = call.form_of(unit).device(flat.parameter.device)
+    local = None if mine is None else mine.to(device)
+    return create_sharded_tensor(local, (numel,), flat.layout.dtype, device, groups.process_group(), boxes)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.state.transfer import OnFirst
 from hpcfsdp.tensor.sharded import properties_of
 
@@ -32,3 +34,10 @@ class StandIn(torch.Tensor):
         if func is torch.Tensor.detach:
             result.source = args[0].source
         return result
+
+
+def shown_for(value: Any) -> Any:
+    """What modules are shown of a value; torch warns when a ``ShardedTensor`` itself is detached."""
+    if isinstance(value, (ShardedTensor, DTensor, OnFirst)):
+        return StandIn.of(value)
+    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -325,8 +325,11 @@ def _fill_from_first(groups: Groups, parts: Parts, values: Sequence[Any]) -> Non
 def _copy_from_first_replica(groups: Groups, parts: Parts, chosen: Collection[int]) -> None:
     """Collective over ``groups.replicate``. The runs of `chosen` slots, a batch at a time."""
     replicate, runs = groups.replicate, [run for run in parts.runs(groups.shard.rank) if run.index in chosen]
-    for group in _batches(parts.layout):
-        places = [_place(parts, run) for run in runs if run.index in group]
+    by_dtype: dict[torch.dtype, list[Run]] = {}
+    for run in runs:
+        by_dtype.setdefault(parts.tensors[run.index].dtype, []).append(run)
+    for group, alike in ((group, alike) for group in _batches(parts.layout) for alike in by_dtype.values()):
+        places = [_place(parts, run) for run in alike if run.index in group]
         if places:
             packed = torch.cat(places).to(replicate.device)
             replicate.broadcast(packed, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard as ShardAlong
 
 from hpcfsdp import _compat
 from hpcfsdp._compat import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
+from hpcfsdp.errors import StateDictError
 from hpcfsdp.tensor.runs import Box, chunk_box
 
 
@@ -63,13 +65,13 @@ def create_chunk_dtensor(
 ) -> DTensor:
     """A tensor of `shape` whose rows are chunked over the last dimension of `mesh`, and replicated over the others.
 
-    Not collective.
+    Not collective. The chunk stays where it is, on whatever device the mesh is.
     """
     if local is None:
         local = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
     placements = [Replicate()] * (mesh.ndim - 1) + [ShardAlong(0)]
     strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
+    return _compat.dtensor(local, mesh, placements, shape, strides)
 
 
 def local_blocks(tensor: ShardedTensor | DTensor) -> list[tuple[Box, torch.Tensor]]:
@@ -79,6 +81,34 @@ def local_blocks(tensor: ShardedTensor | DTensor) -> list[tuple[Box, torch.Tenso
         return sorted(blocks.items())
     box = _compat.dtensor_boxes(tensor).get(dist.get_rank())
     return [] if box is None else [(Box(*box), tensor.to_local())]
+
+
+def check_readable(key: str, value: Any) -> None:
+    """See that a tensor has values, one beside the other, that can be copied: the local ones of a distributed tensor.
+
+    Not collective.
+
+    Args:
+        key: by which `value` was found, for the error.
+        value: a tensor, a ``ShardedTensor``, a ``DTensor``; anything else passes.
+
+    Raises:
+        StateDictError: it is on the meta device, nested, sparse or quantized.
+    """
+    if isinstance(value, ShardedTensor):
+        blocks = [shard.tensor for shard in value.local_shards()]
+    elif isinstance(value, DTensor):
+        blocks = [value.to_local()]
+    else:
+        blocks = [value] if isinstance(value, torch.Tensor) else []
+    for block in blocks:
+        if block.is_meta:
+            raise StateDictError(f"{key!r} is on the meta device, and has no values: load the file onto a real one")
+        if block.is_nested or block.layout is not torch.strided:
+            layout = "nested" if block.is_nested else str(block.layout).removeprefix("torch.")
+            raise StateDictError(f"{key!r} is {layout}, and the model has dense tensors: convert it with to_dense()")
+        if block.is_quantized:
+            raise StateDictError(f"{key!r} is quantized ({block.dtype}): pass its values, which dequantize() gives")
 
 
 def properties_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:

@@ -232,3 +232,48 @@ def test_parents_that_are_not_wrapped(world):
                 param.zero_()
     ours.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=FULL)
     assert_equal(ours.get_state_dict(model, optimizer, options=FULL), (weights, state))
+
+
+def test_ranks_that_hold_nothing_of_a_parameter_do_not_step_it(world):
+    """Adafactor divides by the number of elements."""
+    for begun in (False, True):
+        model = FSDP(nn.Linear(5, 1, dtype=torch.float64), use_orig_params=True)
+        optimizer = torch.optim.Adafactor(model.parameters())
+        if begun:
+            model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = ours.get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
+        assert set(state) == {"weight", "bias"}
+        assert {name for one in state.values() for name in one} == {"step", "variance"}
+
+
+def test_an_optimizer_that_has_begun_on_one_rank_has_begun(world):
+    model, optimizer = make(use_orig_params=True)
+    if world.rank == 0:
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+    assert ours.get_optimizer_state_dict(model, optimizer)["state"] == {}
+    assert not any(optimizer.state.values())
+
+
+def test_both_are_loaded_or_neither(world):
+    model, optimizer = make(use_orig_params=True)
+    train(model, optimizer, world)
+    weights, state = ours.get_state_dict(model, optimizer, options=FULL)
+    train(model, optimizer, world)
+    before = ours.get_state_dict(model, optimizer, options=FULL)
+    del state["state"]["unit.a.weight"]
+    with pytest.raises(StateDictError, match=r"unit\.a\.weight"):
+        ours.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=FULL)
+    assert_equal(ours.get_state_dict(model, optimizer, options=FULL), before)
+
+
+def test_optimizers_may_come_from_a_generator(world):
+    model, optimizer = make()
+    train(model, optimizer, world)
+    weights, state = ours.get_state_dict(model, (one for one in [optimizer]), options=FULL)
+    ours.set_state_dict(
+        model, (one for one in [optimizer]), model_state_dict=weights, optim_state_dict=state, options=FULL
+    )
+    assert_equal(ours.get_optimizer_state_dict(model, optimizer, options=FULL), state)

@@ -262,6 +262,20 @@ def test_groups_of_the_same_ranks_are_several(world):
         dist.destroy_process_group(group)
     again = _compat.new_group_of(range(world.size))
     dist.barrier(group=again)
+    dist.destroy_process_group(again)
+
+
+def test_a_group_can_be_made_again_when_one_of_the_same_ranks_is_gone(world):
+    """What that has left in the store is not for this one to find."""
+    names = set()
+    for _ in range(3):
+        group = _compat.new_group_of(range(world.size), "gloo")
+        names.add(group.group_name)
+        value = torch.tensor([1.0])
+        dist.all_reduce(value, group=group)
+        assert value.item() == world.size
+        dist.destroy_process_group(group)
+    assert len(names) == 3
 
 
 def test_under_no_shard_distributed_tensors_lie_on_all_ranks(world):

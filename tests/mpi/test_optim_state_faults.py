@@ -290,7 +290,8 @@ def test_ranks_that_are_given_different_state_all_raise(engine, several, no_tens
     given = changed if several.rank == last else good()
     call = functools.partial(to_load, engine, *made, given)
     # The rank itself need not be told who it is where only its own state is wrong.
-    named = [f"rank {last}"] if several.rank != last or change not in (no_dict_there, shape_there) else []
+    knows_itself = several.rank == last and change in (nothing_there, no_dict_there, shape_there)
+    named = [] if knows_itself else [f"rank {last}"]
     check_refused(no_tensors, made, call, [*fragments, *named], given)
     check_works(engine, made)
 

@@ -5,6 +5,7 @@ import functools
 import logging
 import re
 import warnings
+from collections import OrderedDict
 from typing import ClassVar
 
 import pytest
@@ -23,13 +24,14 @@ from torch.distributed.fsdp import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from hpcfsdp import _compat
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import communicator_for
-from hpcfsdp.errors import EngineError, StateDictError
+from hpcfsdp.errors import EngineError, HpcfsdpError, StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.state import settings
+from hpcfsdp.state import save, settings
 from hpcfsdp.state.load import load_model
 from hpcfsdp.tensor.runs import Box
 from hpcfsdp.tensor.sharded import all_boxes, create_sharded_tensor, local_blocks, properties_of
@@ -241,6 +243,72 @@ def test_rank_0_alone_has_it_if_asked(engines, carrier, strategy, original):
     same(saved(engine, model), build(parity.Nested).state_dict())
 
 
+@CARRIERS
+def test_under_rank0_only_hooks_find_tensors_on_all_ranks(engines, carrier):
+    """Of which those of rank 0 count; as in torch's, which has whole parameters on all of them meanwhile."""
+    engine, seen = parity.under_test(engines, carrier), []
+    plain = build(parity.Nested)
+
+    def touch(_module, state, prefix, _metadata):
+        state.update({key: value.cpu() + 1 for key, value in state.items() if key.startswith(prefix)})
+        seen.append(max(float(value.max()) for value in state.values()))
+
+    plain.blocks[0].register_state_dict_post_hook(touch)
+    model = engine.shard(plain)
+    state = saved(engine, model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True))
+    assert len(seen) == 1
+    expected = build(parity.Nested).state_dict()
+    expected.update({key: value + 1 for key, value in expected.items() if key.startswith("blocks.0.")})
+    same(state, expected if engine.comm.rank == 0 else {})
+
+
+@CARRIERS
+@KINDS
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_hook_that_fails_on_one_rank_is_told_to_all(engines, several, carrier, kind, where):
+    engine = parity.under_test(engines, carrier)
+    plain = build(parity.Nested)
+
+    def fail(*_):
+        if several.rank == 1:
+            raise ZeroDivisionError("no luck")
+
+    inner = plain.blocks[0]
+    handle = inner.register_state_dict_pre_hook(fail) if where == "before" else None
+    handle = handle or inner.register_state_dict_post_hook(fail)
+    model = engine.shard(plain)
+    with pytest.raises(ZeroDivisionError if several.rank == 1 else HpcfsdpError, match="no luck") as caught:
+        saved(engine, model, kind)
+    assert several.rank == 1 or str(caught.value).startswith("rank 1: ZeroDivisionError")
+    handle.remove()
+    same(saved(engine, model), build(parity.Nested).state_dict())
+
+
+def test_hooks_of_wrappers_return_values_as_torchs_rules_are(engine):
+    model = engine.shard(build(parity.Around))
+    handle = model._register_state_dict_hook(lambda _, state, *rest: {"only": len(state)})
+    assert model.state_dict() == {"only": len(build(parity.Around).state_dict())}
+    handle.remove()
+    model.register_state_dict_post_hook(lambda _, state, *rest: state)
+    with pytest.raises(StateDictError, match="returned a value"):
+        model.state_dict()
+
+
+class Nothing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 3))
+
+
+@ORIGINAL
+@KINDS
+def test_a_unit_without_elements(engine, kind, original):
+    model = engine.cls(Nothing(), engine.group(), use_orig_params=original)
+    state = saved(engine, model, kind)
+    assert len(state) == 1
+    assert loaded(engine, model, state, kind) == ([], [])
+
+
 @ORIGINAL
 @KINDS
 def test_offloaded_shards_are_saved_and_loaded(engine, kind, original):
@@ -282,6 +350,20 @@ def test_units_that_are_set_differently_are_refused_on_every_rank(engine):
         api.get_state_dict_type(model)  # as before the context
     api.set_state_dict_type(model, FULL)
     same(model.state_dict(), build(parity.Nested).state_dict())
+
+
+@CARRIERS
+@pytest.mark.parametrize("difference", ["kind", "rank0_only", "offload_to_cpu"])
+def test_ranks_that_are_set_differently_are_told(engines, several, carrier, difference):
+    engine = parity.under_test(engines, carrier)
+    model = engine.shard(build(parity.Nested))
+    if difference == "kind":
+        kind, config = (FULL if several.rank == 0 else SHARDED), None
+    else:
+        kind, config = FULL, FullStateDictConfig(**{difference: several.rank == 0})
+    with pytest.raises(StateDictError, match=r"ranks are set to different state dicts: Nested gives .*FULL.*on rank 0"):
+        saved(engine, model, kind, config)
+    same(saved(engine, model), build(parity.Nested).state_dict())
 
 
 def test_a_mesh_refuses_local_state_dicts_as_torch_does(engines):
@@ -544,7 +626,13 @@ def test_one_rank_gives_all_of_it_to_the_others(engines, strategy):
     assert load_model(model, given, from_first=True) == ([], [])
     same(saved(engine, model), state)
     before = memory(model)
-    for wrong, message in (({**state, "surplus": 1}, "surplus"), ([], "mapping"), ({}, "Missing")):
+    unreadable = {**state, "last.bias": state["last.bias"].to("meta")}
+    for wrong, message in (
+        ({**state, "surplus": 1}, "surplus"),
+        ([], "mapping"),
+        ({}, "Missing"),
+        (unreadable, r"'last\.bias' is on the meta device"),
+    ):
         with pytest.raises((StateDictError, TypeError), match=message):
             load_model(model, wrong if engine.comm.rank == 0 else None, from_first=True)
         unchanged(model, before)
@@ -589,6 +677,175 @@ class WithMemory(parity.Around):
 
     def make_unit(self):
         return Remembering()
+
+
+class Converting(nn.Linear):
+    """Keeps its weight the other way round since version 2."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"].t()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class WithVersions(parity.Around):
+    units: ClassVar = {parity.Linears}
+
+    def make_unit(self):
+        unit = parity.Linears()
+        unit.b = Converting(WIDTH, WIDTH)
+        return unit
+
+
+@ORIGINAL
+@pytest.mark.parametrize("around", [False, True], ids=["unit", "plain module"])
+@pytest.mark.parametrize("names", ["clean", "of wrappers", "of some wrappers", "none"])
+def test_modules_learn_the_version_of_what_they_load(engine, around, names, original):
+    """Also where a module around the unit loads, which hands each module its own."""
+    plain, state = build(WithVersions), build(WithVersions, seed=1).state_dict()
+    if names == "of some wrappers":
+        apply_activation_checkpointing(plain, check_fn=lambda m: isinstance(m, Converting))
+    model = engine.shard(plain, use_orig_params=original)
+    metadata = state._metadata
+    if names.startswith("of"):
+        changes = {"unit": "_fsdp_wrapped_module.unit._fsdp_wrapped_module"} if names == "of wrappers" else {}
+        changes["b"] = "b" if names == "of wrappers" else "b._checkpoint_wrapped_module"
+        metadata = {".".join(changes.get(part, part) for part in key.split(".")): metadata[key] for key in metadata}
+    root = nn.Sequential(model) if around else model
+    given = OrderedDict((("0." if around else "") + key, value) for key, value in state.items())
+    if names != "none":
+        given._metadata = {("0." if around else "") + key: value for key, value in metadata.items()}
+    assert root.load_state_dict(given) == ([], [])
+    if names == "none":
+        state["unit.b.weight"] = state["unit.b.weight"].t()
+    same(saved(engine, model), state)
+
+
+class Clamping(parity.Linears):
+    """Goes on to change what it has loaded, in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((5,), 3.0))
+        self.offset = nn.Parameter(torch.full((5,), 3.0))
+
+    def _load_from_state_dict(self, *arguments):
+        super()._load_from_state_dict(*arguments)
+        with torch.no_grad():
+            self.scale.clamp_(max=1)
+        self.offset.data.clamp_(max=1)
+
+
+class WithClamping(parity.Around):
+    units: ClassVar = {Clamping}
+
+    def make_unit(self):
+        return Clamping()
+
+
+@ORIGINAL
+def test_what_modules_do_to_what_they_have_loaded_is_not_done_to_the_callers_tensors(engine, original):
+    model = engine.shard(build(WithClamping), use_orig_params=original)
+    state = build(WithClamping, seed=1).state_dict()
+    given = copy.deepcopy(state)
+    model.load_state_dict(given)
+    same(given, state)
+    clamped = {name: torch.ones(5, dtype=torch.float64) for name in ("unit.scale", "unit.offset")}
+    same(saved(engine, model), {**state, **clamped})
+
+
+class Scaled(parity.Linears):
+    """Computes something from its parameters when they are loaded, and changes one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.keys = None, None
+        self.register_load_state_dict_post_hook(Scaled.look)
+
+    def look(self, keys):
+        self.scale, self.keys = self.a.weight.detach().abs().max(), [*keys.missing_keys]
+        with torch.no_grad():
+            self.a.bias.fill_(self.b.weight[-1, -1])
+        keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith("a.bias")]
+
+
+class WithScaled(parity.Around):
+    units: ClassVar = {Scaled}
+
+    def make_unit(self):
+        return Scaled()
+
+
+@ORIGINAL
+@KINDS
+@CARRIERS
+@pytest.mark.parametrize("around", [False, True], ids=["unit", "plain module"])
+def test_hooks_after_loading_find_whole_values_and_may_write(engines, carrier, kind, around, original):
+    engine = parity.under_test(engines, carrier)
+    models = [engine.shard(build(WithScaled, seed=seed), use_orig_params=original) for seed in (0, 1)]
+    roots = [nn.Sequential(model) if around else model for model in models]
+    state, expected = saved(engine, roots[1], kind), build(WithScaled, seed=1).state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of what it has deprecated
+        before = copy.deepcopy(state)
+    assert loaded(engine, roots[0], state, kind) == ([], [])
+    same(state, before)
+    unit = models[0].module.unit.module
+    assert torch.equal(unit.scale, expected["unit.a.weight"].abs().max())
+    expected["unit.a.bias"] = expected["unit.b.weight"][-1, -1].expand(WIDTH)
+    same(saved(engine, models[0]), expected)
+
+
+@CARRIERS
+@pytest.mark.parametrize("forgiven", [False, True])
+def test_names_that_hooks_do_not_forgive_leave_the_model_as_it_was(engines, carrier, forgiven):
+    engine = parity.under_test(engines, carrier)
+    model = engine.shard(build(WithScaled))
+    before, state = memory(model), build(WithScaled, seed=1).state_dict()
+    del state["unit.a.bias"]
+    if not forgiven:
+        del state["last.bias"]
+        with pytest.raises(StateDictError, match=r'Missing key\(s\) in state_dict: "last\.bias"\. $'):
+            model.load_state_dict(state)
+        unchanged(model, before)
+        return
+    assert model.load_state_dict(state) == ([], [])
+    assert model.module.unit.module.keys == ["unit.a.bias"]
+    assert torch.equal(saved(engine, model)["last.bias"], state["last.bias"])
+
+
+@CARRIERS
+@pytest.mark.parametrize("around", [False, True], ids=["unit", "plain module"])
+@pytest.mark.parametrize("where", ["before", "after", "extra state"])
+def test_a_module_that_fails_to_load_on_one_rank_is_told_to_all(engines, several, carrier, around, where):
+    """Where several units are to be loaded one after the other."""
+    engine = parity.under_test(engines, carrier)
+    models = [engine.shard(build(WithMemory)) for _ in range(2)]
+    root = nn.Sequential(*models) if around else models[0]
+    inner = models[0].module.unit.module
+
+    def fail(*_):
+        raise ZeroDivisionError("no luck")
+
+    if several.rank == 1:  # which alone has a hook
+        if where == "before":
+            inner.register_load_state_dict_pre_hook(fail)
+        elif where == "after":
+            inner.register_load_state_dict_post_hook(fail)
+        else:
+            inner.set_extra_state = fail
+    state = saved(engine, root)
+    before = memory(models[0])
+    state = {key: value + 1 if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    with pytest.raises(ZeroDivisionError if several.rank == 1 else HpcfsdpError, match="no luck") as caught:
+        root.load_state_dict(state)
+    assert several.rank == 1 or str(caught.value).startswith("rank 1: ")
+    if where == "before":
+        unchanged(models[0], before)
+    if around:
+        same_tensors(saved(engine, models[1]), build(WithMemory).state_dict())
 
 
 @ORIGINAL
@@ -672,8 +929,52 @@ def test_a_module_that_writes_to_its_parameters_is_refused_and_may_write_to_its_
     unchanged(model, before)
     ignoring = build(Holding)
     model = engine.shard(ignoring, ignored_states=[ignoring.unit.spare])
+    state["unit.spare"] += 2
+    spare = model.module.unit.module.spare
+    with pytest.raises(StateDictError, match=r"size mismatch for last\.bias"):
+        model.load_state_dict({**state, "last.bias": torch.ones(9)})
+    assert (spare.tolist(), model.unit.level.tolist()) == ([0.0] * 5, [0.0, 0.0])
     model.load_state_dict(state)
-    assert model.unit.level.tolist() == [1.0, 2.0]
+    assert model.module.unit.module.spare is spare
+    assert (spare.tolist(), model.unit.level.tolist()) == ([2.0] * 5, [1.0, 2.0])
+
+
+class Growing(parity.Linears):
+    """Takes a parameter and a buffer, which another module has too, of any shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Parameter(torch.zeros(5))
+        self.register_buffer("level", torch.zeros(2))
+        self.a.register_buffer("level", None)
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        self.spare = nn.Parameter(state_dict[f"{prefix}spare"])
+        self.level = self.a.level = state_dict[f"{prefix}level"]
+
+
+class WithGrowing(parity.Around):
+    units: ClassVar = {Growing}
+
+    def make_unit(self):
+        return Growing()
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_buffers_may_grow_and_parameters_may_not(engine, ignored):
+    plain = build(WithGrowing)
+    plain.unit.a.level = plain.unit.level
+    model = engine.shard(plain, ignored_states=[plain.unit.spare] if ignored else None)
+    state = build(WithGrowing, seed=1).state_dict()
+    state["unit.level"] = state["unit.a.level"] = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    before = memory(model)
+    with pytest.raises(StateDictError, match=r"'unit\.spare'.* shape \[6\] in place of one of \[5\]"):
+        model.load_state_dict({**state, "unit.spare": torch.ones(6)})
+    unchanged(model, before)
+    assert model.load_state_dict(state) == ([], [])
+    assert model.unit.level.tolist() == [1.0, 2.0, 3.0]
+    assert model.unit.level is model.unit.a.level
+    assert model.unit.level is not state["unit.level"]
 
 
 class Recurrent(nn.Module):
@@ -918,6 +1219,30 @@ def nothing_on_a_rank(state, rank):
     return state if rank != 1 else None
 
 
+def sparse(state, rank):
+    return {**state, "last.bias": state["last.bias"].to_sparse()}
+
+
+def quantized(state, rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to drop it
+        value = torch.quantize_per_tensor(state["last.bias"].float(), 1.0, 0, torch.qint8)
+    return {**state, "last.bias": value}
+
+
+def meta_on_a_rank(state, rank):
+    return {**state, "last.bias": state["last.bias"].to("meta" if rank == 1 else "cpu")}
+
+
+def meta_block_on_a_rank(state, rank):
+    local = state["last.bias"].to("meta" if rank == 1 else "cpu")
+    return {**state, "last.bias": _compat.dtensor(local, line_mesh(), [Replicate()], local.shape, local.stride())}
+
+
+def nothing_at_all_on_a_rank(state, rank):
+    return {} if rank == 1 else state
+
+
 def pending_sum(state, rank):
     value = DTensor.from_local(state["unit.a.weight"], line_mesh(), [Partial()], run_check=False)
     return {**state, "unit.a.weight": value}
@@ -935,13 +1260,18 @@ BAD = {
     no_mapping: "a mapping of names to tensors, not list",
     number_as_name: "must be str, not 3 of type int",
     name_twice: r"has 'first\.bias' twice",
-    pending_sum: r"unit\.a\.weight: a DTensor with placements .*Partial",
+    sparse: r"'last\.bias' is sparse_coo, and the model has dense tensors: convert it with to_dense",
+    quantized: r"'last\.bias' is quantized \(torch\.qint8\): pass its values, which dequantize",
+    pending_sum: r"'unit\.a\.weight': a DTensor with placements .*Partial",
 }
 BAD_ON_ONE = {
     name_missing_on_a_rank: r'Missing key\(s\) in state_dict: "unit\.a\.weight"',
     shape_of_a_rank: r"size mismatch for unit\.a\.weight.*7, 8.*7, 7",
     dtype_of_a_rank: r"for 'unit\.a\.weight' rank 0 has a tensor \[7, 7\] of float64, rank 1 has .* of float32",
     nothing_on_a_rank: "a mapping of names to tensors, not NoneType",
+    meta_on_a_rank: r"'last\.bias' is on the meta device, and has no values: load the file onto a real one",
+    meta_block_on_a_rank: r"'last\.bias' is on the meta device",
+    nothing_at_all_on_a_rank: r"Missing key.*The state dict is empty: .*set_model_state_dict.*broadcast_from_rank0=",
     sharded_on_a_rank: r"for 'unit\.a\.weight' rank 0 has a tensor .*, rank 1 has a DTensor",
 }
 
@@ -983,6 +1313,27 @@ def test_tensors_on_other_ranks_are_refused_before_anything_is_loaded(engine, se
         unchanged(model, before)
 
 
+@CARRIERS
+def test_dtensors_for_what_is_not_sharded_have_to_be_alike(engines, several, carrier):
+    engine = parity.under_test(engines, carrier)
+    model, expected = engine.shard(build(parity.Normed)), build(parity.Normed, seed=1).state_dict()
+    mean = torch.arange(WIDTH, dtype=torch.float64)
+
+    def with_placement(placement):
+        made = DTensor.from_local(mean, line_mesh(), [Replicate()], run_check=False).redistribute(
+            line_mesh(), [placement]
+        )
+        return {**expected, "norm.running_mean": made}
+
+    states = [with_placement(placement) for placement in (Replicate(), Shard(0))]
+    before = memory(model)
+    with pytest.raises(StateDictError, match=r"'norm\.running_mean' rank 0 has a DTensor .*Replicate.*has .*Shard"):
+        model.load_state_dict(states[min(several.rank, 1)])
+    unchanged(model, before)
+    model.load_state_dict(states[1])
+    assert torch.equal(saved(engine, model)["norm.running_mean"], mean)
+
+
 def test_another_kind_than_is_set_is_told(engine):
     model = engine.shard(build(parity.Around))
     with pytest.raises(StateDictError, match="state_dict_type is LOCAL_STATE_DICT, and was not"):
@@ -1005,7 +1356,7 @@ def test_two_names_that_are_one_without_wrappers_are_refused(engine):
 # Memory
 
 
-def test_under_rank0_only_other_ranks_hold_one_unit_at_most(engines, world):
+def test_under_rank0_only_other_ranks_hold_one_unit_at_most(engines, world, monkeypatch):
     engine = parity.under_test(engines, "messages")
     width = 3600  # 49 MiB a layer
     layer = 4 * width * width
@@ -1014,14 +1365,22 @@ def test_under_rank0_only_other_ranks_hold_one_unit_at_most(engines, world):
     held = []
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     saved(engine, sharded, FULL, config)  # what earlier tests have left behind goes now
-    for inner in sharded.module:
-        inner.module.register_state_dict_pre_hook(lambda *_: held.append(private_bytes() - at_rest))
+
+    def probe(inner, call):
+        values = make(inner, call)
+        held.append(private_bytes() - at_rest)
+        return values
+
+    make = save._values
+    monkeypatch.setattr(save, "_values", probe)
     at_rest = private_bytes()
     state = saved(engine, sharded, FULL, config)
     everything = private_bytes() - at_rest
+    assert len(held) == 4
     if world.rank == 0:
         assert everything > 2.8 * layer, "the probe does not see whole parameters"
-        assert all(nbytes < (turn + 1.2) * layer for turn, nbytes in enumerate(held, 1)), held
+        # The root comes first, which has none of the layers to itself.
+        assert all(nbytes < (turn + 1.2) * layer for turn, nbytes in enumerate(held)), held
     else:
         assert max(held) < 1.2 * layer, held
         assert everything < 0.2 * layer

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.observe.profile import Phase, profile
-from hpcfsdp.state.optim.gather import describe, same
+from hpcfsdp.state.optim.compare import describe, same
 from hpcfsdp.state.optim.keys import FSDPParamInfo
 from hpcfsdp.state.transfer import Parts, fill
 
-_TORCH_SCALARS = {"step", "mu_product", "eta", "mu"}
+TORCH_SCALARS = {"step", "mu_product", "eta", "mu"}
 """State that torch's optimizers have once for each parameter: it has no dimensions, whatever the parameter has."""
 
 
@@ -55,7 +55,7 @@ def elementwise_names(states: Mapping[str, Any], shapes: Mapping[str, Sequence[i
                 if described[0]:
                     found.add(name)
     unknown = {name for state in states.values() if isinstance(state, Mapping) for name in state} - told
-    return found | {name for name in unknown if name not in _TORCH_SCALARS}
+    return found | {name for name in unknown if name not in TORCH_SCALARS}
 
 
 def plan_flat_state(
@@ -84,8 +84,7 @@ def plan_flat_state(
     if absent:
         raise StateDictError(
             f"there is state of {present[0]!r} ({', '.join(sorted(states[present[0]]))}) and none of {absent[0]!r}, "
-            "which "
-            "share one flat parameter here: wrap them in different units, or pass use_orig_params=True"
+            "which share one flat parameter here: wrap them in different units, or pass use_orig_params=True"
         )
     plan = StatePlan()
     for name in sorted({name for fqn in fqns for name in states[fqn]}):
@@ -102,8 +101,7 @@ def plan_flat_state(
             odd = next(index for index, kind in enumerate(kinds) if kind != kinds[0])
             raise StateDictError(
                 f"state {name!r} of {fqns[0]!r} is {_said(values[0])}, of {fqns[odd]!r} {_said(values[odd])}, which "
-                "share "
-                "one flat parameter here"
+                "share one flat parameter here"
             )
         if kinds[0] == "tensor":
             _check_tensors(info, name, values)
@@ -185,8 +183,7 @@ def flatten_zero_dim_tensor_optim_state(name: str, values: Sequence[torch.Tensor
             raise StateDictError(
                 f"state {name!r} is {values[0].item()} ({values[0].dtype}) for {fqns[0]!r} and {value.item()} "
                 f"({value.dtype}) for {fqn!r}, which share one flat parameter here: wrap them in different units, or "
-                "pass "
-                "use_orig_params=True"
+                "pass use_orig_params=True"
             )
     return values[0].detach().clone()
 

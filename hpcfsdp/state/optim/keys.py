@@ -251,8 +251,7 @@ def resolve_param_keys(
         if len(stepped) != len(built_from) or any(map(operator.is_not, stepped, built_from)):
             raise StateDictError(
                 f"optim, of {len(stepped)} parameter(s), was not built from optim_input, {len(built_from)} "
-                "parameter(s), or "
-                "in another order: pass optim alone"
+                "parameter(s), or in another order: pass optim alone"
             )
     return get_param_key_to_param(optim, model, is_named_optimizer)
 
@@ -314,8 +313,8 @@ def check_known(names: Iterable[Any], known: Iterable[str], what: str) -> None:
     if all(isinstance(name, int) for name in unknown):
         raise StateDictError(
             f"{what} calls parameters by number ({unknown[0]}), not by name: turn numbers into names with "
-            "FullyShardedData"
-            "Parallel.rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, model, optim=optim)"
+            "FullyShardedDataParallel.rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, model, "
+            "optim=optim)"
         )
     more = f" and {len(unknown) - 1} other name(s)" if len(unknown) > 1 else ""
     raise StateDictError(

@@ -13,10 +13,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
-from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.comm import Communicator, assert_same, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.observe.profile import Phase, SimpleProfiler, profile
 from hpcfsdp.state.model import clean_fqn
+from hpcfsdp.state.optim.compare import (
+    RankState,
+    StateInfo,
+    allgather_state_info,
+    check_same_groups,
+    convert_all_state_info,
+    tellable,
+)
 from hpcfsdp.state.optim.flatten import (
     StatePlan,
     elementwise_names,
@@ -25,14 +33,6 @@ from hpcfsdp.state.optim.flatten import (
     plan_flat_state,
     plan_orig_state,
     shard_orig_param_state,
-)
-from hpcfsdp.state.optim.gather import (
-    RankState,
-    StateInfo,
-    allgather_state_info,
-    check_same_groups,
-    convert_all_state_info,
-    tellable,
 )
 from hpcfsdp.state.optim.keys import (
     FSDPParamInfo,
@@ -49,9 +49,11 @@ from hpcfsdp.state.optim.keys import (
     resolve_param_keys,
 )
 from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
-from hpcfsdp.state.optim.scatter import broadcast_processed_state, broadcast_state, check_is_whole
+from hpcfsdp.state.optim.save import check_at_rest
+from hpcfsdp.state.optim.scatter import broadcast_processed_state, broadcast_state, check_can_be_sent
 from hpcfsdp.state.ranks import Grid, ranks_of_model
 from hpcfsdp.state.transfer import check_blocks
+from hpcfsdp.tensor.sharded import check_readable
 
 log = logging.getLogger("hpcfsdp.optim")
 
@@ -100,7 +102,8 @@ class _Plan:
         self.groups = None
         if "param_groups" in optim_state_dict:
             own = _own_groups(optim, optim_input, params)
-            self.groups = self._matched(optim_state_dict["param_groups"], own, known | set(self._aliases))
+            hypers = [_hyper(group) for group in optim.param_groups] if optim is not None else [{} for _ in own]
+            self.groups = self._matched(optim_state_dict["param_groups"], own, hypers, known | set(self._aliases))
 
     def _name(self, key: Any) -> Any:
         """The first name of what a state dict calls `key`."""
@@ -121,6 +124,9 @@ class _Plan:
                 raise StateDictError(
                     f"the state of {fqn!r} is a dict of names and values, not a {type(state).__name__}"
                 )
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    check_readable(f"{fqn}/{name}", value)
 
     def _take(self, key: OptimStateKey, elementwise: set[str]) -> None:
         name = key.unflat_param_names[0]
@@ -148,7 +154,7 @@ class _Plan:
                 + (f" and {len(idle) - 1} other parameter(s)" if len(idle) > 1 else "")
                 + ", which the optimizer does not step: leave it out, or add the parameter to the optimizer"
             )
-        if not any(self.states.values()):
+        if not any(self.states.values()) and (optim is None or not any(optim.state.values())):
             return
         for key, own_key in self.keys.items():
             name = key.unflat_param_names[0]
@@ -167,9 +173,16 @@ class _Plan:
             log.info("the state dict holds no state of %r: the optimizer will make it anew", name)
 
     def _matched(
-        self, given: Sequence[Mapping[str, Any]], own: list[list[ParamKey]], known: set[str]
+        self,
+        given: Sequence[Mapping[str, Any]],
+        own: list[list[ParamKey]],
+        hypers: list[dict[str, Any]],
+        known: set[str],
     ) -> list[dict[str, Any]]:
-        """The groups of the state dict in the order of the optimizer's, with the keys of its parameters."""
+        """The groups of the state dict in the order of the optimizer's, with the keys of its parameters.
+
+        What a group of the state dict lacks, as one of an older version of torch may, stays as the optimizer has it.
+        """
         names_of = {own_key: key.unflat_param_names for key, own_key in self.keys.items()}
         for group in given:
             check_known(map(self._name, group["params"]), known, "param_groups")
@@ -181,8 +194,7 @@ class _Plan:
             if match is None:
                 raise StateDictError(_no_such_group(place, names, [other for other, _ in left]))
             _, group = left.pop(match)
-            hyper = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-            found.append({**hyper, "params": list(keys)})
+            found.append({**_merged(hypers[place], _hyper(group)), "params": list(keys)})
         if left:
             raise StateDictError(
                 f"the state dict has {len(given)} parameter groups, the optimizer {len(own)}: there is none with "
@@ -213,6 +225,23 @@ class _Plan:
         ]
         states = {fqn: StateInfo.of(state) for fqn, state in self.states.items() if fqn in sharded}
         return RankState(groups, states)
+
+
+def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters of a group as they will be; copies, tensors where the optimizer has its own."""
+    found = {key: copy.deepcopy(value) for key, value in {**own, **given}.items()}
+    for key, value in found.items():
+        if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor):
+            found[key] = value.to(own[key].device)
+    if "param_names" in found:  # an optimizer that was built from names has names of its own parameters
+        found.pop("param_names")
+        if "param_names" in own:
+            found["param_names"] = list(own["param_names"])
+    return found
 
 
 def _check_same_names(fqn: str, given: Mapping[str, Any], held: Mapping[str, Any]) -> None:
@@ -298,11 +327,13 @@ def optim_state_dict_to_load(
     ranks = ranks_of_model(model, group)
     rank0_only = rank0_only and ranks.size > 1
     with SimpleProfiler("optim_state_dict_to_load", log):
+        assert_same(ranks, (rank0_only, strict), "whether rank 0 alone has the state dict (rank0_only), or strict,")
         with raise_together(ranks):
+            check_at_rest(model, "optim_state_dict_to_load")
             if not rank0_only or ranks.rank == 0:
                 check_is_state_dict(optim_state_dict)
             if rank0_only and ranks.rank == 0:
-                check_is_whole(optim_state_dict)
+                check_can_be_sent(optim_state_dict)
         if rank0_only:
             with profile(Phase.OBJECT_GATHER):
                 optim_state_dict = broadcast_processed_state(ranks, optim_state_dict)
@@ -337,7 +368,7 @@ def _scattered(plan: _Plan, ranks: Communicator | Grid, goes_in_parts: Mapping[i
     """
     states: dict[str, dict[str, Any]] = {}
     for info in {id(info): info for info in plan.infos.values()}.values():
-        mine = {fqn: plan.entries[fqn] for fqn in info.param_indices if fqn in plan.entries}
+        mine = {fqn: plan.entries.pop(fqn) for fqn in info.param_indices if fqn in plan.entries}
         for entry in mine.values():
             if info.shows_whole or not goes_in_parts[id(info)]:
                 _broadcast(entry, ranks, info)

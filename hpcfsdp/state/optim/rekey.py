@@ -58,8 +58,7 @@ def rekey_optim_state_dict(
     if len(kinds) > 1 or not kinds <= {int, str}:
         raise StateDictError(
             f"the keys of the state dict are {sorted(kind.__name__ for kind in kinds)}: they must be either all names "
-            "or "
-            "all numbers"
+            "or all numbers"
         )
     if kinds <= {wanted}:
         return optim_state_dict
@@ -77,8 +76,7 @@ def rekey_optim_state_dict(
         if idle:
             raise StateDictError(
                 f"the state dict holds {idle[0]!r}, which the optimizer does not step: leave it out, or pass the "
-                "optimizer "
-                "that the state dict is of"
+                "optimizer that the state dict is of"
             )
         rename = numbers.__getitem__
     rekeyed: dict[str, Any] = {"state": {rename(key): value for key, value in state.items()}}
@@ -87,10 +85,37 @@ def rekey_optim_state_dict(
         params = [[rename(key) for key in group["params"]] for group in groups]
         if wanted is int:
             params = [sorted(numbers) for numbers in params]
+        for hyper, keys in zip(hypers, params, strict=True):
+            if "param_names" in hyper:  # an optimizer that was built from names remembers them
+                hyper["param_names"] = [names.get(key, key) for key in keys]
         rekeyed["param_groups"] = [{**hyper, "params": keys} for hyper, keys in zip(hypers, params, strict=True)]
         if wanted is int:
             rekeyed["param_groups"] = _in_order(rekeyed["param_groups"])
+            if optim is not None:
+                _check_groups(rekeyed["param_groups"], optim, names)
     return rekeyed
+
+
+def _check_groups(groups: list[dict[str, Any]], optim: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Refuse groups of other parameters than the optimizer's: it would load state into the wrong ones.
+
+    Raises:
+        StateDictError: with the first parameter that is elsewhere.
+    """
+    numbers = iter(names)
+    own = [[next(numbers) for _ in group["params"]] for group in optim.param_groups]
+    if len(groups) != len(own):
+        raise StateDictError(f"the state dict has {len(groups)} parameter groups, and the optimizer {len(own)}")
+    for place, (group, expected) in enumerate(zip(groups, own, strict=True)):
+        odd = sorted(set(group["params"]) ^ set(expected))
+        if odd:
+            has, lacks = "state dict", "optimizer"
+            if odd[0] in expected:
+                has, lacks = lacks, has
+            raise StateDictError(
+                f"{names[odd[0]]!r} is in parameter group {place} of the {has}, and not of the {lacks}: build the "
+                "optimizer with the groups that were saved"
+            )
 
 
 def _in_order(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,20 +12,24 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import StateDictSettings, StateDictType
 
-from hpcfsdp.comm import raise_together
+from hpcfsdp.api import unshard
+from hpcfsdp.api.wrapper import FullyShardedDataParallel
+from hpcfsdp.comm import assert_same, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.observe.profile import Phase, SimpleProfiler, profile
 from hpcfsdp.state.model import clean_fqn
-from hpcfsdp.state.optim.gather import (
+from hpcfsdp.state.optim.compare import (
     RankState,
     StateInfo,
     Untold,
     allgather_state_info,
+    check_nested,
     check_same_groups,
-    check_state_shapes,
     convert_all_state_info,
+    differing_unsharded,
     tellable,
 )
+from hpcfsdp.state.optim.gather import check_state_shapes
 from hpcfsdp.state.optim.keys import (
     OptimInput,
     OptimStateKey,
@@ -94,20 +98,26 @@ class _Own:
             if state is None:
                 continue
             _check_is_mapping(state, key)
-            self._take(key, state)
-        self.users = {key: value for key, value in given.items() if key not in self.params}
+            if state:
+                self._take(key, state)
+        self.users = {key: _copied(repr(key), value) for key, value in given.items() if key not in self.params}
         self.groups = optim_state_dict.get("param_groups")
+        for group in self.groups or ():
+            for hyper, value in group.items():
+                _copied(f"{hyper!r} of a parameter group", value)
         strangers = [key for key in self.users if isinstance(key, int)]
         strangers += [key for group in self.groups or () for key in group["params"] if key not in self.params]
         if strangers:
             raise StateDictError(
                 f"the optimizer's state dict holds parameter {strangers[0]!r}, and the optimizer has "
-                f"{len(self.params)} "
-                "parameter(s): pass the state dict of this optimizer"
+                f"{len(self.params)} parameter(s): pass the state dict of this optimizer"
             )
 
     def _take(self, key: OptimStateKey, state: Mapping[str, Any]) -> None:
         name = key.unflat_param_names[0]
+        check_nested(name, state)
+        # Copied now: what cannot be is an error while all ranks can still be told.
+        state = {key: _copied(f"{key!r} of {name!r}", value) for key, value in state.items()}
         if not key.is_fsdp_managed:
             self.unsharded[name] = state
             return
@@ -120,8 +130,7 @@ class _Own:
             if not info.groups.is_first:
                 raise StateDictError(
                     f"rank 0 is not the first of the ranks that {name!r} is sharded over, and cannot get its state "
-                    "alone: "
-                    "use rank0_only=False, or a sharded state dict"
+                    "alone: use rank0_only=False, or a sharded state dict"
                 )
 
     def check_is_told(self, merged: Mapping[str, StateInfo], empty: Collection[str]) -> None:
@@ -146,7 +155,10 @@ class _Own:
             for name, info in self.infos.items()
             if info.flat.use_orig_params and info.is_empty_on(name, info.comm.rank)
         }
-        return RankState(groups, {name: StateInfo.of(state) for name, state in self.states.items()}, empty)
+        states, unsharded = (
+            {name: StateInfo.of(state) for name, state in states.items()} for states in (self.states, self.unsharded)
+        )
+        return RankState(groups, states, empty, unsharded)
 
 
 @torch.no_grad()
@@ -176,10 +188,14 @@ def optim_state_dict(
 
     Raises:
         StateDictError: on all ranks, if they do not fit together or the state dict does not fit the optimizer.
+        DisagreementError: ranks want different kinds of state dicts.
+        EngineError: a unit is at work, or summoned.
     """
     ranks = ranks_of_model(model, group)
     with SimpleProfiler("optim_state_dict", log):
+        assert_same(ranks, form, "the kind of state dict, see state_dict_type,")
         with profile(Phase.PREPROCESSING), raise_together(ranks):
+            check_at_rest(model, "optim_state_dict")
             own = _Own(model, optim, optim_state_dict, optim_input)
             told = own.told()
             if form.rank0_only and ranks.rank == 0:
@@ -189,6 +205,9 @@ def optim_state_dict(
             check_same_groups(gathered)
             merged = convert_all_state_info(gathered)
             own.check_is_told(merged, told.empty)
+        differing = differing_unsharded(gathered)
+        if differing is not None and ranks.rank == 0:
+            log.warning("the optimizer's state of %s is not the same, and is not sharded: each has its own", differing)
         with keeping_scratch():
             return _gathered(own, merged, form, is_shown=not form.rank0_only or ranks.rank == 0)
 
@@ -209,7 +228,8 @@ def _gathered(own: _Own, merged: Mapping[str, StateInfo], form: Form, *, is_show
             f"optimizer state {key!r} belongs to no parameter of the model: it is copied as it is, of this rank alone",
             stacklevel=2,
         )
-        found["state"][key] = copy.deepcopy(value)
+        is_tensor = isinstance(value, torch.Tensor)
+        found["state"][key] = value.detach().to(form.device(value.device), copy=True) if is_tensor else value
     if own.groups is not None:
         found["param_groups"] = unflatten_param_groups(own.groups, own.params, own.fqns)
     return found
@@ -233,6 +253,28 @@ def with_keys_of(params: Mapping[ParamKey, nn.Parameter], optim_state_dict: Mapp
     ]
     renamed = {rename(key): value for key, value in optim_state_dict["state"].items()}
     return {"state": renamed, **({"param_groups": groups} if "param_groups" in optim_state_dict else {})}
+
+
+def check_at_rest(model: nn.Module, what: str) -> None:
+    """Refuse units that are at work, or summoned: they do not have the parameters that the optimizer steps.
+
+    Raises:
+        EngineError: with the unit, and what it does.
+    """
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        unshard.check_at_rest(unit, what)
+
+
+def _copied(what: str, value: Any) -> Any:
+    """A copy of a value that is no tensor with dimensions; those are copied as they are gathered."""
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # whatever a class of a user's own raises
+        raise StateDictError(
+            f"optimizer state {what} is a {type(value).__name__}, which cannot be copied: {error}"
+        ) from error
 
 
 def _check_is_mapping(state: Any, key: OptimStateKey) -> None:

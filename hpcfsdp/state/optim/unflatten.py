@@ -10,12 +10,8 @@ import torch
 from torch import nn
 
 from hpcfsdp.observe.profile import Phase, profile
-from hpcfsdp.state.optim.gather import (
-    ConsolidatedOptimState,
-    StateInfo,
-    communicate_optim_state,
-    gather_all_orig_param_state,
-)
+from hpcfsdp.state.optim.compare import StateInfo
+from hpcfsdp.state.optim.gather import ConsolidatedOptimState, communicate_optim_state, gather_all_orig_param_state
 from hpcfsdp.state.optim.keys import FSDPParamInfo, ParamKey, sorted_items
 from hpcfsdp.state.transfer import Form
 
@@ -98,8 +94,10 @@ def unflatten_param_groups(
     groups = []
     for group in param_groups:
         copied = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        params = [param_key_to_param[key] for key in group["params"]]
-        groups.append({**copied, "params": [fqn for param in params for fqn in param_to_fqns[param]]})
+        fqns = [fqn for key in group["params"] for fqn in param_to_fqns[param_key_to_param[key]]]
+        if "param_names" in copied:  # an optimizer that was built from names remembers them
+            copied["param_names"] = list(fqns)
+        groups.append({**copied, "params": fqns})
     return groups
 
 

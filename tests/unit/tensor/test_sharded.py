@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp import _compat
 from hpcfsdp._compat import ShardedTensor
+from hpcfsdp.errors import StateDictError
 from hpcfsdp.tensor.runs import Box, chunk_box
 from hpcfsdp.tensor.sharded import (
     all_boxes,
+    check_readable,
     create_chunk_dtensor,
     create_chunk_sharded_tensor,
     create_sharded_tensor,
@@ -107,6 +110,15 @@ def test_a_dtensor_is_replicated_over_the_other_dimensions_of_its_mesh(rank):
     assert all_boxes(made) == {0: first, 1: second, 2: first, 3: second}
     [(box, block)] = local_blocks(made)
     assert (box, tuple(block.shape)) == (all_boxes(made)[rank][0], (2 - rank % 2, 5))
+
+
+def test_a_chunk_stays_where_it_is_whatever_the_device_of_the_mesh(rank):
+    """As one that was offloaded to host memory does."""
+    mesh, mine = DeviceMesh("meta", torch.arange(SIZE), _init_backend=False), torch.ones(2, 3)
+    made = create_chunk_dtensor(mine, (8, 3), torch.float32, CPU, mesh)
+    assert made.to_local().device == CPU
+    assert made.to_local().data_ptr() == mine.data_ptr()
+    assert made.device_mesh is mesh
 
 
 def test_blocks_of_ranks_that_are_some_of_all(rank):
@@ -202,3 +214,56 @@ def test_what_is_known_of_equal_tensors_is_not_one_dictionary(large):
     found = _compat.dtensor_boxes(dtensor_of((8, 2), mesh, [Shard(0)]))
     found.clear()
     assert len(_compat.dtensor_boxes(dtensor_of((8, 2), mesh, [Shard(0)]))) == 4
+
+
+def without_values(kind):
+    """A tensor of four elements that cannot be copied as it is."""
+    whole = torch.ones(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells that some are about to change, or to go
+        return {
+            "meta": lambda: whole.to("meta"),
+            "sparse": whole.to_sparse,
+            "compressed": whole.view(2, 2).to_sparse_csr,
+            "mkldnn": whole.to_mkldnn,
+            "nested": lambda: torch.nested.nested_tensor([whole]),
+            "quantized": lambda: torch.quantize_per_tensor(whole, 1.0, 0, torch.qint8),
+        }[kind]()
+
+
+WORDS = {
+    "meta": "on the meta device",
+    "sparse": "sparse_coo",
+    "compressed": "sparse_csr",
+    "mkldnn": "_mkldnn",
+    "nested": "nested",
+    "quantized": "quantized",
+}
+
+
+@pytest.mark.parametrize("kind", WORDS)
+def test_tensors_without_values_beside_each_other_are_told(kind):
+    with pytest.raises(StateDictError, match=f"^'layer.weight' is {WORDS[kind]}"):
+        check_readable("layer.weight", without_values(kind))
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse", "quantized"])
+def test_the_block_of_a_sharded_tensor_has_to_have_values(large, kind):
+    """Only this rank's: it is for each rank to tell of its own."""
+    made = create_chunk_sharded_tensor(torch.ones(4), (96,), torch.float32, CPU, dist.group.WORLD, range(24))
+    check_readable("weight", made)
+    made.local_shards()[0].tensor = without_values(kind)
+    with pytest.raises(StateDictError, match=f"^'weight' is {WORDS[kind]}"):
+        check_readable("weight", made)
+
+
+def test_the_block_of_a_dtensor_has_to_have_values(large):
+    mesh = DeviceMesh("cpu", torch.arange(24))
+    check_readable("weight", _compat.dtensor(torch.ones(4), mesh, [Shard(0)], (96,), (1,)))
+    with pytest.raises(StateDictError, match=r"^'weight' is on the meta device"):
+        check_readable("weight", _compat.dtensor(without_values("meta"), mesh, [Shard(0)], (96,), (1,)))
+
+
+@pytest.mark.parametrize("value", [torch.ones(2, 3).t(), torch.ones(0), torch.ones(1).expand(5), 3, "a word", None])
+def test_what_can_be_copied_passes(value):
+    check_readable("weight", value)

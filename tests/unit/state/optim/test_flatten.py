@@ -4,6 +4,13 @@ from hypothesis import given, settings, strategies as st
 
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import StateDictError
+from hpcfsdp.state.optim.compare import (
+    RankState,
+    StateInfo,
+    allgather_state_info,
+    convert_all_state_info,
+    same,
+)
 from hpcfsdp.state.optim.flatten import (
     StatePlan,
     elementwise_names,
@@ -16,7 +23,6 @@ from hpcfsdp.state.optim.flatten import (
     plan_orig_state,
     shard_orig_param_state,
 )
-from hpcfsdp.state.optim.gather import RankState, StateInfo, allgather_state_info, convert_all_state_info, same
 from hpcfsdp.state.optim.unflatten import convert_state_with_orig_params, unflatten_optim_state
 from hpcfsdp.state.transfer import Form, OnFirst
 from tests.unit.state.optim.examples import (

@@ -1,17 +1,22 @@
 import logging
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from hpcfsdp.errors import StateDictError
+from hpcfsdp.errors import DisagreementError, StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.state.model import clean_fqn
-from hpcfsdp.state.optim.gather import same
+from hpcfsdp.state.optim import load
+from hpcfsdp.state.optim.compare import same
 from hpcfsdp.state.optim.keys import get_param_to_fqns
 from hpcfsdp.state.optim.load import optim_state_dict_to_load
+from hpcfsdp.state.optim.scatter import broadcast_state
+from hpcfsdp.state.transfer import OnFirst
+from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.unit.state.optim.examples import NO_SHARD, Block, Net, copied, give, raised, shard, values_of, whole_states
 
 ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
@@ -66,7 +71,8 @@ def test_each_rank_loads_its_part(run_ranks, size, original, first, strategy):
         assert same(found["state"], expected_state(model, optimizer, given["state"]))
         assert list(found["state"]) == sorted(found["state"])
         numbers = list(range(len(optimizer.param_groups[0]["params"])))
-        assert same(found["param_groups"], [{"params": numbers, "lr": 0.5, "own": ["x"]}])
+        own = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}  # what is not given
+        assert same(found["param_groups"], [{**own, "params": numbers, "lr": 0.5, "own": ["x"]}])
         optimizer.load_state_dict(found)
         assert optimizer.param_groups[0]["lr"] == 0.5
         for state in found["state"].values():  # new memory
@@ -222,7 +228,7 @@ def test_hyper_parameters_that_are_tensors(run_ranks, original, first):
         return found
 
     for found in run_ranks(2, body):
-        assert same({**found, "params": NAMES}, group)
+        assert same({key: value for key, value in found.items() if key in group} | {"params": NAMES}, group)
         assert found["scales"].data_ptr() != group["scales"].data_ptr()
 
 
@@ -376,9 +382,12 @@ def test_state_without_groups_and_groups_without_state(run_ranks, original):
         found = to_load(model, optimizer, {"state": whole_states(Net())})
         assert list(found) == ["state"]
         assert same(found["state"], expected_state(model, optimizer, whole_states(Net())))
-        give(model, optimizer, whole_states(Net()))
         found = to_load(model, optimizer, whole({}))  # as of an optimizer that has never stepped
         assert found["state"] == {}
+        give(model, optimizer, whole_states(Net()))
+        with pytest.raises(StateDictError, match=r"no state of '\w+.*, of which the optimizer has some"):
+            to_load(model, optimizer, whole({}))
+        assert to_load(model, optimizer, whole({}), strict=False)["state"] == {}
         return [group["lr"] for group in found["param_groups"]]
 
     assert run_ranks(2, body) == [[0.5]] * 2
@@ -608,3 +617,113 @@ def test_a_model_without_units():
     model = nn.Linear(2, 2)
     with pytest.raises(StateDictError, match=r"^there is no FullyShardedDataParallel in this Linear: wrap the model"):
         optim_state_dict_to_load(model, torch.optim.SGD(model.parameters(), lr=0.1), {"state": {}})
+
+
+def test_ranks_that_disagree_who_has_the_state_dict_are_told(run_ranks):
+    def body(comm):
+        return to_load(*make(comm, False), whole(), rank0_only=comm.rank == 0)
+
+    for error in run_ranks(2, body):
+        assert isinstance(error, DisagreementError)
+        assert "rank0_only" in str(error)
+
+
+@pytest.mark.parametrize("where", ["state", "group"])
+def test_what_rank_0_cannot_send_is_an_error_on_all_ranks(run_ranks, where):
+    def body(comm):
+        given = whole()
+        (given["state"]["scale"] if where == "state" else given["param_groups"][0])["call"] = lambda: 3
+        return optim_state_dict_to_load(*make(comm, False), given, rank0_only=True)
+
+    for message in raised(run_ranks(2, body), StateDictError):
+        assert "'call' of" in message
+        assert "cannot be pickled" in message
+
+
+@FIRST
+def test_entries_of_no_parameter_may_hold_tensors(run_ranks, first):
+    """An average of the weights that an optimizer keeps, say."""
+    entry = {"avg": torch.arange(6.0).view(2, 3), "updates": 3, "small": torch.tensor(2.0)}
+
+    def body(comm):
+        given = whole()
+        given["state"]["__ema__"] = copied(entry)
+        given = given if comm.rank == 0 or not first else None
+        return optim_state_dict_to_load(*make(comm, False), given, rank0_only=first)["state"]["__ema__"]
+
+    with pytest.warns(UserWarning, match="__ema__"):
+        found = run_ranks(2, body)
+    assert same(found, [entry, entry])
+
+
+@ORIGINAL
+def test_what_a_group_lacks_stays_as_it_is(run_ranks, original):
+    """As of an optimizer of an older version, which had fewer hyper-parameters."""
+
+    def body(comm):
+        model, optimizer = make(comm, original)
+        optimizer.param_groups[0]["own"] = None
+        [group] = to_load(model, optimizer, whole(groups=[{"params": NAMES, "lr": 3.0}]))["param_groups"]
+        return group["lr"], group["momentum"], group["own"]
+
+    assert run_ranks(2, body) == [(3.0, 0, None)] * 2
+
+
+@ORIGINAL
+def test_an_optimizer_that_remembers_names_keeps_its_own(run_ranks, original):
+    def body(comm):
+        model = shard(Net(), comm, original=original)
+        optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        given = whole(groups=[{"params": NAMES, "lr": 3.0, "param_names": NAMES}])
+        [group] = to_load(model, optimizer, given)["param_groups"]
+        return group["param_names"] == optimizer.param_groups[0]["param_names"]
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_tensors_that_rank_0_sends_whole_are_held_one_unit_at_a_time(run_ranks, monkeypatch):
+    """Under NO_SHARD, where each rank loads all of them; what it loads are copies."""
+    sent, most = [], []
+
+    def noting(ranks, value, device):
+        result = broadcast_state(ranks, value, device)
+        if isinstance(value, OnFirst):
+            sent.append(weakref.ref(result))
+            most.append(sum(tensor() is not None for tensor in sent))
+        return result
+
+    monkeypatch.setattr(load, "broadcast_state", noting)
+    plain = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(6)))
+    states = {name: {"mean": torch.zeros(3, 3)} for name, _ in plain.named_parameters()}
+
+    def body(comm):
+        model = FullyShardedDataParallel(
+            nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(6))),
+            process_group=comm,
+            sharding_strategy=NO_SHARD,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            use_orig_params=True,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        given = {"state": states} if comm.rank == 0 else None
+        return len(optim_state_dict_to_load(model, optimizer, given, rank0_only=True)["state"])
+
+    assert run_ranks(2, body) == [6, 6]
+    assert len(sent) == 12
+    assert max(most) <= 4  # of two ranks, that are one process here
+
+
+@FIRST
+@pytest.mark.parametrize("kind", ["meta", "sparse"])
+def test_tensors_without_values_are_refused(run_ranks, first, kind):
+    """As ``torch.load(map_location="meta")`` gives them: no rank finds out when it is too late."""
+    value = torch.zeros(5, 3)
+
+    def body(comm):
+        given = whole()
+        given["state"]["block.weight"]["mean"] = value.to("meta") if kind == "meta" else value.to_sparse()
+        given = given if comm.rank == 0 or not first else None
+        return optim_state_dict_to_load(*make(comm, False), given, rank0_only=first)
+
+    for message in raised(run_ranks(2, body), StateDictError):
+        assert "block.weight/mean" in message

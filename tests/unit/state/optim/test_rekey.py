@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.state.optim.gather import same
+from hpcfsdp.state.optim.compare import same
 from hpcfsdp.state.optim.keys import OptimStateKey
 from hpcfsdp.state.optim.rekey import check_numbers, rekey_optim_state_dict, rekey_sharded_optim_state_dict
 from tests.unit.state.optim.examples import Block, Net, shard
@@ -233,3 +233,30 @@ def test_state_by_the_keys_of_this_rank_in_its_order():
     a, b, c = (OptimStateKey((name,), True) for name in "abc")
     found = rekey_sharded_optim_state_dict({c: {"step": 3}, a: {"step": 1}}, {b: 0, a: "x", c: 1})
     assert list(found.items()) == [("x", {"step": 1}), (1, {"step": 3})]
+
+
+def test_groups_of_other_parameters_than_the_optimizer_has_are_refused():
+    """``load_state_dict`` goes by position: state would come to other parameters, of the same shape perhaps."""
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
+    params = list(model.parameters())
+    saved = torch.optim.SGD([{"params": params[::2]}, {"params": params[1::2]}], lr=0.1)
+    named = rekey_optim_state_dict(saved.state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=saved)
+    other = torch.optim.SGD([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
+    with pytest.raises(StateDictError, match=r"'1\.weight' is in parameter group 0 of the optimizer, and not"):
+        rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, model, optim=other)
+    with pytest.raises(StateDictError, match="the state dict has 2 parameter groups, and the optimizer 1"):
+        rekey_optim_state_dict(
+            named, OptimStateKeyType.PARAM_ID, model, optim=torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+
+
+def test_names_that_an_optimizer_remembers_come_in_its_order():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    saved = torch.optim.SGD(list(model.named_parameters())[::-1], lr=0.1)
+    named = rekey_optim_state_dict(saved.state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=saved)
+    [group] = named["param_groups"]
+    assert group["param_names"] == group["params"] == ["1.bias", "1.weight", "0.bias", "0.weight"]
+    other = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    [group] = rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, model, optim=other)["param_groups"]
+    assert group["params"] == [0, 1, 2, 3]
+    assert group["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]

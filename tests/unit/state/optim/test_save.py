@@ -1,3 +1,4 @@
+import logging
 import threading
 
 import pytest
@@ -12,10 +13,10 @@ from torch.distributed.fsdp import (
 )
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.errors import StateDictError
+from hpcfsdp.errors import DisagreementError, EngineError, StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.state.model import clean_fqn
-from hpcfsdp.state.optim.gather import same
+from hpcfsdp.state.optim.compare import same
 from hpcfsdp.state.optim.keys import get_param_to_fqns
 from hpcfsdp.state.optim.save import check_is_state_dict, form_of, optim_state_dict, with_keys_of
 from hpcfsdp.state.settings import make_settings
@@ -477,3 +478,82 @@ def test_a_pair_of_groups(run_ranks, original, form):
 def test_ranks_that_are_not_those_of_the_model():
     model, optimizer = make(None, True, whole_states(Net()))
     assert same(save(model, optimizer, group=FakeCommunicator()), save(model, optimizer))
+
+
+# Ranks that do not do the same
+
+
+def test_ranks_that_want_different_kinds_are_told(run_ranks):
+    def body(comm):
+        model, optimizer = make(comm, False, whole_states(Net()))
+        return save(model, optimizer, FIRST if comm.rank else ALL)
+
+    for error in run_ranks(2, body):
+        assert isinstance(error, DisagreementError)
+        assert "rank0_only=True" in str(error)
+        assert "rank0_only=False" in str(error)
+
+
+@ORIGINAL
+def test_what_cannot_be_copied_is_an_error_on_all_ranks(run_ranks, original):
+    """Not between the collectives of two units, on the rank that shows something."""
+
+    def body(comm):
+        states = whole_states(Net())
+        if comm.rank == 0:
+            states["block.weight"]["lock"] = threading.Lock()
+        model, optimizer = make(comm, original, {name: dict(state) for name, state in states.items()})
+        return save(model, optimizer, FIRST)
+
+    for message in raised(run_ranks(2, body), StateDictError):
+        assert "'lock' of 'block.weight' is a lock, which cannot be copied" in message
+
+
+@ORIGINAL
+def test_state_without_anything_in_it_is_none(run_ranks, original):
+    """To look at the state of a parameter gives it an entry."""
+
+    def body(comm):
+        model, optimizer = make(comm, original, {})
+        if comm.rank:
+            for param in model.parameters():
+                assert optimizer.state[param] == {}
+        return save(model, optimizer)["state"]
+
+    assert run_ranks(2, body) == [{}, {}]
+
+
+def test_state_that_is_not_sharded_may_differ_and_that_is_said(run_ranks, caplog):
+    states = whole_states(Net())
+
+    def body(comm):
+        own = {name: {**state, "count": comm.rank} if "loose" in name else state for name, state in states.items()}
+        return save(*make(comm, False, own))["state"]["loose.weight"]["count"]
+
+    with caplog.at_level(logging.WARNING, "hpcfsdp.optim"):
+        assert run_ranks(2, body) == [0, 1]
+    [record] = caplog.records
+    assert "'loose.bias' on rank 0 and rank 1" in record.getMessage()
+
+
+@ORIGINAL
+def test_names_that_an_optimizer_remembers_are_those_of_the_whole_model(run_ranks, original):
+    def body(comm):
+        model = shard(Net(), comm, original=original)
+        [group] = save(model, torch.optim.SGD(model.named_parameters(), lr=0.1))["param_groups"]
+        assert group["param_names"] == group["params"]
+        return set(group["params"])
+
+    assert run_ranks(2, body) == [{name for name, _ in Net().named_parameters()}] * 2
+
+
+@ORIGINAL
+def test_a_model_that_is_summoned_has_no_state_dict(run_ranks, original):
+    def body(comm):
+        model, optimizer = make(comm, original, {})
+        with FullyShardedDataParallel.summon_full_params(model):
+            return save(model, optimizer)
+
+    for error in run_ranks(2, body):
+        assert isinstance(error, EngineError)
+        assert "summon_full_params" in str(error)

@@ -4,7 +4,7 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 
-from hpcfsdp.state.optim.gather import same
+from hpcfsdp.state.optim.compare import same
 from hpcfsdp.state.optim.scatter import broadcast_processed_state, broadcast_state
 from hpcfsdp.state.transfer import OnFirst
 from tests.unit.state.optim.examples import Odd

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.state.optim.gather import ConsolidatedOptimState, StateInfo, same
+from hpcfsdp.state.optim.compare import StateInfo, same
+from hpcfsdp.state.optim.gather import ConsolidatedOptimState
 from hpcfsdp.state.optim.keys import get_param_to_fqns
 from hpcfsdp.state.optim.unflatten import (
     convert_state_with_flat_params,

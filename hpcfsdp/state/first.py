@@ -1,0 +1,101 @@
+"""A state dict that the first rank of a model alone has, for all others to load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hpcfsdp._compat import ShardedTensor
+from hpcfsdp.api.wrapper import FullyShardedDataParallel
+from hpcfsdp.errors import StateDictError
+from hpcfsdp.state.ranks import ranks_of_model
+from hpcfsdp.state.transfer import OnFirst
+from hpcfsdp.tensor.sharded import check_readable
+
+FROM_FIRST = (
+    "if rank 0 alone has the state dict, load it with hpcfsdp.state_dict.set_model_state_dict and the options "
+    "full_state_dict=True, broadcast_from_rank0=True"
+)
+"""How to load what other ranks do not have."""
+
+
+def checked(state_dict: Any, mend: str = "") -> Mapping[str, Any]:
+    """The state dict itself.
+
+    Args:
+        mend: what to do if there is none.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(state_dict, Mapping):
+        mend = f": {mend}" if mend and state_dict is None else ""
+        raise TypeError(f"a state dict must be a mapping of names to tensors, not {type(state_dict).__name__}{mend}")
+    for key in state_dict:
+        if not isinstance(key, str):
+            raise TypeError(f"the names in a state dict must be str, not {key!r} of type {type(key).__name__}")
+    return state_dict
+
+
+class First:
+    """The first rank of a model, that alone has what is to be loaded."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._rank = 0
+
+    def announce(self, state_dict: Any) -> tuple[dict[str, Any], Any]:
+        """Collective over the ranks of the model. What the first rank has, without its values, and the metadata.
+
+        Raises:
+            StateDictError: it is not all whole tensors, or units do not have their first rank in common.
+            TypeError: it is no state dict, on the first rank.
+        """
+        units, ranks = FullyShardedDataParallel.fsdp_modules(self._module), ranks_of_model(self._module)
+        is_first = units[0]._groups.is_first
+        self._rank = ranks.all_gather_object(is_first).index(True)
+        told, problem = None, None
+        if is_first:
+            try:
+                told = {key: _described(key, value) for key, value in checked(state_dict).items()}
+            except (StateDictError, TypeError) as error:
+                problem = error
+        mine = told, getattr(state_dict, "_metadata", None), None if problem is None else str(problem)
+        announced, metadata, wrong = ranks.broadcast_object(mine, self._rank)
+        if wrong is not None:
+            raise problem or StateDictError(f"rank {self._rank}: {wrong}")
+        if any(unit._groups.is_first != is_first for unit in units):
+            raise StateDictError(
+                "one rank is to give the state dict to all, but units are sharded over groups with different first "
+                "ranks: pass the whole state dict on every rank"
+            )
+        values = {
+            key: OnFirst(*value, state_dict[key] if is_first else None) if is_tensor else value
+            for key, (is_tensor, value) in announced.items()
+        }
+        return values, metadata
+
+    def broadcast(self, source: OnFirst) -> torch.Tensor:
+        """Collective over the ranks of the model. The tensor, on all of them."""
+        ranks = ranks_of_model(self._module)
+        if source.tensor is None:
+            there = torch.empty(source.shape, dtype=source.dtype, device=ranks.device)
+        else:
+            there = source.tensor.detach().to(ranks.device).contiguous()
+        ranks.broadcast(there, self._rank)
+        return there
+
+
+def _described(key: str, value: Any) -> tuple[bool, Any]:
+    """Whether a value is a tensor, and its shape and dtype if it is; the value itself otherwise."""
+    if isinstance(value, (ShardedTensor, DTensor)):
+        raise StateDictError(
+            f"{key!r} is a {type(value).__name__}: where one rank has the state dict for all, it has to have whole "
+            "tensors"
+        )
+    check_readable(key, value)
+    return (True, (value.shape, value.dtype)) if isinstance(value, torch.Tensor) else (False, value)

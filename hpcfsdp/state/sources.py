@@ -1,0 +1,90 @@
+"""What a model may load into one of its tensors: seen on each rank, and in words that all ranks compare."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hpcfsdp._compat import ShardedTensor
+from hpcfsdp.api.groups import Groups
+from hpcfsdp.errors import StateDictError
+from hpcfsdp.state.stand_in import StandIn
+from hpcfsdp.state.transfer import OnFirst, check_blocks
+from hpcfsdp.tensor.sharded import all_boxes, check_readable, properties_of
+
+
+def source_of(key: str, now: torch.Tensor) -> Any:
+    """What is to be loaded where a module has put `now`.
+
+    Raises:
+        StateDictError: it was computed from what this rank does not have.
+    """
+    source = now.source if isinstance(now, StandIn) else now
+    if source is None:
+        raise StateDictError(
+            f"{key!r}: a hook has computed it from a tensor that this rank does not have whole: load a full state "
+            "dict, or give the hook's work to the module"
+        )
+    return source
+
+
+def check_source(
+    key: str, source: Any, target: torch.Tensor | None, shape: Sequence[int], groups: Groups | None
+) -> None:
+    """See that a value can be loaded. Not collective, once the ranks of `groups` know each other's names.
+
+    Args:
+        source: a tensor, ``ShardedTensor``, ``DTensor`` or ``OnFirst``.
+        target: the tensor that it is loaded into; None for a part of a flat parameter.
+        shape: that of the whole.
+        groups: over which the parameter is sharded, None where it is not.
+
+    Raises:
+        StateDictError: it has another shape, no values that can be read here, or it lies on other ranks.
+    """
+    found, _ = _properties(source)
+    if tuple(found) != tuple(shape):
+        raise StateDictError(
+            f"{key!r}: its module has put a tensor of shape {list(found)} in place of one of {list(shape)}; a sharded "
+            "model keeps the shapes that it was built with"
+        )
+    check_readable(key, source)
+    if groups is not None:
+        if isinstance(source, (ShardedTensor, DTensor)):
+            check_blocks(key, source, groups.global_ranks())
+    elif isinstance(source, ShardedTensor):
+        raise StateDictError(f"{key!r} is not sharded in the model, and cannot be loaded from a ShardedTensor")
+    elif isinstance(source, DTensor) and source.device_mesh.get_coordinate() is None:
+        raise StateDictError(f"{key!r} is a DTensor on a mesh without this rank: gather it, or load it for these ranks")
+    elif isinstance(target, DTensor) and not isinstance(source, DTensor):
+        raise StateDictError(f"{key!r} is a DTensor in the model: distribute what is loaded over its mesh")
+
+
+def facts_of(source: Any, groups: Groups | None) -> str:
+    """What all ranks have to have alike, in words, as they are about to move values together.
+
+    Blocks are those of the ranks of ``groups.shard`` in their order: what replicas have lies on other ranks.
+    """
+    shape, dtype = _properties(source)
+    is_distributed = isinstance(source, (ShardedTensor, DTensor))
+    kind = type(source).__name__ if is_distributed or isinstance(source, OnFirst) else "tensor"
+    facts = f"a {kind} {list(shape)} of {str(dtype).removeprefix('torch.')}"
+    if is_distributed and groups is not None:
+        boxes = all_boxes(source)
+        facts += f" in blocks {digest_of([boxes.get(rank) for rank in groups.global_ranks()])}"
+    elif isinstance(source, DTensor):
+        facts += f" with {source.placements} on a mesh of {list(source.device_mesh.mesh.shape)}"
+    return facts
+
+
+def digest_of(value: Any) -> str:
+    """A short text that is the same for what is written alike."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
+def _properties(source: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    return (source.shape, source.dtype) if isinstance(source, OnFirst) else properties_of(source)
