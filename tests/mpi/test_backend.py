@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 from hpcfsdp.comm import progress
 from hpcfsdp.errors import CommunicationError
 
+pytestmark = pytest.mark.transport
+
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 WHOLE = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]

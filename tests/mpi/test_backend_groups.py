@@ -11,6 +11,8 @@ from hpcfsdp.comm.backend import carries
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.mpi import NAME, MpiProcessGroup, register
 
+pytestmark = pytest.mark.transport
+
 SHORT = datetime.timedelta(seconds=1)
 
 

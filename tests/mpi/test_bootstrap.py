@@ -8,6 +8,8 @@ import hpcfsdp
 from hpcfsdp.errors import LaunchError
 from hpcfsdp.launch import rendezvous
 
+pytestmark = pytest.mark.transport
+
 
 def test_world_is_what_mpi_says(world):
     from mpi4py import MPI

@@ -29,6 +29,8 @@ from tests.mpi.models import (
     whole_parameters,
 )
 
+pytestmark = pytest.mark.transport
+
 
 def same(left, right):
     return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))

@@ -8,6 +8,8 @@ from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import CommunicationError, DisagreementError, HpcfsdpError, UsageError
 
+pytestmark = pytest.mark.transport
+
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 UNSIGNED = [torch.uint64, torch.uint32, torch.uint16, torch.uint8]
 WHOLE = [torch.int64, torch.int32, torch.int16, torch.int8, *UNSIGNED, torch.bool]

@@ -11,6 +11,8 @@ from hpcfsdp.comm import messages
 from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import CommunicationError
 
+pytestmark = pytest.mark.transport
+
 # Meetings
 
 

@@ -15,6 +15,8 @@ from hpcfsdp.state_dict import StateDictOptions
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi import parity
 
+pytestmark = pytest.mark.transport
+
 FULL = StateDictOptions(full_state_dict=True)
 TO_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True)
 

@@ -30,6 +30,8 @@ from tests.mpi.models import (
     whole_parameters,
 )
 
+pytestmark = pytest.mark.transport
+
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 

@@ -18,6 +18,8 @@ from hpcfsdp.comm.topology import Topology
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import DisagreementError, LaunchError
 
+pytestmark = pytest.mark.transport
+
 
 @pytest.fixture
 def on_nodes(world, monkeypatch):

@@ -9,6 +9,8 @@ from hpcfsdp.comm.topology import Topology
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
 from tests.mpi.models import adamw, make_net, shard, train_plain, train_sharded
 
+pytestmark = pytest.mark.transport
+
 
 @pytest.fixture
 def two_nodes(world, monkeypatch):

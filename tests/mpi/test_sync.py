@@ -6,6 +6,8 @@ from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import DisagreementError
 from hpcfsdp.flat.sync import sync_module_states, sync_params_and_buffers, verify_param_shape_across_processes
 
+pytestmark = pytest.mark.transport
+
 DTYPES = [
     torch.float32,
     torch.bfloat16,

@@ -8,6 +8,8 @@ from hpcfsdp.comm.mesh import make_mesh, plan_mesh
 from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import LaunchError
 
+pytestmark = pytest.mark.transport
+
 
 def line_of(mesh, name):
     """The ranks of the world with whom this rank shares a line of one dimension, in order."""

@@ -25,6 +25,8 @@ from hpcfsdp.train.evaluate import evaluate
 from hpcfsdp.train.model import GPT
 from hpcfsdp.train.schedule import learning_rate
 
+pytestmark = pytest.mark.transport
+
 MODEL = ModelConfig(layers=2, width=24, heads=3, context=16)
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=2)
 

@@ -22,6 +22,8 @@ from hpcfsdp.state.transfer import Form, OnFirst, Parts, collect, fill
 from hpcfsdp.tensor.runs import Box, chunk_box
 from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, local_blocks, properties_of
 
+pytestmark = pytest.mark.transport
+
 CPU = torch.device("cpu")
 SHAPES = {"a": (5, 3), "scalar": (), "b": (7,), "no rows": (0, 2), "c": (2, 3, 4), "d": (1, 9), "empty": (0,)}
 FORMS = [Form(), Form(rank0_only=True), Form(sharded=True)]

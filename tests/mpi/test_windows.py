@@ -20,6 +20,8 @@ from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import CommunicationError
 
+pytestmark = pytest.mark.transport
+
 MIB = 1 << 20
 
 
