@@ -102,15 +102,12 @@ def test_a_pair_of_groups(run_ranks, original, first):
     assert run_ranks(4, body) == [True] * 4
 
 
-@ORIGINAL
-@FIRST
-def test_a_unit_that_is_sharded_over_the_ranks_in_another_order(run_ranks, original, first):
-    turned = threading.Barrier(2), {}
+def check_a_model_around(run_ranks, unit, original, first):
+    """Two ranks load the state of a model with a unit in it that has other groups, which `unit` makes on each."""
     states = whole_states(nn.Sequential(Block(), nn.Linear(2, 2)))
 
     def body(comm):
-        inner = shard(Block(), type(comm)(1 - comm.rank, 2, *turned), original=original)
-        model = nn.Sequential(inner, nn.Linear(2, 2))
+        model = nn.Sequential(unit(comm), nn.Linear(2, 2))
         model = FullyShardedDataParallel(model, process_group=comm, use_orig_params=original)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         given = {"state": states} if comm.rank == 0 or not first else None
@@ -120,21 +117,21 @@ def test_a_unit_that_is_sharded_over_the_ranks_in_another_order(run_ranks, origi
     assert run_ranks(2, body) == [True, True]
 
 
+@ORIGINAL
+@FIRST
+def test_a_unit_that_is_sharded_over_the_ranks_in_another_order(run_ranks, original, first):
+    turned = threading.Barrier(2), {}
+
+    def unit(comm):
+        return shard(Block(), type(comm)(1 - comm.rank, 2, *turned), original=original)
+
+    check_a_model_around(run_ranks, unit, original, first)
+
+
 @FIRST
 def test_a_unit_on_one_of_the_ranks(run_ranks, first):
     """Each rank has a unit of its own within the model of all."""
-    states = whole_states(nn.Sequential(Block(), nn.Linear(2, 2)))
-
-    def body(comm):
-        inner = shard(Block(), original=True)
-        model = nn.Sequential(inner, nn.Linear(2, 2))
-        model = FullyShardedDataParallel(model, process_group=comm, use_orig_params=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        given = {"state": states} if comm.rank == 0 or not first else None
-        found = to_load(model, optimizer, given, rank0_only=first)
-        return same(found["state"], expected_state(model, optimizer, states))
-
-    assert run_ranks(2, body) == [True, True]
+    check_a_model_around(run_ranks, lambda _comm: shard(Block(), original=True), True, first)
 
 
 @FIRST
