@@ -58,7 +58,7 @@ class StateDictMethods:
             EngineError: a forward or backward is running, or parameters are summoned.
             StateDictError: units or ranks are set differently, or two tensors have one name without those of wrappers;
                 ``LOCAL_STATE_DICT`` with a ``device_mesh``.
-            Exception: on every rank, what a hook has raised on one; elsewhere as an ``HpcfsdpError``.
+            Exception: on every rank of the replica, what a hook has raised on one; elsewhere as an ``HpcfsdpError``.
         """
         from hpcfsdp.state.save import save
 

@@ -49,7 +49,7 @@ def get_model_state_dict(
         return stock.get_model_state_dict(model, submodules=submodules, options=options)
     options = _checked(options)
     with _state_dict_type(model, options):
-        found = dict(model.state_dict())
+        found = _cleaned(model.state_dict())
     if options.full_state_dict and options.cpu_offload and ranks_of_model(model).rank != 0:
         return {}
     if options.cpu_offload:
@@ -336,6 +336,17 @@ def _state_dict_type(model: nn.Module, options: StateDictOptions) -> Iterator[No
         )
     with FullyShardedDataParallel.state_dict_type(model, *chosen):
         yield
+
+
+def _cleaned(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict without the names of wrappers, which those around units leave in."""
+    found: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        clean = clean_fqn(key)
+        if clean in found:
+            raise StateDictError(f"two tensors of the model are called {clean!r} without the names of wrappers")
+        found[clean] = value
+    return found
 
 
 def _frozen(model: nn.Module) -> set[str]:

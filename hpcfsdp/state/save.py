@@ -91,11 +91,11 @@ def save(
         _run_pre_hooks(unit, prefix, keep_vars=keep_vars)
         return _save(unit, destination.call, destination, prefix)
     units = FullyShardedDataParallel.fsdp_modules(unit)
-    for inner in units:
-        unshard.check_at_rest(inner, "state_dict")
     # Not over replicas: one rank may save by itself what is not sharded.
     comm = max((inner._groups.shard for inner in units), key=lambda shard: shard.size)
     with raise_together(comm):
+        for inner in units:
+            unshard.check_at_rest(inner, "state_dict")
         _run_pre_hooks(unit, prefix, keep_vars=keep_vars)
         call = _Call(settings_of(unit), keep_vars)
         asked = [(call.kind_of(inner).name, call.form_of(inner)) for inner in units]

@@ -279,3 +279,24 @@ def test_optimizers_may_come_from_a_generator(world):
         model, (one for one in [optimizer]), model_state_dict=weights, optim_state_dict=state, options=FULL
     )
     assert_equal(ours.get_optimizer_state_dict(model, optimizer, options=FULL), state)
+
+
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+def test_what_is_compiled_has_the_names_of_what_is_not(world, orig):
+    model, optimizer = make(use_orig_params=orig)
+    train(model, optimizer, world)
+    expected = ours.get_model_state_dict(model, options=FULL)
+    compiled = torch.compile(model, backend="eager")
+    for options in (None, FULL):
+        assert list(ours.get_model_state_dict(compiled, options=options)) == list(expected)
+    inner = {compiled._orig_mod.module.last}
+    found = ours.get_model_state_dict(
+        compiled, submodules=inner, options=StateDictOptions(keep_submodule_prefixes=True)
+    )
+    assert set(found) == {key for key in expected if key.startswith("last.")}
+    other = torch.compile(make(seed=1, use_orig_params=orig)[0], backend="eager")
+    ours.set_model_state_dict(other, ours.get_model_state_dict(compiled))
+    assert_equal(ours.get_model_state_dict(other, options=FULL), expected)
+    beside = nn.Sequential(compiled, nn.Linear(2, 2))
+    names = [f"0.{key}" for key in expected] + ["1.weight", "1.bias"]
+    assert list(ours.get_model_state_dict(beside)) == names
