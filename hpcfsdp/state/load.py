@@ -20,7 +20,8 @@ from hpcfsdp.flat.layout import FlatLayout, ParamSlot
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.state.first import FROM_FIRST, First, checked
 from hpcfsdp.state.ranks import ranks_of_model
-from hpcfsdp.state.reading import Hook, Reading
+from hpcfsdp.state.reading import Hook, Reading, equal
+from hpcfsdp.state.registries import Incoming, put_all_back
 from hpcfsdp.state.save import flat_numel
 from hpcfsdp.state.transfer import OnFirst, Parts, fill
 
@@ -49,6 +50,9 @@ def load_model(
     module: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True, from_first: bool = False
 ) -> Any:
     """Collective over the ranks of the model. Load a state dict, or change nothing on any rank.
+
+    Where names that hooks could have forgiven are refused after loading, parameters and persistent buffers are what
+    they were; extra states, and what else modules have changed of their own, stay.
 
     Args:
         module: a unit, or a module that holds units.
@@ -92,13 +96,14 @@ def agree(reading: Reading, read: Callable[[], None]) -> Agreed:
     """Collective over the ranks of the model. Have all ranks read, and compare what they are about to load.
 
     Raises:
-        EngineError: a unit is at work, or summoned.
+        EngineError: on every rank, if a unit is at work, or summoned, on any of them.
         StateDictError: on every rank, if something is wrong on any of them; there is no unit.
         Exception: on this rank, what `read` has raised.
     """
     ranks = ranks_of_model(reading.module)
-    for unit in reading.units:
-        unshard.check_at_rest(unit, "load_state_dict")
+    with raise_together(ranks):  # what follows is collective, and one rank alone may be at work
+        for unit in reading.units:
+            unshard.check_at_rest(unit, "load_state_dict")
     if dist.is_initialized():
         for unit in reading.units:
             unit._groups.global_ranks()  # known from here on, whatever this rank finds
@@ -146,14 +151,28 @@ def commit(reading: Reading, first: First | None) -> None:
         for target, source in reading.found.items():
             if target in reading.sharded:
                 continue
-            if isinstance(source, OnFirst):
-                assert first is not None
-                source = first.broadcast(source)
-            elif isinstance(source, DTensor) and not isinstance(target, DTensor):
-                source = source.full_tensor()
-            target.copy_(source)
-        for (module, name), buffer in reading.replaced:
-            setattr(module, name, buffer)
+            target.copy_(source if isinstance(target, DTensor) else _whole(source, first))
+        arrived: dict[Incoming, torch.Tensor] = {}
+        for put, incoming in reading.replaced:
+            if incoming not in arrived:
+                arrived[incoming] = _arrived(incoming, first)
+            put(arrived[incoming])
+
+
+def _whole(source: Any, first: First | None) -> torch.Tensor:
+    """Collective over the ranks of the model, or of a mesh, unless `source` is a plain tensor."""
+    if isinstance(source, OnFirst):
+        assert first is not None
+        return first.broadcast(source)
+    return source.full_tensor() if isinstance(source, DTensor) else source
+
+
+def _arrived(incoming: Incoming, first: First | None) -> torch.Tensor:
+    """Collective as ``_whole``, unless it is here. What modules are to hold."""
+    tensor = incoming.source
+    if not incoming.is_here:  # made whole, it may still be the caller's memory
+        tensor = _whole(tensor, first).to(incoming.device, incoming.dtype, copy=True)
+    return tensor if incoming.requires_grad is None else nn.Parameter(tensor, incoming.requires_grad)
 
 
 def finish(reading: Reading, agreed: Agreed, keys: Any) -> None:
@@ -189,18 +208,24 @@ def _call(hooks: list[Hook], keys: Any) -> None:
 
 
 def _undoing(reading: Reading) -> Callable[[], None]:
-    """What makes the tensors of the model what they are now: it holds a copy of this rank's part."""
+    """What makes the tensors of the model what they are now: it holds a copy of this rank's part.
+
+    Of non-persistent buffers it holds none: they are no part of a state dict.
+    """
     tensors = [flat.parameter.data for unit in reading.units for flat in unit._unit.flats]
-    tensors += [target for target in reading.found if target not in reading.sharded]
-    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    buffers = [(module, name, module._buffers[name]) for (module, name), _ in reading.replaced]
+    before = [(tensor, tensor.detach().clone()) for tensor in (*tensors, *reading.plain)]
+    inside = {module for unit in reading.units for module in unit.modules()}
+    registries: list[dict[str, Any]] = [module._buffers for module in reading.module.modules()]
+    registries += [module._parameters for module in reading.module.modules() if module not in inside]
+    held = [(registry, dict(registry)) for registry in registries]
 
     @torch.no_grad()
     def undo() -> None:
+        for registry, tensors in held:
+            put_all_back(registry, tensors)
         for tensor, values in before:
-            tensor.copy_(values)
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer
+            if not equal(tensor, values):
+                tensor.copy_(values)
 
     return undo
 

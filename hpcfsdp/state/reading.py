@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,13 +24,12 @@ from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.state.first import FROM_FIRST
 from hpcfsdp.state.model import clean_fqn
+from hpcfsdp.state.ranks import ranks_of_model
+from hpcfsdp.state.registries import Incoming, New, Place, Registries
 from hpcfsdp.state.save import flat_numel, flat_params_shown, orig_params_shown, put_back
 from hpcfsdp.state.settings import kind_of
-from hpcfsdp.state.sources import check_source, digest_of, facts_of, source_of
+from hpcfsdp.state.sources import check_source, digest_of, facts_of, is_extra_state, source_of
 from hpcfsdp.state.stand_in import StandIn, shown_for
-
-Place = tuple[nn.Module, str]
-"""A module and the name of a parameter or buffer in it."""
 
 Hook = tuple[nn.Module, Callable[..., Any]]
 """What a module has registered to be called when it has been loaded."""
@@ -61,7 +61,8 @@ class Reading:
         states: extra states that modules are to be given.
         hooks: of the modules of each unit, inner units first: called when values are there, with whole parameters.
         hooks_at_rest: of other modules, and of wrappers: called after these.
-        replaced: buffers that a module has changed the shape of.
+        replaced: buffers that a module has changed the shape of, and what it has registered where it had nothing: how
+            it is put there, and what.
         missing, unexpected, errors: as of ``nn.Module.load_state_dict``.
     """
 
@@ -71,12 +72,14 @@ class Reading:
     states: list[tuple[nn.Module, Any]] = field(default_factory=list)
     hooks: dict[FullyShardedDataParallel, list[Hook]] = field(default_factory=dict)
     hooks_at_rest: list[Hook] = field(default_factory=list)
-    replaced: list[tuple[Place, torch.Tensor]] = field(default_factory=list)
+    replaced: list[tuple[Callable[[torch.Tensor], None], Incoming]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     _shown: dict[Place, _Shown] = field(default_factory=dict)
     _metadata: Mapping[str, Any] = field(default_factory=dict)
+    _names: dict[nn.Module, str] = field(default_factory=dict)
+    _registries: Registries | None = None
     _is_empty: bool = False
 
     @property
@@ -89,6 +92,11 @@ class Reading:
         return {
             target: unit._groups for unit in self.units for flat in unit._unit.flats for target in (flat, *flat.leaves)
         }
+
+    @property
+    def plain(self) -> list[torch.Tensor]:
+        """Persistent buffers, and parameters that no unit owns."""
+        return list(dict.fromkeys(s.target for s in self._shown.values() if s.target not in self.sharded))
 
     @property
     def digest(self) -> str:
@@ -117,14 +125,21 @@ class Reading:
             name = clean(key, prefix)
             if name in given:
                 raise StateDictError(f"the state dict has {name!r} twice, if names of wrappers are left out")
-            given[name] = shown_for(value)
+            given[name] = value if is_extra_state(name) else shown_for(value)
         self._is_empty = not given
         with torch.no_grad(), _compat.assigning_without_swaps(), contextlib.ExitStack() as stack:
             for unit in self.units:
                 stack.enter_context(self._blank(unit))
             stack.enter_context(self._plain())
-            self._visit(self.module, given, prefix, self.hooks_at_rest)
-            self._find_written()
+            paths = self.module.named_modules()
+            self._names = {module: clean(prefix + path, prefix).rstrip(".") for path, module in paths}
+            self._registries = Registries(self.module)
+            try:
+                self._visit(self.module, given, prefix, self.hooks_at_rest)
+            finally:
+                new = self._registries.taken_out(self._shown)
+            self._find_written(self._registries)
+            self._find_new(new)
         if within:
             self.hooks_at_rest = [(module, hook) for module, hook in self.hooks_at_rest if module is not self.module]
         self.missing[:] = [clean(key, prefix) for key in self.missing]
@@ -197,7 +212,7 @@ class Reading:
         After it everything is where it was.
         """
         copies: dict[torch.Tensor, torch.Tensor] = {}
-        places: list[tuple[Place, torch.Tensor]] = []
+        places: list[tuple[Place, dict[str, Any], torch.Tensor]] = []
         for module, (name, tensor) in ((m, each) for m in self.module.modules() for each in _persistent(m)):
             if (module, name) in self._shown:
                 continue
@@ -208,16 +223,19 @@ class Reading:
                 )
             if tensor not in copies:
                 copy = tensor.detach().clone()
-                copies[tensor] = copy if name in module._buffers else nn.Parameter(copy, tensor.requires_grad)
+                # Without gradients what is loaded may be of any dtype, as where it is copied.
+                copies[tensor] = copy if name in module._buffers else nn.Parameter(copy, requires_grad=False)
             self._shown[module, name] = _Shown(tensor, copies[tensor])
-            places.append(((module, name), tensor))
+            places.append(((module, name), _registry(module, name), tensor))
         try:
-            for (module, name), tensor in places:
-                _registry(module, name)[name] = copies[tensor]
+            for (_, name), registry, tensor in places:
+                registry[name] = copies[tensor]
             yield
         finally:
-            for (module, name), tensor in places:
-                put_back(module, name, tensor, copies[tensor], _registry(module, name))
+            for (module, name), registry, tensor in places:
+                if name not in registry:
+                    registry[name] = None  # a module that has deleted it has it again
+                put_back(module, name, tensor, copies[tensor], registry)
 
     def _visit(self, module: nn.Module, given: dict[str, Any], prefix: str, hooks: list[Hook]) -> None:
         """What ``nn.Module.load_state_dict`` does for a module and its children, by names without those of wrappers.
@@ -255,7 +273,11 @@ class Reading:
             return
         before, num_errors = {**module._parameters, **module._buffers}, len(self.errors)
         lent = _Lent(module, given, prefix)
-        with self._state_kept(module, f"{prefix}_extra_state" in given, prefix):
+        assert self._registries is not None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._state_kept(module, f"{prefix}_extra_state" in given, prefix))
+            stack.enter_context(self._registries.watched(module))
+            stack.enter_context(_told_what_has_no_values(module, prefix))
             module._load_from_state_dict(*arguments)
         for name, was in before.items():
             shown = self._shown.get((module, name))
@@ -266,8 +288,10 @@ class Reading:
                 self._note(prefix + name, shown, lent.taken_back(now), may_grow=name in module._buffers)
             elif shown.tensor.is_meta and prefix + name in given and len(self.errors) == num_errors:
                 self.errors.append(
-                    f"{prefix + name}: {type(module).__name__} has a _load_from_state_dict of its own that writes to "
-                    "its parameters; those of a sharded model can only be assigned: call nn.Module's, or use a hook"
+                    f"{prefix + name}: {type(module).__name__} has a _load_from_state_dict of its own that has not "
+                    "assigned it, and what it may have written to it is lost, as parameters of a sharded model have no "
+                    "memory while they are loaded: call nn.Module's, or use a hook; to leave the parameter as it is, "
+                    "take its name out of the state dict"
                 )
 
     @contextlib.contextmanager
@@ -291,7 +315,7 @@ class Reading:
         groups = self.sharded.get(target)
         try:
             source = source_of(key, now)
-            shape = now.shape if may_grow and not isinstance(now, StandIn) else shown.tensor.shape
+            shape = now.shape if may_grow else shown.tensor.shape
             check_source(key, source, None if groups else target, shape, groups)
             self.facts[key] = facts_of(source, groups)
         except StateDictError as error:
@@ -299,25 +323,81 @@ class Reading:
         else:
             self.found[target] = source
 
-    def _find_written(self) -> None:
+    def _find_written(self, registries: Registries) -> None:
         """Take over what modules have written to, and buffers that have another shape now."""
-        grown: dict[torch.Tensor, torch.Tensor] = {}
+        grown: dict[torch.Tensor, tuple[str, torch.Tensor, torch.dtype]] = {}
         places: list[tuple[Place, torch.Tensor]] = []
         for (module, name), shown in self._shown.items():
             now = _registry(module, name).get(name)
             if now is None or shown.target in self.sharded:
                 continue
             if now.shape == shown.target.shape:
-                if now is shown.tensor and not _equal(now, shown.target):
+                if now is shown.tensor and not equal(now, shown.target):
                     self.found[shown.target] = now
             elif name in module._buffers:
-                grown[shown.target] = now  # of a buffer in several places the last value counts
+                # What is loaded into a buffer that has grown first is converted, and what takes its place is not.
+                like = registries.made.get((module, name), shown.tensor)
+                dtype = like.dtype if like.shape == now.shape else now.dtype
+                grown[shown.target] = self._key(module, name), now, dtype  # in several places: the last value counts
                 places.append(((module, name), shown.target))
                 self.found.pop(shown.target, None)
             else:
                 self.errors.append(f"{type(module).__name__} has given its parameter {name!r} another shape")
-        copies = {target: now.detach().to(target.device, copy=True) for target, now in grown.items()}
-        self.replaced = [(place, copies[target]) for place, target in places]
+        incoming = {
+            target: self._incoming(key, now, target.device, dtype) for target, (key, now, dtype) in grown.items()
+        }
+        for (module, name), target in places:
+            found = incoming[target]
+            if found is not None:
+                self.replaced.append((functools.partial(setattr, module, name), found))
+
+    def _find_new(self, new: list[New]) -> None:
+        """Take over what modules have registered where they had nothing."""
+        in_units = {module for unit in self.units for module in unit.modules()}
+        device = ranks_of_model(self.module).device
+        found: dict[torch.Tensor, Incoming | None] = {}
+        for each in new:
+            module, name = each.place
+            key = self._key(module, name)
+            if each.is_param and module in in_units:
+                self.errors.append(
+                    f"{key}: {type(module).__name__} has registered a parameter while it was loaded, and a sharded "
+                    "model has those that it was built with: register it before the module is wrapped"
+                )
+                continue
+            made = each.tensor if each.made is None else each.made
+            if made not in found:
+                there = device if each.made is None or made.is_meta else made.device
+                found[made] = self._incoming(key, each.tensor, there, made.dtype, is_param=each.is_param)
+            incoming = found[made]
+            if incoming is not None:
+                self.replaced.append((each.put, incoming))
+                if isinstance(each.tensor, StandIn) or each.tensor is not each.made:
+                    self.facts[key] = facts_of(incoming.source, None)  # others are a module's own, on each rank
+
+    def _incoming(
+        self, key: str, now: torch.Tensor, device: torch.device, dtype: torch.dtype, *, is_param: bool = False
+    ) -> Incoming | None:
+        """What a module is to hold; None with what is wrong as one of the errors."""
+        requires_grad = now.requires_grad if is_param else None
+        if not isinstance(now, StandIn) and not now.is_meta:  # the caller's, or a copy of it
+            return Incoming(now.detach().to(device, dtype, copy=True), True, device, dtype, requires_grad)
+        try:
+            source = source_of(key, now)
+            if source is now:
+                raise StateDictError(
+                    f"{key!r}: its module has put a tensor on the meta device there, as its parameters are until all "
+                    "is loaded, and the state dict has no values for it: name the device"
+                )
+            check_source(key, source, None, now.shape, None)
+        except StateDictError as error:
+            if str(error) not in self.errors:
+                self.errors.append(str(error))
+            return None
+        return Incoming(source, False, device, dtype, requires_grad)
+
+    def _key(self, module: nn.Module, name: str) -> str:
+        return f"{self._names[module]}.{name}" if self._names[module] else name
 
 
 class _Lent:
@@ -332,7 +412,7 @@ class _Lent:
         if getattr(module._load_from_state_dict, "__func__", None) is nn.Module._load_from_state_dict:
             return
         for key, value in given.items():
-            own = "." not in key[len(prefix) :] and isinstance(value, torch.Tensor)
+            own = "." not in key[len(prefix) :] and isinstance(value, torch.Tensor) and not is_extra_state(key)
             if own and value.layout is torch.strided and not (value.is_meta or value.is_quantized):
                 given[key] = value.clone()
                 self._copies.append((value, given[key]))
@@ -345,6 +425,22 @@ class _Lent:
                 if is_copy and now.dtype == value.dtype and torch.equal(now, value):
                     return value
         return now
+
+
+@contextlib.contextmanager
+def _told_what_has_no_values(module: nn.Module, prefix: str) -> Iterator[None]:
+    """A context in which a module loads its own part, and is told why it cannot read some values."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:  # of several kinds, which have nothing else in common
+        if isinstance(error, StateDictError) or not re.search(r"(?i)\bmeta\b|register_meta", str(error)):
+            raise
+        where = f" at {prefix[:-1]!r}" if prefix else ""
+        raise StateDictError(
+            f"{type(module).__name__}{where} reads or writes values when it loads that this rank does not have: "
+            "parameters of a sharded model have none before all is loaded, nor have tensors that lie on other ranks: "
+            f"use a hook for the time after loading, or pass the whole state dict on every rank ({error})"
+        ) from error
 
 
 def clean(key: str, prefix: str) -> str:
@@ -365,7 +461,7 @@ def _registry(module: nn.Module, name: str) -> dict[str, Any]:
     return module._buffers if name in module._buffers else module._parameters
 
 
-def _equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one shape are known to hold the same on this rank."""
     tensor, other = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, other))
     return tensor.is_meta or torch.equal(tensor, other)

@@ -17,6 +17,11 @@ from hpcfsdp.state.transfer import OnFirst, check_blocks
 from hpcfsdp.tensor.sharded import all_boxes, check_readable, properties_of
 
 
+def is_extra_state(key: str) -> bool:
+    """Whether a name in a state dict is that of a module's extra state, which is an object even if it is a tensor."""
+    return key.rpartition(".")[2] == "_extra_state"
+
+
 def source_of(key: str, now: torch.Tensor) -> Any:
     """What is to be loaded where a module has put `now`.
 

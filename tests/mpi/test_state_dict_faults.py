@@ -2,15 +2,19 @@
 
 import re
 import warnings
+from collections import OrderedDict
+from typing import ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hpcfsdp import _compat
 from hpcfsdp.errors import EngineError, StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.state.load import load_model
 from tests.mpi import parity
 from tests.mpi.models import ORIGINAL
 from tests.mpi.parity import WIDTH, Recipe, build
@@ -68,6 +72,26 @@ def test_between_forward_and_backward_is_a_time(engine, strategy, original):
     for grad, p in zip(grads, other.parameters(), strict=True):
         assert (grad is None) == (p.grad is None)  # there is none for what this rank holds nothing of
         assert grad is None or torch.equal(grad, p.grad)
+
+
+@CARRIERS
+def test_a_rank_at_the_wrong_time_is_told_to_all(engines, several, carrier):
+    """Also if it is the only one, and the others wait for what comes next."""
+    engine = parity.under_test(engines, carrier)
+    model = engine.shard(build(parity.Around))
+    before, state = memory(model), build(parity.Around, seed=1).state_dict()
+    if several.rank == 1:
+        model._unit.begin_summon()
+    try:
+        with pytest.raises(EngineError, match=r"whole already: call load_state_dict outside") as caught:
+            model.load_state_dict(state)
+    finally:
+        if several.rank == 1:
+            model._unit.end_summon()
+    assert str(caught.value).startswith("rank 1: ") == (several.rank != 1)
+    unchanged(model, before)
+    model.load_state_dict(state)
+    same(saved(engine, model), state)
 
 
 # What does not fit
@@ -247,3 +271,80 @@ def test_two_names_that_are_one_without_wrappers_are_refused(engine):
     model = engine.cls(plain, engine.group())
     with pytest.raises(StateDictError, match="two tensors of the model are called 'weight'"):
         model.state_dict()
+
+
+# What the first rank cannot tell the others
+
+
+def known_here_alone():
+    """What a pickle of ``KnownHere`` calls."""
+    if dist.get_rank() != 0:
+        raise ModuleNotFoundError("No module named 'elsewhere'")
+    return KnownHere()
+
+
+class KnownHere:
+    def __reduce__(self):
+        return known_here_alone, ()
+
+
+class Unreadable(dict):
+    """A state dict over a file that has been closed."""
+
+    def items(self):
+        raise OSError("the file is closed")
+
+
+def no_pickle(state):
+    return {**state, "unit._extra_state": lambda: 3}
+
+
+def no_pickle_of_versions(state):
+    found = OrderedDict(state)
+    found._metadata = {"": {"version": lambda: 3}}
+    return found
+
+
+def no_file(state):
+    return Unreadable(state)
+
+
+def unknown_elsewhere(state):
+    return {**state, "unit._extra_state": KnownHere()}
+
+
+UNSENT = {
+    no_pickle: (StateDictError, r"'unit\._extra_state' cannot be sent to the other ranks, .* pickle"),
+    no_pickle_of_versions: (StateDictError, "'_metadata' cannot be sent to the other ranks, .* pickle"),
+    no_file: (OSError, "the file is closed"),
+    unknown_elsewhere: (StateDictError, "of rank 0 cannot be unpickled here .ModuleNotFoundError: No module named"),
+}
+
+
+class WithState(parity.Linears):
+    def get_extra_state(self):
+        return None
+
+    def set_extra_state(self, state):
+        pass
+
+
+class Stateful(parity.Around):
+    units: ClassVar = {WithState}
+
+    def make_unit(self):
+        return WithState()
+
+
+@CARRIERS
+@pytest.mark.parametrize("change", UNSENT)
+def test_what_the_first_rank_cannot_tell_is_an_error_on_every_rank(engines, several, carrier, change):
+    engine = parity.under_test(engines, carrier)
+    model, state = engine.shard(build(Stateful)), build(Stateful, seed=1).state_dict()
+    kind, message = UNSENT[change]
+    before = memory(model)
+    with pytest.raises(kind if several.rank == 0 else StateDictError, match=message):
+        load_model(model, change(state) if several.rank == 0 else None, from_first=True)
+    unchanged(model, before)
+    load_model(model, state if several.rank == 0 else None, from_first=True)
+    same({**saved(engine, model), "unit._extra_state": torch.ones(1)}, {**state, "unit._extra_state": torch.ones(1)})

@@ -11,9 +11,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hpcfsdp.errors import HpcfsdpError, StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.state.load import load_model
 from tests.mpi import parity
 from tests.mpi.models import ORIGINAL
 from tests.mpi.parity import WIDTH, build
@@ -368,6 +370,290 @@ def test_buffers_may_grow_and_parameters_may_not(engine, ignored):
     assert model.unit.level.tolist() == [1.0, 2.0, 3.0]
     assert model.unit.level is model.unit.a.level
     assert model.unit.level is not state["unit.level"]
+
+
+class Resizing(nn.Module):
+    """Gives its buffers the shapes of what is loaded, and loads as any module does: as torch's observers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("level", torch.zeros(0))
+        self.register_buffer("twin", torch.zeros(0))
+
+    def forward(self, x):
+        return self.linear(x)
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        for name in ("level", "twin"):
+            getattr(self, name).resize_(state_dict[f"{prefix}{name}"].shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class WithResizing(parity.Around):
+    units: ClassVar = {Resizing}
+
+    def make_unit(self):
+        return Resizing()
+
+
+@CARRIERS
+@pytest.mark.parametrize("given", ["all", "first", "dtensor"])
+def test_buffers_grow_whoever_has_what_they_become(engines, carrier, given):
+    engine = parity.under_test(engines, carrier)
+    plain, state = build(WithResizing), build(WithResizing, seed=1).state_dict()
+    state["unit.level"] = state["unit.twin"] = torch.tensor([1, 2, 3])  # buffers keep their dtype
+    plain.load_state_dict(state)
+    model = build(WithResizing)
+    model.unit.twin = model.unit.level
+    model = engine.shard(model)
+    sent, level = dict(state), state["unit.level"]
+    if given == "dtensor":
+        spread = DTensor.from_local(level, line_mesh(), [Replicate()], run_check=False)
+        sent["unit.level"] = sent["unit.twin"] = spread.redistribute(line_mesh(), [Shard(0)])
+    before = memory(model)
+    wrong = {**sent, "last.bias": torch.ones(9)}
+    first = {"from_first": True} if given == "first" else {}
+    with pytest.raises(StateDictError, match=r"size mismatch for last\.bias"):
+        load_model(model, wrong if not first or engine.comm.rank == 0 else None, **first)
+    unchanged(model, before)
+    assert load_model(model, sent if not first or engine.comm.rank == 0 else None, **first) == ([], [])
+    same(saved(engine, model), plain.state_dict())
+    unit = model.module.unit.module
+    assert unit.level is unit.twin
+    unit.level.fill_(7)
+    assert level.tolist() == [1, 2, 3]
+
+
+def test_modules_that_read_what_a_rank_does_not_have_are_told_so(engine, several):
+    model, state = engine.shard(build(Holding)), build(Holding, seed=1).state_dict()
+    before = memory(model)
+    # Writing copies to a buffer by itself.
+    with pytest.raises(StateDictError, match=r"Writing at 'unit' reads or writes values .*pass the whole state dict"):
+        load_model(model, state if several.rank == 0 else None, from_first=True)
+    unchanged(model, before)
+
+
+class Calibrated(parity.Linears):
+    """Has buffers when a state dict has them: made by a hook, put there by itself, or taken from another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", None)
+        self.register_buffer("offset", None)
+        self.register_load_state_dict_pre_hook(Calibrated.prepare)
+
+    def prepare(self, state_dict, prefix, *_):
+        if f"{prefix}scale" in state_dict:
+            self.scale = torch.zeros(state_dict[f"{prefix}scale"].shape, dtype=torch.float32)
+        if f"{prefix}old" in state_dict:
+            self.register_buffer("table", state_dict.pop(f"{prefix}old"), persistent=False)
+            self.register_buffer("step", torch.tensor(5))
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        offset = state_dict.pop(f"{prefix}offset", None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.offset = offset
+
+
+class WithCalibrated(parity.Around):
+    units: ClassVar = {Calibrated}
+
+    def make_unit(self):
+        return Calibrated()
+
+
+@ORIGINAL
+@CARRIERS
+@pytest.mark.parametrize("first", [False, True], ids=["all", "first"])
+def test_buffers_that_modules_register_when_they_load_are_the_models_own(engines, carrier, first, original):
+    engine = parity.under_test(engines, carrier)
+    state = build(WithCalibrated, seed=1).state_dict()
+    values = {name: torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) for name in ("scale", "offset", "old")}
+    state.update({f"unit.{name}": value for name, value in values.items()})
+    state["unit.step"] = torch.tensor(8)
+    plain = build(WithCalibrated)
+    plain.load_state_dict(state)
+    model = engine.shard(build(WithCalibrated), use_orig_params=original)
+    unit = model.module.unit.module
+
+    def load(values):
+        return load_model(model, values if engine.comm.rank == 0 or not first else None, from_first=first)
+
+    before = memory(model)
+    with pytest.raises(StateDictError, match=r"size mismatch for last\.bias"):
+        load({**state, "last.bias": torch.ones(9)})
+    unchanged(model, before)
+    assert (unit.scale, unit.offset, hasattr(unit, "table"), hasattr(unit, "step")) == (None, None, False, False)
+    assert load(state) == ([], [])
+    same(saved(engine, model), plain.state_dict())
+    assert type(unit.table) is type(unit.scale) is torch.Tensor
+    assert unit.table.tolist() == [1, 2, 3]
+    assert unit.scale.dtype is torch.float32
+    for buffer in unit.buffers():
+        buffer.fill_(9)
+    assert all(value.tolist() == [1, 2, 3] for value in values.values())
+
+
+class Extending(parity.Linears):
+    """Makes a parameter, or a buffer where its parameters lie, when it is loaded."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.level, self.more = name, None, None
+        self.register_load_state_dict_pre_hook(Extending.extend)
+
+    def extend(self, *_):
+        if self.name == "more":
+            self.more = nn.Parameter(torch.ones(2))
+        elif self.name == "level":
+            self.register_buffer("level", torch.ones(2, device=self.a.weight.device))
+
+
+@pytest.mark.parametrize(("name", "message"), [("more", "more: .* a parameter while"), ("level", "'level': .*device")])
+def test_what_modules_cannot_register_when_they_load_is_refused(engine, name, message):
+    plain = build(lambda: Extending(None))
+    del plain.level  # which is to be a buffer
+    state, model = plain.state_dict(), engine.shard(plain, wrapping="root")
+    model.module.name = name
+    before = memory(model)
+    with pytest.raises(StateDictError, match=message):
+        model.load_state_dict(state)
+    unchanged(model, before)
+    assert getattr(model.module, name, None) is None
+    model.module.name = None
+    assert model.load_state_dict(state) == ([], [])
+
+
+class Skipping(parity.Linears):
+    """Leaves a parameter as it is if the state dict has one of another shape."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        if state_dict[f"{prefix}spare"].shape != self.spare.shape:
+            if self.takes_out:
+                del state_dict[f"{prefix}spare"]
+            return
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def __init__(self):
+        super().__init__()
+        self.spare, self.takes_out = nn.Parameter(torch.zeros(5)), False
+
+
+class WithSkipping(parity.Around):
+    units: ClassVar = {Skipping}
+
+    def make_unit(self):
+        return Skipping()
+
+
+def test_a_module_may_leave_a_parameter_as_it_is(engine):
+    """If it says so: it might as well have written to it, where nothing is kept."""
+    model, state = engine.shard(build(WithSkipping)), build(WithSkipping, seed=1).state_dict()
+    state["unit.spare"] = torch.ones(6)
+    with pytest.raises(StateDictError, match=r"unit\.spare: Skipping .* not assigned it.* take its name out"):
+        model.load_state_dict(state)
+    model.module.unit.module.takes_out = True
+    assert model.load_state_dict(state) == ([], [])
+    same(saved(engine, model), {**state, "unit.spare": torch.zeros(5, dtype=torch.float64)})
+
+
+class Filling(parity.Linears):
+    """Gives its buffer and its ignored parameter values, and makes another buffer, if the state dict has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("level", torch.zeros(2))
+        self.register_buffer("made", None)
+        self.spare = nn.Parameter(torch.zeros(2))
+        self.register_load_state_dict_post_hook(Filling.fill)
+
+    def fill(self, keys):
+        with torch.no_grad():
+            self.level.fill_(9)
+            self.spare.fill_(9)
+        self.made = torch.ones(2)
+        keys.missing_keys[:] = [key for key in keys.missing_keys if not key.startswith("unit.")]
+
+
+class WithFilling(parity.Around):
+    units: ClassVar = {Filling}
+
+    def make_unit(self):
+        return Filling()
+
+
+@pytest.mark.parametrize("forgiven", [False, True])
+def test_what_hooks_fill_in_is_taken_back_if_names_are_missing_all_the_same(engine, forgiven):
+    plain = build(WithFilling)
+    model = engine.shard(plain, ignored_states=[plain.unit.spare])
+    state = build(WithFilling, seed=1).state_dict()
+    del state["unit.level"], state["unit.spare"]
+    unit, before = model.module.unit.module, memory(model)
+    held = unit.level, unit.spare
+    if forgiven:
+        assert model.load_state_dict(state) == ([], [])
+        assert (unit.level.tolist(), unit.spare.tolist(), unit.made.tolist()) == ([9, 9], [9, 9], [1, 1])
+        return
+    del state["last.bias"]
+    with pytest.raises(StateDictError, match=r'Missing key\(s\) in state_dict: "last\.bias"\. $'):
+        model.load_state_dict(state)
+    unchanged(model, before)
+    assert (unit.level.tolist(), unit.spare.tolist(), unit.made) == ([0, 0], [0, 0], None)
+    assert all(a is b for a, b in zip((unit.level, unit.spare), held, strict=True))
+
+
+class Scaling(parity.Linears):
+    """With an extra state that is a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = torch.tensor([7, 8, 9], dtype=torch.uint8)
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+class WithScaling(parity.Around):
+    units: ClassVar = {Scaling}
+
+    def make_unit(self):
+        return Scaling()
+
+
+@CARRIERS
+@pytest.mark.parametrize("given", ["all", "first", "dtensor", "in a list"])
+def test_extra_states_that_are_tensors_arrive_as_they_are(engines, carrier, given):
+    engine = parity.under_test(engines, carrier)
+    model, state = engine.shard(build(WithScaling)), build(WithScaling, seed=1).state_dict()
+    extra = torch.arange(4, dtype=torch.uint8)
+    if given == "dtensor":
+        extra = DTensor.from_local(extra, line_mesh(), [Replicate()], run_check=False)
+    state["unit._extra_state"] = [extra] if given == "in a list" else extra
+    if given in ("all", "dtensor"):
+        assert model.load_state_dict(state) == ([], [])
+        assert model.module.unit.module.state is extra
+        return
+    assert load_model(model, state if engine.comm.rank == 0 else None, from_first=True) == ([], [])
+    found = model.module.unit.module.state
+    (found,) = found if given == "in a list" else (found,)
+    assert type(found) is torch.Tensor
+    assert found.tolist() == [0, 1, 2, 3]
+
+
+def test_numbers_are_converted_where_a_parameter_is_ignored(engine):
+    plain = build(parity.Normed)
+    model = engine.shard(plain, ignored_states=[plain.first.weight])
+    held = plain.first.weight
+    state = build(parity.Normed, seed=1).state_dict()
+    state["first.weight"] = torch.arange(held.numel()).view_as(held)
+    assert model.load_state_dict(state) == ([], [])
+    assert model.module.first.weight is held
+    assert held.requires_grad
+    assert torch.equal(held, state["first.weight"].double())
 
 
 class Recurrent(nn.Module):
