@@ -78,7 +78,8 @@ class StateDictMethods:
 
         Extra states are set when all tensors are loaded, and then hooks for the time after loading are called, with
         whole parameters, whose changes stay. If one of these raises, all ranks do, and what was loaded remains. Names
-        that are still missing after hooks could have forgiven them are refused, and loading is undone.
+        that are still missing after hooks could have forgiven them are refused, and loading is undone, but for extra
+        states.
 
         Args:
             strict: all names must be there, and no others.
@@ -198,7 +199,7 @@ class StateDictMethods:
         from hpcfsdp.state.transfer import Form
 
         form = Form(rank0_only=rank0_only, offload_to_cpu=True)
-        return save.optim_state_dict(model, optim, optim.state_dict(), form, optim_input=optim_input, group=group)
+        return save.optim_state_dict(model, optim, form=form, optim_input=optim_input, group=group)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
@@ -210,7 +211,7 @@ class StateDictMethods:
         from hpcfsdp.state.transfer import Form
 
         form = Form(sharded=True, offload_to_cpu=True)
-        return save.optim_state_dict(model, optim, optim.state_dict(), form, group=group)
+        return save.optim_state_dict(model, optim, form=form, group=group)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -314,13 +315,13 @@ class StateDictMethods:
             names. Empty on other ranks than 0 under ``rank0_only``.
 
         Raises:
-            StateDictError: on all ranks, if ranks step different parameters, have other groups, or state that differs.
+            StateDictError: on all ranks, if ranks step different parameters, have other groups, or state that differs;
+                units or ranks are set differently; state has no readable values (meta, sparse, quantized).
+            Exception: on every rank, what a hook of the optimizer has raised on one; elsewhere as an ``HpcfsdpError``.
         """
         from hpcfsdp.state.optim import save
-        from hpcfsdp.state.settings import optim_settings_of
 
-        given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        return save.optim_state_dict(model, optim, given, save.form_of(optim_settings_of(model)), group=group)
+        return save.optim_state_dict(model, optim, optim_state_dict, group=group)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -349,16 +350,10 @@ class StateDictMethods:
             StateDictError: on all ranks, if it belongs to another model, lacks state that the optimizer has, has
                 tensors of other shapes than the parameters, groups of other parameters, or differs between ranks.
         """
-        from hpcfsdp.state.optim import load, save
-        from hpcfsdp.state.settings import optim_settings_of
+        from hpcfsdp.state.optim import load
 
         found = load.optim_state_dict_to_load(
-            model,
-            optim,
-            optim_state_dict,
-            rank0_only=save.form_of(optim_settings_of(model)).rank0_only,
-            is_named_optimizer=is_named_optimizer,
-            group=group,
+            model, optim, optim_state_dict, rank0_only=None, is_named_optimizer=is_named_optimizer, group=group
         )
         if load_directly:
             optim.load_state_dict(found)

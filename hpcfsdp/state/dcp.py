@@ -28,8 +28,8 @@ from hpcfsdp.errors import StateDictError
 from hpcfsdp.state.load import load_model
 from hpcfsdp.state.model import clean_fqn
 from hpcfsdp.state.optim import load, save
-from hpcfsdp.state.optim.compare import same
 from hpcfsdp.state.optim.keys import get_aliases, get_param_to_fqns
+from hpcfsdp.state.optim.values import same
 from hpcfsdp.state.ranks import Grid, ranks_of_model
 from hpcfsdp.state.transfer import Form
 

@@ -17,11 +17,11 @@ from hpcfsdp.state.model import clean_fqn, flat_params, shard_pieces, written_ex
 from hpcfsdp.state.optim.compare import (
     RankState,
     StateInfo,
-    Untold,
     allgather_state_info,
     convert_all_state_info,
 )
 from hpcfsdp.state.optim.flatten import TORCH_SCALARS
+from hpcfsdp.state.optim.values import Untold
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated
 
 Scalar = bool | int | float
@@ -177,7 +177,8 @@ def state_elsewhere(comm: Communicator, model: nn.Module, optimizer: torch.optim
             [],
             {name: StateInfo.of(state) for name, state in held.items() if state},
             {next(iter(member.shapes)) for member in members if member.is_empty},
-        )
+            names=[slot.fqn for flat, layout, _ in flat_params(model) if flat.use_orig_params for slot in layout.slots],
+        ).packed()
     gathered = allgather_state_info(comm, mine)
     with raise_together(comm):
         try:

@@ -1,20 +1,24 @@
 """State of optimizers that does not fit: an error on every rank, before any tensor travels, and nothing is changed."""
 
 import contextlib
+import enum
 import functools
 
 import pytest
 import torch
 from torch.distributed.fsdp import OptimStateKeyType
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import DisagreementError, HpcfsdpError, StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.state.optim.values import same
 from tests.mpi import optim_cases as cases, parity
 from tests.mpi.models import ORIGINAL
-from tests.mpi.optim_cases import load, show, to_load
+from tests.mpi.optim_cases import WithIgnored, load, show, to_load
 from tests.mpi.parity import WIDTH, Around
+from tests.mpi.state_dict_cases import line_mesh
 
 SQUARE = f"({WIDTH}, {WIDTH})"
 NAMES = [name for name, _ in parity.build(Around).named_parameters()]
@@ -110,6 +114,111 @@ def check_works(engine, made):
     cases.same_osd(show(engine, *made), cases.plain_trained(Around), ordered=False)
     load(engine, *made, good())
     cases.same_osd(show(engine, *made), cases.plain_trained(Around), ordered=False)
+
+
+# What one rank alone finds out when it saves: all are told before they gather
+
+
+def made_odd(optimizer, name, change):
+    """A context in which one state of each parameter is what `change` makes of it."""
+    return changed_state(optimizer, lambda state: {**state, name: change(state[name])})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(lambda value: value.to("meta"), "is on the meta device"), (lambda value: value.to_sparse(), "is sparse_coo")],
+    ids=["meta", "sparse"],
+)
+@pytest.mark.parametrize("name", ["exp_avg", "step"])
+@ORIGINAL
+def test_tensors_without_readable_values_on_one_rank_are_an_error_on_all(
+    engine, no_tensors, change, said, name, original
+):
+    made, last = loaded(engine, original), engine.comm.size - 1
+    for form in ("full", "rank 0", "sharded"):
+        with contextlib.ExitStack() as stack:
+            if engine.comm.rank == last:
+                stack.enter_context(made_odd(made[1], name, change))
+            with no_tensors(), pytest.raises(StateDictError) as raised:
+                show(engine, *made, form)
+        assert f"/{name}' {said}" in str(raised.value)
+        assert str(raised.value).startswith(f"rank {last}: ") == (engine.comm.rank != last)
+    check_works(engine, made)
+
+
+@ORIGINAL
+def test_a_hook_that_raises_on_one_rank_is_an_error_on_all(engine, several, no_tensors, original):
+    made, last = loaded(engine, original), several.size - 1
+
+    def hook(_optimizer):
+        if several.rank == last:
+            raise OSError("no such file")
+
+    handle = made[1].register_state_dict_pre_hook(hook)
+    model, optimizer = made
+    for call in (
+        lambda: show(engine, *made),
+        lambda: engine.cls.full_optim_state_dict(model, optimizer),
+        lambda: engine.cls.sharded_optim_state_dict(model, optimizer),
+    ):
+        with cases.legacy(engine), no_tensors(), pytest.raises((OSError, HpcfsdpError), match="no such file") as raised:
+            call()
+        assert isinstance(raised.value, OSError) == (several.rank == last)
+        assert isinstance(raised.value, OSError) or f"rank {last}: OSError" in str(raised.value)
+    handle.remove()
+    check_works(engine, made)
+
+
+@ORIGINAL
+def test_a_rank_whose_units_are_set_differently_is_an_error_on_all(engine, several, no_tensors, original):
+    (model, optimizer), last = loaded(engine, original), several.size - 1
+    with contextlib.ExitStack() as stack:
+        if several.rank == last:
+            stack.enter_context(cases.form_of(engine, model.unit, "sharded"))
+        with no_tensors(), pytest.raises(StateDictError, match="are set to different state dicts") as raised:
+            engine.cls.optim_state_dict(model, optimizer)
+    assert str(raised.value).startswith(f"rank {last}: ") == (several.rank != last)
+    check_works(engine, (model, optimizer))
+
+
+def local_mode():
+    class Mode(enum.IntEnum):
+        ONE = 1
+
+    return Mode.ONE
+
+
+@pytest.mark.parametrize("note", [local_mode(), [torch.eye(2).to_sparse()]], ids=["enumeration", "sparse"])
+@ORIGINAL
+def test_a_hyper_parameter_of_one_rank_that_is_hard_to_tell_is_an_error_on_all(
+    engine, several, no_tensors, note, original
+):
+    """A number of a class that cannot be pickled, and a tensor that has no list of elements."""
+    made, last = loaded(engine, original), several.size - 1
+    [group] = made[1].param_groups
+    if several.rank == last:
+        group["note"] = note
+    with no_tensors(), pytest.raises(StateDictError, match=f"'note' in .* rank {last}") as raised:
+        show(engine, *made)
+    assert "missing" in str(raised.value)
+    group["note"] = note
+    assert same(show(engine, *made)["param_groups"][0]["note"], note)
+    del group["note"]
+    check_works(engine, made)
+
+
+@ORIGINAL
+def test_state_of_one_rank_that_others_cannot_read_is_an_error_on_all(engine, several, no_tensors, original):
+    _own_rank[:] = [several.rank]
+    made, last = loaded(engine, original), several.size - 1
+    with contextlib.ExitStack() as stack:
+        if several.rank == last:
+            stack.enter_context(changed_state(made[1], lambda state: {**state, "note": Local(last)}))
+        with no_tensors(), pytest.raises(StateDictError) as raised:
+            show(engine, *made)
+    said = "'note'" if several.rank == last else f"rank {last} tells of its optimizer's state"
+    assert said in str(raised.value)
+    check_works(engine, made)
 
 
 # What no rank can load. Each changes a state dict that fits, or puts something in its place, and says what the error
@@ -490,3 +599,150 @@ def test_rekeying_what_does_not_fit_is_refused():
     with pytest.raises((StateDictError, TypeError), match="optim_state_key_type"):
         rekey(numbered, "PARAM_NAME", plain, optim=optimizer)
     assert cases.prints(good()) == before
+
+
+# What one rank alone could find out when others wait already: it is an error on all of them
+
+
+def with_side():
+    """State of a model with a module that `cases.make` leaves to no unit; it may be changed."""
+    return cases.own_memory(cases.plain_trained(WithIgnored))
+
+
+@pytest.mark.parametrize("mesh", [False, True], ids=["ShardedTensor", "DTensor"])
+@ORIGINAL
+def test_chunks_of_a_parameter_that_is_not_sharded_here_are_refused(engine, no_tensors, original, mesh):
+    options = {"device_mesh": line_mesh()} if mesh else {}
+    sharded = engine.shard(parity.build(WithIgnored, torch.float64), use_orig_params=original, **options)
+    saved = sharded, cases.OPTIMIZERS["adamw"](sharded.parameters())
+    load(engine, *saved, with_side())
+    chunks = show(engine, *saved, "sharded")
+    made = cases.make(engine, WithIgnored, original=original)
+    if engine.comm.size == 1:  # which has all of them
+        load(engine, *made, chunks)
+    else:
+        fragments = ["'side.", "DTensor" if mesh else "ShardedTensor", "not sharded here", "full state dict"]
+        check_refused(no_tensors, made, lambda: to_load(engine, *made, chunks), fragments, chunks)
+        load(engine, *made, with_side())
+    cases.same_osd(show(engine, *made), cases.plain_trained(WithIgnored), ordered=False)
+
+
+@ORIGINAL
+def test_a_replicated_tensor_of_a_parameter_that_is_not_sharded_is_its_values(engine, original):
+    made = cases.make(engine, WithIgnored, original=original)
+    given = with_side()
+    for name, entry in given["state"].items():
+        if name.startswith("side."):
+            for key, value in entry.items():  # the count of steps, too
+                entry[key] = DTensor.from_local(value, line_mesh(), [Replicate()], run_check=False)
+        entry["step"] = DTensor.from_local(torch.tensor(3.0), line_mesh(), [Replicate()], run_check=False)
+    load(engine, *made, given)
+    model, optimizer = made
+    values = [value for entry in optimizer.state.values() for value in entry.values()]
+    assert {type(value) for value in values} == {torch.Tensor}
+    cases.same_osd(show(engine, *made), cases.plain_trained(WithIgnored), ordered=False)
+    cases.train(engine, model, optimizer, range(1))
+
+
+def test_distributed_parameters_that_no_unit_owns_keep_distributed_state(engine):
+    """As those of a module that is parallel in its own way."""
+    model = parity.build(WithIgnored, torch.float64)
+    rows = DTensor.from_local(torch.ones(1, WIDTH, dtype=torch.float64), line_mesh(), [Shard(0)], run_check=False)
+    model.side.weight = torch.nn.Parameter(rows)
+    model = engine.shard(model, ignored_modules=[model.side], use_orig_params=True)
+    [param] = [param for param in model.parameters() if isinstance(param, DTensor)]
+    optimizer = torch.optim.SGD([param], lr=0.5, momentum=0.5, foreach=False)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    shown = show(engine, model, optimizer, "sharded")
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    load(engine, model, optimizer, shown)
+    buffer = optimizer.state[param]["momentum_buffer"]
+    assert isinstance(buffer, DTensor)
+    assert torch.equal(buffer.to_local(), torch.ones(1, WIDTH, dtype=torch.float64))
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert torch.equal(param.to_local(), torch.full((1, WIDTH), 1 - 0.5 * (1 + 1.5 + 1.5), dtype=torch.float64))
+
+
+@ORIGINAL
+def test_whole_state_of_another_shape_than_the_optimizer_has_it_is_refused(engine, no_tensors, original):
+    """Of a parameter that no unit owns, which may have state of any shape where the optimizer has none yet."""
+    made = cases.make(engine, WithIgnored, original=original)
+    load(engine, *made, with_side())
+    given = with_side()
+    given["state"]["side.weight"]["exp_avg"] = torch.zeros(WIDTH, 1, dtype=torch.float64)
+    for form in ("full", "rank 0"):
+        fragments = ["'side.weight'", "'exp_avg'", f"({WIDTH}, 1)", SQUARE]
+        check_refused(no_tensors, made, lambda form=form: to_load(engine, *made, given, form), fragments, given)
+    load(engine, *made, with_side())
+
+
+class Uncopyable:
+    def __deepcopy__(self, memo):
+        raise TypeError("there is one")
+
+
+@pytest.mark.filterwarnings("ignore:optimizer state 'history' belongs to no parameter")
+@pytest.mark.parametrize("name", ["side.weight", "unit.a.weight", "history"])
+def test_what_one_rank_cannot_copy_is_an_error_on_all(engine, no_tensors, name):
+    made, last = cases.make(engine, WithIgnored, original=True), engine.comm.size - 1
+    given = with_side()
+    given["state"].setdefault(name, {})["call"] = Uncopyable() if engine.comm.rank == last else 1
+    with no_tensors(), pytest.raises(StateDictError, match=f"'call' of '{name}' is a Uncopyable") as raised:
+        to_load(engine, *made, given)
+    assert str(raised.value).startswith(f"rank {last}: ") == (engine.comm.rank != last)
+    load(engine, *made, with_side())
+    cases.same_osd(show(engine, *made), cases.plain_trained(WithIgnored), ordered=False)
+
+
+class Local:
+    """Whoever makes it again has to be the rank that made it."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __reduce__(self):
+        return _local, (self.rank,)
+
+
+_own_rank = []
+
+
+def _local(rank):
+    if rank not in _own_rank:
+        raise ImportError(f"of rank {rank}")
+    return Local(rank)
+
+
+def test_what_other_ranks_cannot_read_is_an_error_on_all(engine, several, no_tensors):
+    _own_rank[:] = [several.rank]
+    made = loaded(engine, False)
+    given = good()
+    given["param_groups"][0]["note"] = Local(0)
+    with no_tensors(), pytest.raises(StateDictError, match="cannot be read here") as raised:
+        to_load(engine, *made, given if several.rank == 0 else {}, "rank 0")
+    assert "ImportError: of rank 0" in str(raised.value)
+    check_works(engine, made)
+
+
+def test_what_lies_beside_state_and_groups_stays_on_rank_0(engine, no_tensors):
+    made = loaded(engine, False)
+    given = {**good(), "schedule": lambda step: 1.0, "meta": torch.zeros(2, device="meta")}
+    found = to_load(engine, *made, given if engine.comm.rank == 0 else {}, "rank 0")
+    assert list(found) == ["state", "param_groups"]
+    check_works(engine, made)
+
+
+@pytest.mark.parametrize("form", ["full", "rank 0"])
+def test_one_rank_whose_units_are_set_differently_is_an_error_on_all(engine, several, form):
+    model, optimizer = loaded(engine, False)
+    last = several.size - 1
+    with cases.form_of(engine, model, form), contextlib.ExitStack() as stack:
+        if several.rank == last:
+            stack.enter_context(cases.form_of(engine, model.unit, "sharded"))
+        with pytest.raises(StateDictError, match="are set to different state dicts") as raised:
+            engine.cls.optim_state_dict_to_load(model, optimizer, good())
+        assert str(raised.value).startswith(f"rank {last}: ") == (several.rank != last)
+    check_works(engine, (model, optimizer))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.observe.profile import Phase, profile
 from hpcfsdp.state.optim.keys import check_missing_keys_on_rank, sorted_items
+from hpcfsdp.state.optim.values import digest, same, tellable
 from hpcfsdp.state.transfer import OnFirst
 from hpcfsdp.tensor.sharded import properties_of
 
@@ -91,176 +94,240 @@ def is_zero_dim_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and properties_of(value)[0] == ()
 
 
+# Where a rank has no state of a parameter; else it is the place of a ``StateInfo`` in a list.
+_HOLDS_NOTHING, _LACKS = -2, -1
+
+Groups = list[tuple[list[str], dict[str, Any]]]
+
+
 @dataclass
 class RankState:
-    """What one rank tells all others before any tensor moves.
+    """What one rank has, and tells all others before any tensor moves.
 
     Attributes:
         groups: the optimizer's, each with the names of its sharded parameters, in order, and its hyper-parameters.
         states: by the name of the first parameter that an entry is for; sharded ones alone.
-        empty: names of parameters of which the rank's shard holds nothing: it need not have state for them.
+        empty: names of parameters of which the rank's shard holds nothing: it need not have state for them, and what it
+            has is not told.
         unsharded: of all other parameters.
+        names: of all sharded parameters, in the order of the model, which ranks have in common; None for those that are
+            in `states` or `empty`.
+        with_shapes: whether tensors must have the same shape on all ranks; those of shards need not.
     """
 
-    groups: list[tuple[list[str], dict[str, Any]]]
+    groups: Groups
     states: dict[str, StateInfo]
     empty: set[str] = field(default_factory=set)
     unsharded: dict[str, StateInfo] = field(default_factory=dict)
+    names: Sequence[str] | None = None
+    with_shapes: bool = False
 
-    def digest(self) -> str:
-        """A short text that ranks share which have the same."""
-        states, unsharded = (
-            {name: info.kinds(with_shapes=True) for name, info in infos.items()}
-            for infos in (self.states, self.unsharded)
+    def packed(self) -> PackedState:
+        """It in the form in which it is sent. Whatever a user's own values raise in the process, they raise here."""
+        names = sorted({*self.states, *self.empty}) if self.names is None else list(self.names)
+        places: dict[bytes, int] = {}
+        infos: list[StateInfo] = []
+        codes = np.full(len(names), _LACKS, np.int32)
+        for index, name in enumerate(names):
+            if name in self.empty:
+                codes[index] = _HOLDS_NOTHING
+            elif name in self.states:
+                info = self.states[name]
+                codes[index] = places.setdefault(digest(info.kinds(with_shapes=self.with_shapes)), len(places))
+                if codes[index] == len(infos):
+                    infos.append(info)
+        kinds = {name: info.kinds(with_shapes=True) for name, info in self.unsharded.items()}
+        return PackedState(
+            parts={"groups": self.groups, "names": names, "unsharded": self.unsharded},
+            infos=infos,
+            codes=codes,
+            digests={
+                "groups": digest(self.groups),
+                "names": digest(names),
+                "states": digest((list(places), codes.tobytes())),
+                "unsharded": digest(kinds),
+            },
+            texts={
+                "groups": pickle.dumps(self.groups),
+                "names": pickle.dumps(names),
+                "states": pickle.dumps(([*zip(places, map(pickle.dumps, infos), strict=True)], codes)),
+                "unsharded": pickle.dumps(self.unsharded),
+            },
+            with_shapes=self.with_shapes,
         )
-        return _digest((self.groups, states, self.empty, unsharded))
 
 
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(repr(_plain(value)).encode(), digest_size=16).hexdigest()
+@dataclass(frozen=True)
+class PackedState:
+    """A ``RankState`` in parts, each of which is sent only where ranks have different ones.
 
+    For each parameter there is one number. What it stands for is the same for many parameters, and is there once.
 
-def _plain(value: Any) -> Any:
-    """A value in a form whose text is the same for equal values, which is not so for pickles."""
-    if isinstance(value, torch.Tensor):
-        return "tensor", str(value.dtype), tuple(value.shape), value.tolist()  # they are small, see `check_nested`
-    if isinstance(value, Mapping):
-        return sorted((repr(key), _plain(inner)) for key, inner in value.items())
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(repr, value))
-    if isinstance(value, (list, tuple)):
-        return [type(value).__name__, *map(_plain, value)]
-    if isinstance(value, (bool, int, float, complex, str, bytes, type(None), torch.dtype)):
-        return value
-    return pickle.dumps(value)
-
-
-class Untold(str):
-    """Stands for a value that cannot be sent to other ranks."""
-
-
-def tellable(value: Any) -> Any:
-    """What other ranks are told of a value: a user's own that cannot be pickled by the name of its type.
-
-    Tensors in it are brought to host memory: a pickle would bring them to the device that they were on.
+    Attributes:
+        parts: groups, names and unsharded state, as they are.
+        infos: the states of sharded parameters that differ from each other.
+        codes: int32, for each name the place of its state in `infos`, or why there is none.
+        digests: of each part; those of equal parts are equal.
+        texts: pickles of each part.
+        with_shapes: see ``RankState``.
     """
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return value
-    if next(_tensors_in(value), None) is not None:
-        value = on_host(value)
+
+    parts: dict[str, Any]
+    infos: list[StateInfo]
+    codes: np.ndarray
+    digests: dict[str, bytes]
+    texts: dict[str, bytes]
+    with_shapes: bool
+
+
+class GatheredState:
+    """What all ranks have told.
+
+    It is unpickled when it is first looked at. What users' own values raise then may be raised on one rank alone.
+    """
+
+    def __init__(self, mine: PackedState, received: Sequence[Mapping[str, bytes]]) -> None:
+        """Not collective.
+
+        Args:
+            received: by rank, those parts that are not the same on all ranks, compressed.
+        """
+        self._mine = mine
+        self._received = received
+        self.with_shapes = mine.with_shapes
+
+    @cached_property
+    def groups(self) -> list[Groups]:
+        """The groups of each rank's optimizer; one object where they are the same."""
+        return self._by_rank("groups")
+
+    @cached_property
+    def unsharded(self) -> list[dict[str, StateInfo]]:
+        """By rank, likewise."""
+        return self._by_rank("unsharded")
+
+    @cached_property
+    def states(self) -> tuple[list[str], list[StateInfo], np.ndarray]:
+        """Of sharded parameters: their names, all different states, and which of them each rank (row) has of each.
+
+        Where all ranks have the same there is one row for them.
+        """
+        if not {"names", "states"} & self._received[0].keys():
+            return self._mine.parts["names"], self._mine.infos, self._mine.codes[None]
+        names_of = self._by_rank("names")
+        different = {id(own): own for own in names_of}
+        names = list(dict.fromkeys(itertools.chain.from_iterable(different.values())))
+        column = {name: index for index, name in enumerate(names)}
+        columns = {key: [column[name] for name in own] for key, own in different.items()}
+        codes = np.full((len(names_of), len(names)), _LACKS, np.int32)
+        infos: list[StateInfo] = []
+        places: dict[bytes, int] = {}
+        for rank, own in enumerate(names_of):
+            table, own_codes = self._states_of(rank)
+            for kind, text in table:
+                if kind not in places:
+                    places[kind] = len(infos)
+                    infos.append(_unpickled(rank, text))
+            # What is no place counts from the end, where it stands for itself.
+            common = np.array([*(places[kind] for kind, _ in table), _HOLDS_NOTHING, _LACKS], np.int32)
+            codes[rank, columns[id(own)]] = common[own_codes]
+        return names, infos, codes
+
+    def _states_of(self, rank: int) -> tuple[list[tuple[bytes, bytes]], np.ndarray]:
+        sent = self._received[rank].get("states")
+        return _unpickled(rank, self._mine.texts["states"] if sent is None else zlib.decompress(sent))
+
+    def _by_rank(self, part: str) -> list[Any]:
+        if part not in self._received[0]:
+            return [self._mine.parts[part]] * len(self._received)
+        known: dict[bytes, Any] = {}
+        for rank, texts in enumerate(self._received):
+            if texts[part] not in known:
+                known[texts[part]] = _unpickled(rank, zlib.decompress(texts[part]))
+        return [known[texts[part]] for texts in self._received]
+
+
+def _unpickled(rank: int, text: bytes) -> Any:
     try:
-        pickle.dumps(value)
-    except Exception:  # whatever a class of a user's own raises
-        return Untold(f"<{type(value).__qualname__}, which cannot be pickled>")
-    return value
+        return pickle.loads(text)
+    except Exception as error:  # whatever a class of a user's own raises
+        raise StateDictError(
+            f"what rank {rank} tells of its optimizer's state or groups cannot be unpickled: {type(error).__name__}: "
+            f"{error}: have all ranks import the modules that its values are from"
+        ) from error
 
 
-def on_host(value: Any) -> Any:
-    """A value in which tensors, in lists, tuples and dicts too, lie in host memory."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if type(value) in (list, tuple):
-        return type(value)(map(on_host, value))
-    return {key: on_host(inner) for key, inner in value.items()} if type(value) is dict else value
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, set, frozenset, Mapping)):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(inner)
-
-
-_NESTED_NUMEL = 1 << 16
-
-
-def check_nested(fqn: str, state: Mapping[str, Any]) -> None:
-    """Refuse values with large tensors in them, as histories of gradients: they are neither gathered nor divided.
-
-    Raises:
-        StateDictError: with the name of the state, and how many elements there are.
-    """
-    for name, value in state.items():
-        if isinstance(value, (torch.Tensor, bool, int, float, str, type(None))):
-            continue
-        numel = sum(tensor.numel() for tensor in _tensors_in(value))
-        if numel > _NESTED_NUMEL:
-            raise StateDictError(
-                f"optimizer state {name!r} of {fqn!r} is a {type(value).__name__} of tensors with {numel} elements: it "
-                "cannot be told which part of them belongs to which element of the parameter"
-            )
-
-
-def allgather_state_info(ranks: Ranks, mine: RankState) -> list[RankState]:
+def allgather_state_info(ranks: Ranks, mine: PackedState) -> GatheredState:
     """Collective over `ranks`. What each rank has.
 
-    First they exchange hashes. Where all have the same, which is the rule for flat parameters, nothing else is sent.
-    Ranks have different ones of the original parameters; groups, which name them all, are sent only if they differ.
+    First they exchange hashes, and then those parts that are not the same on all ranks. These are none with flat
+    parameters, as a rule. Of original parameters ranks hold different ones.
     """
     with profile(Phase.OBJECT_GATHER):
-        told = ranks.all_gather_object((mine.digest(), _digest(mine.groups)))
-        if len({whole for whole, _ in told}) == 1:
-            return [mine] * ranks.size
-        same_groups = len({groups for _, groups in told}) == 1
-        sent = replace(mine, groups=[]) if same_groups else mine
-        texts = ranks.all_gather_object(zlib.compress(pickle.dumps(sent)))  # names are much alike
-        gathered = [pickle.loads(zlib.decompress(text)) for text in texts]
-        return [replace(one, groups=mine.groups) for one in gathered] if same_groups else gathered
+        told = ranks.all_gather_object(mine.digests)
+        differing = [part for part in mine.digests if len({digests[part] for digests in told}) > 1]
+        if not differing:
+            return GatheredState(mine, [{}] * ranks.size)
+        # Names are much alike, and so are the numbers of parameters that follow each other.
+        texts = {part: zlib.compress(mine.texts[part]) for part in differing}
+        return GatheredState(mine, ranks.all_gather_object(texts))
 
 
-def convert_all_state_info(gathered: Sequence[RankState], *, with_shapes: bool = False) -> dict[str, StateInfo]:
+def convert_all_state_info(gathered: GatheredState) -> dict[str, StateInfo]:
     """The states of all ranks together, compared.
 
-    Args:
-        gathered: by rank.
-        with_shapes: whether shapes of tensors must be the same; those of shards need not be.
+    Raises:
+        StateDictError: a rank has no state where another one has, or another one, with both and both ranks; or it
+            cannot be unpickled.
+    """
+    names, infos, codes = gathered.states
+    has = codes >= 0
+    first_rank = has.argmax(axis=0)
+    first = codes[first_rank, np.arange(len(names))]
+    compared: set[tuple[int, int]] = set()
+    for rank, index in zip(*np.nonzero(has & (codes != first)), strict=True):
+        pair = int(first[index]), int(codes[rank, index])
+        if pair not in compared:  # digests of equal values can differ
+            ranks = int(first_rank[index]), int(rank)
+            _check_same(names[index], ranks, infos[pair[0]], infos[pair[1]], with_shapes=gathered.with_shapes)
+            compared.add(pair)
+    for rank, lacking in enumerate((codes == _LACKS) & has.any(axis=0)):
+        expected = {names[index]: int(first_rank[index]) for index in np.nonzero(lacking)[0]}
+        check_missing_keys_on_rank(rank, (), expected, "optimizer state")
+    return {name: infos[code] for name, code in zip(names, first.tolist(), strict=True) if code >= 0}
+
+
+def differing_unsharded(gathered: GatheredState) -> str | None:
+    """In words, where ranks have different state of a parameter that is not sharded; None if nowhere.
 
     Raises:
-        StateDictError: a rank has no state where another one has, or another one, with both and both ranks.
+        StateDictError: it cannot be unpickled.
     """
-    if all(one is gathered[0] for one in gathered):
-        return dict(gathered[0].states)
-    found: dict[str, tuple[int, StateInfo]] = {}
-    for rank, one in enumerate(gathered):
-        for name, info in one.states.items():
-            if name in one.empty:
-                continue
-            if name in found:
-                _check_same(name, *found[name], rank, info, with_shapes=with_shapes)
-            else:
-                found[name] = rank, info
-    for rank, one in enumerate(gathered):
-        expected = {name: other for name, (other, _) in found.items() if name not in one.empty}
-        check_missing_keys_on_rank(rank, one.states, expected, "optimizer state")
-    return {name: info for name, (_, info) in found.items()}
-
-
-def differing_unsharded(gathered: Sequence[RankState]) -> str | None:
-    """In words, where ranks have different state of a parameter that is not sharded; None if nowhere."""
-    first = gathered[0].unsharded
-    for rank, one in enumerate(gathered):
-        for name in sorted(first.keys() | one.unsharded.keys()):
-            kinds = [infos[name].kinds(with_shapes=True) if name in infos else None for infos in (first, one.unsharded)]
+    first, *others = gathered.unsharded
+    for rank, one in enumerate(others, 1):
+        if one is first:
+            continue
+        for name in sorted(first.keys() | one.keys()):
+            kinds = [infos[name].kinds(with_shapes=True) if name in infos else None for infos in (first, one)]
             if not same(*kinds):
                 return f"{name!r} on rank 0 and rank {rank}"
     return None
 
 
-def check_same_groups(gathered: Sequence[RankState]) -> None:
+def check_same_groups(gathered: GatheredState) -> None:
     """Refuse ranks whose optimizers have other groups, of other parameters or with other hyper-parameters.
 
     Raises:
-        StateDictError: with the first difference, and both ranks.
+        StateDictError: with the first difference, and both ranks; or they cannot be unpickled.
     """
-    first = gathered[0].groups
-    for rank, one in enumerate(gathered):
-        if one.groups is first:
+    first, *others = gathered.groups
+    for rank, groups in enumerate(others, 1):
+        if groups is first:
             continue
         where = f"of rank {rank}'s optimizer"
-        if len(one.groups) != len(first):
-            raise StateDictError(f"there are {len(one.groups)} parameter groups {where}, and {len(first)} of rank 0's")
-        for place, ((names, hyper), (first_names, first_hyper)) in enumerate(zip(one.groups, first, strict=True)):
+        if len(groups) != len(first):
+            raise StateDictError(f"there are {len(groups)} parameter groups {where}, and {len(first)} of rank 0's")
+        for place, ((names, hyper), (first_names, first_hyper)) in enumerate(zip(groups, first, strict=True)):
             odd = sorted(set(names) ^ set(first_names))
             if odd:
                 has, lacks = (rank, 0) if odd[0] in names else (0, rank)
@@ -280,43 +347,15 @@ def _value(hyper: Mapping[str, Any], key: str) -> str:
     return repr(hyper[key]) if key in hyper else "missing"
 
 
-def _check_same(
-    name: str, first_rank: int, first: StateInfo, rank: int, other: StateInfo, *, with_shapes: bool
-) -> None:
+def _check_same(name: str, ranks: tuple[int, int], first: StateInfo, other: StateInfo, *, with_shapes: bool) -> None:
     here, there = first.kinds(with_shapes=with_shapes), other.kinds(with_shapes=with_shapes)
     for key in sorted(here.keys() | there.keys()):
         one, two = here.get(key), there.get(key)
         if not same(one, two):
             raise StateDictError(
-                f"optimizer state {key!r} of {name!r} differs between ranks: rank {first_rank} has {_said(one)}, rank "
-                f"{rank} has {_said(two)}"
+                f"optimizer state {key!r} of {name!r} differs between ranks: rank {ranks[0]} has {_said(one)}, rank "
+                f"{ranks[1]} has {_said(two)}"
             )
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values of any kind are equal; not-a-number equals itself."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return type(one) is type(other) and one.dtype == other.dtype and _same_values(one.cpu(), other.cpu())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    try:
-        equal = bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124
-        return equal or (_has_no_equality(one) and type(one) is type(other) and _plain(one) == _plain(other))
-    except Exception:  # a value of a user's own class that cannot be compared
-        return repr(one) == repr(other)
-
-
-def _has_no_equality(value: Any) -> bool:
-    """Whether objects of its class equal themselves alone."""
-    return type(value).__eq__ is object.__eq__
-
-
-def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())  # noqa: PLR0124
 
 
 def _said(kind: tuple[Any, ...] | None) -> str:

@@ -6,7 +6,6 @@ what an entry will be. Then tensors are filled, one flat parameter at a time.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.observe.profile import Phase, profile
-from hpcfsdp.state.optim.compare import describe, same
+from hpcfsdp.state.optim.compare import describe
 from hpcfsdp.state.optim.keys import FSDPParamInfo
+from hpcfsdp.state.optim.values import deep_copy, same
 from hpcfsdp.state.transfer import Parts, fill
 
 TORCH_SCALARS = {"step", "mu_product", "eta", "mu"}
@@ -117,7 +117,7 @@ def plan_orig_state(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any], ele
     """What the state of a parameter will be that the optimizer steps by itself; None if it has none.
 
     Raises:
-        StateDictError: a tensor has another shape than the parameter.
+        StateDictError: a tensor has another shape than the parameter, or a value cannot be copied.
     """
     if not state:
         return None
@@ -125,7 +125,7 @@ def plan_orig_state(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any], ele
     for name in sorted(state):
         value = state[name]
         if _kind(info, index, name, value, elementwise) != "tensor":
-            plan.others[name] = own_copy(value)
+            plan.others[name] = own_copy(f"{name!r} of {fqn!r}", value)
             continue
         if not info.shows_whole or isinstance(value, (ShardedTensor, DTensor)):
             _check_shape(fqn, name, value, info.layout.slots[index].shape)
@@ -192,7 +192,7 @@ def flatten_non_tensor_optim_state(name: str, values: Sequence[Any], fqns: Seque
     """The value that all parameters of one flat parameter have, copied.
 
     Raises:
-        StateDictError: they have different ones.
+        StateDictError: they have different ones, or it cannot be copied.
     """
     for fqn, value in zip(fqns, values, strict=True):
         if type(value) is not type(values[0]) or not same(value, values[0]):
@@ -200,7 +200,7 @@ def flatten_non_tensor_optim_state(name: str, values: Sequence[Any], fqns: Seque
                 f"state {name!r} is {values[0]!r} for {fqns[0]!r} and {value!r} for {fqn!r}, which share one flat "
                 "parameter here: wrap them in different units, or pass use_orig_params=True"
             )
-    return copy.deepcopy(values[0])
+    return deep_copy(f"{name!r} of {fqns[0]!r}", values[0])
 
 
 def flatten_tensor_optim_state(info: FSDPParamInfo, values: Sequence[Any]) -> torch.Tensor:
@@ -258,6 +258,10 @@ def shard_orig_param_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) 
     return found
 
 
-def own_copy(value: Any) -> Any:
-    """A value as new memory."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+def own_copy(what: str, value: Any) -> Any:
+    """A value of state as new memory, without what autograd knows of a tensor.
+
+    Raises:
+        StateDictError: see ``deep_copy``.
+    """
+    return value.detach().clone() if isinstance(value, torch.Tensor) else deep_copy(what, value)

@@ -10,8 +10,9 @@ import torch
 
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.observe.profile import Phase, profile
-from hpcfsdp.state.optim.compare import StateInfo, Untold, is_zero_dim_tensor
+from hpcfsdp.state.optim.compare import StateInfo, is_zero_dim_tensor
 from hpcfsdp.state.optim.keys import FSDPParamInfo, sorted_items
+from hpcfsdp.state.optim.values import Untold
 from hpcfsdp.state.transfer import Form, Parts, collect
 
 

@@ -51,11 +51,6 @@ class FSDPParamInfo:
         return {slot.fqn: index for index, slot in enumerate(self.layout.slots)}
 
     @property
-    def param_requires_grad(self) -> list[bool]:
-        """In the order of the slots."""
-        return [leaf.requires_grad for leaf in self.flat.leaves]
-
-    @property
     def shows_whole(self) -> bool:
         """Whether the optimizer steps parameters in their original shapes, and not runs of them."""
         return self.flat.use_orig_params and self.groups.strategy is ShardingStrategy.NO_SHARD

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,13 +22,12 @@ from hpcfsdp.state.optim.compare import (
     allgather_state_info,
     check_same_groups,
     convert_all_state_info,
-    tellable,
+    describe,
 )
 from hpcfsdp.state.optim.flatten import (
     StatePlan,
     elementwise_names,
     flatten_optim_state,
-    own_copy,
     plan_flat_state,
     plan_orig_state,
     shard_orig_param_state,
@@ -47,15 +45,20 @@ from hpcfsdp.state.optim.keys import (
     listed_optim_input,
     map_param_key_to_optim_keys,
     resolve_param_keys,
+    sorted_items,
 )
 from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
-from hpcfsdp.state.optim.save import check_at_rest
-from hpcfsdp.state.optim.scatter import broadcast_processed_state, broadcast_state, check_can_be_sent
+from hpcfsdp.state.optim.save import check_at_rest, form_of
+from hpcfsdp.state.optim.scatter import broadcast_processed_state, broadcast_state
+from hpcfsdp.state.optim.values import deep_copy, tellable
 from hpcfsdp.state.ranks import Grid, ranks_of_model
-from hpcfsdp.state.transfer import check_blocks
-from hpcfsdp.tensor.sharded import check_readable
+from hpcfsdp.state.settings import optim_settings_of
+from hpcfsdp.state.transfer import OnFirst, check_blocks
+from hpcfsdp.tensor.sharded import check_readable, local_blocks, properties_of
 
 log = logging.getLogger("hpcfsdp.optim")
+
+_DISTRIBUTED = (ShardedTensor, DTensor)
 
 
 class _Plan:
@@ -65,8 +68,8 @@ class _Plan:
         infos: the flat parameter of each sharded parameter, by name.
         keys: of the entries of this rank's optimizer, in its order.
         entries: of sharded parameters that have state, by the first name.
-        unsharded: state of the others, by name.
-        users: entries that belong to no parameter.
+        unsharded: state of the others, by name; new memory but for tensors, see ``_loaded``.
+        users: entries that belong to no parameter, likewise.
         groups: for this rank's optimizer; None if the state dict has none.
     """
 
@@ -88,10 +91,12 @@ class _Plan:
         self._aliases = get_aliases(model)
         known = {name for names in fqns.values() for name in names}
         given = self._by_name(optim_state_dict["state"])
-        self.users = {key: value for key, value in given.items() if _is_users(key, value, given, known)}
-        self.states = {key: value for key, value in given.items() if key not in self.users}
+        users = {key: value for key, value in given.items() if _is_users(key, value, given, known)}
+        self.users = {key: _entry_but_tensors(repr(key), value) for key, value in users.items()}
+        self.states = {key: value for key, value in given.items() if key not in users}
         check_known(self.states, known, "the optimizer's state dict")
-        self._check_states()
+        chunked = {name for param, names in fqns.items() if isinstance(param, _DISTRIBUTED) for name in names}
+        self.states = {fqn: self._readable(fqn, state, fqn in chunked) for fqn, state in self.states.items()}
         self.entries: dict[str, StatePlan] = {}
         self.unsharded: dict[str, Mapping[str, Any]] = {}
         shapes = {slot.fqn: slot.shape for info in self.infos.values() for slot in info.layout.slots}
@@ -99,6 +104,8 @@ class _Plan:
         for key in self.keys:
             self._take(key, elementwise)
         self._check_nothing_is_lost(params, optim if strict else None)
+        if optim is not None:
+            self._check_shapes_held(params, optim)
         self.groups = None
         if "param_groups" in optim_state_dict:
             own = _own_groups(optim, optim_input, params)
@@ -118,21 +125,42 @@ class _Plan:
         found.update({key: value for key, value in given.items() if self._name(key) == key})
         return found
 
-    def _check_states(self) -> None:
-        for fqn, state in self.states.items():
-            if not isinstance(state, Mapping):
+    def _readable(self, fqn: str, state: Any, is_chunked: bool) -> dict[str, Any]:
+        """The state of one parameter, with plain tensors in place of distributed ones that are loaded as they are.
+
+        Args:
+            is_chunked: the parameter is a distributed tensor itself, of which no unit knows: so is its state.
+
+        Raises:
+            StateDictError: it is no dict, has a tensor without values, or one of which this rank has to have all.
+        """
+        if not isinstance(state, Mapping):
+            raise StateDictError(f"the state of {fqn!r} is a dict of names and values, not a {type(state).__name__}")
+        found = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                check_readable(f"{fqn}/{name}", value)
+            is_filled = fqn in self.infos and isinstance(value, _DISTRIBUTED) and properties_of(value)[0]
+            if not isinstance(value, _DISTRIBUTED) or is_filled or is_chunked:
+                found[name] = value
+                continue
+            found[name] = _whole_here(value)
+            if found[name] is None:
+                why = "has no dimensions" if fqn in self.infos else "is of a parameter that is not sharded here"
                 raise StateDictError(
-                    f"the state of {fqn!r} is a dict of names and values, not a {type(state).__name__}"
+                    f"state {name!r} of {fqn!r} is a {type(value).__name__}, and {why}, so that each rank needs all of "
+                    "it: load a full state dict, or put whole tensors in its place"
                 )
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    check_readable(f"{fqn}/{name}", value)
+        return found
 
     def _take(self, key: OptimStateKey, elementwise: set[str]) -> None:
         name = key.unflat_param_names[0]
         if not key.is_fsdp_managed:
             if self.states.get(name):
-                self.unsharded[name] = self.states[name]
+                self.unsharded[name] = {
+                    state: _own_but_tensors(f"{state!r} of {name!r}", value)
+                    for state, value in sorted_items(self.states[name])
+                }
             return
         info = self.infos[name]
         if info.flat.use_orig_params:
@@ -172,6 +200,23 @@ class _Plan:
                 )
             log.info("the state dict holds no state of %r: the optimizer will make it anew", name)
 
+    def _check_shapes_held(self, params: Mapping[ParamKey, nn.Parameter], optim: torch.optim.Optimizer) -> None:
+        """Refuse state of whole parameters in other shapes than the optimizer has it.
+
+        It may be of any shape there, which only an optimizer knows that has such state already. Of sharded parameters
+        it has that of the parameter, see ``plan_flat_state``.
+        """
+        for key, own_key in self.keys.items():
+            name = key.unflat_param_names[0]
+            if name in self.unsharded or (name in self.entries and self.infos[name].shows_whole):
+                for state, held in optim.state.get(params[own_key], {}).items():
+                    here, given = describe(held), describe(self.states[name].get(state))
+                    if here is not None and given is not None and here[0] != given[0]:
+                        raise StateDictError(
+                            f"state {state!r} of {name!r} has shape {given[0]}, and that of the optimizer {here[0]}: "
+                            "it is the state of another model, or of another optimizer"
+                        )
+
     def _matched(
         self,
         given: Sequence[Mapping[str, Any]],
@@ -209,7 +254,7 @@ class _Plan:
             for first, plan in self.entries.items()
             for values in plan.tensors.values()
             for fqn, value in zip([first] if len(values) == 1 else self.infos[first].param_indices, values, strict=True)
-            if isinstance(value, (ShardedTensor, DTensor))
+            if isinstance(value, _DISTRIBUTED)
         ]
 
     def told(self) -> RankState:
@@ -224,7 +269,7 @@ class _Plan:
             for group in self.groups or ()
         ]
         states = {fqn: StateInfo.of(state) for fqn, state in self.states.items() if fqn in sharded}
-        return RankState(groups, states)
+        return RankState(groups, states, names=list(self.infos), with_shapes=True)
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,7 +278,7 @@ def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Hyper-parameters of a group as they will be; copies, tensors where the optimizer has its own."""
-    found = {key: copy.deepcopy(value) for key, value in {**own, **given}.items()}
+    found = {key: deep_copy(f"{key!r} of a parameter group", value) for key, value in {**own, **given}.items()}
     for key, value in found.items():
         if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor):
             found[key] = value.to(own[key].device)
@@ -242,6 +287,41 @@ def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         if "param_names" in own:
             found["param_names"] = list(own["param_names"])
     return found
+
+
+def _whole_here(value: ShardedTensor | DTensor) -> torch.Tensor | None:
+    """The values of a distributed tensor if this rank has all of them."""
+    try:
+        blocks = local_blocks(value)
+    except ValueError:  # it is a sum over ranks, say
+        return None
+    whole, _ = properties_of(value)
+    return next((block for box, block in blocks if tuple(box.sizes) == whole), None)
+
+
+def _own_but_tensors(what: str, value: Any) -> Any:
+    """A value of state as new memory, but for a tensor, which is copied or sent as it is loaded.
+
+    What cannot be copied is an error while all ranks can still be told.
+
+    Raises:
+        StateDictError: see ``deep_copy``.
+    """
+    return value if isinstance(value, (torch.Tensor, OnFirst)) else deep_copy(what, value)
+
+
+def _entry_but_tensors(what: str, value: Any) -> Any:
+    """The same of an entry that is no parameter's: a dict of such values, or anything else."""
+    if not isinstance(value, Mapping):
+        return _own_but_tensors(what, value)
+    return {name: _own_but_tensors(f"{name!r} of {what}", inner) for name, inner in value.items()}
+
+
+def _loaded(ranks: Communicator | Grid, value: Any) -> Any:
+    """Collective over `ranks` where rank 0 alone has tensors. What ``_own_but_tensors`` gave, as new memory."""
+    if isinstance(value, OnFirst):
+        return broadcast_state(ranks, value, ranks.device)
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _check_same_names(fqn: str, given: Mapping[str, Any], held: Mapping[str, Any]) -> None:
@@ -296,7 +376,7 @@ def optim_state_dict_to_load(
     optim: torch.optim.Optimizer | None,
     optim_state_dict: Mapping[str, Any] | None,
     *,
-    rank0_only: bool = False,
+    rank0_only: bool | None = False,
     is_named_optimizer: bool = False,
     strict: bool = True,
     optim_input: OptimInput = None,
@@ -311,7 +391,7 @@ def optim_state_dict_to_load(
         optim: steps the parameters of the wrapped model.
         optim_state_dict: of the whole model's optimizer, parameters by name; tensors whole, or distributed over the
             ranks that the model is sharded over.
-        rank0_only: rank 0 alone has it, whole; that of other ranks is ignored.
+        rank0_only: rank 0 alone has it, whole; that of other ranks is ignored. None: as the model is set.
         is_named_optimizer: whether `optim` has names for keys.
         strict: parameters of which the optimizer has state must have some in the state dict.
         optim_input: instead of `optim`: what it was built from.
@@ -323,17 +403,20 @@ def optim_state_dict_to_load(
 
     Raises:
         StateDictError: on all ranks, if it does not fit the model or the optimizer, or ranks do not fit together.
+        DisagreementError: ranks have different `rank0_only` or `strict`.
+        EngineError: a unit is at work, or summoned.
     """
     ranks = ranks_of_model(model, group)
-    rank0_only = rank0_only and ranks.size > 1
     with SimpleProfiler("optim_state_dict_to_load", log):
-        assert_same(ranks, (rank0_only, strict), "whether rank 0 alone has the state dict (rank0_only), or strict,")
         with raise_together(ranks):
             check_at_rest(model, "optim_state_dict_to_load")
+            if rank0_only is None:
+                rank0_only = form_of(optim_settings_of(model)).rank0_only
+            rank0_only = rank0_only and ranks.size > 1
+        assert_same(ranks, (rank0_only, strict), "whether rank 0 alone has the state dict (rank0_only), or strict,")
+        with raise_together(ranks):
             if not rank0_only or ranks.rank == 0:
                 check_is_state_dict(optim_state_dict)
-            if rank0_only and ranks.rank == 0:
-                check_can_be_sent(optim_state_dict)
         if rank0_only:
             with profile(Phase.OBJECT_GATHER):
                 optim_state_dict = broadcast_processed_state(ranks, optim_state_dict)
@@ -341,11 +424,15 @@ def optim_state_dict_to_load(
             plan = _Plan(
                 model, optim, optim_state_dict or {}, optim_input, is_named_optimizer=is_named_optimizer, strict=strict
             )
-            told = plan.told()
+            for key in plan.users:
+                warnings.warn(
+                    f"optimizer state {key!r} belongs to no parameter of the model: it is copied", stacklevel=4
+                )
+            told = plan.told().packed()
         gathered = allgather_state_info(ranks, told)
         with raise_together(ranks):
             check_same_groups(gathered)
-            convert_all_state_info(gathered, with_shapes=True)
+            convert_all_state_info(gathered)
         distributed = plan.distributed()
         for info in {id(info): info for _, _, info in distributed}.values():
             info.groups.global_ranks()  # a collective the first time, which is to be over before a rank raises
@@ -377,14 +464,14 @@ def _scattered(plan: _Plan, ranks: Communicator | Grid, goes_in_parts: Mapping[i
         else:
             states.update({fqn: flatten_optim_state(info, entry) for fqn, entry in mine.items()})
     for fqn, state in sorted(plan.unsharded.items()):  # ranks may step them in different orders
-        states[fqn] = {
-            name: own_copy(broadcast_state(ranks, value, ranks.device)) for name, value in sorted(state.items())
-        }
+        states[fqn] = {name: _loaded(ranks, value) for name, value in state.items()}
     by_key = {key: states[key.unflat_param_names[0]] for key in plan.keys if key.unflat_param_names[0] in states}
     found: dict[str, Any] = {"state": rekey_sharded_optim_state_dict(by_key, plan.keys)}
     for key, value in plan.users.items():
-        warnings.warn(f"optimizer state {key!r} belongs to no parameter of the model: it is copied", stacklevel=4)
-        found["state"][key] = own_copy(broadcast_state(ranks, value, ranks.device))
+        if isinstance(value, Mapping):
+            found["state"][key] = {name: _loaded(ranks, inner) for name, inner in value.items()}
+        else:
+            found["state"][key] = _loaded(ranks, value)
     if plan.groups is not None:
         found["param_groups"] = plan.groups
     return found

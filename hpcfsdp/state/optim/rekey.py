@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ def rekey_optim_state_dict(
     """The state dict of a whole model's optimizer with its parameters by name, or by number.
 
     Names are those of `model`, wrappers' left out; numbers are those of the optimizer, and come in its order: by that
-    ``Optimizer.load_state_dict`` goes, and not by number. Tensors are shared with what was given.
+    ``Optimizer.load_state_dict`` goes, and not by number. Of tied parameters a state dict may have each name: the state
+    of the first one counts. Tensors are shared with what was given.
 
     Args:
         optim_state_key_type: what keys are to be.
@@ -45,8 +46,8 @@ def rekey_optim_state_dict(
 
     Raises:
         TypeError: `optim_state_key_type` is none.
-        StateDictError: names and numbers are mixed, are not those of the model and the optimizer, or one number stands
-            for several names.
+        StateDictError: names and numbers are mixed, are not those of the model and the optimizer, one number stands
+            for several names, or a parameter is in two groups.
     """
     if not isinstance(optim_state_key_type, OptimStateKeyType):
         raise TypeError(f"optim_state_key_type must be an OptimStateKeyType, not {optim_state_key_type!r}")
@@ -80,20 +81,48 @@ def rekey_optim_state_dict(
             )
         rename = numbers.__getitem__
     rekeyed: dict[str, Any] = {"state": {rename(key): value for key, value in state.items()}}
+    if wanted is int:
+        rekeyed["state"].update({number: state[name] for number, name in names.items() if name in state})
     if "param_groups" in optim_state_dict:
-        hypers = [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in groups]
         params = [[rename(key) for key in group["params"]] for group in groups]
         if wanted is int:
-            params = [sorted(numbers) for numbers in params]
-        for hyper, keys in zip(hypers, params, strict=True):
-            if "param_names" in hyper:  # an optimizer that was built from names remembers them
-                hyper["param_names"] = [names.get(key, key) for key in keys]
-        rekeyed["param_groups"] = [{**hyper, "params": keys} for hyper, keys in zip(hypers, params, strict=True)]
+            params = [sorted(set(numbers)) for numbers in params]
+            _check_in_one_group(params, names)
+        rekeyed["param_groups"] = _with_params(groups, params, names)
         if wanted is int:
             rekeyed["param_groups"] = _in_order(rekeyed["param_groups"])
             if optim is not None:
                 _check_groups(rekeyed["param_groups"], optim, names)
     return rekeyed
+
+
+def _with_params(
+    groups: Sequence[Mapping[str, Any]], params: Sequence[list[Any]], names: Mapping[int, str]
+) -> list[dict[str, Any]]:
+    """Copies of groups, of other keys."""
+    found = []
+    for group, keys in zip(groups, params, strict=True):
+        hyper = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+        if "param_names" in hyper:  # an optimizer that was built from names remembers them
+            hyper["param_names"] = [names.get(key, key) for key in keys]
+        found.append({**hyper, "params": keys})
+    return found
+
+
+def _check_in_one_group(params: list[list[int]], names: Mapping[int, str]) -> None:
+    """Refuse groups that have a parameter in common, as two names of tied parameters may be in two.
+
+    Raises:
+        StateDictError: with the parameter, and two groups that have it.
+    """
+    places: dict[int, int] = {}
+    for place, numbers in enumerate(params):
+        for number in numbers:
+            if places.setdefault(number, place) != place:
+                raise StateDictError(
+                    f"{names[number]!r}, or another parameter that is tied to it, is in the parameter groups "
+                    f"{places[number]} and {place} of the state dict: leave it in one"
+                )
 
 
 def _check_groups(groups: list[dict[str, Any]], optim: torch.optim.Optimizer, names: Mapping[int, str]) -> None:

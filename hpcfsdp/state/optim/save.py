@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Collection, Mapping
@@ -21,13 +20,10 @@ from hpcfsdp.state.model import clean_fqn
 from hpcfsdp.state.optim.compare import (
     RankState,
     StateInfo,
-    Untold,
     allgather_state_info,
-    check_nested,
     check_same_groups,
     convert_all_state_info,
     differing_unsharded,
-    tellable,
 )
 from hpcfsdp.state.optim.gather import check_state_shapes
 from hpcfsdp.state.optim.keys import (
@@ -49,8 +45,11 @@ from hpcfsdp.state.optim.unflatten import (
     copied,
     unflatten_param_groups,
 )
+from hpcfsdp.state.optim.values import Untold, check_nested, deep_copy, tellable
 from hpcfsdp.state.ranks import ranks_of_model
+from hpcfsdp.state.settings import optim_settings_of
 from hpcfsdp.state.transfer import Form, keeping_scratch
+from hpcfsdp.tensor.sharded import check_readable
 
 log = logging.getLogger("hpcfsdp.optim")
 
@@ -100,11 +99,11 @@ class _Own:
             _check_is_mapping(state, key)
             if state:
                 self._take(key, state)
-        self.users = {key: _copied(repr(key), value) for key, value in given.items() if key not in self.params}
+        self.users = {key: _copied((key,), value) for key, value in given.items() if key not in self.params}
         self.groups = optim_state_dict.get("param_groups")
         for group in self.groups or ():
             for hyper, value in group.items():
-                _copied(f"{hyper!r} of a parameter group", value)
+                deep_copy(f"{hyper!r} of a parameter group", value)
         strangers = [key for key in self.users if isinstance(key, int)]
         strangers += [key for group in self.groups or () for key in group["params"] if key not in self.params]
         if strangers:
@@ -117,7 +116,7 @@ class _Own:
         name = key.unflat_param_names[0]
         check_nested(name, state)
         # Copied now: what cannot be is an error while all ranks can still be told.
-        state = {key: _copied(f"{key!r} of {name!r}", value) for key, value in state.items()}
+        state = {key: _copied((name, key), value) for key, value in state.items()}
         if not key.is_fsdp_managed:
             self.unsharded[name] = state
             return
@@ -158,15 +157,15 @@ class _Own:
         states, unsharded = (
             {name: StateInfo.of(state) for name, state in states.items()} for states in (self.states, self.unsharded)
         )
-        return RankState(groups, states, empty, unsharded)
+        return RankState(groups, states, empty, unsharded, list(self.infos))
 
 
 @torch.no_grad()
 def optim_state_dict(
     model: nn.Module,
     optim: torch.optim.Optimizer | None,
-    optim_state_dict: Mapping[str, Any],
-    form: Form,
+    optim_state_dict: Mapping[str, Any] | None = None,
+    form: Form | None = None,
     *,
     optim_input: OptimInput = None,
     group: Any = None,
@@ -177,8 +176,9 @@ def optim_state_dict(
 
     Args:
         optim: steps the parameters of the wrapped model.
-        optim_state_dict: its state dict, on each rank its own.
-        form: how tensors are shown. Parameters of a ``NO_SHARD`` unit are whole in any form.
+        optim_state_dict: its state dict, on each rank its own; None to have it taken here, where what its hooks raise
+            on one rank is told to all.
+        form: how tensors are shown; None as the model is set. Parameters of a ``NO_SHARD`` unit are whole in any form.
         optim_input: instead of `optim`: what it was built from.
         group: the ranks, where they are not those of the model.
 
@@ -187,25 +187,31 @@ def optim_state_dict(
         without state are not in it. Empty on ranks that the form leaves out.
 
     Raises:
-        StateDictError: on all ranks, if they do not fit together or the state dict does not fit the optimizer.
+        StateDictError: on all ranks, if they do not fit together, or the state dict does not fit the optimizer or has a
+            tensor without readable values.
         DisagreementError: ranks want different kinds of state dicts.
         EngineError: a unit is at work, or summoned.
     """
     ranks = ranks_of_model(model, group)
     with SimpleProfiler("optim_state_dict", log):
+        with raise_together(ranks):
+            check_at_rest(model, "optim_state_dict")
+            form = form_of(optim_settings_of(model)) if form is None else form
         assert_same(ranks, form, "the kind of state dict, see state_dict_type,")
         with profile(Phase.PREPROCESSING), raise_together(ranks):
-            check_at_rest(model, "optim_state_dict")
+            if optim_state_dict is None and optim is not None:
+                optim_state_dict = optim.state_dict()
             own = _Own(model, optim, optim_state_dict, optim_input)
-            told = own.told()
             if form.rank0_only and ranks.rank == 0:
                 own.check_is_first()
-        gathered = allgather_state_info(ranks, told)
+            told = own.told()
+            packed = told.packed()
+        gathered = allgather_state_info(ranks, packed)
         with raise_together(ranks):
             check_same_groups(gathered)
             merged = convert_all_state_info(gathered)
             own.check_is_told(merged, told.empty)
-        differing = differing_unsharded(gathered)
+            differing = differing_unsharded(gathered)
         if differing is not None and ranks.rank == 0:
             log.warning("the optimizer's state of %s is not the same, and is not sharded: each has its own", differing)
         with keeping_scratch():
@@ -265,16 +271,16 @@ def check_at_rest(model: nn.Module, what: str) -> None:
         unshard.check_at_rest(unit, what)
 
 
-def _copied(what: str, value: Any) -> Any:
-    """A copy of a value that is no tensor with dimensions; those are copied as they are gathered."""
+def _copied(names: tuple[Any, ...], value: Any) -> Any:
+    """A copy of a value; a tensor itself, which is one that can be copied later.
+
+    Args:
+        names: the parameter's, if there is one, and that of the state.
+    """
     if isinstance(value, torch.Tensor):
+        check_readable("/".join(map(str, names)), value)
         return value
-    try:
-        return copy.deepcopy(value)
-    except Exception as error:  # whatever a class of a user's own raises
-        raise StateDictError(
-            f"optimizer state {what} is a {type(value).__name__}, which cannot be copied: {error}"
-        ) from error
+    return deep_copy(" of ".join(map(repr, reversed(names))), value)
 
 
 def _check_is_mapping(state: Any, key: OptimStateKey) -> None:

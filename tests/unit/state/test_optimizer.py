@@ -7,11 +7,11 @@ from torch import nn
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.state.optimizer import OptimizerRestore, SavedTensor, optimizer_state, trained_params
+from hpcfsdp.state.optimizer import OptimizerRestore, SavedTensor, optimizer_state, state_elsewhere, trained_params
 
 
-def shard(module):
-    return FullyShardedDataParallel(module, process_group=FakeCommunicator())
+def shard(module, comm=None, *, original=False):
+    return FullyShardedDataParallel(module, process_group=comm or FakeCommunicator(), use_orig_params=original)
 
 
 def trained(model, kind=torch.optim.AdamW, **arguments):
@@ -242,3 +242,81 @@ def test_a_plain_model_may_have_state_of_any_shape_and_of_some_parameters():
 )
 def test_groups_of_other_parameters_are_told(groups, text):
     assert error_of(nn.Linear(2, 3), {}, groups=groups) == text
+
+
+# What ranks remember that do not hold the same parameters
+
+
+def stepped(comm, change=None):
+    """Collective over `comm`. A model of original parameters, of which the last is on all ranks, and its optimizer.
+
+    Args:
+        change: what the last rank alone makes of the state of a parameter.
+    """
+    model = shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 5, bias=False)), comm, original=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for param in filter(torch.Tensor.numel, model.parameters()):
+        state = {"step": torch.tensor(2.0), "sum": torch.ones(param.shape), "count": 3}
+        optimizer.state[param] = change(state) if change is not None and comm.rank == comm.size - 1 else state
+    return model, optimizer
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_each_rank_knows_what_others_remember(run_ranks, size):
+    def body(comm):
+        model, optimizer = stepped(comm)
+        found = state_elsewhere(comm, model, optimizer)
+        return found, [tensor.name for tensor in optimizer_state(model, optimizer, found).tensors]
+
+    for found, names in run_ranks(size, body):
+        assert list(found) == ["0.weight", "0.bias", "1.weight"]
+        for info in found.values():
+            assert {name: tensor.dtype for name, tensor in info.tensors.items()} == {"sum": torch.float32}
+            assert (info.scalar_tensors, info.non_tensors) == ({"step": torch.tensor(2.0)}, {"count": 3})
+        assert sorted(names) == sorted(f"{fqn}/{key}" for fqn in found for key in ("step", "sum"))
+
+
+def test_one_rank_has_all_parameters_itself():
+    model, optimizer = stepped(FakeCommunicator())
+    assert state_elsewhere(FakeCommunicator(), model, optimizer) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda state: {**state, "count": 4}, "'count' of '1.weight' differs between ranks"),
+        (lambda state: {**state, "sum": state["sum"].double()}, "'sum' of '1.weight' differs between ranks"),
+        (lambda state: {}, "rank 1 has no optimizer state of '1.weight', and rank 0 has"),
+    ],
+    ids=["value", "dtype", "none"],
+)
+def test_ranks_that_hold_parts_of_a_parameter_remember_the_same_of_it(run_ranks, change, said):
+    def body(comm):
+        return state_elsewhere(comm, *stepped(comm, change))
+
+    for error in run_ranks(2, body):
+        assert type(error) is CheckpointError
+        assert said in str(error)
+
+
+def test_an_optimizer_that_does_not_step_what_its_rank_holds_nothing_of(run_ranks):
+    def body(comm):
+        model, optimizer = stepped(comm)
+        if comm.rank == 1:
+            state = optimizer.state
+            optimizer = torch.optim.SGD([param for param in model.parameters() if param.numel()], lr=0.1)
+            optimizer.state.update(state)
+        return state_elsewhere(comm, model, optimizer)
+
+    for error in run_ranks(2, body):
+        assert type(error) is CheckpointError
+        assert "rank 1 has no optimizer state of '0.weight' and 1 other parameter(s), and rank 0 has" in str(error)
+
+
+def test_what_is_hard_to_tell_on_one_rank_is_an_error_on_all(run_ranks):
+    def body(comm):
+        return state_elsewhere(comm, *stepped(comm, lambda state: {**state, "mask": [torch.eye(2).to_sparse()]}))
+
+    for error in run_ranks(2, body):
+        assert type(error) is CheckpointError
+        assert "'mask' of '1.weight' differs between ranks: rank 0 has none, rank 1 has a list" in str(error)

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -79,6 +80,35 @@ class Incomparable(Odd):
         raise ValueError("ambiguous")
 
     __hash__ = None
+
+
+class Uncopyable(Odd):
+    """Cannot be copied, as a lock cannot."""
+
+    def __init__(self):
+        super().__init__(1)
+
+    def __deepcopy__(self, memo):
+        raise TypeError("there is one")
+
+
+class Unreadable:
+    """Can be pickled, and not unpickled, as an object of a class that another rank cannot import."""
+
+    def __reduce__(self):
+        return _refuse, ()
+
+
+def _refuse():
+    raise ImportError("no such module")
+
+
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-2, 2), st.floats(width=16), st.text("ab", max_size=2)),
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.sampled_from("ab"), inner, max_size=2)),
+    max_leaves=4,
+)
+"""What is no tensor, nested."""
 
 
 class Block(nn.Module):

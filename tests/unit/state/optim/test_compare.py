@@ -1,4 +1,3 @@
-import copy
 import pickle
 import threading
 import zlib
@@ -14,20 +13,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.state.optim.compare import (
+    GatheredState,
     PosDimTensorInfo,
     RankState,
     StateInfo,
     allgather_state_info,
-    check_nested,
     check_same_groups,
     convert_all_state_info,
     describe,
+    differing_unsharded,
     is_zero_dim_tensor,
-    same,
-    tellable,
 )
+from hpcfsdp.state.optim.values import same
 from hpcfsdp.state.transfer import OnFirst
-from tests.unit.state.optim.examples import Incomparable, Odd
+from tests.unit.state.optim.examples import Incomparable, Odd, Unreadable, values
 
 NAN = float("nan")
 
@@ -107,68 +106,6 @@ def test_shapes_are_compared_where_they_are_asked_for():
     }
 
 
-def test_what_other_ranks_are_told_of_a_value():
-    for value in (True, 3, 2.5, "x", None, (1, 2), {"a": [1.5]}, Odd(3)):
-        assert tellable(value) is value
-    assert tellable(lambda: 3) == "<function, which cannot be pickled>"
-    assert tellable([threading.Lock()]) == "<list, which cannot be pickled>"
-
-    class Refuses:
-        def __reduce__(self):
-            raise KeyError("no")
-
-    assert tellable(Refuses()).endswith("Refuses, which cannot be pickled>")
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "equal"),
-    [
-        (1, 1.0, True),
-        ("a", "b", False),
-        (NAN, NAN, True),
-        (NAN, 1.0, False),
-        ((1, NAN), [1, NAN], True),
-        ([1], [1, 2], False),
-        ({"a": [NAN]}, {"a": (NAN,)}, True),
-        ({"a": 1}, {"b": 1}, False),
-        ({"a": 1}, [1], False),
-        (None, None, True),
-        (None, 0, False),
-        (torch.tensor(1.0), torch.tensor(1.0), True),
-        (torch.tensor(1.0), torch.tensor(2.0), False),
-        (torch.tensor(1.0), torch.tensor(1), False),
-        (torch.tensor(1.0), 1.0, False),
-        (1.0, torch.tensor(1.0), False),
-        (torch.ones(2), torch.ones(1, 2), False),
-        (torch.ones(2), torch.nn.Parameter(torch.ones(2)), False),
-        (torch.tensor(NAN), torch.tensor(NAN), True),
-        (torch.tensor([1, NAN]), torch.tensor([1, NAN]), True),
-        (torch.tensor([1, NAN]), torch.tensor([NAN, 1]), False),
-        ([torch.ones(2), NAN], [torch.ones(2), NAN], True),
-        (np.ones(2), np.ones(2), True),
-        (np.ones(2), np.zeros(2), False),
-        (np.float32(NAN), np.float32(NAN), True),
-        (Odd(1), Odd(1), True),
-        (Odd(1), Odd(2), False),
-        (Incomparable(1), Incomparable(1), True),
-        (Incomparable(1), Incomparable(2), False),
-        (Incomparable(1), 3, False),
-        (torch.bfloat16, torch.bfloat16, True),
-    ],
-    ids=str,
-)
-def test_equality(one, other, equal):
-    assert bool(same(one, other)) is equal
-    assert bool(same(other, one)) is equal
-
-
-values = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-2, 2), st.floats(width=16), st.text("ab", max_size=2)),
-    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.sampled_from("ab"), inner, max_size=2)),
-    max_leaves=4,
-)
-
-
 tensors = st.builds(
     lambda shape, dtype, fill: torch.full(shape, fill).to(dtype),
     st.sampled_from([(), (2,), (0, 3), (2, 1)]),
@@ -188,62 +125,89 @@ rank_states = st.builds(
 )
 
 
-@given(values)
-@settings(deadline=None, max_examples=50)
-def test_everything_equals_a_copy_of_itself(value):
-    assert same(value, copy.deepcopy(value))
+# One hash for each part of what ranks have
 
 
-# One hash for what ranks have
+def digests(rank_state):
+    return rank_state.packed().digests
 
 
 def description(rank_state):
-    states = {name: info.kinds(with_shapes=True) for name, info in rank_state.states.items()}
-    return rank_state.groups, states, sorted(rank_state.empty)
+    """What of it counts, by part."""
+    names = sorted({*rank_state.states, *rank_state.empty})
+    told = {name: rank_state.states[name] for name in names if name not in rank_state.empty}
+    places = {name: place for place, name in enumerate(names)}
+    return {
+        "groups": rank_state.groups,
+        "names": names,
+        "states": (len(names), {places[name]: info.kinds(with_shapes=False) for name, info in told.items()}),
+        "unsharded": {},
+    }
 
 
 @given(rank_states, rank_states)
 @settings(deadline=None, max_examples=50)
-def test_equal_digests_are_of_equal_descriptions(one, other):
-    if one.digest() == other.digest():
-        assert same(description(one), description(other))
-    if not same(description(one), description(other)):
-        assert one.digest() != other.digest()
+def test_equal_digests_are_of_equal_parts(one, other):
+    for part, digest in digests(one).items():
+        if digest == digests(other)[part]:
+            assert same(description(one)[part], description(other)[part])
+        if not same(description(one)[part], description(other)[part]):
+            assert digest != digests(other)[part]
 
 
 @given(rank_states)
 @settings(deadline=None, max_examples=50)
-def test_equal_descriptions_have_equal_digests(state):
-    assert state.digest() == state.digest()
-    assert len(state.digest()) == 32
-    assert pickle.loads(pickle.dumps(state)).digest() == state.digest()
+def test_equal_states_have_equal_digests(state):
+    assert digests(state) == digests(state)
+    assert digests(pickle.loads(pickle.dumps(state))) == digests(state)
+    assert [len(digest) for digest in digests(state).values()] == [16] * 4
+
+
+def example(**changed):
+    state = {"step": torch.tensor(3.0), "sum": torch.ones(3), "kind": "mean"}
+    arguments = {"empty": {"q"}, "unsharded": {"u": StateInfo.of(state)}, **changed}
+    return RankState([(["p", "q"], {"lr": 0.1})], {"p": StateInfo.of(state)}, **arguments)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("part", "change"),
     [
-        lambda s: s.groups[0][1].update(lr=0.2),
-        lambda s: s.groups[0][0].reverse(),
-        lambda s: s.groups.pop(),
-        lambda s: s.states.pop("p"),
-        lambda s: s.states["p"].scalar_tensors.update(step=torch.tensor(4.0)),
-        lambda s: s.states["p"].scalar_tensors.update(step=torch.tensor(3)),
-        lambda s: s.states["p"].tensors.update(sum=PosDimTensorInfo((2,), torch.float32)),
-        lambda s: s.states["p"].tensors.update(sum=PosDimTensorInfo((3,), torch.float64)),
-        lambda s: s.states["p"].tensors.update(sum=PosDimTensorInfo((3,), torch.float32, "DTensor")),
-        lambda s: s.states["p"].non_tensors.update(kind="max"),
-        lambda s: s.empty.add("p"),
+        ("groups", lambda s: s.groups[0][1].update(lr=0.2)),
+        ("groups", lambda s: s.groups[0][0].reverse()),
+        ("groups", lambda s: s.groups.pop()),
+        ("states", lambda s: (s.states.pop("p"), s.empty.add("p"))),
+        ("states", lambda s: s.states["p"].scalar_tensors.update(step=torch.tensor(4.0))),
+        ("states", lambda s: s.states["p"].scalar_tensors.update(step=torch.tensor(3))),
+        ("states", lambda s: s.states["p"].tensors.update(sum=PosDimTensorInfo((3,), torch.float64))),
+        ("states", lambda s: s.states["p"].non_tensors.update(kind="max")),
+        ("states", lambda s: s.empty.add("p")),
+        ("unsharded", lambda s: s.unsharded["u"].tensors.update(sum=PosDimTensorInfo((2,), torch.float32))),
+        ("unsharded", lambda s: s.unsharded["u"].tensors.update(sum=PosDimTensorInfo((3,), torch.float32, "DTensor"))),
+        ("unsharded", lambda s: s.unsharded.pop("u")),
     ],
 )
-def test_whatever_is_different_shows_in_the_digest(change):
-    def make():
-        state = {"step": torch.tensor(3.0), "sum": torch.ones(3), "kind": "mean"}
-        return RankState([(["p", "q"], {"lr": 0.1})], {"p": StateInfo.of(state)}, {"q"})
-
-    one, other = make(), make()
-    assert one.digest() == other.digest()
+def test_whatever_is_different_shows_in_the_digest_of_its_part(part, change):
+    one, other = example(), example()
+    assert digests(one) == digests(other)
     change(other)
-    assert one.digest() != other.digest()
+    assert {part for part in digests(one) if digests(one)[part] != digests(other)[part]} == {part}
+
+
+@pytest.mark.parametrize(
+    "info", [PosDimTensorInfo((2,), torch.float32), PosDimTensorInfo((3,), torch.float32, "DTensor")]
+)
+@pytest.mark.parametrize("with_shapes", [False, True])
+def test_shapes_of_sharded_state_show_where_they_have_to_be_the_same(info, with_shapes):
+    one, other = example(with_shapes=with_shapes), example(with_shapes=with_shapes)
+    other.states["p"].tensors.update(sum=info)
+    assert (digests(one) == digests(other)) is not with_shapes
+
+
+def test_what_a_rank_has_of_a_parameter_that_it_holds_nothing_of_is_not_told():
+    one, other = example(), example()
+    other.states["q"] = StateInfo.of({"step": torch.tensor(1.0)})
+    assert digests(one) == digests(other)
+    assert other.packed().infos == [other.states["p"]]
 
 
 def test_a_name_that_is_another_object_has_the_same_digest():
@@ -252,7 +216,7 @@ def test_a_name_that_is_another_object_has_the_same_digest():
     own = RankState([([name], {"lr": 0.1})], {name: StateInfo()}, {name})
     told = RankState([([name], {"lr": 0.1})], {"".join(["block", ".weight"]): StateInfo()}, {"block" + name[5:]})
     assert own == told
-    assert own.digest() == told.digest()
+    assert digests(own) == digests(told)
 
 
 class Counting:
@@ -266,96 +230,146 @@ class Counting:
         return self._comm.all_gather_object(value)
 
 
-def test_ranks_that_have_the_same_send_a_hash_alone(run_ranks):
+def test_ranks_that_have_the_same_send_hashes_alone(run_ranks):
     def body(comm):
-        ranks, mine = Counting(comm), RankState([], {"p": StateInfo.of({"step": torch.tensor(NAN)})})
-        return ranks.sent, allgather_state_info(ranks, mine), mine
+        ranks, mine = Counting(comm), example(empty=set())
+        found = allgather_state_info(ranks, mine.packed())
+        assert found.groups == [mine.groups] * 3
+        assert all(unsharded is mine.unsharded for unsharded in found.unsharded)
+        assert convert_all_state_info(found)["p"] is mine.states["p"]
+        return ranks.sent == [digests(mine)]
 
-    for sent, found, mine in run_ranks(3, body):
-        assert [whole for whole, _ in sent] == [mine.digest()]
-        assert len(found) == 3
-        assert all(other is mine for other in found)
+    assert run_ranks(3, body) == [True] * 3
 
 
-def test_ranks_that_differ_send_all_that_they_have(run_ranks):
+@pytest.mark.parametrize("part", ["groups", "names", "states", "unsharded"])
+def test_a_part_is_sent_only_if_ranks_have_different_ones(run_ranks, part):
+    """Groups name all parameters, and of original parameters no two ranks hold the same."""
+
+    def mine(rank):
+        state = example(names=["p", "q", "r"])
+        if part == "groups":
+            state.groups[0][1]["lr"] = rank
+        elif part == "names":
+            state.names = ["p", "q", "xyz"[rank]]
+        elif part == "states":
+            state.states["p"] = StateInfo.of({"rank": rank // 2})
+        else:
+            state.unsharded["u"] = StateInfo.of({"rank": rank // 2})
+        return state
+
     def body(comm):
-        ranks, mine = Counting(comm), RankState([], {"p": StateInfo.of({"rank": comm.rank // 2})}, {"q"})
-        return ranks.sent, allgather_state_info(ranks, mine)
-
-    for sent, found in run_ranks(3, body):
-        assert len(sent) == 2
-        assert found == [RankState([], {"p": StateInfo(non_tensors={"rank": rank // 2})}, {"q"}) for rank in range(3)]
-
-
-def test_groups_are_sent_only_if_they_differ(run_ranks):
-    """They name all parameters, and original parameters have ranks send what else they have."""
-
-    def body(comm, differing):
         ranks = Counting(comm)
-        groups = [(["p", "q"], {"lr": 0.1 + differing * comm.rank})]
-        found = allgather_state_info(ranks, RankState(groups, {"p": StateInfo.of({"rank": comm.rank})}))
-        assert [one.groups[0][1]["lr"] for one in found] == [0.1 + differing * rank for rank in range(comm.size)]
-        return pickle.loads(zlib.decompress(ranks.sent[1])).groups
+        return ranks.sent, allgather_state_info(ranks, mine(comm.rank).packed())
 
-    assert run_ranks(2, lambda comm: body(comm, 0)) == [[], []]
-    assert run_ranks(2, lambda comm: body(comm, 1))[1] == [(["p", "q"], {"lr": 1.1})]
-
-
-def test_values_with_large_tensors_in_them_are_refused():
-    check_nested("w", {"small": [torch.zeros(100)], "tensor": torch.zeros(1 << 20), "text": "x" * (1 << 20)})
-    with pytest.raises(StateDictError, match=r"'old_dirs' of 'w' is a list of tensors with 131072 elements"):
-        check_nested("w", {"old_dirs": [torch.zeros(1 << 16), {"more": (torch.zeros(1 << 16),)}]})
-
-
-class Plain:
-    """Equal to itself alone, as objects are by default."""
-
-    def __init__(self, value):
-        self.value = value
+    for rank, (sent, found) in enumerate(run_ranks(3, body)):
+        assert [*sent[1]] == [part]
+        assert sent[1][part] == zlib.compress(mine(rank).packed().texts[part])
+        assert found.groups == [mine(rank).groups for rank in range(3)]
+        assert found.unsharded == [mine(rank).unsharded for rank in range(3)]
+        names, infos, codes = found.states
+        assert names == (["p", "q", "r"] if part != "names" else ["p", "q", "x", "y", "z"])
+        assert len(infos) == (2 if part == "states" else 1)
+        assert codes[:, 0].tolist() == ([0, 0, 1] if part == "states" else [0] * len(codes))
+        assert set(codes[:, 1].tolist()) == {-2}
+        assert set(codes[:, 2:].flatten().tolist()) == {-1}
 
 
-def test_objects_that_have_no_equality_are_the_same_if_their_content_is():
-    assert same(Plain(3), Plain(3))
-    assert not same(Plain(3), Plain(4))
+def test_the_state_of_many_parameters_is_told_once():
+    names = [f"model.layers.{index}.attention.weight" for index in range(10_000)]
+
+    def of(rank, count):
+        state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(8)}
+        held = names[rank * 100 : rank * 100 + count]
+        return RankState([], {name: StateInfo.of(state) for name in held}, set(names) - set(held), names=names)
+
+    few, many = (len(zlib.compress(of(3, count).packed().texts["states"])) for count in (1, 5000))
+    assert many - few < 100
+    found = convert_all_state_info(gathered_of(of(0, 5000), of(50, 5000)))
+    assert list(found) == names
+    assert len({id(info) for info in found.values()}) == 1
 
 
-def test_tensors_in_what_is_told_lie_in_host_memory():
-    told = tellable({"lr": torch.ones(2, requires_grad=True), "more": [1, (torch.ones(1),)]})
-    assert same(told["more"], [1, (torch.ones(1),)])
-    assert same(told["lr"], torch.ones(2))
-    assert not told["lr"].requires_grad
+def test_what_a_rank_cannot_unpickle_is_an_error_that_names_the_one_which_has_it():
+    odd = StateInfo.of({"own": 3})
+    odd.non_tensors["own"] = Unreadable()  # as a class is that other ranks cannot import
+    own = RankState([], {"p": StateInfo.of({"own": 3})})
+    for part, other in (
+        ("states", RankState([], {"p": odd})),
+        ("groups", RankState([(["p"], {"own": Unreadable()})], {})),
+        ("unsharded", RankState([], {}, unsharded={"p": odd})),
+    ):
+        found = gathered_of(own, other)
+        with pytest.raises(StateDictError, match=r"^what rank 1 tells .* cannot be unpickled: ImportError: no such"):
+            getattr(found, part)
+    for look in (check_same_groups, convert_all_state_info, differing_unsharded):
+        with pytest.raises(StateDictError, match="rank 1"):
+            look(gathered_of(own, RankState([(["p"], {"own": Unreadable()})], {"p": odd}, unsharded={"p": odd})))
 
 
 # States of all ranks together
 
 
-def gathered(*states, empty=()):
-    """What ranks have told, each of the states of some parameters."""
+def gathered_of(*of_ranks):
+    """What is known when ranks have told each other, some parts or, as here, all of them."""
+    packed = [state.packed() for state in of_ranks]
+    return GatheredState(packed[0], [{part: zlib.compress(text) for part, text in one.texts.items()} for one in packed])
+
+
+def gathered(*states, empty=(), with_shapes=False):
+    """The same, of ranks that have states of some parameters."""
     empties = [*empty, *[set()] * len(states)]
-    return [
-        RankState([], {name: StateInfo.of(state) for name, state in of_rank.items()}, set(nothing))
-        for of_rank, nothing in zip(states, empties, strict=False)
-    ]
+    return gathered_of(
+        *(
+            RankState(
+                [],
+                {name: StateInfo.of(state) for name, state in of_rank.items()},
+                set(nothing),
+                with_shapes=with_shapes,
+            )
+            for of_rank, nothing in zip(states, empties, strict=False)
+        )
+    )
 
 
 def test_states_that_are_the_same_on_all_ranks():
     state = {"p": {"step": torch.tensor(NAN), "rate": NAN, "kind": Incomparable(3), "sum": torch.ones(3)}}
-    [one] = gathered(state)
-    assert convert_all_state_info([one] * 3) == one.states
-    assert convert_all_state_info([one] * 3) is not one.states
-    told = gathered(state, state, state)
-    assert convert_all_state_info(told)["p"] is told[0].states["p"]
+    found = convert_all_state_info(gathered(state, state, state))
+    assert list(found) == ["p"]
+    assert same(found["p"].kinds(with_shapes=True), StateInfo.of(state["p"]).kinds(with_shapes=True))
+    assert convert_all_state_info(gathered({}, {})) == {}
 
 
 def test_ranks_may_lack_the_state_of_what_they_do_not_hold():
-    told = gathered(
-        {"q": {"step": torch.tensor(2.0)}},
-        {"p": {"step": torch.tensor(1.0), "sum": torch.ones(2)}, "q": {"step": torch.tensor(2.0)}},
-        {"p": {"step": torch.tensor(7.0), "sum": torch.ones(0)}, "q": {"step": torch.tensor(2.0)}},
-        empty=[{"p"}, set(), {"p"}],
+    found = convert_all_state_info(
+        gathered(
+            {"q": {"step": torch.tensor(2.0)}},
+            {"p": {"step": torch.tensor(1.0), "sum": torch.ones(2)}, "q": {"step": torch.tensor(2.0)}},
+            {"p": {"step": torch.tensor(7.0), "sum": torch.ones(0)}, "q": {"step": torch.tensor(2.0)}},
+            empty=[{"p"}, set(), {"p"}],
+        )
     )
-    found = convert_all_state_info(told)
-    assert found == {"q": told[0].states["q"], "p": told[1].states["p"]}
+    assert list(found) == ["p", "q"]
+    assert found["q"] == StateInfo.of({"step": torch.tensor(2.0)})
+    assert found["p"] == StateInfo.of({"step": torch.tensor(1.0), "sum": torch.ones(2)})
+
+
+def test_a_rank_that_does_not_know_a_parameter_lacks_its_state():
+    """As where ranks have different models: the names that one of them has are not those of the others."""
+    first = RankState([], {"p": StateInfo()}, names=["p", "q"])
+    second = RankState([], {}, names=["q"])
+    with pytest.raises(StateDictError) as caught:
+        convert_all_state_info(gathered_of(first, second, second))
+    assert str(caught.value) == (
+        "rank 1 has no optimizer state of 'p', and rank 0 has: all ranks must step the same parameters"
+    )
+
+
+def test_values_whose_digests_differ_are_compared_one_by_one():
+    """As numbers of different types do that are equal, in what is nested."""
+    first, second = ({"p": {"own": {"x": value}}, "q": {"own": {"x": value}}} for value in (1, 1.0))
+    found = convert_all_state_info(gathered(first, second, second))
+    assert found == {"p": StateInfo.of(first["p"]), "q": StateInfo.of(first["q"])}
 
 
 @pytest.mark.parametrize(
@@ -383,12 +397,13 @@ def test_ranks_may_lack_the_state_of_what_they_do_not_hold():
     ids=str,
 )
 def test_state_that_differs_between_ranks(first, second, with_shapes, said):
-    told = gathered(*({"p": {"same": 1}, "q": {"a": 0, "value": value}} for value in (first, first, second)))
+    states = ({"p": {"same": 1}, "q": {"a": 0, "value": value}} for value in (first, first, second))
+    told = gathered(*states, with_shapes=with_shapes)
     if said is None:
-        assert set(convert_all_state_info(told, with_shapes=with_shapes)) == {"p", "q"}
+        assert set(convert_all_state_info(told)) == {"p", "q"}
         return
     with pytest.raises(StateDictError) as caught:
-        convert_all_state_info(told, with_shapes=with_shapes)
+        convert_all_state_info(told)
     assert str(caught.value) == (
         f"optimizer state 'value' of 'q' differs between ranks: rank 0 has {said[0]}, rank 2 has {said[1]}"
     )
@@ -415,7 +430,7 @@ def test_a_rank_without_the_state_of_a_parameter(states, lacks, has):
 
 
 def with_groups(*of_ranks):
-    return [RankState(groups, {}) for groups in of_ranks]
+    return gathered_of(*(RankState(groups, {}) for groups in of_ranks))
 
 
 def test_groups_that_are_the_same():
@@ -472,3 +487,25 @@ def test_groups_of_no_sharded_parameter_are_named_by_their_number():
     with pytest.raises(StateDictError) as caught:
         check_same_groups(with_groups([([], {"lr": 1})], [([], {"lr": 2})]))
     assert str(caught.value) == "'lr' in parameter group 0 of rank 1's optimizer is 2, of rank 0's 1"
+
+
+# State that is not sharded
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({"p": {"a": 1}}, {"p": {"a": 1}}, None),
+        ({"p": {"a": [1]}}, {"p": {"a": [1.0]}}, None),
+        ({"p": {"a": NAN}}, {"p": {"a": NAN}}, None),
+        ({"p": {"a": 1}}, {"p": {"a": 2}}, "'p' on rank 0 and rank 2"),
+        ({"p": {"a": 1}}, {"p": {"a": 1}, "q": {}}, "'q' on rank 0 and rank 2"),
+        ({"p": {"a": torch.ones(2)}}, {"p": {"a": torch.ones(3)}}, "'p' on rank 0 and rank 2"),
+    ],
+)
+def test_where_state_differs_that_is_not_sharded(first, second, said):
+    of_ranks = (
+        RankState([], {}, unsharded={name: StateInfo.of(state) for name, state in states.items()})
+        for states in (first, first, second)
+    )
+    assert differing_unsharded(gathered_of(*of_ranks)) == said

@@ -30,6 +30,7 @@ from tests.unit.state.optim.examples import (
     SHAPES,
     Incomparable,
     Odd,
+    Uncopyable,
     make_info,
     run_of,
     shard_of,
@@ -230,13 +231,24 @@ def test_the_plan_of_one_parameter_of_another_shape():
 
 def test_copies_are_new_memory():
     value, nested = torch.ones(2, requires_grad=True), {"a": [torch.ones(1)]}
-    found = own_copy(value)
+    found = own_copy("'a' of 'p'", value)
     assert torch.equal(found, value)
     assert found.data_ptr() != value.data_ptr()
     assert not found.requires_grad
-    own_copy(nested)["a"][0].zero_()
+    own_copy("'a' of 'p'", nested)["a"][0].zero_()
     assert nested["a"][0] == 1
-    assert own_copy(None) is None
+    assert own_copy("'a' of 'p'", None) is None
+
+
+def test_what_cannot_be_copied_is_named():
+    states = states_of(call=Uncopyable())
+    one_by_one = make_info(FakeCommunicator(0, 2), TWO, original=True)
+    for plan in (lambda: flat_plan(states), lambda: plan_orig_state(one_by_one, "p.w", states["p.w"], {"avg"})):
+        with pytest.raises(StateDictError) as caught:
+            plan()
+        assert str(caught.value) == (
+            "optimizer state 'call' of 'p.w' is a Uncopyable, which cannot be copied: there is one"
+        )
 
 
 # Filling
@@ -365,7 +377,7 @@ def test_state_of_parameters_that_are_stepped_one_by_one_comes_back(
         own = shard_orig_param_state(info, plans)
         empty = {name for name in shapes if comm.rank in info.empty_ranks(name)}
         told = RankState([], {name: StateInfo.of(state) for name, state in own.items()}, empty)
-        merged = convert_all_state_info(allgather_state_info(comm, told))
+        merged = convert_all_state_info(allgather_state_info(comm, told.packed()))
         return convert_state_with_orig_params(info, own, merged, Form())
 
     for found in run_ranks(size, body):

@@ -9,7 +9,6 @@ from hpcfsdp.state.optim.compare import (
     StateInfo,
     allgather_state_info,
     convert_all_state_info,
-    same,
 )
 from hpcfsdp.state.optim.gather import (
     allgather_orig_param_states,
@@ -17,6 +16,7 @@ from hpcfsdp.state.optim.gather import (
     communicate_optim_state,
     gather_all_orig_param_state,
 )
+from hpcfsdp.state.optim.values import same
 from hpcfsdp.state.transfer import Form
 from tests.unit.state.optim.examples import NO_SHARD, SHAPES, Odd, make_info, run_of, shard_of, values_of
 
@@ -133,7 +133,7 @@ def test_the_states_of_parameters_that_are_stepped_one_by_one(run_ranks, size):
             if name not in empty
         }
         told = RankState([], {name: StateInfo.of(state) for name, state in own.items()}, empty)
-        merged = convert_all_state_info(allgather_state_info(comm, told))
+        merged = convert_all_state_info(allgather_state_info(comm, told.packed()))
         found = gather_all_orig_param_state(info, own, merged, Form())
         return {
             name: {**state.tensor_state, **state.zero_dim_tensor_state, **state.non_tensor_state}
@@ -155,7 +155,7 @@ def test_state_is_that_of_a_rank_which_holds_something_of_the_parameter(run_rank
         is_empty = comm.rank in info.empty_ranks("p")
         own = {"p": {"step": torch.tensor(1.0 if is_empty else 3.0), "count": 1 if is_empty else 3}}
         told = RankState([], {"p": StateInfo.of(own["p"])}, {"p"} if is_empty else set())
-        merged = convert_all_state_info(allgather_state_info(comm, told))
+        merged = convert_all_state_info(allgather_state_info(comm, told.packed()))
         found = gather_all_orig_param_state(info, own, merged, Form())["p"]
         return found.zero_dim_tensor_state["step"].item(), found.non_tensor_state["count"]
 

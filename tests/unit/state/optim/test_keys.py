@@ -63,9 +63,8 @@ def test_items_come_in_the_order_of_their_keys():
 
 
 def test_a_flat_parameter_knows_the_places_and_the_ranks_of_its_parameters():
-    info = make_info(FakeCommunicator(1, 3), frozen=("b", "none"))
+    info = make_info(FakeCommunicator(1, 3))
     assert info.param_indices == {name: place for place, name in enumerate(SHAPES)}
-    assert info.param_requires_grad == [True, True, False, False, True]
     assert info.comm is info.groups.shard
     # Of twelve elements on each rank, those of "a" are 0 to 14; what follows begins at multiples of four.
     assert {name: info.empty_ranks(name) for name in SHAPES} == {
@@ -102,7 +101,6 @@ def test_each_sharded_parameter_is_in_a_flat_one_under_its_first_name(original):
     ]
     assert len({id(info) for info in infos.values()}) == len(flats)
     assert infos["block.wide"].layout.dtype is torch.float64
-    assert infos["block.fixed"].param_requires_grad == [False]
     assert all(info.groups is model._groups for info in infos.values())
 
 

@@ -1,13 +1,14 @@
 import logging
 import threading
+import warnings
 import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import FullOptimStateDictConfig, ShardingStrategy, StateDictType
 
-from hpcfsdp.errors import DisagreementError, StateDictError
+from hpcfsdp.errors import DisagreementError, HpcfsdpError, StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.state.model import clean_fqn
 from hpcfsdp.state.optim import load
@@ -17,7 +18,18 @@ from hpcfsdp.state.optim.load import optim_state_dict_to_load
 from hpcfsdp.state.optim.scatter import broadcast_state
 from hpcfsdp.state.transfer import OnFirst
 from hpcfsdp.wrap import ModuleWrapPolicy
-from tests.unit.state.optim.examples import NO_SHARD, Block, Net, copied, give, raised, shard, values_of, whole_states
+from tests.unit.state.optim.examples import (
+    NO_SHARD,
+    Block,
+    Net,
+    Uncopyable,
+    copied,
+    give,
+    raised,
+    shard,
+    values_of,
+    whole_states,
+)
 
 ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
@@ -724,3 +736,130 @@ def test_tensors_without_values_are_refused(run_ranks, first, kind):
 
     for message in raised(run_ranks(2, body), StateDictError):
         assert "block.weight/mean" in message
+
+
+@FIRST
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("given", [(5, 5), (2, 4, 1), ()], ids=str)
+def test_state_of_whole_parameters_has_the_shape_that_the_optimizer_knows(run_ranks, first, strict, given):
+    """Of a parameter that no unit owns, and of one that is whole on each rank: the next step would fail."""
+    states = whole_states(Net())
+    message = ": it is the state of another model, or of another optimizer"
+    for name, shape, strategy in (("loose.weight", (4, 2), None), ("block.weight", (5, 3), NO_SHARD)):
+        other = copied(states)
+        other[name]["mean"] = torch.ones(given)
+
+        def body(comm, other=other, strategy=strategy):
+            model, optimizer = make(comm, True, sharding_strategy=strategy)
+            give(model, optimizer, states)
+            given = whole(other) if comm.rank == 0 or not first else None
+            return to_load(model, optimizer, given, rank0_only=first, strict=strict)
+
+        assert set(raised(run_ranks(2, body), StateDictError)) == {
+            f"state 'mean' of {name!r} has shape {given}, and that of the optimizer {shape}{message}"
+        }
+
+
+def test_state_that_is_a_tensor_for_one_and_a_number_for_the_other_is_loaded(run_ranks):
+    """As the count of steps of torch's older optimizers."""
+    states = copied(whole_states(Net()))
+    states["loose.weight"]["step"] = 7
+
+    def body(comm):
+        model, optimizer = make(comm, True)
+        give(model, optimizer, whole_states(Net()))
+        return to_load(model, optimizer, whole(states))["state"][names_of(model).index("loose.weight")]["step"]
+
+    assert run_ranks(2, body) == [7, 7]
+
+
+@ORIGINAL
+@pytest.mark.filterwarnings("ignore:optimizer state 'history' belongs to no parameter")
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ("block.weight", "'call' of 'block.weight'"),
+        ("loose.weight", "'call' of 'loose.weight'"),
+        ("history", "'call' of 'history'"),
+    ],
+)
+def test_what_one_rank_cannot_copy_is_an_error_on_all_ranks(run_ranks, original, key, what):
+    def given_of(rank):
+        given = whole()
+        names = ["block.weight", "block.wide", "block.none"] if key == "block.weight" else [key]
+        for name in names:  # those that may share a flat parameter
+            given["state"].setdefault(name, {})["call"] = Uncopyable() if rank else 1
+        return given
+
+    def body(comm):
+        model, optimizer = make(comm, original)
+        return optim_state_dict_to_load(model, optimizer, given_of(comm.rank))
+
+    first, second = raised(run_ranks(2, body), StateDictError)
+    assert second == f"optimizer state {what} is a Uncopyable, which cannot be copied: there is one"
+    assert first == f"rank 1: {second}"
+
+
+def test_what_a_group_cannot_copy_is_an_error_on_all_ranks(run_ranks):
+    def given_of(rank):
+        return whole(groups=[{"params": NAMES, "call": Uncopyable() if rank else 1}])
+
+    def body(comm):
+        return optim_state_dict_to_load(*make(comm, True), given_of(comm.rank))
+
+    first, second = raised(run_ranks(2, body), StateDictError)
+    assert second == "optimizer state 'call' of a parameter group is a Uncopyable, which cannot be copied: there is one"
+    assert first == f"rank 1: {second}"
+
+
+@FIRST
+def test_names_that_have_no_order_are_an_error_on_all_ranks(run_ranks, first):
+    def body(comm):
+        given = whole()
+        given["state"]["loose.weight"][3] = 4
+        given = given if comm.rank == 0 or not first else None
+        return optim_state_dict_to_load(*make(comm, True), given, rank0_only=first)
+
+    assert [type(error) for error in run_ranks(2, body)] == [TypeError, TypeError]
+
+
+def test_warnings_that_are_errors_are_raised_on_all_ranks(run_ranks):
+    """Of an entry that one rank alone has."""
+
+    def body(comm):
+        given = whole()
+        if comm.rank:
+            given["state"]["history"] = 3
+        return optim_state_dict_to_load(*make(comm, False), given)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, second = run_ranks(2, body)
+    assert type(first) is HpcfsdpError
+    assert str(first) == f"rank 1: UserWarning: {second}"
+    assert isinstance(second, UserWarning)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_who_has_the_state_dict_is_told_by_the_settings_of_the_model(run_ranks, first):
+    def body(comm):
+        model, optimizer = make(comm, False)
+        config = FullOptimStateDictConfig(rank0_only=first)
+        model.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config)
+        given = whole() if comm.rank == 0 or not first else {"state": {}}
+        found = to_load(model, optimizer, given, rank0_only=None)
+        return same(found["state"], expected_state(model, optimizer, whole()["state"]))
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_settings_that_differ_on_one_rank_are_an_error_on_all_ranks(run_ranks):
+    def body(comm):
+        model, optimizer = make(comm, False)
+        if comm.rank == 1:
+            model.set_state_dict_type(model.module.block, StateDictType.SHARDED_STATE_DICT)
+        return to_load(model, optimizer, whole(), rank0_only=None)
+
+    first, second = raised(run_ranks(2, body), StateDictError)
+    assert second.startswith("units of one model are set to different state dicts, ")
+    assert first == f"rank 1: {second}"

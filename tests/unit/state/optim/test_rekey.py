@@ -122,6 +122,42 @@ def test_tied_parameters_are_known_by_each_of_their_names(wrap):
     assert rekey_optim_state_dict({"state": other, "param_groups": groups}, ID, model, optim=optimizer) == given
 
 
+def twins():
+    """Two modules with one weight."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("names", [["0.weight", "1.weight"], ["1.weight", "0.weight"]], ids=str)
+def test_each_name_of_tied_parameters_at_once_is_one_number(names):
+    """As a state dict has them of a model in which they were not tied; the state of the first name counts."""
+    model = twins()
+    optimizer = stepped(model, [["0.weight", "2.weight"]])
+    named = rekey_optim_state_dict(optimizer.state_dict(), NAME, model, optim=optimizer)
+    first, other = named["state"]["0.weight"], {"momentum_buffer": torch.zeros(2, 2)}
+    state = {name: first if name == "0.weight" else other for name in names}
+    [group] = named["param_groups"]
+    group = {**group, "params": [*names, "2.weight"], "param_names": [*names, "2.weight"]}
+    given = {"state": {**state, "2.weight": named["state"]["2.weight"]}, "param_groups": [group]}
+    numbered = rekey_optim_state_dict(given, ID, model, optim=optimizer)
+    assert numbered["param_groups"][0]["params"] == [0, 1]
+    assert numbered["param_groups"][0]["param_names"] == ["0.weight", "2.weight"]
+    assert numbered["state"][0] is first
+    assert list(numbered["state"]) == [0, 1]
+    optimizer.load_state_dict(numbered)
+
+
+def test_names_of_tied_parameters_in_two_groups_are_refused():
+    groups = [{"params": ["0.weight"]}, {"params": ["2.weight", "1.weight"]}]
+    with pytest.raises(StateDictError) as caught:
+        rekey_optim_state_dict({"state": {}, "param_groups": groups}, ID, twins())
+    assert str(caught.value) == (
+        "'0.weight', or another parameter that is tied to it, is in the parameter groups 0 and 1 of the state dict: "
+        "leave it in one"
+    )
+
+
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
 partitions = st.tuples(st.permutations(NAMES), st.sets(st.integers(1, 3)), st.integers(0, 1)).map(
     lambda drawn: [

@@ -1,6 +1,8 @@
+import enum
 import logging
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,12 +15,12 @@ from torch.distributed.fsdp import (
 )
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.errors import DisagreementError, EngineError, StateDictError
+from hpcfsdp.errors import DisagreementError, EngineError, HpcfsdpError, StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.state.model import clean_fqn
-from hpcfsdp.state.optim.compare import same
 from hpcfsdp.state.optim.keys import get_param_to_fqns
 from hpcfsdp.state.optim.save import check_is_state_dict, form_of, optim_state_dict, with_keys_of
+from hpcfsdp.state.optim.values import same
 from hpcfsdp.state.settings import make_settings
 from hpcfsdp.state.transfer import Form
 from tests.unit.state.optim.examples import NO_SHARD, Block, Net, copied, give, raised, shard, whole_states
@@ -507,6 +509,247 @@ def test_what_cannot_be_copied_is_an_error_on_all_ranks(run_ranks, original):
 
     for message in raised(run_ranks(2, body), StateDictError):
         assert "'lock' of 'block.weight' is a lock, which cannot be copied" in message
+
+
+@ORIGINAL
+def test_a_hyper_parameter_that_cannot_be_copied_is_an_error_on_all_ranks(run_ranks, original):
+    """Torch refuses to copy a tensor that was computed from one with a gradient."""
+
+    def body(comm):
+        model, optimizer = make(comm, original, {})
+        optimizer.param_groups[0]["own"] = torch.ones(1, requires_grad=True) * 2 if comm.rank else torch.tensor([2.0])
+        return save(model, optimizer)
+
+    for message in raised(run_ranks(2, body), StateDictError):
+        assert "optimizer state 'own' of a parameter group is a Tensor, which cannot be copied" in message
+
+
+ODD_TENSORS = {
+    "meta": (lambda tensor: tensor.to("meta"), "is on the meta device"),
+    "sparse": (lambda tensor: tensor.to_sparse(), "is sparse_coo"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD_TENSORS.values(), ids=list(ODD_TENSORS))
+@pytest.mark.parametrize("key", ["mean", "step"])
+@pytest.mark.parametrize("name", ["block.weight", "loose.bias"], ids=["sharded", "loose"])
+@ORIGINAL
+def test_a_tensor_without_values_on_one_rank_is_an_error_on_all(run_ranks, original, name, key, odd):
+    """Before the ranks that have values wait for it."""
+    (make_odd, said), states = odd, whole_states(Net())
+
+    def body(comm):
+        model, optimizer = make(comm, original, states)
+        if comm.rank:
+            state = optimizer.state[one_of(model, name)]
+            state[key] = make_odd(state[key])
+        return save(model, optimizer)
+
+    first, second = raised(run_ranks(2, body), StateDictError)
+    assert second.startswith(f"'{name}/{key}' {said}")
+    assert first == f"rank 1: {second}"
+
+
+@ORIGINAL
+def test_a_tensor_without_values_of_no_parameter_is_an_error_on_all_ranks(run_ranks, original):
+    def body(comm):
+        model, optimizer = make(comm, original, {})
+        if comm.rank:
+            optimizer.state["history"] = torch.ones(2, device="meta")
+        return save(model, optimizer, FIRST)
+
+    first, second = raised(run_ranks(2, body), StateDictError)
+    assert second.startswith("'history' is on the meta device")
+    assert first == f"rank 1: {second}"
+
+
+@ORIGINAL
+def test_sparse_tensors_in_lists_are_shown_as_they_are(run_ranks, original):
+    states = whole_states(Net())
+
+    def body(comm):
+        model, optimizer = make(comm, original, states)
+        for state in optimizer.state.values():
+            state["masks"] = [torch.eye(2).to_sparse()]
+        optimizer.param_groups[0]["mask"] = torch.eye(3).to_sparse()
+        return save(model, optimizer)
+
+    for found in run_ranks(2, body):
+        assert same([state["masks"] for state in found["state"].values()], [[torch.eye(2).to_sparse()]] * len(states))
+        assert same(found["param_groups"][0]["mask"], torch.eye(3).to_sparse())
+
+
+@ORIGINAL
+def test_sparse_tensors_in_lists_that_differ_between_ranks(run_ranks, original):
+    def body(comm):
+        model, optimizer = make(comm, original, {})
+        optimizer.param_groups[0]["masks"] = [torch.eye(2).to_sparse() * comm.rank]
+        return save(model, optimizer)
+
+    for message in raised(run_ranks(2, body), StateDictError):
+        assert message.startswith("'masks' in parameter group 0 of rank 1's optimizer is [tensor(indices=")
+
+
+@ORIGINAL
+def test_arrays_that_differ_in_what_their_text_does_not_show(run_ranks, original):
+    def body(comm):
+        model, optimizer = make(comm, original, {})
+        array = np.zeros(2000)
+        array[1000] = comm.rank
+        optimizer.param_groups[0]["table"] = array
+        return save(model, optimizer)
+
+    for message in raised(run_ranks(2, body), StateDictError):
+        assert message.startswith("'table' in parameter group 0 of rank 1's optimizer is array(")
+
+
+class Local:
+    """Has an enumeration that cannot be pickled, as one is that a function defines."""
+
+    class Mode(enum.IntEnum):
+        ONE = 1
+
+    Mode.__qualname__ = "make.<locals>.Mode"
+
+
+@ORIGINAL
+def test_numbers_of_a_class_that_cannot_be_pickled(run_ranks, original):
+    states = whole_states(Net())
+
+    def body(comm, everywhere):
+        model, optimizer = make(comm, original, states)
+        if comm.rank or everywhere:
+            optimizer.param_groups[0]["mode"] = Local.Mode.ONE
+        return save(model, optimizer)
+
+    for found in run_ranks(2, lambda comm: body(comm, True)):
+        assert found["param_groups"][0]["mode"] is Local.Mode.ONE
+    for message in raised(run_ranks(2, lambda comm: body(comm, False)), StateDictError):
+        assert message.startswith(
+            "'mode' in parameter group 0 of rank 1's optimizer is '<make.<locals>.Mode, which cannot be pickled>', of "
+            "rank 0's missing"
+        )
+
+
+def test_state_of_a_class_that_cannot_be_pickled_where_a_rank_holds_nothing(run_ranks):
+    def body(comm):
+        model, optimizer = make(comm, True, whole_states(Net()))
+        for param, state in optimizer.state.items():
+            if param.numel():  # others are not stepped
+                state["mode"] = Local.Mode.ONE
+        return save(model, optimizer)
+
+    for message in raised(run_ranks(2, body), StateDictError):
+        assert "'mode' of" in message
+        assert "<make.<locals>.Mode, which cannot be pickled>, and of this parameter rank" in message
+
+
+class OfOneRank:
+    """An object of a class that one rank alone can import."""
+
+    here = threading.local()
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        return _import_and_make, (self.rank,)
+
+
+def _import_and_make(rank):
+    if rank != OfOneRank.here.rank:
+        raise ImportError(f"of rank {rank}")
+    return OfOneRank(rank)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("where", ["state", "group", "loose"])
+def test_what_another_rank_cannot_unpickle_is_an_error_on_all(run_ranks, original, where):
+    states = whole_states(Net())
+
+    def body(comm):
+        OfOneRank.here.rank = comm.rank
+        model, optimizer = make(comm, original, states)
+        names = {"state": "block.weight", "loose": "loose.bias"}
+        if where == "group":
+            optimizer.param_groups[0]["own"] = OfOneRank(comm.rank) if comm.rank else 1
+        else:
+            optimizer.state[one_of(model, names[where])]["own"] = OfOneRank(comm.rank) if comm.rank else 1
+        return save(model, optimizer)
+
+    first, second = raised(run_ranks(2, body), StateDictError)
+    assert first == (
+        "what rank 1 tells of its optimizer's state or groups cannot be unpickled: ImportError: of rank 1: have all "
+        "ranks import the modules that its values are from"
+    )
+    # The rank itself sees what it has and the other one has not, where that matters.
+    assert second == f"rank 0: {first}" if where == "loose" else "'own' " in second
+
+
+# What is taken from the optimizer and the model itself
+
+
+@ORIGINAL
+@pytest.mark.parametrize("kind", [KINDS.FULL_STATE_DICT, KINDS.SHARDED_STATE_DICT])
+def test_form_and_state_dict_are_those_that_are_set_and_held(run_ranks, original, kind):
+    states = whole_states(Net())
+
+    def body(comm):
+        # Under NO_SHARD tensors are whole in any form: a thread has no ranks for others.
+        model, optimizer = make(comm, original, states, sharding_strategy=NO_SHARD)
+        FullyShardedDataParallel.set_state_dict_type(model, kind)
+        return optim_state_dict(model, optimizer)
+
+    assert all(same(found["state"], states) for found in run_ranks(2, body))
+
+
+@ORIGINAL
+def test_the_form_is_that_which_is_set(run_ranks, original):
+    states = whole_states(Net())
+
+    def body(comm):
+        model, optimizer = make(comm, original, states)
+        config = FullOptimStateDictConfig(rank0_only=True)
+        FullyShardedDataParallel.set_state_dict_type(model, KINDS.FULL_STATE_DICT, None, config)
+        return optim_state_dict(model, optimizer)
+
+    first, second = run_ranks(2, body)
+    assert same(first["state"], states)
+    assert second == {}
+
+
+@ORIGINAL
+def test_a_hook_that_raises_on_one_rank_is_an_error_on_all(run_ranks, original):
+    def body(comm):
+        model, optimizer = make(comm, original, whole_states(Net()))
+
+        def hook(_optimizer):
+            if comm.rank == 1:
+                raise KeyError("no such file")
+
+        optimizer.register_state_dict_pre_hook(hook)
+        return optim_state_dict(model, optimizer, form=ALL)
+
+    first, second = run_ranks(2, body)
+    assert type(first) is HpcfsdpError
+    assert str(first) == "rank 1: KeyError: 'no such file'"
+    assert type(second) is KeyError
+
+
+@ORIGINAL
+def test_units_that_are_set_differently_on_one_rank_are_an_error_on_all(run_ranks, original):
+    def body(comm):
+        model, optimizer = make(comm, original, whole_states(Net()))
+        if comm.rank:
+            FullyShardedDataParallel.set_state_dict_type(model.block, KINDS.SHARDED_STATE_DICT)
+        return optim_state_dict(model, optimizer)
+
+    first, second = raised(run_ranks(2, body), StateDictError)
+    assert second.startswith("units of one model are set to different state dicts")
+    assert first == f"rank 1: {second}"
 
 
 @ORIGINAL

@@ -1,13 +1,16 @@
+import enum
 import pickle
+import threading
 from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
 
+from hpcfsdp.errors import StateDictError
 from hpcfsdp.state.optim.compare import same
 from hpcfsdp.state.optim.scatter import broadcast_processed_state, broadcast_state
 from hpcfsdp.state.transfer import OnFirst
-from tests.unit.state.optim.examples import Odd
+from tests.unit.state.optim.examples import Odd, raised
 
 CPU = torch.device("cpu")
 Betas = namedtuple("Betas", "one two")
@@ -28,6 +31,10 @@ class Counting:
     def broadcast_object(self, value, src=0):
         self.nbytes += len(pickle.dumps(value))
         return self._comm.broadcast_object(value, src)
+
+    def all_gather_object(self, value):
+        self.nbytes += len(pickle.dumps(value))
+        return self._comm.all_gather_object(value)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -70,6 +77,106 @@ def test_large_tensors_do_not_travel_with_what_is_told(run_ranks):
         return ranks.nbytes
 
     assert run_ranks(2, body)[0] < 1000
+
+
+def test_nothing_but_state_and_groups_is_sent(run_ranks):
+    """What a script has put beside them may be large, or anything."""
+    given = {**GIVEN, "ema": {"w": torch.ones(10**6)}, "schedule": lambda step: 1.0}
+
+    def body(comm):
+        ranks = Counting(comm)
+        found = broadcast_processed_state(ranks, given if comm.rank == 0 else None)
+        return list(found), ranks.nbytes
+
+    for keys, nbytes in run_ranks(2, body):
+        assert keys == ["state", "param_groups"]
+        assert nbytes < 10_000
+
+
+class Locked:
+    """Cannot be pickled."""
+
+    def __reduce__(self):
+        raise RuntimeError("it is locked")
+
+
+class Closed(Exception):
+    """Can be pickled, and not be made again: ``Exception`` remembers other arguments than it takes."""
+
+    def __init__(self, one, two):
+        super().__init__(one)
+
+
+def local_enum():
+    class Mode(enum.IntEnum):
+        ON = 1
+
+    return Mode.ON
+
+
+MEND = "leave it out, or have all ranks load the state dict without rank0_only"
+
+
+@pytest.mark.parametrize("where", ["state", "group"])
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (Locked(), "is a Locked that cannot be pickled, and so not be sent to other ranks"),
+        ([1, Locked()], "is a list that cannot be pickled, and so not be sent to other ranks"),
+        (local_enum(), "is a Mode that cannot be pickled, and so not be sent to other ranks"),
+        (
+            Closed(1, 2),
+            "is a Closed that cannot be made again from its pickle (Closed.__init__() missing 1 required positional "
+            "argument: 'two'), and so not be sent to other ranks",
+        ),
+    ],
+    ids=["alone", "in a list", "int of a local class", "exception"],
+)
+def test_what_cannot_be_sent_is_named_on_all_ranks(run_ranks, value, problem, where):
+    given = {"state": {"p": {"own": value}}} if where == "state" else {"state": {}, "param_groups": [{"own": value}]}
+
+    def body(comm):
+        return broadcast_processed_state(comm, given if comm.rank == 0 else None)
+
+    message = f"'own' of {'p' if where == 'state' else 'parameter group 0'!r} {problem}: {MEND}"
+    assert raised(run_ranks(2, body), StateDictError) == [message, f"rank 0: {message}"]
+
+
+def test_keys_that_cannot_be_sent_are_an_error_on_all_ranks(run_ranks):
+    def body(comm):
+        return broadcast_processed_state(comm, {"state": {Locked(): {"step": 1}}} if comm.rank == 0 else None)
+
+    message = "the optimizer's state dict cannot be sent to other ranks: it is locked"
+    assert raised(run_ranks(2, body), StateDictError) == [message, f"rank 0: {message}"]
+
+
+here = threading.local()
+
+
+def import_on_rank_0():
+    if here.rank != 0:
+        raise ImportError("no module named 'mine'")
+
+
+class Mine:
+    """Of a class that rank 0 alone can import."""
+
+    def __reduce__(self):
+        return import_on_rank_0, ()
+
+
+def test_what_another_rank_cannot_read_is_an_error_on_all_ranks(run_ranks):
+    def body(comm):
+        here.rank = comm.rank
+        return broadcast_processed_state(comm, {"state": {"p": {"own": Mine()}}} if comm.rank == 0 else None)
+
+    message = (
+        "what rank 0 has sent of the optimizer's state dict cannot be read here (ImportError: no module named 'mine'): "
+        "let this rank import the same classes, or have all ranks load the state dict without rank0_only"
+    )
+    first, *others = raised(run_ranks(3, body), StateDictError)
+    assert first == f"rank 1: {message}"
+    assert others == [message, message]
 
 
 @pytest.mark.parametrize("tensor", [BIG, EMPTY, BIG.bfloat16(), BIG.t(), BIG > 2], ids=str)

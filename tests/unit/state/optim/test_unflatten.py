@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.state.optim.compare import StateInfo, same
+from hpcfsdp.state.optim.compare import StateInfo
 from hpcfsdp.state.optim.gather import ConsolidatedOptimState
 from hpcfsdp.state.optim.keys import get_param_to_fqns
 from hpcfsdp.state.optim.unflatten import (
@@ -14,6 +14,7 @@ from hpcfsdp.state.optim.unflatten import (
     unflatten_orig_param_states,
     unflatten_param_groups,
 )
+from hpcfsdp.state.optim.values import same
 from hpcfsdp.state.transfer import Form
 from tests.unit.state.optim.examples import SHAPES, Net, make_info, run_of, shard, shard_of, values_of
 
