@@ -71,6 +71,28 @@ def new_group_of(ranks: Sequence[int], backend: str | None = None) -> dist.Proce
     return group
 
 
+def members_of(group: dist.ProcessGroup | None) -> list[int] | None:
+    """The global ranks of a process group, None for the default one; None if this rank is not in it."""
+    return None if dist.distributed_c10d._rank_not_in_group(group) else dist.get_process_group_ranks(group)
+
+
+def id_of_worker(name: str) -> int:
+    """The id of a worker of torch's RPC.
+
+    Raises:
+        RuntimeError: RPC has not been initialised.
+        ValueError: there is no such worker.
+    """
+    from torch.distributed import rpc
+
+    if not rpc.is_available() or not rpc._is_current_rpc_agent_set():
+        raise RuntimeError(f"a shard is placed on the worker {name!r}, and torch.distributed.rpc is not initialised")
+    workers = {worker.name: worker.id for worker in rpc._get_current_rpc_agent().get_worker_infos()}
+    if name not in workers:
+        raise ValueError(f"a shard is placed on the worker {name!r}, and there are only {sorted(workers)}")
+    return workers[name]
+
+
 Work = dist._Work
 """Base of work handles that are written in Python."""
 

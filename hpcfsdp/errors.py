@@ -49,6 +49,10 @@ class StateDictError(HpcfsdpError, ValueError, RuntimeError):
     """
 
 
+class ShardingError(HpcfsdpError, ValueError):
+    """Shards, blocks or placements of a tensor do not fit the tensor, the ranks, or each other."""
+
+
 class CheckpointError(HpcfsdpError):
     """A checkpoint cannot be written or read."""
 

@@ -1,0 +1,313 @@
+"""The metadata of ``ShardedTensor``, torch's own classes: built on each rank, merged, checked, recalculated.
+
+Every error names the rank, the shard and both values. Ranks are global ones, as in the placements of shards.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hpcfsdp import _compat
+from hpcfsdp._compat import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
+from hpcfsdp.errors import ShardingError
+from hpcfsdp.tensor.tiling import find_fault, find_outside
+
+_PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
+
+
+def parse_and_validate_remote_device(
+    group: dist.ProcessGroup | None, remote_device: Any
+) -> tuple[int | None, torch.device]:
+    """The rank and the device of a shard's placement. Not collective.
+
+    Args:
+        group: whose global ranks the rank has to be one of, where this rank is in it; None for the default one.
+        remote_device: as ``ShardMetadata.placement`` has it. A worker of torch's RPC counts by its id.
+
+    Returns:
+        The rank, None for a device without one, and the device.
+
+    Raises:
+        ShardingError: there is no placement, its rank is not in the group, or its worker is not known.
+    """
+    if remote_device is None:
+        raise ShardingError("a shard has no placement (remote device is None): give it one, as 'rank:0/cpu'")
+    rank, device, worker = remote_device.rank(), remote_device.device(), remote_device.worker_name()
+    if rank is not None:
+        members = _compat.members_of(group)
+        if members is not None and rank not in members:
+            raise ShardingError(
+                f"the placement {remote_device} names rank {rank}, which is not in the process group of the ranks "
+                f"{list(members)}: placements have global ranks"
+            )
+    if worker is not None:
+        return _compat.id_of_worker(worker), device
+    return rank, device
+
+
+def validate_output_tensor_for_gather(
+    my_rank: int, dst_rank: int, size: Sequence[int], dst_tensor: torch.Tensor | None
+) -> None:
+    """See that the tensor to gather into is there on the rank that gathers, of the right size, and nowhere else.
+
+    Not collective.
+
+    Raises:
+        ShardingError: it is missing, has another size, or is given on a rank that gets nothing.
+    """
+    if my_rank != dst_rank:
+        if dst_tensor is not None:
+            raise ShardingError(
+                f"rank {my_rank} was given a dst_tensor of size {list(dst_tensor.shape)}, but rank {dst_rank} gathers: "
+                "pass None on the others"
+            )
+        return
+    if dst_tensor is None:
+        raise ShardingError(f"rank {dst_rank} gathers, and was given no dst_tensor: pass one of size {list(size)}")
+    if tuple(dst_tensor.shape) != tuple(size):
+        raise ShardingError(
+            f"rank {dst_rank} was given a dst_tensor of size {list(dst_tensor.shape)}, and the tensor has {list(size)}"
+        )
+
+
+def flatten_tensor_size(*size: Any) -> torch.Size:
+    """``f(2, 3)``, ``f((2, 3))`` and ``f([(2, 3)])`` as a ``torch.Size``.
+
+    Raises:
+        TypeError: a dimension is no int; bool counts as none.
+        ShardingError: it is negative.
+    """
+    dims: Any = size
+    while len(dims) == 1 and isinstance(dims[0], Sequence) and not isinstance(dims[0], str):
+        dims = dims[0]
+    for dim in dims:
+        if not isinstance(dim, (int, torch.SymInt)) or isinstance(dim, bool):
+            raise TypeError(f"a size is a sequence of ints, and {list(dims)} holds {dim!r} ({type(dim).__name__})")
+        if dim < 0:
+            raise ShardingError(f"a size has no negative dimensions: {list(dims)}")
+    return torch.Size(dims)
+
+
+def raise_if_mismatch(expected: Any, actual: Any, prop_name: str, ranks: Any, is_local: bool = True) -> None:
+    """See that two shards of one rank, or two ranks, have the same of a property. Not collective.
+
+    Args:
+        ranks: the rank for two shards of one; else the two ranks, in the order of the values.
+
+    Raises:
+        ShardingError: with both values and ranks.
+    """
+    if expected == actual:
+        return
+    if is_local:
+        raise ShardingError(f"the local shards of rank {ranks} differ in {prop_name}: one has {expected}, one {actual}")
+    first, other = ranks
+    raise ShardingError(
+        f"ranks hold shards of tensors that differ in {prop_name}: {expected} on rank {first}, {actual} on rank {other}"
+    )
+
+
+def build_metadata_from_local_shards(
+    local_shards: Sequence[Shard], global_size: Sequence[int], current_rank: int, group: dist.ProcessGroup | None
+) -> ShardedTensorMetadata:
+    """The metadata of what this rank holds of a tensor. Not collective.
+
+    Args:
+        local_shards: at least one, each strided, contiguous, of the size, the rank and the device that its metadata
+            say, within the tensor, and all alike in dtype, pinning and ``requires_grad``.
+        global_size: of the whole tensor.
+        current_rank: the global rank.
+        group: the ranks of the tensor.
+
+    Returns:
+        New metadata with the shards in their order, whose lists are their own.
+
+    Raises:
+        ShardingError: something does not hold; names the shard and both values.
+    """
+    if not local_shards:
+        raise ShardingError(f"rank {current_rank} has no local shards: there is no metadata to build from")
+    size = flatten_tensor_size(global_size)
+    first = local_shards[0].tensor
+    for number, shard in enumerate(local_shards):
+        _check_local(number, shard, current_rank, group)
+        raise_if_mismatch(first.is_pinned(), shard.tensor.is_pinned(), "pin_memory", current_rank)
+        raise_if_mismatch(first.dtype, shard.tensor.dtype, "dtype", current_rank)
+        raise_if_mismatch(first.requires_grad, shard.tensor.requires_grad, "requires_grad", current_rank)
+    described = [_copied(shard.metadata) for shard in local_shards]
+    _check_within(size, described)
+    properties = TensorProperties(
+        dtype=first.dtype,
+        layout=first.layout,
+        requires_grad=first.requires_grad,
+        memory_format=torch.contiguous_format,
+        pin_memory=first.is_pinned(),
+    )
+    return ShardedTensorMetadata(described, size, properties)
+
+
+def _check_local(number: int, shard: Shard, rank: int, group: dist.ProcessGroup | None) -> None:
+    tensor, metadata = shard.tensor, shard.metadata
+    what = f"local shard {number} of rank {rank}, at {list(metadata.shard_offsets)},"
+    try:
+        placed, device = parse_and_validate_remote_device(group, metadata.placement)
+    except ShardingError as error:
+        raise ShardingError(f"{what} {error}") from None
+    if tensor.layout is not torch.strided:
+        raise ShardingError(f"{what} is {tensor.layout}: shards are strided tensors")
+    if not tensor.is_contiguous():
+        raise ShardingError(f"{what} is not contiguous (strides {tensor.stride()}): pass shard.contiguous()")
+    if placed != rank:
+        raise ShardingError(f"{what} is placed on rank {placed} by its metadata")
+    if tensor.device != device:
+        raise ShardingError(f"{what} lies on {tensor.device}, and on {device} by its metadata")
+    if list(tensor.shape) != list(metadata.shard_sizes):
+        raise ShardingError(
+            f"{what} has the size {list(tensor.shape)}, and {list(metadata.shard_sizes)} by its metadata"
+        )
+
+
+def build_global_metadata(
+    gathered_metadatas: Sequence[ShardedTensorMetadata | None], recalc_metadata: bool = False
+) -> ShardedTensorMetadata:
+    """The metadata of a whole tensor, from what each rank has. Not collective.
+
+    Takes ``n log n`` in the number of shards.
+
+    Args:
+        gathered_metadatas: of the ranks of the tensor, in their order; None for those that hold nothing.
+        recalc_metadata: offsets are found anew, from the sizes along the first dimension in the order of ranks.
+
+    Returns:
+        New metadata; those of the ranks stay as they are.
+
+    Raises:
+        ShardingError: ranks differ in a property, or list each other's shards; shards overlap, leave a gap, or reach
+            beyond the tensor. Names the first of them, with their ranks.
+    """
+    present = [(rank, metadata) for rank, metadata in enumerate(gathered_metadatas) if metadata is not None]
+    if not present:
+        raise ShardingError(f"none of the {len(gathered_metadatas)} rank(s) has local shards: there is no tensor")
+    first_rank, first = present[0]
+    for rank, metadata in present[1:]:
+        ranks = [first_rank, rank]
+        if not recalc_metadata:
+            raise_if_mismatch(first.size, metadata.size, "global_size", ranks, is_local=False)
+        for name in _PROPERTIES:
+            here, there = (getattr(m.tensor_properties, name) for m in (first, metadata))
+            raise_if_mismatch(here, there, name, ranks, is_local=False)
+    _check_owners(present)
+    shards = [_copied(shard) for _, metadata in present for shard in metadata.shards_metadata]
+    whole = ShardedTensorMetadata(shards, torch.Size(first.size), copy.copy(first.tensor_properties))
+    if recalc_metadata:
+        recalc_global_sharded_tensor_metadata(whole, 0)
+    validate_tiling(whole)
+    return whole
+
+
+def _check_owners(present: Sequence[tuple[int, ShardedTensorMetadata]]) -> None:
+    """Each rank lists shards of its own, all on one rank, which no other one lists."""
+    owners: dict[Any, tuple[int, ShardMetadata]] = {}
+    for rank, metadata in present:
+        for shard in metadata.shards_metadata:
+            placed = None if shard.placement is None else (shard.placement.rank(), shard.placement.worker_name())
+            if placed in (None, (None, None)):
+                raise ShardingError(
+                    f"{_said(shard)}, which rank {rank} of the group lists, is on no rank by its metadata"
+                )
+            lister, other = owners.setdefault(placed, (rank, shard))
+            if lister != rank:
+                raise ShardingError(
+                    f"{_said(shard)} is listed by rank {rank} of the group, and {_said(other)} of the same "
+                    f"placement by rank {lister}: one of them has the wrong rank in its metadata"
+                )
+        ranks = {shard.placement.rank() for shard in metadata.shards_metadata}
+        if len(ranks) > 1:
+            raise ShardingError(
+                f"rank {rank} of the group lists shards on the ranks {sorted(ranks)}: a rank lists its own"
+            )
+
+
+def validate_tiling(metadata: ShardedTensorMetadata) -> None:
+    """See that the shards of a tensor have each of its elements once. Not collective; ``n log n`` in the shards.
+
+    Raises:
+        ShardingError: with the shards that overlap, the first element of a gap, or the shard that is not within it.
+    """
+    blocks = _check_within(metadata.size, metadata.shards_metadata)
+    fault = find_fault(metadata.size, blocks)
+    if fault is None:
+        return
+    element = list(fault.element)
+    if fault.is_gap:
+        raise ShardingError(
+            f"no shard has element {element} of a tensor of size {list(metadata.size)}, the first that is missing: "
+            "shards do not cover the tensor"
+        )
+    one, other = (metadata.shards_metadata[number] for number in fault.blocks)
+    raise ShardingError(f"{_said(one)} and {_said(other)} overlap: both have element {element}")
+
+
+def recalc_global_sharded_tensor_metadata(metadata: ShardedTensorMetadata, sharded_dim: int) -> None:
+    """Find the offsets of shards, and the size of the tensor, from the sizes of shards in the order of their ranks.
+
+    In place, and not collective. Shards of one rank follow each other as they are listed; the list keeps its order.
+
+    Args:
+        sharded_dim: the dimension that the tensor is cut along; negative ones count from the last.
+
+    Raises:
+        ShardingError: there are no shards, or not this dimension; a shard has no rank; shards differ in another
+            dimension.
+    """
+    shards = metadata.shards_metadata
+    if not shards:
+        raise ShardingError("there are no shards to find offsets for")
+    first = shards[0]
+    dims = len(first.shard_sizes)
+    if not -dims <= sharded_dim < dims:
+        raise ShardingError(f"{_said(first)} has {dims} dimension(s), and no dimension {sharded_dim} to be cut along")
+    sharded_dim %= dims
+    for shard in shards:
+        if shard.placement is None or shard.placement.rank() is None:
+            raise ShardingError(
+                f"{_said(shard)} is on no rank by its metadata: its place among the others is not known"
+            )
+        across = [size for dim, size in enumerate(shard.shard_sizes) if dim != sharded_dim]
+        if len(shard.shard_sizes) != dims or across != [s for d, s in enumerate(first.shard_sizes) if d != sharded_dim]:
+            raise ShardingError(f"{_said(first)} and {_said(shard)} differ beside dimension {sharded_dim}")
+    in_order = sorted(shards, key=lambda shard: shard.placement.rank())  # stable
+    ends = list(itertools.accumulate((shard.shard_sizes[sharded_dim] for shard in in_order), initial=0))
+    for shard, begin in zip(in_order, ends[:-1], strict=True):
+        shard.shard_offsets = [begin if dim == sharded_dim else 0 for dim in range(dims)]
+    size = list(first.shard_sizes)
+    size[sharded_dim] = ends[-1]
+    metadata.size = torch.Size(size)
+
+
+class _Block(NamedTuple):
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+
+
+def _check_within(size: torch.Size, shards: Sequence[ShardMetadata]) -> list[_Block]:
+    """The blocks of shards that all lie within a tensor."""
+    blocks = [_Block(shard.shard_offsets, shard.shard_sizes) for shard in shards]
+    outside = find_outside(size, blocks)
+    if outside is not None:
+        raise ShardingError(f"{_said(shards[outside])} is not within a tensor of size {list(size)}")
+    return blocks
+
+
+def _copied(shard: ShardMetadata) -> ShardMetadata:
+    return ShardMetadata(list(shard.shard_offsets), list(shard.shard_sizes), shard.placement)
+
+
+def _said(shard: ShardMetadata) -> str:
+    return f"the shard at {list(shard.shard_offsets)} of size {list(shard.shard_sizes)} on {shard.placement}"
