@@ -270,6 +270,11 @@ def dtensor(
     return DTensor(local.detach(), spec, requires_grad=False)
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a ``DTensor``, as it is; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def dtensor_boxes(tensor: Any) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Where the block of each rank of a DTensor's mesh begins, and how far it goes, by global rank.
 
@@ -278,26 +283,25 @@ def dtensor_boxes(tensor: Any) -> dict[int, tuple[tuple[int, ...], tuple[int, ..
     Raises:
         ValueError: a placement that is no block of the values, as a sum that is pending.
     """
-    mesh, placements = tensor.device_mesh, tensor.placements
+    mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
     if any(type(placement).__name__ == "_StridedShard" for placement in placements):
         raise ValueError(f"a DTensor with placements {placements} has no block per rank: redistribute it first")
     if not all(placement.is_shard() or placement.is_replicate() for placement in placements):
         raise ValueError(f"a DTensor with placements {placements} has no values of its own: redistribute it first")
-    blocks = _blocks_on_mesh(tuple(tensor.shape), tuple(mesh.mesh.shape), tuple(placements))
-    ranks = mesh.mesh.flatten().tolist()
-    return {rank: block for rank, block in zip(ranks, blocks, strict=True) if block is not None}
+    blocks = blocks_on_mesh(shape, tuple(mesh.mesh.shape), tuple(placements))
+    found = dict(zip(mesh.mesh.flatten().tolist(), blocks, strict=True))
+    if not math.prod(shape):
+        return dict([next(iter(found.items()))])
+    return {rank: block for rank, block in found.items() if math.prod(block[1])}
 
 
 @functools.lru_cache(maxsize=64)  # a model has few shapes, and many tensors and ranks
-def _blocks_on_mesh(
+def blocks_on_mesh(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]
-) -> list[tuple[tuple[int, ...], tuple[int, ...]] | None]:
-    """The block of each place of a mesh, in row-major order."""
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Where the block of each place of a mesh begins, and how far it goes; places in row-major order."""
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as block_of
 
-    blocks: list[tuple[tuple[int, ...], tuple[int, ...]] | None] = []
-    for place in itertools.product(*map(range, mesh_shape)):
-        sizes, offsets = block_of(shape, mesh_shape, list(place), placements)
-        here = math.prod(sizes) or not (math.prod(shape) or any(place))
-        blocks.append((tuple(offsets), tuple(sizes)) if here else None)
-    return blocks
+    places = itertools.product(*map(range, mesh_shape))
+    found = (block_of(shape, mesh_shape, list(place), placements) for place in places)
+    return [(tuple(offsets), tuple(sizes)) for sizes, offsets in found]

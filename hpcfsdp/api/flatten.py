@@ -10,10 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from hpcfsdp.api.groups import TensorRanks
 from hpcfsdp.api.ignored import Ignored
+from hpcfsdp.api.tensor_parallel import block_of, leaf_of
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import DisagreementError
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.layout import FlatLayout, ParamSlot, TensorBlock
 
 _TAKEN = "_hpcfsdp_unit_fqn"
 _HIDDEN = "_hpcfsdp_hidden"
@@ -34,6 +36,19 @@ class OwnParam:
     aliases: tuple[str, ...] = ()
     index: int = 0
     """Its place among the parameters of the unit, in the order of the model."""
+    block: TensorBlock | None = None
+    """What `param` is of a parameter that is cut over ranks which are parallel over tensors."""
+
+    @property
+    def numel(self) -> int:
+        """Elements, of the largest block if there are several: the same on all ranks."""
+        return self.param.numel() if self.block is None else max(box.numel for box in self.block.boxes)
+
+    def localise(self) -> None:
+        """Have modules hold the block in place of the ``DTensor``."""
+        if self.block is not None:
+            for module, name in self.places:
+                module._parameters[name] = self.param
 
     def take(self) -> None:
         """Mark the parameter as one that belongs to a unit."""
@@ -86,11 +101,11 @@ def _runs(group: list[OwnParam], numel: int) -> Iterator[list[OwnParam]]:
     run: list[OwnParam] = []
     held = 0
     for entry in group:
-        if run and held + entry.param.numel() > numel:
+        if run and held + entry.numel > numel:
             yield run
             run, held = [], 0
         run.append(entry)
-        held += entry.param.numel()
+        held += entry.numel
     yield run
 
 
@@ -100,14 +115,17 @@ def own_params(
     stop_at: type[nn.Module],
     ignored: Ignored | None = None,
     apart: tuple[type[nn.Module], ...] = (),
+    tensor: TensorRanks | None = None,
 ) -> OwnParams:
     """Parameters and buffers below `root` that lie in no submodule of the type `stop_at`.
 
     Args:
         ignored: what not to own.
         apart: types of modules whose parameters are not grouped with those of others.
+        tensor: the ranks of DTensors among them, of which it takes this rank's blocks.
 
     Raises:
+        ShardingError: a DTensor has placements that are no blocks of it.
         ValueError: they lie on several devices, or one is tied to a parameter that another unit has taken.
     """
     found: dict[nn.Parameter, OwnParam] = {}
@@ -128,7 +146,9 @@ def own_params(
                 )
             _check_kind(param, prefix + name, module)
             is_apart[param] = is_apart.get(param, False) or isinstance(module, apart)
-            entry = found.setdefault(param, OwnParam(param, prefix + name, [], index=len(found)))
+            if param not in found:
+                found[param] = _own_param(param, prefix + name, len(found), tensor)
+            entry = found[param]
             if entry.places:
                 entry.aliases += (prefix + name,)
             if (module, name) not in entry.places:  # a module may be registered in several places
@@ -148,10 +168,17 @@ def own_params(
             f"the parameters of one unit lie on several devices ({places}): move them to one, or pass device_id"
         )
     groups: dict[tuple[torch.dtype, bool, bool], list[OwnParam]] = {}
-    for entry in found.values():
-        kind = (entry.param.dtype, entry.param.requires_grad, is_apart[entry.param])
+    for param, entry in found.items():
+        kind = (param.dtype, param.requires_grad, is_apart[param])
         groups.setdefault(kind, []).append(entry)
     return OwnParams(list(groups.values()), list(buffers))
+
+
+def _own_param(param: nn.Parameter, fqn: str, index: int, tensor: TensorRanks | None) -> OwnParam:
+    if not isinstance(param, DTensor):
+        return OwnParam(param, fqn, [], index=index)
+    assert tensor is not None
+    return OwnParam(leaf_of(param), fqn, [], index=index, block=block_of(fqn, param, tensor))
 
 
 def _check_kind(param: nn.Parameter, fqn: str, module: nn.Module) -> None:
@@ -159,11 +186,6 @@ def _check_kind(param: nn.Parameter, fqn: str, module: nn.Module) -> None:
         raise ValueError(
             f"parameter {fqn!r} of a lazy {type(module).__name__} has no shape yet: run a forward of the module before "
             "wrapping it"
-        )
-    if isinstance(param, DTensor):
-        raise NotImplementedError(
-            f"parameter {fqn!r} is a DTensor, as of a module that is parallel over tensors: sharding these is not "
-            "supported yet"
         )
 
 
@@ -207,7 +229,7 @@ def check_same_model(comm: Communicator, layouts: Sequence[FlatLayout], trained:
     if all(other == prints[0] for other in prints):
         return
     mine = [
-        (slot.fqn, slot.shape, str(layout.dtype), "trained" if grad else "with requires_grad=False")
+        (slot.fqn, _said(slot), str(layout.dtype), "trained" if grad else "with requires_grad=False")
         for layout, grad in zip(layouts, trained, strict=True)
         for slot in layout.slots
     ]
@@ -224,3 +246,9 @@ def check_same_model(comm: Communicator, layouts: Sequence[FlatLayout], trained:
                 )
             )
     raise DisagreementError(f"ranks wrap different models: rank 0 and rank {rank} differ in tied names")
+
+
+def _said(slot: ParamSlot) -> str:
+    if slot.block is None:
+        return str(slot.shape)
+    return f"{slot.shape} at {slot.block.box.offsets} of {slot.block.shape}"

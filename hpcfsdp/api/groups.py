@@ -26,6 +26,21 @@ _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 @dataclass(frozen=True)
+class TensorRanks:
+    """The ranks over which the tensors of a model are cut, one block each. See ``tensor_ranks``.
+
+    Attributes:
+        mesh: of the DTensors.
+        comm: over all of its ranks.
+        global_ranks: those of `comm`, as torch's default group calls them.
+    """
+
+    mesh: DeviceMesh
+    comm: Communicator
+    global_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Groups:
     """The communicators of one unit.
 
@@ -46,6 +61,9 @@ class Groups:
     """For each shard the rank in `everyone` that speaks for its replicas; None where `everyone` is."""
     device_mesh: DeviceMesh | None = field(default=None, compare=False)
     """What the user gave. Its last dimension is `shard`, and under ``NO_SHARD`` its only one is `replicate`."""
+    tensor: TensorRanks | None = field(default=None, compare=False)
+    """The ranks that the model is parallel over tensors with, each of which has these groups with others; None where
+    it is not."""
 
     @property
     def is_hybrid(self) -> bool:
@@ -63,8 +81,8 @@ class Groups:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of all ranks of the unit."""
-        return self.shard.rank == 0 and self.is_first_replica
+        """Whether this rank is the first of all ranks of the unit, and of those that are parallel over tensors."""
+        return self.shard.rank == 0 and self.is_first_replica and (self.tensor is None or self.tensor.comm.rank == 0)
 
     @property
     def carriers(self) -> Communicator:
@@ -78,6 +96,12 @@ class Groups:
             RuntimeError: torch.distributed has not been initialised.
         """
         return _Made.current().global_ranks(self.carriers)
+
+    def all_global_ranks(self) -> tuple[int, ...]:
+        """Collective over the unit's groups, the first time. All ranks of `shard` and of `replicate`, as above."""
+        made = _Made.current()
+        comms = [self.everyone] if self.everyone is not None else [c for c in (self.shard, self.replicate) if c]
+        return tuple(rank for comm in comms for rank in made.global_ranks(comm))
 
     def process_group(self) -> dist.ProcessGroup:
         """Collective over `carriers`, the first time. Torch's process group over them.
@@ -330,6 +354,12 @@ def _members_of(mesh: DeviceMesh) -> Communicator:
     """Collective over the ranks of a mesh, the first time. A communicator over them all."""
     everyone = communicator_for(None, required=True)
     return _Made.current().subgroup(everyone, tuple(sorted(mesh.mesh.flatten().tolist())))
+
+
+def tensor_ranks(mesh: DeviceMesh) -> TensorRanks:
+    """Collective over the ranks of `mesh`, the first time. What DTensors on it are parallel over."""
+    comm = communicator_for(mesh.get_group(), required=True) if mesh.ndim == 1 else _members_of(mesh)
+    return TensorRanks(mesh, comm, _Made.current().global_ranks(comm))
 
 
 def _node_groups() -> tuple[Communicator, Communicator]:

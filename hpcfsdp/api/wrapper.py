@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hpcfsdp.api.ignored import Ignored, resolve_ignored
 from hpcfsdp.api.materialize import materialize
 from hpcfsdp.api.stale import watch_engine, watch_optimizers
 from hpcfsdp.api.state_dicts import StateDictMethods
+from hpcfsdp.api.tensor_parallel import TensorView, replicated_grad, with_tensor_ranks
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
@@ -105,7 +107,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         watch_optimizers()
         check_module(module, FullyShardedDataParallel)
         check_types(cpu_offload, mixed_precision, backward_prefetch)
-        self._groups = resolve_groups(process_group, device_mesh, sharding_strategy)
+        groups = resolve_groups(process_group, device_mesh, sharding_strategy)
+        self._groups = with_tensor_ranks(groups, module, self.fsdp_modules(module), type(module).__name__)
         self._ignored = resolve_ignored(
             module,
             ignored_modules,
@@ -148,7 +151,9 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         apart = precision.ignored_classes(mixed_precision)
         in_full = precision.find_full_precision(module, apart, stop_at=FullyShardedDataParallel)
         self._fsdp_wrapped_module = module
-        self._own = own_params(module, stop_at=FullyShardedDataParallel, ignored=self._ignored, apart=apart)
+        self._own = own_params(
+            module, stop_at=FullyShardedDataParallel, ignored=self._ignored, apart=apart, tensor=self._groups.tensor
+        )
         outside = dict.fromkeys(precision.modules_outside(module, stop_at=FullyShardedDataParallel))
         self._param_names = {inner: tuple(inner._parameters) for inner in outside}  # in the order of the plain model
         if not self._own.groups and not self.fsdp_modules(module):
@@ -166,6 +171,9 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             self._unit.prefetch_backward = "pre" if backward_prefetch is BackwardPrefetch.BACKWARD_PRE else "post"
         precision.keep_full_precision(in_full)
         self._apart = apart
+        if self._groups.tensor is not None:
+            for inner in self.fsdp_modules(module):  # those that have no part in it, and were made before
+                inner._groups = replace(inner._groups, tensor=self._groups.tensor)
 
     @property
     def module(self) -> nn.Module:
@@ -236,7 +244,10 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         """
         self._root_engine("clip_grad_norm_")
         num_ranks = self._groups.shard.size * self._groups.num_replicas
-        groups: dict[int, list[nn.Parameter]] = {}
+        tensor = self._groups.tensor
+        num_blocks = 1 if tensor is None else tensor.comm.size
+        shares: dict[int, list[torch.Tensor]] = {}
+        params: dict[nn.Parameter, None] = {}
         managed: set[nn.Parameter] = set()
         for wrapper in self.fsdp_modules(self):
             inner = wrapper._groups
@@ -246,12 +257,19 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                     "the norm of all gradients: wrap the root over all ranks"
                 )
             for flat in wrapper._unit.flats:
-                params = flat.leaves if flat.use_orig_params else (flat.parameter,)
-                managed.update(params)
-                groups.setdefault(inner.num_replicas, []).extend(params)
-        groups.setdefault(num_ranks, []).extend(param for param in self.parameters() if param not in managed)
+                managed.update((flat.parameter, *flat.leaves))
+                params.update(dict.fromkeys(flat.leaves if flat.use_orig_params else (flat.parameter,)))
+                for copies, grad in flat.grad_parts(num_blocks):
+                    shares.setdefault(inner.num_replicas * copies, []).append(grad)
+        for param in self.parameters():
+            if param not in managed:
+                params[param] = None
+                if param.grad is not None:
+                    copies, grad = replicated_grad(param, num_blocks)
+                    shares.setdefault(num_ranks * copies, []).append(grad)
         comms = self._comms() if self._groups.everyone is None else [self._groups.everyone]
-        return clip_grad_norm(groups.items(), comms, max_norm, norm_type)
+        comms += [] if tensor is None else [tensor.comm]
+        return clip_grad_norm(list(params), shares.items(), comms, max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Have `hook` reduce gradients instead; for the root only, before training.
@@ -422,7 +440,12 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
     def _make_unit(self, own: OwnParams, apart: tuple[type[nn.Module], ...]) -> Unit:
         groups = self._groups
         layouts = [
-            FlatLayout.plan(((p.fqn, p.param.shape, p.aliases) for p in group), group[0].param.dtype, groups.shard.size)
+            FlatLayout.plan(
+                ((p.fqn, p.param.shape, p.aliases) for p in group),
+                group[0].param.dtype,
+                groups.shard.size,
+                {p.fqn: p.block for p in group if p.block is not None},
+            )
             for group in own.groups
         ]
         for comm in [groups.everyone] if groups.everyone is not None else self._comms():
@@ -440,6 +463,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 always_whole=groups.strategy is ShardingStrategy.NO_SHARD,
             )
             for entry in group:
+                entry.localise()
                 entry.take()
                 if not self._use_orig_params:
                     entry.deregister()
@@ -447,7 +471,12 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 self._fsdp_wrapped_module.register_parameter(unshard.flat_param_name(index), flat.parameter)
             flats.append(flat)
         name = type(self._fsdp_wrapped_module).__name__
-        return Unit(name, flats, reshard_after_forward=groups.strategy not in _KEEPS_VALUES)
+        views = [
+            TensorView(entry.param, entry.block, groups.tensor.mesh, entry.places, self._use_orig_params)
+            for entry in own.entries
+            if entry.block is not None
+        ]
+        return Unit(name, flats, views, reshard_after_forward=groups.strategy not in _KEEPS_VALUES)
 
     def _dtypes(self, kept: torch.dtype, full_precision: bool) -> Dtypes:
         mixed = self._mixed_precision

@@ -15,9 +15,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,17 +26,76 @@ ALIGNMENT_BYTES = 16
 """Of each parameter and each shard in the flat buffer: vector instructions and GPU loads work on whole words of it."""
 
 
+class Box(NamedTuple):
+    """A block of a tensor: where it begins, and how far it goes, in each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class TensorBlock:
+    """Of a parameter that is cut, or replicated, over ranks which are parallel over tensors: what each of them has.
+
+    Attributes:
+        shape: of the whole.
+        boxes: by rank of the ranks that are parallel over tensors; equal ones for replicas.
+        rank: that of them whose block it is.
+        placements: torch's, in the dimensions of the mesh of these ranks.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    rank: int
+    placements: tuple[Any, ...]
+
+    @property
+    def box(self) -> Box:
+        return self.boxes[self.rank]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each of the ranks has all of it."""
+        return self.box.sizes == self.shape
+
+    @property
+    def copies(self) -> int:
+        """How many of the ranks have this block."""
+        return self.boxes.count(self.box)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The first rank that has each of the different blocks, in ascending order."""
+        first: dict[Box, int] = {}
+        for rank, box in enumerate(self.boxes):
+            if box.numel:
+                first.setdefault(box, rank)
+        return tuple(first.values())
+
+
 @dataclass(frozen=True)
 class ParamSlot:
-    """The place of one parameter in the flat buffer."""
+    """The place of one parameter, or of this rank's block of it, in the flat buffer."""
 
     fqn: str
     """Fully qualified name, without the names of wrappers."""
     shape: tuple[int, ...]
+    """Of what is laid out: of the block, where there is one."""
     offset: int
     """First element in the flat buffer."""
     aliases: tuple[str, ...] = ()
     """Other names of the same (tied) parameter."""
+    block: TensorBlock | None = None
+    """Which part of the parameter it is; None for the whole."""
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter, all blocks together."""
+        return self.shape if self.block is None else self.block.shape
 
     @property
     def numel(self) -> int:
@@ -70,7 +130,11 @@ class FlatLayout:
 
     @classmethod
     def plan(
-        cls, params: Iterable[tuple[str, Iterable[int], tuple[str, ...]]], dtype: torch.dtype, num_shards: int
+        cls,
+        params: Iterable[tuple[str, Iterable[int], tuple[str, ...]]],
+        dtype: torch.dtype,
+        num_shards: int,
+        blocks: Mapping[str, TensorBlock] | None = None,
     ) -> FlatLayout:
         """Lay out parameters in the given order.
 
@@ -78,6 +142,7 @@ class FlatLayout:
             params: fully qualified name, shape and aliases of each.
             dtype: of all of them.
             num_shards: ranks to cut for, at least 1.
+            blocks: by name, of parameters whose shape is that of a block.
 
         Raises:
             ValueError: no rank, or a name given twice.
@@ -92,7 +157,7 @@ class FlatLayout:
                 if name in names:
                     raise ValueError(f"parameter name {name!r} is given twice")
                 names.add(name)
-            slots.append(ParamSlot(fqn, tuple(shape), offset, tuple(aliases)))
+            slots.append(ParamSlot(fqn, tuple(shape), offset, tuple(aliases), (blocks or {}).get(fqn)))
             offset = _round_up(slots[-1].end, align)
         used = slots[-1].end if slots else 0
         return cls(tuple(slots), dtype, num_shards, _round_up(-(-used // num_shards), align))

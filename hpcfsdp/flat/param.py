@@ -183,6 +183,22 @@ class FlatParam:
         """
         return self._views_of(shard) if self._always_whole else self._runs_of(shard)
 
+    def grad_parts(self, num_blocks: int) -> list[tuple[int, torch.Tensor]]:
+        """What there is of the gradient here, with how many ranks that are parallel over tensors have the same.
+
+        Args:
+            num_blocks: of such ranks; they all have what is not cut over them.
+        """
+        blocks = [slot.block for slot in self.layout.slots]
+        copies = [num_blocks if block is None else block.copies for block in blocks]
+        if self.use_orig_params:
+            found = zip(copies, [leaf.grad for leaf in self.leaves], strict=True)
+        elif self.parameter.grad is None or len(set(copies)) == 1:
+            found = zip(copies[:1], [self.parameter.grad], strict=True)
+        else:
+            found = zip(copies, self._runs_of(self.parameter.grad), strict=True)
+        return [(count, grad) for count, grad in found if grad is not None]
+
     def views(self, full: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Each parameter's elements in a tensor laid out like ``full``, as views of their shapes."""
         return self._views if full is self._buffer.full else self._views_of(full)

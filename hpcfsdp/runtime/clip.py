@@ -8,12 +8,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from hpcfsdp._compat import local_of
 from hpcfsdp.comm import Communicator
 
 
 @torch.no_grad()
 def clip_grad_norm(
-    groups: Iterable[tuple[int, Sequence[nn.Parameter]]],
+    params: Sequence[nn.Parameter],
+    shares: Iterable[tuple[int, Sequence[torch.Tensor]]],
     comms: Sequence[Communicator],
     max_norm: float,
     norm_type: float = 2.0,
@@ -23,8 +25,8 @@ def clip_grad_norm(
     Each element is counted once: shards do not overlap, and padding is zero.
 
     Args:
-        groups: parameters whose gradients are this rank's part of the whole, with the number of ranks that hold the
-            same part.
+        params: whose gradients are scaled; the same on all ranks, but for their shapes.
+        shares: parts of these gradients, each with the number of ranks that hold the same part.
         comms: one after the other they connect all ranks.
         max_norm: the bound.
         norm_type: p of the p-norm, > 0 or inf; 0 counts the elements that are not 0.
@@ -38,14 +40,14 @@ def clip_grad_norm(
     norm_type, max_norm = float(norm_type), float(max_norm)
     if not norm_type >= 0:
         raise ValueError(f"norm_type must be 0, positive or inf, not {norm_type}")
-    groups = [(copies, params) for copies, params in groups if params]
     # From the parameters, which are the same on all ranks; a gradient may be missing on some.
-    everything = [param for _, params in groups for param in params]
-    dtype = torch.float64 if any(param.dtype == torch.float64 for param in everything) else torch.float32
-    device = everything[0].device if everything else torch.device("cpu")
+    dtype = torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
+    device = params[0].device if params else torch.device("cpu")
     is_max = math.isinf(norm_type)
     parts = [
-        _sum_of_powers(params, norm_type, dtype).to(device) / (1 if is_max else copies) for copies, params in groups
+        _sum_of_powers(grads, norm_type, dtype).to(device) / (1 if is_max else copies)
+        for copies, grads in shares
+        if any(grad.numel() for grad in grads)
     ]
     # In one dtype on all ranks, which may hold different parameters.
     gathered = torch.stack(parts or [torch.zeros((), device=device)]).double()
@@ -58,18 +60,16 @@ def clip_grad_norm(
         total = total ** (1.0 / norm_type)
     total = total.to(dtype)
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for param in everything:
+    for param in params:
         if param.grad is not None and param.grad.numel():
-            param.grad.mul_(scale.to(param.grad.device, param.grad.dtype))
+            grad = local_of(param.grad)
+            grad.mul_(scale.to(grad.device, grad.dtype))
     return total
 
 
-def _sum_of_powers(params: Sequence[nn.Parameter], p: float, dtype: torch.dtype) -> torch.Tensor:
-    """The p-th power of the p-norm of their gradients here; the norm itself where p is inf."""
-    grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
-    if not grads:
-        return torch.zeros((), dtype=dtype, device=params[0].device)
-    norms = torch.stack([torch.linalg.vector_norm(grad, p, dtype=dtype) for grad in grads])
+def _sum_of_powers(grads: Sequence[torch.Tensor], p: float, dtype: torch.dtype) -> torch.Tensor:
+    """The p-th power of the p-norm of gradients; the norm itself where p is inf."""
+    norms = torch.stack([torch.linalg.vector_norm(grad, p, dtype=dtype) for grad in grads if grad.numel()])
     if math.isinf(p):
         return norms.amax()
     return (norms**p if p else norms).sum()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,6 +22,17 @@ from hpcfsdp.runtime.containers import apply_to_tensors, cast_forward_inputs
 from hpcfsdp.runtime.engine import Engine
 from hpcfsdp.runtime.hooks import UnknownContainerError, tensors_in
 from hpcfsdp.runtime.state import TRANSITIONS, Phase
+
+
+class ComputedView(Protocol):
+    """A tensor that stands in for a leaf in the modules that compute with it."""
+
+    def show(self) -> None:
+        """Let modules have it, made of the leaf's values, which are there, as autograd is set."""
+
+    def hide(self) -> None:
+        """Let modules have the leaf again; nothing, if they do."""
+
 
 Leaf = tuple[FlatGrad, int]
 """A leaf by the gradient that it has a part in, and its index there."""
@@ -65,6 +76,7 @@ class Unit:
 
     Attributes:
         name: of the wrapped module within the root, for messages; unlike any other's under the root.
+        views: what modules have in place of leaves while they compute, where that is not the leaves themselves.
         flats: one for each dtype and ``requires_grad`` among the parameters; empty if children own all of them.
         grads: of those flat parameters that may get gradients.
         gathers: the flat parameters that are gathered, and not resident.
@@ -81,9 +93,17 @@ class Unit:
             gradients of this one.
     """
 
-    def __init__(self, name: str, flats: Sequence[FlatParam], *, reshard_after_forward: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        flats: Sequence[FlatParam],
+        views: Sequence[ComputedView] = (),
+        *,
+        reshard_after_forward: bool = True,
+    ) -> None:
         self.name = name
         self.flats = tuple(flats)
+        self.views = tuple(views)
         self.reshard_after_forward = reshard_after_forward
         self.inside: frozenset[Unit] = frozenset()
         self.input_dtype: torch.dtype | None = None
@@ -137,6 +157,7 @@ class Unit:
                 if self.prefetch_forward:
                     engine.gather_ahead("forward")
                 engine.await_unshard(self)
+                self._show()
             if self.input_dtype is not None:
                 args, kwargs = cast_forward_inputs(self.input_dtype, args, kwargs)
             if self.flats and torch.is_grad_enabled():
@@ -165,8 +186,10 @@ class Unit:
     def leave_forward(self, *, broken: bool) -> None:
         """End the forward, also one that an exception broke off."""
         assert self.engine is not None
+        self._hide()
         if self.phase is Phase.RECOMPUTE:
             self._enter(Phase.BACKWARD)
+            self._show()
         else:
             self._enter(Phase.IDLE)
             if self.reshard_after_forward or broken or not torch.is_grad_enabled():
@@ -207,6 +230,7 @@ class Unit:
     def post_backward(self) -> None:
         """Collective. Nothing more flows through this unit: its gradients are complete, free its parameters."""
         assert self.engine is not None
+        self._hide()
         self._enter(Phase.IDLE)
         self._forget_calls()
         self.engine.reshard(self)
@@ -237,6 +261,7 @@ class Unit:
     def reset(self) -> None:
         """Back to rest after a backward that was broken off by an exception."""
         assert self.engine is not None
+        self._hide()
         self.phase = Phase.IDLE
         self._forget_calls()
         self.owes_grads, self.num_calls, self._joins_at_the_end = False, 0, False
@@ -263,6 +288,16 @@ class Unit:
         if self.prefetch_backward == "pre":
             engine.gather_ahead("backward")
         engine.await_unshard(self)
+        with torch.enable_grad():  # checkpoints inside may compute once more
+            self._show()
+
+    def _show(self) -> None:
+        for view in self.views:
+            view.show()
+
+    def _hide(self) -> None:
+        for view in self.views:
+            view.hide()
 
     def _join(self) -> None:
         assert self.engine is not None
@@ -346,7 +381,7 @@ class Unit:
         hook = None
         for tensor in found:
             for flat in self.flats:
-                if flat.owns_memory_of(tensor):
+                if flat.owns_memory_of(_compat.local_of(tensor)):
                     raise EngineError(
                         f"{self.name}: its forward returns a view of one of its own parameters (shape "
                         f"{tuple(tensor.shape)}), whose memory is freed when the unit is left; return a clone"

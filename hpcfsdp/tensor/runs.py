@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.layout import Box, FlatLayout
 
 
 class Run(NamedTuple):
@@ -25,17 +25,6 @@ class Run(NamedTuple):
     numel: int
     offset: int
     """First element within the memory that holds the run."""
-
-
-class Box(NamedTuple):
-    """A block of a tensor: where it begins, and how far it goes, in each dimension."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
 
 
 class Move(NamedTuple):

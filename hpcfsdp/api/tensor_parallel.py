@@ -1,0 +1,143 @@
+"""Parameters that are DTensors, as of a model that is parallel over tensors, beside the sharding of units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from hpcfsdp import _compat
+from hpcfsdp.api.groups import Groups, TensorRanks, tensor_ranks
+from hpcfsdp.errors import ShardingError
+from hpcfsdp.flat.layout import Box, TensorBlock
+
+if TYPE_CHECKING:
+    from hpcfsdp.api.wrapper import FullyShardedDataParallel
+
+
+def with_tensor_ranks(
+    groups: Groups, module: nn.Module, units: Iterable[FullyShardedDataParallel], unit: str
+) -> Groups:
+    """Collective over the unit's ranks and the mesh, if there is one. The groups, with the ranks of DTensors.
+
+    Args:
+        groups: of the unit that `module` is to become.
+        units: inside of it, made before.
+
+    Raises:
+        ShardingError: DTensors of one model lie on different meshes, on a mesh without this rank, or on ranks that the
+            unit is sharded over.
+    """
+    found: tuple[str, DeviceMesh] | None = None
+    meshes = [(f"the unit {inner._unit.name}", inner._groups.tensor.mesh) for inner in units if inner._groups.tensor]
+    meshes += [(repr(fqn), param.device_mesh) for fqn, param in module.named_parameters() if isinstance(param, DTensor)]
+    for what, mesh in meshes:
+        found = found or (what, mesh)
+        if mesh != found[1]:
+            raise ShardingError(
+                f"{found[0]} lies on the ranks {_said(found[1])}, and {what} on {_said(mesh)}: parallelize all of a "
+                "model over one mesh"
+            )
+    if found is None:
+        return groups
+    what, mesh = found
+    if mesh.get_coordinate() is None:
+        raise ShardingError(f"{what} is a DTensor on the ranks {_said(mesh)}, and this rank is not one of them")
+    ranks = tensor_ranks(mesh)
+    sharing = set(ranks.global_ranks).intersection(groups.all_global_ranks())
+    if len(sharing) > 1:
+        raise ShardingError(
+            f"{what} is parallel over the ranks {_said(mesh)}, and {unit} is to be sharded over {sorted(sharing)} of "
+            "them too: make one mesh, as hpcfsdp.init().mesh(shard=None, tensor=2), parallelize over mesh['tensor'], "
+            "and pass device_mesh=mesh['shard']"
+        )
+    return replace(groups, tensor=ranks)
+
+
+def _said(mesh: DeviceMesh) -> list[int]:
+    return mesh.mesh.tolist()
+
+
+def block_of(fqn: str, param: DTensor, ranks: TensorRanks) -> TensorBlock:
+    """Which part of a parameter this rank has, and the others of the mesh. Not collective.
+
+    Raises:
+        ShardingError: a placement that is no block of values, or along a dimension that the parameter does not have.
+    """
+    shape, mesh = tuple(param.shape), param.device_mesh
+    for placement in param.placements:
+        if not (placement.is_replicate() or type(placement) is Shard):
+            raise ShardingError(
+                f"parameter {fqn!r} has the placements {list(param.placements)}: a unit takes Shard and Replicate; "
+                "shard a model with either hpcfsdp or fully_shard"
+            )
+        if placement.is_shard() and not 0 <= placement.dim < len(shape):
+            raise ShardingError(
+                f"parameter {fqn!r} of shape {list(shape)} is placed along dimension {placement.dim}, which it does "
+                "not have"
+            )
+    blocks = _compat.blocks_on_mesh(shape, tuple(mesh.mesh.shape), tuple(param.placements))
+    by_rank = dict(zip(mesh.mesh.flatten().tolist(), blocks, strict=True))
+    boxes = tuple(Box(*by_rank[rank]) for rank in ranks.global_ranks)
+    return TensorBlock(shape, boxes, ranks.comm.rank, tuple(param.placements))
+
+
+def leaf_of(param: DTensor) -> nn.Parameter:
+    """A parameter that is this rank's block, with what else has been noted on the whole."""
+    leaf = nn.Parameter(param.detach().to_local(), requires_grad=param.requires_grad)
+    leaf.__dict__.update(param.__dict__)
+    return leaf
+
+
+def as_dtensor(leaf: torch.Tensor, block: TensorBlock, mesh: DeviceMesh) -> DTensor:
+    """The parameter whose block is `leaf`; gradients come to `leaf`, brought into its placements. Not collective."""
+    shape = torch.Size(block.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(leaf, mesh, block.placements, run_check=False, shape=shape, stride=stride)
+
+
+def replicated_grad(param: nn.Parameter, num_blocks: int) -> tuple[int, torch.Tensor]:
+    """Collective over the mesh of a ``DTensor`` whose gradient is a sum that is pending. The gradient of a parameter
+    that no unit has, as far as it is here, with how many of the `num_blocks` ranks of the mesh have the same."""
+    if not isinstance(param, DTensor):
+        return num_blocks, param.grad
+    if param.grad.placements != param.placements:
+        param.grad = param.grad.redistribute(placements=param.placements)
+    cut = [size for size, where in zip(param.device_mesh.mesh.shape, param.placements, strict=True) if where.is_shard()]
+    return num_blocks // math.prod(cut), _compat.local_of(param.grad)
+
+
+@dataclass
+class TensorView:
+    """What modules have in place of a leaf while they compute: the ``DTensor`` whose block the leaf is.
+
+    Attributes:
+        places: modules, and the names that they have the leaf under.
+        is_registered: whether modules have the leaf as a parameter, or keep it as an attribute alone.
+    """
+
+    leaf: nn.Parameter
+    block: TensorBlock
+    mesh: DeviceMesh
+    places: list[tuple[nn.Module, str]]
+    is_registered: bool
+
+    def show(self) -> None:
+        """Not collective. Anew for each call: what computes with it makes a graph."""
+        view = as_dtensor(self.leaf, self.block, self.mesh)
+        for module, name in self.places:
+            module.__dict__[name] = view  # found before registered parameters
+
+    def hide(self) -> None:
+        """Let modules have the leaf again."""
+        for module, name in self.places:
+            if self.is_registered:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = self.leaf
