@@ -275,6 +275,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def common_mesh(outer: Any, inner: Any) -> Any | None:
+    """The mesh that two meshes of this rank were taken from, without other dimensions; None if there is none."""
+    root, names = outer._get_root_mesh(), {*(outer.mesh_dim_names or ()), *(inner.mesh_dim_names or ())}
+    if root != inner._get_root_mesh() or len(names) != outer.ndim + inner.ndim or not names <= {*root.mesh_dim_names}:
+        return None
+    in_order = tuple(name for name in root.mesh_dim_names if name in names)
+    return root if len(in_order) == root.ndim else root[in_order]
+
+
 def dtensor_boxes(tensor: Any) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Where the block of each rank of a DTensor's mesh begins, and how far it goes, by global rank.
 

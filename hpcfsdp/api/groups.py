@@ -7,9 +7,12 @@ import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import Replicate, Shard as ShardAlong
+from torch.distributed.tensor.placement_types import Placement
 
 from hpcfsdp import _compat, env
 from hpcfsdp.comm import Communicator, communicator_for
@@ -18,6 +21,7 @@ from hpcfsdp.comm.mesh import plan_mesh
 from hpcfsdp.comm.topology import Topology
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import DisagreementError, LaunchError
+from hpcfsdp.flat.layout import TensorBlock
 from hpcfsdp.world import current_world
 
 log = logging.getLogger("hpcfsdp.groups")
@@ -37,6 +41,22 @@ class TensorRanks:
 
     mesh: DeviceMesh
     comm: Communicator
+    global_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Holders:
+    """All ranks that have parts of a unit's parameters, without replicas: for each block, those that share it.
+
+    Attributes:
+        comm: over all of them.
+        places: by its ranks, the rank among the carriers of the unit, and among the ranks that are parallel over
+            tensors.
+        global_ranks: those of `comm`, as torch's default group calls them.
+    """
+
+    comm: Communicator
+    places: tuple[tuple[int, int], ...]
     global_ranks: tuple[int, ...]
 
 
@@ -102,6 +122,39 @@ class Groups:
         made = _Made.current()
         comms = [self.everyone] if self.everyone is not None else [c for c in (self.shard, self.replicate) if c]
         return tuple(rank for comm in comms for rank in made.global_ranks(comm))
+
+    def holders(self) -> Holders:
+        """Collective over the ranks that it has, the first time. For units of a model that is parallel over tensors.
+
+        Raises:
+            RuntimeError: torch.distributed has not been initialised.
+        """
+        assert self.tensor is not None
+        return _Made.current().holders(self.carriers, self.tensor)
+
+    def source_ranks(self) -> tuple[int, ...]:
+        """Collective over them, the first time. The ranks that distributed tensors of the unit lie on, as above."""
+        return self.global_ranks() if self.tensor is None else self.holders().global_ranks
+
+    def placed(self, block: TensorBlock | None) -> tuple[DeviceMesh, list[Placement]]:
+        """Collective over the ranks that have the unit, the first time. How a ``DTensor`` of the unit is placed.
+
+        Rows are cut over the ranks of `shard`, and over those that are parallel over tensors whatever the block says.
+
+        Args:
+            block: of the parameter; None for one that is not cut over these.
+        """
+        mesh = self.mesh()
+        data: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [ShardAlong(0)]
+        if self.tensor is None:
+            return mesh, data
+        across = [Replicate()] * self.tensor.mesh.ndim if block is None else list(block.placements)
+        joined = _compat.common_mesh(mesh, self.tensor.mesh)
+        if joined is None:
+            return _Made.current().joined_mesh(mesh, self.tensor), data + across
+        names = (*mesh.mesh_dim_names, *self.tensor.mesh.mesh_dim_names)
+        placed = dict(zip(names, data + across, strict=True))
+        return joined, [placed[name] for name in joined.mesh_dim_names]
 
     def process_group(self) -> dist.ProcessGroup:
         """Collective over `carriers`, the first time. Torch's process group over them.
@@ -272,6 +325,7 @@ class _Made:
         self._world = weakref.ref(world) if world is not None else None
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._holders: dict[tuple[tuple[int, ...], tuple[int, ...]], Holders] = {}
         self._meshes: dict[str, DeviceMesh] = {}  # by the name of the group, which must not be held either
         self._global_ranks: weakref.WeakKeyDictionary[Communicator, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._topology: Topology | None = None
@@ -295,6 +349,7 @@ class _Made:
         self._subgroups.clear()
         self._process_groups.clear()
         self._meshes.clear()
+        self._holders.clear()
 
     def subgroup(self, everyone: Communicator, ranks: tuple[int, ...]) -> Communicator:
         """Collective over `ranks` of `everyone`, all ranks, the first time. None is made for one rank, or for all."""
@@ -314,6 +369,17 @@ class _Made:
             self._global_ranks[comm] = tuple(comm.all_gather_object(dist.get_rank()))
         return self._global_ranks[comm]
 
+    def holders(self, carriers: Communicator, tensor: TensorRanks) -> Holders:
+        """Collective over all ranks that have these with each other, the first time."""
+        key = self.global_ranks(carriers), tensor.global_ranks
+        if key not in self._holders:
+            lines = tensor.comm.all_gather_object(key[0])
+            places = {rank: (place, block) for block, line in enumerate(lines) for place, rank in enumerate(line)}
+            ranks = tuple(sorted(places))
+            comm = self.subgroup(communicator_for(None, required=True), ranks)
+            self._holders[key] = Holders(comm, tuple(places[rank] for rank in ranks), ranks)
+        return self._holders[key]
+
     def process_group(self, comm: Communicator) -> dist.ProcessGroup:
         """Collective over `comm`, the first time. Torch's group over its ranks, of the default backend."""
         if isinstance(comm, TorchGroupCommunicator):
@@ -331,6 +397,19 @@ class _Made:
         if group.group_name not in self._meshes:
             self._meshes[group.group_name] = DeviceMesh.from_group(group, comm.device.type)
         return self._meshes[group.group_name]
+
+    def joined_mesh(self, outer: DeviceMesh, tensor: TensorRanks) -> DeviceMesh:
+        """Collective over ``tensor.comm``, the first time. A mesh of the dimensions of both, which are not of one."""
+        key = repr((outer.mesh.tolist(), tensor.mesh.mesh.tolist()))
+        if key not in self._meshes:
+            lines = dict(zip(tensor.global_ranks, tensor.comm.all_gather_object(outer.mesh.tolist()), strict=True))
+            inner = tensor.mesh.mesh
+            ranks = torch.tensor([lines[rank] for rank in inner.flatten().tolist()])
+            ranks = ranks.movedim(0, -1).reshape(*outer.mesh.shape, *inner.shape)
+            dims = [(mesh, dim) for mesh in (outer, tensor.mesh) for dim in range(mesh.ndim)]
+            groups = [mesh.get_group(dim) for mesh, dim in dims]
+            self._meshes[key] = DeviceMesh.from_group(groups, outer.device_type, mesh=ranks)
+        return self._meshes[key]
 
     def topology(self, everyone: Communicator) -> Topology:
         """Collective over `everyone`, all ranks, the first time. Which of them share a node."""

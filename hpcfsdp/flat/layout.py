@@ -219,6 +219,14 @@ class FlatLayout:
             )
         return dataclasses.replace(self, slots=slots)
 
+    def of_tensor_rank(self, rank: int) -> FlatLayout:
+        """The layout that another of the ranks which are parallel over tensors has of its own blocks."""
+        if all(slot.block is None or slot.block.rank == rank for slot in self.slots):
+            return self
+        blocks = {s.fqn: dataclasses.replace(s.block, rank=rank) for s in self.slots if s.block is not None}
+        params = [(s.fqn, blocks[s.fqn].box.sizes if s.block else s.shape, s.aliases) for s in self.slots]
+        return FlatLayout.plan(params, self.dtype, self.num_shards, blocks)
+
     def fingerprint(self) -> str:
         """A short text that two layouts share when they are equal."""
         return hashlib.blake2b(repr((self.slots, self.dtype, self.num_shards)).encode(), digest_size=8).hexdigest()

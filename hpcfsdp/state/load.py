@@ -106,7 +106,7 @@ def agree(reading: Reading, read: Callable[[], None]) -> Agreed:
             unshard.check_at_rest(unit, "load_state_dict")
     if dist.is_initialized():
         for unit in reading.units:
-            unit._groups.global_ranks()  # known from here on, whatever this rank finds
+            unit._groups.source_ranks()  # known from here on, whatever this rank finds
     problem: Exception | None = None
     try:
         read()

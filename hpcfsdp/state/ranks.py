@@ -13,9 +13,9 @@ from hpcfsdp.errors import StateDictError
 
 
 class Grid:
-    """The ranks of a pair of groups (shard, replicate) that have no communicator over all of them."""
+    """The ranks of a pair of groups, as (shard, replicate), that have no communicator over all of them."""
 
-    def __init__(self, shard: Communicator, replicate: Communicator) -> None:
+    def __init__(self, shard: Communicator | Grid, replicate: Communicator) -> None:
         self._shard, self._replicate = shard, replicate
         self.rank = replicate.rank * shard.size + shard.rank
         self.size = shard.size * replicate.size
@@ -42,12 +42,18 @@ class Grid:
 
 
 def ranks_of(groups: Groups) -> Communicator | Grid:
-    """All ranks that share a unit."""
+    """All ranks that share a unit, also those that have other blocks of its parameters."""
+    ranks: Communicator | Grid = groups.shard
     if groups.everyone is not None:
-        return groups.everyone
-    if groups.replicate is None:
-        return groups.shard
-    return Grid(groups.shard, groups.replicate)
+        ranks = groups.everyone
+    elif groups.replicate is not None:
+        ranks = Grid(groups.shard, groups.replicate)
+    return ranks if groups.tensor is None else Grid(ranks, groups.tensor.comm)
+
+
+def ranks_of_replica(groups: Groups) -> Communicator | Grid:
+    """The ranks that together have all of a unit, once."""
+    return groups.shard if groups.tensor is None else Grid(groups.shard, groups.tensor.comm)
 
 
 def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:

@@ -195,7 +195,7 @@ class Reading:
                 yield
             return
         values = {
-            leaf: _blank_param(slot.shape, flat.layout.dtype)
+            leaf: _blank_param(slot.whole_shape, flat.layout.dtype)
             for flat in unit._unit.flats
             for leaf, slot in zip(flat.leaves, flat.layout.slots, strict=True)
         }

@@ -22,6 +22,7 @@ from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.state.model import clean_fqn
+from hpcfsdp.state.ranks import Grid, ranks_of_replica
 from hpcfsdp.state.settings import kind_of, settings_of
 from hpcfsdp.state.stand_in import StandIn, shown_for
 from hpcfsdp.state.transfer import Form, Parts, collect, keeping_scratch
@@ -92,7 +93,7 @@ def save(
         return _save(unit, destination.call, destination, prefix)
     units = FullyShardedDataParallel.fsdp_modules(unit)
     # Not over replicas: one rank may save by itself what is not sharded.
-    comm = max((inner._groups.shard for inner in units), key=lambda shard: shard.size)
+    comm = max((ranks_of_replica(inner._groups) for inner in units), key=lambda ranks: ranks.size)
     with raise_together(comm):
         for inner in units:
             unshard.check_at_rest(inner, "state_dict")
@@ -139,7 +140,9 @@ def _run_pre_hooks(unit: FullyShardedDataParallel, prefix: str, *, keep_vars: bo
         hook(unit, prefix, keep_vars)
 
 
-def _check_alike(comm: Communicator, units: list[FullyShardedDataParallel], asked: list[tuple[str, Form]]) -> None:
+def _check_alike(
+    comm: Communicator | Grid, units: list[FullyShardedDataParallel], asked: list[tuple[str, Form]]
+) -> None:
     """Collective over `comm`. See that all ranks are to make the same of each unit.
 
     Raises:
@@ -197,6 +200,7 @@ def _shards_published(units: list[FullyShardedDataParallel], call: _Call) -> Ite
         if call.kind_of(unit) is StateDictType.FULL_STATE_DICT
         and call.form_of(unit).is_made_by(unit._groups)
         and _shows_shards(flat)
+        and unit._groups.tensor is None
     ]
     for flat in flats:
         flat.publish()
@@ -317,12 +321,12 @@ def _values(unit: FullyShardedDataParallel, call: _Call) -> Mapping[Any, torch.T
     for flat in unit._unit.flats:
         values = _values_of(unit._groups, flat, form)
         for leaf, slot, value in zip(flat.leaves, flat.layout.slots, values, strict=True):
-            found[leaf] = _nothing(slot.shape, flat) if value is None else shown_for(value)
+            found[leaf] = _nothing(slot.whole_shape, flat) if value is None else shown_for(value)
     return found
 
 
 def _values_of(groups: Groups, flat: FlatParam, form: Form) -> list[Any]:
-    if not form.sharded and _shows_shards(flat):
+    if not form.sharded and _shows_shards(flat) and groups.tensor is None:
         if not form.is_shown_by(groups):
             return [None] * len(flat.leaves)
         device = form.device(flat.device)

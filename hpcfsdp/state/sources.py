@@ -60,7 +60,7 @@ def check_source(
     check_readable(key, source)
     if groups is not None:
         if isinstance(source, (ShardedTensor, DTensor)):
-            check_blocks(key, source, groups.global_ranks())
+            check_blocks(key, source, groups.source_ranks())
     elif isinstance(source, ShardedTensor):
         raise StateDictError(f"{key!r} is not sharded in the model, and cannot be loaded from a ShardedTensor")
     elif isinstance(source, DTensor) and source.device_mesh.get_coordinate() is None:
@@ -80,7 +80,7 @@ def facts_of(source: Any, groups: Groups | None) -> str:
     facts = f"a {kind} {list(shape)} of {str(dtype).removeprefix('torch.')}"
     if is_distributed and groups is not None:
         boxes = all_boxes(source)
-        facts += f" in blocks {digest_of([boxes.get(rank) for rank in groups.global_ranks()])}"
+        facts += f" in blocks {digest_of([boxes.get(rank) for rank in groups.source_ranks()])}"
     elif isinstance(source, DTensor):
         facts += f" with {source.placements} on a mesh of {list(source.device_mesh.mesh.shape)}"
     return facts

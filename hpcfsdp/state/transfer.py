@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 
+from hpcfsdp import _compat
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.api.groups import Groups
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.layout import FlatLayout, ParamSlot
 from hpcfsdp.observe.profile import Phase, profile
+from hpcfsdp.state.blocks import Blocks, gather_blocks, scatter_blocks
 from hpcfsdp.tensor.move import MovePlan, RunsOf, batches, move
-from hpcfsdp.tensor.runs import Box, Run, box_runs, chunk_box, chunk_runs, own_runs, shard_runs, whole_runs
+from hpcfsdp.tensor.runs import Box, Run, box_runs, chunk_box, chunk_runs, own_runs, shard_runs, whole_box, whole_runs
 from hpcfsdp.tensor.sharded import (
     all_boxes,
     create_chunk_dtensor,
@@ -119,9 +121,17 @@ def collect(groups: Groups, parts: Parts, dtype: torch.dtype, device: torch.devi
         dtype, device: of the parts. Chunks of a sharded result lie there, too, unless they are offloaded.
         form: ranks that it leaves out get None for all slots, and need not call this if they are of another replica.
     """
-    comm, target = groups.shard, form.device(device)
+    target = form.device(device)
     if form.sharded and groups.strategy is not ShardingStrategy.NO_SHARD:
         return _chunks(groups, parts, dtype, target, form)
+    if groups.tensor is None:
+        return _whole(groups, parts, dtype, target, form)
+    return _joined(groups, parts, _whole(groups, parts, dtype, groups.tensor.comm.device, form), target, form)
+
+
+def _whole(groups: Groups, parts: Parts, dtype: torch.dtype, target: torch.device, form: Form) -> list[Any]:
+    """Collective over ``groups.shard``. Whole tensors, or whole blocks of them."""
+    comm = groups.shard
     if not form.rank0_only:
         return _everywhere(comm, parts, dtype, target)
     slots = parts.layout.slots
@@ -133,6 +143,36 @@ def collect(groups: Groups, parts: Parts, dtype: torch.dtype, device: torch.devi
             found[index] = torch.empty(slots[index].shape, dtype=dtype, device=target)
     _move(comm, parts, lambda rank: _whole_runs(parts) if rank == 0 else [], found, dtype)
     return found
+
+
+def _joined(groups: Groups, parts: Parts, blocks: list[Any], target: torch.device, form: Form) -> list[Any]:
+    """Collective over the ranks that are parallel over tensors, where they have `blocks`. The tensors of these."""
+    assert groups.tensor is not None
+    comm = groups.tensor.comm
+    for index in parts.present:
+        local, block = blocks[index], parts.layout.slots[index].block
+        if local is None:
+            continue
+        if block is not None and not block.is_whole:
+            shown = not form.rank0_only or comm.rank == 0
+            local = local.contiguous()
+            owned = local if comm.rank in block.owners else local.new_empty(0)
+            boxes = [box if rank in block.owners else Box((0,), (0,)) for rank, box in enumerate(block.boxes)]
+            outputs = [local.new_empty(box.sizes) for box in boxes] if shown else None
+            if form.rank0_only:
+                comm.gather(outputs, owned, 0)
+            else:
+                comm.all_gather(outputs, owned)
+            if shown:
+                local = torch.empty(block.shape, dtype=local.dtype, device=target)
+                for rank in block.owners:
+                    local[_slices(block.boxes[rank])].copy_(outputs[rank])
+        blocks[index] = local.to(target) if form.is_shown_by(groups) else None
+    return blocks
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(begin, begin + size) for begin, size in zip(*box, strict=True))
 
 
 def _everywhere(comm: Communicator, parts: Parts, dtype: torch.dtype, target: torch.device) -> list[Any]:
@@ -193,16 +233,55 @@ def _chunks(groups: Groups, parts: Parts, dtype: torch.dtype, target: torch.devi
         # Of what other ranks want, what this one cannot give does not matter: there are ranks x slots of it.
         return chunk_runs(shapes, comm.size, rank, present if rank == comm.rank else mine)
 
-    _move(comm, parts, wanted, found, dtype)
+    uncut = [None if _is_cut(slot) else tensor for slot, tensor in zip(slots, found, strict=True)]
+    _move(comm, _without_cut(parts), wanted, uncut, dtype)
+    cut = {index: slots[index] for index in present if _is_cut(slots[index])}
+    if cut:
+        _gather_chunks(groups, parts, cut, found, dtype, target)
     for index in present:
-        if not shapes[index]:
+        shape = slots[index].whole_shape
+        if not shape:
             continue
-        described = found[index], shapes[index], dtype, target
-        if groups.device_mesh is not None or form.dtensor:
-            found[index] = create_chunk_dtensor(*described, groups.mesh())
+        described = found[index], shape, dtype, target
+        if groups.device_mesh is not None or groups.tensor is not None or form.dtensor:
+            found[index] = create_chunk_dtensor(*described, *groups.placed(slots[index].block))
         else:
             found[index] = create_chunk_sharded_tensor(*described, groups.process_group(), groups.global_ranks())
     return found
+
+
+def _is_cut(slot: ParamSlot) -> bool:
+    """Whether ranks that are parallel over tensors have different blocks of it."""
+    return slot.block is not None and not slot.block.is_whole
+
+
+def _without_cut(parts: Parts) -> Parts:
+    slots = zip(parts.layout.slots, parts.tensors, strict=True)
+    return replace(parts, tensors=[None if _is_cut(slot) else tensor for slot, tensor in slots])
+
+
+def _gather_chunks(
+    groups: Groups,
+    parts: Parts,
+    cut: Mapping[int, ParamSlot],
+    found: list[Any],
+    dtype: torch.dtype,
+    target: torch.device,
+) -> None:
+    """Collective over the holders. The chunks of parameters that are cut twice."""
+    holders = groups.holders()
+    boxes: list[dict[int, list[Box]]] = [{} for _ in holders.global_ranks]
+    for index, slot in cut.items():
+        mesh, placements = groups.placed(slot.block)
+        blocks = _compat.blocks_on_mesh(slot.whole_shape, tuple(mesh.mesh.shape), tuple(placements))
+        by_rank = dict(zip(mesh.mesh.flatten().tolist(), blocks, strict=True))
+        for rank, global_rank in enumerate(holders.global_ranks):
+            boxes[rank][index] = [Box(*by_rank[global_rank])]
+    for index, (box,) in boxes[holders.comm.rank].items():
+        found[index] = torch.empty(box.sizes, dtype=dtype, device=target)
+    shards = {index: parts.tensors[index] for index in cut}
+    targets = {index: found[index].view(-1) for index in cut}
+    gather_blocks(Blocks(groups, parts.layout, parts.whole_shard), shards, boxes, targets, dtype)
 
 
 def _move(comm: Communicator, parts: Parts, wanted: RunsOf, found: Sequence[Any], dtype: torch.dtype) -> None:
@@ -240,6 +319,8 @@ def fill(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
             a placement that is no block of values. Raised by all ranks, before anything is filled.
     """
     values = [_local_if_replicated(groups, value) for value in values]
+    if groups.tensor is not None:
+        values = _own_blocks(groups, parts, values)
     blocks = None
     if any(_kind(value) in (ShardedTensor, DTensor) for value in values):
         blocks = _blocks_by_rank(groups, parts, values)
@@ -251,6 +332,57 @@ def fill(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
         _fill_from_blocks(groups.carriers, parts, values, blocks)
     if any(_kind(value) is OnFirst for value in values):
         _fill_from_first(groups, parts, values)
+
+
+def _own_blocks(groups: Groups, parts: Parts, values: Sequence[Any]) -> list[Any]:
+    """Collective over the ranks that are parallel over tensors. What there is for this rank's blocks.
+
+    Distributed tensors are put in place already, and None is left of them.
+    """
+    found: list[Any] = list(values)
+    _scatter_distributed(groups, parts, values)
+    for index, (slot, value) in enumerate(zip(parts.layout.slots, values, strict=True)):
+        if _kind(value) in (ShardedTensor, DTensor):
+            found[index] = None
+        elif _kind(value) is OnFirst:
+            found[index] = _block_from_first(groups, slot, value)
+        elif value is not None and _is_cut(slot):
+            found[index] = value[_slices(slot.block.box)]
+    return found
+
+
+def _scatter_distributed(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
+    for dtype, chosen in _by_dtype(values, (ShardedTensor, DTensor)).items():
+        holders = groups.holders()
+        boxes: list[dict[int, list[Box]]] = [{} for _ in holders.global_ranks]
+        for index in sorted(chosen):
+            check_blocks(parts.layout.slots[index].fqn, values[index], holders.global_ranks)
+            everywhere, seen = all_boxes(values[index]), set[Box]()
+            for rank, global_rank in enumerate(holders.global_ranks):
+                held = everywhere.get(global_rank, [])
+                if not seen.issuperset(held):  # replicas have the same
+                    boxes[rank][index] = held
+                    seen.update(held)
+        sources = {index: _held(values[index]) for index in chosen}
+        shards = {index: parts.tensors[index] for index in chosen}
+        scatter_blocks(Blocks(groups, parts.layout, parts.whole_shard), shards, boxes, sources, dtype)
+
+
+def _block_from_first(groups: Groups, slot: ParamSlot, value: OnFirst) -> OnFirst:
+    """Collective over the ranks that are parallel over tensors. This rank's block, from the first of them."""
+    assert groups.tensor is not None
+    shape = torch.Size(slot.shape)
+    if groups.shard.rank or not groups.is_first_replica:
+        return OnFirst(shape, value.dtype)
+    comm = groups.tensor.comm
+    mine = torch.empty(shape, dtype=value.dtype, device=comm.device)
+    inputs = None
+    if comm.rank == 0:
+        boxes = slot.block.boxes if _is_cut(slot) else [whole_box(shape)] * comm.size
+        whole = value.tensor.detach().to(comm.device)
+        inputs = [whole[_slices(box)].contiguous() for box in boxes]
+    comm.scatter(mine, inputs, 0)
+    return OnFirst(shape, value.dtype, mine)
 
 
 def check_blocks(key: str, value: ShardedTensor | DTensor, ranks: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ tensor are all lists of runs, so one plan moves values between any two of them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -95,21 +96,69 @@ def own_runs(layout: FlatLayout, shard_rank: int) -> list[Run]:
 
 def box_runs(index: int, shape: Sequence[int], box: Box) -> Iterator[Run]:
     """The runs of one block of a tensor, in row-major order; the block is contiguous in memory of its own."""
-    if not box.numel:
+    return cut_runs(index, whole_box(shape), box)
+
+
+def cut_runs(index: int, frame: Box, box: Box, offset: int = 0) -> Iterator[Run]:
+    """The runs of a block that lie in a larger or smaller one, in row-major order.
+
+    Args:
+        frame: they start at their place in this block, as if it were the tensor.
+        box: contiguous in memory of its own, from `offset` on.
+    """
+    begins = [max(a, b) for a, b in zip(frame.offsets, box.offsets, strict=True)]
+    ends = [min(o + s, p + t) for o, s, p, t in zip(*frame, *box, strict=True)]
+    sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    if any(size <= 0 for size in sizes):
         return
-    whole = len(shape)  # dimensions from here on are there as a whole
-    while whole and box.sizes[whole - 1] == shape[whole - 1]:
-        whole -= 1
-    inner = max(0, whole - 1)  # of the innermost one that is not, a run has a stretch
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    numel = math.prod(box.sizes[inner:])
-    outer = box.sizes[:inner]
-    for turn in range(math.prod(outer)):
-        start, rest = sum(o * s for o, s in zip(box.offsets, strides, strict=True)), turn
-        for dim in reversed(range(inner)):
-            rest, place = divmod(rest, outer[dim])
-            start += place * strides[dim]
-        yield Run(index, start, numel, turn * numel)
+    inner = len(sizes)  # dimensions from here on are whole in both
+    while inner and sizes[inner - 1] == frame.sizes[inner - 1] == box.sizes[inner - 1]:
+        inner -= 1
+    inner = max(0, inner - 1)  # of the innermost one that is not, a run has a stretch
+    numel = math.prod(sizes[inner:])
+    in_frame, in_box = _row_major(frame.sizes), _row_major(box.sizes)
+    start = sum((begin - at) * step for begin, at, step in zip(begins, frame.offsets, in_frame, strict=True))
+    offset += sum((begin - at) * step for begin, at, step in zip(begins, box.offsets, in_box, strict=True))
+    for place in itertools.product(*map(range, sizes[:inner])):
+        there = sum(p * step for p, step in zip(place, in_frame, strict=False))
+        here = sum(p * step for p, step in zip(place, in_box, strict=False))
+        yield Run(index, start + there, numel, offset + here)
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def run_boxes(shape: Sequence[int], start: int, numel: int) -> list[Box]:
+    """The blocks that are, one after the other, a stretch of a tensor's elements in row-major order.
+
+    At most two for each dimension: what is left of a row, then of a matrix, and so on, all whole ones, and back.
+    """
+    if not numel:
+        return []
+    if not shape:
+        return [Box((), ())]
+    step = math.prod(shape[1:])
+    first, into = divmod(start, step)
+    last, left = divmod(start + numel, step)
+    if first == last:
+        return [_within_row(first, box) for box in run_boxes(shape[1:], into, numel)]
+    found = []
+    if into:
+        found += [_within_row(first, box) for box in run_boxes(shape[1:], into, step - into)]
+        first += 1
+    if last > first:
+        found.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    return found + [_within_row(last, box) for box in run_boxes(shape[1:], 0, left)]
+
+
+def _within_row(row: int, box: Box) -> Box:
+    return Box((row, *box.offsets), (1, *box.sizes))
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def intersect(sources: Sequence[Run], targets: Sequence[Run]) -> list[Move]:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard as ShardAlong
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from hpcfsdp import _compat
 from hpcfsdp._compat import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
@@ -61,15 +62,20 @@ def create_chunk_sharded_tensor(
 
 
 def create_chunk_dtensor(
-    local: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, mesh: DeviceMesh
+    local: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
 ) -> DTensor:
-    """A tensor of `shape` whose rows are chunked over the last dimension of `mesh`, and replicated over the others.
+    """A tensor of `shape` of which this rank of a mesh has one block. Not collective.
 
-    Not collective. The chunk stays where it is, on whatever device the mesh is.
+    Args:
+        local: the block, which stays where it is, on whatever device the mesh is; None for no rows.
     """
     if local is None:
         local = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
-    placements = [Replicate()] * (mesh.ndim - 1) + [ShardAlong(0)]
     strides = torch.empty(shape, device="meta").stride()
     return _compat.dtensor(local, mesh, placements, shape, strides)
 

@@ -79,7 +79,7 @@ def plan_flat_state(
         for name, value in states.get(slot.fqn, {}).items():
             described = describe(value)
             if described is not None and described[0]:
-                _check_shape(slot.fqn, name, value, slot.shape)
+                _check_shape(slot.fqn, name, value, slot.whole_shape)
     absent = [fqn for fqn in fqns if not states.get(fqn)]
     if absent:
         raise StateDictError(
@@ -128,7 +128,7 @@ def plan_orig_state(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any], ele
             plan.others[name] = own_copy(f"{name!r} of {fqn!r}", value)
             continue
         if not info.shows_whole or isinstance(value, (ShardedTensor, DTensor)):
-            _check_shape(fqn, name, value, info.layout.slots[index].shape)
+            _check_shape(fqn, name, value, info.layout.slots[index].whole_shape)
         plan.tensors[name] = [value]
     return plan
 
@@ -153,7 +153,7 @@ def _said(value: Any) -> str:
 def _check_tensors(info: FSDPParamInfo, name: str, values: Sequence[Any]) -> None:
     slots = info.layout.slots
     for slot, value in zip(slots, values, strict=True):
-        _check_shape(slot.fqn, name, value, slot.shape)
+        _check_shape(slot.fqn, name, value, slot.whole_shape)
     dtypes = [describe(value)[1] for value in values]
     for slot, dtype in zip(slots, dtypes, strict=True):
         if dtype != dtypes[0]:

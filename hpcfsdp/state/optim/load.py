@@ -99,7 +99,7 @@ class _Plan:
         self.states = {fqn: self._readable(fqn, state, fqn in chunked) for fqn, state in self.states.items()}
         self.entries: dict[str, StatePlan] = {}
         self.unsharded: dict[str, Mapping[str, Any]] = {}
-        shapes = {slot.fqn: slot.shape for info in self.infos.values() for slot in info.layout.slots}
+        shapes = {slot.fqn: slot.whole_shape for info in self.infos.values() for slot in info.layout.slots}
         elementwise = elementwise_names(self.states, shapes)
         for key in self.keys:
             self._take(key, elementwise)
@@ -435,10 +435,10 @@ def optim_state_dict_to_load(
             convert_all_state_info(gathered)
         distributed = plan.distributed()
         for info in {id(info): info for _, _, info in distributed}.values():
-            info.groups.global_ranks()  # a collective the first time, which is to be over before a rank raises
+            info.groups.source_ranks()  # a collective the first time, which is to be over before a rank raises
         with raise_together(ranks):
             for name, value, info in distributed:
-                check_blocks(name, value, info.groups.global_ranks())
+                check_blocks(name, value, info.groups.source_ranks())
         infos = list({id(info): info for info in plan.infos.values()}.values())
         goes_in_parts = [True] * len(infos)
         if rank0_only:

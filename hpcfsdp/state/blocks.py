@@ -1,0 +1,147 @@
+"""Blocks of parameters that are cut over ranks which are parallel over tensors, on top of being sharded.
+
+What a rank has of such a parameter is a run of its block. Values are moved between these runs and blocks of any other
+kind (chunks of a ``DTensor``, shards, stretches of a file) over all ranks that have parts of the parameter. Each block
+is a tensor of its own for the plan of the moves, so that a run stays a run, however the whole has been cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from hpcfsdp.api.groups import Groups
+from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.tensor.move import MovePlan, batches, move
+from hpcfsdp.tensor.runs import Box, Run, cut_runs, own_runs, shard_runs, whole_box
+
+BoxesOf = Sequence[Mapping[int, Sequence[Box]]]
+"""By rank of the holders, and by slot, the blocks of a whole parameter that a rank has, one after the other in memory."""
+
+_BATCH_NUMEL = 1 << 20
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The parameters of a layout as they are cut and sharded over all holders.
+
+    Attributes:
+        layout: that of this rank.
+        whole_shard: whether memory is the whole shard, or of each slot its own run.
+    """
+
+    groups: Groups
+    layout: FlatLayout
+    whole_shard: bool
+
+    @cached_property
+    def size(self) -> int:
+        """How many ranks are parallel over tensors."""
+        assert self.groups.tensor is not None
+        return self.groups.tensor.comm.size
+
+    @cached_property
+    def _layouts(self) -> list[FlatLayout]:
+        return [self.layout.of_tensor_rank(rank) for rank in range(self.size)]
+
+    def frames(self, index: int) -> list[Box]:
+        """The block of each of the ranks that are parallel over tensors."""
+        slot = self.layout.slots[index]
+        return [whole_box(slot.shape)] * self.size if slot.block is None else list(slot.block.boxes)
+
+    def _number(self, index: int, tensor_rank: int) -> int:
+        """What a block is called in plans: after the first rank that has it."""
+        frames = self.frames(index)
+        return index * self.size + frames.index(frames[tensor_rank])
+
+    def shard_runs(self, rank: int, chosen: Mapping[int, object], *, once: bool) -> list[Run]:
+        """What one of the holders has of `chosen` slots, by the numbers of their blocks.
+
+        Args:
+            once: of what several of them have, only the first.
+        """
+        place, tensor_rank = self.groups.holders().places[rank]
+        layout = self._layouts[tensor_rank]
+        if once and place >= layout.num_shards:  # nothing is sharded: the others have the same
+            return []
+        shard_rank = min(place, layout.num_shards - 1)
+        runs = []
+        for run in (shard_runs if self.whole_shard else own_runs)(layout, shard_rank):
+            if run.index in chosen:
+                number = self._number(run.index, tensor_rank)
+                if not once or number == run.index * self.size + tensor_rank:
+                    runs.append(run._replace(index=number))
+        return runs
+
+    def box_runs(self, boxes: Mapping[int, Sequence[Box]]) -> list[Run]:
+        """The runs of blocks of any kind, by the numbers of the blocks that they are parts of."""
+        runs = []
+        for index, held in boxes.items():
+            frames = self.frames(index)
+            for number, frame in enumerate(frames):
+                if frames.index(frame) == number and frame.numel:
+                    offset = 0
+                    for box in held:
+                        runs += cut_runs(index * self.size + number, frame, box, offset)
+                        offset += box.numel
+        return sorted(runs)
+
+    def by_number(self, tensors: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
+        """Memory by the numbers of blocks."""
+        return {index * self.size + t: tensor for index, tensor in tensors.items() for t in range(self.size)}
+
+
+def gather_blocks(
+    blocks: Blocks,
+    shards: Mapping[int, torch.Tensor],
+    boxes: BoxesOf,
+    targets: Mapping[int, torch.Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """Collective over the holders. Bring what they have of parameters into blocks of any kind.
+
+    Args:
+        shards: by slot, the memory of this rank's runs.
+        boxes: which blocks each rank is to get.
+        targets: by slot, 1-D, the memory of this rank's blocks.
+        dtype: in which values travel.
+    """
+    comm, rank = blocks.groups.holders().comm, blocks.groups.holders().comm.rank
+    plan = MovePlan.make(
+        rank,
+        comm.size,
+        lambda other: blocks.shard_runs(other, shards, once=True),
+        lambda other: blocks.box_runs(boxes[other]),
+    )
+    source, target = blocks.by_number(shards), blocks.by_number(targets)
+    for part in plan.parts(_batches(blocks)):
+        move(comm, part, source, target, dtype)
+
+
+def scatter_blocks(
+    blocks: Blocks,
+    shards: Mapping[int, torch.Tensor],
+    boxes: BoxesOf,
+    sources: Mapping[int, torch.Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """Collective over the holders. The way back; `boxes` have each element of the parameters once."""
+    comm, rank = blocks.groups.holders().comm, blocks.groups.holders().comm.rank
+    plan = MovePlan.make(
+        rank,
+        comm.size,
+        lambda other: blocks.box_runs(boxes[other]),
+        lambda other: blocks.shard_runs(other, shards, once=False),
+    )
+    source, target = blocks.by_number(sources), blocks.by_number(shards)
+    for part in plan.parts(_batches(blocks)):
+        move(comm, part, source, target, dtype)
+
+
+def _batches(blocks: Blocks) -> list[range]:
+    sizes = [math.prod(slot.whole_shape) for slot in blocks.layout.slots]  # the same on all ranks
+    return [range(group.start * blocks.size, group.stop * blocks.size) for group in batches(sizes, _BATCH_NUMEL)]
