@@ -61,6 +61,21 @@ class Holders:
 
 
 @dataclass(frozen=True)
+class Team:
+    """All ranks that have parts of a unit's parameters, replicas too.
+
+    Attributes:
+        comm: over all of them.
+        writers: for each shard the rank that speaks for all that have it.
+        block_writers: for each of the holders likewise; empty where the model is not parallel over tensors.
+    """
+
+    comm: Communicator
+    writers: tuple[int, ...]
+    block_writers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Groups:
     """The communicators of one unit.
 
@@ -131,6 +146,18 @@ class Groups:
         """
         assert self.tensor is not None
         return _Made.current().holders(self.carriers, self.tensor)
+
+    def team(self) -> Team | None:
+        """Collective over all ranks that have parts of the unit, the first time.
+
+        None for a pair of groups that do not make up the world.
+
+        Raises:
+            RuntimeError: torch.distributed has not been initialised, and the model is parallel over tensors.
+        """
+        if self.everyone is None or self.writers is None:
+            return None
+        return Team(self.everyone, self.writers) if self.tensor is None else _Made.current().team(self)
 
     def source_ranks(self) -> tuple[int, ...]:
         """Collective over them, the first time. The ranks that distributed tensors of the unit lie on, as above."""
@@ -326,6 +353,7 @@ class _Made:
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._holders: dict[tuple[tuple[int, ...], tuple[int, ...]], Holders] = {}
+        self._teams: dict[tuple[tuple[int, ...], tuple[int, ...], ShardingStrategy], Team] = {}
         self._meshes: dict[str, DeviceMesh] = {}  # by the name of the group, which must not be held either
         self._global_ranks: weakref.WeakKeyDictionary[Communicator, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._topology: Topology | None = None
@@ -350,6 +378,7 @@ class _Made:
         self._process_groups.clear()
         self._meshes.clear()
         self._holders.clear()
+        self._teams.clear()
 
     def subgroup(self, everyone: Communicator, ranks: tuple[int, ...]) -> Communicator:
         """Collective over `ranks` of `everyone`, all ranks, the first time. None is made for one rank, or for all."""
@@ -379,6 +408,22 @@ class _Made:
             comm = self.subgroup(communicator_for(None, required=True), ranks)
             self._holders[key] = Holders(comm, tuple(places[rank] for rank in ranks), ranks)
         return self._holders[key]
+
+    def team(self, groups: Groups) -> Team:
+        """Collective over all ranks of a unit of a model that is parallel over tensors, the first time."""
+        key = self.global_ranks(groups.everyone), groups.tensor.global_ranks, groups.strategy
+        if key not in self._teams:
+            lines = groups.tensor.comm.all_gather_object(key[0])
+            ranks = tuple(sorted(rank for line in lines for rank in line))
+            places = {rank: place for place, rank in enumerate(ranks)}
+            holders = self.holders(groups.carriers, groups.tensor)
+            speakers = range(groups.everyone.size) if groups.carriers is groups.everyone else groups.writers
+            self._teams[key] = Team(
+                self.subgroup(communicator_for(None, required=True), ranks),
+                tuple(places[lines[0][writer]] for writer in groups.writers),
+                tuple(places[lines[block][speakers[place]]] for place, block in holders.places),
+            )
+        return self._teams[key]
 
     def process_group(self, comm: Communicator) -> dist.ProcessGroup:
         """Collective over `comm`, the first time. Torch's group over its ranks, of the default backend."""

@@ -17,7 +17,7 @@ from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from hpcfsdp.state.model import communicator_of, device_of, model_tensors
 from hpcfsdp.state.optimizer import OptimizerRestore, SavedTensor
-from hpcfsdp.state.tensors import LocalPiece, StateTensor
+from hpcfsdp.state.tensors import LocalPiece, StateTensor, staged_of
 
 
 def load(
@@ -64,6 +64,8 @@ def load(
         staged = [item for tensor in targets for item in _read_pieces(reader, schema.MODEL, tensor)]
     for piece, values in staged:
         piece.fill(values)
+    for staged in staged_of([*targets, *(restore.tensors if restore is not None else ())]):
+        staged.scatter()
     if restore is not None:
         restore.apply()
     _restore_rng(index, comm, device_of(model))

@@ -27,7 +27,7 @@ from hpcfsdp.errors import CheckpointError
 from hpcfsdp.state.model import communicator_of, device_of, model_tensors
 from hpcfsdp.state.optim.compare import StateInfo
 from hpcfsdp.state.optimizer import optimizer_state, state_elsewhere
-from hpcfsdp.state.tensors import StateTensor
+from hpcfsdp.state.tensors import StateTensor, staged_of
 
 
 def save(
@@ -68,6 +68,8 @@ def save(
         step = operator.index(step)
         tensors, small = _collect(model, optimizer, elsewhere, extra, config)
         plan = plan_save(tensors)
+    for staged in staged_of(tensor for _, tensor in tensors):
+        staged.gather()
     assert_same(comm, step, "step")
     assert_same(comm, plan.fingerprint(), "the plan of the checkpoint (the tensors of model and optimizer)")
     small |= _gather_rng(comm, model)

@@ -93,6 +93,11 @@ class ParamSlot:
     """Which part of the parameter it is; None for the whole."""
 
     @property
+    def is_cut(self) -> bool:
+        """Whether ranks that are parallel over tensors have different parts of it."""
+        return self.block is not None and not self.block.is_whole
+
+    @property
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of the parameter, all blocks together."""
         return self.shape if self.block is None else self.block.shape

@@ -15,14 +15,17 @@ from functools import cached_property
 import torch
 
 from hpcfsdp.api.groups import Groups
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.layout import FlatLayout, ShardExtent
+from hpcfsdp.state.tensors import LocalPiece, StateTensor
 from hpcfsdp.tensor.move import MovePlan, batches, move
-from hpcfsdp.tensor.runs import Box, Run, cut_runs, own_runs, shard_runs, whole_box
+from hpcfsdp.tensor.runs import Box, Run, cut_runs, own_runs, run_boxes, shard_runs, whole_box
 
 BoxesOf = Sequence[Mapping[int, Sequence[Box]]]
-"""By rank of the holders, and by slot, the blocks of a whole parameter that a rank has, one after the other in memory."""
+"""By rank of the holders, and by slot, what a rank has of the whole parameter, one block after the other in memory."""
 
 _BATCH_NUMEL = 1 << 20
+_STRETCH_NUMEL = 1 << 14
+"""What a rank writes at least of a tensor: many small extents cost more than they spread."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,61 @@ def scatter_blocks(
     source, target = blocks.by_number(sources), blocks.by_number(shards)
     for part in plan.parts(_batches(blocks)):
         move(comm, part, source, target, dtype)
+
+
+class FileForm:
+    """Parameters, or what is laid out like them, in stretches of the whole, as a file has them.
+
+    Attributes:
+        memory: by slot, this rank's stretch, 1-D.
+    """
+
+    def __init__(self, blocks: Blocks, shards: Mapping[int, torch.Tensor]) -> None:
+        """Not collective, once the holders are known. Plan it, and take the memory; `shards` are all of one dtype."""
+        self._blocks, self._shards = blocks, shards
+        holders = blocks.groups.holders()
+        self._rank, size = holders.comm.rank, holders.comm.size
+        self._stretches = {i: _stretches(math.prod(blocks.layout.slots[i].whole_shape), size) for i in shards}
+        self.memory = {i: shard.new_empty(self._stretches[i][self._rank][1]) for i, shard in shards.items()}
+
+    def state_tensor(self, index: int, name: str, aliases: tuple[str, ...] = ()) -> StateTensor:
+        """A slot under a name, in stretches that lie in `memory`."""
+        shape, extents = self._blocks.layout.slots[index].whole_shape, self._extents(index, name)
+        return StateTensor(name, shape, self._dtype, extents, self._pieces(index), aliases, self)
+
+    def _extents(self, index: int, name: str) -> tuple[ShardExtent, ...]:
+        """The stretches of a slot, by the ranks that write them."""
+        writers = self._blocks.groups.team().block_writers
+        stretches = zip(writers, self._stretches[index], strict=True)
+        return tuple(ShardExtent(name, writer, start, numel, 0) for writer, (start, numel) in stretches if numel)
+
+    def _pieces(self, index: int) -> tuple[LocalPiece, ...]:
+        """This rank's stretch of a slot."""
+        start, numel = self._stretches[index][self._rank]
+        return (LocalPiece(start, self.memory[index]),) if numel else ()
+
+    def gather(self) -> None:
+        """Collective over the holders. Fill `memory` from the shards."""
+        gather_blocks(self._blocks, self._shards, self._boxes(), self.memory, self._dtype)
+
+    def scatter(self) -> None:
+        """Collective over the holders. Fill the shards from `memory`."""
+        scatter_blocks(self._blocks, self._shards, self._boxes(), self.memory, self._dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(iter(self._shards.values())).dtype
+
+    def _boxes(self) -> BoxesOf:
+        shapes = {index: self._blocks.layout.slots[index].whole_shape for index in self._shards}
+        size = self._blocks.groups.holders().comm.size
+        return [{i: run_boxes(shapes[i], *self._stretches[i][rank]) for i in shapes} for rank in range(size)]
+
+
+def _stretches(numel: int, size: int) -> list[tuple[int, int]]:
+    """(first element, number) of each rank's part of a tensor, in equal parts unless they would be small."""
+    step = max(-(-numel // size), _STRETCH_NUMEL)
+    return [(min(rank * step, numel), max(0, min(step, numel - rank * step))) for rank in range(size)]
 
 
 def _batches(blocks: Blocks) -> list[range]:

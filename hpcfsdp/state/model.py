@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
+from hpcfsdp.api.groups import Groups
 from hpcfsdp.api.wrapper import WRAPPED, FullyShardedDataParallel
 from hpcfsdp.comm import Communicator, communicator_for
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.flat.layout import FlatLayout, ShardExtent
 from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.state.blocks import Blocks, FileForm
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated
 
 # Names that wrappers put into a module's path; a state dict knows the module without them.
@@ -26,9 +28,12 @@ def clean_fqn(name: str) -> str:
 
 
 def communicator_of(model: nn.Module) -> Communicator:
-    """The communicator that the model is sharded over; the world's for a model that is not sharded."""
+    """Collective over them, the first time. All ranks that a model is on; the world's for one that is not sharded."""
     wrappers = FullyShardedDataParallel.fsdp_modules(model)
-    return wrappers[0]._comm if wrappers else communicator_for(None, required=False)
+    if not wrappers:
+        return communicator_for(None, required=False)
+    teams = [wrapper._groups.team() for wrapper in wrappers]
+    return teams[0].comm if teams[0] is not None else wrappers[0]._groups.shard
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -49,30 +54,30 @@ def named_flat_params(model: nn.Module) -> Iterator[tuple[FullyShardedDataParall
             yield wrapper, flat, first.aliased(others)
 
 
-def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, tuple[int, ...]]]:
-    """Each flat parameter, its layout under the names that parameters have in the whole model, and who writes it.
+def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, Groups]]:
+    """Each flat parameter, its layout under the names that parameters have in the whole model, and who has it.
 
     Raises:
         CheckpointError: the ranks that hold all of a parameter are not those that checkpoint the model.
     """
     for wrapper, flat, layout in named_flat_params(model):
-        writers = wrapper._groups.writers
-        if writers is None:
+        if wrapper._groups.team() is None:
             raise CheckpointError(
                 "the model is sharded over a pair of process groups that do not make up the world: it is not known "
                 "which ranks hold it together; pass a device_mesh, or groups of all ranks"
             )
-        yield flat, layout, writers
+        yield flat, layout, wrapper._groups
 
 
 def _joined(path: str, name: str) -> str:
     return clean_fqn(f"{path}.{name}" if path else name)
 
 
-def written_extents(layout: FlatLayout, fqn: str, writers: Sequence[int]) -> tuple[ShardExtent, ...]:
+def written_extents(layout: FlatLayout, fqn: str, groups: Groups) -> tuple[ShardExtent, ...]:
     """The runs of a parameter, with the ranks that write them: each shard is written once, whoever holds it too."""
+    writers, first = groups.team().writers, layout.of_tensor_rank(0)
     return tuple(
-        dataclasses.replace(extent, shard_rank=writers[extent.shard_rank]) for extent in layout.param_extents(fqn)
+        dataclasses.replace(extent, shard_rank=writers[extent.shard_rank]) for extent in first.param_extents(fqn)
     )
 
 
@@ -103,11 +108,17 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
 
     taken: set[str] = set()
     flat_shards: set[nn.Parameter] = set()
-    for flat, layout, writers in flat_params(model):
+    for flat, layout, groups in flat_params(model):
         flat_shards.update((flat.parameter, *flat.leaves))
-        for slot in layout.slots:
-            pieces = shard_pieces(layout, slot.fqn, flat.comm.rank, flat.parameter.data)
-            extents = written_extents(layout, slot.fqn, writers)
+        shard = flat.parameter.data
+        cut = [index for index, slot in enumerate(layout.slots) if slot.is_cut]
+        form = FileForm(Blocks(groups, layout, whole_shard=True), dict.fromkeys(cut, shard)) if cut else None
+        for index, slot in enumerate(layout.slots):
+            if form is not None and slot.is_cut:
+                add(form.state_tensor(index, slot.fqn, slot.aliases))
+                continue
+            pieces = shard_pieces(layout, slot.fqn, flat.comm.rank, shard)
+            extents = written_extents(layout, slot.fqn, groups)
             add(StateTensor(slot.fqn, slot.shape, layout.dtype, extents, pieces, slot.aliases))
     whole: dict[torch.Tensor, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpcfsdp.api.groups import Groups
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.state.blocks import Blocks, FileForm
 from hpcfsdp.state.model import clean_fqn, flat_params, shard_pieces, written_extents
 from hpcfsdp.state.optim.compare import (
     RankState,
@@ -36,7 +37,7 @@ class TrainedParam:
         shapes: by name, of the parameters of the model that it holds.
         layout: how they lie in it; None for a parameter that is not sharded.
         shard_rank: which shard of the layout is here.
-        writers: for each shard the rank that writes it into a checkpoint.
+        groups: the ranks that have it; None for a parameter that is not sharded.
         is_run: whether it is this rank's run of one parameter, rather than a whole shard.
     """
 
@@ -44,7 +45,7 @@ class TrainedParam:
     shapes: dict[str, tuple[int, ...]]
     layout: FlatLayout | None = None
     shard_rank: int = 0
-    writers: tuple[int, ...] = (0,)
+    groups: Groups | None = None
     is_run: bool = False
 
     @property
@@ -52,20 +53,24 @@ class TrainedParam:
         """Whether this rank holds nothing of a parameter that others hold parts of."""
         if not self.is_run or self.layout is None:
             return False
-        [(fqn, shape)] = self.shapes.items()
-        return math.prod(shape) > 0 and self.layout.param_extent(fqn, self.shard_rank) is None
+        [fqn] = self.shapes
+        return self.layout.by_name[fqn].numel > 0 and self.layout.param_extent(fqn, self.shard_rank) is None
 
     def state_tensor(self, fqn: str, key: str, value: torch.Tensor) -> StateTensor:
         """The part of one state value that belongs to the parameter `fqn`, under the name ``fqn/key``."""
         name = f"{fqn}/{key}"
-        if value.dim() == 0 or self.layout is None:
+        if value.dim() == 0 or self.layout is None or self.groups is None:
             return replicated(name, value)
         if value.shape != self.param.shape:
             raise CheckpointError(
                 f"optimizer state {key!r} of {fqn!r} has shape {tuple(value.shape)}, neither a scalar nor that of the "
                 f"shard, {tuple(self.param.shape)}: it cannot be split by parameter"
             )
-        extents = written_extents(self.layout, fqn, self.writers)
+        if self.layout.by_name[fqn].is_cut:
+            index = self.layout.slots.index(self.layout.by_name[fqn])
+            blocks = Blocks(self.groups, self.layout, whole_shard=not self.is_run)
+            return FileForm(blocks, {index: value.view(-1)}).state_tensor(index, name)
+        extents = written_extents(self.layout, fqn, self.groups)
         if self.is_run:
             extent = self.layout.param_extent(fqn, self.shard_rank)
             pieces = (LocalPiece(extent.start, value),) if extent is not None else ()
@@ -96,13 +101,13 @@ def trained_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[l
         CheckpointError: the optimizer steps a parameter that the model does not have.
     """
     known: dict[nn.Parameter, TrainedParam] = {}
-    for flat, layout, writers in flat_params(model):
-        shapes = {slot.fqn: slot.shape for slot in layout.slots}
+    for flat, layout, unit in flat_params(model):
+        shapes = {slot.fqn: slot.whole_shape for slot in layout.slots}
         if not flat.use_orig_params:
-            known[flat.parameter] = TrainedParam(flat.parameter, shapes, layout, flat.comm.rank, writers)
+            known[flat.parameter] = TrainedParam(flat.parameter, shapes, layout, flat.comm.rank, unit)
             continue
         for leaf, (fqn, shape) in zip(flat.leaves, shapes.items(), strict=True):
-            known[leaf] = TrainedParam(leaf, {fqn: shape}, layout, flat.comm.rank, writers, is_run=True)
+            known[leaf] = TrainedParam(leaf, {fqn: shape}, layout, flat.comm.rank, unit, is_run=True)
     for name, param in model.named_parameters():
         known.setdefault(param, TrainedParam(param, {clean_fqn(name): tuple(param.shape)}))
     groups = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -46,6 +48,8 @@ class StateTensor:
         extents: over all ranks, who writes which run; every element exactly once.
         pieces: what this rank keeps; a replicated tensor is kept whole by all ranks and written by one.
         aliases: further names of the same tensor.
+        staged: what `pieces` are a part of, where they are not the tensor's own memory: it is gathered before they are
+            written, and scattered after they have been read.
     """
 
     name: str
@@ -54,6 +58,22 @@ class StateTensor:
     extents: tuple[ShardExtent, ...]
     pieces: tuple[LocalPiece, ...]
     aliases: tuple[str, ...] = ()
+    staged: Staged | None = None
+
+
+class Staged(Protocol):
+    """Memory in which tensors are put together for a file."""
+
+    def gather(self) -> None:
+        """Collective. Fill it from the tensors."""
+
+    def scatter(self) -> None:
+        """Collective. Fill the tensors from it."""
+
+
+def staged_of(tensors: Iterable[StateTensor]) -> list[Staged]:
+    """What has to be gathered or scattered for tensors, in an order that is the same on all ranks."""
+    return list(dict.fromkeys(tensor.staged for tensor in tensors if tensor.staged is not None))
 
 
 def replicated(name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) -> StateTensor:

@@ -153,7 +153,7 @@ def _joined(groups: Groups, parts: Parts, blocks: list[Any], target: torch.devic
         local, block = blocks[index], parts.layout.slots[index].block
         if local is None:
             continue
-        if block is not None and not block.is_whole:
+        if parts.layout.slots[index].is_cut:
             shown = not form.rank0_only or comm.rank == 0
             local = local.contiguous()
             owned = local if comm.rank in block.owners else local.new_empty(0)
@@ -233,9 +233,9 @@ def _chunks(groups: Groups, parts: Parts, dtype: torch.dtype, target: torch.devi
         # Of what other ranks want, what this one cannot give does not matter: there are ranks x slots of it.
         return chunk_runs(shapes, comm.size, rank, present if rank == comm.rank else mine)
 
-    uncut = [None if _is_cut(slot) else tensor for slot, tensor in zip(slots, found, strict=True)]
+    uncut = [None if slot.is_cut else tensor for slot, tensor in zip(slots, found, strict=True)]
     _move(comm, _without_cut(parts), wanted, uncut, dtype)
-    cut = {index: slots[index] for index in present if _is_cut(slots[index])}
+    cut = {index: slots[index] for index in present if slots[index].is_cut}
     if cut:
         _gather_chunks(groups, parts, cut, found, dtype, target)
     for index in present:
@@ -250,14 +250,9 @@ def _chunks(groups: Groups, parts: Parts, dtype: torch.dtype, target: torch.devi
     return found
 
 
-def _is_cut(slot: ParamSlot) -> bool:
-    """Whether ranks that are parallel over tensors have different blocks of it."""
-    return slot.block is not None and not slot.block.is_whole
-
-
 def _without_cut(parts: Parts) -> Parts:
     slots = zip(parts.layout.slots, parts.tensors, strict=True)
-    return replace(parts, tensors=[None if _is_cut(slot) else tensor for slot, tensor in slots])
+    return replace(parts, tensors=[None if slot.is_cut else tensor for slot, tensor in slots])
 
 
 def _gather_chunks(
@@ -346,7 +341,7 @@ def _own_blocks(groups: Groups, parts: Parts, values: Sequence[Any]) -> list[Any
             found[index] = None
         elif _kind(value) is OnFirst:
             found[index] = _block_from_first(groups, slot, value)
-        elif value is not None and _is_cut(slot):
+        elif value is not None and slot.is_cut:
             found[index] = value[_slices(slot.block.box)]
     return found
 
@@ -378,7 +373,7 @@ def _block_from_first(groups: Groups, slot: ParamSlot, value: OnFirst) -> OnFirs
     mine = torch.empty(shape, dtype=value.dtype, device=comm.device)
     inputs = None
     if comm.rank == 0:
-        boxes = slot.block.boxes if _is_cut(slot) else [whole_box(shape)] * comm.size
+        boxes = slot.block.boxes if slot.is_cut else [whole_box(shape)] * comm.size
         whole = value.tensor.detach().to(comm.device)
         inputs = [whole[_slices(box)].contiguous() for box in boxes]
     comm.scatter(mine, inputs, 0)
