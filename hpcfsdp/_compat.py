@@ -270,6 +270,11 @@ def dtensor(
     return DTensor(local.detach(), spec, requires_grad=False)
 
 
+def is_parallelized(module: nn.Module) -> bool:
+    """Whether torch's ``parallelize_module`` or ``distribute_module`` has been at a module."""
+    return getattr(module, "_distribute_module_applied", False)
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a ``DTensor``, as it is; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -141,3 +142,49 @@ class TensorView:
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = self.leaf
+
+
+@contextlib.contextmanager
+def dtensors_shown(views: Iterable[TensorView]) -> Iterator[None]:
+    """A context in which modules have ``DTensor`` parameters in place of leaves that are whole blocks. Not collective.
+
+    They share the memory of the leaves, gradients too. What has been assigned in their place is brought into it,
+    collectively over the mesh if it is placed in another way.
+    """
+    shown: list[tuple[TensorView, nn.Parameter]] = []
+    for view in views:
+        param = nn.Parameter(as_dtensor(view.leaf.data, view.block, view.mesh), requires_grad=view.leaf.requires_grad)
+        if view.leaf.grad is not None:
+            param.grad = as_dtensor(view.leaf.grad, view.block, view.mesh)
+        shown.append((view, param))
+        for module, name in view.places:
+            module._parameters[name] = param
+    try:
+        yield
+    finally:
+        for view, param in shown:
+            for module, name in view.places:
+                now = module._parameters.get(name)
+                _take_over(view, param if now is None else now)
+                module._parameters[name] = view.leaf
+                module.__dict__.pop(name, None)
+
+
+def _take_over(view: TensorView, param: nn.Parameter) -> None:
+    """Have the leaf hold what `param` does."""
+    values = _local(view, param.detach())
+    if values.data_ptr() != view.leaf.data_ptr() or values.shape != view.leaf.shape:
+        view.leaf.data = values.to(view.leaf)
+    grad = None if param.grad is None else _local(view, param.grad)
+    if grad is None or view.leaf.grad is None or grad.data_ptr() != view.leaf.grad.data_ptr():
+        view.leaf.grad = grad
+
+
+def _local(view: TensorView, tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        if tensor.placements != view.block.placements:
+            tensor = tensor.redistribute(view.mesh, view.block.placements)
+        return _compat.local_of(tensor)
+    if tuple(tensor.shape) == view.block.shape:
+        tensor = tensor[view.block.box.slices]
+    return tensor

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from hpcfsdp.api.tensor_parallel import dtensors_shown
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.gradient import set_grad
 from hpcfsdp.flat.param import FlatParam
@@ -214,8 +215,10 @@ def unflatten_as_params(wrapper: FullyShardedDataParallel, wholes: list[_Whole])
             _show(whole)
     deregister_flat_param(wrapper)
     register_orig_params(wrapper)
+    present = {leaf for whole in wholes if whole.present for leaf in whole.flat.leaves}
     try:
-        yield
+        with dtensors_shown([view for view in wrapper._unit.views if view.leaf in present]):
+            yield
     finally:
         _take_over_replaced(wrapper)
         deregister_orig_params(wrapper)

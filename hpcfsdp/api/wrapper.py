@@ -156,6 +156,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         )
         outside = dict.fromkeys(precision.modules_outside(module, stop_at=FullyShardedDataParallel))
         self._param_names = {inner: tuple(inner._parameters) for inner in outside}  # in the order of the plain model
+        self._parallelized = {inner for inner in outside if _compat.is_parallelized(inner)}
         if not self._own.groups and not self.fsdp_modules(module):
             raise ValueError(f"{type(module).__name__} has no parameters to shard")
         if any(comm.shares_memory for comm in self._comms()):
@@ -478,6 +479,14 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         ]
         return Unit(name, flats, views, reshard_after_forward=groups.strategy not in _KEEPS_VALUES)
 
+    def _check_parallelized(self, names: dict[nn.Module, str]) -> None:
+        for module in precision.modules_outside(self.module, stop_at=FullyShardedDataParallel):
+            if _compat.is_parallelized(module) and module not in self._parallelized:
+                raise EngineError(
+                    f"{names.get(module, type(module).__name__)!r} was parallelized over tensors after it had been "
+                    "wrapped, when its parameters were sharded: call parallelize_module first, and wrap its result"
+                )
+
     def _dtypes(self, kept: torch.dtype, full_precision: bool) -> Dtypes:
         mixed = self._mixed_precision
         if full_precision:
@@ -500,6 +509,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 "some of them; start fewer ranks or use a larger model"
             )
         names = {inner: name for name, inner in self.named_modules()}
+        for wrapper in wrappers:
+            wrapper._check_parallelized(names)
         cast_buffers: dict[torch.Tensor, torch.Tensor] = {}
         # A module in several units has its buffers cast once, and a unit may have been a root before.
         dtypes = {place: dtype for wrapper in wrappers for place, dtype in wrapper._buffer_dtypes.items()}

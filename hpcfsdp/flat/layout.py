@@ -36,6 +36,11 @@ class Box(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.sizes)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What takes the block out of the tensor."""
+        return tuple(slice(begin, begin + size) for begin, size in zip(*self, strict=True))
+
 
 @dataclass(frozen=True)
 class TensorBlock:

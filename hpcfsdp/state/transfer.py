@@ -166,13 +166,9 @@ def _joined(groups: Groups, parts: Parts, blocks: list[Any], target: torch.devic
             if shown:
                 local = torch.empty(block.shape, dtype=local.dtype, device=target)
                 for rank in block.owners:
-                    local[_slices(block.boxes[rank])].copy_(outputs[rank])
+                    local[block.boxes[rank].slices].copy_(outputs[rank])
         blocks[index] = local.to(target) if form.is_shown_by(groups) else None
     return blocks
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + size) for begin, size in zip(*box, strict=True))
 
 
 def _everywhere(comm: Communicator, parts: Parts, dtype: torch.dtype, target: torch.device) -> list[Any]:
@@ -342,7 +338,7 @@ def _own_blocks(groups: Groups, parts: Parts, values: Sequence[Any]) -> list[Any
         elif _kind(value) is OnFirst:
             found[index] = _block_from_first(groups, slot, value)
         elif value is not None and slot.is_cut:
-            found[index] = value[_slices(slot.block.box)]
+            found[index] = value[slot.block.box.slices]
     return found
 
 
@@ -375,7 +371,7 @@ def _block_from_first(groups: Groups, slot: ParamSlot, value: OnFirst) -> OnFirs
     if comm.rank == 0:
         boxes = slot.block.boxes if slot.is_cut else [whole_box(shape)] * comm.size
         whole = value.tensor.detach().to(comm.device)
-        inputs = [whole[_slices(box)].contiguous() for box in boxes]
+        inputs = [whole[box.slices].contiguous() for box in boxes]
     comm.scatter(mine, inputs, 0)
     return OnFirst(shape, value.dtype, mine)
 
