@@ -275,6 +275,16 @@ def is_parallelized(module: nn.Module) -> bool:
     return getattr(module, "_distribute_module_applied", False)
 
 
+def root_mesh(mesh: Any) -> Any:
+    """The mesh that a mesh was taken from, itself if it is none's part."""
+    return mesh._get_root_mesh()
+
+
+def group_of_mesh(mesh: Any) -> dist.ProcessGroup:
+    """The process group of all ranks of a mesh. Collective over them the first time if it has several dimensions."""
+    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a ``DTensor``, as it is; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
@@ -282,8 +292,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def common_mesh(outer: Any, inner: Any) -> Any | None:
     """The mesh that two meshes of this rank were taken from, without other dimensions; None if there is none."""
-    root, names = outer._get_root_mesh(), {*(outer.mesh_dim_names or ()), *(inner.mesh_dim_names or ())}
-    if root != inner._get_root_mesh() or len(names) != outer.ndim + inner.ndim or not names <= {*root.mesh_dim_names}:
+    root, names = root_mesh(outer), {*(outer.mesh_dim_names or ()), *(inner.mesh_dim_names or ())}
+    if root != root_mesh(inner) or len(names) != outer.ndim + inner.ndim or not names <= {*root.mesh_dim_names}:
         return None
     in_order = tuple(name for name in root.mesh_dim_names if name in names)
     return root if len(in_order) == root.ndim else root[in_order]

@@ -24,6 +24,7 @@ def create_sharded_tensor(
     device: torch.device,
     group: dist.ProcessGroup,
     boxes: Mapping[int, Box],
+    devices_per_node: int | None = None,
 ) -> ShardedTensor:
     """A tensor of `shape` of which each rank of `group` holds one block, or nothing. Not collective.
 
@@ -31,9 +32,11 @@ def create_sharded_tensor(
         local: this rank's block, of the size of its box, on `device`; None if it has none.
         device: where the blocks of all ranks lie; their GPUs are told from their place on their node.
         boxes: by global rank.
+        devices_per_node: GPUs, by default as many as there are here.
     """
     metadata = {
-        rank: ShardMetadata(list(box.offsets), list(box.sizes), _placement(rank, device)) for rank, box in boxes.items()
+        rank: ShardMetadata(list(box.offsets), list(box.sizes), _placement(rank, device, devices_per_node))
+        for rank, box in boxes.items()
     }
     properties = TensorProperties(
         dtype=dtype,
@@ -54,11 +57,12 @@ def create_chunk_sharded_tensor(
     device: torch.device,
     group: dist.ProcessGroup,
     ranks: Sequence[int],
+    devices_per_node: int | None = None,
 ) -> ShardedTensor:
     """A tensor of `shape` whose rows are chunked over `ranks`, the global ranks of `group`. Not collective."""
     chunks = ((rank, chunk_box(shape, len(ranks), chunk)) for chunk, rank in enumerate(ranks))
     boxes = {rank: box for rank, box in chunks if box is not None}
-    return create_sharded_tensor(local, shape, dtype, device, group, boxes)
+    return create_sharded_tensor(local, shape, dtype, device, group, boxes, devices_per_node)
 
 
 def create_chunk_dtensor(
@@ -145,8 +149,8 @@ def _box_of(metadata: ShardMetadata) -> Box:
     return Box(tuple(metadata.shard_offsets), tuple(metadata.shard_sizes))
 
 
-def _placement(rank: int, device: torch.device) -> str:
+def _placement(rank: int, device: torch.device, devices_per_node: int | None) -> str:
     if device.type == "cpu":
         return f"rank:{rank}/cpu"
-    index = device.index if rank == dist.get_rank() else rank % max(1, torch.cuda.device_count())
+    index = device.index if rank == dist.get_rank() else rank % max(1, devices_per_node or torch.cuda.device_count())
     return f"rank:{rank}/{device.type}:{index}"
