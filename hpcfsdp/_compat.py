@@ -19,10 +19,11 @@ from torch.distributed._shard.sharded_tensor import (
     TensorProperties,
     custom_sharded_op_impl,
 )
-from torch.distributed._shard.sharding_spec import ShardMetadata
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec, ShardMetadata
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
 __all__ = [  # have no other home
+    "ChunkShardingSpec",
     "IncompatibleKeys",
     "Shard",
     "ShardMetadata",
@@ -252,6 +253,11 @@ def sharded_tensor(shards: list[Shard], metadata: ShardedTensorMetadata, group: 
     )
 
 
+def group_of_shards(tensor: ShardedTensor) -> dist.ProcessGroup:
+    """The process group over which a ``ShardedTensor`` lies."""
+    return tensor._process_group
+
+
 def dtensor(
     local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int], strides: Sequence[int]
 ) -> Any:
@@ -288,6 +294,35 @@ def group_of_mesh(mesh: Any) -> dist.ProcessGroup:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a ``DTensor``, as it is; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """What a collective of torch's functions is to bring, once it is there; any other tensor as it is.
+
+    The current stream waits for it. Autograd may give it to a leaf as the gradient, before it is there.
+    """
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def mark_as_parts(tensor: torch.Tensor) -> None:
+    """Have torch's FSDP know a tensor as a part of a flat parameter, which is not to be flattened again."""
+    from torch.distributed.fsdp._common_utils import _set_fsdp_flattened
+
+    _set_fsdp_flattened(tensor)
+
+
+def within(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with memory that a wrapper subclass holds (``DTensor``, what a collective is still to fill, and so
+    on, one in the other); any other tensor itself."""
+    if type(tensor) is torch.Tensor or not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):
+            yield from within(inner)
 
 
 def common_mesh(outer: Any, inner: Any) -> Any | None:

@@ -16,6 +16,7 @@ from hpcfsdp.api.tensor_parallel import block_of, leaf_of
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import DisagreementError
 from hpcfsdp.flat.layout import FlatLayout, ParamSlot, TensorBlock
+from hpcfsdp.tensor.whole import is_cut
 
 _TAKEN = "_hpcfsdp_unit_fqn"
 _HIDDEN = "_hpcfsdp_hidden"
@@ -95,6 +96,12 @@ class OwnParams:
     def tensors(self) -> list[torch.Tensor]:
         """All parameters, then all buffers."""
         return [entry.param for entry in self.entries] + self.buffers
+
+    @property
+    def alike_over_tensor_ranks(self) -> list[torch.Tensor]:
+        """Of ``tensors`` those that ranks which are parallel over tensors have no different parts of."""
+        params = [entry.param for entry in self.entries if entry.block is None or entry.block.is_whole]
+        return params + [buffer for buffer in self.buffers if not is_cut(buffer)]
 
 
 def _runs(group: list[OwnParam], numel: int) -> Iterator[list[OwnParam]]:

@@ -453,7 +453,8 @@ class _Made:
             ranks = ranks.movedim(0, -1).reshape(*outer.mesh.shape, *inner.shape)
             dims = [(mesh, dim) for mesh in (outer, tensor.mesh) for dim in range(mesh.ndim)]
             groups = [mesh.get_group(dim) for mesh, dim in dims]
-            self._meshes[key] = DeviceMesh.from_group(groups, outer.device_type, mesh=ranks)
+            names = tuple(f"{'tensor' if mesh is tensor.mesh else 'data'}_{dim}" for mesh, dim in dims)
+            self._meshes[key] = DeviceMesh.from_group(groups, outer.device_type, mesh=ranks, mesh_dim_names=names)
         return self._meshes[key]
 
     def topology(self, everyone: Communicator) -> Topology:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from hpcfsdp.api.ignored import Ignored
+from hpcfsdp.tensor.whole import fill_block
 
 _WITHOUT_VALUES = {
     torch.empty,
@@ -63,6 +64,9 @@ def materialize(
     `param_init_fn` is called with each module that owns some, and with each that owns no tensor at all but holds such
     modules, outer modules before inner ones, as by torch's FSDP. It gives memory and values, for example with
     ``module.to_empty(device=..., recurse=False)`` first, to what the module itself owns.
+
+    Of a ``DTensor`` all is made for the time of these methods, and this rank's block of it kept: with one seed on all
+    ranks the values are those that a single process would draw. `param_init_fn` finds DTensors.
 
     A parameter or buffer registered in several places is one afterwards too, with the values that the first of these
     modules gives it. Neither random numbers nor memory that
@@ -154,12 +158,36 @@ def _reset(owners: list[_Owner], device: torch.device, values_count: bool) -> No
             method()
             ties.renew()
     ties.settle()
+    _distribute(owners)
+
+
+def _distribute(owners: list[_Owner]) -> None:
+    """Have modules hold DTensors again where whole tensors were made instead."""
+    made: dict[int, torch.Tensor] = {}
+    for owner in owners:
+        for registry, name, meta in owner.states:
+            if isinstance(meta, DTensor):
+                if id(meta) not in made:
+                    whole = getattr(owner.module, registry)[name]
+                    block = torch.empty_like(meta.detach(), device=whole.device)
+                    fill_block(block, whole)
+                    made[id(meta)] = _like(meta, block)
+                setattr(owner.module, name, made[id(meta)])
 
 
 def _with_memory(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The parameter or buffer on `device`, of the same class and with the same attributes, without a value."""
+    """The parameter or buffer on `device`, all of it, without a value."""
+    if isinstance(meta, DTensor):
+        tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        _mark(tensor)
+        return nn.Parameter(tensor, meta.requires_grad) if isinstance(meta, nn.Parameter) else tensor
     tensor = torch.empty_like(meta.detach(), device=device)
     _mark(tensor)
+    return _like(meta, tensor)
+
+
+def _like(meta: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """What a module holds: `tensor` as one of the class and with the attributes of what stood there."""
     if isinstance(meta, nn.Parameter):
         tensor = nn.Parameter.__new__(type(meta), tensor, meta.requires_grad)
     else:

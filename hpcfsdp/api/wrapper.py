@@ -164,6 +164,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         if sync_module_states:
             for comm in self._comms():
                 sync_params_and_buffers(comm, self._own.tensors)
+            if self._groups.tensor is not None:
+                sync_params_and_buffers(self._groups.tensor.comm, self._own.alike_over_tensor_ranks)
         # Another module may take the place of the wrapped one later, say a checkpoint wrapper around it.
         self.__dict__["_flat_owner"] = module
         self._unit = self._make_unit(self._own, apart)

@@ -381,7 +381,7 @@ class Unit:
         hook = None
         for tensor in found:
             for flat in self.flats:
-                if flat.owns_memory_of(_compat.local_of(tensor)):
+                if any(map(flat.owns_memory_of, _compat.within(tensor))):
                     raise EngineError(
                         f"{self.name}: its forward returns a view of one of its own parameters (shape "
                         f"{tuple(tensor.shape)}), whose memory is freed when the unit is left; return a clone"

@@ -152,9 +152,14 @@ class FileForm:
         memory: by slot, this rank's stretch, 1-D.
     """
 
-    def __init__(self, blocks: Blocks, shards: Mapping[int, torch.Tensor]) -> None:
-        """Not collective, once the holders are known. Plan it, and take the memory; `shards` are all of one dtype."""
-        self._blocks, self._shards = blocks, shards
+    def __init__(self, blocks: Blocks, shards: Mapping[int, torch.Tensor], *, are_read_by_others: bool = False) -> None:
+        """Not collective, once the holders are known. Plan it, and take the memory.
+
+        Args:
+            shards: by slot, the memory of this rank's runs, all of one dtype.
+            are_read_by_others: they stand in memory that ranks of a node share: nothing may be received there.
+        """
+        self._blocks, self._shards, self._are_read_by_others = blocks, shards, are_read_by_others
         holders = blocks.groups.holders()
         self._rank, size = holders.comm.rank, holders.comm.size
         self._stretches = {i: _stretches(math.prod(blocks.layout.slots[i].whole_shape), size) for i in shards}
@@ -182,7 +187,14 @@ class FileForm:
 
     def scatter(self) -> None:
         """Collective over the holders. Fill the shards from `memory`."""
-        scatter_blocks(self._blocks, self._shards, self._boxes(), self.memory, self._dtype)
+        shards = self._shards
+        if self._are_read_by_others:
+            copies = {shard.data_ptr(): shard.clone() for shard in shards.values()}
+            shards = {index: copies[shard.data_ptr()] for index, shard in shards.items()}
+        scatter_blocks(self._blocks, shards, self._boxes(), self.memory, self._dtype)
+        if self._are_read_by_others:
+            for shard in {shard.data_ptr(): shard for shard in self._shards.values()}.values():
+                shard.copy_(copies[shard.data_ptr()])
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -24,6 +24,7 @@ from hpcfsdp.state.reading import Hook, Reading, equal
 from hpcfsdp.state.registries import Incoming, put_all_back
 from hpcfsdp.state.save import flat_numel
 from hpcfsdp.state.transfer import OnFirst, Parts, fill
+from hpcfsdp.tensor.whole import fill_block
 
 
 class Agreed(NamedTuple):
@@ -144,14 +145,17 @@ def commit(reading: Reading, first: First | None) -> None:
     for unit in reading.units:
         for flat in unit._unit.flats:
             if flat in reading.found:
-                _fill(unit._groups, flat, _one_slot(flat), [reading.found[flat]])
+                _fill(reading.sharded[flat], flat, _one_slot(flat), [reading.found[flat]])
             else:
                 _fill(unit._groups, flat, flat.layout, [reading.found.get(leaf) for leaf in flat.leaves])
     with torch.no_grad():
         for target, source in reading.found.items():
             if target in reading.sharded:
                 continue
-            target.copy_(source if isinstance(target, DTensor) else _whole(source, first))
+            if isinstance(source, DTensor) and isinstance(target, DTensor):
+                target.copy_(source)
+            else:
+                fill_block(target, _whole(source, first))
         arrived: dict[Incoming, torch.Tensor] = {}
         for put, incoming in reading.replaced:
             if incoming not in arrived:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from hpcfsdp._compat import local_of
 from hpcfsdp.api.groups import Groups
 from hpcfsdp.api.wrapper import WRAPPED, FullyShardedDataParallel
 from hpcfsdp.comm import Communicator, communicator_for
@@ -17,6 +18,7 @@ from hpcfsdp.flat.layout import FlatLayout, ShardExtent
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.state.blocks import Blocks, FileForm
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated
+from hpcfsdp.tensor.whole import WholeForm, is_cut
 
 # Names that wrappers put into a module's path; a state dict knows the module without them.
 _WRAPPER_NAMES = {WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"}
@@ -112,7 +114,10 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
         flat_shards.update((flat.parameter, *flat.leaves))
         shard = flat.parameter.data
         cut = [index for index, slot in enumerate(layout.slots) if slot.is_cut]
-        form = FileForm(Blocks(groups, layout, whole_shard=True), dict.fromkeys(cut, shard)) if cut else None
+        form = None
+        if cut:
+            blocks = Blocks(groups, layout, whole_shard=True)
+            form = FileForm(blocks, dict.fromkeys(cut, shard), are_read_by_others=flat.is_resident)
         for index, slot in enumerate(layout.slots):
             if form is not None and slot.is_cut:
                 add(form.state_tensor(index, slot.fqn, slot.aliases))
@@ -127,7 +132,11 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
             if tensor is not None and tensor not in flat_shards:
                 whole.setdefault(tensor, []).append(_joined(path, name))
     for tensor, (name, *aliases) in whole.items():
-        add(replicated(name, tensor.detach(), tuple(aliases)))
+        if is_cut(tensor):
+            form = WholeForm(tensor)
+            add(dataclasses.replace(replicated(name, form.memory, tuple(aliases)), staged=form))
+        else:
+            add(replicated(name, local_of(tensor).detach(), tuple(aliases)))
     return list(found.values())
 
 

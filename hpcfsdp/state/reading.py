@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from hpcfsdp.api.groups import Groups
 from hpcfsdp.api.state_dicts import load_when_known
 from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.errors import StateDictError
+from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.state.first import FROM_FIRST
 from hpcfsdp.state.model import clean_fqn
 from hpcfsdp.state.ranks import ranks_of_model
@@ -88,10 +89,16 @@ class Reading:
 
     @functools.cached_property
     def sharded(self) -> dict[Any, Groups]:
-        """Parameters of units, and flat ones, with the groups that they are sharded over."""
-        return {
-            target: unit._groups for unit in self.units for flat in unit._unit.flats for target in (flat, *flat.leaves)
-        }
+        """Parameters of units, and flat ones, with the groups that they are sharded over.
+
+        Ranks that are parallel over tensors have nothing of each other's flat parameters.
+        """
+        found: dict[Any, Groups] = {}
+        for unit in self.units:
+            for flat in unit._unit.flats:
+                found[flat] = replace(unit._groups, tensor=None)
+                found.update(dict.fromkeys(flat.leaves, unit._groups))
+        return found
 
     @property
     def plain(self) -> list[torch.Tensor]:
@@ -317,7 +324,9 @@ class Reading:
             source = source_of(key, now)
             shape = now.shape if may_grow else shown.tensor.shape
             check_source(key, source, None if groups else target, shape, groups)
-            self.facts[key] = facts_of(source, groups)
+            # Flat parameters of ranks that are parallel over tensors have nothing in common.
+            alike = not isinstance(target, FlatParam) or all(unit._groups.tensor is None for unit in self.units)
+            self.facts[key] = facts_of(source, groups) if alike else type(source).__name__
         except StateDictError as error:
             self.errors.append(str(error))
         else:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import StateDictSettings, StateDictType
+from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.api import unshard
@@ -28,6 +29,7 @@ from hpcfsdp.state.stand_in import StandIn, shown_for
 from hpcfsdp.state.transfer import Form, Parts, collect, keeping_scratch
 from hpcfsdp.tensor.runs import Box
 from hpcfsdp.tensor.sharded import create_sharded_tensor
+from hpcfsdp.tensor.whole import whole_of
 
 
 @dataclass
@@ -38,12 +40,14 @@ class _Call:
         keep_vars: what is not sharded is shown itself, and not a copy.
         values: by unit, what is shown of each of its parameters; of its flat ones under ``LOCAL_STATE_DICT``.
         copies: of buffers and ignored parameters.
+        gathered: those of them that are DTensors, whole; units that give sharded tensors show them as they are.
     """
 
     settings: StateDictSettings
     keep_vars: bool
     values: dict[FullyShardedDataParallel, Mapping[Any, torch.Tensor]] = field(default_factory=dict)
     copies: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    gathered: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
     def kind_of(self, unit: FullyShardedDataParallel) -> StateDictType:
         """What the unit gives."""
@@ -59,8 +63,10 @@ class _Call:
             dtensor=getattr(config, "_use_dtensor", False),
         )
 
-    def copied(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What is shown of a tensor that is not sharded."""
+    def copied(self, unit: FullyShardedDataParallel, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What a unit shows of a tensor that it does not shard."""
+        if self.kind_of(unit) is StateDictType.FULL_STATE_DICT:
+            tensor = self.gathered.get(tensor, tensor)
         device = torch.device("cpu") if self.settings.state_dict_config.offload_to_cpu else tensor.device
         if self.keep_vars and (tensor.dtype, tensor.device) == (dtype, device):
             return tensor
@@ -107,6 +113,9 @@ def save(
     with _shards_published(units, call), keeping_scratch():
         for inner in units:
             call.values[inner] = _values(inner, call)
+            if call.kind_of(inner) is StateDictType.FULL_STATE_DICT and call.form_of(inner).is_made_by(inner._groups):
+                tensors = (tensor for _, _, tensor, _ in _plain(inner) if isinstance(tensor, DTensor))
+                call.gathered.update((tensor, whole_of(tensor)) for tensor in dict.fromkeys(tensors))
     if destination is None:
         destination = OrderedDict()
         destination._metadata = OrderedDict()  # type: ignore[attr-defined]
@@ -291,18 +300,9 @@ def flat_params_shown(unit: FullyShardedDataParallel, values: Mapping[FlatParam,
 @contextlib.contextmanager
 def _plain_shown(unit: FullyShardedDataParallel, call: _Call) -> Iterator[None]:
     """A context in which the modules of a unit have copies of buffers, and of parameters that it does not own."""
-    sharded = {place for entry in unit._own.entries for place in entry.places}
-    sharded |= {(unit._flat_owner, unshard.flat_param_name(index)) for index in range(len(unit._unit.flats))}
     shown: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
     if call.form_of(unit).is_shown_by(unit._groups):
-        for module in dict.fromkeys(modules_outside(unit.module, stop_at=FullyShardedDataParallel)):
-            for name, param in module._parameters.items():
-                if param is not None and (module, name) not in sharded:
-                    shown.append((module._parameters, name, param, call.copied(param, param.dtype)))
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    dtype = unit._buffer_dtypes.get((module, name), buffer.dtype)
-                    shown.append((module._buffers, name, buffer, call.copied(buffer, dtype)))
+        shown = [(*place, tensor, call.copied(unit, tensor, dtype)) for *place, tensor, dtype in _plain(unit)]
     try:
         for registry, name, _, stand in shown:
             registry[name] = stand
@@ -311,6 +311,20 @@ def _plain_shown(unit: FullyShardedDataParallel, call: _Call) -> Iterator[None]:
         for registry, name, tensor, stand in shown:
             if registry.get(name) is stand:  # else a hook has put another one there, to stay
                 registry[name] = tensor
+
+
+def _plain(unit: FullyShardedDataParallel) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, torch.dtype]]:
+    """What the modules of a unit save that it does not shard: where and under which name they hold which tensor, and
+    the dtype in which it is saved."""
+    sharded = {place for entry in unit._own.entries for place in entry.places}
+    sharded |= {(unit._flat_owner, unshard.flat_param_name(index)) for index in range(len(unit._unit.flats))}
+    for module in dict.fromkeys(modules_outside(unit.module, stop_at=FullyShardedDataParallel)):
+        for name, param in module._parameters.items():
+            if param is not None and (module, name) not in sharded:
+                yield module._parameters, name, param, param.dtype
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield module._buffers, name, buffer, unit._buffer_dtypes.get((module, name), buffer.dtype)
 
 
 def _values(unit: FullyShardedDataParallel, call: _Call) -> Mapping[Any, torch.Tensor]:

@@ -65,8 +65,8 @@ def check_source(
         raise StateDictError(f"{key!r} is not sharded in the model, and cannot be loaded from a ShardedTensor")
     elif isinstance(source, DTensor) and source.device_mesh.get_coordinate() is None:
         raise StateDictError(f"{key!r} is a DTensor on a mesh without this rank: gather it, or load it for these ranks")
-    elif isinstance(target, DTensor) and not isinstance(source, DTensor):
-        raise StateDictError(f"{key!r} is a DTensor in the model: distribute what is loaded over its mesh")
+    elif isinstance(target, DTensor) and any(placement.is_partial() for placement in target.placements):
+        raise StateDictError(f"{key!r} is a DTensor in the model that is a sum to come, which nothing can be loaded into")
 
 
 def facts_of(source: Any, groups: Groups | None) -> str:

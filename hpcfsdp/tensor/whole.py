@@ -1,0 +1,55 @@
+"""DTensors that no unit owns, as buffers and ignored parameters are: made whole, and filled from what is whole."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hpcfsdp import _compat
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Whether it is a ``DTensor`` of which ranks have different parts, or sums that are pending."""
+    return isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements)
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Collective over the mesh of a ``DTensor`` that is cut. All of it; any other tensor itself, as it is here."""
+    return tensor.detach().full_tensor() if is_cut(tensor) else _compat.local_of(tensor).detach()
+
+
+@torch.no_grad()
+def fill_block(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Not collective. Copy this rank's part of a tensor that it has whole into a ``DTensor``, or all of it.
+
+    Raises:
+        ValueError: the placements of `target` are no blocks of values.
+    """
+    if isinstance(target, DTensor):
+        box = _compat.dtensor_boxes(target).get(dist.get_rank())
+        if box is None:
+            return
+        whole = whole[tuple(slice(begin, begin + size) for begin, size in zip(*box, strict=True))]
+    _compat.local_of(target).detach().copy_(whole)
+
+
+class WholeForm:
+    """A ``DTensor`` that is cut, whole on each rank for the time that it goes to a file, or comes from one.
+
+    Attributes:
+        memory: all of it; it has the values once they have been gathered.
+    """
+
+    def __init__(self, tensor: DTensor) -> None:
+        """Not collective. Take the memory."""
+        self._tensor = tensor
+        self.memory = _compat.local_of(tensor).new_empty(tensor.shape)
+
+    def gather(self) -> None:
+        """Collective over the mesh. Fill `memory`."""
+        self.memory.copy_(whole_of(self._tensor))
+
+    def scatter(self) -> None:
+        """Not collective. Fill the tensor from `memory`."""
+        fill_block(self._tensor, self.memory)
