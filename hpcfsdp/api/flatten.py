@@ -39,6 +39,8 @@ class OwnParam:
     """Its place among the parameters of the unit, in the order of the model."""
     block: TensorBlock | None = None
     """What `param` is of a parameter that is cut over ranks which are parallel over tensors."""
+    whole: DTensor | None = None
+    """That parameter, until its modules hold `param` in its place."""
 
     @property
     def numel(self) -> int:
@@ -47,9 +49,11 @@ class OwnParam:
 
     def localise(self) -> None:
         """Have modules hold the block in place of the ``DTensor``."""
-        if self.block is not None:
+        if self.whole is not None:
             for module, name in self.places:
                 module._parameters[name] = self.param
+            setattr(self.whole, _TAKEN, self.fqn)  # it may be tied to one elsewhere
+            self.whole = None  # which shares the memory that is to be given up
 
     def take(self) -> None:
         """Mark the parameter as one that belongs to a unit."""
@@ -185,7 +189,7 @@ def _own_param(param: nn.Parameter, fqn: str, index: int, tensor: TensorRanks | 
     if not isinstance(param, DTensor):
         return OwnParam(param, fqn, [], index=index)
     assert tensor is not None
-    return OwnParam(leaf_of(param), fqn, [], index=index, block=block_of(fqn, param, tensor))
+    return OwnParam(leaf_of(param), fqn, [], index=index, block=block_of(fqn, param, tensor), whole=param)
 
 
 def _check_kind(param: nn.Parameter, fqn: str, module: nn.Module) -> None:

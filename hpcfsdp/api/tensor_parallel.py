@@ -99,8 +99,7 @@ def leaf_of(param: DTensor) -> nn.Parameter:
 def as_dtensor(leaf: torch.Tensor, block: TensorBlock, mesh: DeviceMesh) -> DTensor:
     """The parameter whose block is `leaf`; gradients come to `leaf`, brought into its placements. Not collective."""
     shape = torch.Size(block.shape)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(leaf, mesh, block.placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(leaf, mesh, block.placements, run_check=False, shape=shape, stride=block.stride)
 
 
 def replicated_grad(param: nn.Parameter, num_blocks: int) -> tuple[int, torch.Tensor]:

@@ -455,6 +455,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             check_same_model(comm, layouts, [group[0].param.requires_grad for group in own.groups])
         flats = []
         for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
+            for entry in group:
+                entry.localise()
             flat = FlatParam(
                 [entry.param for entry in group],
                 layout,
@@ -466,7 +468,6 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 always_whole=groups.strategy is ShardingStrategy.NO_SHARD,
             )
             for entry in group:
-                entry.localise()
                 entry.take()
                 if not self._use_orig_params:
                     entry.deregister()
@@ -484,8 +485,9 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
     def _check_parallelized(self, names: dict[nn.Module, str]) -> None:
         for module in precision.modules_outside(self.module, stop_at=FullyShardedDataParallel):
             if _compat.is_parallelized(module) and module not in self._parallelized:
+                name = names.get(module, "").replace(f"{WRAPPED}.", "").replace(WRAPPED, "") or type(module).__name__
                 raise EngineError(
-                    f"{names.get(module, type(module).__name__)!r} was parallelized over tensors after it had been "
+                    f"{name!r} was parallelized over tensors after it had been "
                     "wrapped, when its parameters were sharded: call parallelize_module first, and wrap its result"
                 )
 

@@ -62,10 +62,15 @@ class TensorBlock:
     def box(self) -> Box:
         return self.boxes[self.rank]
 
-    @property
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        """Of the whole, where it is contiguous."""
+        return tuple(math.prod(max(size, 1) for size in self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+
+    @cached_property
     def is_whole(self) -> bool:
         """Whether each of the ranks has all of it."""
-        return self.box.sizes == self.shape
+        return all(box.sizes == self.shape for box in self.boxes)
 
     @property
     def copies(self) -> int:

@@ -207,6 +207,8 @@ class FlatParam:
         """Whether `tensor` views the gathered values, which are gone after ``reshard``."""
         if tensor.layout is not torch.strided or not self.is_unsharded or self._stays_bound:
             return False
+        if not tensor.numel():  # of which no memory is anyone's
+            return False
         return tensor.untyped_storage().data_ptr() == self._buffer.full.untyped_storage().data_ptr()
 
     def _flattened(self) -> torch.Tensor:

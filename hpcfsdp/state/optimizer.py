@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,7 @@ class TrainedParam:
         if not self.is_run or self.layout is None:
             return False
         [fqn] = self.shapes
-        return self.layout.by_name[fqn].numel > 0 and self.layout.param_extent(fqn, self.shard_rank) is None
+        return math.prod(self.shapes[fqn]) > 0 and self.layout.param_extent(fqn, self.shard_rank) is None
 
     def state_tensor(self, fqn: str, key: str, value: torch.Tensor) -> StateTensor:
         """The part of one state value that belongs to the parameter `fqn`, under the name ``fqn/key``."""
@@ -173,7 +174,7 @@ def state_elsewhere(comm: Communicator, model: nn.Module, optimizer: torch.optim
     Raises:
         CheckpointError: ranks that hold parts of one parameter remember different things.
     """
-    if not any(flat.use_orig_params and flat.comm.size > 1 for flat, _, _ in flat_params(model)):
+    if not any(flat.use_orig_params and (flat.comm.size > 1 or u.tensor) for flat, _, u in flat_params(model)):
         return {}
     with raise_together(comm):
         members = [member for group in trained_params(model, optimizer) for member in group if member.is_run]
@@ -195,7 +196,7 @@ def state_elsewhere(comm: Communicator, model: nn.Module, optimizer: torch.optim
 def _of_no_elements(info: StateInfo | None, param: nn.Parameter) -> dict[str, Any]:
     if info is None:
         return {}
-    tensors = {key: param.new_empty(0, dtype=described.dtype) for key, described in info.tensors.items()}
+    tensors = {key: param.new_empty(param.shape, dtype=described.dtype) for key, described in info.tensors.items()}
     return {**tensors, **info.scalar_tensors, **info.non_tensors}
 
 

@@ -127,7 +127,7 @@ def plan_orig_state(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any], ele
         if _kind(info, index, name, value, elementwise) != "tensor":
             plan.others[name] = own_copy(f"{name!r} of {fqn!r}", value)
             continue
-        if not info.shows_whole or isinstance(value, (ShardedTensor, DTensor)):
+        if not info.shows_whole(fqn) or isinstance(value, (ShardedTensor, DTensor)):
             _check_shape(fqn, name, value, info.layout.slots[index].whole_shape)
         plan.tensors[name] = [value]
     return plan
@@ -246,13 +246,13 @@ def shard_orig_param_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) 
             if name not in plan.tensors:
                 continue
             [value] = plan.tensors[name]
-            if info.shows_whole and not isinstance(value, (ShardedTensor, DTensor)):  # of any shape
+            if info.shows_whole(fqn) and not isinstance(value, (ShardedTensor, DTensor)):  # of any shape
                 found[fqn][name] = value.detach().to(device, copy=True)
                 continue
             index, extent = info.param_indices[fqn], layout.param_extent(fqn, info.comm.rank)
             values[index] = value
             runs[index] = torch.empty(extent.numel if extent else 0, dtype=describe(value)[1], device=device)
-            found[fqn][name] = runs[index].view(layout.slots[index].shape) if info.shows_whole else runs[index]
+            found[fqn][name] = runs[index].view(layout.slots[index].shape) if info.keeps_shapes else runs[index]
         with profile(Phase.RESHARDING, sum(run.nbytes for run in runs if run is not None)):
             fill(info.groups, Parts.of_runs(layout, runs), values)
     return found

@@ -61,10 +61,14 @@ def check_state_shapes(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any]) 
     Raises:
         StateDictError: with both shapes.
     """
-    if info.shows_whole:
+    if info.shows_whole(fqn):
         return
-    extent = info.layout.param_extent(fqn, info.comm.rank) if info.flat.use_orig_params else None
-    shape = (extent.numel if extent else 0,) if info.flat.use_orig_params else tuple(info.flat.parameter.shape)
+    shape = tuple(info.flat.parameter.shape)
+    if info.keeps_shapes:
+        shape = info.layout.by_name[fqn].shape
+    elif info.flat.use_orig_params:
+        extent = info.layout.param_extent(fqn, info.comm.rank)
+        shape = (extent.numel if extent else 0,)
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) != shape:
             raise StateDictError(
@@ -124,7 +128,7 @@ def gather_all_orig_param_state(
         for name, told in merged[fqn].non_tensors.items():
             state.non_tensor_state[name] = (held if isinstance(told, Untold) else own).get(name, told)
         for name, described in merged[fqn].tensors.items():
-            if info.shows_whole:  # nothing is sharded, so state may have any shape
+            if info.shows_whole(fqn):  # nothing is sharded, so state may have any shape
                 state.tensor_state[name] = [own[name].detach().to(device, copy=True)]
                 continue
             wanted.setdefault((name, described.dtype), []).append(fqn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,19 +52,18 @@ class FSDPParamInfo:
         return {slot.fqn: index for index, slot in enumerate(self.layout.slots)}
 
     @property
-    def shows_whole(self) -> bool:
-        """Whether the optimizer steps parameters in their original shapes, and not runs of them."""
+    def keeps_shapes(self) -> bool:
+        """Whether the optimizer steps parameters in the shapes that they have here, and not runs of them."""
         return self.flat.use_orig_params and self.groups.strategy is ShardingStrategy.NO_SHARD
 
-    def empty_ranks(self, fqn: str) -> set[int]:
-        """The ranks that hold nothing of a parameter of which others hold something."""
-        holders = {extent.shard_rank for extent in self.layout.param_extents(fqn)}
-        return set(range(self.comm.size)) - holders if holders else set()
+    def shows_whole(self, fqn: str) -> bool:
+        """Whether the optimizer steps all of a parameter, in its original shape, so that its state may be anything."""
+        return self.keeps_shapes and not self.layout.slots[self.param_indices[fqn]].is_cut
 
     def is_empty_on(self, fqn: str, rank: int) -> bool:
-        """Whether a rank is one of ``empty_ranks``."""
+        """Whether a rank of ``comm`` holds nothing of a parameter of which others hold something."""
         slot = self.layout.slots[self.param_indices[fqn]]
-        return slot.numel > 0 and self.layout.param_extent(fqn, rank) is None
+        return math.prod(slot.whole_shape) > 0 and self.layout.param_extent(fqn, rank) is None
 
 
 class OptimStateKey(NamedTuple):

@@ -208,7 +208,7 @@ class _Plan:
         """
         for key, own_key in self.keys.items():
             name = key.unflat_param_names[0]
-            if name in self.unsharded or (name in self.entries and self.infos[name].shows_whole):
+            if name in self.unsharded or (name in self.entries and self.infos[name].shows_whole(name)):
                 for state, held in optim.state.get(params[own_key], {}).items():
                     here, given = describe(held), describe(self.states[name].get(state))
                     if here is not None and given is not None and here[0] != given[0]:
@@ -456,8 +456,8 @@ def _scattered(plan: _Plan, ranks: Communicator | Grid, goes_in_parts: Mapping[i
     states: dict[str, dict[str, Any]] = {}
     for info in {id(info): info for info in plan.infos.values()}.values():
         mine = {fqn: plan.entries.pop(fqn) for fqn in info.param_indices if fqn in plan.entries}
-        for entry in mine.values():
-            if info.shows_whole or not goes_in_parts[id(info)]:
+        for fqn, entry in mine.items():
+            if info.shows_whole(fqn) or not goes_in_parts[id(info)]:
                 _broadcast(entry, ranks, info)
         if info.flat.use_orig_params:
             states.update(shard_orig_param_state(info, mine))

@@ -184,7 +184,7 @@ def give(model, optimizer, states):
             for name, leaf in zip(names, info.flat.leaves, strict=True):
                 if name in states:
                     optimizer.state[leaf] = {
-                        key: copied(value) if _is_one(key) or info.shows_whole else run_of(info, name, value)
+                        key: copied(value) if _is_one(key) or info.keeps_shapes else run_of(info, name, value)
                         for key, value in states[name].items()
                     }
         elif names[0] in states:

@@ -375,7 +375,7 @@ def test_state_of_parameters_that_are_stepped_one_by_one_comes_back(
         for plan in plans.values() if first else ():
             plan.tensors = {name: [on_first(comm, value)] for name, [value] in plan.tensors.items()}
         own = shard_orig_param_state(info, plans)
-        empty = {name for name in shapes if comm.rank in info.empty_ranks(name)}
+        empty = {name for name in shapes if info.is_empty_on(name, comm.rank)}
         told = RankState([], {name: StateInfo.of(state) for name, state in own.items()}, empty)
         merged = convert_all_state_info(allgather_state_info(comm, told.packed()))
         return convert_state_with_orig_params(info, own, merged, Form())

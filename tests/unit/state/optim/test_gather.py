@@ -124,7 +124,7 @@ def test_the_states_of_parameters_that_are_stepped_one_by_one(run_ranks, size):
 
     def body(comm):
         info = make_info(comm, original=True)
-        empty = {name for name in SHAPES if comm.rank in info.empty_ranks(name)}
+        empty = {name for name in SHAPES if info.is_empty_on(name, comm.rank)}
         own = {
             name: {
                 key: run_of(info, name, value) if key in ("avg", "max") else value for key, value in whole[name].items()
@@ -152,7 +152,7 @@ def test_state_is_that_of_a_rank_which_holds_something_of_the_parameter(run_rank
 
     def body(comm):
         info = make_info(comm, {"p": (4,)}, original=True)
-        is_empty = comm.rank in info.empty_ranks("p")
+        is_empty = info.is_empty_on("p", comm.rank)
         own = {"p": {"step": torch.tensor(1.0 if is_empty else 3.0), "count": 1 if is_empty else 3}}
         told = RankState([], {"p": StateInfo.of(own["p"])}, {"p"} if is_empty else set())
         merged = convert_all_state_info(allgather_state_info(comm, told.packed()))

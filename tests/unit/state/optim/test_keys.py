@@ -67,7 +67,8 @@ def test_a_flat_parameter_knows_the_places_and_the_ranks_of_its_parameters():
     assert info.param_indices == {name: place for place, name in enumerate(SHAPES)}
     assert info.comm is info.groups.shard
     # Of twelve elements on each rank, those of "a" are 0 to 14; what follows begins at multiples of four.
-    assert {name: info.empty_ranks(name) for name in SHAPES} == {
+    empty = {name: {rank for rank in range(3) if info.is_empty_on(name, rank)} for name in SHAPES}
+    assert empty == {
         "a": {2},
         "scalar": {0, 2},
         "none": set(),  # of which no rank has anything
@@ -80,7 +81,7 @@ def test_a_flat_parameter_knows_the_places_and_the_ranks_of_its_parameters():
 @pytest.mark.parametrize("strategy", [None, NO_SHARD])
 def test_only_original_parameters_that_are_not_sharded_are_stepped_whole(strategy, original):
     info = make_info(FakeCommunicator(0, 2), strategy=strategy, original=original)
-    assert info.shows_whole is (original and strategy is NO_SHARD)
+    assert info.keeps_shapes is info.shows_whole("a") is (original and strategy is NO_SHARD)
 
 
 @pytest.mark.parametrize("original", [False, True])

@@ -47,7 +47,7 @@ def one_by_one(info):
     return {
         name: {key: run_of(info, name, value) if key in ("avg", "seen") else value for key, value in state.items()}
         for name, state in whole().items()
-        if info.comm.rank not in info.empty_ranks(name)
+        if not info.is_empty_on(name, info.comm.rank)
     }
 
 
