@@ -67,8 +67,6 @@ def check_source(
         raise StateDictError(f"{key!r} is a DTensor on a mesh without this rank: gather it, or load it for these ranks")
     elif isinstance(target, DTensor) and any(placement.is_partial() for placement in target.placements):
         raise StateDictError(f"{key!r} is a DTensor of sums to come in the model: nothing can be loaded into it")
-            f"{key!r} is a DTensor in the model that is a sum to come, which nothing can be loaded into"
-        )
 
 
 def facts_of(source: Any, groups: Groups | None) -> str:

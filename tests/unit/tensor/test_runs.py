@@ -13,9 +13,13 @@ from hpcfsdp.tensor.runs import (
     box_runs,
     chunk_box,
     chunk_runs,
+    cut_runs,
+    held_runs,
     intersect,
     own_runs,
+    run_boxes,
     shard_runs,
+    whole_box,
     whole_runs,
 )
 
@@ -59,6 +63,113 @@ def test_runs_are_as_long_as_can_be():
     assert list(box_runs(0, (4, 3, 2), Box((1, 1, 0), (2, 2, 2)))) == [Run(0, 8, 4, 0), Run(0, 14, 4, 4)]
     assert list(box_runs(0, (), Box((), ()))) == [Run(0, 0, 1, 0)]
     assert not list(box_runs(0, (0, 3), Box((0, 0), (0, 3))))
+
+
+def elements_of(shape, box):
+    """Places in row-major order of a tensor, as a block has them."""
+    return torch.arange(math.prod(shape)).view(shape)[box.slices].flatten().tolist()
+
+
+@given(st.lists(st.integers(0, 7), max_size=4).map(tuple), st.data())
+def test_a_stretch_of_elements_is_blocks_one_after_the_other(shape, data):
+    total = math.prod(shape)
+    start = data.draw(st.integers(0, total))
+    numel = data.draw(st.integers(0, total - start))
+    boxes = run_boxes(shape, start, numel)
+    assert [element for box in boxes for element in elements_of(shape, box)] == list(range(start, start + numel))
+    assert all(box.numel for box in boxes)
+    assert boxes == sorted(boxes)
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_stretch_is_as_few_blocks_as_can_be():
+    assert run_boxes((4, 3, 2), 0, 24) == [whole_box((4, 3, 2))]
+    assert run_boxes((4, 3, 2), 6, 12) == [Box((1, 0, 0), (2, 3, 2))]
+    assert run_boxes((4, 3, 2), 8, 2) == [Box((1, 1, 0), (1, 1, 2))]
+    assert run_boxes((4, 3, 2), 1, 22) == [
+        Box((0, 0, 1), (1, 1, 1)),
+        Box((0, 1, 0), (1, 2, 2)),
+        Box((1, 0, 0), (2, 3, 2)),
+        Box((3, 0, 0), (1, 2, 2)),
+        Box((3, 2, 0), (1, 1, 1)),
+    ]
+    assert run_boxes((), 0, 1) == [Box((), ())]
+    assert run_boxes((3, 0), 0, 0) == []
+
+
+@st.composite
+def boxes_within(draw, shape):
+    """Any block of a tensor, an empty one, too."""
+    begins = tuple(draw(st.integers(0, size)) for size in shape)
+    return Box(begins, tuple(draw(st.integers(0, size - b)) for size, b in zip(shape, begins, strict=True)))
+
+
+@given(st.lists(st.integers(0, 6), max_size=4).map(tuple), st.integers(0, 9), st.data())
+def test_the_runs_that_two_blocks_share(shape, offset, data):
+    frame, box = data.draw(boxes_within(shape)), data.draw(boxes_within(shape))
+    runs = list(cut_runs(3, frame, box, offset))
+    in_frame, in_box = elements_of(shape, frame), elements_of(shape, box)
+    found = []
+    for index, start, numel, at in runs:
+        assert index == 3
+        part = in_frame[start : start + numel]
+        assert part == in_box[at - offset : at - offset + numel]
+        assert len(part) == numel > 0
+        found += part
+    assert found == sorted(set(in_frame) & set(in_box))
+    assert runs == sorted(runs)
+
+
+def test_runs_end_where_either_block_does():
+    columns, whole = Box((0, 1), (3, 2)), whole_box((3, 4))
+    assert list(cut_runs(0, columns, whole, 10)) == [Run(0, 0, 2, 11), Run(0, 2, 2, 15), Run(0, 4, 2, 19)]
+    assert list(cut_runs(0, whole, columns)) == [Run(0, 1, 2, 0), Run(0, 5, 2, 2), Run(0, 9, 2, 4)]
+    assert list(cut_runs(0, columns, columns)) == [Run(0, 0, 6, 0)]
+
+
+def test_runs_of_blocks_side_by_side_are_not_one_in_memory():
+    left, right = Box((0, 0), (2, 2)), Box((0, 2), (2, 2))
+    assert held_runs(0, (2, 4), [left, right]) == [
+        Run(0, 0, 2, 0),
+        Run(0, 2, 2, 4),
+        Run(0, 4, 2, 2),
+        Run(0, 6, 2, 6),
+    ]
+    assert held_runs(0, (2, 4), [left, right], {right}) == [Run(0, 2, 2, 4), Run(0, 6, 2, 6)]
+
+
+@given(st.lists(st.integers(1, 6), max_size=4).map(tuple), st.data())
+def test_the_runs_of_blocks_that_lie_one_after_the_other(shape, data):
+    boxes = data.draw(st.lists(boxes_within(shape), max_size=4))
+    disjoint, seen = [], set()
+    for box in boxes:
+        if seen.isdisjoint(elements_of(shape, box)):
+            disjoint.append(box)
+            seen.update(elements_of(shape, box))
+    memory = [element for box in disjoint for element in elements_of(shape, box)]
+    runs = held_runs(2, shape, disjoint)
+    for index, start, numel, offset in runs:
+        assert index == 2
+        assert memory[offset : offset + numel] == list(range(start, start + numel))
+    assert sum(run.numel for run in runs) == len(memory)
+    assert runs == sorted(runs)
+    for run, after in itertools.pairwise(runs):  # as long as can be
+        end = run.start + run.numel, run.offset + run.numel
+        assert end != (after.start, after.offset)
+    chosen = disjoint[::2]
+    some = held_runs(2, shape, disjoint, chosen)
+    places = {
+        place: offset + n for _, start, numel, offset in some for n, place in enumerate(range(start, start + numel))
+    }
+    assert places == {e: memory.index(e) for box in chosen for e in elements_of(shape, box)}
+
+
+@given(st.lists(st.integers(0, 6), max_size=4).map(tuple), st.data())
+def test_a_stretch_as_blocks_is_one_run_again(shape, data):
+    total = math.prod(shape)
+    start = data.draw(st.integers(0, total))
+    numel = data.draw(st.integers(0, total - start))
+    assert held_runs(0, shape, run_boxes(shape, start, numel)) == [Run(0, start, numel, 0)] * bool(numel)
 
 
 @st.composite
