@@ -326,9 +326,11 @@ def within(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def common_mesh(outer: Any, inner: Any) -> Any | None:
-    """The mesh that two meshes of this rank were taken from, without other dimensions; None if there is none."""
-    root, names = root_mesh(outer), {*(outer.mesh_dim_names or ()), *(inner.mesh_dim_names or ())}
-    if root != root_mesh(inner) or len(names) != outer.ndim + inner.ndim or not names <= {*root.mesh_dim_names}:
+    """The mesh that `outer` was taken from, and that `inner` equals a part of, without other dimensions; None if there
+    is none. What operators return lies on any mesh that is equal, which may be a part of another one."""
+    root, own = root_mesh(outer), inner.mesh_dim_names or ()
+    names, known = {*(outer.mesh_dim_names or ()), *own}, {*(root.mesh_dim_names or ())}
+    if len(names) != outer.ndim + inner.ndim or not names <= known or root[tuple(own)] != inner:
         return None
     in_order = tuple(name for name in root.mesh_dim_names if name in names)
     return root if len(in_order) == root.ndim else root[in_order]
@@ -361,6 +363,8 @@ def blocks_on_mesh(
     """Where the block of each place of a mesh begins, and how far it goes; places in row-major order."""
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as block_of
 
+    # Torch takes dimensions that are counted from the last one for others.
+    placements = tuple(type(p)(p.dim + len(shape)) if getattr(p, "dim", 0) < 0 else p for p in placements)
     places = itertools.product(*map(range, mesh_shape))
     found = (block_of(shape, mesh_shape, list(place), placements) for place in places)
     return [(tuple(offsets), tuple(sizes)) for sizes, offsets in found]

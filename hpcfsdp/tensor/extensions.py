@@ -12,16 +12,22 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard as ShardAlong
 
 from hpcfsdp import _compat
-from hpcfsdp._compat import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
+from hpcfsdp._compat import (
+    ChunkShardingSpec,
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+)
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.flat.layout import Box
 from hpcfsdp.tensor.runs import chunk_box
-from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor
+from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, placement_of
 
 
 class Placed(NamedTuple):
@@ -46,19 +52,31 @@ class DTensorExtensions:
         """Where blocks become DTensors; None for the current stream."""
 
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Placed | None]:
-        """Not collective. This rank's block of a ``DTensor``, and how it is placed; any other tensor, and None."""
+        """Not collective. This rank's block of a ``DTensor``, and how it is placed; any other tensor, and None.
+
+        The block is a tensor of its own in the same memory, and wants a gradient if the ``DTensor`` does.
+        """
         if not isinstance(tensor, DTensor):
             return tensor, None
         placed = Placed(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
-        return _compat.local_of(tensor), placed
+        return _compat.local_of(tensor).detach().requires_grad_(tensor.requires_grad), placed
 
-    def post_unflatten_transform(self, tensor: torch.Tensor, placed: Placed | None) -> torch.Tensor:
-        """Not collective. The ``DTensor`` whose block `tensor` is; gradients come to `tensor`, placed like it."""
-        if placed is None:
+    @_compat.run_as_written
+    def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Placed | None) -> torch.Tensor:
+        """Not collective. The ``DTensor`` whose block `tensor` is; gradients come to `tensor`, placed like it.
+
+        Args:
+            param_extension: as ``pre_flatten_transform`` has returned it; for None, `tensor` itself is returned.
+        """
+        if param_extension is None:
             return tensor
+        mesh, placements, shape, stride = param_extension
         with self._on_compute_stream():
-            mesh, placements, shape, stride = placed
-            return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+            whole = DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+            if tensor.requires_grad:
+                tensor.register_hook(self._await_grad)
+        _compat.mark_as_parts(whole)
+        return whole
 
     def chunk_tensor(
         self,
@@ -69,7 +87,7 @@ class DTensorExtensions:
         pg: dist.ProcessGroup,
         device: torch.device | None = None,
     ) -> ShardedTensor:
-        """Not collective. See ``chunk_tensor``."""
+        """Collective over a ``DTensor``'s mesh of several dimensions, the first time. See ``chunk_tensor``."""
         return chunk_tensor(tensor, rank, world_size, num_devices_per_node, pg, device)
 
     def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> DTensor:
@@ -83,6 +101,10 @@ class DTensorExtensions:
     def all_gather_dtensor(self, tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:
         """Collective over the mesh. See ``all_gather_dtensor``."""
         return all_gather_dtensor(tensor, parent_mesh)
+
+    def _await_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        with self._on_compute_stream():
+            return _compat.arrived(grad)
 
     def _on_compute_stream(self) -> Any:
         if self.compute_stream is None or self.device_handle is None:
@@ -98,17 +120,24 @@ def chunk_tensor(
     pg: dist.ProcessGroup,
     device: torch.device | None = None,
 ) -> ShardedTensor:
-    """A tensor in chunks of rows over a process group. Not collective.
+    """A tensor in chunks of rows over a process group.
+
+    Collective over the mesh of a ``DTensor`` the first time, where it has several dimensions; else not collective.
 
     Args:
         tensor: whole on each rank of `pg`. Of a ``DTensor``, or a ``ShardedTensor`` with one shard here, it is the
-            block that is chunked: the result has the shards of the outer one, which are chunked tensors.
+            block that is chunked: the result has the shards of the outer one, which are chunked tensors. A ``DTensor``
+            that has nothing on this rank has no shard here.
         rank, world_size: this rank's place in `pg`, and its size.
         num_devices_per_node: by which the devices of other ranks are told.
         device: where the chunk is to lie; by default where the tensor does.
 
+    Returns:
+        New memory, detached.
+
     Raises:
-        ShardingError: the rank and the size are not those of the group, or a ``ShardedTensor`` has not one shard here.
+        ShardingError: the rank and the size are not those of the group, a ``ShardedTensor`` has not one shard here,
+            the tensor has no dimension to be cut along, or a ``DTensor`` no block on each rank.
     """
     if (dist.get_rank(pg), dist.get_world_size(pg)) != (rank, world_size):
         raise ShardingError(
@@ -121,28 +150,30 @@ def chunk_tensor(
             raise ShardingError(f"a ShardedTensor with {len(shards)} shards on this rank cannot be chunked: one can")
         [shard] = shards
         inner = _chunked(shard.tensor, pg, num_devices_per_node, device)
-        return _nested(inner, shard.metadata, tensor.metadata(), tensor._process_group)
+        return _nested(inner, tensor.metadata(), _compat.group_of_shards(tensor))
     if isinstance(tensor, DTensor):
-        inner = _chunked(_compat.local_of(tensor), pg, num_devices_per_node, device)
         group = get_dt_pg(tensor)
-        metadata = create_shard_md_from_dt(tensor, dist.get_rank())
-        return _nested(inner, metadata, create_sharded_tensor_md_from_dt(tensor, group), group)
+        whole = create_sharded_tensor_md_from_dt(tensor, group)
+        return _nested(_chunked(_compat.local_of(tensor), pg, num_devices_per_node, device), whole, group)
     return _chunked(tensor, pg, num_devices_per_node, device)
 
 
 def _chunked(
     tensor: torch.Tensor, pg: dist.ProcessGroup, num_devices_per_node: int, device: torch.device | None
 ) -> ShardedTensor:
+    if not tensor.ndim:
+        raise ShardingError("a tensor without dimensions has no rows to be chunked: every rank keeps it whole")
     ranks = dist.get_process_group_ranks(pg)
     box = chunk_box(tensor.shape, len(ranks), dist.get_rank(pg))
-    device = device or tensor.device
-    local = None if box is None else tensor.detach()[box.slices].to(device, copy=True).contiguous()
+    local, device = None, torch.device(device or tensor.device)
+    if box is not None:
+        local = torch.empty(box.sizes, dtype=tensor.dtype, device=device).copy_(tensor.detach()[box.slices])
+        device = local.device  # which has a number
     return create_chunk_sharded_tensor(local, tensor.shape, tensor.dtype, device, pg, ranks, num_devices_per_node)
 
 
-def _nested(
-    inner: ShardedTensor, place: ShardMetadata, whole: ShardedTensorMetadata, group: dist.ProcessGroup
-) -> ShardedTensor:
+def _nested(inner: ShardedTensor, whole: ShardedTensorMetadata, group: dist.ProcessGroup) -> ShardedTensor:
+    """The tensor that `whole` tells of, with `inner` in the place of this rank's shard, if it has one."""
     properties = TensorProperties(
         dtype=whole.tensor_properties.dtype,
         layout=whole.tensor_properties.layout,
@@ -150,8 +181,9 @@ def _nested(
         memory_format=whole.tensor_properties.memory_format,
         pin_memory=whole.tensor_properties.pin_memory,
     )
-    described = ShardedTensorMetadata(list(whole.shards_metadata), whole.size, properties)
-    return _compat.sharded_tensor([Shard(inner, place)], described, group)
+    places = [ShardMetadata(list(s.shard_offsets), list(s.shard_sizes), s.placement) for s in whole.shards_metadata]
+    mine = [Shard(inner, place) for place in places if place.placement.rank() == dist.get_rank()]
+    return _compat.sharded_tensor(mine, ShardedTensorMetadata(places, whole.size, properties), group)
 
 
 def chunk_dtensor(tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> DTensor:
@@ -162,43 +194,64 @@ def chunk_dtensor(tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> D
     Args:
         tensor: whole on each rank of `device_mesh`, or a ``DTensor`` on other dimensions of the same root mesh.
         rank: this rank's place in the last dimension of `device_mesh`.
-        device_mesh: a part of a larger mesh.
+        device_mesh: dimensions of a larger mesh.
 
     Returns:
-        On the root mesh, new memory: ``Shard(0)`` in the last dimension of `device_mesh`, the placements of `tensor` in
-        its own ones, ``Replicate`` elsewhere.
+        On the root mesh, new memory, detached: ``Shard(0)`` in the last dimension of `device_mesh`, the placements of
+        `tensor` in its own ones, ``Replicate`` elsewhere.
 
     Raises:
-        ShardingError: the mesh is not a part of a larger one, or the rank another one.
+        ShardingError: the mesh is not some dimensions of a larger one, the ``DTensor`` lies on another mesh or on the
+            same dimensions, the rank is another one, or the tensor has no dimension to be cut along.
     """
-    root = _compat.root_mesh(device_mesh)
-    if root.ndim < 2 or root == device_mesh:
-        raise ShardingError(
-            f"the mesh {device_mesh} is not a part of a larger one: take it from a mesh of at least two dimensions, as "
-            "mesh['shard']"
-        )
+    root, cut = _root_and_last(device_mesh)
     place = device_mesh.get_local_rank(device_mesh.ndim - 1)
     if rank != place:
         raise ShardingError(f"rank {rank} was given, and this rank is {place} in the last dimension of {device_mesh}")
+    if not tensor.ndim:
+        raise ShardingError("a tensor without dimensions has no rows to be chunked: every rank keeps it whole")
     placements: list[Any] = [Replicate()] * root.ndim
     if isinstance(tensor, DTensor):
-        names = tensor.device_mesh.mesh_dim_names or ()
-        if _compat.root_mesh(tensor.device_mesh) != root or not names or set(names) & set(device_mesh.mesh_dim_names):
-            raise ShardingError(
-                f"the DTensor lies on {tensor.device_mesh}, which is not another part of the mesh that {device_mesh} is"
-            )
-        for name, placement in zip(names, tensor.placements, strict=True):
-            placements[root.mesh_dim_names.index(name)] = placement
+        for dim, placement in _on_other_dims(tensor, root, device_mesh):
+            placements[dim] = placement
     local, shape, stride = _compat.local_of(tensor).detach(), tensor.shape, tensor.stride()
-    cut = root.mesh_dim_names.index(device_mesh.mesh_dim_names[-1])
-    found = DTensor.from_local(local.clone(), root, placements, run_check=False, shape=shape, stride=stride)
-    return found.redistribute(root, [ShardAlong(0) if dim == cut else p for dim, p in enumerate(placements)])
+    found = DTensor.from_local(local, root, placements, run_check=False, shape=shape, stride=stride)
+    found = found.redistribute(root, [ShardAlong(0) if dim == cut else p for dim, p in enumerate(placements)])
+    chunk = _compat.arrived(_compat.local_of(found))
+    if chunk.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
+        chunk = chunk.clone()
+    return _compat.dtensor(chunk, root, found.placements, shape, stride)
+
+
+def _root_and_last(mesh: DeviceMesh | None) -> tuple[DeviceMesh, int]:
+    """The mesh that a mesh is a part of, and which dimension of it the last one of the part is."""
+    root = None if mesh is None else _compat.root_mesh(mesh)
+    names = (root and root.mesh_dim_names) or ()
+    if mesh is None or root.ndim < 2 or root == mesh or not set(mesh.mesh_dim_names or ("",)) <= set(names):
+        raise ShardingError(
+            f"{mesh} is not some dimensions of a larger mesh: take it from one that has names, as mesh['shard'] of "
+            "hpcfsdp.init().mesh(shard=None, tensor=2)"
+        )
+    return root, names.index(mesh.mesh_dim_names[-1])
+
+
+def _on_other_dims(tensor: DTensor, root: DeviceMesh, mesh: DeviceMesh) -> list[tuple[int, Any]]:
+    """The placements of a ``DTensor``, with the dimensions of the root mesh that they are for."""
+    lies_on, taken = tensor.device_mesh, mesh.mesh_dim_names
+    names = lies_on.mesh_dim_names or ("",)
+    others = [name for name in root.mesh_dim_names if name not in taken]
+    # Torch's operators return tensors on any mesh that is equal, which may be a part of another root.
+    if not set(names) <= set(others) or root[names] != lies_on:
+        raise ShardingError(
+            f"the DTensor lies on {lies_on}: to be chunked along {taken}, it lies on {others} of {root}"
+        )
+    return [(root.mesh_dim_names.index(name), placement) for name, placement in zip(names, tensor.placements)]  # noqa: B905
 
 
 def pre_load_state_dict(tensor: ShardedTensor) -> tuple[ShardedTensor, list[Shard]]:
-    """The chunked tensor within a shard, as ``chunk_tensor`` nests them, or `tensor`; and its local shards.
+    """Not collective. The chunked tensor within the one shard, as ``chunk_tensor`` nests them, and its local shards.
 
-    Not collective.
+    Of any other ``ShardedTensor`` itself, and its own ones.
     """
     shards = tensor.local_shards()
     if len(shards) == 1 and isinstance(shards[0].tensor, ShardedTensor):
@@ -208,10 +261,13 @@ def pre_load_state_dict(tensor: ShardedTensor) -> tuple[ShardedTensor, list[Shar
 
 
 def all_gather_dtensor(tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:
-    """Collective over the mesh. This rank's block, gathered over all of its dimensions but the last one.
+    """Collective over the mesh. This rank's block, gathered over all dimensions of the mesh but the last one.
 
     Args:
         parent_mesh: that of `tensor`.
+
+    Returns:
+        The memory of `tensor`, if nothing had to be gathered.
 
     Raises:
         ShardingError: it is another one.
@@ -219,13 +275,17 @@ def all_gather_dtensor(tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch
     if parent_mesh != tensor.device_mesh:
         raise ShardingError(f"the tensor lies on {tensor.device_mesh}, and is to be gathered on {parent_mesh}")
     placements = [Replicate()] * (tensor.device_mesh.ndim - 1) + [tensor.placements[-1]]
-    return tensor.redistribute(placements=placements).to_local()
+    return _compat.arrived(tensor.redistribute(placements=placements).to_local())
 
 
 def get_box(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
     """How far the blocks of a ``DTensor`` are from each other, 0 where it is not cut, and the size of the one here.
 
-    Not collective. Where no number of ranks divides a dimension the last blocks are smaller: see ``get_box_for``.
+    Not collective. Where the ranks do not divide a dimension the last blocks are smaller, or empty: see
+    ``get_box_for``.
+
+    Raises:
+        ShardingError: see ``get_local_box``.
     """
     first = get_box_for(tensor, 0)[1]
     cut = {placement.dim % tensor.ndim for placement in tensor.placements if placement.is_shard()}
@@ -238,8 +298,12 @@ def get_box_for(tensor: DTensor, idx: int) -> tuple[torch.Size, torch.Size]:
     Args:
         idx: of the place, in row-major order; the coordinate in a mesh of one dimension.
 
+    Returns:
+        The offsets and the sizes. A block without elements begins at the end of the dimension.
+
     Raises:
-        ShardingError: the mesh does not have this place.
+        ShardingError: the mesh does not have this place, or a placement is not ``Replicate``, nor ``Shard`` along a
+            dimension of the tensor.
     """
     boxes = _boxes(tensor)
     if not 0 <= idx < len(boxes):
@@ -251,15 +315,30 @@ def get_local_box(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
     """Where this rank's block begins, and its size. Not collective.
 
     Raises:
-        ShardingError: this rank is not in the mesh.
+        ShardingError: this rank is not in the mesh, or see ``get_box_for``.
     """
-    place = (tensor.device_mesh.mesh.flatten() == dist.get_rank()).nonzero()
-    if not len(place):
-        raise ShardingError(f"rank {dist.get_rank()} has no block of a DTensor on {tensor.device_mesh}")
-    return get_box_for(tensor, int(place[0]))
+    ranks = _ranks_of(tensor)
+    if dist.get_rank() not in ranks:
+        raise ShardingError(f"rank {dist.get_rank()} has no block of a DTensor on the ranks {ranks}")
+    return get_box_for(tensor, ranks.index(dist.get_rank()))
+
+
+def _ranks_of(tensor: DTensor) -> list[int]:
+    return tensor.device_mesh.mesh.flatten().tolist()
 
 
 def _boxes(tensor: DTensor) -> Sequence[Box]:
+    for placement in tensor.placements:
+        if type(placement) is not ShardAlong and not placement.is_replicate():
+            raise ShardingError(
+                f"a DTensor with the placements {list(tensor.placements)} is not made of blocks: redistribute it to "
+                "Shard and Replicate first"
+            )
+        if placement.is_shard() and not -tensor.ndim <= placement.dim < tensor.ndim:
+            raise ShardingError(
+                f"a DTensor of shape {list(tensor.shape)} has the placements {list(tensor.placements)}, and no "
+                f"dimension {placement.dim}"
+            )
     mesh = tuple(tensor.device_mesh.mesh.shape)
     return [Box(*block) for block in _compat.blocks_on_mesh(tuple(tensor.shape), mesh, tuple(tensor.placements))]
 
@@ -278,23 +357,24 @@ def create_sharded_tensor_md_from_dt(dt: DTensor, dt_pg: dist.ProcessGroup) -> S
     """The blocks of a ``DTensor`` as the metadata of a ``ShardedTensor``, each once. Not collective.
 
     A block that several ranks have is placed on this rank if it is one of them, else on the first; torch places all
-    blocks but its own on one other rank. Ranks are global ones.
+    blocks but the first on one other rank. Ranks are global ones. Blocks without elements are left out.
 
     Args:
         dt_pg: the ranks of the mesh.
 
     Raises:
-        ShardingError: the group has other ranks.
+        ShardingError: the group has other ranks, or see ``get_box_for``.
     """
-    members, mesh = dist.get_process_group_ranks(dt_pg), dt.device_mesh.mesh.flatten().tolist()
-    if set(members) != set(mesh):
-        raise ShardingError(f"the DTensor lies on the ranks {mesh}, and the process group has {members}")
+    members, ranks = dist.get_process_group_ranks(dt_pg), _ranks_of(dt)
+    if set(members) != set(ranks):
+        raise ShardingError(f"the DTensor lies on the ranks {ranks}, and the process group has {members}")
+    _boxes(dt)  # which it is made of
     me, device = dist.get_rank(), _compat.local_of(dt).device
     owners: dict[Box, int] = {}
     for rank, boxes in all_boxes(dt).items():
         for box in boxes:
             owners[box] = rank if rank == me else owners.get(box, rank)
-    shards = [ShardMetadata(list(b.offsets), list(b.sizes), f"rank:{r}/{device}") for b, r in sorted(owners.items())]
+    shards = [ShardMetadata(list(b.offsets), list(b.sizes), placement_of(r, device)) for b, r in sorted(owners.items())]
     properties = TensorProperties(dtype=dt.dtype, layout=dt.layout, requires_grad=dt.requires_grad)
     return ShardedTensorMetadata(shards, dt.size(), properties)
 

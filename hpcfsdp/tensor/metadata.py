@@ -22,25 +22,27 @@ _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"
 
 
 def parse_and_validate_remote_device(
-    group: dist.ProcessGroup | None, remote_device: Any
+    pg: dist.ProcessGroup | None, remote_device: Any
 ) -> tuple[int | None, torch.device]:
     """The rank and the device of a shard's placement. Not collective.
 
     Args:
-        group: whose global ranks the rank has to be one of, where this rank is in it; None for the default one.
+        pg: whose global ranks the rank has to be one of, where this rank is in it; None for the default one.
         remote_device: as ``ShardMetadata.placement`` has it. A worker of torch's RPC counts by its id.
 
     Returns:
         The rank, None for a device without one, and the device.
 
     Raises:
-        ShardingError: there is no placement, its rank is not in the group, or its worker is not known.
+        ShardingError: there is no placement, or its rank is not in the group.
+        RuntimeError: the placement names a worker, and torch's RPC has not been initialised.
+        ValueError: RPC has no such worker.
     """
     if remote_device is None:
         raise ShardingError("a shard has no placement (remote device is None): give it one, as 'rank:0/cpu'")
     rank, device, worker = remote_device.rank(), remote_device.device(), remote_device.worker_name()
     if rank is not None:
-        members = _compat.members_of(group)
+        members = _compat.members_of(pg)
         if members is not None and rank not in members:
             raise ShardingError(
                 f"the placement {remote_device} names rank {rank}, which is not in the process group of the ranks "
@@ -84,7 +86,7 @@ def flatten_tensor_size(*size: Any) -> torch.Size:
         ShardingError: it is negative.
     """
     dims: Any = size
-    while len(dims) == 1 and isinstance(dims[0], Sequence) and not isinstance(dims[0], str):
+    while len(dims) == 1 and isinstance(dims[0], Sequence) and not isinstance(dims[0], (str, bytes)):
         dims = dims[0]
     for dim in dims:
         if not isinstance(dim, (int, torch.SymInt)) or isinstance(dim, bool):
@@ -114,7 +116,7 @@ def raise_if_mismatch(expected: Any, actual: Any, prop_name: str, ranks: Any, is
 
 
 def build_metadata_from_local_shards(
-    local_shards: Sequence[Shard], global_size: Sequence[int], current_rank: int, group: dist.ProcessGroup | None
+    local_shards: Sequence[Shard], global_size: Sequence[int], current_rank: int, pg: dist.ProcessGroup | None
 ) -> ShardedTensorMetadata:
     """The metadata of what this rank holds of a tensor. Not collective.
 
@@ -123,23 +125,27 @@ def build_metadata_from_local_shards(
             say, within the tensor, and all alike in dtype, pinning and ``requires_grad``.
         global_size: of the whole tensor.
         current_rank: the global rank.
-        group: the ranks of the tensor.
+        pg: the ranks of the tensor.
 
     Returns:
         New metadata with the shards in their order, whose lists are their own.
 
     Raises:
         ShardingError: something does not hold; names the shard and both values.
+        RuntimeError, ValueError: see ``parse_and_validate_remote_device``.
     """
     if not local_shards:
         raise ShardingError(f"rank {current_rank} has no local shards: there is no metadata to build from")
     size = flatten_tensor_size(global_size)
     first = local_shards[0].tensor
     for number, shard in enumerate(local_shards):
-        _check_local(number, shard, current_rank, group)
-        raise_if_mismatch(first.is_pinned(), shard.tensor.is_pinned(), "pin_memory", current_rank)
-        raise_if_mismatch(first.dtype, shard.tensor.dtype, "dtype", current_rank)
-        raise_if_mismatch(first.requires_grad, shard.tensor.requires_grad, "requires_grad", current_rank)
+        _check_local(number, shard, current_rank, pg)
+        for name, expected, actual in (
+            ("pin_memory", first.is_pinned(), shard.tensor.is_pinned()),
+            ("dtype", first.dtype, shard.tensor.dtype),
+            ("requires_grad", first.requires_grad, shard.tensor.requires_grad),
+        ):
+            raise_if_mismatch(expected, actual, f"{name} (shards 0 and {number})", current_rank)
     described = [_copied(shard.metadata) for shard in local_shards]
     _check_within(size, described)
     properties = TensorProperties(
@@ -152,11 +158,11 @@ def build_metadata_from_local_shards(
     return ShardedTensorMetadata(described, size, properties)
 
 
-def _check_local(number: int, shard: Shard, rank: int, group: dist.ProcessGroup | None) -> None:
+def _check_local(number: int, shard: Shard, rank: int, pg: dist.ProcessGroup | None) -> None:
     tensor, metadata = shard.tensor, shard.metadata
     what = f"local shard {number} of rank {rank}, at {list(metadata.shard_offsets)},"
     try:
-        placed, device = parse_and_validate_remote_device(group, metadata.placement)
+        placed, device = parse_and_validate_remote_device(pg, metadata.placement)
     except ShardingError as error:
         raise ShardingError(f"{what} {error}") from None
     if tensor.layout is not torch.strided:
@@ -216,22 +222,29 @@ def _check_owners(present: Sequence[tuple[int, ShardedTensorMetadata]]) -> None:
     owners: dict[Any, tuple[int, ShardMetadata]] = {}
     for rank, metadata in present:
         for shard in metadata.shards_metadata:
-            placed = None if shard.placement is None else (shard.placement.rank(), shard.placement.worker_name())
-            if placed in (None, (None, None)):
+            holder, first = _holder_of(shard), metadata.shards_metadata[0]
+            if holder is None:
                 raise ShardingError(
                     f"{_said(shard)}, which rank {rank} of the group lists, is on no rank by its metadata"
                 )
-            lister, other = owners.setdefault(placed, (rank, shard))
+            if holder != _holder_of(first):
+                raise ShardingError(
+                    f"rank {rank} of the group lists {_said(first)} and {_said(shard)}: a rank has its own"
+                )
+            lister, other = owners.setdefault(holder, (rank, shard))
             if lister != rank:
                 raise ShardingError(
                     f"{_said(shard)} is listed by rank {rank} of the group, and {_said(other)} of the same "
                     f"placement by rank {lister}: one of them has the wrong rank in its metadata"
                 )
-        ranks = {shard.placement.rank() for shard in metadata.shards_metadata}
-        if len(ranks) > 1:
-            raise ShardingError(
-                f"rank {rank} of the group lists shards on the ranks {sorted(ranks)}: a rank lists its own"
-            )
+
+
+def _holder_of(shard: ShardMetadata) -> tuple[int | None, str | None] | None:
+    """The rank or the worker that a shard is placed on, None for neither."""
+    if shard.placement is None:
+        return None
+    holder = shard.placement.rank(), shard.placement.worker_name()
+    return None if holder == (None, None) else holder
 
 
 def validate_tiling(metadata: ShardedTensorMetadata) -> None:
@@ -254,7 +267,9 @@ def validate_tiling(metadata: ShardedTensorMetadata) -> None:
     raise ShardingError(f"{_said(one)} and {_said(other)} overlap: both have element {element}")
 
 
-def recalc_global_sharded_tensor_metadata(metadata: ShardedTensorMetadata, sharded_dim: int) -> None:
+def recalc_global_sharded_tensor_metadata(
+    global_sharded_tensor_metadata: ShardedTensorMetadata, sharded_dim: int
+) -> None:
     """Find the offsets of shards, and the size of the tensor, from the sizes of shards in the order of their ranks.
 
     In place, and not collective. Shards of one rank follow each other as they are listed; the list keeps its order.
@@ -263,10 +278,10 @@ def recalc_global_sharded_tensor_metadata(metadata: ShardedTensorMetadata, shard
         sharded_dim: the dimension that the tensor is cut along; negative ones count from the last.
 
     Raises:
-        ShardingError: there are no shards, or not this dimension; a shard has no rank; shards differ in another
-            dimension.
+        ShardingError: there are no shards, or not this dimension; a shard has no rank, or a negative size;
+            shards differ in another dimension.
     """
-    shards = metadata.shards_metadata
+    shards = global_sharded_tensor_metadata.shards_metadata
     if not shards:
         raise ShardingError("there are no shards to find offsets for")
     first = shards[0]
@@ -279,6 +294,8 @@ def recalc_global_sharded_tensor_metadata(metadata: ShardedTensorMetadata, shard
             raise ShardingError(
                 f"{_said(shard)} is on no rank by its metadata: its place among the others is not known"
             )
+        if min(shard.shard_sizes, default=0) < 0:
+            raise ShardingError(f"{_said(shard)} has a negative size")
         across = [size for dim, size in enumerate(shard.shard_sizes) if dim != sharded_dim]
         if len(shard.shard_sizes) != dims or across != [s for d, s in enumerate(first.shard_sizes) if d != sharded_dim]:
             raise ShardingError(f"{_said(first)} and {_said(shard)} differ beside dimension {sharded_dim}")
@@ -288,7 +305,7 @@ def recalc_global_sharded_tensor_metadata(metadata: ShardedTensorMetadata, shard
         shard.shard_offsets = [begin if dim == sharded_dim else 0 for dim in range(dims)]
     size = list(first.shard_sizes)
     size[sharded_dim] = ends[-1]
-    metadata.size = torch.Size(size)
+    global_sharded_tensor_metadata.size = torch.Size(size)
 
 
 class _Block(NamedTuple):
@@ -306,7 +323,10 @@ def _check_within(size: torch.Size, shards: Sequence[ShardMetadata]) -> list[_Bl
 
 
 def _copied(shard: ShardMetadata) -> ShardMetadata:
-    return ShardMetadata(list(shard.shard_offsets), list(shard.shard_sizes), shard.placement)
+    """With lists of its own. Not made anew: torch refuses wrong ones without a word on which."""
+    copied = copy.copy(shard)
+    copied.shard_offsets, copied.shard_sizes = list(shard.shard_offsets), list(shard.shard_sizes)
+    return copied
 
 
 def _said(shard: ShardMetadata) -> str:

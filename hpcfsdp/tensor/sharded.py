@@ -35,7 +35,7 @@ def create_sharded_tensor(
         devices_per_node: GPUs, by default as many as there are here.
     """
     metadata = {
-        rank: ShardMetadata(list(box.offsets), list(box.sizes), _placement(rank, device, devices_per_node))
+        rank: ShardMetadata(list(box.offsets), list(box.sizes), placement_of(rank, device, devices_per_node))
         for rank, box in boxes.items()
     }
     properties = TensorProperties(
@@ -76,10 +76,13 @@ def create_chunk_dtensor(
     """A tensor of `shape` of which this rank of a mesh has one block. Not collective.
 
     Args:
-        local: the block, which stays where it is, on whatever device the mesh is; None for no rows.
+        local: the block, which stays where it is, on whatever device the mesh is; None for one without elements.
+        placements: ``Shard`` or ``Replicate``, for each dimension of the mesh.
     """
     if local is None:
-        local = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+        blocks = _compat.blocks_on_mesh(tuple(shape), tuple(mesh.mesh.shape), tuple(placements))
+        _, sizes = blocks[mesh.mesh.flatten().tolist().index(dist.get_rank())]
+        local = torch.empty(sizes, dtype=dtype, device=device)
     strides = torch.empty(shape, device="meta").stride()
     return _compat.dtensor(local, mesh, placements, shape, strides)
 
@@ -149,8 +152,13 @@ def _box_of(metadata: ShardMetadata) -> Box:
     return Box(tuple(metadata.shard_offsets), tuple(metadata.shard_sizes))
 
 
-def _placement(rank: int, device: torch.device, devices_per_node: int | None) -> str:
-    if device.type == "cpu":
-        return f"rank:{rank}/cpu"
+def placement_of(rank: int, device: torch.device, devices_per_node: int | None = None) -> str:
+    """Where the shard of a rank lies, as torch writes it, if this rank's lies on `device`. Not collective.
+
+    Args:
+        devices_per_node: see ``create_sharded_tensor``.
+    """
+    if device.type in ("cpu", "meta"):  # of which a rank has one
+        return f"rank:{rank}/{device.type}"
     index = device.index if rank == dist.get_rank() else rank % max(1, devices_per_node or torch.cuda.device_count())
     return f"rank:{rank}/{device.type}:{index}"

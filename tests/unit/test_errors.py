@@ -16,6 +16,7 @@ EXIT_CODES = {
     "DataError": 1,
     "EngineError": 1,
     "StateDictError": 1,
+    "ShardingError": 1,
     "CheckpointError": 1,
     "CheckpointMismatchError": 1,
     "CheckpointCorruptError": 4,
@@ -39,6 +40,11 @@ def test_errors_of_checkpoints_are_checkpoint_errors():
     assert issubclass(errors.CheckpointMismatchError, errors.CheckpointError)
     assert issubclass(errors.CheckpointCorruptError, errors.CheckpointError)
     assert not issubclass(errors.CheckpointMismatchError, errors.CheckpointCorruptError)
+
+
+@pytest.mark.parametrize("name", ["StateDictError", "ShardingError"])
+def test_what_torch_raises_a_value_error_for_is_one_here(name):
+    assert issubclass(getattr(errors, name), ValueError)
 
 
 @pytest.mark.parametrize("name", EXIT_CODES)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -87,7 +87,7 @@ def test_a_sharded_tensor_of_chunks(rank, shape):
 def test_a_dtensor_of_chunks(rank, shape):
     whole = torch.randn(shape, dtype=torch.float64)
     mesh, mine = DeviceMesh("cpu", torch.arange(SIZE)), rows_of(whole, rank)
-    made = create_chunk_dtensor(mine, shape, torch.float64, CPU, mesh)
+    made = create_chunk_dtensor(mine, shape, torch.float64, CPU, mesh, [Shard(0)])
     assert type(made) is DTensor
     assert made.placements == (Shard(0),)
     assert properties_of(made) == (shape, torch.float64)
@@ -104,7 +104,8 @@ def test_a_dtensor_of_chunks(rank, shape):
 
 def test_a_dtensor_is_replicated_over_the_other_dimensions_of_its_mesh(rank):
     mesh = DeviceMesh("cpu", torch.arange(SIZE).view(2, 2), mesh_dim_names=("replicate", "shard"))
-    made = create_chunk_dtensor(torch.full((2 - rank % 2, 5), 1.0), (3, 5), torch.float32, CPU, mesh)
+    mine, placements = torch.full((2 - rank % 2, 5), 1.0), [Replicate(), Shard(0)]
+    made = create_chunk_dtensor(mine, (3, 5), torch.float32, CPU, mesh, placements)
     assert made.placements == (Replicate(), Shard(0))
     first, second = [Box((0, 0), (2, 5))], [Box((2, 0), (1, 5))]
     assert all_boxes(made) == {0: first, 1: second, 2: first, 3: second}
@@ -112,10 +113,39 @@ def test_a_dtensor_is_replicated_over_the_other_dimensions_of_its_mesh(rank):
     assert (box, tuple(block.shape)) == (all_boxes(made)[rank][0], (2 - rank % 2, 5))
 
 
+def test_a_dtensor_of_blocks_that_are_cut_in_two_dimensions(rank):
+    """The last ranks have fewer rows, fewer columns, or both."""
+    mesh = DeviceMesh("cpu", torch.arange(SIZE).view(2, 2), mesh_dim_names=("shard", "tensor"))
+    whole = torch.arange(15.0).view(5, 3)
+    mine = whole.chunk(2, 0)[rank // 2].chunk(2, 1)[rank % 2].contiguous()
+    made = create_chunk_dtensor(mine, (5, 3), torch.float32, CPU, mesh, (Shard(0), Shard(1)))
+    assert (made.placements, made.shape, made.stride()) == ((Shard(0), Shard(1)), (5, 3), (3, 1))
+    assert made.to_local().data_ptr() == mine.data_ptr()
+    [(box, block)] = local_blocks(made)
+    assert torch.equal(block, whole[box.slices])
+    offsets = [boxes[0].offsets for _, boxes in sorted(all_boxes(made).items())]
+    assert offsets == [(0, 0), (0, 2), (3, 0), (3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "columns"), [((1, 5), [3, 2, 3, 2]), ((1, 1), [1, 0, 1, 0]), ((0, 3), [2, 1, 2, 1])], ids=str
+)
+def test_a_block_without_elements_has_the_sizes_that_torch_expects(rank, shape, columns):
+    """Its own number of columns: in collectives torch takes it for a piece of what others have."""
+    mesh = DeviceMesh("cpu", torch.arange(SIZE).view(2, 2), mesh_dim_names=("shard", "tensor"))
+    whole = torch.zeros(shape)
+    sizes = (shape[0] if rank < 2 else 0, columns[rank])
+    mine = torch.ones(sizes) if math.prod(sizes) else None
+    made = create_chunk_dtensor(mine, shape, torch.float32, CPU, mesh, [Shard(0), Shard(1)])
+    assert made.to_local().shape == sizes
+    theirs = distribute_tensor(whole, mesh, [Shard(0), Shard(1)], src_data_rank=None)
+    assert theirs.to_local().shape == sizes
+
+
 def test_a_chunk_stays_where_it_is_whatever_the_device_of_the_mesh(rank):
     """As one that was offloaded to host memory does."""
     mesh, mine = DeviceMesh("meta", torch.arange(SIZE), _init_backend=False), torch.ones(2, 3)
-    made = create_chunk_dtensor(mine, (8, 3), torch.float32, CPU, mesh)
+    made = create_chunk_dtensor(mine, (8, 3), torch.float32, CPU, mesh, [Shard(0)])
     assert made.to_local().device == CPU
     assert made.to_local().data_ptr() == mine.data_ptr()
     assert made.device_mesh is mesh
