@@ -4,7 +4,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -334,26 +333,6 @@ def common_mesh(outer: Any, inner: Any) -> Any | None:
         return None
     in_order = tuple(name for name in root.mesh_dim_names if name in names)
     return root if len(in_order) == root.ndim else root[in_order]
-
-
-def dtensor_boxes(tensor: Any) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Where the block of each rank of a DTensor's mesh begins, and how far it goes, by global rank.
-
-    Ranks whose block has no elements are left out, but for a tensor without any, which the first rank has.
-
-    Raises:
-        ValueError: a placement that is no block of the values, as a sum that is pending.
-    """
-    mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
-    if any(type(placement).__name__ == "_StridedShard" for placement in placements):
-        raise ValueError(f"a DTensor with placements {placements} has no block per rank: redistribute it first")
-    if not all(placement.is_shard() or placement.is_replicate() for placement in placements):
-        raise ValueError(f"a DTensor with placements {placements} has no values of its own: redistribute it first")
-    blocks = blocks_on_mesh(shape, tuple(mesh.mesh.shape), tuple(placements))
-    found = dict(zip(mesh.mesh.flatten().tolist(), blocks, strict=True))
-    if not math.prod(shape):
-        return dict([next(iter(found.items()))])
-    return {rank: block for rank, block in found.items() if math.prod(block[1])}
 
 
 @functools.lru_cache(maxsize=64)  # a model has few shapes, and many tensors and ranks

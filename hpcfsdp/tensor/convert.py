@@ -7,6 +7,7 @@ tensor without any is a block of the first rank. Ranks are called what the meshe
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -80,6 +81,15 @@ def mesh_boxes(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[P
     """
     if len(placements) != ranks.ndim:
         raise ShardingError(f"{len(placements)} placement(s) are for a mesh of as many dimensions, not {ranks.ndim}")
+    by_place = _boxes_by_place(tuple(shape), tuple(ranks.shape), tuple(placements))
+    return _with_elements(shape, dict(zip(ranks.flatten().tolist(), map(list, by_place), strict=True)))
+
+
+@functools.lru_cache(maxsize=64)  # a model has few shapes, and many tensors
+def _boxes_by_place(
+    shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]
+) -> list[tuple[Box, ...]]:
+    """The blocks of each place of a mesh, in row-major order."""
     cuts: list[list[tuple[int, int]]] = [[] for _ in shape]  # by dimension, (that of the mesh, strides)
     for axis, placement in enumerate(placements):
         if placement.is_replicate():
@@ -92,13 +102,12 @@ def mesh_boxes(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[P
         if not -len(shape) <= dim < len(shape):
             raise ShardingError(f"a tensor of shape {list(shape)} has no dimension {dim} to be cut along: {placement}")
         cuts[dim].append((axis, getattr(placement, "split_factor", 1)))
-    tables = [_spans(size, [(ranks.shape[axis], n) for axis, n in of]) for size, of in zip(shape, cuts, strict=True)]
-    found = {}
-    places = itertools.product(*map(range, ranks.shape))
-    for place, rank in zip(places, ranks.flatten().tolist(), strict=True):
+    tables = [_spans(size, [(mesh[axis], n) for axis, n in of]) for size, of in zip(shape, cuts, strict=True)]
+    found = []
+    for place in itertools.product(*map(range, mesh)):
         spans = [table[tuple(place[axis] for axis, _ in of)] for table, of in zip(tables, cuts, strict=True)]
-        found[rank] = [_box(corners) for corners in itertools.product(*spans)]
-    return _with_elements(shape, found)
+        found.append(tuple(_box(corners) for corners in itertools.product(*spans)))
+    return found
 
 
 def metadata_boxes(metadata: ShardedTensorMetadata, ranks: Container[int] | None = None) -> dict[int, list[Box]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from hpcfsdp import _compat
 from hpcfsdp._compat import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from hpcfsdp.errors import StateDictError
+from hpcfsdp.tensor.convert import mesh_boxes
 from hpcfsdp.tensor.runs import Box, chunk_box
 
 
@@ -92,8 +94,10 @@ def local_blocks(tensor: ShardedTensor | DTensor) -> list[tuple[Box, torch.Tenso
     if isinstance(tensor, ShardedTensor):
         blocks = {_box_of(shard.metadata): shard.tensor for shard in tensor.local_shards()}
         return sorted(blocks.items())
-    box = _compat.dtensor_boxes(tensor).get(dist.get_rank())
-    return [] if box is None else [(Box(*box), tensor.to_local())]
+    local, boxes = tensor.to_local(), all_boxes(tensor).get(dist.get_rank(), [])
+    if len(boxes) == 1:
+        return [(boxes[0], local)]
+    return [(box, local[places]) for box, places in zip(boxes, _places(boxes), strict=True)]
 
 
 def check_readable(key: str, value: Any) -> None:
@@ -145,7 +149,18 @@ def all_boxes(tensor: ShardedTensor | DTensor) -> dict[int, list[Box]]:
         for shard in tensor.metadata().shards_metadata:
             found.setdefault(shard.placement.rank(), []).append(_box_of(shard))
         return {rank: sorted(boxes) for rank, boxes in found.items()}
-    return {rank: [Box(*box)] for rank, box in _compat.dtensor_boxes(tensor).items()}
+    return mesh_boxes(tensor.shape, tensor.device_mesh.mesh, tensor.placements)
+
+
+def _places(boxes: Sequence[Box]) -> list[tuple[slice, ...]]:
+    """Where blocks lie in a local tensor that is made of them: in each dimension one beside the other."""
+    begins: list[dict[int, int]] = []
+    for dim in range(len(boxes[0].offsets) if boxes else 0):
+        sizes = dict(sorted((box.offsets[dim], box.sizes[dim]) for box in boxes))
+        begins.append(dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False)))
+    return [
+        tuple(slice(at[begin], at[begin] + size) for at, begin, size in zip(begins, *box, strict=True)) for box in boxes
+    ]
 
 
 def _box_of(metadata: ShardMetadata) -> Box:

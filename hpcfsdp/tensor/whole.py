@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp import _compat
+from hpcfsdp.tensor.sharded import local_blocks
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
@@ -27,11 +27,10 @@ def fill_block(target: torch.Tensor, whole: torch.Tensor) -> None:
         ValueError: the placements of `target` are no blocks of values.
     """
     if isinstance(target, DTensor):
-        box = _compat.dtensor_boxes(target).get(dist.get_rank())
-        if box is None:
-            return
-        whole = whole[tuple(slice(begin, begin + size) for begin, size in zip(*box, strict=True))]
-    _compat.local_of(target).detach().copy_(whole)
+        for box, block in local_blocks(target.detach()):
+            block.copy_(whole[box.slices])
+    else:
+        target.detach().copy_(whole)
 
 
 class WholeForm:

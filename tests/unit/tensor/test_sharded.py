@@ -214,36 +214,55 @@ def test_blocks_on_a_mesh_are_its_tensor_cut_along_one_dimension_after_the_other
                 block = chunks[at] if at < len(chunks) else block.narrow(placement.dim, 0, 0)
         if block.numel():
             expected[int(mesh.mesh[tuple(place)])] = block
-    found = _compat.dtensor_boxes(dtensor_of(shape, mesh, placements))
+    found = all_boxes(dtensor_of(shape, mesh, placements))
     if not numbers.numel():
         assert list(found) == [int(mesh.mesh.flatten()[0])]
         return
     assert list(found) == list(expected)
-    for rank, (offsets, sizes) in found.items():
-        block = numbers[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-        assert torch.equal(block, expected[rank])
+    for rank, [box] in found.items():
+        assert torch.equal(numbers[box.slices], expected[rank])
 
 
-@pytest.mark.parametrize(
-    ("placements", "why"),
-    [
-        ([Partial()], r"a DTensor with placements \(Partial\(sum\),\) has no values of its own: redistribute it first"),
-        ([_StridedShard(0, split_factor=2)], r"a DTensor with placements \(_StridedShard.* has no block per rank"),
-    ],
-)
-def test_placements_that_are_no_blocks_are_refused(large, placements, why):
-    made = dtensor_of((8, 2), DeviceMesh("cpu", torch.arange(4), _init_backend=False), placements)
-    with pytest.raises(ValueError, match=why):
-        _compat.dtensor_boxes(made)
-    with pytest.raises(ValueError, match=why):
-        local_blocks(made)
+def test_sums_that_are_pending_are_refused(large):
+    made = dtensor_of((8, 2), DeviceMesh("cpu", torch.arange(4), _init_backend=False), [Partial()])
+    for read in (all_boxes, local_blocks):
+        with pytest.raises(ValueError, match="has no values of its own: redistribute it first"):
+            read(made)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_block_in_strides_is_several(large, dim):
+    """As ``fully_shard`` cuts what is parallel over tensors: (2, 2) ranks, each stride in the parts of the others."""
+    numbers = torch.arange(30).view((10, 3) if dim == 0 else (3, 10))
+    shape = numbers.shape
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False)
+    placements = [_StridedShard(dim, split_factor=2), Shard(dim)]
+    made = dtensor_of(shape, mesh, placements)
+    boxes = all_boxes(made)
+    # First by the ranks that are parallel over tensors, (5, 5), then each of these by the others, (3, 2).
+    assert {rank: [(b.offsets[dim], b.sizes[dim]) for b in held] for rank, held in boxes.items()} == {
+        0: [(0, 3)],
+        1: [(5, 3)],
+        2: [(3, 2)],
+        3: [(8, 2)],
+    }
+    # Of one dimension of the mesh alone each rank has a part of both strides.
+    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False)
+    local = torch.cat([numbers.narrow(dim, 0, 3), numbers.narrow(dim, 5, 3)], dim)
+    made = DTensor.from_local(local, mesh, placements[:1], run_check=False, shape=shape, stride=numbers.stride())
+    found = local_blocks(made)
+    assert [box for box, _ in found] == all_boxes(made)[0]
+    assert [(box.offsets[dim], box.sizes[dim]) for box, _ in found] == [(0, 3), (5, 3)]
+    for box, block in found:
+        assert torch.equal(block, numbers[box.slices])
 
 
 def test_what_is_known_of_equal_tensors_is_not_one_dictionary(large):
     mesh = DeviceMesh("cpu", torch.arange(4), _init_backend=False)
-    found = _compat.dtensor_boxes(dtensor_of((8, 2), mesh, [Shard(0)]))
-    found.clear()
-    assert len(_compat.dtensor_boxes(dtensor_of((8, 2), mesh, [Shard(0)]))) == 4
+    all_boxes(dtensor_of((8, 2), mesh, [Shard(0)])).clear()
+    all_boxes(dtensor_of((8, 2), mesh, [Shard(0)]))[0].clear()
+    found = all_boxes(dtensor_of((8, 2), mesh, [Shard(0)]))
+    assert [len(boxes) for boxes in found.values()] == [1] * 4
 
 
 def without_values(kind):
