@@ -275,9 +275,22 @@ def dtensor(
     return DTensor(local.detach(), spec, requires_grad=False)
 
 
-def is_parallelized(module: nn.Module) -> bool:
-    """Whether torch's ``parallelize_module`` or ``distribute_module`` has been at a module."""
-    return getattr(module, "_distribute_module_applied", False)
+def refuse_parallelizing(module: nn.Module, make_error: Callable[[], Exception]) -> None:
+    """Have torch's ``parallelize_module`` and ``distribute_module`` raise an error before they change a module.
+
+    They look at this attribute to refuse modules that they have been at, for which it is there already.
+    """
+    module.__dict__.setdefault("_distribute_module_applied", _Refusal(make_error))
+
+
+class _Refusal:
+    """Raises when it is asked whether it is true."""
+
+    def __init__(self, make_error: Callable[[], Exception]) -> None:
+        self._make_error = make_error
+
+    def __bool__(self) -> bool:
+        raise self._make_error()
 
 
 def root_mesh(mesh: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FSDPModule, MixedPrecision
 
 from hpcfsdp.api.groups import Groups
 from hpcfsdp.world import current_world
@@ -18,6 +18,12 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
         raise TypeError(f"FullyShardedDataParallel wraps a torch.nn.Module, not {type(module).__name__}")
     if isinstance(module, wrapper):
         raise ValueError("the module is a FullyShardedDataParallel already: wrap a module once")
+    for name, inner in module.named_modules():
+        if isinstance(inner, FSDPModule):
+            what = f"{name!r}, a {type(inner).__name__}," if name else f"the {type(inner).__name__}"
+            raise ValueError(
+                f"{what} is sharded by torch's fully_shard already: shard a model with either it or hpcfsdp"
+            )
 
 
 def check_types(cpu_offload: Any, mixed_precision: Any, backward_prefetch: Any) -> None:

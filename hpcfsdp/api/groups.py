@@ -119,6 +119,11 @@ class Groups:
         """Whether this rank is the first of all ranks of the unit, and of those that are parallel over tensors."""
         return self.shard.rank == 0 and self.is_first_replica and (self.tensor is None or self.tensor.comm.rank == 0)
 
+    def connecting(self) -> list[Communicator]:
+        """The communicators that together connect all ranks of the unit; none where there is one rank."""
+        comms = [self.shard, self.replicate] if self.everyone is None else [self.everyone]
+        return [comm for comm in comms if comm is not None and comm.size > 1]
+
     @property
     def carriers(self) -> Communicator:
         """The ranks that a distributed tensor of the unit lies on: those of `shard`, under ``NO_SHARD`` all of them."""

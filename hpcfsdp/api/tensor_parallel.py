@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hpcfsdp import _compat
 from hpcfsdp.api.groups import Groups, TensorRanks, tensor_ranks
+from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.flat.layout import Box, TensorBlock
 
@@ -32,33 +34,46 @@ def with_tensor_ranks(
         units: inside of it, made before.
 
     Raises:
-        ShardingError: DTensors of one model lie on different meshes, on a mesh without this rank, or on ranks that the
-            unit is sharded over.
+        ShardingError: on all of the unit's ranks; DTensors of one model lie on different meshes, on a mesh without this
+            rank, or on ranks that the unit is sharded over.
     """
-    found: tuple[str, DeviceMesh] | None = None
+    sharing = groups.all_global_ranks() if dist.is_initialized() else ()
+    with contextlib.ExitStack() as stack:
+        for comm in groups.connecting():
+            stack.enter_context(raise_together(comm))
+        mesh = _mesh_of(module, units, unit, sharing)
+    return groups if mesh is None else replace(groups, tensor=tensor_ranks(mesh))
+
+
+def _mesh_of(
+    module: nn.Module, units: Iterable[FullyShardedDataParallel], unit: str, sharing: Sequence[int]
+) -> DeviceMesh | None:
+    """The mesh of a module's DTensors, None if there are none.
+
+    Args:
+        sharing: the ranks that the unit is sharded over.
+    """
     meshes = [(f"the unit {inner._unit.name}", inner._groups.tensor.mesh) for inner in units if inner._groups.tensor]
     meshes += [(repr(fqn), param.device_mesh) for fqn, param in module.named_parameters() if isinstance(param, DTensor)]
-    for what, mesh in meshes:
-        found = found or (what, mesh)
-        if mesh != found[1]:
+    if not meshes:
+        return None
+    what, mesh = meshes[0]
+    for other, its_mesh in meshes:
+        if its_mesh != mesh:
             raise ShardingError(
-                f"{found[0]} lies on the ranks {_said(found[1])}, and {what} on {_said(mesh)}: parallelize all of a "
-                "model over one mesh"
+                f"{what} lies on the ranks {_said(mesh)}, and {other} on {_said(its_mesh)}: parallelize all of a model "
+                "over one mesh"
             )
-    if found is None:
-        return groups
-    what, mesh = found
     if mesh.get_coordinate() is None:
         raise ShardingError(f"{what} is a DTensor on the ranks {_said(mesh)}, and this rank is not one of them")
-    ranks = tensor_ranks(mesh)
-    sharing = set(ranks.global_ranks).intersection(groups.all_global_ranks())
-    if len(sharing) > 1:
+    both = sorted(set(mesh.mesh.flatten().tolist()).intersection(sharing))
+    if len(both) > 1:
         raise ShardingError(
-            f"{what} is parallel over the ranks {_said(mesh)}, and {unit} is to be sharded over {sorted(sharing)} of "
-            "them too: make one mesh, as hpcfsdp.init().mesh(shard=None, tensor=2), parallelize over mesh['tensor'], "
-            "and pass device_mesh=mesh['shard']"
+            f"{what} is parallel over the ranks {_said(mesh)}, and {unit} is to be sharded over {both} of them too: "
+            "make one mesh, as hpcfsdp.init().mesh(shard=None, tensor=2), parallelize over mesh['tensor'], and pass "
+            "device_mesh=mesh['shard']"
         )
-    return replace(groups, tensor=ranks)
+    return mesh
 
 
 def _said(mesh: DeviceMesh) -> list[int]:

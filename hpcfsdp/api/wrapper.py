@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ from hpcfsdp import _compat
 from hpcfsdp.api import policies, precision, unshard
 from hpcfsdp.api.arguments import check_module, check_readers, check_types, target_device
 from hpcfsdp.api.flatten import OwnParams, check_same_model, move_outside, own_params
-from hpcfsdp.api.groups import resolve_groups
+from hpcfsdp.api.groups import Groups, resolve_groups
 from hpcfsdp.api.ignored import Ignored, resolve_ignored
 from hpcfsdp.api.materialize import materialize
 from hpcfsdp.api.stale import watch_engine, watch_optimizers
@@ -108,7 +109,9 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         check_module(module, FullyShardedDataParallel)
         check_types(cpu_offload, mixed_precision, backward_prefetch)
         groups = resolve_groups(process_group, device_mesh, sharding_strategy)
-        self._groups = with_tensor_ranks(groups, module, self.fsdp_modules(module), type(module).__name__)
+        if not isinstance(process_group, Groups):  # those of an outer unit, which has looked at all of the model
+            groups = with_tensor_ranks(groups, module, self.fsdp_modules(module), type(module).__name__)
+        self._groups = groups
         self._ignored = resolve_ignored(
             module,
             ignored_modules,
@@ -156,7 +159,6 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         )
         outside = dict.fromkeys(precision.modules_outside(module, stop_at=FullyShardedDataParallel))
         self._param_names = {inner: tuple(inner._parameters) for inner in outside}  # in the order of the plain model
-        self._parallelized = {inner for inner in outside if _compat.is_parallelized(inner)}
         if not self._own.groups and not self.fsdp_modules(module):
             raise ValueError(f"{type(module).__name__} has no parameters to shard")
         if any(comm.shares_memory for comm in self._comms()):
@@ -270,8 +272,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 if param.grad is not None:
                     copies, grad = replicated_grad(param, num_blocks)
                     shares.setdefault(num_ranks * copies, []).append(grad)
-        comms = self._comms() if self._groups.everyone is None else [self._groups.everyone]
-        comms += [] if tensor is None else [tensor.comm]
+        comms = self._groups.connecting() + ([] if tensor is None else [tensor.comm])
         return clip_grad_norm(list(params), shares.items(), comms, max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -451,8 +452,11 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             )
             for group in own.groups
         ]
-        for comm in [groups.everyone] if groups.everyone is not None else self._comms():
-            check_same_model(comm, layouts, [group[0].param.requires_grad for group in own.groups])
+        trained = [group[0].param.requires_grad for group in own.groups]
+        for comm in groups.connecting():
+            check_same_model(comm, layouts, trained)
+        if groups.tensor is not None:  # of which each rank has another block
+            check_same_model(groups.tensor.comm, [layout.of_tensor_rank(0) for layout in layouts], trained)
         flats = []
         for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
             for entry in group:
@@ -475,21 +479,15 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 self._fsdp_wrapped_module.register_parameter(unshard.flat_param_name(index), flat.parameter)
             flats.append(flat)
         name = type(self._fsdp_wrapped_module).__name__
+        for entry in own.entries:
+            for module, _ in entry.places:
+                _compat.refuse_parallelizing(module, functools.partial(_too_late, name, entry.fqn))
         views = [
             TensorView(entry.param, entry.block, groups.tensor.mesh, entry.places, self._use_orig_params)
             for entry in own.entries
             if entry.block is not None
         ]
         return Unit(name, flats, views, reshard_after_forward=groups.strategy not in _KEEPS_VALUES)
-
-    def _check_parallelized(self, names: dict[nn.Module, str]) -> None:
-        for module in precision.modules_outside(self.module, stop_at=FullyShardedDataParallel):
-            if _compat.is_parallelized(module) and module not in self._parallelized:
-                name = names.get(module, "").replace(f"{WRAPPED}.", "").replace(WRAPPED, "") or type(module).__name__
-                raise EngineError(
-                    f"{name!r} was parallelized over tensors after it had been "
-                    "wrapped, when its parameters were sharded: call parallelize_module first, and wrap its result"
-                )
 
     def _dtypes(self, kept: torch.dtype, full_precision: bool) -> Dtypes:
         mixed = self._mixed_precision
@@ -513,8 +511,6 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 "some of them; start fewer ranks or use a larger model"
             )
         names = {inner: name for name, inner in self.named_modules()}
-        for wrapper in wrappers:
-            wrapper._check_parallelized(names)
         cast_buffers: dict[torch.Tensor, torch.Tensor] = {}
         # A module in several units has its buffers cast once, and a unit may have been a root before.
         dtypes = {place: dtype for wrapper in wrappers for place, dtype in wrapper._buffer_dtypes.items()}
@@ -541,6 +537,13 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         for wrapper in wrappers:
             wrapper._unit.engine = engine
             wrapper._buffer_dtypes = dtypes
+
+
+def _too_late(unit: str, fqn: str) -> EngineError:
+    return EngineError(
+        f"{fqn!r} of the unit {unit} was to be parallelized over tensors after it had been wrapped, when it is sharded: call "
+        "parallelize_module first, and wrap its result"
+    )
 
 
 def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:

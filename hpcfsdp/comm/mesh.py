@@ -92,8 +92,8 @@ def _ordered(topology: Topology, names: tuple[str, ...], shape: tuple[int, ...],
     per_node = topology.ranks_per_node
     if len(shape) > 1 and (per_node is None or per_node % shape[-1] == 0):
         raise LaunchError(
-            f"mesh {written}: the ranks lie on the nodes in a way that no mesh can follow ({topology.nodes}); start "
-            "them block by block (srun --distribution=block) or in turn (cyclic)"
+            f"mesh {written}: the ranks lie on the nodes in a way that this mesh cannot follow ({topology.nodes}); "
+            "start them block by block (srun --distribution=block)"
         )
     return MeshPlan(names, shape, tuple(range(topology.size)))  # no line could lie within a node anyway
 

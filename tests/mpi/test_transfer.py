@@ -303,7 +303,7 @@ def test_blocks_of_dtensors_are_what_torch_distributes(world, two):
             if blocks:
                 [(box, block)] = blocks
                 # Of nothing, all is a block of the first rank, whose local tensor may be a part of it.
-                assert same(block, value[box.slices]) or (not value.numel() and block is local)
+                assert same(block, value[box.slices]) or (not value.numel() and same(block, local))
             else:
                 nowhere += 1
                 assert not local.numel()

@@ -202,7 +202,7 @@ def test_hybrid_shards_within_nodes_and_replicates_across_them(
             "are 1 node(s) of 3 rank(s) + 1 node(s) of 1 rank(s): start the same number of ranks on each (srun "
             "--ntasks-per-node), or pass process_group=(shard, replicate) or a device_mesh",
         ),
-        (SCATTERED, "the ranks lie on the nodes in a way that no mesh can follow"),
+        (SCATTERED, "the ranks lie on the nodes in a way that this mesh cannot follow"),
     ],
 )
 def test_nodes_that_make_no_grid_are_refused_with_the_mend(make_world, topology, message):
