@@ -541,8 +541,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
 
 def _too_late(unit: str, fqn: str) -> EngineError:
     return EngineError(
-        f"{fqn!r} of the unit {unit} was to be parallelized over tensors after it had been wrapped, when it is sharded: "
-        "call parallelize_module first, and wrap its result"
+        f"{fqn!r} of the unit {unit} was to be parallelized over tensors after it had been wrapped, when it is "
+        "sharded: call parallelize_module first, and wrap its result"
     )
 
 
