@@ -262,4 +262,5 @@ def check_same_model(comm: Communicator, layouts: Sequence[FlatLayout], trained:
 def _said(slot: ParamSlot) -> str:
     if slot.block is None:
         return str(slot.shape)
-    return f"{slot.shape} at {slot.block.box.offsets} of {slot.block.shape}"
+    block = slot.block
+    return f"{slot.shape} at {block.box.offsets} of {block.shape}, placed as {list(block.placements)},"

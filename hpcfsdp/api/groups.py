@@ -120,8 +120,12 @@ class Groups:
         return self.shard.rank == 0 and self.is_first_replica and (self.tensor is None or self.tensor.comm.rank == 0)
 
     def connecting(self) -> list[Communicator]:
-        """The communicators that together connect all ranks of the unit; none where there is one rank."""
+        """The communicators that together connect all ranks of the unit, those of other blocks of it, too.
+
+        They are the lines of a grid; none where there is one rank.
+        """
         comms = [self.shard, self.replicate] if self.everyone is None else [self.everyone]
+        comms += [] if self.tensor is None else [self.tensor.comm]
         return [comm for comm in comms if comm is not None and comm.size > 1]
 
     @property

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hpcfsdp import _compat
 from hpcfsdp.api.groups import Groups, TensorRanks, tensor_ranks
-from hpcfsdp.comm import raise_together
+from hpcfsdp.comm import raise_together_over
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.flat.layout import Box, TensorBlock
 
@@ -38,9 +38,7 @@ def with_tensor_ranks(
             rank, or on ranks that the unit is sharded over.
     """
     sharing = groups.all_global_ranks() if dist.is_initialized() else ()
-    with contextlib.ExitStack() as stack:
-        for comm in groups.connecting():
-            stack.enter_context(raise_together(comm))
+    with raise_together_over(groups.connecting()):
         mesh = _mesh_of(module, units, unit, sharing)
     return groups if mesh is None else replace(groups, tensor=tensor_ranks(mesh))
 

@@ -25,7 +25,7 @@ from hpcfsdp.api.materialize import materialize
 from hpcfsdp.api.stale import watch_engine, watch_optimizers
 from hpcfsdp.api.state_dicts import StateDictMethods
 from hpcfsdp.api.tensor_parallel import TensorView, replicated_grad, with_tensor_ranks
-from hpcfsdp.comm import Communicator
+from hpcfsdp.comm import Communicator, raise_together_over
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.names import get_root_modules
@@ -154,9 +154,10 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         apart = precision.ignored_classes(mixed_precision)
         in_full = precision.find_full_precision(module, apart, stop_at=FullyShardedDataParallel)
         self._fsdp_wrapped_module = module
-        self._own = own_params(
-            module, stop_at=FullyShardedDataParallel, ignored=self._ignored, apart=apart, tensor=self._groups.tensor
-        )
+        with raise_together_over(self._groups.connecting()):
+            self._own = own_params(
+                module, stop_at=FullyShardedDataParallel, ignored=self._ignored, apart=apart, tensor=self._groups.tensor
+            )
         outside = dict.fromkeys(precision.modules_outside(module, stop_at=FullyShardedDataParallel))
         self._param_names = {inner: tuple(inner._parameters) for inner in outside}  # in the order of the plain model
         if not self._own.groups and not self.fsdp_modules(module):
@@ -272,8 +273,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 if param.grad is not None:
                     copies, grad = replicated_grad(param, num_blocks)
                     shares.setdefault(num_ranks * copies, []).append(grad)
-        comms = self._groups.connecting() + ([] if tensor is None else [tensor.comm])
-        return clip_grad_norm(list(params), shares.items(), comms, max_norm, norm_type)
+        return clip_grad_norm(list(params), shares.items(), self._groups.connecting(), max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Have `hook` reduce gradients instead; for the root only, before training.
@@ -453,10 +453,12 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             for group in own.groups
         ]
         trained = [group[0].param.requires_grad for group in own.groups]
-        for comm in groups.connecting():
-            check_same_model(comm, layouts, trained)
-        if groups.tensor is not None:  # of which each rank has another block
-            check_same_model(groups.tensor.comm, [layout.of_tensor_rank(0) for layout in layouts], trained)
+        comms = groups.connecting()
+        for comm in comms:
+            is_tensor = groups.tensor is not None and comm is groups.tensor.comm  # where each has another block
+            alike = [layout.of_tensor_rank(0) for layout in layouts] if is_tensor else layouts
+            with raise_together_over(other for other in comms if other is not comm):
+                check_same_model(comm, alike, trained)
         flats = []
         for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
             for entry in group:

@@ -24,11 +24,14 @@ import hpcfsdp.fsdp as ours
 from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.train.config import ModelConfig
 from hpcfsdp.train.model import GPT, VOCABULARY, Block
+from hpcfsdp.train.parallel import parallelize
 from hpcfsdp.world import World
 
 FLOOR, OWN = "floor", "hpcfsdp"
 STOCK = ("ddp", "fsdp1", "fsdp2")
 ENGINES = (FLOOR, *STOCK, OWN)
+IN_TWO_DIMENSIONS = (FLOOR, "fsdp1", "fsdp2", OWN)
+"""Those that shard layers which are cut over other ranks."""
 CONTEXT, BATCH, HEADS = 64, 2, 8
 
 
@@ -46,39 +49,54 @@ class Measurement:
     losses: dict[str, float]
 
 
-def measure(world: World, *, layers: int, width: int, repeats: int, engines: Sequence[str] = ENGINES) -> Measurement:
-    """Collective over all ranks. Steps of all engines in turn: stock torch over gloo, hpcfsdp over the world."""
-    gloo = dist.new_group(backend="gloo")
+def measure(
+    world: World, *, layers: int, width: int, repeats: int, tensor: int = 1, engines: Sequence[str] | None = None
+) -> Measurement:
+    """Collective over all ranks. Steps of all engines in turn: stock torch over gloo, hpcfsdp over the world.
+
+    Args:
+        tensor: ranks that layers are cut over, which compute with the same sequences; the others shard.
+        engines: all that can do it by default.
+    """
+    own, gloo = (None, dist.new_group(backend="gloo")) if tensor == 1 else _meshes(world, tensor)
+    rank = world.rank if own is None else own.get_local_rank("shard")
     losses: dict[str, float] = {}
 
     def noting_loss(engine: str) -> Callable[[], None]:
-        step = training_step(
-            engine, None if engine == OWN else gloo, layers=layers, width=width, rank=world.rank, ranks=world.size
-        )
+        group = own if engine == OWN else gloo
+        shape = {"layers": layers, "width": width, "tensor": tensor}
+        step = training_step(engine, group, **shape, rank=rank, ranks=world.size // tensor)
 
         def run() -> None:
             losses[engine] = float(step())
 
         return run
 
+    engines = engines or (ENGINES if tensor == 1 else IN_TWO_DIMENSIONS)
     times = in_turn(world.host, {engine: noting_loss(engine) for engine in engines}, repeats=repeats, warmup=3)
     gc.collect()  # a group of gloo that outlives its destruction aborts the process, and models in circles hold it
     return Measurement(times, losses)
 
 
 def training_step(
-    engine: str, group: Any, *, layers: int, width: int, rank: int, ranks: int
+    engine: str, group: Any, *, layers: int, width: int, rank: int, ranks: int, tensor: int = 1
 ) -> Callable[[], torch.Tensor]:
     """Collective over `group`. A new model under an engine, and the function that takes one step and returns the loss.
 
     Args:
         engine: see ``wrap``, or "floor": the module as it is, with an optimizer for a rank's share of the parameters.
-        group: what the engine takes as its process group.
+        group: what the engine takes as its process group; a mesh ("shard", "tensor") where layers are cut.
         rank: chooses the data.
         ranks: among which the floor shares the parameters out.
+        tensor: ranks that layers are cut over.
     """
     torch.manual_seed(0)
     module = make_model(layers, width)
+    if engine == FLOOR:
+        _keep_first_block(module, tensor)
+    elif tensor > 1:
+        parallelize(module, group["tensor"])
+        group = group["shard"]
     model = module if engine == FLOOR else wrap(engine, module, group, unit=Block)
     params = [_share(module, ranks)] if engine == FLOOR else model.parameters()
     optimizer = torch.optim.AdamW(params, lr=1e-4)
@@ -118,23 +136,26 @@ def wrap(engine: str, model: nn.Module, group: Any, *, unit: type[nn.Module]) ->
     Args:
         engine: "plain" (as it is), "ddp", "fsdp1", "fsdp2" or "hpcfsdp"; "fsdp1_orig" and "hpcfsdp_orig" are those
             with ``use_orig_params``.
+        group: its process group, or a mesh of one dimension.
         unit: the class of the modules that become units.
     """
     name, _, orig = engine.partition("_")
+    mesh = group if isinstance(group, DeviceMesh) else None
+    where = {"process_group": group} if mesh is None else {"device_mesh": mesh}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # FSDP1 says that it is on its way out
         warnings.simplefilter("ignore", UserWarning)  # and that it runs on the CPU
         if name == "ddp":
             return DistributedDataParallel(model, process_group=group)
         if name == "fsdp2":
-            return _fully_shard(model, DeviceMesh.from_group(group, "cpu"), unit)
+            return _fully_shard(model, mesh or DeviceMesh.from_group(group, "cpu"), unit)
         policy = ModuleWrapPolicy({unit})
         if name == "fsdp1":
             return stock.FullyShardedDataParallel(
-                model, group, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=bool(orig)
+                model, **where, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=bool(orig)
             )
         if name == OWN:
-            return ours.FullyShardedDataParallel(model, group, auto_wrap_policy=policy, use_orig_params=bool(orig))
+            return ours.FullyShardedDataParallel(model, **where, auto_wrap_policy=policy, use_orig_params=bool(orig))
     return model
 
 
@@ -147,6 +168,28 @@ def _fully_shard(model: nn.Module, mesh: DeviceMesh, unit: type[nn.Module]) -> n
     for module in units(model, unit):
         stock.fully_shard(module, mesh=mesh)
     return stock.fully_shard(model, mesh=mesh)
+
+
+def _meshes(world: World, tensor: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """Collective over all ranks. A mesh ("shard", "tensor") over the world, and the same one over gloo."""
+    mesh = world.mesh(shard=None, tensor=tensor)
+    groups = []
+    for dimension, size in enumerate(mesh.shape):
+        for line in mesh.mesh.movedim(dimension, -1).reshape(-1, size).tolist():
+            group = dist.new_group(line, backend="gloo")
+            if world.rank in line:
+                groups.append(group)
+    return mesh, DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+
+
+def _keep_first_block(model: GPT, tensor: int) -> None:
+    """Leave of each layer what one rank has of it where it is cut over `tensor` ranks."""
+    for block in model.blocks:
+        layers = (block.attention.qkv, 0), (block.attention.merge, 1), (block.up, 0), (block.down, 1)
+        for layer, dimension in layers:
+            layer.weight = nn.Parameter(layer.weight.detach().chunk(tensor, dimension)[0].contiguous())
+            if dimension == 0:
+                layer.bias = nn.Parameter(layer.bias.detach().chunk(tensor)[0].contiguous())
 
 
 def _share(model: nn.Module, ranks: int) -> nn.Parameter:

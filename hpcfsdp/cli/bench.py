@@ -50,6 +50,9 @@ def main(arguments: Sequence[str]) -> int:
         metavar="N",
         help="the same: a multiple of 8; default: 512, memory: 768, optim-state: 2048",
     )
+    parser.add_argument(
+        "--tensor", type=_positive, default=1, metavar="N", help="step: ranks that layers are cut over; default: 1"
+    )
     parser.add_argument("--units", type=_positive, default=32, metavar="N", help="host: of the model; default: 32")
     parser.add_argument(
         "--keep-freed",
@@ -123,7 +126,12 @@ def _backends(world: Any, options: argparse.Namespace) -> _Found:
 def _step(world: Any, options: argparse.Namespace) -> _Found:
     from hpcfsdp.bench import report, step
 
-    found = step.measure(world, **_shape(options, 6, 512), repeats=options.repeats or 9)
+    if world.size % options.tensor or step.HEADS % options.tensor:
+        raise UsageError(
+            f"hpcfsdp bench: --tensor {options.tensor} has to divide the {world.size} rank(s) and the {step.HEADS} "
+            "heads of attention"
+        )
+    found = step.measure(world, **_shape(options, 6, 512), repeats=options.repeats or 9, tensor=options.tensor)
     return _Found(report.STEP, report.step_rows(found), report.step_json(found))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hpcfsdp.comm.communicator import Communicator
@@ -34,6 +34,15 @@ def raise_together(comm: Communicator) -> Iterator[None]:
             raised = HpcfsdpError(f"rank {rank}: {kind}: {message}")
         raised.collective = True
         raise raised
+
+
+@contextlib.contextmanager
+def raise_together_over(comms: Iterable[Communicator]) -> Iterator[None]:
+    """Collective over each of `comms`, at its end; in a grid, along each of its dimensions. As ``raise_together``."""
+    with contextlib.ExitStack() as stack:
+        for comm in comms:
+            stack.enter_context(raise_together(comm))
+        yield
 
 
 def assert_same(comm: Communicator, value: Any, what: str) -> None:

@@ -34,6 +34,21 @@ def test_a_step_is_measured_with_every_engine_and_they_learn_the_same(hpcfsdp):
     assert measured["floor"]["loss"] > losses[0]
 
 
+def test_a_step_whose_layers_are_cut_over_ranks_is_measured(hpcfsdp):
+    job = hpcfsdp("bench", "step", *SMALL, "--tensor", "2", "--json", ranks=4)
+    assert job.code == 0, job.stderr
+    measured = json.loads(job.stdout)["measured"]
+    assert list(measured) == ["floor", "fsdp1", "fsdp2", "hpcfsdp"]
+    losses = [one["loss"] for engine, one in measured.items() if engine != "floor"]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+
+
+def test_layers_can_be_cut_over_what_divides_ranks_and_heads(hpcfsdp):
+    job = hpcfsdp("bench", "step", *SMALL, "--tensor", "3", ranks=2)
+    assert job.code == 2
+    assert "--tensor 3 has to divide the 2 rank(s) and the 8 heads" in job.stderr
+
+
 def test_a_step_is_printed_as_a_table(hpcfsdp):
     job = hpcfsdp("bench", "step", *SMALL)
     assert job.code == 0, job.stderr
