@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hpcfsdp.errors import UsageError
 
@@ -78,6 +79,16 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class MeshConfig:
+    """What the ranks are to each other. They are replicate x shard x tensor; shard is what the other two leave."""
+
+    replicate: int | Literal["nodes"] = 1
+    """Copies of the model, each sharded over ranks of its own; nodes: as many as there are nodes, one in each."""
+    tensor: int = 1
+    """Ranks over which each layer is cut. They compute with the same sequences."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A training run."""
 
@@ -90,6 +101,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
@@ -99,8 +111,34 @@ def data_paths(config: DataConfig) -> list[str]:
     return [config.paths] if isinstance(config.paths, str) else list(config.paths)
 
 
-def check(config: RunConfig, num_ranks: int) -> None:
-    """Raise a UsageError that names the first value that cannot work."""
+def num_replicas(config: MeshConfig, num_nodes: int) -> int:
+    """Copies of the model on so many nodes."""
+    return num_nodes if config.replicate == "nodes" else config.replicate
+
+
+def check(config: RunConfig, num_ranks: int, num_nodes: int = 1) -> None:
+    """Raise a UsageError that names the first value that cannot work on so many ranks."""
+    model, loop = config.model, config.train
+    _check_ranges(config)
+    if model.width % model.heads:
+        raise UsageError(f"model.width ({model.width}) must be a multiple of model.heads ({model.heads})")
+    if not 0 < config.data.held_out < 1:
+        raise UsageError(f"data.held_out must be between 0 and 1, not {config.data.held_out}")
+    if config.device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device must be auto, cpu or cuda, not {config.device!r}")
+    _check_mesh(config, num_ranks, num_nodes)
+    sharing = num_ranks // config.mesh.tensor
+    if loop.batch < loop.accumulation * sharing:
+        ranks = f"{sharing} rank(s)"
+        if config.mesh.tensor > 1:
+            ranks = f"{sharing} group(s) of mesh.tensor={config.mesh.tensor} rank(s)"
+        raise UsageError(
+            f"train.batch ({loop.batch} sequences a step) is less than one for each of {ranks} in each of "
+            f"train.accumulation={loop.accumulation} micro-batch(es): use a larger batch or fewer ranks"
+        )
+
+
+def _check_ranges(config: RunConfig) -> None:
     model, loop = config.model, config.train
     positive = {
         "model.layers": model.layers,
@@ -111,6 +149,8 @@ def check(config: RunConfig, num_ranks: int) -> None:
         "train.batch": loop.batch,
         "train.accumulation": loop.accumulation,
         "train.log_every": loop.log_every,
+        "mesh.tensor": config.mesh.tensor,
+        "mesh.replicate": num_replicas(config.mesh, 1),
         "eval.bytes": config.eval.bytes,
         "optim.lr": config.optim.lr,
     }
@@ -123,24 +163,28 @@ def check(config: RunConfig, num_ranks: int) -> None:
         "optim.weight_decay": config.optim.weight_decay,
         "seed": config.seed,
     }
+    fractions = {"model.dropout": model.dropout, "optim.beta1": config.optim.beta1, "optim.beta2": config.optim.beta2}
     for name, value in positive.items():
         if not value > 0:
             raise UsageError(f"{name} must be positive, not {value}")
     for name, value in not_negative.items():
         if not value >= 0:
             raise UsageError(f"{name} must not be negative, but is {value}")
-    if model.width % model.heads:
-        raise UsageError(f"model.width ({model.width}) must be a multiple of model.heads ({model.heads})")
-    fractions = {"model.dropout": model.dropout, "optim.beta1": config.optim.beta1, "optim.beta2": config.optim.beta2}
     for name, value in fractions.items():
         if not 0 <= value < 1:
             raise UsageError(f"{name} must be in [0, 1), not {value}")
-    if not 0 < config.data.held_out < 1:
-        raise UsageError(f"data.held_out must be between 0 and 1, not {config.data.held_out}")
-    if config.device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device must be auto, cpu or cuda, not {config.device!r}")
-    if loop.batch < loop.accumulation * num_ranks:
+
+
+def _check_mesh(config: RunConfig, num_ranks: int, num_nodes: int) -> None:
+    heads, mesh = config.model.heads, config.mesh
+    replicas = num_replicas(mesh, num_nodes)
+    if num_ranks % (replicas * mesh.tensor):
+        given = f"mesh.replicate ({mesh.replicate}{f', {num_nodes} here' if mesh.replicate == 'nodes' else ''})"
         raise UsageError(
-            f"train.batch ({loop.batch} sequences a step) is less than one for each of {num_ranks} rank(s) in each of "
-            f"train.accumulation={loop.accumulation} micro-batch(es): use a larger batch or fewer ranks"
+            f"{given} x mesh.tensor ({mesh.tensor}) = {replicas * mesh.tensor} does not divide the {num_ranks} rank(s) "
+            f"of this job: change one of them, or start a multiple of {replicas * mesh.tensor} ranks"
+        )
+    if heads % mesh.tensor:
+        raise UsageError(
+            f"model.heads ({heads}) must be a multiple of mesh.tensor ({mesh.tensor}): attention is cut by heads"
         )

@@ -143,6 +143,11 @@ def share(step: int, batch: int, accumulation: int, rank: int, size: int) -> lis
     return [range(cuts[part * size + rank], cuts[part * size + rank + 1]) for part in range(accumulation)]
 
 
+def mask_seed(seed: int, step: int, part: int) -> int:
+    """What dropout masks of a part of a step's data are drawn from; the same on any rank of any world."""
+    return int(np.random.default_rng([seed, step, part]).integers(2**63))
+
+
 def spread_windows(corpus_bytes: int, length: int, count: int) -> list[int]:
     """Where up to `count` windows of `length` bytes begin that lie evenly over a corpus without overlapping."""
     count = min(count, corpus_bytes // length)

@@ -14,6 +14,7 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import DataError
 from hpcfsdp.train.data import Corpus, spread_windows
 from hpcfsdp.train.model import VOCABULARY
+from hpcfsdp.train.parallel import Share
 
 BATCH = 16
 
@@ -31,9 +32,19 @@ class HeldOut:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, comm: Communicator, corpus: Corpus, context: int, num_bytes: int, device: torch.device
+    model: nn.Module,
+    comm: Communicator,
+    share: Share,
+    corpus: Corpus,
+    context: int,
+    num_bytes: int,
+    device: torch.device,
 ) -> HeldOut:
     """Collective over `comm`. Predict about `num_bytes` bytes in windows spread evenly over the corpus.
+
+    Args:
+        share: of this rank in the windows; all ranks of `comm` together have each part `share.copies` times.
+        context: bytes in front of the last one that is predicted in a window.
 
     Raises:
         DataError: the corpus has fewer than two bytes.
@@ -43,13 +54,13 @@ def evaluate(
         raise DataError(f"the held-out part has {len(corpus)} byte(s); two are needed to predict one: give more data")
     starts = spread_windows(len(corpus), length, max(1, num_bytes // (length - 1)))
     # Every rank makes the same number of calls, since each call gathers parameters together with the others.
-    rounds = -(-len(starts) // (comm.size * BATCH))
+    rounds = -(-len(starts) // (share.size * BATCH))
     total_nats = torch.zeros((), dtype=torch.float64, device=device)
     histogram = torch.zeros(VOCABULARY, dtype=torch.float64)
     was_training = model.training
     model.eval()
     for index in range(rounds):
-        first = (index * comm.size + comm.rank) * BATCH
+        first = (index * share.size + share.rank) * BATCH
         own = starts[first : first + BATCH]
         windows = np.stack([corpus.read(start, length) for start in own or starts[:1]])
         ids = torch.from_numpy(windows).to(device, torch.int64)
@@ -61,6 +72,7 @@ def evaluate(
     model.train(was_training)
     sums = torch.cat([total_nats.view(1), histogram.to(device)])
     comm.all_reduce(sums, "sum")
+    sums /= share.copies
     counts = sums[1:].cpu()
     count = counts.sum().item()
     chances = counts[counts > 0] / count

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from hpcfsdp import checkpoint, config as configuration
-from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.checkpoint.catalog import checkpoint_path
 from hpcfsdp.comm import Communicator, communicator_for, raise_together
 from hpcfsdp.errors import CheckpointError, DataError, HpcfsdpError, UsageError
@@ -20,12 +19,12 @@ from hpcfsdp.launch.signals import StopRequest
 from hpcfsdp.observe.metrics import MetricsFile
 from hpcfsdp.observe.progress import progress
 from hpcfsdp.train import data
-from hpcfsdp.train.config import RunConfig, check, data_paths
+from hpcfsdp.train.config import RunConfig, check, data_paths, num_replicas
 from hpcfsdp.train.evaluate import HeldOut, evaluate
-from hpcfsdp.train.model import GPT, Block, count_elements
+from hpcfsdp.train.model import GPT, count_elements
+from hpcfsdp.train.parallel import make_mesh, shard, share_of
 from hpcfsdp.train.schedule import learning_rate
 from hpcfsdp.world import World
-from hpcfsdp.wrap import ModuleWrapPolicy
 
 log = logging.getLogger("hpcfsdp.train")
 data_log = logging.getLogger("hpcfsdp.data")
@@ -55,6 +54,9 @@ class Trainer:
         self.run_dir = Path(config.run_dir)
         self.step = 0
         self.newest: Path | None = None
+        with raise_together(self.comm):
+            self.mesh = make_mesh(config.mesh, world)
+        self.share = share_of(self.mesh, world)
         self._check_folder()
         self.split = self._find_data()
         self.corpus = data.Corpus(self.split.train)
@@ -62,16 +64,13 @@ class Trainer:
         with raise_together(self.comm):
             self._check_sizes()
         torch.manual_seed(config.seed)
-        policy = ModuleWrapPolicy({Block})
-        self.model = FullyShardedDataParallel(GPT(config.model), auto_wrap_policy=policy)
+        self.model = shard(GPT(config.model), self.mesh, world)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.optim.lr,
             betas=(config.optim.beta1, config.optim.beta2),
             weight_decay=config.optim.weight_decay,
         )
-        # From here on ranks draw different random numbers: dropout masks must not repeat from rank to rank.
-        torch.manual_seed(config.seed + 1 + world.rank)
         self._resume()
         self._write_config()
 
@@ -133,35 +132,39 @@ class Trainer:
 
     def _check_finite(self) -> None:
         # The loss tells only at the next step, when the checkpoint to go back to would be damaged already.
-        counts = [(~param.detach().isfinite()).sum().double() for param in self.model.parameters()]
-        bad = torch.stack(counts).sum()
+        found = [~param.detach().isfinite().all() for param in self.model.parameters()]
+        bad = torch.stack(found).any().double()
         self.comm.all_reduce(bad, "sum")
         if bad.item():
-            raise _diverged(f"{int(bad.item())} elements of the parameters are not finite after step {self.step}")
+            ranks = f"{int(bad.item())} of {self.comm.size} rank(s)"
+            raise _diverged(f"the parameters are not finite after step {self.step} on {ranks}")
 
     def _train_step(self, stop: StopRequest) -> tuple[float, float, float, int]:
         """One optimizer step: loss in nats per byte, gradient norm, learning rate, signal that any rank received."""
-        config, comm = self.config, self.comm
+        config, comm, share = self.config, self.comm, self.share
+        # Dropout masks are found by number, as sequences are: other ones for each part of the data, and on ranks that
+        # share a part the same ones, for what they compute there has to be the same.
+        torch.manual_seed(data.mask_seed(config.seed, self.step, share.rank))
         rate = learning_rate(self.step, config.train.steps, config.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         predicted = config.train.batch * config.model.context
         summed = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        parts = data.share(self.step, config.train.batch, config.train.accumulation, comm.rank, comm.size)
+        parts = data.share(self.step, config.train.batch, config.train.accumulation, share.rank, share.size)
         for samples in parts:
             ids = self._batch(samples)
             logits = self.model(ids[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
-            # The engine averages over ranks; what is wanted is the mean over all bytes of the step, also where ranks
-            # have different numbers of sequences.
-            (loss * (comm.size / predicted)).backward()
+            # The engine averages over parts of the data; what is wanted is the mean over all bytes of the step, also
+            # where parts have different numbers of sequences.
+            (loss * (share.size / predicted)).backward()
             summed += loss.detach().double()
         norm = self.model.clip_grad_norm_(config.optim.clip_norm or math.inf)
         told = torch.stack([summed, summed.new_tensor(float(stop.received))])
         received = told[1:].clone()
         comm.all_reduce(told, "sum")
         comm.all_reduce(received, "max")
-        mean = told[0].item() / predicted
+        mean = told[0].item() / (predicted * share.copies)
         if not (math.isfinite(mean) and math.isfinite(norm.item())):
             raise _diverged(f"the loss is {mean} and the gradient norm {norm.item()} at step {self.step + 1}")
         self.optimizer.step()
@@ -177,9 +180,8 @@ class Trainer:
     def _evaluate(self) -> HeldOut:
         corpus = data.Corpus(self.split.held_out)
         try:
-            return evaluate(
-                self.model, self.comm, corpus, self.config.model.context, self.config.eval.bytes, self.world.device
-            )
+            context, num_bytes = self.config.model.context, self.config.eval.bytes
+            return evaluate(self.model, self.comm, self.share, corpus, context, num_bytes, self.world.device)
         finally:
             corpus.close()
 
@@ -222,8 +224,16 @@ class Trainer:
                 f"{self.window} (model.context + 1) and 2 are needed"
             )
         elements = count_elements(self.config.model)
-        if elements < self.comm.size:
-            raise UsageError(f"the model has {elements} parameter elements for {self.comm.size} ranks: use fewer ranks")
+        holders = self.comm.size // num_replicas(self.config.mesh, self.world.num_nodes)
+        if elements < holders:
+            raise UsageError(f"the model has {elements} parameter elements for {holders} ranks: use fewer ranks")
+
+    def _ranks(self) -> str:
+        said = f"{self.comm.size} rank(s)"
+        if self.mesh is not None:
+            extents = zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True)
+            said += " (" + " x ".join(f"{name}={extent}" for name, extent in extents) + ")"
+        return said
 
     def _resume(self) -> None:
         wanted, path = self.config.checkpoint.resume, self.newest
@@ -234,7 +244,7 @@ class Trainer:
             log.warning("the run has gone on since %s: resuming from %s", wanted, path)
         if path is None:
             elements = count_elements(self.config.model)
-            log.info("new run: %d parameters on %d rank(s), %s", elements, self.comm.size, self.world.device.type)
+            log.info("new run: %d parameters on %s, %s", elements, self._ranks(), self.world.device.type)
             return
         began = time.perf_counter()
         try:
@@ -278,5 +288,5 @@ def _record(step: int, loss: float, norm: float, rate: float, seconds: float, sp
 def train(config: RunConfig, world: World, stop: StopRequest) -> Outcome:
     """Collective over all ranks. Run the training that `config` describes."""
     with raise_together(communicator_for(None, required=True)):
-        check(config, world.size)
+        check(config, world.size, world.num_nodes)
     return Trainer(config, world).run(stop)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -11,29 +14,46 @@ from hpcfsdp.train.config import ModelConfig
 VOCABULARY = 256
 
 
-class Block(nn.Module):
-    """Causal self-attention and a feed-forward network, each beside a residual connection."""
+class Attention(nn.Module):
+    """Causal self-attention with several heads.
+
+    Rows of `qkv` are ordered by head, (heads, 3, width of a head), so that consecutive rows, as many as a multiple of
+    ``3 * width of a head``, are whole heads: a rank that has only these attends with its heads alone.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width = config.width
-        self.heads, self.dropout = config.heads, config.dropout
-        self.norm_attention, self.norm_feed = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.head_width, self.dropout = width // config.heads, config.dropout
+        self.tensor_rank: int | None = None
+        """Of this rank among those that the heads are cut over; None where they are not."""
         self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, bytes, width) -> the same shape."""
+        heads = self.qkv(x).view(*x.shape[:2], -1, 3, self.head_width)
+        query, key, value = heads.transpose(1, 2).unbind(3)
+        rate = self.dropout if self.training else 0.0
+        with own_random_numbers(self.tensor_rank if rate else None, x.device):
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=rate)
+        return self.merge(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, each beside a residual connection."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.dropout = config.dropout
+        self.norm_attention, self.norm_feed = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(config)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, bytes, width) -> the same shape."""
-        x = x + self._drop(self.merge(self._attend(self.norm_attention(x))))
+        x = x + self._drop(self.attention(self.norm_attention(x)))
         return x + self._drop(self.down(F.gelu(self.up(self.norm_feed(x)))))
-
-    def _attend(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        heads = (batch, length, self.heads, width // self.heads)
-        query, key, value = (part.view(heads).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        rate = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=rate)
-        return mixed.transpose(1, 2).reshape(batch, length, width)
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(x, self.dropout, self.training)
@@ -53,7 +73,7 @@ class GPT(nn.Module):
         self.apply(self._initialise)
         # Each block adds twice to the residual stream: keep its variance independent of depth.
         for block in self.blocks:
-            for layer in (block.merge, block.down):
+            for layer in (block.attention.merge, block.down):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * config.layers) ** 0.5)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -75,3 +95,20 @@ def count_elements(config: ModelConfig) -> int:
     """Parameter elements of a GPT of this shape, without making it."""
     with torch.device("meta"):
         return sum(param.numel() for param in GPT(config).parameters())
+
+
+@contextlib.contextmanager
+def own_random_numbers(tensor_rank: int | None, device: torch.device) -> Iterator[None]:
+    """A context in which ranks draw different random numbers that draw the same ones before it and after it.
+
+    Args:
+        tensor_rank: of this rank among them; None to draw as if there were no context.
+        device: on which numbers are drawn, beside the CPU.
+    """
+    if tensor_rank is None:
+        yield
+        return
+    common = int(torch.randint(2**62, ()))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(common + tensor_rank)
+        yield

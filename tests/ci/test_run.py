@@ -29,10 +29,10 @@ def test_every_step_is_in_the_metrics_once_and_the_loss_goes_down(run_dir):
 
 def test_h5py_alone_reads_the_parameters(run_dir):
     with h5py.File(run_dir / "checkpoints" / "step-00000012.h5") as file:
-        assert file["model/blocks.0.qkv.weight"].shape == (768, 256)
+        assert file["model/blocks.0.attention.qkv.weight"].shape == (768, 256)
         assert file["model/head.weight"] == file["model/embed.weight"]
         assert abs(file["model/embed.weight"][...]).max() > 0
-        assert file["optim/state/blocks.0.qkv.weight/exp_avg"].shape == (768, 256)
+        assert file["optim/state/blocks.0.attention.qkv.weight/exp_avg"].shape == (768, 256)
 
 
 def test_h5dump_shows_every_parameter_under_its_own_name_and_shape(run_dir):

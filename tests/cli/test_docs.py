@@ -71,12 +71,17 @@ def numbered(page):
     return [(text.count("\n", 0, block.start(1)), block[1]) for block in found]
 
 
-def test_pages_about_sharding(start, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(2, ("docs/sharding.md", "docs/migrating.md", "docs/state-dicts.md")), (4, ("docs/mesh.md",))],
+    ids=["two ranks", "four ranks"],
+)
+def test_pages_about_sharding(start, tmp_path, ranks, names):
     """The first block of a page is run, then each of the others on what it has made."""
-    pages = {page: numbered(page) for page in ("docs/sharding.md", "docs/migrating.md", "docs/state-dicts.md")}
+    pages = {page: numbered(page) for page in names}
     (tmp_path / "pages.json").write_text(json.dumps(pages))
     (tmp_path / "runner.py").write_text(RUNNER)
-    job = start("runner.py", ranks=2).wait()
+    job = start("runner.py", ranks=ranks).wait()
     assert job.code == 0, job.stderr
     for page, found in pages.items():
         assert f"{page}: {len(found)} blocks" in job.stdout

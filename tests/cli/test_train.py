@@ -34,6 +34,20 @@ def test_train_then_resume_on_more_ranks(hpcfsdp, tiny):
     assert {path.name for path in (run_dir(tiny) / "logs").iterdir()} == {f"rank-000{rank}.jsonl" for rank in range(3)}
 
 
+def test_train_with_layers_that_are_cut_then_resume_without_and_again_with(hpcfsdp, tiny):
+    arguments = ("train", *tiny, "--train.steps", 6, "--train.run_steps", 2)
+    first = hpcfsdp(*arguments, "--mesh.tensor", 2, ranks=4)
+    assert first.code == 0, first.stderr
+    assert "parameters on 4 rank(s) (shard=2 x tensor=2), cpu" in first.stderr
+    second = hpcfsdp(*arguments, ranks=3)
+    assert second.code == 0, second.stderr
+    third = hpcfsdp(*arguments, "--mesh.tensor", 2, "--mesh.replicate", 2, ranks=4)
+    assert third.code == 0, third.stderr
+    assert steps(tiny) == [1, 2, 3, 4, 5, 6]
+    written = [open_index(path).info.world_size for path in sorted((run_dir(tiny) / "checkpoints").iterdir())]
+    assert written == [4, 3, 4]
+
+
 def test_train_without_a_launcher_is_one_rank(hpcfsdp, tiny):
     done = hpcfsdp("train", *tiny, "--train.steps", 2)
     assert done.code == 0, done.stderr
@@ -84,6 +98,8 @@ def test_configuration_that_is_missing_or_wrong(hpcfsdp, tiny):
     in_order(hpcfsdp("train", "nowhere.yaml", ranks=2), 2, "configuration file nowhere.yaml: No such file or directory")
     in_order(hpcfsdp("train", *tiny, "--train.batch", "many"), 2, "train.batch")
     in_order(hpcfsdp("train", *tiny, "--model.heads", "3"), 2, "model.width (16) must be a multiple of model.heads (3)")
+    done = hpcfsdp("train", *tiny, "--mesh.tensor", 2, ranks=3)
+    in_order(done, 2, "mesh.replicate (1) x mesh.tensor (2) = 2 does not divide the 3 rank(s) of this job")
 
 
 def test_data_that_is_missing_or_empty(hpcfsdp, tiny, tmp_path):

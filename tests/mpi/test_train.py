@@ -1,15 +1,19 @@
-"""The training job: the number of ranks changes its speed and nothing else."""
+"""The training job: the number of ranks, and what they are to each other, changes its speed and nothing else."""
 
 import json
 import math
 import random
+from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from hpcfsdp import checkpoint
+from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointMismatchError, DataError, HpcfsdpError, UsageError
+from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
 from hpcfsdp.launch.signals import StopRequest
 from hpcfsdp.train import data, loop
 from hpcfsdp.train.config import (
@@ -17,17 +21,20 @@ from hpcfsdp.train.config import (
     DataConfig,
     EvalConfig,
     LoopConfig,
+    MeshConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
 )
 from hpcfsdp.train.evaluate import evaluate
-from hpcfsdp.train.model import GPT
+from hpcfsdp.train.model import GPT, count_elements
+from hpcfsdp.train.parallel import Share, make_mesh, parallelize, shard
 from hpcfsdp.train.schedule import learning_rate
 
 pytestmark = pytest.mark.transport
 
 MODEL = ModelConfig(layers=2, width=24, heads=3, context=16)
+MANY_HEADS = ModelConfig(layers=2, width=24, heads=12, context=16)
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=2)
 
 
@@ -42,7 +49,8 @@ def make_config(shared_path, world):
             (corpus / f"{index}.bin").write_bytes(b"".join(words))
     world.comm.Barrier()
 
-    def make(name="run", *, model=MODEL, steps=8, run_steps=0, batch=12, accumulation=1, every=3, resume="auto"):
+    def make(name="run", *, model=MODEL, mesh=(1, 1), every=3, resume="auto", **loop_values):
+        replicate, tensor = mesh
         return RunConfig(
             run_dir=str(shared_path / name),
             device="cpu",
@@ -50,7 +58,8 @@ def make_config(shared_path, world):
             model=model,
             data=DataConfig(paths=[str(corpus)], held_out=0.2),
             optim=OPTIM,
-            train=LoopConfig(steps=steps, run_steps=run_steps, batch=batch, accumulation=accumulation, log_every=1),
+            train=LoopConfig(**{"steps": 8, "batch": 12, "log_every": 1, **loop_values}),
+            mesh=MeshConfig(replicate=replicate, tensor=tensor),
             eval=EvalConfig(bytes=500),
             checkpoint=CheckpointConfig(every=every, resume=resume),
         )
@@ -67,14 +76,26 @@ def records(config, kind="train"):
         return [record for record in map(json.loads, file) if record["kind"] == kind]
 
 
-def plain_losses(config):
-    """The same training in one process without hpcfsdp's engine."""
+def meshes(world, but=()):
+    """All pairs of (replicate, tensor) that so many ranks and twelve heads can have."""
+    extents = [extent for extent in range(1, world.size + 1) if world.size % extent == 0 and 12 % extent == 0]
+    pairs = [(replicate, tensor) for replicate in extents for tensor in extents]
+    return [pair for pair in pairs if world.size % (pair[0] * pair[1]) == 0 and pair not in but]
+
+
+def largest(world):
+    """The mesh of (replicate, tensor) that has the most of both."""
+    return max(meshes(world), key=lambda pair: (min(pair), pair[1]))
+
+
+def plain_run(config):
+    """Losses and gradient norms of the same training in one process without hpcfsdp's engine."""
     split = data.make_split(config.data.paths, config.data.held_out)
     corpus = data.Corpus(split.train)
     torch.manual_seed(config.seed)
     model = GPT(config.model)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(OPTIM.beta1, OPTIM.beta2), weight_decay=OPTIM.weight_decay)
-    losses = []
+    losses, norms = [], []
     for step in range(config.train.steps):
         optimizer.param_groups[0]["lr"] = learning_rate(step, config.train.steps, OPTIM)
         window = config.model.context + 1
@@ -83,12 +104,12 @@ def plain_losses(config):
         ids = torch.stack([torch.from_numpy(corpus.read(start, window)) for start in starts]).long()
         loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_norm)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_norm).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     corpus.close()
-    return losses
+    return losses, norms
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(12, 1), (12, 2), (10, 1)], ids=["even", "accumulated", "uneven"])
@@ -96,13 +117,153 @@ def test_losses_are_those_of_one_plain_process(world, make_config, batch, accumu
     config = make_config(batch=batch, accumulation=accumulation)
     outcome = run(config, world)
     assert outcome.step == 8
-    expected = plain_losses(config)
-    torch.testing.assert_close([r["loss"] for r in records(config)], expected, rtol=1e-5, atol=0)
+    losses, norms = plain_run(config)
+    torch.testing.assert_close([r["loss"] for r in records(config)], losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close([r["grad_norm"] for r in records(config)], norms, rtol=1e-5, atol=0)
 
 
-def test_a_run_in_pieces_is_bitwise_the_run_at_once(world, make_config):
-    model = ModelConfig(layers=2, width=24, heads=3, context=16, dropout=0.2)
-    whole, pieces = make_config("whole", model=model), make_config("pieces", model=model, run_steps=5)
+@pytest.fixture
+def in_float64():
+    """Differences that come from the order of sums are then far below all others."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def agree(config, losses, norms):
+    """Whether a run was the plain one but for the order of sums. The longest is that of the norm, over 21,024 elements:
+    each addition is off by 2^-53 of the sum at most, in either run, so that the two differ by 4.7e-12 of it at most."""
+    torch.testing.assert_close([r["loss"] for r in records(config)], losses, rtol=1e-11, atol=0)
+    torch.testing.assert_close([r["grad_norm"] for r in records(config)], norms, rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(12, 1), (10, 2)], ids=["even", "uneven, accumulated"])
+def test_every_mesh_trains_as_one_plain_process_does(world, make_config, in_float64, batch, accumulation):
+    batch = max(batch, accumulation * world.size)
+    held_out = []
+    for mesh in meshes(world):
+        values = {"steps": 4, "batch": batch, "accumulation": accumulation}
+        config = make_config(f"{mesh}", model=MANY_HEADS, mesh=mesh, every=0, **values)
+        held_out.append(run(config, world).held_out)
+        if mesh == (1, 1):
+            losses, norms = plain_run(config)
+        agree(config, losses, norms)
+    for result in held_out:
+        assert result.bits_per_byte == pytest.approx(held_out[0].bits_per_byte, rel=1e-6)  # logits in float32
+        assert result.unigram_bits_per_byte == pytest.approx(held_out[0].unigram_bits_per_byte, rel=1e-12)
+        assert result.predicted_bytes == held_out[0].predicted_bytes == 31 * 16
+
+
+def test_one_replica_on_each_node_is_a_mesh(world, make_config, in_float64):
+    config = make_config(model=MANY_HEADS, mesh=("nodes", 1), steps=2)
+    run(config, world)
+    agree(config, *plain_run(config))
+
+
+def test_a_run_goes_on_at_any_other_mesh(world, make_config, in_float64):
+    turns = meshes(world) + meshes(world)[::-1]
+    values = {"model": MANY_HEADS, "steps": len(turns), "run_steps": 1}
+    for step, mesh in enumerate(turns, start=1):
+        config = make_config(mesh=mesh, **values)
+        assert run(config, world).step == step
+    agree(config, *plain_run(config))
+
+
+def cut_and_whole(config):
+    """Elements that are cut over tensor ranks, and elements that all of them have."""
+    names = ("qkv.weight", "qkv.bias", "merge.weight", "up.weight", "up.bias", "down.weight")
+    cut = sum(param.numel() for name, param in GPT(config).named_parameters() if name.endswith(names))
+    return cut, count_elements(config) - cut
+
+
+def test_what_travels_in_a_step_is_what_the_page_about_meshes_says(world, monkeypatch):
+    config = ModelConfig(layers=2, width=192, heads=12, context=16)  # parameters that need no padding
+    sequences, length = 3, config.context
+    ids = torch.randint(256, (sequences, length + 1))
+    cut, whole = cut_and_whole(config)
+    elements = Counter()
+
+    def watch(method, full):
+        original = getattr(MpiCommunicator, method)
+
+        def call(self, *args, **options):
+            if args[full].dtype == torch.float32:  # not what ranks agree on
+                elements[self, method] += args[full].numel()
+            return original(self, *args, **options)
+
+        monkeypatch.setattr(MpiCommunicator, method, call)
+
+    watch("all_reduce", 0)
+    watch("reduce_scatter_tensor", 1)
+    for replicate, tensor in meshes(world):
+        model = shard(GPT(config), make_mesh(MeshConfig(replicate, tensor), world), world)
+        groups = model._groups
+        elements.clear()
+        F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+        expected = Counter()
+        if tensor > 1:
+            expected[groups.tensor.comm, "all_reduce"] = 4 * config.layers * sequences * length * config.width
+        if groups.shard.size > 1:
+            expected[groups.shard, "reduce_scatter_tensor"] = cut // tensor + whole
+        if replicate > 1:
+            expected[groups.replicate, "all_reduce"] = (cut // tensor + whole) // groups.shard.size
+        assert elements == expected, (replicate, tensor)
+
+
+def test_activations_are_what_the_page_about_meshes_says(world):
+    tokens, width, layers = 4 * MANY_HEADS.context, 384, 3
+
+    def kept(layers, mesh):
+        """Bytes that autograd keeps, beside parameters."""
+        torch.manual_seed(0)
+        model = GPT(ModelConfig(layers=layers, width=width, heads=12, context=MANY_HEADS.context))
+        if mesh is not None:
+            parallelize(model, mesh["tensor"])
+        own = {as_local(param).untyped_storage().data_ptr() for param in model.parameters()}
+        storages = {}
+
+        def keep(tensor):
+            storage = as_local(tensor).untyped_storage()
+            if storage.data_ptr() not in own:
+                storages[storage.data_ptr()] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(torch.zeros(4, MANY_HEADS.context, dtype=torch.int64))
+        return sum(storage.nbytes() for storage in storages.values())
+
+    for replicate, tensor in meshes(world):
+        if replicate == 1:
+            mesh = make_mesh(MeshConfig(1, tensor), world)
+            for_a_layer = (kept(1 + layers, mesh) - kept(1, mesh)) / layers
+            exact = (4 + 12 / tensor) * width * tokens * 4
+            statistics = (2 * 2 + 12 / tensor) * tokens * 4  # mean and variance of two norms, a number for each head
+            assert exact <= for_a_layer <= exact + statistics
+
+
+def as_local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def test_ranks_that_cut_layers_drop_the_same_where_they_have_the_same(world, make_config):
+    model = ModelConfig(layers=2, width=24, heads=12, context=16, dropout=0.3)
+    config = make_config(model=model, mesh=(1, world.size), steps=4, every=0)
+    trainer = loop.Trainer(config, world)
+    trainer.run(StopRequest())
+    with FSDP.summon_full_params(trainer.model, writeback=False):
+        norm = trainer.model.blocks[0].norm_feed.weight
+        common = [trainer.model.embed.weight, trainer.model.position.weight, norm]
+        values = [param.detach().clone() for param in common]
+    everyone = world.comm.allgather(values)
+    for mine, first in zip(values, everyone[0], strict=True):
+        assert torch.equal(mine, first)
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["sharded", "on a mesh"])
+def test_a_run_in_pieces_is_bitwise_the_run_at_once(world, make_config, cut):
+    model = ModelConfig(layers=2, width=24, heads=12, context=16, dropout=0.2)
+    mesh = largest(world) if cut else (1, 1)
+    whole, pieces = (make_config(n, model=model, mesh=mesh, run_steps=r) for n, r in (("whole", 0), ("pieces", 5)))
     run(whole, world)
     first = run(pieces, world)
     assert (first.step, first.checkpoint.name) == (5, "step-00000005.h5")
@@ -124,8 +285,9 @@ def test_a_finished_training_has_nothing_to_do_and_says_so(world, make_config, c
     assert outcome.checkpoint.name == "step-00000002.h5"
 
 
-def test_a_signal_to_one_rank_stops_all_after_a_step_with_a_checkpoint(world, make_config):
-    config = make_config(every=0)
+@pytest.mark.parametrize("cut", [False, True], ids=["sharded", "on a mesh"])
+def test_a_signal_to_one_rank_stops_all_after_a_step_with_a_checkpoint(world, make_config, cut):
+    config = make_config(every=0, model=MANY_HEADS, mesh=largest(world) if cut else (1, 1))
     stop = StopRequest()
     if world.rank == world.size - 1:
         stop.received = 10
@@ -140,11 +302,11 @@ def test_held_out_bits_do_not_depend_on_the_number_of_ranks(world, comm, make_co
     split = data.make_split(config.data.paths, config.data.held_out)
     corpus = data.Corpus(split.held_out)
     torch.manual_seed(0)
-    result = evaluate(GPT(config.model), comm, corpus, 16, 500, torch.device("cpu"))
+    result = evaluate(GPT(config.model), comm, Share(comm.rank, comm.size), corpus, 16, 500, torch.device("cpu"))
     from hpcfsdp.comm.fake import FakeCommunicator
 
     torch.manual_seed(0)
-    alone = evaluate(GPT(config.model), FakeCommunicator(), corpus, 16, 500, torch.device("cpu"))
+    alone = evaluate(GPT(config.model), FakeCommunicator(), Share(0, 1), corpus, 16, 500, torch.device("cpu"))
     assert result.predicted_bytes == alone.predicted_bytes == 31 * 16
     assert result.bits_per_byte == pytest.approx(alone.bits_per_byte, rel=1e-6)
     assert result.unigram_bits_per_byte == pytest.approx(alone.unigram_bits_per_byte, rel=1e-12)
@@ -157,16 +319,18 @@ def test_training_beats_the_unigram_baseline(world, make_config):
     assert outcome.held_out.bits_per_byte < 0.6 * outcome.held_out.unigram_bits_per_byte
 
 
+@pytest.mark.parametrize("cut", [False, True], ids=["sharded", "on a mesh"])
 @pytest.mark.parametrize(
     ("every", "text"),
     [
         (0, r"the loss is nan .* at step 3: training has diverged"),
-        (1, r"parameters are not finite after step 2: training"),
+        (1, r"parameters are not finite after step 2 on {size} of {size} rank\(s\): training"),
     ],
     ids=["seen in the loss", "seen before a save"],
 )
-def test_divergence_is_an_error_on_every_rank_and_is_never_saved(world, make_config, monkeypatch, every, text):
-    config = make_config(every=every)
+def test_divergence_is_an_error_on_every_rank_and_is_never_saved(world, make_config, monkeypatch, every, text, cut):
+    config = make_config(every=every, model=MANY_HEADS, mesh=largest(world) if cut else (1, 1))
+    text = text.format(size=world.size)
     rates = iter([1e-3, math.inf, math.inf])
     monkeypatch.setattr(loop, "learning_rate", lambda *_: next(rates))
     with pytest.raises(HpcfsdpError, match=text) as caught:
@@ -197,6 +361,34 @@ def test_too_little_data_is_named_on_every_rank(world, make_config, shared_path)
 def test_a_batch_smaller_than_the_number_of_ranks_is_refused(world, make_config):
     with pytest.raises(UsageError, match=rf"train\.batch \({world.size} .*train\.accumulation=2"):
         run(make_config(batch=world.size, accumulation=2), world)
+
+
+def test_a_mesh_that_does_not_fit_is_refused_on_every_rank(world, make_config):
+    for values, text in (
+        ({"mesh": (world.size, 2)}, rf"mesh\.replicate \({world.size}\) x mesh\.tensor \(2\) = {2 * world.size}"),
+        ({"mesh": (1, 0)}, r"mesh\.tensor must be positive, not 0"),
+        ({"mesh": (-1, 1)}, r"mesh\.replicate must be positive, not -1"),
+        ({"mesh": ("nodes", world.size + 1)}, r"mesh\.replicate \(nodes, 1 here\) x mesh\.tensor"),
+    ):
+        with pytest.raises(UsageError, match=text) as caught:
+            run(make_config(**values), world)
+        assert caught.value.collective
+        assert caught.value.exit_code == 2
+
+
+def test_heads_that_cannot_be_cut_are_refused(world, make_config):
+    one = ModelConfig(layers=1, width=24, heads=1, context=16)
+    if world.size == 1:
+        pytest.skip("one rank cuts nothing")
+    with pytest.raises(UsageError, match=rf"model\.heads \(1\) must be a multiple of mesh\.tensor \({world.size}\)"):
+        run(make_config(model=one, mesh=(1, world.size)), world)
+
+
+def test_ranks_that_share_sequences_need_one_between_them(world, make_config):
+    config = make_config(model=MANY_HEADS, mesh=(1, world.size), batch=1, steps=2)
+    assert run(config, world).step == 2
+    with pytest.raises(UsageError, match=r"train\.batch \(1 .*train\.accumulation=2"):
+        run(make_config("two", model=MANY_HEADS, mesh=(1, world.size), batch=1, accumulation=2), world)
 
 
 def test_a_second_training_in_the_folder_of_another_is_refused(world, make_config):

@@ -2,8 +2,9 @@ import dataclasses
 
 import pytest
 
+from hpcfsdp.config import parse
 from hpcfsdp.errors import UsageError
-from hpcfsdp.train.config import DataConfig, RunConfig, check, data_paths
+from hpcfsdp.train.config import DataConfig, MeshConfig, RunConfig, check, data_paths
 
 
 def changed(**values):
@@ -17,9 +18,9 @@ def changed(**values):
     return config
 
 
-def error_of(config, num_ranks=1):
+def error_of(config, num_ranks=1, num_nodes=1):
     with pytest.raises(UsageError) as caught:
-        check(config, num_ranks)
+        check(config, num_ranks, num_nodes)
     assert caught.value.exit_code == 2
     return str(caught.value)
 
@@ -40,6 +41,8 @@ def test_the_defaults_work_on_one_and_on_eight_ranks():
         "train.batch",
         "train.accumulation",
         "train.log_every",
+        "mesh.tensor",
+        "mesh.replicate",
         "eval.bytes",
         "optim.lr",
     ],
@@ -104,3 +107,69 @@ def test_a_batch_that_leaves_some_rank_without_a_sequence_is_told_with_the_mend(
 @pytest.mark.parametrize(("given", "paths"), [([], []), ("a b", ["a b"]), (["a", "b"], ["a", "b"])])
 def test_paths_are_a_list_also_of_a_single_one(given, paths):
     assert data_paths(DataConfig(paths=given)) == paths
+
+
+@pytest.mark.parametrize(
+    ("replicate", "tensor", "ranks", "nodes"),
+    [(1, 2, 4, 1), (2, 2, 4, 1), (4, 1, 4, 1), (1, 4, 4, 1), (2, 2, 8, 2), ("nodes", 1, 4, 1), ("nodes", 4, 12, 3)],
+)
+def test_a_mesh_that_divides_the_ranks_works(replicate, tensor, ranks, nodes):
+    check(changed(mesh__replicate=replicate, mesh__tensor=tensor), ranks, nodes)
+
+
+@pytest.mark.parametrize(
+    ("values", "ranks", "nodes", "text"),
+    [
+        (
+            {"mesh__tensor": 3, "model__heads": 3, "model__width": 24},
+            4,
+            1,
+            "mesh.replicate (1) x mesh.tensor (3) = 3 does not divide the 4 rank(s) of this job: change one of them, "
+            "or start a multiple of 3 ranks",
+        ),
+        (
+            {"mesh__tensor": 2, "mesh__replicate": 4},
+            4,
+            1,
+            "mesh.replicate (4) x mesh.tensor (2) = 8 does not divide the 4 rank(s) of this job: change one of them, "
+            "or start a multiple of 8 ranks",
+        ),
+        (
+            {"mesh__tensor": 4, "mesh__replicate": "nodes"},
+            6,
+            3,
+            "mesh.replicate (nodes, 3 here) x mesh.tensor (4) = 12 does not divide the 6 rank(s) of this job: change "
+            "one of them, or start a multiple of 12 ranks",
+        ),
+        (
+            {"mesh__tensor": 8},
+            8,
+            1,
+            "model.heads (4) must be a multiple of mesh.tensor (8): attention is cut by heads",
+        ),
+        (
+            {"mesh__tensor": 2, "train__batch": 3},
+            8,
+            1,
+            "train.batch (3 sequences a step) is less than one for each of 4 group(s) of mesh.tensor=2 rank(s) in each "
+            "of train.accumulation=1 micro-batch(es): use a larger batch or fewer ranks",
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_work_is_told_with_the_mend(values, ranks, nodes, text):
+    assert error_of(changed(**values), ranks, nodes) == text
+
+
+def test_ranks_that_cut_layers_need_no_sequences_of_their_own():
+    check(changed(mesh__tensor=4, train__batch=2), 8)
+
+
+def test_replicas_are_a_number_or_the_nodes(tmp_path):
+    def replicas(*arguments):
+        return parse(RunConfig, arguments, prog="train", environ={}).mesh.replicate
+
+    assert [replicas(), replicas("--mesh.replicate", "3"), replicas("--mesh.replicate", "nodes")] == [1, 3, "nodes"]
+    with pytest.raises(UsageError, match=r"mesh\.replicate"):
+        replicas("--mesh.replicate", "racks")
+    (tmp_path / "run.yaml").write_text("mesh:\n  replicate: nodes\n  tensor: 2\n")
+    assert parse(RunConfig, [str(tmp_path / "run.yaml")], prog="train", environ={}).mesh == MeshConfig("nodes", 2)

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from hpcfsdp.errors import DataError
 from hpcfsdp.train import data
-from hpcfsdp.train.data import Corpus, Span, make_split, share, spread_windows, train_window
+from hpcfsdp.train.data import Corpus, Span, make_split, mask_seed, share, spread_windows, train_window
 
 
 def paths_of(spans):
@@ -212,6 +212,13 @@ def test_ranks_and_micro_batches_share_each_sample_once_and_everyone_has_some(st
     assert max(sizes) - min(sizes) <= 1
     samples = [sample for part in range(accumulation) for own in parts for sample in own[part]]
     assert samples == list(range(step * batch, (step + 1) * batch))
+
+
+def test_masks_are_other_ones_for_each_seed_step_and_part_and_the_same_again():
+    numbers = {(seed, step, part): mask_seed(seed, step, part) for seed in (0, 7) for step in (0, 9) for part in (0, 1)}
+    assert len(set(numbers.values())) == 8
+    assert all(0 <= number < 2**63 for number in numbers.values())
+    assert numbers == {key: mask_seed(*key) for key in numbers}
 
 
 @given(st.integers(0, 2000), st.integers(1, 100), st.integers(1, 60))

@@ -9,6 +9,7 @@ from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import DataError
 from hpcfsdp.train.data import Corpus, Span
 from hpcfsdp.train.evaluate import evaluate
+from hpcfsdp.train.parallel import Share
 
 
 class Uniform(nn.Module):
@@ -41,8 +42,10 @@ def corpus(tmp_path):
         entry.close()
 
 
-def run(model, corpus, context=8, num_bytes=1000, comm=None):
-    return evaluate(model, comm or FakeCommunicator(), corpus, context, num_bytes, torch.device("cpu"))
+def run(model, corpus, context=8, num_bytes=1000, comm=None, copies=1):
+    comm = comm or FakeCommunicator()
+    share = Share(comm.rank // copies, comm.size // copies, copies)
+    return evaluate(model, comm, share, corpus, context, num_bytes, torch.device("cpu"))
 
 
 def test_a_model_that_knows_nothing_needs_8_bits_for_a_byte(corpus):
@@ -97,7 +100,10 @@ def test_the_model_is_evaluated_in_its_mode_and_left_in_the_one_it_had(corpus, t
     assert model.training is training
 
 
-def test_any_number_of_ranks_gets_the_same_result_in_the_same_number_of_calls(corpus, run_ranks, tmp_path):
+@pytest.mark.parametrize(("ranks", "copies", "expected_calls"), [(3, 1, 2), (4, 2, 3), (3, 3, 5)])
+def test_any_number_of_ranks_gets_the_same_result_in_the_same_number_of_calls(
+    corpus, run_ranks, tmp_path, ranks, copies, expected_calls
+):
     content = bytes(np.random.default_rng(0).integers(0, 60, 700, dtype=np.uint8))
     alone = run(Copying(), corpus(content))
 
@@ -111,12 +117,12 @@ def test_any_number_of_ranks_gets_the_same_result_in_the_same_number_of_calls(co
 
         own = Corpus([Span(str(tmp_path / "0"), 0, len(content))])
         try:
-            return run(Counting(), own, comm=comm), len(calls)
+            return run(Counting(), own, comm=comm, copies=copies), len(calls)
         finally:
             own.close()
 
-    results = run_ranks(3, body)
-    assert [calls for _, calls in results] == [2, 2, 2]
+    results = run_ranks(ranks, body)
+    assert [calls for _, calls in results] == [expected_calls] * ranks
     for result, _ in results:
         assert result.predicted_bytes == alone.predicted_bytes
         assert math.isclose(result.bits_per_byte, alone.bits_per_byte, rel_tol=1e-6)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hpcfsdp.train.config import ModelConfig
-from hpcfsdp.train.model import GPT, VOCABULARY, count_elements
+from hpcfsdp.train.model import GPT, VOCABULARY, Attention, count_elements, own_random_numbers
 
 SMALL = ModelConfig(layers=2, width=16, heads=4, context=12)
 
@@ -71,3 +71,72 @@ def test_dropout_acts_in_training_alone():
 @pytest.mark.parametrize("config", [SMALL, ModelConfig(layers=1, width=8, heads=1, context=3)])
 def test_elements_are_counted_without_making_the_model(config):
     assert count_elements(config) == sum(param.numel() for param in GPT(config).parameters())
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_runs_of_rows_of_qkv_are_whole_heads(parts):
+    """The heads of several parts of the rows, each merged by its own columns, sum up to what all heads give."""
+    torch.manual_seed(0)
+    whole, width = Attention(SMALL), SMALL.width
+    x = torch.randn(2, 12, width)
+    total = whole.merge.bias.expand(2, 12, width)
+    for part in range(parts):
+        own = Attention(SMALL)
+        rows, columns = 3 * width // parts, width // parts
+        own.qkv.weight = torch.nn.Parameter(whole.qkv.weight[part * rows : (part + 1) * rows])
+        own.qkv.bias = torch.nn.Parameter(whole.qkv.bias[part * rows : (part + 1) * rows])
+        own.merge.weight = torch.nn.Parameter(whole.merge.weight[:, part * columns : (part + 1) * columns])
+        own.merge.bias = None
+        total = total + own(x)
+    torch.testing.assert_close(total, whole(x))
+
+
+CPU = torch.device("cpu")
+
+
+def drawn(tensor_rank):
+    """Numbers from before, within and after a context of one of the ranks."""
+    torch.manual_seed(5)
+    before = torch.rand(3)
+    with own_random_numbers(tensor_rank, CPU):
+        within = torch.rand(3)
+    return before, within, torch.rand(3)
+
+
+def test_ranks_draw_numbers_of_their_own_within_and_the_same_before_and_after():
+    first, second, again = drawn(0), drawn(1), drawn(0)
+    assert torch.equal(first[0], second[0])
+    assert not torch.equal(first[1], second[1])
+    assert torch.equal(first[2], second[2])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_numbers_differ_from_context_to_context():
+    torch.manual_seed(5)
+    seen = []
+    for _ in range(2):
+        with own_random_numbers(0, CPU):
+            seen.append(torch.rand(3))
+    assert not torch.equal(*seen)
+
+
+def test_without_a_rank_numbers_go_on_as_if_there_were_no_context():
+    torch.manual_seed(5)
+    expected = torch.rand(9)
+    assert torch.equal(torch.cat(drawn(None)), expected)
+
+
+def test_attention_that_is_cut_drops_other_things_on_each_rank():
+    torch.manual_seed(0)
+    attention, x = Attention(ModelConfig(width=16, heads=4, context=8, dropout=0.5)), torch.randn(1, 8, 16)
+    outputs = {}
+    for rank in (None, 0, 1):
+        attention.tensor_rank = rank
+        torch.manual_seed(1)
+        outputs[rank] = attention(x)
+    assert not torch.equal(outputs[0], outputs[1])
+    attention.eval()
+    with torch.no_grad():
+        state = torch.get_rng_state()
+        attention(x)
+    assert torch.equal(torch.get_rng_state(), state)  # nothing is dropped: nothing is drawn
