@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from hpcfsdp.api import taken
 from hpcfsdp.api.groups import TensorRanks
 from hpcfsdp.api.ignored import Ignored
 from hpcfsdp.api.tensor_parallel import block_of, leaf_of
@@ -17,14 +18,6 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import DisagreementError
 from hpcfsdp.flat.layout import FlatLayout, ParamSlot, TensorBlock
 from hpcfsdp.tensor.whole import is_cut
-
-_TAKEN = "_hpcfsdp_unit_fqn"
-_HIDDEN = "_hpcfsdp_hidden"
-
-
-def taken_fqn(param: nn.Parameter) -> str | None:
-    """The name of a parameter that a flat parameter stands for now, None for any other."""
-    return getattr(param, _TAKEN, None) if getattr(param, _HIDDEN, False) else None
 
 
 @dataclass
@@ -52,23 +45,24 @@ class OwnParam:
         if self.whole is not None:
             for module, name in self.places:
                 module._parameters[name] = self.param
-            setattr(self.whole, _TAKEN, self.fqn)  # it may be tied to one elsewhere
+            taken.take(self.whole, self.fqn)  # it may be tied to one elsewhere
+            taken.hide(self.whole)
             self.whole = None  # which shares the memory that is to be given up
 
     def take(self) -> None:
         """Mark the parameter as one that belongs to a unit."""
-        setattr(self.param, _TAKEN, self.fqn)
+        taken.take(self.param, self.fqn)
 
     def deregister(self) -> None:
         """Keep the parameter as a plain attribute, so that modules find it and ``parameters()`` does not."""
-        setattr(self.param, _HIDDEN, True)
+        taken.hide(self.param)
         for module, name in self.places:
             del module._parameters[name]
             module.__dict__[name] = self.param
 
     def register(self) -> None:
         """The way back from ``deregister``."""
-        setattr(self.param, _HIDDEN, False)
+        taken.show(self.param)
         for module, name in self.places:
             del module.__dict__[name]
             module._parameters[name] = self.param
@@ -150,9 +144,9 @@ def own_params(
         for name, param in [*module._parameters.items(), *_taken_from(module)]:
             if param is None or param in left.params:
                 continue
-            if hasattr(param, _TAKEN):
+            if taken.unit_fqn(param) is not None:
                 raise ValueError(
-                    f"parameter {prefix + name!r} is tied to {getattr(param, _TAKEN)!r}, which belongs to a unit that "
+                    f"parameter {prefix + name!r} is tied to {taken.unit_fqn(param)!r}, which belongs to a unit that "
                     "is wrapped already: wrap the smallest module that holds both instead"
                 )
             _check_kind(param, prefix + name, module)
@@ -203,7 +197,7 @@ def _check_kind(param: nn.Parameter, fqn: str, module: nn.Module) -> None:
 def _taken_from(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters of a module that a wrapper elsewhere in the model has taken, see ``OwnParam.deregister``."""
     attributes = module.__dict__.items()
-    return [(name, value) for name, value in attributes if isinstance(value, nn.Parameter) and taken_fqn(value)]
+    return [(name, value) for name, value in attributes if isinstance(value, nn.Parameter) and taken.hidden_fqn(value)]
 
 
 def move_outside(

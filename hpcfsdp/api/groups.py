@@ -295,7 +295,7 @@ def _regrouped(groups: Groups, strategy: ShardingStrategy) -> Groups:
         return replace(groups, strategy=strategy)
     if strategy not in _HYBRID and groups.everyone is not None:
         mesh = groups.device_mesh if groups.device_mesh is not None and groups.device_mesh.ndim == 1 else None
-        return _plain(groups.everyone, strategy, mesh)
+        return replace(_plain(groups.everyone, strategy, mesh), tensor=groups.tensor)
     raise ValueError(
         f"{strategy.name} does not fit the process groups of {groups.strategy.name} that the outer unit has: give this "
         "unit a process_group or a device_mesh of its own"

@@ -10,9 +10,10 @@ import weakref
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hpcfsdp.api.flatten import taken_fqn
+from hpcfsdp.api.taken import hidden_fqn
 from hpcfsdp.errors import EngineError
 from hpcfsdp.runtime.engine import Engine
 
@@ -39,11 +40,15 @@ def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
-            fqn = taken_fqn(param)
+            fqn = hidden_fqn(param)
             if fqn is not None:
+                mend = "build the optimizer from model.parameters() after wrapping the model"
+                if isinstance(param, DTensor):  # of which units keep the block
+                    mend += ", outside of summon_full_params"
+                else:
+                    mend += ", or wrap it with use_orig_params=True"
                 raise EngineError(
                     f"the {type(optimizer).__name__} steps {fqn!r}, which has been sharded since and gets no gradient: "
-                    "build the optimizer from model.parameters() after wrapping the model, or wrap it with "
-                    "use_orig_params=True"
+                    + mend
                 )
     _checked[optimizer] = count

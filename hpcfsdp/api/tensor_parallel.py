@@ -15,9 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hpcfsdp import _compat
+from hpcfsdp.api import taken
 from hpcfsdp.api.groups import Groups, TensorRanks, tensor_ranks
 from hpcfsdp.comm import raise_together_over
-from hpcfsdp.errors import ShardingError
+from hpcfsdp.errors import EngineError, ShardingError
+from hpcfsdp.flat.gradient import set_grad
 from hpcfsdp.flat.layout import Box, TensorBlock
 
 if TYPE_CHECKING:
@@ -164,22 +166,34 @@ def dtensors_shown(views: Iterable[TensorView]) -> Iterator[None]:
     collectively over the mesh if it is placed in another way.
     """
     shown: list[tuple[TensorView, nn.Parameter]] = []
-    for view in views:
-        param = nn.Parameter(as_dtensor(view.leaf.data, view.block, view.mesh), requires_grad=view.leaf.requires_grad)
-        if view.leaf.grad is not None:
-            param.grad = as_dtensor(view.leaf.grad, view.block, view.mesh)
-        shown.append((view, param))
-        for module, name in view.places:
-            module._parameters[name] = param
     try:
+        for view in views:
+            whole = as_dtensor(view.leaf.data, view.block, view.mesh)
+            param = nn.Parameter(whole, requires_grad=view.leaf.requires_grad)
+            shown.append((view, param))
+            set_grad(param, None if view.leaf.grad is None else as_dtensor(view.leaf.grad, view.block, view.mesh))
+            for module, name in view.places:
+                module._parameters[name] = param
         yield
     finally:
-        for view, param in shown:
-            for module, name in view.places:
-                now = module._parameters.get(name)
-                _take_over(view, param if now is None else now)
-                module._parameters[name] = view.leaf
-                module.__dict__.pop(name, None)
+        replaced = [(view, param, _put_back(view, param)) for view, param in shown]
+        for view, param, now in replaced:
+            _take_over(view, param if now is None else now)
+
+
+def _put_back(view: TensorView, shown: nn.Parameter) -> nn.Parameter | None:
+    """Have modules hold the leaf again. What has been assigned in place of what was shown, None if nothing was."""
+    fqn = taken.unit_fqn(view.leaf)
+    if fqn is not None:
+        taken.take(shown, fqn)
+        taken.hide(shown)
+    assigned = None
+    for module, name in view.places:
+        now = module._parameters.get(name)
+        assigned = now if now is not None and now is not shown else assigned
+        module._parameters[name] = view.leaf
+        module.__dict__.pop(name, None)
+    return assigned
 
 
 def _take_over(view: TensorView, param: nn.Parameter) -> None:
@@ -187,13 +201,19 @@ def _take_over(view: TensorView, param: nn.Parameter) -> None:
     values = _local(view, param.detach())
     if values.data_ptr() != view.leaf.data_ptr() or values.shape != view.leaf.shape:
         view.leaf.data = values.to(view.leaf)
+    view.leaf.requires_grad_(param.requires_grad)
     grad = None if param.grad is None else _local(view, param.grad)
     if grad is None or view.leaf.grad is None or grad.data_ptr() != view.leaf.grad.data_ptr():
-        view.leaf.grad = grad
+        set_grad(view.leaf, grad)
 
 
 def _local(view: TensorView, tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
+        if tensor.device_mesh != view.mesh:
+            raise EngineError(
+                f"{taken.unit_fqn(view.leaf)!r} was given a DTensor on the ranks {_said(tensor.device_mesh)} within "
+                f"summon_full_params, and lies on {_said(view.mesh)}: give it one on the same mesh"
+            )
         if tensor.placements != view.block.placements:
             tensor = tensor.redistribute(view.mesh, view.block.placements)
         return _compat.local_of(tensor)

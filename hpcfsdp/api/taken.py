@@ -1,0 +1,37 @@
+"""Which parameters are no parameters of a model any more, because a unit shards what they stood for."""
+
+from __future__ import annotations
+
+from torch import nn
+
+_TAKEN = "_hpcfsdp_unit_fqn"
+_HIDDEN = "_hpcfsdp_hidden"
+
+
+def take(param: nn.Parameter, fqn: str) -> None:
+    """Mark a parameter as one that a unit has.
+
+    Args:
+        fqn: its name in the unit.
+    """
+    setattr(param, _TAKEN, fqn)
+
+
+def hide(param: nn.Parameter) -> None:
+    """Mark a parameter as one that something else stands for now: nothing is gained by an optimizer that steps it."""
+    setattr(param, _HIDDEN, True)
+
+
+def show(param: nn.Parameter) -> None:
+    """The way back from ``hide``."""
+    setattr(param, _HIDDEN, False)
+
+
+def unit_fqn(param: nn.Parameter) -> str | None:
+    """The name that a parameter has in a unit, None if no unit has it."""
+    return getattr(param, _TAKEN, None)
+
+
+def hidden_fqn(param: nn.Parameter) -> str | None:
+    """The name of a parameter that something else stands for now, None for any other."""
+    return unit_fqn(param) if getattr(param, _HIDDEN, False) else None
