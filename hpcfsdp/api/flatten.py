@@ -96,10 +96,14 @@ class OwnParams:
         return [entry.param for entry in self.entries] + self.buffers
 
     @property
-    def alike_over_tensor_ranks(self) -> list[torch.Tensor]:
-        """Of ``tensors`` those that ranks which are parallel over tensors have no different parts of."""
-        params = [entry.param for entry in self.entries if entry.block is None or entry.block.is_whole]
-        return params + [buffer for buffer in self.buffers if not is_cut(buffer)]
+    def params_alike(self) -> list[torch.Tensor]:
+        """Those parameters of which ranks that are parallel over tensors have no different parts."""
+        return [entry.param for entry in self.entries if entry.block is None or entry.block.is_whole]
+
+    @property
+    def buffers_alike(self) -> list[torch.Tensor]:
+        """Those buffers, likewise."""
+        return [buffer for buffer in self.buffers if not is_cut(buffer)]
 
 
 def _runs(group: list[OwnParam], numel: int) -> Iterator[list[OwnParam]]:
@@ -222,11 +226,14 @@ def move_outside(
     visit(root)
 
 
-def check_same_model(comm: Communicator, layouts: Sequence[FlatLayout], trained: Sequence[bool]) -> None:
+def check_same_model(
+    comm: Communicator, layouts: Sequence[FlatLayout], trained: Sequence[bool], names: Sequence[int]
+) -> None:
     """Collective over `comm`. Raise on every rank, naming the first difference, unless all have the same parameters.
 
     Args:
         trained: whether the parameters of each layout require gradients.
+        names: what the ranks of `comm` are called.
     """
     prints = comm.all_gather_object(
         [(layout.fingerprint(), grad) for layout, grad in zip(layouts, trained, strict=True)]
@@ -245,12 +252,15 @@ def check_same_model(comm: Communicator, layouts: Sequence[FlatLayout], trained:
         first = everyone[0][index] if index < len(everyone[0]) else nothing
         other = everyone[rank][index] if index < len(everyone[rank]) else nothing
         if first != other:
-            raise DisagreementError(
-                "ranks wrap different models: as parameter {} rank 0 has {} {} {} {}, rank {} has {} {} {} {}".format(
-                    index, *first, rank, *other
-                )
-            )
-    raise DisagreementError(f"ranks wrap different models: rank 0 and rank {rank} differ in tied names")
+            said = "as parameter {} rank {} has {} {} {} {}, rank {} has {} {} {} {}"
+            raise _differing(said.format(index, names[0], *first, names[rank], *other))
+    raise _differing(f"rank {names[0]} and rank {names[rank]} differ in tied names")
+
+
+def _differing(what: str) -> DisagreementError:
+    error = DisagreementError(f"ranks wrap different models: {what}")
+    error.collective = True
+    return error
 
 
 def _said(slot: ParamSlot) -> str:

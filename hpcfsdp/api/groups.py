@@ -110,6 +110,11 @@ class Groups:
         return 1 if self.replicate is None else self.replicate.size
 
     @property
+    def num_ranks(self) -> int:
+        """All that have parts of the unit."""
+        return self.shard.size * self.num_replicas * (1 if self.tensor is None else self.tensor.comm.size)
+
+    @property
     def is_first_replica(self) -> bool:
         """Whether this rank is one of those that speak for all replicas."""
         return self.replicate is None or self.replicate.rank == 0
@@ -127,6 +132,10 @@ class Groups:
         comms = [self.shard, self.replicate] if self.everyone is None else [self.everyone]
         comms += [] if self.tensor is None else [self.tensor.comm]
         return [comm for comm in comms if comm is not None and comm.size > 1]
+
+    def names_of(self, comm: Communicator) -> tuple[int, ...]:
+        """Collective over `comm`, one of ``connecting``, the first time. What its ranks are called in messages."""
+        return _Made.current().global_ranks(comm) if dist.is_initialized() else tuple(range(comm.size))
 
     @property
     def carriers(self) -> Communicator:

@@ -66,6 +66,20 @@ def _mesh_of(
             )
     if mesh.get_coordinate() is None:
         raise ShardingError(f"{what} is a DTensor on the ranks {_said(mesh)}, and this rank is not one of them")
+    check_apart(what, mesh, unit, sharing)
+    return mesh
+
+
+def check_apart(what: str, mesh: DeviceMesh, unit: str, sharing: Sequence[int]) -> None:
+    """Refuse a unit that is to be sharded over ranks which are parallel over tensors. Not collective.
+
+    Args:
+        what: lies on `mesh`.
+        sharing: the ranks that the unit is sharded over.
+
+    Raises:
+        ShardingError: more than this rank are in both.
+    """
     both = sorted(set(mesh.mesh.flatten().tolist()).intersection(sharing))
     if len(both) > 1:
         raise ShardingError(
@@ -73,11 +87,10 @@ def _mesh_of(
             "make one mesh, as hpcfsdp.init().mesh(shard=None, tensor=2), parallelize over mesh['tensor'], and pass "
             "device_mesh=mesh['shard']"
         )
-    return mesh
 
 
-def _said(mesh: DeviceMesh) -> list[int]:
-    return mesh.mesh.tolist()
+def _said(mesh: DeviceMesh) -> str:
+    return f"{mesh.mesh.tolist()}" + (f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else "")
 
 
 def block_of(fqn: str, param: DTensor, ranks: TensorRanks) -> TensorBlock:

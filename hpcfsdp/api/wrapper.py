@@ -19,12 +19,12 @@ from hpcfsdp import _compat
 from hpcfsdp.api import policies, precision, unshard
 from hpcfsdp.api.arguments import check_module, check_readers, check_types, target_device
 from hpcfsdp.api.flatten import OwnParams, check_same_model, move_outside, own_params
-from hpcfsdp.api.groups import Groups, resolve_groups
+from hpcfsdp.api.groups import Groups, TensorRanks, resolve_groups
 from hpcfsdp.api.ignored import Ignored, resolve_ignored
 from hpcfsdp.api.materialize import materialize
 from hpcfsdp.api.stale import watch_engine, watch_optimizers
 from hpcfsdp.api.state_dicts import StateDictMethods
-from hpcfsdp.api.tensor_parallel import TensorView, replicated_grad, with_tensor_ranks
+from hpcfsdp.api.tensor_parallel import TensorView, check_apart, replicated_grad, with_tensor_ranks
 from hpcfsdp.comm import Communicator, raise_together_over
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
@@ -168,7 +168,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             for comm in self._comms():
                 sync_params_and_buffers(comm, self._own.tensors)
             if self._groups.tensor is not None:
-                sync_params_and_buffers(self._groups.tensor.comm, self._own.alike_over_tensor_ranks)
+                alike = self._own.params_alike + self._own.buffers_alike
+                sync_params_and_buffers(self._groups.tensor.comm, alike)
         # Another module may take the place of the wrapped one later, say a checkpoint wrapper around it.
         self.__dict__["_flat_owner"] = module
         self._unit = self._make_unit(self._own, apart)
@@ -179,7 +180,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         self._apart = apart
         if self._groups.tensor is not None:
             for inner in self.fsdp_modules(module):  # those that have no part in it, and were made before
-                inner._groups = replace(inner._groups, tensor=self._groups.tensor)
+                if inner._groups.tensor is None:
+                    inner._join(self._groups.tensor, sync_module_states=sync_module_states)
 
     @property
     def module(self) -> nn.Module:
@@ -458,7 +460,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             is_tensor = groups.tensor is not None and comm is groups.tensor.comm  # where each has another block
             alike = [layout.of_tensor_rank(0) for layout in layouts] if is_tensor else layouts
             with raise_together_over(other for other in comms if other is not comm):
-                check_same_model(comm, alike, trained)
+                check_same_model(comm, alike, trained, groups.names_of(comm))
         flats = []
         for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
             for entry in group:
@@ -490,6 +492,23 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             if entry.block is not None
         ]
         return Unit(name, flats, views, reshard_after_forward=groups.strategy not in _KEEPS_VALUES)
+
+    def _join(self, tensor: TensorRanks, *, sync_module_states: bool) -> None:
+        """Collective over the unit's ranks, and over those that are parallel over tensors, which all have it whole."""
+        groups, flats = replace(self._groups, tensor=tensor), self._unit.flats
+        sharing = groups.all_global_ranks()
+        with raise_together_over(groups.connecting()):
+            check_apart(f"the unit around {self._unit.name}", tensor.mesh, self._unit.name, sharing)
+        trained = [flat.requires_grad for flat in flats]
+        with raise_together_over(self._groups.connecting()):
+            names = groups.names_of(tensor.comm)
+            check_same_model(tensor.comm, [flat.layout for flat in flats], trained, names)
+        if sync_module_states:
+            shards = [flat.parameter.data.clone() for flat in flats]  # where memory is shared nothing may be received
+            sync_params_and_buffers(tensor.comm, [*shards, *self._own.buffers_alike])
+            for flat, shard in zip(flats, shards, strict=True):
+                flat.parameter.data.copy_(shard)
+        self._groups = groups
 
     def _dtypes(self, kept: torch.dtype, full_precision: bool) -> Dtypes:
         mixed = self._mixed_precision

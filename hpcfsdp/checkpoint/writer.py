@@ -68,10 +68,10 @@ def save(
         step = operator.index(step)
         tensors, small = _collect(model, optimizer, elsewhere, extra, config)
         plan = plan_save(tensors)
-    for staged in staged_of(tensor for _, tensor in tensors):
-        staged.gather()
     assert_same(comm, step, "step")
     assert_same(comm, plan.fingerprint(), "the plan of the checkpoint (the tensors of model and optimizer)")
+    for staged in staged_of(tensor for _, tensor in tensors):
+        staged.gather()
     small |= _gather_rng(comm, model)
     attributes = {
         "software": "hpcfsdp",

@@ -23,15 +23,16 @@ def raise_together(comm: Communicator) -> Iterator[None]:
         yield
     except Exception as error:
         mine = error
-    told = None if mine is None else (type(mine).__name__, str(mine))
+    told = None if mine is None else (type(mine).__name__, str(mine), getattr(mine, "collective", False))
     everyone = comm.all_gather_object(told)
     for rank, error in enumerate(everyone):
         if error is None:
             continue
-        kind, message = error
-        raised = mine or rebuild(kind, f"rank {rank}: {message}")
+        kind, message, named = error
+        who = "" if named else f"rank {rank}: "  # what several ranks have raised together says itself who
+        raised = mine or rebuild(kind, f"{who}{message}")
         if raised is not mine and type(raised) is HpcfsdpError:
-            raised = HpcfsdpError(f"rank {rank}: {kind}: {message}")
+            raised = HpcfsdpError(f"{who}{kind}: {message}")
         raised.collective = True
         raise raised
 

@@ -189,7 +189,7 @@ class Unit:
         self._hide()
         if self.phase is Phase.RECOMPUTE:
             self._enter(Phase.BACKWARD)
-            self._show()
+            self._show_in_backward()
         else:
             self._enter(Phase.IDLE)
             if self.reshard_after_forward or broken or not torch.is_grad_enabled():
@@ -288,12 +288,15 @@ class Unit:
         if self.prefetch_backward == "pre":
             engine.gather_ahead("backward")
         engine.await_unshard(self)
-        with torch.enable_grad():  # checkpoints inside may compute once more
-            self._show()
+        self._show_in_backward()
 
     def _show(self) -> None:
         for view in self.views:
             view.show()
+
+    def _show_in_backward(self) -> None:
+        with torch.enable_grad():  # checkpoints inside may compute once more
+            self._show()
 
     def _hide(self) -> None:
         for view in self.views:

@@ -152,7 +152,8 @@ def commit(reading: Reading, first: First | None) -> None:
         for target, source in reading.found.items():
             if target in reading.sharded:
                 continue
-            if isinstance(source, DTensor) and isinstance(target, DTensor):
+            both = isinstance(source, DTensor) and isinstance(target, DTensor)
+            if both and source.device_mesh == target.device_mesh:
                 target.copy_(source)
             else:
                 fill_block(target, _whole(source, first))

@@ -17,6 +17,7 @@ from hpcfsdp.errors import CheckpointError
 from hpcfsdp.flat.layout import FlatLayout, ShardExtent
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.state.blocks import Blocks, FileForm
+from hpcfsdp.state.ranks import units_of
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated
 from hpcfsdp.tensor.whole import WholeForm, is_cut
 
@@ -31,7 +32,7 @@ def clean_fqn(name: str) -> str:
 
 def communicator_of(model: nn.Module) -> Communicator:
     """Collective over them, the first time. All ranks that a model is on; the world's for one that is not sharded."""
-    wrappers = FullyShardedDataParallel.fsdp_modules(model)
+    wrappers = units_of(model)
     if not wrappers:
         return communicator_for(None, required=False)
     teams = [wrapper._groups.team() for wrapper in wrappers]

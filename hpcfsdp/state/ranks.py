@@ -41,8 +41,25 @@ class Grid:
         self._replicate.broadcast(tensor, replica)
 
 
+def units_of(model: nn.Module) -> list[FullyShardedDataParallel]:
+    """Collective over the ranks of the model, the first time. Its units, outer ones first.
+
+    Those that have nothing to do with tensor parallelism know of the ranks that others are parallel with, as they do
+    where an outer unit holds them all.
+    """
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    tensor = next((unit._groups.tensor for unit in units if unit._groups.tensor is not None), None)
+    for unit in units:
+        if tensor is not None and unit._groups.tensor is None:
+            unit._join(tensor, sync_module_states=False)
+    return units
+
+
 def ranks_of(groups: Groups) -> Communicator | Grid:
-    """All ranks that share a unit, also those that have other blocks of its parameters."""
+    """Collective over them, the first time. All that share a unit, also those that have other blocks of it."""
+    team = None if groups.tensor is None else groups.team()
+    if team is not None:
+        return team.comm
     ranks: Communicator | Grid = groups.shard
     if groups.everyone is not None:
         ranks = groups.everyone
@@ -52,12 +69,15 @@ def ranks_of(groups: Groups) -> Communicator | Grid:
 
 
 def ranks_of_replica(groups: Groups) -> Communicator | Grid:
-    """The ranks that together have all of a unit, once."""
-    return groups.shard if groups.tensor is None else Grid(groups.shard, groups.tensor.comm)
+    """Collective over them, the first time. The ranks that together have all of a unit, once."""
+    if groups.tensor is None:
+        return groups.shard
+    return groups.holders().comm if groups.carriers is groups.shard else Grid(groups.shard, groups.tensor.comm)
 
 
 def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:
-    """The ranks that make and load state dicts of a model together: those of its largest unit.
+    """Collective over them, the first time. The ranks that make and load state dicts of a model together: those of its
+    largest unit.
 
     Args:
         group: those of a process group instead.
@@ -65,7 +85,7 @@ def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:
     Raises:
         StateDictError: there is no unit in the model.
     """
-    units = FullyShardedDataParallel.fsdp_modules(model)
+    units = units_of(model)
     if not units:
         raise StateDictError(
             f"there is no FullyShardedDataParallel in this {type(model).__name__}: wrap the model first, or use the "
@@ -73,4 +93,4 @@ def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:
         )
     if group is not None:
         return communicator_for(group, required=True)
-    return ranks_of(max((unit._groups for unit in units), key=lambda groups: groups.shard.size * groups.num_replicas))
+    return ranks_of(max((unit._groups for unit in units), key=lambda groups: groups.num_ranks))

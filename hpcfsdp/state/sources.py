@@ -13,7 +13,7 @@ from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.api.groups import Groups
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.state.stand_in import StandIn
-from hpcfsdp.state.transfer import OnFirst, check_blocks
+from hpcfsdp.state.transfer import OnFirst, check_blocks, lies_on_carriers
 from hpcfsdp.tensor.sharded import all_boxes, check_readable, properties_of
 
 
@@ -79,8 +79,10 @@ def facts_of(source: Any, groups: Groups | None) -> str:
     kind = type(source).__name__ if is_distributed or isinstance(source, OnFirst) else "tensor"
     facts = f"a {kind} {list(shape)} of {str(dtype).removeprefix('torch.')}"
     if is_distributed and groups is not None:
-        boxes = all_boxes(source)
-        facts += f" in blocks {digest_of([boxes.get(rank) for rank in groups.source_ranks()])}"
+        boxes, ranks, where = all_boxes(source), groups.source_ranks(), ""
+        if groups.tensor is not None and lies_on_carriers(groups, source):
+            ranks, where = groups.global_ranks(), " on the ranks that have the same block"
+        facts += f" in blocks {digest_of([boxes.get(rank) for rank in ranks])}{where}"
     elif isinstance(source, DTensor):
         facts += f" with {source.placements} on a mesh of {list(source.device_mesh.mesh.shape)}"
     return facts

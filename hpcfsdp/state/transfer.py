@@ -22,7 +22,7 @@ from hpcfsdp.flat.layout import FlatLayout, ParamSlot
 from hpcfsdp.observe.profile import Phase, profile
 from hpcfsdp.state.blocks import Blocks, gather_blocks, scatter_blocks
 from hpcfsdp.tensor.move import MovePlan, RunsOf, batches, move
-from hpcfsdp.tensor.runs import Box, Run, box_runs, chunk_box, chunk_runs, own_runs, shard_runs, whole_box, whole_runs
+from hpcfsdp.tensor.runs import Box, Run, chunk_box, chunk_runs, cut_runs, own_runs, shard_runs, whole_box, whole_runs
 from hpcfsdp.tensor.sharded import (
     all_boxes,
     create_chunk_dtensor,
@@ -313,7 +313,7 @@ def fill(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
     if groups.tensor is not None:
         values = _own_blocks(groups, parts, values)
     blocks = None
-    if any(_kind(value) in (ShardedTensor, DTensor) for value in values):
+    if any(map(is_distributed, values)):
         blocks = _blocks_by_rank(groups, parts, values)
     for run in parts.runs(groups.shard.rank):
         if _kind(values[run.index]) is torch.Tensor:
@@ -328,18 +328,32 @@ def fill(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
 def _own_blocks(groups: Groups, parts: Parts, values: Sequence[Any]) -> list[Any]:
     """Collective over the ranks that are parallel over tensors. What there is for this rank's blocks.
 
-    Distributed tensors are put in place already, and None is left of them.
+    Distributed tensors are put in place already, and None is left of them, but for those that lie on the carriers.
     """
     found: list[Any] = list(values)
-    _scatter_distributed(groups, parts, values)
+    across = [None if is_distributed(value) and lies_on_carriers(groups, value) else value for value in values]
+    _scatter_distributed(groups, parts, across)
     for index, (slot, value) in enumerate(zip(parts.layout.slots, values, strict=True)):
-        if _kind(value) in (ShardedTensor, DTensor):
-            found[index] = None
+        if is_distributed(value):
+            found[index] = None if across[index] is not None else value
         elif _kind(value) is OnFirst:
             found[index] = _block_from_first(groups, slot, value)
         elif value is not None and slot.is_cut:
             found[index] = value[slot.block.box.slices]
     return found
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether a value is a ``ShardedTensor`` or a ``DTensor``."""
+    return isinstance(value, (ShardedTensor, DTensor))
+
+
+def lies_on_carriers(groups: Groups, value: ShardedTensor | DTensor) -> bool:
+    """Whether a distributed tensor lies on the carriers alone, and on those of other blocks there are others like it.
+
+    Not collective, once the carriers know each other's names.
+    """
+    return set(groups.global_ranks()).issuperset(all_boxes(value))
 
 
 def _scatter_distributed(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
@@ -412,10 +426,10 @@ def _blocks_by_rank(groups: Groups, parts: Parts, values: Sequence[Any]) -> list
     wanted = {run.index for run in parts.runs(groups.shard.rank)}
     found: list[list[Run]] = [[] for _ in range(comm.size)]
     for index, value in enumerate(values):
-        if _kind(value) in (ShardedTensor, DTensor):
+        if is_distributed(value):
             # What this rank wants may be anywhere; of the rest it gives what it has.
             needed = range(comm.size) if index in wanted else (comm.rank,)
-            for rank, runs in _block_runs(index, value, parts.layout.slots[index].fqn, places, needed).items():
+            for rank, runs in _block_runs(index, value, parts.layout.slots[index], places, needed).items():
                 found[rank] += runs
     return found
 
@@ -485,19 +499,21 @@ def _receive(
 
 
 def _block_runs(
-    index: int, value: Any, fqn: str, places: dict[int, int], needed: Collection[int]
+    index: int, value: Any, slot: ParamSlot, places: dict[int, int], needed: Collection[int]
 ) -> dict[int, list[Run]]:
     """The runs of a distributed tensor by the rank among `places`, in the memory that ``_held`` gives.
+
+    They are runs of what the slot is, which may be a block of the tensor.
 
     Of replicas of a block the first is taken. Runs are listed for the ranks that are `needed`.
 
     Raises:
         StateDictError: see ``check_blocks``.
     """
-    check_blocks(fqn, value, list(places))
+    check_blocks(slot.fqn, value, list(places))
     found: dict[int, list[Run]] = {}
     seen: set[Box] = set()
-    shape, _ = properties_of(value)
+    frame = slot.block.box if slot.block is not None else whole_box(slot.shape)
     for rank, boxes in all_boxes(value).items():
         if rank not in places:
             continue
@@ -505,7 +521,7 @@ def _block_runs(
         offset = 0
         for box in boxes:
             if box not in seen and places[rank] in needed:
-                runs += [run._replace(offset=run.offset + offset) for run in box_runs(index, shape, box)]
+                runs += cut_runs(index, frame, box, offset)
             seen.add(box)
             offset += box.numel
         found[places[rank]] = sorted(runs)

@@ -479,7 +479,7 @@ def _scattered(plan: _Plan, ranks: Communicator | Grid, goes_in_parts: Mapping[i
 
 def _is_first_of(ranks: Communicator | Grid, info: FSDPParamInfo) -> bool:
     """On rank 0: whether it is the first of the ranks that share a flat parameter, which are all of `ranks`."""
-    return info.groups.is_first and info.groups.shard.size * info.groups.num_replicas == ranks.size
+    return info.groups.is_first and info.groups.num_ranks == ranks.size
 
 
 def _broadcast(entry: StatePlan, ranks: Communicator | Grid, info: FSDPParamInfo) -> None:

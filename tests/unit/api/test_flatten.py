@@ -131,12 +131,15 @@ def layouts(*params, dtype=torch.float32):
 
 def results_of(run_ranks, size, usual, other):
     """What comparing models (layouts, and whether they are trained) gives on each rank; the last has `other`."""
-    return run_ranks(size, lambda comm: check_same_model(comm, *(other if comm.rank == size - 1 else usual)))
+    def check(comm):
+        check_same_model(comm, *(other if comm.rank == size - 1 else usual), range(size))
+
+    return run_ranks(size, check)
 
 
 def test_equal_models_agree(run_ranks):
     usual = layouts(("w", (2, 3))), [True]
-    check_same_model(FakeCommunicator(), *usual)
+    check_same_model(FakeCommunicator(), *usual, [0])
     assert results_of(run_ranks, 3, usual, usual) == [None] * 3
 
 
