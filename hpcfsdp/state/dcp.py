@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from hpcfsdp.api.taken import unit_fqn
 from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import StateDictError
@@ -193,7 +194,7 @@ def set_state_dict(
 def init_optim_state(ranks: Communicator | Grid, optimizer: torch.optim.Optimizer) -> None:
     """Collective over `ranks`. Give an optimizer its state, unless there is some, or there are gradients, on a rank.
 
-    Parameters stay as they are. As in training, a rank does not step what it holds nothing of.
+    Parameters stay as they are. As in training, a rank does not step an original parameter that it holds nothing of.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     has_begun = any(optimizer.state.values()) or any(param.grad is not None for param in params)
@@ -210,7 +211,7 @@ def _step_without_effect(optimizer: torch.optim.Optimizer, params: list[nn.Param
             if rate is not None:
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
         for param in params:
-            if param.requires_grad and param.numel():
+            if param.requires_grad and (param.numel() or unit_fqn(param) is None):
                 param.grad = torch.zeros_like(param)
         optimizer.step()
     finally:

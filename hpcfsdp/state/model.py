@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from hpcfsdp._compat import local_of
 from hpcfsdp.api.groups import Groups
 from hpcfsdp.api.wrapper import WRAPPED, FullyShardedDataParallel
 from hpcfsdp.comm import Communicator, communicator_for
@@ -18,8 +17,7 @@ from hpcfsdp.flat.layout import FlatLayout, ShardExtent
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.state.blocks import Blocks, FileForm
 from hpcfsdp.state.ranks import units_of
-from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated
-from hpcfsdp.tensor.whole import WholeForm, is_cut
+from hpcfsdp.state.tensors import LocalPiece, StateTensor, unsharded
 
 # Names that wrappers put into a module's path; a state dict knows the module without them.
 _WRAPPER_NAMES = {WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"}
@@ -133,11 +131,7 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
             if tensor is not None and tensor not in flat_shards:
                 whole.setdefault(tensor, []).append(_joined(path, name))
     for tensor, (name, *aliases) in whole.items():
-        if is_cut(tensor):
-            form = WholeForm(tensor)
-            add(dataclasses.replace(replicated(name, form.memory, tuple(aliases)), staged=form))
-        else:
-            add(replicated(name, local_of(tensor).detach(), tuple(aliases)))
+        add(unsharded(name, tensor, tuple(aliases)))
     return list(found.values())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hpcfsdp.api.groups import Groups
 from hpcfsdp.comm import Communicator, raise_together
@@ -24,7 +25,7 @@ from hpcfsdp.state.optim.compare import (
 )
 from hpcfsdp.state.optim.flatten import TORCH_SCALARS
 from hpcfsdp.state.optim.values import Untold
-from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated
+from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated, unsharded
 
 Scalar = bool | int | float
 
@@ -61,7 +62,7 @@ class TrainedParam:
         """The part of one state value that belongs to the parameter `fqn`, under the name ``fqn/key``."""
         name = f"{fqn}/{key}"
         if value.dim() == 0 or self.layout is None or self.groups is None:
-            return replicated(name, value)
+            return unsharded(name, value)
         if value.shape != self.param.shape:
             raise CheckpointError(
                 f"optimizer state {key!r} of {fqn!r} has shape {tuple(value.shape)}, neither a scalar nor that of the "
@@ -315,7 +316,10 @@ class OptimizerRestore:
             state[key] = None  # keeps the order of keys; set by check
             return
         if member.layout is None:
-            state[key] = torch.zeros(first.shape, dtype=first.dtype, device=member.param.device)
+            if isinstance(member.param, DTensor) and first.shape == tuple(member.param.shape):
+                state[key] = torch.zeros_like(member.param.detach(), dtype=first.dtype)
+            else:
+                state[key] = torch.zeros(first.shape, dtype=first.dtype, device=member.param.device)
         else:
             wrong = next((f for f, v in values.items() if v.shape != member.shapes[f]), None)
             if wrong is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,7 +79,7 @@ def facts_of(source: Any, groups: Groups | None) -> str:
     is_distributed = isinstance(source, (ShardedTensor, DTensor))
     kind = type(source).__name__ if is_distributed or isinstance(source, OnFirst) else "tensor"
     facts = f"a {kind} {list(shape)} of {str(dtype).removeprefix('torch.')}"
-    if is_distributed and groups is not None:
+    if is_distributed and groups is not None and math.prod(shape):
         boxes, ranks, where = all_boxes(source), groups.source_ranks(), ""
         if groups.tensor is not None and lies_on_carriers(groups, source):
             ranks, where = groups.global_ranks(), " on the ranks that have the same block"

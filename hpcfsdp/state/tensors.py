@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from hpcfsdp._compat import local_of
 from hpcfsdp.flat.layout import ShardExtent
+from hpcfsdp.tensor.whole import WholeForm, is_cut
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,14 @@ class Staged(Protocol):
 def staged_of(tensors: Iterable[StateTensor]) -> list[Staged]:
     """What has to be gathered or scattered for tensors, in an order that is the same on all ranks."""
     return list(dict.fromkeys(tensor.staged for tensor in tensors if tensor.staged is not None))
+
+
+def unsharded(name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) -> StateTensor:
+    """A tensor that no unit shards: kept whole by all ranks, or a ``DTensor``, which is made whole for the file."""
+    if not is_cut(tensor):
+        return replicated(name, local_of(tensor).detach(), aliases)
+    form = WholeForm(tensor)
+    return replace(replicated(name, form.memory, aliases), staged=form)
 
 
 def replicated(name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) -> StateTensor:

@@ -29,6 +29,7 @@ from hpcfsdp.tensor.sharded import (
     create_chunk_sharded_tensor,
     local_blocks,
     properties_of,
+    ranks_of_tensor,
 )
 
 _BATCH_NUMEL = 1 << 20
@@ -353,7 +354,7 @@ def lies_on_carriers(groups: Groups, value: ShardedTensor | DTensor) -> bool:
 
     Not collective, once the carriers know each other's names.
     """
-    return set(groups.global_ranks()).issuperset(all_boxes(value))
+    return set(groups.global_ranks()).issuperset(ranks_of_tensor(value))
 
 
 def _scatter_distributed(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:

@@ -139,6 +139,13 @@ def properties_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
     return tuple(tensor.shape), tensor.dtype
 
 
+def ranks_of_tensor(tensor: ShardedTensor | DTensor) -> list[int]:
+    """All ranks that a distributed tensor is for, also those that have nothing of it, by global rank."""
+    if isinstance(tensor, ShardedTensor):
+        return dist.get_process_group_ranks(_compat.group_of_shards(tensor))
+    return tensor.device_mesh.mesh.flatten().tolist()
+
+
 def all_boxes(tensor: ShardedTensor | DTensor) -> dict[int, list[Box]]:
     """Which blocks of a distributed tensor each rank holds, in ascending order, by global rank. Not collective.
 

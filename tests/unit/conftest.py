@@ -7,11 +7,15 @@ import threading
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 
 from hpcfsdp.comm.communicator import PlainMemory, accumulate_dtype, check_list, check_tensors
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.errors import CommunicationError
+
+settings.register_profile("hpcfsdp", deadline=None)  # how long an example takes says nothing on a busy machine
+settings.load_profile("hpcfsdp")
 
 
 class ThreadComm(PlainMemory):

@@ -55,6 +55,7 @@ from hpcfsdp.state.ranks import Grid, ranks_of_model
 from hpcfsdp.state.settings import optim_settings_of
 from hpcfsdp.state.transfer import OnFirst, check_blocks
 from hpcfsdp.tensor.sharded import check_readable, local_blocks, properties_of
+from hpcfsdp.tensor.whole import fill_block, whole_of
 
 log = logging.getLogger("hpcfsdp.optim")
 
@@ -66,6 +67,7 @@ class _Plan:
 
     Attributes:
         infos: the flat parameter of each sharded parameter, by name.
+        dtensors: parameters that no unit has and that are DTensors, by name.
         keys: of the entries of this rank's optimizer, in its order.
         entries: of sharded parameters that have state, by the first name.
         unsharded: state of the others, by name; new memory but for tensors, see ``_loaded``.
@@ -95,6 +97,7 @@ class _Plan:
         self.users = {key: _entry_but_tensors(repr(key), value) for key, value in users.items()}
         self.states = {key: value for key, value in given.items() if key not in users}
         check_known(self.states, known, "the optimizer's state dict")
+        self.dtensors = {name: param for param, names in fqns.items() if isinstance(param, DTensor) for name in names}
         chunked = {name for param, names in fqns.items() if isinstance(param, _DISTRIBUTED) for name in names}
         self.states = {fqn: self._readable(fqn, state, fqn in chunked) for fqn, state in self.states.items()}
         self.entries: dict[str, StatePlan] = {}
@@ -324,6 +327,17 @@ def _loaded(ranks: Communicator | Grid, value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
+def _placed_like(param: DTensor, value: Any) -> Any:
+    """Collective over the mesh of a ``DTensor`` that is placed otherwise. State of a parameter, placed as it is."""
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+        return value
+    if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (param.device_mesh, param.placements):
+        return value
+    placed = torch.zeros_like(param.detach(), dtype=value.dtype)
+    fill_block(placed, whole_of(value))
+    return placed
+
+
 def _check_same_names(fqn: str, given: Mapping[str, Any], held: Mapping[str, Any]) -> None:
     """Refuse state of a parameter that lacks what the optimizer remembers of it, which it would look for in vain."""
     lacking = sorted(str(name) for name in held if name not in given)
@@ -464,7 +478,10 @@ def _scattered(plan: _Plan, ranks: Communicator | Grid, goes_in_parts: Mapping[i
         else:
             states.update({fqn: flatten_optim_state(info, entry) for fqn, entry in mine.items()})
     for fqn, state in sorted(plan.unsharded.items()):  # ranks may step them in different orders
-        states[fqn] = {name: _loaded(ranks, value) for name, value in state.items()}
+        loaded = {name: _loaded(ranks, value) for name, value in state.items()}
+        if fqn in plan.dtensors:
+            loaded = {name: _placed_like(plan.dtensors[fqn], value) for name, value in loaded.items()}
+        states[fqn] = loaded
     by_key = {key: states[key.unflat_param_names[0]] for key in plan.keys if key.unflat_param_names[0] in states}
     found: dict[str, Any] = {"state": rekey_sharded_optim_state_dict(by_key, plan.keys)}
     for key, value in plan.users.items():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import StateDictSettings, StateDictType
+from torch.distributed.tensor import DTensor
 
 from hpcfsdp.api import unshard
 from hpcfsdp.api.wrapper import FullyShardedDataParallel
@@ -50,6 +51,7 @@ from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.settings import optim_settings_of
 from hpcfsdp.state.transfer import Form, keeping_scratch
 from hpcfsdp.tensor.sharded import check_readable
+from hpcfsdp.tensor.whole import whole_of
 
 log = logging.getLogger("hpcfsdp.optim")
 
@@ -215,6 +217,8 @@ def optim_state_dict(
         if differing is not None and ranks.rank == 0:
             log.warning("the optimizer's state of %s is not the same, and is not sharded: each has its own", differing)
         with keeping_scratch():
+            if differing is None and not form.sharded:  # else ranks may have other ones
+                own.unsharded = {name: _made_whole(state) for name, state in sorted(own.unsharded.items())}
             return _gathered(own, merged, form, is_shown=not form.rank0_only or ranks.rank == 0)
 
 
@@ -239,6 +243,13 @@ def _gathered(own: _Own, merged: Mapping[str, StateInfo], form: Form, *, is_show
     if own.groups is not None:
         found["param_groups"] = unflatten_param_groups(own.groups, own.params, own.fqns)
     return found
+
+
+def _made_whole(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Collective over the meshes of DTensors. The state of a parameter that is not sharded, with whole tensors."""
+    return {
+        name: whole_of(value) if isinstance(value, DTensor) else value for name, value in sorted(state.items(), key=str)
+    }
 
 
 def _in_order(own: _Own) -> list[str]:

@@ -102,7 +102,7 @@ def unflatten_param_groups(
 
 
 def copied(state: Mapping[str, Any], form: Form) -> dict[str, Any]:
-    """The state of a parameter that is not sharded, as new memory."""
+    """The state of a parameter that is not sharded, as new memory. DTensors stay what they are."""
     return {
         name: value.detach().to(form.device(value.device), copy=True)
         if isinstance(value, torch.Tensor)
