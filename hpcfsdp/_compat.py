@@ -325,6 +325,30 @@ def mark_as_parts(tensor: torch.Tensor) -> None:
     _set_fsdp_flattened(tensor)
 
 
+def at_its_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in the same memory that begins where its storage does, where there is a way to make one.
+
+    A ``DTensor`` takes over the offset of what it holds, and then torch takes it for a tensor with memory of its own
+    when it is copied or pickled.
+    """
+    if not tensor.storage_offset():
+        return tensor
+    try:
+        return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))
+    except (BufferError, RuntimeError):  # a dtype that the exchange does not know
+        return tensor
+
+
+def set_grad_of_any_dtype(param: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Give a ``DTensor`` parameter a gradient, in the dtype of the gradient if torch can, else in its own."""
+    if grad is not None and grad.dtype != param.dtype:
+        if hasattr(param, "grad_dtype"):
+            param.grad_dtype = None
+        else:
+            grad = grad.to(param.dtype)
+    param.grad = grad
+
+
 def within(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with memory that a wrapper subclass holds (``DTensor``, what a collective is still to fill, and so
     on, one in the other); any other tensor itself."""

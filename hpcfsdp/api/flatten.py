@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -38,7 +39,7 @@ class OwnParam:
     @property
     def numel(self) -> int:
         """Elements, of the largest block if there are several: the same on all ranks."""
-        return self.param.numel() if self.block is None else max(box.numel for box in self.block.boxes)
+        return self.param.numel() if self.block is None else self.block.largest_numel
 
     def localise(self) -> None:
         """Have modules hold the block in place of the ``DTensor``."""
@@ -187,6 +188,12 @@ def _own_param(param: nn.Parameter, fqn: str, index: int, tensor: TensorRanks | 
     if not isinstance(param, DTensor):
         return OwnParam(param, fqn, [], index=index)
     assert tensor is not None
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        warnings.warn(
+            f"hooks of the DTensor {fqn!r} will not be called: its unit keeps this rank's block in its place; register "
+            "them after wrapping, with use_orig_params=True",
+            stacklevel=5,
+        )
     return OwnParam(leaf_of(param), fqn, [], index=index, block=block_of(fqn, param, tensor), whole=param)
 
 

@@ -175,31 +175,38 @@ class TensorView:
 def dtensors_shown(views: Iterable[TensorView]) -> Iterator[None]:
     """A context in which modules have ``DTensor`` parameters in place of leaves that are whole blocks. Not collective.
 
-    They share the memory of the leaves, gradients too. What has been assigned in their place is brought into it,
-    collectively over the mesh if it is placed in another way.
+    They share the memory of the leaves, gradients too, and are changed in place: what is assigned to ``.data`` of a
+    ``DTensor`` is lost. What has been assigned in their place is brought into it, collectively over the mesh if it is
+    placed in another way.
     """
     shown: list[tuple[TensorView, nn.Parameter]] = []
     try:
         for view in views:
-            whole = as_dtensor(view.leaf.data, view.block, view.mesh)
-            param = nn.Parameter(whole, requires_grad=view.leaf.requires_grad)
+            leaf = view.leaf
+            param = nn.Parameter(_shown(view, leaf.data), requires_grad=leaf.requires_grad)
+            param.__dict__.update(leaf.__dict__)
             shown.append((view, param))
-            set_grad(param, None if view.leaf.grad is None else as_dtensor(view.leaf.grad, view.block, view.mesh))
+            _compat.set_grad_of_any_dtype(param, None if leaf.grad is None else _shown(view, leaf.grad))
             for module, name in view.places:
                 module._parameters[name] = param
         yield
     finally:
         replaced = [(view, param, _put_back(view, param)) for view, param in shown]
         for view, param, now in replaced:
+            if now is None:
+                view.leaf.requires_grad_(param.requires_grad)
             _take_over(view, param if now is None else now)
+
+
+def _shown(view: TensorView, block: torch.Tensor) -> DTensor:
+    """A ``DTensor`` in the memory of a block, on whatever device that is."""
+    block, where = _compat.at_its_storage(block), view.block
+    return _compat.dtensor(block, view.mesh, where.placements, where.shape, where.stride)
 
 
 def _put_back(view: TensorView, shown: nn.Parameter) -> nn.Parameter | None:
     """Have modules hold the leaf again. What has been assigned in place of what was shown, None if nothing was."""
-    fqn = taken.unit_fqn(view.leaf)
-    if fqn is not None:
-        taken.take(shown, fqn)
-        taken.hide(shown)
+    taken.hide(shown)
     assigned = None
     for module, name in view.places:
         now = module._parameters.get(name)
@@ -214,7 +221,6 @@ def _take_over(view: TensorView, param: nn.Parameter) -> None:
     values = _local(view, param.detach())
     if values.data_ptr() != view.leaf.data_ptr() or values.shape != view.leaf.shape:
         view.leaf.data = values.to(view.leaf)
-    view.leaf.requires_grad_(param.requires_grad)
     grad = None if param.grad is None else _local(view, param.grad)
     if grad is None or view.leaf.grad is None or grad.data_ptr() != view.leaf.grad.data_ptr():
         set_grad(view.leaf, grad)

@@ -115,9 +115,10 @@ def unshard_params(
     """Collective over the process groups. A context in which the parameters of the units in `module` are whole.
 
     They are ``nn.Parameter`` of their original shapes, found by ``named_parameters()`` under their original names, and
-    may be changed in place, by ``.data``, or by assigning another parameter to the module. Changes of padding, and
-    changes on ranks other than 0 under `rank0_only`, are lost; of several ranks each has its own shard written back. An
-    exception within the context leaves nothing unsharded.
+    may be changed in place, by ``.data``, or by assigning another parameter to the module. Where the model is parallel
+    over tensors they are ``DTensor``, of which each rank has its block, and ``.data`` of these leads nowhere. Changes
+    of padding, and changes on ranks other than 0 under `rank0_only`, are lost; of several ranks each has its own shard
+    written back. An exception within the context leaves nothing unsharded.
 
     Args:
         kind: the type of wrappers.

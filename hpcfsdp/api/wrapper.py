@@ -525,7 +525,9 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
     @torch.no_grad()
     def _become_root(self) -> None:
         wrappers = self.fsdp_modules(self)
-        numel = sum(flat.layout.numel for wrapper in wrappers for flat in wrapper._unit.flats)
+        # Of blocks the largest counts: all ranks come to the same number.
+        slots = [slot for wrapper in wrappers for flat in wrapper._unit.flats for slot in flat.layout.slots]
+        numel = sum(slot.numel if slot.block is None else slot.block.largest_numel for slot in slots)
         if numel < self._groups.shard.size:
             raise EngineError(
                 f"the model has {numel} parameter element(s) for {self._groups.shard.size} ranks: nothing to shard for "

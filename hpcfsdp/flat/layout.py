@@ -73,6 +73,11 @@ class TensorBlock:
         return all(box.sizes == self.shape for box in self.boxes)
 
     @property
+    def largest_numel(self) -> int:
+        """Elements of the largest of the blocks, which all ranks know."""
+        return max(box.numel for box in self.boxes)
+
+    @property
     def copies(self) -> int:
         """How many of the ranks have this block."""
         return self.boxes.count(self.box)
