@@ -197,6 +197,11 @@ class FlatLayout:
         """Slots by name, aliases too."""
         return {name: slot for slot in self.slots for name in (slot.fqn, *slot.aliases)}
 
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Where slots are among all, by name, aliases too."""
+        return {name: place for place, slot in enumerate(self.slots) for name in (slot.fqn, *slot.aliases)}
+
     def gaps(self) -> list[tuple[int, int]]:
         """(first element, end) of every run of the flat buffer that no parameter owns."""
         runs, end = [], 0
@@ -241,6 +246,15 @@ class FlatLayout:
 
     def of_tensor_rank(self, rank: int) -> FlatLayout:
         """The layout that another of the ranks which are parallel over tensors has of its own blocks."""
+        if rank not in self._of_tensor_ranks:
+            self._of_tensor_ranks[rank] = self._planned_for(rank)
+        return self._of_tensor_ranks[rank]
+
+    @cached_property
+    def _of_tensor_ranks(self) -> dict[int, FlatLayout]:
+        return {}
+
+    def _planned_for(self, rank: int) -> FlatLayout:
         if all(slot.block is None or slot.block.rank == rank for slot in self.slots):
             return self
         blocks = {s.fqn: dataclasses.replace(s.block, rank=rank) for s in self.slots if s.block is not None}

@@ -8,7 +8,7 @@ is a tensor of its own for the plan of the moves, so that a run stays a run, how
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,8 +20,8 @@ from hpcfsdp.state.tensors import LocalPiece, StateTensor
 from hpcfsdp.tensor.move import MovePlan, batches, move
 from hpcfsdp.tensor.runs import Box, Run, cut_runs, own_runs, run_boxes, shard_runs, whole_box
 
-BoxesOf = Sequence[Mapping[int, Sequence[Box]]]
-"""By rank of the holders, and by slot, what a rank has of the whole parameter, one block after the other in memory."""
+BoxesOf = Callable[[int, int], Sequence[Box]]
+"""Of a rank of the holders, and a slot: what it has of the whole parameter, one block after the other in memory."""
 
 _BATCH_NUMEL = 1 << 20
 _STRETCH_NUMEL = 1 << 14
@@ -48,50 +48,63 @@ class Blocks:
         return self.groups.tensor.comm.size
 
     @cached_property
-    def _layouts(self) -> list[FlatLayout]:
-        return [self.layout.of_tensor_rank(rank) for rank in range(self.size)]
+    def _frames(self) -> list[Sequence[Box]]:
+        """By slot, the block of each of the ranks that are parallel over tensors."""
+        slots = self.layout.slots
+        return [[whole_box(s.shape)] * self.size if s.block is None else s.block.boxes for s in slots]
 
-    def frames(self, index: int) -> list[Box]:
-        """The block of each of the ranks that are parallel over tensors."""
-        slot = self.layout.slots[index]
-        return [whole_box(slot.shape)] * self.size if slot.block is None else list(slot.block.boxes)
+    @cached_property
+    def _numbers(self) -> list[list[int]]:
+        """By slot, what the block of each of these ranks is called in plans: after the first rank that has it."""
+        return [[index * self.size + boxes.index(box) for box in boxes] for index, boxes in enumerate(self._frames)]
 
-    def _number(self, index: int, tensor_rank: int) -> int:
-        """What a block is called in plans: after the first rank that has it."""
-        frames = self.frames(index)
-        return index * self.size + frames.index(frames[tensor_rank])
-
-    def shard_runs(self, rank: int, chosen: Mapping[int, object], *, once: bool) -> list[Run]:
+    def shard_runs(
+        self, rank: int, chosen: Collection[int], *, once: bool, among: Container[int] | None = None
+    ) -> list[Run]:
         """What one of the holders has of `chosen` slots, by the numbers of their blocks.
 
         Args:
             once: of what several of them have, only the first.
+            among: numbers of blocks that count; None for all.
         """
         place, tensor_rank = self.groups.holders().places[rank]
-        layout = self._layouts[tensor_rank]
+        layout = self.layout.of_tensor_rank(tensor_rank)
         if once and place >= layout.num_shards:  # nothing is sharded: the others have the same
             return []
         shard_rank = min(place, layout.num_shards - 1)
         runs = []
         for run in (shard_runs if self.whole_shard else own_runs)(layout, shard_rank):
             if run.index in chosen:
-                number = self._number(run.index, tensor_rank)
+                number = self._numbers[run.index][tensor_rank]
+                if among is not None and number not in among:
+                    continue
                 if not once or number == run.index * self.size + tensor_rank:
                     runs.append(run._replace(index=number))
         return runs
 
-    def box_runs(self, boxes: Mapping[int, Sequence[Box]]) -> list[Run]:
-        """The runs of blocks of any kind, by the numbers of the blocks that they are parts of."""
+    def box_runs(self, rank: int, boxes: BoxesOf, among: Iterable[int]) -> list[Run]:
+        """The runs of what a rank has of blocks, in blocks of any kind of its own.
+
+        Args:
+            among: the numbers of the blocks.
+        """
         runs = []
-        for index, held in boxes.items():
-            frames = self.frames(index)
-            for number, frame in enumerate(frames):
-                if frames.index(frame) == number and frame.numel:
-                    offset = 0
-                    for box in held:
-                        runs += cut_runs(index * self.size + number, frame, box, offset)
-                        offset += box.numel
+        for number in among:
+            index, tensor_rank = divmod(number, self.size)
+            frame, offset = self._frames[index][tensor_rank], 0
+            for box in boxes(rank, index):
+                runs += cut_runs(number, frame, box, offset)
+                offset += box.numel
         return sorted(runs)
+
+    def numbers(self, chosen: Iterable[int]) -> list[int]:
+        """Those of the different blocks of `chosen` slots, without those that have no elements."""
+        return [
+            number
+            for index in chosen
+            for tensor_rank, number in enumerate(self._numbers[index])
+            if number == index * self.size + tensor_rank and self._frames[index][tensor_rank].numel
+        ]
 
     def by_number(self, tensors: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """Memory by the numbers of blocks."""
@@ -109,16 +122,20 @@ def gather_blocks(
 
     Args:
         shards: by slot, the memory of this rank's runs.
-        boxes: which blocks each rank is to get.
+        boxes: which blocks each rank is to get of the slots of `shards`.
         targets: by slot, 1-D, the memory of this rank's blocks.
         dtype: in which values travel.
     """
     comm, rank = blocks.groups.holders().comm, blocks.groups.holders().comm.rank
+    mine = blocks.shard_runs(rank, shards, once=True)
+    wanted = blocks.box_runs(rank, boxes, blocks.numbers(shards))
+    # Of what others have or want, only what has to do with this rank: there are ranks x slots of it.
+    given, asked = sorted({run.index for run in mine}), {run.index for run in wanted}
     plan = MovePlan.make(
         rank,
         comm.size,
-        lambda other: blocks.shard_runs(other, shards, once=True),
-        lambda other: blocks.box_runs(boxes[other]),
+        lambda other: mine if other == rank else blocks.shard_runs(other, shards, once=True, among=asked),
+        lambda other: wanted if other == rank else blocks.box_runs(other, boxes, given),
     )
     source, target = blocks.by_number(shards), blocks.by_number(targets)
     for part in plan.parts(_batches(blocks)):
@@ -134,11 +151,14 @@ def scatter_blocks(
 ) -> None:
     """Collective over the holders. The way back; `boxes` have each element of the parameters once."""
     comm, rank = blocks.groups.holders().comm, blocks.groups.holders().comm.rank
+    mine = blocks.box_runs(rank, boxes, blocks.numbers(shards))
+    wanted = blocks.shard_runs(rank, shards, once=False)
+    given, asked = {run.index for run in mine}, sorted({run.index for run in wanted})
     plan = MovePlan.make(
         rank,
         comm.size,
-        lambda other: blocks.box_runs(boxes[other]),
-        lambda other: blocks.shard_runs(other, shards, once=False),
+        lambda other: mine if other == rank else blocks.box_runs(other, boxes, asked),
+        lambda other: wanted if other == rank else blocks.shard_runs(other, shards, once=False, among=given),
     )
     source, target = blocks.by_number(sources), blocks.by_number(shards)
     for part in plan.parts(_batches(blocks)):
@@ -152,18 +172,27 @@ class FileForm:
         memory: by slot, this rank's stretch, 1-D.
     """
 
-    def __init__(self, blocks: Blocks, shards: Mapping[int, torch.Tensor], *, are_read_by_others: bool = False) -> None:
-        """Not collective, once the holders are known. Plan it, and take the memory.
+    def __init__(self, blocks: Blocks, *, are_read_by_others: bool = False) -> None:
+        """Not collective.
 
         Args:
-            shards: by slot, the memory of this rank's runs, all of one dtype.
-            are_read_by_others: they stand in memory that ranks of a node share: nothing may be received there.
+            are_read_by_others: shards stand in memory that ranks of a node share: nothing may be received there.
         """
-        self._blocks, self._shards, self._are_read_by_others = blocks, shards, are_read_by_others
-        holders = blocks.groups.holders()
-        self._rank, size = holders.comm.rank, holders.comm.size
-        self._stretches = {i: _stretches(math.prod(blocks.layout.slots[i].whole_shape), size) for i in shards}
-        self.memory = {i: shard.new_empty(self._stretches[i][self._rank][1]) for i, shard in shards.items()}
+        self._blocks, self._are_read_by_others = blocks, are_read_by_others
+        self._shards: dict[int, torch.Tensor] = {}
+        self._stretches: dict[int, list[tuple[int, int]]] = {}
+        self.memory: dict[int, torch.Tensor] = {}
+
+    def add(self, index: int, shard: torch.Tensor) -> None:
+        """Not collective, once the holders are known. Take memory for a slot.
+
+        Args:
+            shard: the memory of this rank's runs, 1-D, of the same dtype for all slots.
+        """
+        comm = self._blocks.groups.holders().comm
+        stretches = _stretches(math.prod(self._blocks.layout.slots[index].whole_shape), comm.size)
+        self._shards[index], self._stretches[index] = shard, stretches
+        self.memory[index] = shard.new_empty(stretches[comm.rank][1])
 
     def state_tensor(self, index: int, name: str, aliases: tuple[str, ...] = ()) -> StateTensor:
         """A slot under a name, in stretches that lie in `memory`."""
@@ -178,12 +207,12 @@ class FileForm:
 
     def _pieces(self, index: int) -> tuple[LocalPiece, ...]:
         """This rank's stretch of a slot."""
-        start, numel = self._stretches[index][self._rank]
+        start, numel = self._stretches[index][self._blocks.groups.holders().comm.rank]
         return (LocalPiece(start, self.memory[index]),) if numel else ()
 
     def gather(self) -> None:
         """Collective over the holders. Fill `memory` from the shards."""
-        gather_blocks(self._blocks, self._shards, self._boxes(), self.memory, self._dtype)
+        gather_blocks(self._blocks, self._shards, self._boxes, self.memory, self._dtype)
 
     def scatter(self) -> None:
         """Collective over the holders. Fill the shards from `memory`."""
@@ -191,7 +220,7 @@ class FileForm:
         if self._are_read_by_others:
             copies = {shard.data_ptr(): shard.clone() for shard in shards.values()}
             shards = {index: copies[shard.data_ptr()] for index, shard in shards.items()}
-        scatter_blocks(self._blocks, shards, self._boxes(), self.memory, self._dtype)
+        scatter_blocks(self._blocks, shards, self._boxes, self.memory, self._dtype)
         if self._are_read_by_others:
             for shard in {shard.data_ptr(): shard for shard in self._shards.values()}.values():
                 shard.copy_(copies[shard.data_ptr()])
@@ -200,10 +229,8 @@ class FileForm:
     def _dtype(self) -> torch.dtype:
         return next(iter(self._shards.values())).dtype
 
-    def _boxes(self) -> BoxesOf:
-        shapes = {index: self._blocks.layout.slots[index].whole_shape for index in self._shards}
-        size = self._blocks.groups.holders().comm.size
-        return [{i: run_boxes(shapes[i], *self._stretches[i][rank]) for i in shapes} for rank in range(size)]
+    def _boxes(self, rank: int, index: int) -> Sequence[Box]:
+        return run_boxes(self._blocks.layout.slots[index].whole_shape, *self._stretches[index][rank])
 
 
 def _stretches(numel: int, size: int) -> list[tuple[int, int]]:

@@ -112,13 +112,10 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
     for flat, layout, groups in flat_params(model):
         flat_shards.update((flat.parameter, *flat.leaves))
         shard = flat.parameter.data
-        cut = [index for index, slot in enumerate(layout.slots) if slot.is_cut]
-        form = None
-        if cut:
-            blocks = Blocks(groups, layout, whole_shard=True)
-            form = FileForm(blocks, dict.fromkeys(cut, shard), are_read_by_others=flat.is_resident)
+        form = FileForm(Blocks(groups, layout, whole_shard=True), are_read_by_others=flat.is_resident)
         for index, slot in enumerate(layout.slots):
-            if form is not None and slot.is_cut:
+            if slot.is_cut:
+                form.add(index, shard)
                 add(form.state_tensor(index, slot.fqn, slot.aliases))
                 continue
             pieces = shard_pieces(layout, slot.fqn, flat.comm.rank, shard)

@@ -30,6 +30,10 @@ from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated, unsharded
 Scalar = bool | int | float
 
 
+Forms = dict[tuple[int, str, torch.dtype], FileForm]
+"""By the identity of a layout, the name of a state, and its dtype."""
+
+
 @dataclass(frozen=True)
 class TrainedParam:
     """A parameter that the optimizer steps: one of the model's own, or the shard of several in a flat parameter.
@@ -58,8 +62,12 @@ class TrainedParam:
         [fqn] = self.shapes
         return math.prod(self.shapes[fqn]) > 0 and self.layout.param_extent(fqn, self.shard_rank) is None
 
-    def state_tensor(self, fqn: str, key: str, value: torch.Tensor) -> StateTensor:
-        """The part of one state value that belongs to the parameter `fqn`, under the name ``fqn/key``."""
+    def state_tensor(self, fqn: str, key: str, value: torch.Tensor, forms: Forms) -> StateTensor:
+        """The part of one state value that belongs to the parameter `fqn`, under the name ``fqn/key``.
+
+        Args:
+            forms: added to: what is put together for the file, the same for all parameters of a flat one.
+        """
         name = f"{fqn}/{key}"
         if value.dim() == 0 or self.layout is None or self.groups is None:
             return unsharded(name, value)
@@ -69,9 +77,11 @@ class TrainedParam:
                 f"shard, {tuple(self.param.shape)}: it cannot be split by parameter"
             )
         if self.layout.by_name[fqn].is_cut:
-            index = self.layout.slots.index(self.layout.by_name[fqn])
-            blocks = Blocks(self.groups, self.layout, whole_shard=not self.is_run)
-            return FileForm(blocks, {index: value.view(-1)}).state_tensor(index, name)
+            index, kind = self.layout.places[fqn], (id(self.layout), key, value.dtype)
+            if kind not in forms:
+                forms[kind] = FileForm(Blocks(self.groups, self.layout, whole_shard=not self.is_run))
+            forms[kind].add(index, value.view(-1))
+            return forms[kind].state_tensor(index, name)
         extents = written_extents(self.layout, fqn, self.groups)
         if self.is_run:
             extent = self.layout.param_extent(fqn, self.shard_rank)
@@ -136,6 +146,7 @@ def optimizer_state(
         CheckpointError: a value is neither a tensor nor a number, or has a shape that cannot be split.
     """
     tensors: list[StateTensor] = []
+    forms: Forms = {}
     scalars: dict[str, Scalar] = {}
     groups: list[dict[str, Any]] = []
     for group, members in zip(optimizer.param_groups, trained_params(model, optimizer), strict=True):
@@ -153,7 +164,7 @@ def optimizer_state(
                     )
                 for fqn in member.shapes:
                     if isinstance(value, torch.Tensor):
-                        tensors.append(member.state_tensor(fqn, key, value))
+                        tensors.append(member.state_tensor(fqn, key, value, forms))
                     elif isinstance(value, (bool, int, float)):
                         scalars[f"{fqn}/{key}"] = value
                     elif isinstance(value, Untold):
@@ -234,6 +245,7 @@ class OptimizerRestore:
         self._members = trained_params(model, optimizer)
         self._groups = _match_groups(self._members, groups)
         self._state: dict[nn.Parameter, dict[str, Any]] = {}
+        self._forms: Forms = {}
         self._scalar_parts: list[tuple[str, str, nn.Parameter, torch.Tensor]] = []
         self.tensors: list[StateTensor] = []
         """To be filled: every piece is memory of the new state."""
@@ -328,7 +340,7 @@ class OptimizerRestore:
                     f"parameter has {member.shapes[wrong]}"
                 )
             state[key] = torch.zeros_like(member.param, dtype=first.dtype, requires_grad=False)
-        self.tensors += [member.state_tensor(name, key, state[key]) for name in values]
+        self.tensors += [member.state_tensor(name, key, state[key], self._forms) for name in values]
 
     def _scalar_device(self, param: nn.Parameter, key: str) -> torch.device:
         # torch's optimizers keep step on the CPU unless capturable or fused, where it sits beside the parameter; the

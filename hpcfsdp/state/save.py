@@ -113,7 +113,7 @@ def save(
     with _shards_published(units, call), keeping_scratch():
         for inner in units:
             call.values[inner] = _values(inner, call)
-            if call.kind_of(inner) is StateDictType.FULL_STATE_DICT and call.form_of(inner).is_made_by(inner._groups):
+            if call.kind_of(inner) is StateDictType.FULL_STATE_DICT:  # whoever shows them: meshes may span replicas
                 tensors = (tensor for _, _, tensor, _ in _plain(inner) if isinstance(tensor, DTensor))
                 call.gathered.update((tensor, whole_of(tensor)) for tensor in dict.fromkeys(tensors))
     if destination is None:

@@ -20,7 +20,7 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import FlatLayout, ParamSlot
 from hpcfsdp.observe.profile import Phase, profile
-from hpcfsdp.state.blocks import Blocks, gather_blocks, scatter_blocks
+from hpcfsdp.state.blocks import Blocks, BoxesOf, gather_blocks, scatter_blocks
 from hpcfsdp.tensor.move import MovePlan, RunsOf, batches, move
 from hpcfsdp.tensor.runs import Box, Run, chunk_box, chunk_runs, cut_runs, own_runs, shard_runs, whole_box, whole_runs
 from hpcfsdp.tensor.sharded import (
@@ -273,7 +273,7 @@ def _gather_chunks(
         found[index] = torch.empty(box.sizes, dtype=dtype, device=target)
     shards = {index: parts.tensors[index] for index in cut}
     targets = {index: found[index].view(-1) for index in cut}
-    gather_blocks(Blocks(groups, parts.layout, parts.whole_shard), shards, boxes, targets, dtype)
+    gather_blocks(Blocks(groups, parts.layout, parts.whole_shard), shards, _held_by(boxes), targets, dtype)
 
 
 def _move(comm: Communicator, parts: Parts, wanted: RunsOf, found: Sequence[Any], dtype: torch.dtype) -> None:
@@ -344,6 +344,10 @@ def _own_blocks(groups: Groups, parts: Parts, values: Sequence[Any]) -> list[Any
     return found
 
 
+def _held_by(boxes: Sequence[Mapping[int, Sequence[Box]]]) -> BoxesOf:
+    return lambda rank, index: boxes[rank].get(index, ())
+
+
 def is_distributed(value: Any) -> bool:
     """Whether a value is a ``ShardedTensor`` or a ``DTensor``."""
     return isinstance(value, (ShardedTensor, DTensor))
@@ -371,7 +375,7 @@ def _scatter_distributed(groups: Groups, parts: Parts, values: Sequence[Any]) ->
                     seen.update(held)
         sources = {index: _held(values[index]) for index in chosen}
         shards = {index: parts.tensors[index] for index in chosen}
-        scatter_blocks(Blocks(groups, parts.layout, parts.whole_shard), shards, boxes, sources, dtype)
+        scatter_blocks(Blocks(groups, parts.layout, parts.whole_shard), shards, _held_by(boxes), sources, dtype)
 
 
 def _block_from_first(groups: Groups, slot: ParamSlot, value: OnFirst) -> OnFirst:
