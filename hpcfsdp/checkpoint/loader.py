@@ -53,19 +53,24 @@ def load(
     with raise_together(comm), torch.no_grad(), BlockReader(index) as reader:
         targets = model_tensors(model)
         _check_model(index, targets)
+        for staged in staged_of(targets):
+            staged.alloc()
         restore = None
         if optimizer is not None:
             restore = _plan_optimizer(index, model, optimizer)
+            for staged in staged_of(restore.tensors):
+                staged.alloc()
             for tensor in restore.tensors:
                 for piece, values in _read_pieces(reader, schema.OPTIM_STATE, tensor):
                     piece.fill(values)
             restore.check()
         # Read aside first: a damaged block must not leave a model that is half old and half new.
-        staged = [item for tensor in targets for item in _read_pieces(reader, schema.MODEL, tensor)]
-    for piece, values in staged:
+        read = [item for tensor in targets for item in _read_pieces(reader, schema.MODEL, tensor)]
+    for piece, values in read:
         piece.fill(values)
     for staged in staged_of([*targets, *(restore.tensors if restore is not None else ())]):
         staged.scatter()
+        staged.free()
     if restore is not None:
         restore.apply()
     _restore_rng(index, comm, device_of(model))

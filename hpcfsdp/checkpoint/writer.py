@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from hpcfsdp.errors import CheckpointError
 from hpcfsdp.state.model import communicator_of, device_of, model_tensors
 from hpcfsdp.state.optim.compare import StateInfo
 from hpcfsdp.state.optimizer import optimizer_state, state_elsewhere
-from hpcfsdp.state.tensors import StateTensor, staged_of
+from hpcfsdp.state.tensors import Staged, StateTensor, staged_of
 
 
 def save(
@@ -70,8 +70,6 @@ def save(
         plan = plan_save(tensors)
     assert_same(comm, step, "step")
     assert_same(comm, plan.fingerprint(), "the plan of the checkpoint (the tensors of model and optimizer)")
-    for staged in staged_of(tensor for _, tensor in tensors):
-        staged.gather()
     small |= _gather_rng(comm, model)
     attributes = {
         "software": "hpcfsdp",
@@ -90,8 +88,7 @@ def save(
                     abandoned.unlink(missing_ok=True)
                 offsets, table_offset = skeleton.create(partial, plan, attributes, small)
         offsets = comm.broadcast_object(offsets)
-        with raise_together(comm), _errors_of(path):
-            sums = _write_blocks(partial, plan, [tensor for _, tensor in tensors], offsets, comm.rank)
+        sums = _write_all_blocks(comm, path, partial, plan, [tensor for _, tensor in tensors], offsets)
         everyone = comm.all_gather_object(sums)
         with raise_together(comm), _errors_of(path):
             if comm.rank == 0:
@@ -163,24 +160,50 @@ def _check_room(path: Path, needed_bytes: int) -> None:
         raise CheckpointError(f"{needed_bytes} bytes are needed, {free} are free on that file system")
 
 
-def _write_blocks(
-    partial: Path, plan: SavePlan, tensors: Sequence[StateTensor], offsets: Sequence[int], rank: int
+def _write_all_blocks(
+    comm: Communicator,
+    path: Path,
+    partial: Path,
+    plan: SavePlan,
+    tensors: Sequence[StateTensor],
+    offsets: Sequence[int],
 ) -> list[tuple[int, int]]:
-    """Write this rank's blocks and force them to disk; the index and checksum of each."""
+    """Collective over `comm`. Write this rank's blocks and force them to disk; the index and checksum of each.
+
+    What has to be put together first is put together, written and forgotten one after the other.
+    """
     sums: list[tuple[int, int]] = []
-    fd = os.open(partial, os.O_WRONLY)
-    try:
-        for index, block in enumerate(plan.blocks):
-            if block.rank != rank:
-                continue
-            tensor, spec = tensors[block.tensor], plan.specs[block.tensor]
-            piece = next(p for p in tensor.pieces if p.start <= block.start < p.start + p.numel)
-            data = piece.slice(block.start, block.numel).view(torch.uint8).numpy()
-            sums.append((index, schema.checksum(data)))
-            _write_all(fd, data, offsets[block.tensor] + block.start * spec.itemsize)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    blocks: dict[Staged | None, list[int]] = {}
+    for index, block in enumerate(plan.blocks):
+        if block.rank == comm.rank:
+            blocks.setdefault(tensors[block.tensor].staged, []).append(index)
+    with contextlib.ExitStack() as stack:
+        with raise_together(comm), _errors_of(path):
+            fd = os.open(partial, os.O_WRONLY)
+            stack.callback(os.close, fd)
+            sums += _write_blocks(fd, plan, tensors, offsets, blocks.get(None, ()))
+        for staged in staged_of(tensors):
+            staged.gather()
+            with raise_together(comm), _errors_of(path):
+                sums += _write_blocks(fd, plan, tensors, offsets, blocks.get(staged, ()))
+            staged.free()
+        with raise_together(comm), _errors_of(path):
+            os.fsync(fd)
+    return sums
+
+
+def _write_blocks(
+    fd: int, plan: SavePlan, tensors: Sequence[StateTensor], offsets: Sequence[int], blocks: Iterable[int]
+) -> list[tuple[int, int]]:
+    """Write some blocks of the plan; the index and checksum of each."""
+    sums: list[tuple[int, int]] = []
+    for index in blocks:
+        block = plan.blocks[index]
+        tensor, spec = tensors[block.tensor], plan.specs[block.tensor]
+        piece = next(p for p in tensor.pieces if p.start <= block.start < p.start + p.numel)
+        data = piece.slice(block.start, block.numel).view(torch.uint8).numpy()
+        sums.append((index, schema.checksum(data)))
+        _write_all(fd, data, offsets[block.tensor] + block.start * spec.itemsize)
     return sums
 
 

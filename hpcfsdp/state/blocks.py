@@ -19,6 +19,7 @@ from hpcfsdp.flat.layout import FlatLayout, ShardExtent
 from hpcfsdp.state.tensors import LocalPiece, StateTensor
 from hpcfsdp.tensor.move import MovePlan, batches, move
 from hpcfsdp.tensor.runs import Box, Run, cut_runs, own_runs, run_boxes, shard_runs, whole_box
+from hpcfsdp.tensor.whole import forget_memory, take_memory
 
 BoxesOf = Callable[[int, int], Sequence[Box]]
 """Of a rank of the holders, and a slot: what it has of the whole parameter, one block after the other in memory."""
@@ -169,7 +170,7 @@ class FileForm:
     """Parameters, or what is laid out like them, in stretches of the whole, as a file has them.
 
     Attributes:
-        memory: by slot, this rank's stretch, 1-D.
+        memory: by slot, this rank's stretch, 1-D; without memory before ``alloc``, and after ``free``.
     """
 
     def __init__(self, blocks: Blocks, *, are_read_by_others: bool = False) -> None:
@@ -193,6 +194,7 @@ class FileForm:
         stretches = _stretches(math.prod(self._blocks.layout.slots[index].whole_shape), comm.size)
         self._shards[index], self._stretches[index] = shard, stretches
         self.memory[index] = shard.new_empty(stretches[comm.rank][1])
+        forget_memory(self.memory[index])
 
     def state_tensor(self, index: int, name: str, aliases: tuple[str, ...] = ()) -> StateTensor:
         """A slot under a name, in stretches that lie in `memory`."""
@@ -210,8 +212,19 @@ class FileForm:
         start, numel = self._stretches[index][self._blocks.groups.holders().comm.rank]
         return (LocalPiece(start, self.memory[index]),) if numel else ()
 
+    def alloc(self) -> None:
+        """Not collective. Take the memory, if it is not there."""
+        for tensor in self.memory.values():
+            take_memory(tensor)
+
+    def free(self) -> None:
+        """Not collective. Give it back."""
+        for tensor in self.memory.values():
+            forget_memory(tensor)
+
     def gather(self) -> None:
-        """Collective over the holders. Fill `memory` from the shards."""
+        """Collective over the holders. Take the memory, and fill it from the shards."""
+        self.alloc()
         gather_blocks(self._blocks, self._shards, self._boxes, self.memory, self._dtype)
 
     def scatter(self) -> None:

@@ -64,10 +64,16 @@ class StateTensor:
 
 
 class Staged(Protocol):
-    """Memory in which tensors are put together for a file."""
+    """Memory in which tensors are put together for a file; there is none before it is asked for."""
+
+    def alloc(self) -> None:
+        """Not collective. Take the memory, if it is not there."""
+
+    def free(self) -> None:
+        """Not collective. Give it back."""
 
     def gather(self) -> None:
-        """Collective. Fill it from the tensors."""
+        """Collective. Take the memory, and fill it from the tensors."""
 
     def scatter(self) -> None:
         """Collective. Fill the tensors from it."""

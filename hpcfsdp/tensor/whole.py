@@ -9,6 +9,20 @@ from hpcfsdp import _compat
 from hpcfsdp.tensor.sharded import local_blocks
 
 
+def forget_memory(tensor: torch.Tensor) -> None:
+    """Have a tensor keep its shape and nothing of its memory, which others may go on to use.
+
+    Unlike ``free_storage`` it does not ask whose the memory is: NumPy may have seen it.
+    """
+    tensor.data = tensor.new_empty(1).expand(tensor.shape)
+
+
+def take_memory(tensor: torch.Tensor) -> None:
+    """The way back from ``forget_memory``; nothing if the memory is there."""
+    if tensor.untyped_storage().nbytes() < tensor.nbytes:
+        tensor.data = tensor.new_empty(tensor.shape)
+
+
 def is_cut(tensor: torch.Tensor) -> bool:
     """Whether it is a ``DTensor`` of which ranks have different parts, or sums that are pending."""
     return isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements)
@@ -37,16 +51,26 @@ class WholeForm:
     """A ``DTensor`` that is cut, whole on each rank for the time that it goes to a file, or comes from one.
 
     Attributes:
-        memory: all of it; it has the values once they have been gathered.
+        memory: all of it; without memory before ``alloc``, and after ``free``.
     """
 
     def __init__(self, tensor: DTensor) -> None:
-        """Not collective. Take the memory."""
+        """Not collective."""
         self._tensor = tensor
-        self.memory = _compat.local_of(tensor).new_empty(tensor.shape)
+        self.memory = _compat.local_of(tensor).detach().new_empty(tensor.shape)
+        self.free()
+
+    def alloc(self) -> None:
+        """Not collective. Take the memory, if it is not there."""
+        take_memory(self.memory)
+
+    def free(self) -> None:
+        """Not collective. Give it back."""
+        forget_memory(self.memory)
 
     def gather(self) -> None:
-        """Collective over the mesh. Fill `memory`."""
+        """Collective over the mesh. Take the memory, and fill it."""
+        self.alloc()
         self.memory.copy_(whole_of(self._tensor))
 
     def scatter(self) -> None:
