@@ -63,6 +63,8 @@ test-mpi: $(STAMP)
 	  echo "== MPI tests on $$n rank(s)"; \
 	  timeout --kill-after=30 1200 $(MPIRUN) -n $$n $(PY) -m pytest tests/mpi --with-mpi || exit 1; \
 	done
+	@echo "== MPI tests of three dimensions on 8 ranks"
+	timeout --kill-after=30 600 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi --with-mpi -m eight
 
 test-mpich: export OMP_NUM_THREADS := 1
 test-mpich: $(MPICH_STAMP)
