@@ -131,6 +131,7 @@ def layouts(*params, dtype=torch.float32):
 
 def results_of(run_ranks, size, usual, other):
     """What comparing models (layouts, and whether they are trained) gives on each rank; the last has `other`."""
+
     def check(comm):
         check_same_model(comm, *(other if comm.rank == size - 1 else usual), range(size))
 
