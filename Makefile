@@ -64,7 +64,7 @@ test-mpi: $(STAMP)
 	  timeout --kill-after=30 1200 $(MPIRUN) -n $$n $(PY) -m pytest tests/mpi --with-mpi || exit 1; \
 	done
 	@echo "== MPI tests of three dimensions on 8 ranks"
-	timeout --kill-after=30 600 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi --with-mpi -m eight
+	timeout --kill-after=30 600 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi/test_tensor_parallel*.py --with-mpi -m eight
 
 test-mpich: export OMP_NUM_THREADS := 1
 test-mpich: $(MPICH_STAMP)

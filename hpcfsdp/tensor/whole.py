@@ -14,7 +14,7 @@ def forget_memory(tensor: torch.Tensor) -> None:
 
     Unlike ``free_storage`` it does not ask whose the memory is: NumPy may have seen it.
     """
-    tensor.data = tensor.new_empty(1).expand(tensor.shape)
+    tensor.data = tensor.new_empty(()).expand(tensor.shape)
 
 
 def take_memory(tensor: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from hpcfsdp.comm.agree import assert_same, raise_together
+from hpcfsdp.comm.agree import assert_same, raise_together, raise_together_over
 from hpcfsdp.errors import CheckpointCorruptError, DisagreementError, HpcfsdpError, UsageError
 
 
@@ -70,3 +70,32 @@ def test_assert_same_names_what_differs_and_the_first_rank_where_it_does(run_ran
         assert type(error) is DisagreementError
         assert str(error) == "the plan differs between ranks: rank 0 has a, rank 1 has b"
         assert error.collective
+
+
+def test_an_error_reaches_all_ranks_of_a_grid(run_ranks):
+    """Two lines, (0, 1) and (2, 3): rank 3 alone fails, which its line hears first and the other then."""
+    across = {0: {}, 1: {}}
+
+    def line(comm):
+        def body(inner):
+            with raise_together_over([inner]):
+                if comm == 1 and inner.rank == 1:
+                    raise UsageError("no")
+            return "went on"
+
+        return body
+
+    for number in across:
+        across[number] = run_ranks(2, line(number))
+    assert across[0] == ["went on"] * 2
+    first, second = across[1]
+    assert str(first) == "rank 1: no"
+    assert str(second) == "no"
+
+    def column(comm):
+        with raise_together_over([comm]):
+            if comm.rank == 1:
+                raise first  # which has been raised together, and says who it was
+        return "went on"
+
+    assert [str(error) for error in run_ranks(2, column)] == ["rank 1: no"] * 2
