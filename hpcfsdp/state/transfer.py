@@ -113,7 +113,7 @@ class Parts:
 
 @torch.no_grad()
 def collect(groups: Groups, parts: Parts, dtype: torch.dtype, device: torch.device, form: Form) -> list[Any]:
-    """Collective over ``groups.shard``. What a state dict shows of `parts`, for each slot; None for nothing.
+    """Collective over a replica of the unit. What a state dict shows of `parts`, for each slot; None for nothing.
 
     Results are new memory. Beyond it this takes memory for one gathered flat parameter where all ranks get whole
     tensors, and otherwise for a few parameters.

@@ -34,7 +34,7 @@ class ConsolidatedOptimState:
 def communicate_optim_state(
     info: FSDPParamInfo, flat_param_state: Mapping[str, Any], form: Form
 ) -> ConsolidatedOptimState:
-    """Collective over ``info.comm``. The state of a flat parameter, of which each rank holds its shard.
+    """Collective over a replica of the unit. The state of a flat parameter, of which each rank holds its shard.
 
     Args:
         flat_param_state: the optimizer's; of all ranks alike, but for the values of tensors with dimensions.
@@ -85,7 +85,7 @@ def allgather_orig_param_states(
     states: Mapping[str, Mapping[str, Any]],
     form: Form,
 ) -> dict[str, Any]:
-    """Collective over ``info.comm``. One state of several parameters of a flat parameter, each stepped by itself.
+    """Collective over a replica of the unit. One state of several parameters of a flat parameter, each stepped by itself.
 
     Args:
         fqns: the parameters, on all ranks alike.
@@ -109,7 +109,7 @@ def allgather_orig_param_states(
 def gather_all_orig_param_state(
     info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], merged: Mapping[str, StateInfo], form: Form
 ) -> dict[str, ConsolidatedOptimState]:
-    """Collective over ``info.comm``. The states of the parameters of one flat parameter, each stepped by itself.
+    """Collective over a replica of the unit. The states of the parameters of one flat parameter, each stepped by itself.
 
     Args:
         states: this rank's, by parameter.

@@ -20,7 +20,7 @@ States = dict[str, dict[str, Any]]
 
 
 def unflatten_optim_state(info: FSDPParamInfo, flat_param_state: Mapping[str, Any], form: Form) -> States:
-    """Collective over ``info.comm``. The state of a flat parameter by the names of its parameters.
+    """Collective over a replica of the unit. The state of a flat parameter by the names of its parameters.
 
     Ranks that the form leaves out get nothing.
     """
@@ -59,7 +59,7 @@ def unflatten_orig_param_states(found: Mapping[str, ConsolidatedOptimState]) -> 
 def convert_state_with_flat_params(
     info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], merged: Mapping[str, StateInfo], form: Form
 ) -> States:
-    """Collective over ``info.comm``. The state of a flat parameter that the optimizer steps as one.
+    """Collective over a replica of the unit. The state of a flat parameter that the optimizer steps as one.
 
     Args:
         states: this rank's, by the name of the first parameter of each flat parameter.
@@ -72,7 +72,7 @@ def convert_state_with_flat_params(
 def convert_state_with_orig_params(
     info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], merged: Mapping[str, StateInfo], form: Form
 ) -> States:
-    """Collective over ``info.comm``. The state of a flat parameter whose parameters the optimizer steps one by one.
+    """Collective over a replica of the unit. The state of a flat parameter whose parameters the optimizer steps one by one.
 
     Args:
         states: this rank's, by the name of the parameter; it may lack those of which its shard holds nothing.
