@@ -85,7 +85,7 @@ def allgather_orig_param_states(
     states: Mapping[str, Mapping[str, Any]],
     form: Form,
 ) -> dict[str, Any]:
-    """Collective over a replica of the unit. One state of several parameters of a flat parameter, each stepped by itself.
+    """Collective over a replica of the unit. One state of several parameters of a flat parameter, stepped one by one.
 
     Args:
         fqns: the parameters, on all ranks alike.
@@ -109,7 +109,7 @@ def allgather_orig_param_states(
 def gather_all_orig_param_state(
     info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], merged: Mapping[str, StateInfo], form: Form
 ) -> dict[str, ConsolidatedOptimState]:
-    """Collective over a replica of the unit. The states of the parameters of one flat parameter, each stepped by itself.
+    """Collective over a replica of the unit. The states of the parameters of one flat parameter, stepped one by one.
 
     Args:
         states: this rank's, by parameter.

@@ -72,7 +72,7 @@ def convert_state_with_flat_params(
 def convert_state_with_orig_params(
     info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], merged: Mapping[str, StateInfo], form: Form
 ) -> States:
-    """Collective over a replica of the unit. The state of a flat parameter whose parameters the optimizer steps one by one.
+    """Collective over a replica of the unit. The state of a flat parameter whose parameters are stepped one by one.
 
     Args:
         states: this rank's, by the name of the parameter; it may lack those of which its shard holds nothing.
