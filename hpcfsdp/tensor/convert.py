@@ -97,7 +97,7 @@ def _boxes_by_place(
         dim = getattr(placement, "dim", None)
         if dim is None:
             raise ShardingError(
-                f"a tensor placed as {list(placements)} has no values of its own: redistribute it first"
+                f"a DTensor with placements {tuple(placements)} has no values of its own: redistribute it first"
             )
         if not -len(shape) <= dim < len(shape):
             raise ShardingError(f"a tensor of shape {list(shape)} has no dimension {dim} to be cut along: {placement}")

@@ -241,7 +241,7 @@ def test_blocks_that_are_no_cut_of_a_mesh(change, message):
     ("placements", "message"),
     [
         ([Shard(0)], r"1 placement\(s\) are for a mesh of as many dimensions, not 2"),
-        ([Shard(0), Partial()], r"\[Shard\(dim=0\), Partial\(sum\)\] has no values of its own: redistribute it first"),
+        ([Shard(0), Partial()], r"\(Shard\(dim=0\), Partial\(sum\)\) has no values of its own: redistribute it first"),
         ([Replicate(), Shard(2)], r"shape \[4, 6\] has no dimension 2"),
         ([Replicate(), Shard(-3)], r"shape \[4, 6\] has no dimension -3"),
     ],
