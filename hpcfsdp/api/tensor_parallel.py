@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,19 +21,25 @@ from hpcfsdp.comm import raise_together_over
 from hpcfsdp.errors import EngineError, ShardingError
 from hpcfsdp.flat.gradient import set_grad
 from hpcfsdp.flat.layout import Box, TensorBlock
+from hpcfsdp.tensor.whole import whole_of
 
 if TYPE_CHECKING:
     from hpcfsdp.api.wrapper import FullyShardedDataParallel
 
 
 def with_tensor_ranks(
-    groups: Groups, module: nn.Module, units: Iterable[FullyShardedDataParallel], unit: str
+    groups: Groups,
+    module: nn.Module,
+    units: Iterable[FullyShardedDataParallel],
+    unit: str,
+    ignored: Collection[torch.Tensor] = (),
 ) -> Groups:
     """Collective over the unit's ranks and the mesh, if there is one. The groups, with the ranks of DTensors.
 
     Args:
         groups: of the unit that `module` is to become.
         units: inside of it, made before.
+        ignored: parameters that may be DTensors on any ranks.
 
     Raises:
         ShardingError: on all of the unit's ranks; DTensors of one model lie on different meshes, on a mesh without this
@@ -41,20 +47,30 @@ def with_tensor_ranks(
     """
     sharing = groups.all_global_ranks() if dist.is_initialized() else ()
     with raise_together_over(groups.connecting()):
-        mesh = _mesh_of(module, units, unit, sharing)
+        mesh = _mesh_of(module, units, unit, sharing, ignored)
     return groups if mesh is None else replace(groups, tensor=tensor_ranks(mesh))
 
 
 def _mesh_of(
-    module: nn.Module, units: Iterable[FullyShardedDataParallel], unit: str, sharing: Sequence[int]
+    module: nn.Module,
+    units: Iterable[FullyShardedDataParallel],
+    unit: str,
+    sharing: Sequence[int],
+    ignored: Collection[torch.Tensor],
 ) -> DeviceMesh | None:
     """The mesh of a module's DTensors, None if there are none.
 
     Args:
         sharing: the ranks that the unit is sharded over.
+        ignored: parameters that do not count where there are others, and may lie on the ranks of `sharing`.
     """
+    named = [(fqn, param) for fqn, param in module.named_parameters() if isinstance(param, DTensor)]
+    if any(param not in ignored for _, param in named):
+        named = [(fqn, param) for fqn, param in named if param not in ignored]
+    else:  # the unit is alike on ranks that are parallel over the tensors of others
+        named = [(fqn, param) for fqn, param in named if _is_apart(param.device_mesh, sharing)][:1]
     meshes = [(f"the unit {inner._unit.name}", inner._groups.tensor.mesh) for inner in units if inner._groups.tensor]
-    meshes += [(repr(fqn), param.device_mesh) for fqn, param in module.named_parameters() if isinstance(param, DTensor)]
+    meshes += [(repr(fqn), param.device_mesh) for fqn, param in named]
     if not meshes:
         return None
     what, mesh = meshes[0]
@@ -68,6 +84,11 @@ def _mesh_of(
         raise ShardingError(f"{what} is a DTensor on the ranks {_said(mesh)}, and this rank is not one of them")
     check_apart(what, mesh, unit, sharing)
     return mesh
+
+
+def _is_apart(mesh: DeviceMesh, sharing: Sequence[int]) -> bool:
+    ranks = set(mesh.mesh.flatten().tolist())
+    return mesh.get_coordinate() is not None and len(ranks.intersection(sharing)) == 1
 
 
 def check_apart(what: str, mesh: DeviceMesh, unit: str, sharing: Sequence[int]) -> None:
@@ -130,11 +151,15 @@ def as_dtensor(leaf: torch.Tensor, block: TensorBlock, mesh: DeviceMesh) -> DTen
     return DTensor.from_local(leaf, mesh, block.placements, run_check=False, shape=shape, stride=block.stride)
 
 
-def replicated_grad(param: nn.Parameter, num_blocks: int) -> tuple[int, torch.Tensor]:
-    """Collective over the mesh of a ``DTensor`` whose gradient is a sum that is pending. The gradient of a parameter
-    that no unit has, as far as it is here, with how many of the `num_blocks` ranks of the mesh have the same."""
-    if not isinstance(param, DTensor):
-        return num_blocks, param.grad
+def replicated_grad(param: nn.Parameter, tensor: TensorRanks | None) -> tuple[int, torch.Tensor]:
+    """Collective over the mesh of a ``DTensor``, unless it is that of `tensor` and its gradient is no sum to come.
+
+    The gradient of a parameter that no unit has, as far as it is here, with how many of the ranks of `tensor` have the
+    same; all of it where it lies on other ranks.
+    """
+    num_blocks = 1 if tensor is None else tensor.comm.size
+    if tensor is None or not isinstance(param, DTensor) or param.device_mesh != tensor.mesh:
+        return num_blocks, whole_of(param.grad)
     if param.grad.placements != param.placements:
         param.grad = param.grad.redistribute(placements=param.placements)
     cut = [size for size, where in zip(param.device_mesh.mesh.shape, param.placements, strict=True) if where.is_shard()]

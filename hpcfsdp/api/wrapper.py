@@ -109,9 +109,6 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         check_module(module, FullyShardedDataParallel)
         check_types(cpu_offload, mixed_precision, backward_prefetch)
         groups = resolve_groups(process_group, device_mesh, sharding_strategy)
-        if not isinstance(process_group, Groups):  # those of an outer unit, which has looked at all of the model
-            groups = with_tensor_ranks(groups, module, self.fsdp_modules(module), type(module).__name__)
-        self._groups = groups
         self._ignored = resolve_ignored(
             module,
             ignored_modules,
@@ -119,6 +116,10 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             stop_at=FullyShardedDataParallel,
             inherited=[wrapper._ignored for wrapper in self.fsdp_modules(module)],
         )
+        if not isinstance(process_group, Groups):  # those of an outer unit, which has looked at all of the model
+            name, left = type(module).__name__, self._ignored.params
+            groups = with_tensor_ranks(groups, module, self.fsdp_modules(module), name, left)
+        self._groups = groups
         self._mixed_precision = mixed_precision or MixedPrecision()
         self._prepare_state_dicts()
         self._is_root = False
@@ -273,7 +274,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             if param not in managed:
                 params[param] = None
                 if param.grad is not None:
-                    copies, grad = replicated_grad(param, num_blocks)
+                    copies, grad = replicated_grad(param, tensor)
                     shares.setdefault(num_ranks * copies, []).append(grad)
         return clip_grad_norm(list(params), shares.items(), self._groups.connecting(), max_norm, norm_type)
 

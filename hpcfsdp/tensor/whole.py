@@ -19,7 +19,7 @@ def forget_memory(tensor: torch.Tensor) -> None:
 
 def take_memory(tensor: torch.Tensor) -> None:
     """The way back from ``forget_memory``; nothing if the memory is there."""
-    if tensor.untyped_storage().nbytes() < tensor.nbytes:
+    if not all(tensor.stride()):
         tensor.data = tensor.new_empty(tensor.shape)
 
 
