@@ -368,7 +368,7 @@ def test_a_mesh_that_does_not_fit_is_refused_on_every_rank(world, make_config):
         ({"mesh": (world.size, 2)}, rf"mesh\.replicate \({world.size}\) x mesh\.tensor \(2\) = {2 * world.size}"),
         ({"mesh": (1, 0)}, r"mesh\.tensor must be positive, not 0"),
         ({"mesh": (-1, 1)}, r"mesh\.replicate must be positive, not -1"),
-        ({"mesh": ("nodes", world.size + 1)}, r"mesh\.replicate \(nodes, 1 here\) x mesh\.tensor"),
+        ({"mesh": ("nodes", world.size + 1)}, rf"mesh\.replicate \(nodes, {world.num_nodes} here\) x mesh\.tensor"),
     ):
         with pytest.raises(UsageError, match=text) as caught:
             run(make_config(**values), world)
