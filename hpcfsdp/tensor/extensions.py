@@ -245,7 +245,7 @@ def _on_other_dims(tensor: DTensor, root: DeviceMesh, mesh: DeviceMesh) -> list[
         raise ShardingError(
             f"the DTensor lies on {lies_on}: to be chunked along {taken}, it lies on {others} of {root}"
         )
-    return [(root.mesh_dim_names.index(name), placement) for name, placement in zip(names, tensor.placements)]  # noqa: B905
+    return list(zip(map(root.mesh_dim_names.index, names), tensor.placements, strict=True))
 
 
 def pre_load_state_dict(tensor: ShardedTensor) -> tuple[ShardedTensor, list[Shard]]:

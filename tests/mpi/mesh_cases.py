@@ -26,6 +26,7 @@ import hpcfsdp
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
 from hpcfsdp.launch.bootstrap import load_mpi
 from hpcfsdp.wrap import ModuleWrapPolicy
+from tests.mpi.models import ORIGINAL
 from tests.mpi.parity import plain_name
 
 SIZE = load_mpi().COMM_WORLD.size
@@ -64,7 +65,7 @@ def each_mesh_in_each_mode(function):
     """Both kinds of parameters at all meshes; by turns where eight ranks share the cores of one machine."""
     if SIZE == 8:
         return each_mesh_in_one_mode(function)
-    return each_mesh(pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])(function))
+    return each_mesh(ORIGINAL(function))
 
 
 # Models. Each names the classes that become units, what of it is parallel over tensors, and draws its data.

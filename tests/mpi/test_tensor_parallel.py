@@ -46,8 +46,8 @@ from tests.mpi.mesh_cases import (
     whole_gradients,
     wrap,
 )
+from tests.mpi.models import ORIGINAL
 
-ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 ONE_STEP = Recipe("sgd", steps=1)
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType, fully_shard
+from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -32,10 +32,9 @@ from tests.mpi.mesh_cases import (
     whole,
     wrap,
 )
+from tests.mpi.models import ORIGINAL
+from tests.mpi.state_dict_cases import FULL, SHARDED
 
-ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
-FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
-ALONG_BOTH = MIXED_SHAPE
 WHOLE, FROM_FIRST = (
     StateDictOptions(full_state_dict=True),
     StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
@@ -122,7 +121,7 @@ def test_what_no_unit_owns_is_whole_in_full_states_and_loads_again(world, shape,
 @ORIGINAL
 @pytest.mark.parametrize("kind", ["sharded", "hdf5"])
 def test_what_no_unit_owns_comes_back_from_parts_and_files(world, shared_path, kind, original):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     model, optimizer = mixed(at, 0, original)
     step(model, optimizer)
     other, its_optimizer = mixed(at, 1, original)
@@ -214,7 +213,7 @@ def test_units_with_strategies_of_their_own(world):
 
 @ORIGINAL
 def test_units_that_no_other_one_holds(world, shared_path, original):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
 
     def make(seed):
         model = build(Mlp, seed).parallelize(at.tensor)
@@ -240,7 +239,7 @@ def test_units_that_no_other_one_holds(world, shared_path, original):
 
 @pytest.mark.parametrize("wrapping", ["policy", "by hand"])
 def test_all_ranks_take_the_values_of_the_first_however_they_are_wrapped(world, wrapping):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     seed = 10 * world.rank
     model = build(Mlp, 0)
     for name, param in model.named_parameters():  # what is cut has been given out by torch
@@ -292,7 +291,7 @@ def test_the_state_of_fully_shards_model_loads_at_the_same_mesh(world, shape):
 @ORIGINAL
 @pytest.mark.parametrize("when", ["before wrapping", "while they are whole"])
 def test_an_optimizer_of_dtensors_that_a_unit_has_taken(world, when, original):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     model = build(Mlp).parallelize(at.tensor)
     if when == "before wrapping":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -306,7 +305,7 @@ def test_an_optimizer_of_dtensors_that_a_unit_has_taken(world, when, original):
 
 @ORIGINAL
 def test_a_tied_dtensor_is_replaced_in_one_of_its_places(world, original):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     model = shard(build(Tied), at, "whole", use_orig_params=original)
     with FSDP.summon_full_params(model):
         now = model.module.embed.weight
@@ -317,7 +316,7 @@ def test_a_tied_dtensor_is_replaced_in_one_of_its_places(world, original):
 
 
 def test_freezing_and_copying_while_parameters_are_whole(world):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     model = shard(build(Mlp), at, use_orig_params=True)
     with FSDP.summon_full_params(model):
         model.module.blocks[0].module.up.weight.requires_grad_(False)
@@ -330,7 +329,7 @@ def test_freezing_and_copying_while_parameters_are_whole(world):
 
 
 def test_gradients_of_another_dtype_are_shown(world):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     low = torch.bfloat16
     mixed_precision = MixedPrecision(param_dtype=low, buffer_dtype=low, keep_low_precision_grads=True)
     model = shard(build(Mlp).float(), at, mixed_precision=mixed_precision)
@@ -344,7 +343,7 @@ def test_gradients_of_another_dtype_are_shown(world):
 
 
 def test_hooks_of_dtensors_are_missed(world):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     model = build(Mlp).parallelize(at.tensor)
     model.blocks[0].up.weight.register_hook(lambda grad: grad)
     with pytest.warns(UserWarning, match=r"hooks of the DTensor 'up\.weight' will not be called"):

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -38,11 +38,10 @@ from tests.mpi.mesh_cases import (
     whole,
     wrap,
 )
+from tests.mpi.models import ORIGINAL
+from tests.mpi.state_dict_cases import FULL, SHARDED
 
-ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
-FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 ALONG_TENSOR = (1, 1, SIZE)
-ALONG_BOTH = MIXED_SHAPE
 ONE_STEP = Recipe("sgd", steps=1)
 
 
@@ -150,7 +149,7 @@ def test_a_mesh_that_some_ranks_are_not_on(several, world):
 
 @ORIGINAL
 def test_without_the_mesh_tensors_would_be_cut_twice_over_the_same_ranks(several, world, original):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     words = r"parallel over the ranks.*parallelize over mesh\['tensor'\], and pass device_mesh=mesh\['shard'\]"
     model = build(Mlp).parallelize(at.tensor)
     refused(world, ShardingError, words, FSDP, model, use_orig_params=original)
@@ -159,7 +158,7 @@ def test_without_the_mesh_tensors_would_be_cut_twice_over_the_same_ranks(several
 
 
 def test_the_tensors_mesh_is_not_one_to_shard_over(several, world):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     model = build(Mlp).parallelize(at.tensor)
     refused(world, ShardingError, "make one mesh", FSDP, model, device_mesh=at.tensor)
 
@@ -173,7 +172,7 @@ def test_a_model_that_fully_shard_has_taken(several, world):
 
 def test_a_model_that_is_parallel_and_that_fully_shard_has_taken(several, world):
     """Rows that are cut by tensor parallelism first and by fully_shard then are no blocks."""
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     model = build(Mlp).parallelize(at.tensor)
     if at.shape[0] > 1:
         fully_shard(model, mesh=at.mesh["replicate", "shard"])
@@ -185,7 +184,7 @@ def test_a_model_that_is_parallel_and_that_fully_shard_has_taken(several, world)
 @ORIGINAL
 @pytest.mark.parametrize("part", ["", "blocks.1"], ids=["whole", "submodule"])
 def test_a_model_that_is_parallelized_after_it_has_been_wrapped(world, original, part):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     sharded = wrap(build(Primes), at, use_orig_params=original)
     inside = sharded.module.get_submodule("blocks.1").module
     plan = {"norm": SequenceParallel()} if part else {"first": SequenceParallel(), "last": SequenceParallel()}
@@ -201,7 +200,7 @@ def test_a_model_that_is_parallelized_after_it_has_been_wrapped(world, original,
 
 @ORIGINAL
 def test_tied_parameters_that_units_would_tear_apart(world, original):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     model = build(Tied).parallelize(at.tensor)
     model.embed = wrap(model.embed, at, "whole", use_orig_params=original)
     words = r"'head\.weight' is tied to 'weight', which belongs to a unit.*wrap the smallest module that holds both"
@@ -222,7 +221,7 @@ def test_some_ranks_forget_to_parallelize(several, world):
 
 
 def test_lines_cut_the_same_parameters_in_other_ways(several, world):
-    at = place(ALONG_BOTH if ALONG_BOTH[1] > 1 else (1, SIZE, 1))
+    at = place(MIXED_SHAPE if MIXED_SHAPE[1] > 1 else (1, SIZE, 1))
     model = build(Mlp)
     if at.data_rank == at.data_size - 1:
         in_another_way(model, at)
@@ -269,11 +268,9 @@ def broken(state, how):
 
 @pytest.mark.parametrize(("on", "original"), [("all", False), ("one", True)], ids=["all-flat", "one-original"])
 @pytest.mark.parametrize("how", ["shape", "missing", "unexpected", "type"])
-@pytest.mark.parametrize(
-    "kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT], ids=["full", "sharded"]
-)
+@pytest.mark.parametrize("kind", [FULL, SHARDED], ids=["full", "sharded"])
 def test_state_dicts_of_another_model(world, kind, how, on, original):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     sharded = shard(build(Primes), at, use_orig_params=original)
     with FSDP.state_dict_type(sharded, kind):
         state = sharded.state_dict()
@@ -289,7 +286,7 @@ def test_state_dicts_of_another_model(world, kind, how, on, original):
 
 
 def test_optimizer_state_of_other_shapes(world):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     sharded = shard(build(Mlp), at)
     optimizer = torch.optim.AdamW(sharded.parameters())
     train(sharded, at, ONE_STEP, optimizer, look=False)
@@ -301,7 +298,7 @@ def test_optimizer_state_of_other_shapes(world):
 
 
 def test_a_checkpoint_of_another_model(world, shared_path):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     sharded = shard(build(Mlp), at)
     checkpoint.save(shared_path / "x.h5", model=sharded)
     other = shard(build(Primes), at)
@@ -321,7 +318,7 @@ def test_a_checkpoint_of_another_model(world, shared_path):
 
 
 def test_whole_parameters_are_not_for_computing(world):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     sharded = shard(build(Mlp), at)
     with FSDP.summon_full_params(sharded), pytest.raises(EngineError, match="summon_full_params"):
         mesh_cases.model_loss(sharded, at, 0)
@@ -329,7 +326,7 @@ def test_whole_parameters_are_not_for_computing(world):
 
 
 def test_an_error_while_parameters_are_whole_leaves_blocks(world):
-    at = place(ALONG_BOTH)
+    at = place(MIXED_SHAPE)
     sharded = shard(build(Mlp), at)
     with pytest.raises(ZeroDivisionError), FSDP.summon_full_params(sharded, writeback=False):
         raise ZeroDivisionError

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    StateDictType,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -49,9 +48,9 @@ from tests.mpi.mesh_cases import (
     whole,
     whole_gradients,
 )
+from tests.mpi.models import ORIGINAL
+from tests.mpi.state_dict_cases import FULL, LOCAL, SHARDED
 
-FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
-ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 RECIPE = Recipe(steps=2)
 TO_FIRST = FullStateDictConfig(rank0_only=True, offload_to_cpu=True), FullOptimStateDictConfig(rank0_only=True)
 
