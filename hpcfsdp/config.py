@@ -7,6 +7,7 @@ from: an error that names it, its place and the nearest known key.
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -74,10 +75,19 @@ def to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that only some readers of YAML take for a number, as "0E0"."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*\.?|\d*\.)[\d_]*[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
 def write_yaml(config: Any, path: Path) -> None:
     """Write a configuration so that ``--config`` reads it back."""
     draft = path.with_name(f".{path.name}.partial")
-    draft.write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
+    draft.write_text(yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False))
     draft.replace(path)
 
 

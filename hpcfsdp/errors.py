@@ -1,6 +1,7 @@
 """Errors of hpcfsdp. Each carries the exit code that a command ends with when the error reaches it."""
 
 import difflib
+import heapq
 import sys
 import traceback
 from collections.abc import Iterable
@@ -67,6 +68,10 @@ class CheckpointCorruptError(CheckpointError):
     exit_code = 4
 
 
+class CheckpointReplacedError(CheckpointError):
+    """While the file was being read, another one has got its name."""
+
+
 class DisagreementError(HpcfsdpError):
     """Ranks that must hold the same value hold different ones."""
 
@@ -79,13 +84,32 @@ def rebuild(kind: str, message: str) -> HpcfsdpError:
     return HpcfsdpError(message)
 
 
+_MOST_COMPARED = 100
+"""Names that difflib, which takes about a millisecond for two long ones, is given."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest known one, or nothing."""
     candidates = list(known)
-    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
+    likely = candidates
+    if len(candidates) > _MOST_COMPARED:  # a large model has 100,000
+        likely = heapq.nlargest(_MOST_COMPARED, candidates, key=lambda key: _shared_ends(name, key))
+    close = difflib.get_close_matches(name, likely, n=1, cutoff=0.5)
     if not close:  # the right key in the wrong section
         close = [key for key in candidates if key.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]][:1]
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _shared_ends(one: str, other: str) -> int:
+    """How many characters two names have in common at their beginnings and ends, less those by which one is longer."""
+    shorter, longer = sorted((len(one), len(other)))
+    ends = _shared_beginning(one, other) + _shared_beginning(one[::-1], other[::-1])
+    return min(ends, shorter) - (longer - shorter)
+
+
+def _shared_beginning(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def p_assert(condition: object, message: str) -> None:

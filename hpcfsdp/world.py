@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -120,6 +121,7 @@ class Job:
 
 
 _world: World | None = None
+_before_finalize: list[Callable[[], None]] = []
 
 
 @functools.cache
@@ -292,11 +294,34 @@ def export_ranks(topology: Topology, rank: int, address: str, port: int) -> None
     )
 
 
+def before_finalize(finish: Callable[[], None]) -> None:
+    """Not collective. Have ``finalize`` call `finish` first, on all ranks: what it does may be collective.
+
+    If it raises, then on all ranks; ``finalize`` raises that when it has done its own work.
+    """
+    _before_finalize.append(finish)
+
+
+def _finish_others() -> Exception | None:
+    """Collective over all processes of the job. Call what waits for ``finalize``; the first error."""
+    problems: list[Exception] = []
+    for finish in _before_finalize:
+        try:
+            finish()
+        except Exception as error:  # of whatever kind: the others wait in the barrier that follows
+            problems.append(error)
+    return problems[0] if problems else None
+
+
 def finalize() -> None:
     """Collective over all processes of the job. Take down the process group that ``init`` made and forget the world.
 
-    MPI itself ends with the process, so ``init`` may be called again. Without a world this does nothing. While an
-    exception is on its way up (in a ``finally``) it waits for nobody: the others may not come.
+    A checkpoint that is still being written is waited for. MPI itself ends with the process, so ``init`` may be called
+    again. Without a world this does nothing. While an exception is on its way up (in a ``finally``) it waits for
+    nobody: the others may not come.
+
+    Raises:
+        CheckpointError: the checkpoint that was being written is lost; all the rest has been done.
     """
     global _world
     if _world is None:
@@ -306,9 +331,11 @@ def finalize() -> None:
     from hpcfsdp.comm.backend import carries
     from hpcfsdp.launch import farewell
 
+    leaving = sys.exc_info()[0] is not None
+    problem = None if leaving else _finish_others()
     world, _world = _world, None
     own_host = world.made_process_group or not carries(world.process_group)
-    if sys.exc_info()[0] is not None:
+    if leaving:
         world.host.abandon()
         return
     world.host.barrier()
@@ -320,3 +347,5 @@ def finalize() -> None:
             world.host.close()
     finally:
         world.comm.Free()
+    if problem is not None:
+        raise problem

@@ -7,6 +7,7 @@ import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,19 +61,19 @@ class Holders:
     global_ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Team:
     """All ranks that have parts of a unit's parameters, replicas too.
 
     Attributes:
         comm: over all of them.
-        writers: for each shard the rank that speaks for all that have it.
-        block_writers: for each of the holders likewise; empty where the model is not parallel over tensors.
+        copies: int64, shards x copies: the ranks that have each shard, the one that speaks for them first.
+        block_copies: likewise for each of the holders; None where the model is not parallel over tensors.
     """
 
     comm: Communicator
-    writers: tuple[int, ...]
-    block_writers: tuple[int, ...] = ()
+    copies: np.ndarray
+    block_copies: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ class Groups:
     shard: Communicator
     replicate: Communicator | None
     everyone: Communicator | None
-    writers: tuple[int, ...] | None = field(default=None, compare=False)
-    """For each shard the rank in `everyone` that speaks for its replicas; None where `everyone` is."""
+    copies: np.ndarray | None = field(default=None, compare=False)
+    """int64, shards x replicas: the ranks in `everyone` that have each shard; None where `everyone` is."""
     device_mesh: DeviceMesh | None = field(default=None, compare=False)
     """What the user gave. Its last dimension is `shard`, and under ``NO_SHARD`` its only one is `replicate`."""
     tensor: TensorRanks | None = field(default=None, compare=False)
@@ -173,9 +174,9 @@ class Groups:
         Raises:
             RuntimeError: torch.distributed has not been initialised, and the model is parallel over tensors.
         """
-        if self.everyone is None or self.writers is None:
+        if self.everyone is None or self.copies is None:
             return None
-        return Team(self.everyone, self.writers) if self.tensor is None else _Made.current().team(self)
+        return Team(self.everyone, self.copies) if self.tensor is None else _Made.current().team(self)
 
     def source_ranks(self) -> tuple[int, ...]:
         """Collective over them, the first time. The ranks that distributed tensors of the unit lie on, as above."""
@@ -276,8 +277,8 @@ def _strategy(process_group: Any, given: ShardingStrategy | None) -> ShardingStr
 
 def _plain(comm: Communicator, strategy: ShardingStrategy, mesh: DeviceMesh | None = None) -> Groups:
     if strategy is ShardingStrategy.NO_SHARD:
-        return Groups(strategy, FakeCommunicator(device=comm.device), comm, comm, (0,), mesh)
-    return Groups(strategy, comm, None, comm, tuple(range(comm.size)), mesh)
+        return Groups(strategy, FakeCommunicator(device=comm.device), comm, comm, np.arange(comm.size)[None, :], mesh)
+    return Groups(strategy, comm, None, comm, np.arange(comm.size)[:, None], mesh)
 
 
 def _grid(
@@ -288,12 +289,12 @@ def _grid(
     mesh: DeviceMesh | None = None,
 ) -> Groups:
     """Collective over `everyone`."""
-    writers = None
+    copies = None
     if everyone is not None:
-        places = everyone.all_gather_object((replicate.rank, shard.rank))
-        first = {part: rank for rank, (replica, part) in reversed(list(enumerate(places))) if replica == 0}
-        writers = tuple(first.get(part, 0) for part in range(shard.size))  # a fake world has one place for all ranks
-    return Groups(strategy, shard, replicate, everyone, writers, mesh)
+        copies = np.zeros((shard.size, replicate.size), np.int64)  # in a fake world all ranks have one place
+        for rank, (replica, part) in enumerate(everyone.all_gather_object((replicate.rank, shard.rank))):
+            copies[part, replica] = rank
+    return Groups(strategy, shard, replicate, everyone, copies, mesh)
 
 
 def _regrouped(groups: Groups, strategy: ShardingStrategy) -> Groups:
@@ -435,11 +436,12 @@ class _Made:
             ranks = tuple(sorted(rank for line in lines for rank in line))
             places = {rank: place for place, rank in enumerate(ranks)}
             holders = self.holders(groups.carriers, groups.tensor)
-            speakers = range(groups.everyone.size) if groups.carriers is groups.everyone else groups.writers
+            one_each = groups.carriers is groups.everyone
+            having = np.arange(groups.everyone.size)[:, None] if one_each else groups.copies
             self._teams[key] = Team(
                 self.subgroup(communicator_for(None, required=True), ranks),
-                tuple(places[lines[0][writer]] for writer in groups.writers),
-                tuple(places[lines[block][speakers[place]]] for place, block in holders.places),
+                np.array([[places[lines[0][copy]] for copy in copies] for copies in groups.copies]),
+                np.array([[places[lines[block][copy]] for copy in having[place]] for place, block in holders.places]),
             )
         return self._teams[key]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from hpcfsdp.bench import host, memory, optim_state, step
+from hpcfsdp.bench import checkpoint, host, memory, optim_state, step
 from hpcfsdp.bench.collectives import MIB, Measurement
 from hpcfsdp.bench.timing import Times
 
@@ -15,6 +15,7 @@ STEP = ("engine", "step", "min-max", "x floor", "hpcfsdp / it")
 HOST = ("engine", "per unit", "min-max", "over plain", "min-max", "hpcfsdp / it, over plain")
 MEMORY = ("engine", "baseline", "peak above it", "min-max of steps", "analytic", "peak / analytic", "hpcfsdp / it")
 OPTIM_STATE = ("call", "engine", "median", "min-max", "fsdp1 / hpcfsdp")
+CHECKPOINT = ("task", "way", "median", "min-max", "GB/s", "of raw", "dcp / it", "it / hpcfsdp")
 OPTIM_STATE_MEMORY = ("call", "ranks", "engine", "peak", "min-max of calls", "analytic", "peak / analytic")
 
 
@@ -122,6 +123,28 @@ def optim_state_memory_rows(found: Sequence[optim_state.Peak]) -> list[tuple[str
     ]
 
 
+def checkpoint_rows(found: checkpoint.Measurement) -> list[tuple[str, ...]]:
+    """One row for each task and way.
+
+    With its speed as a part of that of raw files, how many times as long as it DCP takes, and how many times as long as
+    hpcfsdp it takes. What is computed in memory is compared with hpcfsdp's saving.
+    """
+    return [
+        (
+            task,
+            way,
+            readable(times.median_s),
+            _spread(times),
+            f"{found.nbytes / times.median_s / 1e9:.2f}",
+            _percent(ways.get(checkpoint.RAW), times),
+            "" if way == checkpoint.DCP else _ratio(ways.get(checkpoint.DCP), times),
+            "" if way == step.OWN else _ratio(times, ways.get(step.OWN, found.times[checkpoint.SAVE][step.OWN])),
+        )
+        for task, ways in found.times.items()
+        for way, times in ways.items()
+    ]
+
+
 def collective_json(found: Sequence[Measurement]) -> list[dict[str, object]]:
     return [
         {"collective": one.collective, "bytes": one.nbytes, "floor_s": one.floor_s, "ways": _as_json(one.ways)}
@@ -177,9 +200,22 @@ def optim_state_json(found: optim_state.Measurement) -> dict[str, object]:
     return {"parameters": found.parameters, "times": times, "memory": peaks}
 
 
+def checkpoint_json(found: checkpoint.Measurement) -> dict[str, object]:
+    tasks: dict[str, object] = {task: _as_json(ways) for task, ways in found.times.items()}
+    return {"bytes": found.nbytes, "tensors": found.tensors, **tasks}
+
+
 def readable(seconds: float) -> str:
     """0.0015 -> "1.50 ms"."""
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def _ratio(times: Times | None, other: Times) -> str:
+    return "" if times is None else f"{times.ratio_to(other):.2f}x"
+
+
+def _percent(times: Times | None, other: Times) -> str:
+    return "" if times is None or times is other else f"{100 * times.ratio_to(other):.0f}%"
 
 
 def _mib(nbytes: int) -> str:

@@ -6,10 +6,14 @@ Names are loaded on first use: looking into a file (``open_index``, ``latest``) 
 import importlib
 
 _PUBLIC = {
-    "CheckpointInfo": "hpcfsdp.checkpoint.schema",
+    "CheckpointInfo": "hpcfsdp.checkpoint.format.schema",
+    "CheckpointManager": "hpcfsdp.checkpoint.manager",
+    "HDF5Reader": "hpcfsdp.checkpoint.dcp.reader",
+    "HDF5Writer": "hpcfsdp.checkpoint.dcp.writer",
     "checkpoint_files": "hpcfsdp.checkpoint.catalog",
     "latest": "hpcfsdp.checkpoint.catalog",
     "load": "hpcfsdp.checkpoint.loader",
+    "open": "hpcfsdp.checkpoint.lazy",
     "open_index": "hpcfsdp.checkpoint.reader",
     "save": "hpcfsdp.checkpoint.writer",
 }

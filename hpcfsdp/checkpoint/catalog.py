@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import re
 from pathlib import Path
@@ -27,12 +28,32 @@ def partial_path(path: Path, token: str) -> Path:
 
 def abandoned_partials(path: Path, now_s: float) -> list[Path]:
     """Files that savers of `path` left behind: not written to for ``ABANDONED_AFTER_S`` before `now_s` (Unix time)."""
-    found = path.parent.glob(f".{glob.escape(path.name)}.*.partial")
-    return sorted(part for part in found if now_s - part.stat().st_mtime > ABANDONED_AFTER_S)
+    found = []
+    for part in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        with contextlib.suppress(FileNotFoundError):  # its saver has finished or removed it since
+            if now_s - part.stat().st_mtime > ABANDONED_AFTER_S:
+                found.append(part)
+    return sorted(found)
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint.
+
+    Raises:
+        ValueError: the name is not that of one.
+    """
+    match = _STEP_NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path}: is not called step-<number>.h5")
+    return int(match[1])
 
 
 def checkpoint_files(directory: str | Path) -> list[Path]:
-    """Files named ``step-<number>.h5``, lowest step first; empty where the directory is missing."""
+    """Files named ``step-<number>.h5``, lowest step first; empty where the directory is missing.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
     directory = Path(directory)
     if not directory.is_dir():
         return []

@@ -12,8 +12,12 @@ _ARRAY_KEY = "__array__"
 _ITEMS_KEY = "__items__"
 
 
-def split_arrays(value: Any, path: str = "") -> tuple[Any, dict[str, np.ndarray]]:
+def split_arrays(value: Any, path: str = "", first: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
     """JSON-ready `value`, in which arrays and tensors are replaced by references, and those arrays by name.
+
+    Args:
+        path: of `value`, for messages.
+        first: number that is the name of the first array.
 
     Raises:
         CheckpointError: something that is neither JSON nor numeric array, by its place in `value`.
@@ -41,7 +45,7 @@ def split_arrays(value: Any, path: str = "") -> tuple[Any, dict[str, np.ndarray]
                 f"extra{place} is a {type(item).__name__}: numbers, strings, lists, dicts, arrays and tensors can be "
                 "saved"
             )
-        name = str(len(arrays))
+        name = str(first + len(arrays))
         arrays[name] = array
         return {_ARRAY_KEY: name}
 

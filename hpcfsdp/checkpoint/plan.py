@@ -1,90 +1,215 @@
-"""Who writes which bytes of a checkpoint. Pure: every rank computes the same plan without a message."""
+"""Who writes which bytes of a checkpoint. Pure: every rank computes the same plan without a message.
+
+Plans are made for any number of imagined ranks. Runs and blocks are arrays, for there may be millions.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from functools import cached_property
 
-from hpcfsdp.checkpoint import schema
-from hpcfsdp.checkpoint.schema import TensorSpec
+import numpy as np
+
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.state.tensors import StateTensor
+from hpcfsdp.state.tensors import Runs, StateTensor
+
+SPLIT_BYTES = 1 << 20
+"""Of a run that several ranks have, the least that is worth a part of its own on each of them."""
+
+_PARTS_AT_ONCE = 1 << 14
+
+BLOCK_DTYPE = np.dtype(
+    [(name, schema.EXTENT_DTYPE[name]) for name in ("tensor", "rank", "count", "start", "numel", "stride")]
+)
+"""Elements of a tensor that one rank writes, under one checksum: as in ``schema.EXTENT_DTYPE``."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """A run of one tensor's elements that one rank writes, under one checksum."""
-
-    tensor: int
-    rank: int
-    start: int
-    numel: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SavePlan:
     """The tensors of a checkpoint and the blocks that tile them.
 
     Attributes:
         specs: in file order.
-        blocks: sorted by tensor and start; together every element once.
+        blocks: of ``BLOCK_DTYPE``, sorted by tensor and start; together every element once.
         links: (further path, path of the tensor).
+        num_ranks: that write.
     """
 
     specs: tuple[TensorSpec, ...]
-    blocks: tuple[Block, ...]
+    blocks: np.ndarray
     links: tuple[tuple[str, str], ...]
+    num_ranks: int
 
     @property
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.specs)
 
+    @cached_property
+    def itemsizes(self) -> np.ndarray:
+        """Bytes of an element of each tensor, int64."""
+        return np.array([spec.itemsize for spec in self.specs], np.int64)
+
+    def blocks_of(self, rank: int) -> np.ndarray:
+        """The places in `blocks` of those that a rank writes."""
+        return np.flatnonzero(self.blocks["rank"] == rank)
+
+    def bytes_of_ranks(self) -> np.ndarray:
+        """What each rank writes, in bytes."""
+        numels = self.blocks["numel"].astype(np.int64) * self.blocks["count"]
+        nbytes = numels * self.itemsizes[self.blocks["tensor"]]
+        return np.bincount(self.blocks["rank"], nbytes, self.num_ranks).astype(np.int64)
+
     def fingerprint(self) -> str:
         """Equal on two ranks whose plans are equal."""
-        return hashlib.blake2b(repr((self.specs, self.blocks, self.links)).encode(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(repr((self.specs, self.links, self.num_ranks)).encode(), digest_size=8)
+        digest.update(np.ascontiguousarray(self.blocks))
+        return digest.hexdigest()
 
 
-def plan_save(tensors: Sequence[tuple[str, StateTensor]], block_bytes: int = schema.BLOCK_BYTES) -> SavePlan:
-    """Tile each tensor with blocks of at most `block_bytes`, along the runs that ranks hold.
+def plan_save(
+    tensors: Sequence[tuple[str, StateTensor]], num_ranks: int, block_bytes: int = schema.BLOCK_BYTES
+) -> SavePlan:
+    """Tile each tensor with blocks of at most `block_bytes`, along the runs that ranks have.
+
+    What several ranks have is written once: long runs in equal parts by all of them, shorter ones in fewer parts by
+    those that have the least to write so far.
 
     Args:
         tensors: the group in the file that each goes to ("model", "optim/state"), and the tensor.
+        num_ranks: that write.
 
     Raises:
         CheckpointError: a name that cannot stand in a file, or a dtype that is not supported.
     """
     specs: list[TensorSpec] = []
-    blocks: list[Block] = []
     links: list[tuple[str, str]] = []
     for group, tensor in tensors:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if not schema.supported(dtype):
-            raise CheckpointError(f"{tensor.name!r} has dtype {tensor.dtype}, which checkpoints do not hold yet")
-        spec = TensorSpec(f"{group}/{_checked(tensor.name)}", tensor.shape, dtype)
-        step = max(1, block_bytes // spec.itemsize)
-        for extent in tensor.extents:
-            for begin in range(extent.start, extent.start + extent.numel, step):
-                numel = min(step, extent.start + extent.numel - begin)
-                blocks.append(Block(len(specs), extent.shard_rank, begin, numel))
-        links += [(f"{group}/{_checked(alias)}", spec.path) for alias in tensor.aliases]
-        specs.append(spec)
-    _check_places([spec.path for spec in specs] + [path for path, _ in links])
-    return SavePlan(tuple(specs), tuple(blocks), tuple(links))
+        specs.append(TensorSpec(f"{group}/{tensor.name}", tensor.shape, str(tensor.dtype).removeprefix("torch.")))
+        links += [(f"{group}/{alias}", specs[-1].path) for alias in tensor.aliases]
+    check_names(specs, links)
+    balance = _Balance(num_ranks)
+    # Where there is no choice comes first: those that may choose then even out what there is.
+    parts = [balance.fixed(tensor.runs, spec.itemsize) for spec, (_, tensor) in zip(specs, tensors, strict=True)]
+    for index, (spec, (_, tensor)) in enumerate(zip(specs, tensors, strict=True)):
+        if parts[index] is None:
+            parts[index] = balance.chosen(tensor.runs, spec.itemsize)
+    return SavePlan(tuple(specs), _cut(specs, parts, block_bytes), tuple(links), num_ranks)
 
 
-def _check_places(paths: Sequence[str]) -> None:
-    """Raise if a path would have to be a dataset and a group at once."""
-    datasets = set(paths)
+class _Balance:
+    """Decides who writes what several ranks have."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._loads = np.zeros(num_ranks, np.int64)
+
+    def fixed(self, runs: Runs, itemsize: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """The edges of parts and the rank that writes each; None if not all that have a run are to write of it."""
+        copies = runs.holders.shape[1]
+        return self._split(runs, runs.holders, itemsize) if _ways(runs, itemsize) == copies else None
+
+    def chosen(self, runs: Runs, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same, with those of each run's holders that have the least to write so far."""
+        lightest = np.argsort(self._loads[runs.holders], axis=1, kind="stable")[:, : _ways(runs, itemsize)]
+        return self._split(runs, np.take_along_axis(runs.holders, lightest, axis=1), itemsize)
+
+    def _split(self, runs: Runs, writers: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
+        """Each run in as many parts as it has writers."""
+        ways = writers.shape[1]
+        edges, ranks = runs.edges, writers.reshape(-1)
+        if ways > 1:  # shorter runs have shorter parts, perhaps empty ones
+            sizes = np.diff(runs.edges)
+            shares = -(-sizes // ways)
+            offsets = np.minimum(np.arange(ways) * shares[:, None], sizes[:, None])
+            edges = np.append((runs.edges[:-1, None] + offsets).reshape(-1), runs.edges[-1])
+        np.add.at(self._loads, ranks, (edges[1:] - edges[:-1]) * itemsize)
+        return edges, ranks
+
+
+def _ways(runs: Runs, itemsize: int) -> int:
+    """Over how many of its holders a run is split: those of a tensor, which are about equal, all alike."""
+    copies = runs.holders.shape[1]
+    if copies == 1:
+        return 1
+    longest = int(np.diff(runs.edges).max(initial=0)) * itemsize
+    return max(1, min(copies, longest // SPLIT_BYTES))
+
+
+def _cut(specs: Sequence[TensorSpec], parts: Sequence[tuple[np.ndarray, np.ndarray]], block_bytes: int) -> np.ndarray:
+    """All tensors, cut into blocks.
+
+    Args:
+        parts: of each tensor, the edges of parts and the rank that writes each.
+    """
+    found, first = [np.empty(0, BLOCK_DTYPE)], 0
+    while first < len(parts):  # many tensors of few parts, or few of many: there is memory for some of them at a time
+        end, count = first, 0
+        while end < len(parts) and (end == first or count + len(parts[end][1]) <= _PARTS_AT_ONCE):
+            count += len(parts[end][1])
+            end += 1
+        steps = [max(1, block_bytes // spec.itemsize) for spec in specs[first:end]]
+        found.append(_blocks(first, parts[first:end], steps))
+        first = end
+    return np.concatenate(found)
+
+
+def _blocks(first: int, parts: Sequence[tuple[np.ndarray, np.ndarray]], steps: Sequence[int]) -> np.ndarray:
+    """Some tensors, from the one of number `first` on, cut into blocks of at most so many elements each."""
+    numbers = [len(ranks) for _, ranks in parts]
+    starts = np.concatenate([edges[:-1] for edges, _ in parts])
+    sizes = np.concatenate([edges[1:] for edges, _ in parts]) - starts
+    step = np.repeat(np.array(steps), numbers)
+    counts = -(-sizes // step)
+    whose = np.repeat(np.arange(len(sizes)), counts)
+    within = (np.arange(len(whose)) - (np.cumsum(counts) - counts)[whose]) * step[whose]
+    found = np.empty(len(whose), BLOCK_DTYPE)
+    found["tensor"] = np.repeat(np.arange(first, first + len(parts)), numbers)[whose]
+    found["rank"] = np.concatenate([ranks for _, ranks in parts])[whose]
+    found["start"], found["numel"] = starts[whose] + within, np.minimum(step[whose], sizes[whose] - within)
+    found["count"], found["stride"] = 1, found["numel"]
+    return found
+
+
+def plan_alone(
+    specs: Sequence[TensorSpec], links: Sequence[tuple[str, str]] = (), block_bytes: int = schema.BLOCK_BYTES
+) -> SavePlan:
+    """The plan of one process that writes all.
+
+    Args:
+        specs: in file order.
+        links: (further path, path of the tensor).
+
+    Raises:
+        CheckpointError: a name that cannot stand in a file, or a dtype that is not supported.
+    """
+    check_names(specs, links)
+    parts = [(np.array((0, spec.numel)), np.zeros(1, np.int64)) for spec in specs]
+    return SavePlan(tuple(specs), _cut(specs, parts, block_bytes), tuple(links), 1)
+
+
+def check_names(specs: Sequence[TensorSpec], links: Sequence[tuple[str, str]]) -> None:
+    """Raise if a file cannot hold tensors of these names and dtypes.
+
+    Args:
+        links: (further path, path of the tensor).
+
+    Raises:
+        CheckpointError: a name that cannot stand in a file, or a dtype that is not supported.
+    """
+    for spec in specs:
+        if not schema.supported(spec.dtype):
+            raise CheckpointError(f"{spec.path!r} has dtype {spec.dtype}, which checkpoints do not hold")
+    paths = [spec.path for spec in specs] + [path for path, _ in links]
+    datasets, groups = set(paths), set()
     for path in paths:
-        for parent in PurePosixPath(path).parents:
-            if str(parent) in datasets:
-                raise CheckpointError(f"{str(parent)!r} and {path!r} cannot both stand in a file: rename one of them")
-
-
-def _checked(name: str) -> str:
-    parts = name.split("/")
-    if not name.isprintable() or any(part in ("", ".", "..") for part in parts):
-        raise CheckpointError(f"{name!r} cannot be the name of a dataset: rename the module or parameter")
-    return name
+        if not path.isprintable() or not {"", ".", ".."}.isdisjoint(path.split("/")):
+            raise CheckpointError(f"{path!r} cannot be the name of a dataset: rename the module or parameter")
+        parent = path.rpartition("/")[0]
+        while parent and parent not in groups:
+            if parent in datasets:
+                raise CheckpointError(f"{parent!r} and {path!r} cannot both stand in a file: rename one of them")
+            groups.add(parent)
+            parent = parent.rpartition("/")[0]

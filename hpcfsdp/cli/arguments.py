@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from hpcfsdp import env
 from hpcfsdp.errors import UsageError
+
+PATTERN_HELP = "names of tensors, with or without model/ before them; * and ? stand for any text and any character"
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,8 +27,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def print_json(value: Any) -> None:
-    """Write one JSON document to stdout."""
-    json.dump(value, sys.stdout, indent=2)
+    """Write one JSON document to stdout.
+
+    Raises:
+        ValueError: it has a NaN or an infinity, which JSON has not: see ``plain_value``.
+    """
+    json.dump(value, sys.stdout, indent=2, allow_nan=False)
     print()
 
 
@@ -70,3 +77,23 @@ def readable_bytes(count: int) -> str:
 def readable_shape(shape: Sequence[int]) -> str:
     """(2, 3) -> "2 x 3"; a scalar as "scalar"."""
     return " x ".join(map(str, shape)) if shape else "scalar"
+
+
+def readable_number(value: Any) -> str:
+    """Six digits of a float, all of an integer, and nothing for None."""
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.6g}"
+
+
+def plain_value(value: Any) -> Any:
+    """A value that was saved beside tensors, as JSON can hold it: arrays told by shape and dtype, NaN as text."""
+    if isinstance(value, dict):
+        return {plain_value(key): plain_value(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(entry) for entry in value]
+    if hasattr(value, "dtype"):
+        return f"array {readable_shape(value.shape)} {value.dtype}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

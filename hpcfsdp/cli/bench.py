@@ -6,18 +6,20 @@ Tables are Markdown: they read well, and go into docs/benchmarks.md as they are.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hpcfsdp import env
-from hpcfsdp.cli.arguments import Parser, print_json, print_markdown
+from hpcfsdp.cli.arguments import Parser, plain_value, print_json, print_markdown
 from hpcfsdp.errors import UsageError
 from hpcfsdp.launch.bootstrap import load_mpi
 
 _HELP = """collectives: against gloo, plain MPI calls and the speed of memory; backends: steps of stock DDP, FSDP1 and
 FSDP2 on hpcmpi and on gloo; step: steps of hpcfsdp, of these over gloo, and of no communication at all; memory: the
 peak of such a step beside what it has to be; optim-state: state dicts of a model and its optimizer, of hpcfsdp and of
-FSDP1 over gloo; host: what wrapping costs a unit, in one process (without mpirun)"""
+FSDP1 over gloo; checkpoint: saving and loading, of hpcfsdp, torch's DCP, safetensors, h5py and raw files on one disk;
+host: what wrapping costs a unit, in one process (without mpirun)"""
 
 
 class _Found(NamedTuple):
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser("bench", "Measure against the peers in one run, on as many ranks as mpirun starts.")
     parser.add_argument("what", choices=(*_TOGETHER, "host"), metavar="WHAT", help=_HELP)
     parser.add_argument(
-        "--repeats", type=_positive, metavar="N", help="runs of each way; default: 9, host: 40, memory: 5"
+        "--repeats", type=_positive, metavar="N", help="runs of each way; default: 9, host: 40, memory, checkpoint: 5"
     )
     parser.add_argument("--sizes", type=_megabytes, nargs="+", metavar="MIB", help="collectives: default 1 16 64")
     parser.add_argument(
@@ -52,6 +54,15 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--tensor", type=_positive, default=1, metavar="N", help="step: ranks that layers are cut over; default: 1"
+    )
+    parser.add_argument(
+        "--bytes", type=_bytes, default=1 << 30, metavar="SIZE", help="checkpoint: of all parameters; default: 1GiB"
+    )
+    parser.add_argument(
+        "--tensors", type=_positive, default=300, metavar="N", help="checkpoint: how many parameters; default: 300"
+    )
+    parser.add_argument(
+        "--folder", metavar="DIR", help="checkpoint: on the disk that is measured; default: the current one"
     )
     parser.add_argument("--units", type=_positive, default=32, metavar="N", help="host: of the model; default: 32")
     parser.add_argument(
@@ -97,7 +108,7 @@ def _alone(options: argparse.Namespace) -> int:
 
 def _tell(found: _Found, options: argparse.Namespace, facts: dict[str, Any]) -> None:
     if options.json:
-        print_json({"host": env.host_name(), **facts, "measured": found.as_json})
+        print_json(plain_value({"host": env.host_name(), **facts, "measured": found.as_json}))
         return
     print_markdown(found.columns, found.rows)
     for note in found.notes:
@@ -153,12 +164,21 @@ def _optim_state(world: Any, options: argparse.Namespace) -> _Found:
     return _Found(report.OPTIM_STATE, report.optim_state_rows(found), report.optim_state_json(found), second=peaks)
 
 
+def _checkpoint(world: Any, options: argparse.Namespace) -> _Found:
+    from hpcfsdp.bench import checkpoint, report
+
+    shape = {"nbytes": options.bytes, "tensors": options.tensors}
+    found = checkpoint.measure(world, **shape, folder=options.folder, repeats=options.repeats or 5)
+    return _Found(report.CHECKPOINT, report.checkpoint_rows(found), report.checkpoint_json(found))
+
+
 _TOGETHER: dict[str, Callable[[Any, argparse.Namespace], _Found]] = {
     "collectives": _collectives,
     "backends": _backends,
     "step": _step,
     "memory": _memory,
     "optim-state": _optim_state,
+    "checkpoint": _checkpoint,
 }
 
 
@@ -175,6 +195,15 @@ def _megabytes(text: str) -> int:
     if not 0 < size < 1e6:
         raise argparse.ArgumentTypeError(f"{text} MiB is no size")
     return int(size * (1 << 20))
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)\s*([KMGT]i?)?B?", text)
+    size = int(found[1]) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no size, as 1GiB or 256MiB are")
+    prefix = found[2] or ""
+    return size * (1024 if prefix.endswith("i") else 1000) ** " KMGT".index(prefix[:1] or " ")
 
 
 def _positive(text: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from hpcfsdp import env
-from hpcfsdp.cli.arguments import Parser, print_json
+from hpcfsdp.cli.arguments import Parser, plain_value, print_json
 from hpcfsdp.doctor.examine import Diagnosis, examine
 from hpcfsdp.doctor.finding import Finding, summary
 from hpcfsdp.errors import UsageError
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _print_as_json(diagnosis: Diagnosis) -> None:
-    print_json(asdict(diagnosis))
+    print_json(plain_value(asdict(diagnosis)))
     sys.stdout.flush()
 
 

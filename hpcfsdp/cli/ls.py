@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp.checkpoint.catalog import checkpoint_files
 from hpcfsdp.checkpoint.reader import open_index
 from hpcfsdp.cli.arguments import Parser, print_json, print_table, readable_bytes, readable_shape
+from hpcfsdp.cli.folders import checkpoints_in, size_of
 from hpcfsdp.errors import CheckpointError
 
 
@@ -17,19 +18,19 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser("ls", "List the checkpoints in a folder (also that of a run), or the tensors in a checkpoint.")
     parser.add_argument("path", metavar="PATH", type=Path)
     options = parser.parse_args(arguments)
-    if not options.path.exists():
-        raise CheckpointError(f"{options.path}: no such file or folder")
-    return _list_folder(options.path, options.json) if options.path.is_dir() else _list_file(options.path, options.json)
+    # Not Path.is_dir, which raises where a folder above may not be searched: to open it tells what is wrong.
+    listing = _list_folder if os.path.isdir(options.path) else _list_file
+    return listing(options.path, options.json)
 
 
 def _list_folder(folder: Path, as_json: bool) -> int:
-    files = checkpoint_files(folder) or checkpoint_files(folder / "checkpoints")
-    if not files:
-        raise CheckpointError(f"{folder}: no checkpoints (step-<number>.h5) in this folder or in its checkpoints/")
     entries: list[dict[str, Any]] = []
     exit_code = 0
-    for path in files:
-        entry: dict[str, Any] = {"file": str(path), "bytes": path.stat().st_size}
+    for path in checkpoints_in(folder):
+        nbytes = size_of(path)
+        if nbytes is None:  # removed since the folder was read, say by a training that keeps a few
+            continue
+        entry: dict[str, Any] = {"file": str(path), "bytes": nbytes}
         try:
             index = open_index(path)
         except CheckpointError as error:

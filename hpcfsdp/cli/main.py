@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from hpcfsdp._version import __version__
 from hpcfsdp.errors import HpcfsdpError, UsageError, nearest
@@ -17,6 +21,13 @@ VERBS = {
     "ls": ("hpcfsdp.cli.ls", "list checkpoints in a folder, or tensors in a checkpoint"),
     "doctor": ("hpcfsdp.cli.doctor", "say what here would break a training (alone, or with mpirun or srun)"),
     "show": ("hpcfsdp.cli.show", "show what a checkpoint, or one tensor of it, holds"),
+    "export": ("hpcfsdp.cli.export", "write a checkpoint as safetensors, .pt or a DCP folder"),
+    "import": ("hpcfsdp.cli.import_", "write a checkpoint from safetensors, .pt or a DCP folder"),
+    "stats": ("hpcfsdp.cli.stats", "tell minimum, maximum, mean, norm, NaN and Inf of tensors"),
+    "verify": ("hpcfsdp.cli.verify", "check every byte of checkpoints"),
+    "diff": ("hpcfsdp.cli.diff", "tell what two checkpoints differ in"),
+    "prune": ("hpcfsdp.cli.prune", "remove old checkpoints of a folder"),
+    "plot": ("hpcfsdp.cli.plot", "draw histograms, norms per layer, or the loss"),
 }
 
 _USAGE = """\
@@ -26,7 +37,11 @@ usage: hpcfsdp <verb> [PATH] [options]
 
 hpcfsdp <verb> --help tells the options of a verb; hpcfsdp --version the version.
 Data goes to stdout, messages to stderr. Exit codes: 0 fine, 1 failure, 2 usage,
-3 environment, 4 checkpoint corrupt, 75 checkpointed after a signal (run me again)."""
+3 environment, 4 checkpoint corrupt, 75 checkpointed after a signal (run me again),
+141 nobody reads the output any more."""
+
+EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
+"""As of a program that this signal has ended, which Python turns into an error. Never 0: not all was said."""
 
 
 def usage() -> str:
@@ -34,31 +49,99 @@ def usage() -> str:
     return _USAGE.format(verbs="\n".join(f"  {verb:6} {text}" for verb, (_, text) in VERBS.items()))
 
 
+class OutputError(HpcfsdpError):
+    """stdout could not be written to. An error of hpcfsdp's own, so that a job of many ranks ends together."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"cannot write to stdout: {os.strerror(error.errno or errno.EIO)}")
+        if isinstance(error, BrokenPipeError):
+            self.exit_code = EXIT_BROKEN_PIPE
+
+
+class _Output:
+    """A stream that tells its own errors from those of files."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _told():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _told():
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(error) from error
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run one command; its exit code. Errors that users can mend are printed, others propagate."""
     try:
-        if not arguments:
-            raise UsageError(f"which verb?\n\n{usage()}")
-        verb, *rest = arguments
-        if verb in ("-h", "--help", "help"):
-            print(usage())
-            return 0
-        if verb == "--version":
-            print(f"hpcfsdp {__version__}")
-            return 0
-        if verb not in VERBS:
-            raise UsageError(f"unknown verb {verb!r}{nearest(verb, VERBS)}\n\n{usage()}")
-        return importlib.import_module(VERBS[verb][0]).main(rest)
+        return _run(arguments)
     except HpcfsdpError as error:
-        print(f"hpcfsdp: {error}", file=sys.stderr)
+        if error.exit_code != EXIT_BROKEN_PIPE:  # the reader of our output, say `head`, has seen enough
+            _say(f"hpcfsdp: {error}")
+        _empty(sys.stdout)
         return error.exit_code
-    except BrokenPipeError:  # the reader of our output, say `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(arguments: Sequence[str]) -> int:
+    if sys.stdout is None:  # it was closed before we began
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            return _command(arguments)
+    with contextlib.redirect_stdout(_Output(sys.stdout)):
+        try:
+            code = _command(arguments)
+        except SystemExit:  # the help of a verb
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()  # what waits for the end of the process could no longer be an error of this command
+        return code
+
+
+def _command(arguments: Sequence[str]) -> int:
+    if not arguments:
+        raise UsageError(f"which verb?\n\n{usage()}")
+    verb, *rest = arguments
+    if verb in ("-h", "--help", "help"):
+        print(usage())
         return 0
+    if verb == "--version":
+        print(f"hpcfsdp {__version__}")
+        return 0
+    if verb not in VERBS:
+        raise UsageError(f"unknown verb {verb!r}{nearest(verb, VERBS)}\n\n{usage()}")
+    return importlib.import_module(VERBS[verb][0]).main(rest)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr)
+    _empty(sys.stderr)
+
+
+def _empty(stream: Any) -> None:
+    """Bring out what waits in a stream, or give it up: the interpreter would fail of it once more when it ends."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def run() -> None:
     """Entry point of the console script."""
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.exit(code)
+    sys.exit(main(sys.argv[1:]))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpcfsdp.checkpoint import schema
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.inspect.numbers import decoded, json_number
+from hpcfsdp.checkpoint.inspect.stats import file_statistics
 from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
-from hpcfsdp.cli.arguments import Parser, print_json, print_table, readable_bytes, readable_shape
-from hpcfsdp.errors import UsageError, nearest
+from hpcfsdp.cli.arguments import Parser, plain_value, print_json, print_table, readable_bytes, readable_shape
+from hpcfsdp.errors import CheckpointError, nearest
 
 FIRST_VALUES = 8
 
@@ -53,10 +55,20 @@ def _about_file(index: CheckpointIndex) -> dict[str, Any]:
         "optimizer bytes": sum(spec.nbytes for spec in optim),
     }
     for number, group in enumerate(index.param_groups or []):
-        facts[f"optimizer group {number}"] = {**group, "params": len(group["params"])}
-    facts["extra"] = _plain(info.extra)
-    facts["config"] = info.config
+        listed = {"params": len(group["params"])} if "params" in group else {}
+        facts[f"optimizer group {number}"] = plain_value({**group, **listed})
+    if index.metrics:
+        facts["metrics"] = {name: _last(*series) for name, series in index.metrics.items()}
+    if index.parts:
+        facts["files beside it"] = [part.name for part in index.parts]
+    facts["extra"] = plain_value(info.extra)
+    facts["config"] = plain_value(info.config)
     return facts
+
+
+def _last(steps: np.ndarray, values: np.ndarray) -> str:
+    """How long a curve is, and where it ends."""
+    return f"{len(steps)} values" + (f", {values[-1]:.6g} at step {steps[-1]}" if len(steps) else "")
 
 
 def _about_tensor(index: CheckpointIndex, name: str) -> dict[str, Any]:
@@ -65,62 +77,28 @@ def _about_tensor(index: CheckpointIndex, name: str) -> dict[str, Any]:
     facts: dict[str, Any] = {"name": path, "shape": list(spec.shape), "dtype": spec.dtype, "bytes": spec.nbytes}
     if path != spec.path:
         facts["same tensor as"] = spec.path
-    first_row, end_row = index.first_rows[spec.path]
-    facts["written by ranks"] = sorted({int(rank) for rank in index.extents["rank"][first_row:end_row]})
+    facts["written by ranks"] = sorted(set(index.rows_of(path)["rank"].tolist()))
+    return facts | _numbers(index, spec)
+
+
+def _numbers(index: CheckpointIndex, spec: TensorSpec) -> dict[str, Any]:
+    """The first values, and statistics."""
     with BlockReader(index) as reader:
-        facts |= _statistics(reader, path, spec)
-    return facts
-
-
-def _statistics(reader: BlockReader, path: str, spec: schema.TensorSpec) -> dict[str, Any]:
-    """Minimum, maximum, mean, norm and counts, one block in memory at a time; the first values."""
-    low, high, total, squares, finite, nans, first = math.inf, -math.inf, 0.0, 0.0, 0, 0, []
-    for block in reader.blocks(path):
-        values = readable_values(block, spec.dtype)
-        if len(first) < FIRST_VALUES:
-            first += [_number(value) for value in values[: FIRST_VALUES - len(first)]]
-        if np.iscomplexobj(values):
-            values = np.abs(values)
-        good = values[np.isfinite(values)].astype(np.float64)
-        nans += int(np.isnan(values).sum())
-        finite += good.size
-        if good.size:
-            low, high = min(low, float(good.min())), max(high, float(good.max()))
-            total, squares = total + float(good.sum()), squares + float(np.square(good).sum())
-    facts: dict[str, Any] = {"first values": first}
-    if finite:
-        facts |= {"min": low, "max": high, "mean": total / finite, "norm": math.sqrt(squares)}
-    return facts | {"nan": nans, "infinite": spec.numel - finite - nans}
-
-
-def readable_values(block: np.ndarray, dtype: str) -> np.ndarray:
-    """Elements as numbers that numpy computes with; bfloat16 becomes float32."""
-    if dtype == "bfloat16":
-        return (block.astype(np.uint32) << 16).view(np.float32)
-    return block
+        first = decoded(reader.read(spec.path, 0, min(FIRST_VALUES, spec.numel)), spec.dtype)
+        (_, found), *_ = file_statistics(index, reader, [spec.path])
+    facts: dict[str, Any] = {"first values": [json_number(value) for value in first]}
+    if found.min is not None:
+        facts |= {name: json_number(getattr(found, name)) for name in ("min", "max", "mean", "norm")}
+    return facts | {"nan": found.nan, "infinite": found.inf}
 
 
 def _find(index: CheckpointIndex, name: str) -> str:
-    known = [*index.tensors, *index.links]
     for candidate in (name, f"{schema.MODEL}/{name}", f"{schema.OPTIM_STATE}/{name}"):
-        if candidate in known:
+        if candidate in index.tensors or candidate in index.links:
             return candidate
+    known = [*index.tensors, *index.links]
     hint = nearest(name, known + [path.split("/", 1)[1] for path in known])
-    raise UsageError(f"{index.info.path}: holds no tensor {name!r}{hint} (hpcfsdp ls lists them)")
-
-
-def _number(value: Any) -> Any:
-    return value.item() if not np.iscomplexobj(value) else str(value.item())
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, (np.ndarray, np.generic)):
-        return f"array {readable_shape(np.shape(value))} {value.dtype}"
-    return value
+    raise CheckpointError(f"{index.info.path}: holds no tensor {name!r}{hint} (hpcfsdp ls lists them)")
 
 
 def _readable(key: str, value: Any) -> str:

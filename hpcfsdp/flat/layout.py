@@ -13,6 +13,7 @@ owns (gaps between parameters, padding at the end) is zero.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 ALIGNMENT_BYTES = 16
@@ -218,6 +220,20 @@ class FlatLayout:
         slot = self.by_name[fqn]
         return tuple(self._cut(slot, 0, self.num_shards))
 
+    def param_edges(self, fqn: str) -> tuple[int, np.ndarray]:
+        """The same runs as numbers, for any number of ranks in one go.
+
+        Returns:
+            The first rank that has a run, and int64 ``[runs + 1]``: the first element of each, and the number of all.
+        """
+        slot = self.by_name[fqn]
+        if slot.numel == 0:
+            return 0, np.zeros(1, np.int64)
+        first, end = slot.offset // self.shard_numel, (slot.end - 1) // self.shard_numel + 1
+        edges = np.arange(first, end + 1, dtype=np.int64) * self.shard_numel - slot.offset
+        edges[0], edges[-1] = 0, slot.numel  # shards begin before and end behind it
+        return first, edges
+
     def extents(self, shard_rank: int) -> tuple[ShardExtent, ...]:
         """The runs that lie on one rank, in the order of its shard; empty for a rank that holds padding only."""
         return tuple(extent for slot in self.slots for extent in self._cut(slot, shard_rank, shard_rank + 1))
@@ -243,6 +259,21 @@ class FlatLayout:
                 for slot, twin in zip(slots, other.slots, strict=True)
             )
         return dataclasses.replace(self, slots=slots)
+
+    def known_as(self, paths: tuple[str, ...], join: Callable[[str, str], str]) -> FlatLayout:
+        """The same layout with the names that parameters have below `paths`, of which the first one counts.
+
+        Args:
+            join: the name of a parameter below a path.
+        """
+        if (paths, join) not in self._known_as:
+            first, *others = (self.renamed(functools.partial(join, path)) for path in paths)
+            self._known_as[paths, join] = first.aliased(others)
+        return self._known_as[paths, join]
+
+    @cached_property
+    def _known_as(self) -> dict[tuple[tuple[str, ...], Callable[[str, str], str]], FlatLayout]:
+        return {}
 
     def of_tensor_rank(self, rank: int) -> FlatLayout:
         """The layout that another of the ranks which are parallel over tensors has of its own blocks."""

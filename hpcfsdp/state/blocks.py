@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from hpcfsdp.api.groups import Groups
-from hpcfsdp.flat.layout import FlatLayout, ShardExtent
-from hpcfsdp.state.tensors import LocalPiece, StateTensor
+from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor
 from hpcfsdp.tensor.move import MovePlan, batches, move
 from hpcfsdp.tensor.runs import Box, Run, cut_runs, own_runs, run_boxes, shard_runs, whole_box
 from hpcfsdp.tensor.whole import forget_memory, take_memory
@@ -198,14 +199,15 @@ class FileForm:
 
     def state_tensor(self, index: int, name: str, aliases: tuple[str, ...] = ()) -> StateTensor:
         """A slot under a name, in stretches that lie in `memory`."""
-        shape, extents = self._blocks.layout.slots[index].whole_shape, self._extents(index, name)
-        return StateTensor(name, shape, self._dtype, extents, self._pieces(index), aliases, self)
+        shape = self._blocks.layout.slots[index].whole_shape
+        return StateTensor(name, shape, self._dtype, self._runs(index), self._pieces(index), aliases, self)
 
-    def _extents(self, index: int, name: str) -> tuple[ShardExtent, ...]:
-        """The stretches of a slot, by the ranks that write them."""
-        writers = self._blocks.groups.team().block_writers
-        stretches = zip(writers, self._stretches[index], strict=True)
-        return tuple(ShardExtent(name, writer, start, numel, 0) for writer, (start, numel) in stretches if numel)
+    def _runs(self, index: int) -> Runs:
+        """The stretches of a slot, by the ranks that have them."""
+        copies = self._blocks.groups.team().block_copies
+        starts = [start for start, numel in self._stretches[index] if numel]  # the first ranks have all
+        edges = [*starts, math.prod(self._blocks.layout.slots[index].whole_shape)]
+        return Runs(np.array(edges), copies[: len(starts)])
 
     def _pieces(self, index: int) -> tuple[LocalPiece, ...]:
         """This rank's stretch of a slot."""

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
-from hpcfsdp.api.groups import Groups
+from hpcfsdp.api.groups import Groups, Team
 from hpcfsdp.api.wrapper import WRAPPED, FullyShardedDataParallel
 from hpcfsdp.comm import Communicator, communicator_for
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.flat.layout import FlatLayout, ShardExtent
+from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.runtime.state import Phase
 from hpcfsdp.state.blocks import Blocks, FileForm
 from hpcfsdp.state.ranks import units_of
-from hpcfsdp.state.tensors import LocalPiece, StateTensor, unsharded
+from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor, unsharded
+
+EXTRA_STATE = "_extra_state"
+"""The last part of the name of a module's state beside tensors, as torch has it."""
 
 # Names that wrappers put into a module's path; a state dict knows the module without them.
 _WRAPPER_NAMES = {WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"}
@@ -33,13 +35,18 @@ def communicator_of(model: nn.Module) -> Communicator:
     wrappers = units_of(model)
     if not wrappers:
         return communicator_for(None, required=False)
-    teams = [wrapper._groups.team() for wrapper in wrappers]
-    return teams[0].comm if teams[0] is not None else wrappers[0]._groups.shard
+    team = _largest_team(wrappers)
+    return team.comm if team is not None else wrappers[0]._groups.shard
+
+
+def _largest_team(wrappers: Iterable[FullyShardedDataParallel]) -> Team | None:
+    teams = [team for wrapper in wrappers if (team := wrapper._groups.team()) is not None]
+    return max(teams, key=lambda team: team.comm.size, default=None)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model computes: the device of its first parameter, the CPU for a model without any."""
-    return next((param.device for param in model.parameters()), torch.device("cpu"))
+    """Where the model computes: the device of its first parameter that has memory, the CPU without any."""
+    return next((param.device for param in model.parameters() if not param.is_meta), torch.device("cpu"))
 
 
 def named_flat_params(model: nn.Module) -> Iterator[tuple[FullyShardedDataParallel, FlatParam, FlatLayout]]:
@@ -51,18 +58,31 @@ def named_flat_params(model: nn.Module) -> Iterator[tuple[FullyShardedDataParall
     for wrapper, known_as in paths.items():
         for flat in wrapper._unit.flats:
             flat.take_back()  # what is read or written next is the shard, not what a user has put in its place
-            first, *others = (flat.layout.renamed(functools.partial(_joined, path)) for path in known_as)
-            yield wrapper, flat, first.aliased(others)
+            yield wrapper, flat, flat.layout.known_as(tuple(known_as), _joined)
 
 
 def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, Groups]]:
     """Each flat parameter, its layout under the names that parameters have in the whole model, and who has it.
 
     Raises:
-        CheckpointError: the ranks that hold all of a parameter are not those that checkpoint the model.
+        CheckpointError: the ranks that hold all of a parameter are not those that checkpoint the model, or its
+            parameters are summoned.
     """
+    largest = _largest_team(units_of(model))
     for wrapper, flat, layout in named_flat_params(model):
-        if wrapper._groups.team() is None:
+        if wrapper._unit.phase is Phase.SUMMON:
+            raise CheckpointError(
+                f"{wrapper._unit.name}: its parameters are whole within summon_full_params, and what is changed there "
+                "is put back at its end: save and load outside of it"
+            )
+        team = wrapper._groups.team()
+        if team is not None and (team.comm.size, team.comm.rank) != (largest.comm.size, largest.comm.rank):
+            raise CheckpointError(
+                f"{wrapper._unit.name} has process groups of its own, over {team.comm.size} ranks, and the model is on "
+                f"{largest.comm.size}: its parameters may differ between groups, which one name in a file cannot tell; "
+                "save this unit apart from the others, or give all units the same ranks"
+            )
+        if team is None:
             raise CheckpointError(
                 "the model is sharded over a pair of process groups that do not make up the world: it is not known "
                 "which ranks hold it together; pass a device_mesh, or groups of all ranks"
@@ -74,12 +94,10 @@ def _joined(path: str, name: str) -> str:
     return clean_fqn(f"{path}.{name}" if path else name)
 
 
-def written_extents(layout: FlatLayout, fqn: str, groups: Groups) -> tuple[ShardExtent, ...]:
-    """The runs of a parameter, with the ranks that write them: each shard is written once, whoever holds it too."""
-    writers, first = groups.team().writers, layout.of_tensor_rank(0)
-    return tuple(
-        dataclasses.replace(extent, shard_rank=writers[extent.shard_rank]) for extent in first.param_extents(fqn)
-    )
+def held_runs(layout: FlatLayout, fqn: str, groups: Groups) -> Runs:
+    """The runs of a parameter, with the ranks that have their shards."""
+    first, edges = layout.of_tensor_rank(0).param_edges(fqn)
+    return Runs(edges, groups.team().copies[first : first + len(edges) - 1])
 
 
 def shard_pieces(layout: FlatLayout, fqn: str, shard_rank: int, shard: torch.Tensor) -> tuple[LocalPiece, ...]:
@@ -108,9 +126,7 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
         found[tensor.name] = tensor
 
     taken: set[str] = set()
-    flat_shards: set[nn.Parameter] = set()
     for flat, layout, groups in flat_params(model):
-        flat_shards.update((flat.parameter, *flat.leaves))
         shard = flat.parameter.data
         form = FileForm(Blocks(groups, layout, whole_shard=True), are_read_by_others=flat.is_resident)
         for index, slot in enumerate(layout.slots):
@@ -119,17 +135,33 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
                 add(form.state_tensor(index, slot.fqn, slot.aliases))
                 continue
             pieces = shard_pieces(layout, slot.fqn, flat.comm.rank, shard)
-            extents = written_extents(layout, slot.fqn, groups)
-            add(StateTensor(slot.fqn, slot.shape, layout.dtype, extents, pieces, slot.aliases))
+            runs = held_runs(layout, slot.fqn, groups)
+            add(StateTensor(slot.fqn, slot.shape, layout.dtype, runs, pieces, slot.aliases))
+    for tensor, (name, *aliases) in plain_tensors(model).items():
+        add(unsharded(name, tensor, tuple(aliases)))
+    return list(found.values())
+
+
+def plain_tensors(model: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """Parameters that no unit owns, and persistent buffers, with all their names without those of wrappers."""
+    flats = [flat for wrapper in units_of(model) for flat in wrapper._unit.flats]
+    flat_shards = {shard for flat in flats for shard in (flat.parameter, *flat.leaves)}
     whole: dict[torch.Tensor, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         own = [*module._parameters.items(), *_persistent_buffers(module)]
         for name, tensor in own:
             if tensor is not None and tensor not in flat_shards:
                 whole.setdefault(tensor, []).append(_joined(path, name))
-    for tensor, (name, *aliases) in whole.items():
-        add(unsharded(name, tensor, tuple(aliases)))
-    return list(found.values())
+    return whole
+
+
+def stateful_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules with a state beside tensors, ``get_extra_state``, by the name that it has in a state dict."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found[_joined(path, EXTRA_STATE)] = module
+    return found
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:

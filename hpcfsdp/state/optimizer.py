@@ -16,7 +16,7 @@ from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.state.blocks import Blocks, FileForm
-from hpcfsdp.state.model import clean_fqn, flat_params, shard_pieces, written_extents
+from hpcfsdp.state.model import clean_fqn, flat_params, held_runs, shard_pieces
 from hpcfsdp.state.optim.compare import (
     RankState,
     StateInfo,
@@ -82,13 +82,13 @@ class TrainedParam:
                 forms[kind] = FileForm(Blocks(self.groups, self.layout, whole_shard=not self.is_run))
             forms[kind].add(index, value.view(-1))
             return forms[kind].state_tensor(index, name)
-        extents = written_extents(self.layout, fqn, self.groups)
+        runs = held_runs(self.layout, fqn, self.groups)
         if self.is_run:
             extent = self.layout.param_extent(fqn, self.shard_rank)
             pieces = (LocalPiece(extent.start, value),) if extent is not None else ()
         else:
             pieces = shard_pieces(self.layout, fqn, self.shard_rank, value)
-        return StateTensor(name, self.shapes[fqn], value.dtype, extents, pieces)
+        return StateTensor(name, self.shapes[fqn], value.dtype, runs, pieces)
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,12 @@ def optimizer_state(
     Raises:
         CheckpointError: a value is neither a tensor nor a number, or has a shape that cannot be split.
     """
+    odd = next((key for key in optimizer.state if not isinstance(key, torch.Tensor)), None)
+    if odd is not None:
+        raise CheckpointError(
+            f"the optimizer remembers {odd!r}, which belongs to no parameter: keep it in its param_groups, or give it "
+            "to extra="
+        )
     tensors: list[StateTensor] = []
     forms: Forms = {}
     scalars: dict[str, Scalar] = {}
@@ -244,6 +250,8 @@ class OptimizerRestore:
         self._optimizer = optimizer
         self._members = trained_params(model, optimizer)
         self._groups = _match_groups(self._members, groups)
+        pairs = zip(self._members, self._groups, strict=True)
+        self._hyper = {member.param: hyper for members, hyper in pairs for member in members}
         self._state: dict[nn.Parameter, dict[str, Any]] = {}
         self._forms: Forms = {}
         self._scalar_parts: list[tuple[str, str, nn.Parameter, torch.Tensor]] = []
@@ -281,7 +289,7 @@ class OptimizerRestore:
                     group[key] = tuple(value) if isinstance(now, tuple) else value
         for param, state in self._state.items():
             self._optimizer.state[param] = state
-        for param in [p for p in self._optimizer.state if p not in self._state]:
+        for param in [p for p in self._optimizer.state if isinstance(p, torch.Tensor) and p not in self._state]:
             del self._optimizer.state[param]
 
     def _plan_member(self, member: TrainedParam, by_param: dict[str, dict[str, SavedTensor | Scalar]]) -> None:
@@ -345,11 +353,9 @@ class OptimizerRestore:
     def _scalar_device(self, param: nn.Parameter, key: str) -> torch.device:
         # torch's optimizers keep step on the CPU unless capturable or fused, where it sits beside the parameter; the
         # checkpoint's flags are those that will hold.
-        for group, hyper in zip(self._optimizer.param_groups, self._groups, strict=True):
-            if any(member is param for member in group["params"]):
-                beside = key != "step" or hyper.get("capturable") or hyper.get("fused")
-                return param.device if beside else torch.device("cpu")
-        return param.device
+        hyper = self._hyper[param]
+        beside = key != "step" or hyper.get("capturable") or hyper.get("fused")
+        return param.device if beside else torch.device("cpu")
 
 
 def _elementwise(member: TrainedParam, key: str, values: Mapping[str, SavedTensor]) -> bool:
@@ -373,6 +379,13 @@ def _by_param(
 def _match_groups(members: list[list[TrainedParam]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The saved hyper-parameters for each of the optimizer's groups."""
     here = [sorted(fqn for member in group for fqn in member.shapes) for group in members]
+    unnamed = next((group.get("params") for group in saved if not _are_names(group.get("params"))), ...)
+    if unnamed is not ...:
+        raise CheckpointMismatchError(
+            f"its optimizer's parameters are {'not listed' if unnamed is None else f'listed as {unnamed!r:.40}'}, not "
+            "by their names, as in optimizer.state_dict(): load it with optimizer=None, and save the optimizer by "
+            "hpcfsdp.checkpoint.save, or as torch's get_state_dict gives it"
+        )
     there = [sorted(group["params"]) for group in saved]
     if here != there:
         names_here, names_there = {n for g in here for n in g}, {n for g in there for n in g}
@@ -383,6 +396,10 @@ def _match_groups(members: list[list[TrainedParam]], saved: list[dict[str, Any]]
             + _listed("; in the optimizer only: ", names_here - names_there)
         )
     return [{key: value for key, value in group.items() if key != "params"} for group in saved]
+
+
+def _are_names(params: object) -> bool:
+    return isinstance(params, list) and all(isinstance(name, str) for name in params)
 
 
 def _listed(title: str, names: set[str]) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from hpcfsdp._compat import local_of
-from hpcfsdp.flat.layout import ShardExtent
 from hpcfsdp.tensor.whole import WholeForm, is_cut
 
 
@@ -29,15 +29,36 @@ class LocalPiece:
     def numel(self) -> int:
         return self.tensor.numel()
 
-    def slice(self, start: int, numel: int) -> torch.Tensor:
-        """Elements of the whole tensor that lie in this piece, 1-D on the CPU; a copy only where needed."""
-        begin = start - self.start
-        return self.tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)[begin : begin + numel].cpu()
+    def flat(self) -> torch.Tensor:
+        """The elements, 1-D; the memory itself unless they lie in another order there."""
+        return self.tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
     @torch.no_grad()
     def fill(self, values: torch.Tensor) -> None:
         """Overwrite the memory with `values`, 1-D, of as many elements and the same dtype."""
         self.tensor.detach().copy_(values.view(self.tensor.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """How the elements of a tensor, in row-major order, are divided over all ranks. Arrays, for there may be many.
+
+    Attributes:
+        edges: int64, one more than runs: the first element of each, then the number of all elements.
+        holders: int64, runs x copies: the ranks that have each run, any of which may write it.
+    """
+
+    edges: np.ndarray
+    holders: np.ndarray
+
+    @classmethod
+    def of(cls, edges: Sequence[int], holders: Sequence[Sequence[int]]) -> Runs:
+        """From plain numbers. Without elements there is no run."""
+        copies = len(holders[0]) if len(holders) else 1
+        return cls(np.asarray(edges, np.int64), np.asarray(holders, np.int64).reshape(-1, copies))
+
+
+NO_RUNS = Runs.of((0,), ())
 
 
 @dataclass(frozen=True)
@@ -47,8 +68,9 @@ class StateTensor:
     Attributes:
         name: fully qualified, without wrappers' names.
         shape, dtype: of the whole tensor.
-        extents: over all ranks, who writes which run; every element exactly once.
-        pieces: what this rank keeps; a replicated tensor is kept whole by all ranks and written by one.
+        runs: over all ranks, who has which run, and may write it; every element exactly once. Of what training may let
+            differ between ranks that keep it whole, as buffers, only rank 0's counts.
+        pieces: what this rank keeps.
         aliases: further names of the same tensor.
         staged: what `pieces` are a part of, where they are not the tensor's own memory: it is gathered before they are
             written, and scattered after they have been read.
@@ -57,10 +79,14 @@ class StateTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    extents: tuple[ShardExtent, ...]
+    runs: Runs
     pieces: tuple[LocalPiece, ...]
     aliases: tuple[str, ...] = ()
     staged: Staged | None = None
+
+    def piece_of(self, start: int) -> LocalPiece:
+        """The piece in which an element lies."""
+        return next(piece for piece in self.pieces if piece.start <= start < piece.start + piece.numel)
 
 
 class Staged(Protocol):
@@ -94,5 +120,5 @@ def unsharded(name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) ->
 
 def replicated(name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) -> StateTensor:
     """A tensor that every rank keeps whole; rank 0 writes it."""
-    whole = (ShardExtent(name, 0, 0, tensor.numel(), 0),) if tensor.numel() else ()
-    return StateTensor(name, tuple(tensor.shape), tensor.dtype, whole, (LocalPiece(0, tensor),), aliases)
+    runs = Runs.of((0, tensor.numel()), ((0,),)) if tensor.numel() else NO_RUNS
+    return StateTensor(name, tuple(tensor.shape), tensor.dtype, runs, (LocalPiece(0, tensor),), aliases)

@@ -73,9 +73,15 @@ class CheckpointConfig:
 
     every: int = 200
     """Steps between two; one is always written at the end. 0: only at the end."""
+    keep_last: int = 0
+    """How many of the newest stay when a further one is complete; older ones are removed. 0: all."""
+    keep_every: int = 0
+    """Those of steps that are a multiple of this stay, too, if older ones are removed. 0: none."""
+    asynchronous: bool = False
+    """Train on while a checkpoint is written, from copies in host memory."""
     resume: str = "auto"
-    """auto: from the newest in the run's folder if there is one. The path of a file: from there, as long as the folder
-    holds none. never: refuse a folder that holds some."""
+    """auto: from the newest in the run's folder that is not damaged, if there is one. The path of a file: from there,
+    as long as the folder holds none. never: refuse a folder that holds some."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,8 @@ def _check_ranges(config: RunConfig) -> None:
     not_negative = {
         "train.run_steps": loop.run_steps,
         "checkpoint.every": config.checkpoint.every,
+        "checkpoint.keep_last": config.checkpoint.keep_last,
+        "checkpoint.keep_every": config.checkpoint.keep_every,
         "optim.warmup_steps": config.optim.warmup_steps,
         "optim.clip_norm": config.optim.clip_norm,
         "optim.min_lr": config.optim.min_lr,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from hpcfsdp import checkpoint, config as configuration
-from hpcfsdp.checkpoint.catalog import checkpoint_path
+from hpcfsdp.checkpoint.content import Metrics
 from hpcfsdp.comm import Communicator, communicator_for, raise_together
 from hpcfsdp.errors import CheckpointError, DataError, HpcfsdpError, UsageError
 from hpcfsdp.launch.signals import StopRequest
@@ -54,6 +56,13 @@ class Trainer:
         self.run_dir = Path(config.run_dir)
         self.step = 0
         self.newest: Path | None = None
+        self.curves = _Curves()
+        self.manager = checkpoint.CheckpointManager(
+            self.run_dir / "checkpoints",
+            keep_last=config.checkpoint.keep_last or None,
+            keep_every=config.checkpoint.keep_every or None,
+            asynchronous=config.checkpoint.asynchronous,
+        )
         with raise_together(self.comm):
             self.mesh = make_mesh(config.mesh, world)
         self.share = share_of(self.mesh, world)
@@ -83,7 +92,7 @@ class Trainer:
         metrics = MetricsFile(self.run_dir / "metrics.jsonl", resume_step=self.step) if self.world.rank == 0 else None
         signal_number, began = 0, time.perf_counter()
         try:
-            with progress(log, self.world.rank, first, last, loop.log_every) as shown:
+            with self.manager, progress(log, self.world.rank, first, last, loop.log_every) as shown:
                 while self.step < last and not signal_number:
                     loss, norm, rate, signal_number = self._train_step(stop)
                     seconds, began = time.perf_counter() - began, time.perf_counter()
@@ -93,8 +102,11 @@ class Trainer:
                         f"loss {loss:.4f} ({loss / math.log(2):.3f} bits/byte) norm {norm:.3f} lr {rate:.2e} "
                         f"{speed:.0f} bytes/s",
                     )
+                    record = _record(self.step, loss, norm, rate, seconds, speed)
+                    self.curves.add(record)
                     if metrics is not None:
-                        metrics.write(_record(self.step, loss, norm, rate, seconds, speed))
+                        metrics.write(record)
+                    self.manager.step()
                     every = self.config.checkpoint.every
                     if self.step == last or signal_number or (every and self.step % every == 0):
                         self.save()
@@ -111,24 +123,17 @@ class Trainer:
                 metrics.close()
 
     def save(self) -> None:
-        """Write a checkpoint of the current step, unless the step has made parameters that are not finite."""
-        began = time.perf_counter()
+        """Save a checkpoint of the current step, unless the step has made parameters that are not finite."""
         self._check_finite()
-        path = checkpoint_path(self.run_dir / "checkpoints", self.step)
         position = {"samples": self.step * self.config.train.batch, "corpus": self.split.fingerprint}
-        checkpoint.save(
-            path,
+        self.newest = self.manager.save(
+            self.step,
             model=self.model,
             optimizer=self.optimizer,
-            step=self.step,
             extra={"data": position},
             config=configuration.to_dict(self.config),
+            metrics=self.curves.metrics,
         )
-        self.newest = path
-        seconds = time.perf_counter() - began
-        if self.world.rank == 0:  # another node may not see the new name yet
-            size = path.stat().st_size
-            checkpoint_log.info("saved %s step=%d bytes=%d secs=%.2f", path, self.step, size, seconds)
 
     def _check_finite(self) -> None:
         # The loss tells only at the next step, when the checkpoint to go back to would be damaged already.
@@ -248,13 +253,19 @@ class Trainer:
             return
         began = time.perf_counter()
         try:
-            info = checkpoint.load(path, model=self.model, optimizer=self.optimizer)
+            if path == self.newest:
+                info = self.manager.load_latest(model=self.model, optimizer=self.optimizer)
+            else:
+                info = checkpoint.load(path, model=self.model, optimizer=self.optimizer)
         except CheckpointError as error:
-            error.args = (f"{error}\nmove the file away to go on from an older checkpoint, or set checkpoint.resume",)
+            error.args = (f"{error}\nmove the file away to start without it, or choose another run_dir",)
             raise
-        self.step, self.newest = info.step, path
+        self.step, self.newest = info.step, info.path
         seconds = time.perf_counter() - began
-        checkpoint_log.info("loaded %s step=%d ranks=%d secs=%.2f", path, info.step, info.world_size, seconds)
+        checkpoint_log.info("loaded %s step=%d ranks=%d secs=%.2f", info.path, info.step, info.world_size, seconds)
+        with raise_together(self.comm):
+            if self.world.rank == 0:
+                self.curves.go_on(checkpoint.open_index(info.path).metrics)
         position = info.extra.get("data", {})
         if position.get("corpus") != self.split.fingerprint:
             data_log.warning(
@@ -262,6 +273,27 @@ class Trainer:
             )
         if position.get("samples") != self.step * self.config.train.batch:
             data_log.warning("train.batch was another one: some sequences may be seen again or left out")
+
+
+class _Curves:
+    """What is noted of every step of a training, over all of its runs, for its checkpoints. Rank 0's are kept."""
+
+    NAMES = ("loss", "grad_norm", "lr")
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in self.NAMES}
+
+    def go_on(self, metrics: Metrics) -> None:
+        """Begin with those of a checkpoint."""
+        for name in self.NAMES:
+            steps, values = metrics.get(name, ((), ()))
+            self.metrics[name] = [int(step) for step in steps], [float(value) for value in values]
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Note a step, from its record."""
+        for name, (steps, values) in self.metrics.items():
+            steps.append(record["step"])
+            values.append(record[name])
 
 
 def _diverged(what: str) -> HpcfsdpError:

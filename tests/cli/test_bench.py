@@ -107,6 +107,43 @@ def test_state_dicts_are_not_measured_on_one_rank(hpcfsdp):
     assert "optim-state compares what is sharded: start it with mpirun -n 2" in job.stderr
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_checkpoints_are_measured_in_every_way_and_leave_nothing_behind(start, tmp_path, ranks):
+    size = ("--bytes", "40KB", "--tensors", "13", "--folder", str(tmp_path))
+    job = start("-m", "hpcfsdp", "bench", "checkpoint", *size, "--repeats", "2", "--json", ranks=ranks).wait(
+        timeout=180
+    )
+    assert job.code == 0, job.stderr
+    measured = json.loads(job.stdout)["measured"]
+    assert measured.pop("tensors") == 13
+    assert 35_000 < measured.pop("bytes") <= 40_000
+    assert {task: list(ways) for task, ways in measured.items()} == {
+        "save": ["raw", "hpcfsdp", "dcp", "safetensors", "h5py on rank 0"],
+        "load": ["raw", "hpcfsdp", "dcp", "safetensors"],
+        "load, cached": ["raw", "hpcfsdp", "dcp", "safetensors"],
+        "training held": ["hpcfsdp", "memcpy"],
+        "in memory": ["xxh3"],
+    }
+    assert all(len(one["seconds"]) == 2 and one["median_s"] > 0 for ways in measured.values() for one in ways.values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoints_are_not_measured_where_there_is_no_room(hpcfsdp, tmp_path):
+    job = hpcfsdp("bench", "checkpoint", "--bytes", "100TiB", "--folder", str(tmp_path), ranks=2)
+    assert job.code == 1
+    assert job.stdout == ""
+    assert f"{tmp_path}: " in job.stderr
+    assert "bytes are needed" in job.stderr
+    assert "choose another --folder" in job.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoints_are_not_measured_in_a_folder_that_is_not_there(hpcfsdp, tmp_path):
+    job = hpcfsdp("bench", "checkpoint", "--folder", str(tmp_path / "none"))
+    assert job.code == 1
+    assert f"{tmp_path}/none: no folder can be made there: No such file or directory" in job.stderr
+
+
 def test_the_cost_of_a_unit_is_not_measured_on_several_ranks(hpcfsdp):
     job = hpcfsdp("bench", "host", ranks=2)
     assert job.code == 2
@@ -115,7 +152,16 @@ def test_the_cost_of_a_unit_is_not_measured_on_several_ranks(hpcfsdp):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["nothing"], ["collectives", "--sizes", "-1"], ["collectives", "--repeats", "0"], ["step", "--width", "12"]],
+    [
+        ["nothing"],
+        ["collectives", "--sizes", "-1"],
+        ["collectives", "--repeats", "0"],
+        ["step", "--width", "12"],
+        ["checkpoint", "--bytes", "0"],
+        ["checkpoint", "--bytes", "1.5GiB"],
+        ["checkpoint", "--bytes", "1 Gb"],
+        ["checkpoint", "--tensors", "0"],
+    ],
 )
 def test_wrong_arguments_are_refused(hpcfsdp, arguments):
     job = hpcfsdp("bench", *arguments)

@@ -4,6 +4,9 @@ import functools
 import importlib
 import json
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -41,6 +44,65 @@ def test_communication(start, tmp_path, index, ranks):
     assert job.code == 0, job.stderr
 
 
+LOOKING = "docs/looking-into-files.md"
+
+
+@pytest.fixture(scope="session")
+def looked_into(tmp_path_factory):
+    """The folder with the two checkpoints of docs/looking-into-files.md."""
+    import torch
+
+    from hpcfsdp import checkpoint
+
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    model = torch.nn.Sequential()
+    model.embed, model.head = torch.nn.Linear(4, 6), torch.nn.Linear(6, 2, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for layer in (model.embed, model.head):
+            layer.weight.copy_(torch.arange(layer.weight.numel()).view(layer.weight.shape) / 8)
+            layer.bias.fill_(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.ones_like(parameter)}
+    for step, lr in ((400, 0.01), (800, 0.005)):
+        metrics = {"loss": (range(0, step, 100), [5.0 - n / 400 for n in range(0, step, 100)])}
+        values = {"step": step, "config": {"train": {"lr": lr}}, "metrics": metrics}
+        checkpoint.save(folder / f"step-{step:08}.h5", model=model, optimizer=optimizer, **values)
+        with torch.no_grad():
+            model.embed.weight[1, 2] += 0.5
+    return folder
+
+
+@pytest.mark.parametrize("index", range(len(blocks(LOOKING, "python"))))
+def test_looking_into_files_from_python(start, looked_into, index):
+    job = start("-c", blocks(LOOKING, "python")[index], cwd=looked_into).wait()
+    assert job.code == 0, job.stderr
+
+
+@pytest.mark.parametrize("index", range(len(blocks(LOOKING, "console"))))
+def test_looking_into_files_from_a_shell(looked_into, index):
+    """Every command ends with the exit code that the page says, and prints the lines that follow it there."""
+    folder = looked_into.parent if index == 0 else looked_into
+    for command, *lines in (part.splitlines() for part in blocks(LOOKING, "console")[index].split("$ ")[1:]):
+        if command.startswith("cd "):
+            folder /= command.removeprefix("cd ")
+            continue
+        if not shutil.which(command.split()[0]) and not command.startswith("hpcfsdp"):
+            pytest.skip(f"{command.split()[0]} is not installed here")
+        shell = f'hpcfsdp() {{ "{sys.executable}" -m hpcfsdp "$@"; }}; {command}'
+        done = subprocess.run(
+            ["bash", "-c", shell], check=False, capture_output=True, text=True, cwd=folder, timeout=60
+        )
+        code = re.search(r"# exit code (\d)", command)
+        assert done.returncode == (int(code[1]) if code else 0), done.stderr
+        found = [" ".join(line.split()) for line in done.stdout.splitlines()]
+        for line in lines:
+            if line.endswith("..."):
+                assert any(other.startswith(line.removesuffix("...")) for other in found), (command, done.stdout)
+            else:
+                assert line in found, (command, done.stdout)
+
+
 RUNNER = """
 import functools
 import importlib
@@ -73,7 +135,10 @@ def numbered(page):
 
 @pytest.mark.parametrize(
     ("ranks", "names"),
-    [(2, ("docs/sharding.md", "docs/migrating.md", "docs/state-dicts.md")), (4, ("docs/mesh.md",))],
+    [
+        (2, ("docs/sharding.md", "docs/migrating.md", "docs/state-dicts.md", "docs/dcp.md", "docs/checkpoints.md")),
+        (4, ("docs/mesh.md",)),
+    ],
     ids=["two ranks", "four ranks"],
 )
 def test_pages_about_sharding(start, tmp_path, ranks, names):

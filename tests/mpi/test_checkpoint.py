@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint import writer
 from hpcfsdp.checkpoint.catalog import ABANDONED_AFTER_S, partial_path
+from hpcfsdp.checkpoint.files import Files, System
 from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, DisagreementError
 from hpcfsdp.flat.layout import FlatLayout
@@ -170,7 +170,7 @@ def test_every_parameter_stands_under_its_own_name_with_its_own_shape(comm, shar
         assert file.attrs["committed"] == 1
         # A rank's part of a dataset is one run of bytes, and the runs tile it.
         rows = file["meta/extents"][...]
-        names = [name.decode() for name in file["meta/tensors"][...]]
+        names = [name.decode() for name in file["meta/tensors"]["path"]]
         runs = rows[rows["tensor"] == names.index("model/blocks.0.up.weight")]
         assert runs["numel"].sum() == 29 * 13
         assert len(set(runs["rank"])) == len(runs)
@@ -266,30 +266,21 @@ def test_a_missing_file_is_named_on_every_rank(comm, shared_path):
 
 
 @pytest.mark.parametrize("culprit", ["first", "last"])
-@pytest.mark.parametrize("call", ["open", "pwrite", "fsync", "replace"])
-def test_a_failure_of_any_rank_is_everyones_and_loses_nothing(comm, shared_path, monkeypatch, call, culprit):
+@pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "replace"])
+def test_a_failure_of_any_rank_is_everyones_and_loses_nothing(comm, shared_path, call, culprit):
     model, optimizer = trained(comm, 1)
     path = checkpoint.save(shared_path / "kept.h5", model=model, optimizer=optimizer, step=1)
     train_sharded(model, optimizer, range(1, 2), comm)
     failing = 0 if culprit == "first" or call == "replace" else comm.size - 1
 
-    class Failing:
-        """The os module, with one call that fails for the temporary file."""
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        def __getattr__(self, name):
-            if name != call:
-                return getattr(os, name)
-
-            def fail(*args):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-            return fail
-
-    with monkeypatch.context() as patch:
-        if comm.rank == failing:
-            patch.setattr(writer, "os", Failing())
-        with pytest.raises(CheckpointError, match=r"kept\.h5.*No space left on device") as caught:
-            checkpoint.save(path, model=model, optimizer=optimizer, step=2)
+    system = System()
+    if comm.rank == failing:
+        setattr(system, call, fail)
+    with pytest.raises(CheckpointError, match=r"kept\.h5.*No space left on device") as caught:
+        checkpoint.save(path, model=model, optimizer=optimizer, step=2, files=Files(system))
     assert comm.rank == failing or f"rank {failing}: " in str(caught.value)
     comm.all_gather_object(None)
     assert os.listdir(shared_path) == ["kept.h5"]
@@ -393,3 +384,16 @@ def test_a_file_does_not_know_how_the_model_was_sharded(world, comm, shared_path
         else:
             went_on = train_plain(other, fresh, range(3, 6))
         torch.testing.assert_close(went_on, expected[3:], rtol=1e-5, atol=0)
+
+
+def test_units_on_other_ranks_than_the_model_are_refused_by_name(comm, shared_path):
+    if comm.size < 2:
+        pytest.skip("needs ranks that differ")
+    half = comm.subgroup([comm.rank])
+    for strangers_first in (False, True):
+        groups = [half, comm] if strangers_first else [comm, half]
+        model = nn.ModuleList(FullyShardedDataParallel(nn.Linear(4, 4), group) for group in groups)
+        with pytest.raises(CheckpointError, match=r"has process groups of its own, over 1 ranks, and the model is on"):
+            checkpoint.save(shared_path / "apart.h5", model=model)
+    comm.all_gather_object(None)
+    assert not (shared_path / "apart.h5").exists()

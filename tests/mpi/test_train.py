@@ -1,8 +1,10 @@
 """The training job: the number of ranks, and what they are to each other, changes its speed and nothing else."""
 
+import dataclasses
 import json
 import math
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -340,14 +342,67 @@ def test_divergence_is_an_error_on_every_rank_and_is_never_saved(world, make_con
     assert saved == ["step-00000001.h5"][:every]
 
 
-def test_a_damaged_newest_checkpoint_stops_the_run_and_names_the_file(world, make_config):
-    config = make_config(steps=4)
-    newest = run(config, world).checkpoint
-    if world.rank == 0:
-        newest.write_bytes(newest.read_bytes()[:5000])
+def truncate(path, world):
     world.comm.Barrier()
-    with pytest.raises(CheckpointCorruptError, match=r"step-00000004\.h5.*\n.*move the file away"):
+    if world.rank == 0:
+        path.write_bytes(path.read_bytes()[:5000])
+    world.comm.Barrier()
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_its_steps_are_done_again(world, make_config, caplog):
+    whole, harmed = make_config("whole"), make_config("harmed", run_steps=4)
+    run(whole, world)
+    truncate(run(harmed, world).checkpoint, world)
+    with caplog.at_level("WARNING", "hpcfsdp"):
+        outcome = run(make_config("harmed"), world)
+    assert outcome.step == 8
+    if world.rank == 0:
+        assert re.search(r"step-00000004\.h5 cannot be loaded, the one before it is tried: ", caplog.text)
+        assert re.search(r"went back to .*step-00000003\.h5 step=3", caplog.text)
+    assert [r["loss"] for r in records(harmed)] == [r["loss"] for r in records(whole)]
+    steps, losses = checkpoint.open_index(outcome.checkpoint).metrics["loss"]
+    assert (steps.tolist(), losses.tolist()) == (list(range(1, 9)), [r["loss"] for r in records(whole)])
+
+
+def test_a_run_of_which_all_checkpoints_are_damaged_stops_and_names_them(world, make_config):
+    config = make_config(steps=4)
+    truncate(run(config, world).checkpoint, world)
+    truncate(checkpoint.checkpoint_files(f"{config.run_dir}/checkpoints")[0], world)
+    with pytest.raises(CheckpointCorruptError, match=r"step-00000004\.h5.*\n.*step-0+3\.h5.*\n.*move the file away"):
         run(config, world)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_old_checkpoints_are_removed_as_the_run_wants(world, make_config, asynchronous):
+    config = make_config(every=1)
+    wanted = CheckpointConfig(every=1, keep_last=2, keep_every=3, asynchronous=asynchronous)
+    outcome = run(dataclasses.replace(config, checkpoint=wanted), world)
+    world.comm.Barrier()
+    kept = checkpoint.checkpoint_files(f"{config.run_dir}/checkpoints")
+    assert [path.name for path in kept] == [f"step-0000000{step}.h5" for step in (3, 6, 7, 8)]
+    assert outcome.checkpoint == kept[-1]
+
+
+def test_a_run_that_saves_while_it_goes_on_is_the_run_that_stops_to_save(world, make_config):
+    plain, config = make_config("plain", every=2), make_config("asynchronous", every=2)
+    run(plain, world)
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, asynchronous=True))
+    run(dataclasses.replace(config, train=dataclasses.replace(config.train, run_steps=5)), world)
+    run(config, world)
+    assert [r["loss"] for r in records(config)] == [r["loss"] for r in records(plain)]
+    one, other = (checkpoint.open_index(f"{c.run_dir}/checkpoints/step-00000008.h5") for c in (plain, config))
+    assert one.extents["checksum"].tolist() == other.extents["checksum"].tolist()
+
+
+def test_a_signal_waits_for_the_checkpoint_that_is_being_written(world, make_config):
+    config = make_config(every=0)
+    stop = StopRequest()
+    stop.received = 10
+    outcome = loop.train(
+        dataclasses.replace(config, checkpoint=CheckpointConfig(every=0, asynchronous=True)), world, stop
+    )
+    assert (outcome.step, outcome.signal) == (1, 10)
+    assert checkpoint.open_index(outcome.checkpoint).info.step == 1
 
 
 def test_too_little_data_is_named_on_every_rank(world, make_config, shared_path):

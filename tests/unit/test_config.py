@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import yaml
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from hpcfsdp.config import known_keys, parse, to_dict, write_yaml
 from hpcfsdp.errors import UsageError, nearest
@@ -326,6 +326,8 @@ configs = st.builds(
 
 
 @given(configs)
+@example(Config(name="0E0"))
+@example(Config(name="-.5e+3"))
 @settings(max_examples=15, deadline=None)
 def test_a_written_file_reads_back_as_it_was(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("config") / "config.yaml"

@@ -1,11 +1,12 @@
 import contextlib
+import difflib
 
 import pytest
 import torch
 from torch.distributed import utils as stock
 
 from hpcfsdp import _compat, errors
-from hpcfsdp.errors import HpcfsdpError, p_assert, rebuild
+from hpcfsdp.errors import HpcfsdpError, nearest, p_assert, rebuild
 
 EXIT_CODES = {
     "HpcfsdpError": 1,
@@ -20,6 +21,7 @@ EXIT_CODES = {
     "CheckpointError": 1,
     "CheckpointMismatchError": 1,
     "CheckpointCorruptError": 4,
+    "CheckpointReplacedError": 1,
     "DisagreementError": 1,
 }
 
@@ -105,3 +107,23 @@ def test_torch_splits_message_and_stack_between_stdout_and_stderr(capsys):
     out, err = capsys.readouterr()
     assert "the text" in out
     assert not err.startswith("the text")
+
+
+def test_of_many_names_the_nearest_is_looked_for_among_a_few(monkeypatch):
+    known = [f"model/layers.{layer}.block.{block}.q_proj.weight" for layer in range(100) for block in range(100)]
+    compared = []
+    matches = difflib.get_close_matches
+
+    def counted(name, candidates, **options):
+        compared.append(len(candidates))
+        return matches(name, candidates, **options)
+
+    monkeypatch.setattr(difflib, "get_close_matches", counted)
+    for wrong in ("model/layers.51.blck.77.q_proj.weight", "model/layers.51.block.77.q_porj.weight"):
+        assert nearest(wrong, known) == "; did you mean 'model/layers.51.block.77.q_proj.weight'?"
+    assert nearest("nothing like it", known) == ""
+    assert nearest("", known) == ""
+    assert nearest("lr", [f"x{place}" for place in range(1000)] + ["train.optimizer.lr"]) == (
+        "; did you mean 'train.optimizer.lr'?"
+    )
+    assert max(compared) <= 100

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from hpcfsdp.bench import host, memory, optim_state, report, step
+from hpcfsdp.bench import checkpoint, host, memory, optim_state, report, step
 from hpcfsdp.bench.collectives import Measurement
 from hpcfsdp.bench.timing import Times
 
@@ -127,3 +127,30 @@ def test_json_of_state_dicts_holds_times_and_peaks():
     assert found["times"]["show"]["fsdp1"]["hpcfsdp_ratio"] == 0.25
     assert found["memory"][0]["calls_bytes"] == [9 * MIB, 12 * MIB]
     assert (found["memory"][0]["peak_bytes"], found["memory"][0]["analytic_ratio"]) == (12 * MIB, 1.5)
+
+
+CHECKPOINT = checkpoint.Measurement(
+    nbytes=10**9,
+    tensors=300,
+    times={
+        "save": {"raw": Times((1.0, 2.0)), "hpcfsdp": Times((2.0, 2.0)), "dcp": Times((4.0, 8.0))},
+        "in memory": {"xxh3": Times((0.2, 0.1))},
+    },
+)
+
+
+def test_a_checkpoint_is_compared_with_raw_files_and_with_dcp():
+    spread = "2000.00 ms - 2000.00 ms"
+    assert report.checkpoint_rows(CHECKPOINT) == [
+        ("save", "raw", "1500.00 ms", "1000.00 ms - 2000.00 ms", "0.67", "", "4.00x", "0.75x"),
+        ("save", "hpcfsdp", "2000.00 ms", spread, "0.50", "75%", "3.00x", ""),
+        ("save", "dcp", "6000.00 ms", "4000.00 ms - 8000.00 ms", "0.17", "25%", "", "3.00x"),
+        ("in memory", "xxh3", "150.00 ms", "100.00 ms - 200.00 ms", "6.67", "", "", "0.08x"),
+    ]
+    assert all(len(row) == len(report.CHECKPOINT) for row in report.checkpoint_rows(CHECKPOINT))
+
+
+def test_json_of_a_checkpoint_holds_every_run_and_the_size():
+    found = json.loads(json.dumps(report.checkpoint_json(CHECKPOINT)))
+    assert (found["bytes"], found["tensors"]) == (10**9, 300)
+    assert found["save"]["dcp"] == {"median_s": 6.0, "seconds": [4.0, 8.0]}

@@ -3,7 +3,14 @@ from pathlib import Path
 import pytest
 
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint.catalog import checkpoint_files, checkpoint_path, latest, partial_path
+from hpcfsdp.checkpoint.catalog import (
+    ABANDONED_AFTER_S,
+    abandoned_partials,
+    checkpoint_files,
+    checkpoint_path,
+    latest,
+    partial_path,
+)
 
 
 def test_names_sort_like_steps():
@@ -44,7 +51,16 @@ def test_a_missing_folder_holds_nothing(tmp_path):
 
 def test_the_package_offers_its_names_on_first_use():
     assert checkpoint.latest is latest
-    assert checkpoint.__all__ == ["CheckpointInfo", "checkpoint_files", "latest", "load", "open_index", "save"]
+    offered = {"CheckpointInfo", "CheckpointManager", "HDF5Reader", "HDF5Writer", "latest", "load", "open", "save"}
+    assert offered <= set(checkpoint.__all__)
     assert all(callable(getattr(checkpoint, name)) for name in checkpoint.__all__)
     with pytest.raises(AttributeError, match=r"^module 'hpcfsdp.checkpoint' has no attribute 'missing'$"):
         checkpoint.missing  # noqa: B018
+
+
+def test_a_partial_file_that_vanishes_is_none_that_was_left(tmp_path, monkeypatch):
+    path = tmp_path / "step-5.h5"
+    left, gone = (partial_path(path, token) for token in ("left", "gone"))
+    left.touch()
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([gone, left]))
+    assert abandoned_partials(path, left.stat().st_mtime + ABANDONED_AFTER_S + 1) == [left]

@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.checkpoint import schema
 from hpcfsdp.checkpoint.extra import join_arrays, split_arrays
+from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.errors import CheckpointError
 
 arrays = st.sampled_from(["bool", "i1", "u2", "i8", "f2", "f4", ">f8", "c16"]).flatmap(

@@ -1,5 +1,7 @@
 import copy
+import os
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -7,8 +9,15 @@ import torch
 from torch import nn
 
 from hpcfsdp import checkpoint
+from hpcfsdp.checkpoint.files import Files, System
+from hpcfsdp.checkpoint.reader import open_index
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from hpcfsdp.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointReplacedError,
+)
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.wrap import ModuleWrapPolicy
 
@@ -447,3 +456,269 @@ def test_a_file_of_three_ranks_loads_on_one_and_on_two(tmp_path, train_steps, sa
     train_steps(expected, torch.optim.AdamW(expected.parameters(), lr=0.01), 2)
     for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(found[0][0][name], tensor)
+
+
+def two_layers(fill=0.0):
+    model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 1)})
+    for tensor in model.parameters():
+        nn.init.constant_(tensor, fill)
+    return model
+
+
+def test_not_strict_loads_what_there_is_and_tells_the_rest(tmp_path):
+    saved = nn.ModuleDict({"a": nn.Linear(2, 3), "old": nn.Linear(1, 1)})
+    path = checkpoint.save(tmp_path / "a.h5", model=saved, step=3)
+    model = two_layers(7.0)
+    info = checkpoint.load(path, model=model, strict=False)
+    assert torch.equal(model["a"].weight, saved["a"].weight)
+    assert model["b"].weight.unique().tolist() == [7]
+    assert (info.missing, info.unexpected) == (("b.bias", "b.weight"), ("old.bias", "old.weight"))
+    assert info.step == 3
+
+
+def test_not_strict_does_not_take_other_shapes(tmp_path):
+    path = checkpoint.save(tmp_path / "a.h5", model=nn.Linear(2, 3))
+    model = nn.Linear(3, 2, bias=False)
+    before = model.weight.clone()
+    with pytest.raises(CheckpointMismatchError, match=r"differing: weight is \[3, 2\] float32 in the file"):
+        checkpoint.load(path, model=model, strict=False)
+    assert torch.equal(model.weight, before)
+
+
+def test_names_load_a_part_and_leave_the_rest_and_the_random_numbers(tmp_path):
+    saved, model = two_layers(1.0), two_layers(0.0)
+    path = checkpoint.save(tmp_path / "a.h5", model=saved)
+    torch.manual_seed(5)
+    expected = torch.rand(1, generator=torch.Generator().manual_seed(5))
+    info = checkpoint.load(path, model=model, names=["a.*", "model/b.bias"])
+    assert torch.equal(torch.rand(1), expected)
+    assert {name: tensor.unique().item() for name, tensor in model.state_dict().items()} == {
+        "a.weight": 1, "a.bias": 1, "b.weight": 0, "b.bias": 1,
+    }  # fmt: skip
+    assert (info.missing, info.unexpected) == ((), ())
+
+
+def test_names_that_match_nothing_are_told(tmp_path):
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model["b"](model["a"](torch.ones(2))).sum().backward()
+    optimizer.step()
+    path = checkpoint.save(tmp_path / "a.h5", model=model, optimizer=optimizer)
+    with pytest.raises(CheckpointError, match=r"no tensor matches 'a\.wieght'.*a\.weight"):
+        checkpoint.load(path, model=model, names=["a.*", "a.wieght"])
+    with pytest.raises(CheckpointError, match="match no tensor of the model, only the optimizer's"):
+        checkpoint.load(path, model=model, names=["optim/*"])
+    with pytest.raises(ValueError, match="names= loads a part of a model"):
+        checkpoint.load(path, model=model, optimizer=optimizer, names=["a.*"])
+
+
+def test_a_part_that_the_model_has_and_the_file_lacks_is_missing(tmp_path):
+    path = checkpoint.save(tmp_path / "a.h5", model=nn.ModuleDict({"a": nn.Linear(2, 3)}))
+    model = two_layers(2.0)
+    assert checkpoint.load(path, model=model, names=["a.*"]).missing == ()
+    model["a"].register_buffer("more", torch.zeros(1))
+    with pytest.raises(CheckpointMismatchError, match=r"missing in the file: a\.more \[1\]"):
+        checkpoint.load(path, model=model, names=["a.*"])
+    assert checkpoint.load(path, model=model, names=["a.*"], strict=False).missing == ("a.more",)
+
+
+def test_without_verifying_a_damaged_block_is_taken(tmp_path):
+    path = checkpoint.save(tmp_path / "a.h5", model=two_layers(1.0))
+    row = checkpoint.open_index(path).rows_of("model/a.weight")[0]
+    with open(path, "r+b") as file:
+        file.seek(int(row["byte_offset"]))
+        file.write(np.float32(9).tobytes())
+    model = two_layers()
+    with pytest.raises(CheckpointCorruptError):
+        checkpoint.load(path, model=model)
+    checkpoint.load(path, model=model, verify=False)
+    assert model["a"].weight.flatten().tolist() == [9, 1, 1, 1, 1, 1]
+
+
+def meta_model():
+    with torch.device("meta"):
+        model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 3)})
+        model["b"].weight = model["a"].weight
+        model.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+    return model
+
+
+def filled_like_meta():
+    model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 3)})
+    model["b"].weight = model["a"].weight
+    model.register_buffer("count", torch.tensor([4, 5]))
+    return model
+
+
+def test_a_model_on_the_meta_device_gets_memory_and_keeps_its_tensors_and_ties(tmp_path, train_steps, same):
+    saved = filled_like_meta()
+    optimizer = torch.optim.AdamW(saved.parameters())
+    for param in saved.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    path = checkpoint.save(tmp_path / "a.h5", model=saved, optimizer=optimizer)
+    model = meta_model()
+    model["b"].bias.requires_grad_(False)
+    params = list(model.parameters())
+    other = torch.optim.AdamW(params)
+    checkpoint.load(path, model=model, optimizer=other)
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    assert model["a"].weight is model["b"].weight
+    assert [param.requires_grad for param in params] == [True, True, False]
+    assert same(model.state_dict(), saved.state_dict())
+    assert same(other.state_dict(), optimizer.state_dict())
+
+
+def test_a_model_on_the_meta_device_stays_there_when_loading_fails(tmp_path):
+    path = checkpoint.save(tmp_path / "a.h5", model=filled_like_meta())
+    row = checkpoint.open_index(path).rows_of("model/b.bias")[0]
+    with open(path, "r+b") as file:
+        file.seek(int(row["byte_offset"]))
+        file.write(b"\xff\xff")
+    model = meta_model()
+    with pytest.raises(CheckpointCorruptError):
+        checkpoint.load(path, model=model)
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+
+
+def test_a_part_of_a_meta_model_is_loaded_and_the_rest_stays(tmp_path):
+    path = checkpoint.save(tmp_path / "a.h5", model=filled_like_meta())
+    model = meta_model()
+    checkpoint.load(path, model=model, names=["b.*"])
+    assert {name for name, tensor in model.state_dict().items() if tensor.is_meta} == {"a.bias", "count"}
+
+
+def test_a_file_that_has_another_name_of_a_tied_tensor_fits(tmp_path):
+    path = checkpoint.save(tmp_path / "a.h5", model=nn.ModuleDict({"b": nn.Linear(2, 2, bias=False)}))
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    model["b"].weight = model["a"].weight
+    checkpoint.load(path, model=model)
+    with checkpoint.open(path) as file:
+        assert torch.equal(model["a"].weight, file["model/b.weight"][:])
+
+
+class Replaced(System):
+    """Puts another file in place of the one that is read, the first few times that it is opened."""
+
+    def __init__(self, path, others, times):
+        self.path, self.others, self.times = path, others, times
+
+    def open(self, path, *arguments):
+        fd = os.open(path, *arguments)
+        if os.fspath(path) == os.fspath(self.path) and self.times:
+            self.times -= 1
+            shutil.copy(self.others[self.times % 2], self.path.with_suffix(".new"))
+            os.replace(self.path.with_suffix(".new"), self.path)
+        return fd
+
+
+def test_a_file_that_is_replaced_while_it_is_opened_is_opened_again(tmp_path):
+    others = [checkpoint.save(tmp_path / f"{fill}.h5", model=two_layers(fill), step=fill) for fill in (1, 2)]
+    path = tmp_path / "a.h5"
+    shutil.copy(others[1], path)
+    model = two_layers()
+    info = checkpoint.load(path, model=model, files=Files(Replaced(path, others, 3)))
+    assert {tensor.unique().item() for tensor in model.parameters()} == {info.step}
+
+
+def test_a_file_that_is_replaced_again_and_again_is_given_up(tmp_path):
+    others = [checkpoint.save(tmp_path / f"{fill}.h5", model=two_layers(fill), step=fill) for fill in (1, 2)]
+    path = tmp_path / "a.h5"
+    shutil.copy(others[0], path)
+    model = two_layers(5)
+    with pytest.raises(CheckpointReplacedError, match="was replaced 5 times while it was opened"):
+        checkpoint.load(path, model=model, files=Files(Replaced(path, others, 1000)))
+    assert {tensor.unique().item() for tensor in model.parameters()} == {5}
+
+
+class Scaled(nn.Linear):
+    """Keeps something beside its tensors, as layers of 8-bit training do."""
+
+    def __init__(self, scale):
+        super().__init__(2, 2)
+        self.scale = scale
+
+    def get_extra_state(self):
+        return {"scale": self.scale, "history": torch.tensor([self.scale, 1.5]), "key": (b"ab", 3)}
+
+    def set_extra_state(self, state):
+        assert torch.equal(state["history"], torch.tensor([state["scale"], 1.5]))
+        assert state["key"] == (b"ab", 3)
+        self.scale = state["scale"]
+
+
+def test_what_modules_keep_beside_tensors_comes_back(tmp_path):
+    saved, model = nn.Sequential(Scaled(2.0), Scaled(3.0)), nn.Sequential(Scaled(0.0), Scaled(0.0))
+    path = checkpoint.save(tmp_path / "a.h5", model=saved, extra={"mine": np.arange(2)})
+    info = checkpoint.load(path, model=model)
+    assert [module.scale for module in model] == [2, 3]
+    assert list(info.extra) == ["mine"]
+    assert info.extra["mine"].tolist() == [0, 1]
+
+
+def test_what_modules_keep_beside_tensors_is_missing_or_unexpected_like_a_tensor(tmp_path):
+    path = checkpoint.save(tmp_path / "a.h5", model=nn.Sequential(nn.Linear(2, 2), Scaled(3.0)))
+    model = nn.Sequential(Scaled(1.0), nn.Linear(2, 2))
+    with pytest.raises(CheckpointMismatchError) as caught:
+        checkpoint.load(path, model=model)
+    assert "missing in the file: 0._extra_state, the state of a module" in str(caught.value)
+    assert "unexpected in the file: 1._extra_state, the state of a module" in str(caught.value)
+    info = checkpoint.load(path, model=model, strict=False)
+    assert (info.missing, info.unexpected) == (("0._extra_state",), ("1._extra_state",))
+    assert model[0].scale == 1
+
+
+class Odd(nn.Linear):
+    def get_extra_state(self):
+        return [object()]
+
+
+def test_what_modules_keep_and_no_file_can_is_refused_by_name(tmp_path):
+    with pytest.raises(CheckpointError, match=r"'0\._extra_state' holds a object, and nothing is pickled"):
+        checkpoint.save(tmp_path / "a.h5", model=nn.Sequential(Odd(2, 2)))
+
+
+@pytest.mark.parametrize(("names", "error"), [("a.*", TypeError), ([], ValueError)])
+def test_names_that_are_no_list_of_names_are_refused(tmp_path, names, error):
+    path = checkpoint.save(tmp_path / "a.h5", model=two_layers())
+    with pytest.raises(error, match="names= is"):
+        checkpoint.load(path, model=two_layers(), names=names)
+
+
+def test_random_numbers_that_do_not_fit_change_nothing(tmp_path, monkeypatch):
+    path = checkpoint.save(tmp_path / "a.h5", model=two_layers(1.0))
+    model = two_layers(0.0)
+    torch.manual_seed(3)
+    expected = torch.rand(1, generator=torch.Generator().manual_seed(3))
+
+    def wrong(path, files):
+        index = open_index(path, files)
+        index.rng["numpy"] = index.rng["numpy"][:, :5]
+        return index
+
+    monkeypatch.setattr("hpcfsdp.checkpoint.loader.open_index", wrong)
+    with pytest.raises(CheckpointCorruptError, match="random number states do not fit"):
+        checkpoint.load(path, model=model)
+    assert model["a"].weight.unique().tolist() == [0]
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_what_an_optimizer_remembers_of_no_parameter_is_refused_and_left_alone(tmp_path):
+    model = two_layers()
+    optimizer = torch.optim.Adam(model.parameters())
+    path = checkpoint.save(tmp_path / "a.h5", model=model, optimizer=optimizer)
+    optimizer.state["global"] = {"k": 1}
+    with pytest.raises(CheckpointError, match=r"remembers 'global', which belongs to no parameter"):
+        checkpoint.save(tmp_path / "b.h5", model=model, optimizer=optimizer)
+    checkpoint.load(path, model=model, optimizer=optimizer)
+    assert optimizer.state["global"] == {"k": 1}
+
+
+def test_within_summon_full_params_nothing_is_saved_or_loaded(tmp_path):
+    model = FullyShardedDataParallel(two_layers(1.0), process_group=FakeCommunicator())
+    path = checkpoint.save(tmp_path / "a.h5", model=model)
+    with FullyShardedDataParallel.summon_full_params(model):
+        with pytest.raises(CheckpointError, match="whole within summon_full_params"):
+            checkpoint.save(tmp_path / "b.h5", model=model)
+        with pytest.raises(CheckpointError, match="whole within summon_full_params"):
+            checkpoint.load(path, model=model)

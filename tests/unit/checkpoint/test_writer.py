@@ -1,4 +1,5 @@
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -15,7 +16,8 @@ from torch import nn
 
 import hpcfsdp
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint import schema, writer
+from hpcfsdp.checkpoint.files import Files, System
+from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.errors import CheckpointError, DisagreementError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 
@@ -145,61 +147,109 @@ def test_a_new_file_takes_the_place_of_the_previous_one(tmp_path):
     assert checkpoint.open_index(path).info.step == 2
 
 
-@pytest.mark.parametrize(("call", "number"), [("pwrite", errno.ENOSPC), ("fsync", errno.EIO)])
-def test_a_disk_that_fails_is_named_and_the_previous_file_kept(tmp_path, monkeypatch, call, number):
+class Failing(System):
+    """Has one call fail from its `after`-th time on, counted from 0."""
+
+    def __init__(self, call, error, after=0):
+        self.left = after
+        self._inner = getattr(System, call)
+        self._error = error
+        setattr(self, call, self._fail)
+
+    def _fail(self, *arguments):
+        if self.left == 0:
+            raise self._error
+        self.left -= 1
+        return self._inner(*arguments)
+
+
+# Of one rank: the tensors' bytes are written in one call, and each region of the rest and the seal in one.
+CALLS = [
+    ("open", errno.EACCES, 0),
+    ("ftruncate", errno.EFBIG, 0),
+    ("pwritev", errno.ENOSPC, 0),
+    ("pwritev", errno.ENOSPC, 1),
+    ("pwritev", errno.EIO, 3),
+    ("fsync", errno.EIO, 0),
+    ("fsync", errno.EIO, 1),
+    ("replace", errno.EACCES, 0),
+]
+
+
+@pytest.mark.parametrize(("call", "number", "after"), CALLS)
+def test_a_disk_that_fails_is_named_and_the_previous_file_kept(tmp_path, call, number, after):
     path = previous(tmp_path)
-
-    def fail(*_):
-        raise OSError(number, os.strerror(number))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(f"hpcfsdp.checkpoint.writer.os.{call}", fail)
-        with pytest.raises(CheckpointError) as caught:
-            checkpoint.save(path, model=layer(2.0), step=2)
+    system = Failing(call, OSError(number, os.strerror(number)), after)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(path, model=layer(2.0), step=2, files=Files(system))
     assert str(caught.value) == f"{path}: cannot write the checkpoint: {os.strerror(number)}"
+    assert system.left == 0
     assert_kept(path)
 
 
-def test_the_file_is_on_disk_before_it_gets_its_name_and_its_name_before_save_returns(tmp_path, monkeypatch):
-    fsync, replace, events = os.fsync, os.replace, []
+def test_the_file_is_on_disk_before_it_gets_its_name_and_its_name_before_save_returns(tmp_path):
+    events = []
 
-    def note_sync(fd):
-        events.append(os.readlink(f"/proc/self/fd/{fd}"))
-        fsync(fd)
+    class Noting(System):
+        def pwritev(self, fd, *arguments):
+            events.append("write")
+            return os.pwritev(fd, *arguments)
 
-    def note_replace(source, target):
-        events.append("replace")
-        replace(source, target)
+        def fsync(self, fd):
+            events.append(os.readlink(f"/proc/self/fd/{fd}"))
+            os.fsync(fd)
 
-    monkeypatch.setattr("hpcfsdp.checkpoint.writer.os.fsync", note_sync)
-    monkeypatch.setattr("hpcfsdp.checkpoint.writer.os.replace", note_replace)
-    checkpoint.save(tmp_path / "a.h5", model=layer())
-    partial = events[0]
+        def replace(self, source, target):
+            events.append("replace")
+            os.replace(source, target)
+
+    checkpoint.save(tmp_path / "a.h5", model=layer(), files=Files(Noting()))
+    partial = events[1]
     assert partial.startswith(f"{tmp_path}/.a.h5.")
     assert partial.endswith(".partial")
-    assert events == [partial, partial, partial, "replace", str(tmp_path)]
+    assert [event for event, _ in itertools.groupby(events)] == [
+        *("write", partial),  # tensors
+        *("write", partial),  # what makes it a checkpoint
+        *("replace", str(tmp_path)),
+    ]
 
 
-def test_an_interrupted_save_leaves_the_previous_file_alone(tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["ftruncate", "pwritev", "fsync", "replace"])
+def test_an_interrupted_save_leaves_the_previous_file_alone(tmp_path, call):
     path = previous(tmp_path)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("hpcfsdp.checkpoint.writer.os.pwrite", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            checkpoint.save(path, model=layer(2.0), step=2)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(path, model=layer(2.0), step=2, files=Files(Failing(call, KeyboardInterrupt())))
     assert_kept(path)
 
 
-def test_writes_that_take_few_bytes_at_a_time_are_gone_on_with(tmp_path, monkeypatch, make_model):
-    pwrite = os.pwrite
-    monkeypatch.setattr("hpcfsdp.checkpoint.writer.os.pwrite", lambda fd, view, at: pwrite(fd, view[:7], at))
-    model, other = make_model(0), make_model(1)
-    checkpoint.save(tmp_path / "a.h5", model=model)
+class Halting(System):
+    """Takes 7 bytes at a time, and every other call is interrupted by a signal before it does anything."""
+
+    calls = 0
+
+    def pwritev(self, fd, buffers, offset):
+        self.calls += 1
+        if self.calls % 2:
+            raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+        return os.pwrite(fd, b"".join(buffers)[:7], offset)
+
+
+def test_writes_that_take_few_bytes_at_a_time_are_gone_on_with(tmp_path, make_model):
+    system, model, other = Halting(), make_model(0), make_model(1)
+    checkpoint.save(tmp_path / "a.h5", model=model, files=Files(system))
+    assert system.calls > 100
     checkpoint.load(tmp_path / "a.h5", model=other)
     assert all(torch.equal(a, other.state_dict()[name]) for name, a in model.state_dict().items())
+
+
+def test_a_disk_that_takes_no_byte_is_an_error_and_not_a_loop(tmp_path):
+    class Full(System):
+        def pwritev(self, *_):
+            return 0
+
+    with pytest.raises(CheckpointError, match="cannot write the checkpoint: Input/output error"):
+        checkpoint.save(tmp_path / "a.h5", model=layer(), files=Files(Full()))
+    assert os.listdir(tmp_path) == []
 
 
 def test_too_little_room_is_told_in_bytes_before_anything_is_written(tmp_path, monkeypatch):
@@ -234,15 +284,15 @@ def test_a_place_where_nothing_can_be_written_is_named():
         checkpoint.save("/proc/x.h5", model=layer())
 
 
-def test_a_file_that_hdf5_cannot_create_is_named_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpcfsdp.checkpoint.writer.partial_path", lambda *_: tmp_path / "none" / "x.partial")
+def test_a_file_that_cannot_be_created_is_named_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr("hpcfsdp.checkpoint.draft.partial_path", lambda *_: tmp_path / "none" / "x.partial")
     with pytest.raises(CheckpointError) as caught:
         checkpoint.save(tmp_path / "a.h5", model=layer())
     assert str(caught.value) == f"{tmp_path}/a.h5: cannot write the checkpoint: No such file or directory"
 
 
 @pytest.mark.parametrize("limit", [600, 3000])
-def test_a_disk_that_fills_up_while_hdf5_writes_is_an_error_and_not_a_crash(tmp_path, limit):
+def test_a_limit_on_the_size_of_files_is_an_error_and_not_a_crash(tmp_path, limit):
     code = f"""
 import resource, torch
 from hpcfsdp import checkpoint
@@ -259,27 +309,33 @@ except CheckpointError as error:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_synced_is_no_failure_of_the_file(tmp_path, monkeypatch):
-    def refuse_folders(fd):
-        if stat.S_ISDIR(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "no such call")
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_folder_that_cannot_be_synced_is_no_failure_of_the_file(tmp_path, number):
+    refused = []
 
-    monkeypatch.setattr("hpcfsdp.checkpoint.writer.os.fsync", refuse_folders)
-    path = checkpoint.save(tmp_path / "a.h5", model=layer(), step=4)
+    class NoFolders(System):
+        def fsync(self, fd):
+            if stat.S_ISDIR(os.fstat(fd).st_mode):
+                refused.append(fd)
+                raise OSError(number, "no such call")
+            os.fsync(fd)
+
+    path = checkpoint.save(tmp_path / "a.h5", model=layer(), step=4, files=Files(NoFolders()))
     assert checkpoint.open_index(path).info.step == 4
+    assert len(refused) == 1
 
 
-def test_two_savers_of_one_path_write_into_two_files(tmp_path, monkeypatch):
-    write, inner = writer._write_blocks, []
+def test_two_savers_of_one_path_write_into_two_files(tmp_path):
+    class SavingInside(System):
+        saved = False
 
-    def save_inside(*arguments):
-        if not inner:
-            inner.append(True)
-            checkpoint.save(tmp_path / "a.h5", model=layer(2.0), step=2)
-        return write(*arguments)
+        def pwritev(self, *arguments):
+            if not self.saved:
+                self.saved = True
+                checkpoint.save(tmp_path / "a.h5", model=layer(2.0), step=2)
+            return os.pwritev(*arguments)
 
-    monkeypatch.setattr(writer, "_write_blocks", save_inside)
-    checkpoint.save(tmp_path / "a.h5", model=layer(1.0), step=1)
+    checkpoint.save(tmp_path / "a.h5", model=layer(1.0), step=1, files=Files(SavingInside()))
     other = layer(9.0)
     assert checkpoint.load(tmp_path / "a.h5", model=other).step == 1
     assert torch.equal(other.weight, layer(1.0).weight)
@@ -331,38 +387,64 @@ def test_a_group_option_that_cannot_be_kept_is_named(tmp_path):
 
 def test_an_unsupported_dtype_is_refused_by_name(tmp_path):
     model = layer()
-    model.register_buffer("tiny", torch.zeros(2).to(torch.float8_e5m2))
+    model.register_buffer("tiny", torch.empty(2, dtype=torch.bits8))
     with pytest.raises(CheckpointError) as caught:
         checkpoint.save(tmp_path / "a.h5", model=model)
-    assert str(caught.value) == (
-        f"{tmp_path}/a.h5: 'tiny' has dtype torch.float8_e5m2, which checkpoints do not hold yet"
-    )
+    assert str(caught.value) == (f"{tmp_path}/a.h5: 'model/tiny' has dtype bits8, which checkpoints do not hold")
     assert os.listdir(tmp_path) == []
 
 
-def test_an_error_of_one_rank_is_every_ranks_error(tmp_path, monkeypatch, run_ranks):
-    path = previous(tmp_path)
-    pwrite, shard_bytes = os.pwrite, 16
+MARKED = [torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
+OTHERS = [torch.float16, torch.complex64, torch.uint16, torch.uint32, torch.uint64, torch.int8]
 
-    def full_on_the_last_rank(fd, view, at):
-        if bytes(view) == np.full(shard_bytes // 4, 5, np.float32).tobytes():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return pwrite(fd, view, at)
+
+@pytest.mark.parametrize("dtype", MARKED + OTHERS, ids=str)
+def test_a_buffer_of_any_dtype_comes_back_bit_by_bit(tmp_path, dtype):
+    bits = torch.arange(64, dtype=torch.uint8) if dtype != torch.bool else torch.arange(64, dtype=torch.uint8) % 2
+    model, other = layer(), layer()
+    model.register_buffer("b", bits.view(dtype))
+    other.register_buffer("b", torch.zeros_like(model.b))
+    path = checkpoint.save(tmp_path / "a.h5", model=model)
+    checkpoint.load(path, model=other)
+    assert torch.equal(other.b.view(torch.uint8), bits)
+    with h5py.File(path) as file:
+        mark = file["model/b"].attrs.get(schema.DTYPE_ATTRIBUTE)
+        assert mark == (str(dtype).removeprefix("torch.").encode() if dtype in MARKED else None)
+
+
+@pytest.mark.parametrize(("call", "number"), [("pwritev", errno.ENOSPC), ("fsync", errno.EIO), ("open", errno.EMFILE)])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_of_one_rank_is_every_ranks_error(tmp_path, run_ranks, failing, call, number):
+    path = previous(tmp_path)
+    system = Failing(call, OSError(number, os.strerror(number)), after=1 if (call, failing) == ("open", 0) else 0)
 
     def body(comm):
-        model = nn.ParameterDict({"w": nn.Parameter(torch.tensor([1.0, 2, 3, 4, 5, 5, 5, 5]))})
-        checkpoint.save(path, model=FullyShardedDataParallel(model, process_group=comm), step=2)
+        model = nn.ParameterDict({"w": nn.Parameter(torch.arange(12.0))})
+        files = Files(system) if comm.rank == failing else None
+        checkpoint.save(path, model=FullyShardedDataParallel(model, process_group=comm), step=2, files=files)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("hpcfsdp.checkpoint.writer.os.pwrite", full_on_the_last_rank)
-        results = run_ranks(2, body)
-    message = f"{path}: cannot write the checkpoint: No space left on device"
+    results = run_ranks(3, body)
+    message = f"{path}: cannot write the checkpoint: {os.strerror(number)}"
     assert [(type(error), str(error)) for error in results] == [
-        (CheckpointError, f"rank 1: {message}"),
-        (CheckpointError, message),
+        (CheckpointError, message if rank == failing else f"rank {failing}: {message}") for rank in range(3)
     ]
     assert all(error.collective for error in results)
     assert_kept(path)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+def test_every_rank_writes_its_share_and_the_file_is_the_same(tmp_path, run_ranks, number):
+    path = tmp_path / "a.h5"
+    values = torch.arange(40.0)
+
+    def body(comm):
+        model = nn.ParameterDict({"w": nn.Parameter(values.clone())})
+        checkpoint.save(path, model=FullyShardedDataParallel(model, process_group=comm))
+
+    assert run_ranks(number, body) == [None] * number
+    with h5py.File(path) as file:
+        np.testing.assert_array_equal(file["model/w"][...], values.numpy())
+        assert sorted(file[schema.EXTENTS]["rank"].tolist()) == list(range(number))
 
 
 def test_ranks_with_different_buffers_are_told_apart_before_anything_is_written(tmp_path, run_ranks):

@@ -80,12 +80,12 @@ def test_the_pieces_of_all_ranks_are_the_parameter(run_ranks):
         module = nn.Linear(7, 5)
         module.weight.data.copy_(weight)
         tensor = next(t for t in model_tensors(shard(nn.Sequential(module), comm)) if t.name == "0.weight")
-        return tensor.extents, [(piece.start, piece.tensor.clone()) for piece in tensor.pieces]
+        return tensor.runs, [(piece.start, piece.tensor.clone()) for piece in tensor.pieces]
 
     results = run_ranks(3, body)
-    assert all(extents == results[0][0] for extents, _ in results)
+    assert len({(tuple(runs.edges), tuple(runs.holders.flat)) for runs, _ in results}) == 1
     pieces = [piece for _, pieces in results for piece in pieces]
-    assert [start for start, _ in pieces] == [extent.start for extent in results[0][0]]
+    assert [start for start, _ in pieces] == results[0][0].edges[:-1].tolist()
     assert torch.equal(torch.cat([values for _, values in pieces]).view(5, 7), weight)
 
 

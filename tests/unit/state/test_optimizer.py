@@ -121,7 +121,8 @@ def restored(model, optimizer, saved=None, scalars=None, groups=None, fill=None)
     values = {tensor.name: tensor for tensor in state.tensors}
     for tensor in restore.tensors:
         for piece, source in zip(tensor.pieces, values[tensor.name].pieces, strict=True):
-            piece.fill((fill or {}).get(tensor.name, source.slice(piece.start, piece.numel)))
+            assert (piece.start, piece.numel) == (source.start, source.numel)
+            piece.fill((fill or {}).get(tensor.name, source.flat()))
     return new, restore
 
 

@@ -1,28 +1,35 @@
 import pytest
 import torch
 
-from hpcfsdp.flat.layout import ShardExtent
-from hpcfsdp.state.tensors import LocalPiece, replicated
+from hpcfsdp.state.tensors import NO_RUNS, LocalPiece, StateTensor, replicated
 
 
-def test_a_slice_counts_from_the_start_of_the_whole_tensor():
-    piece = LocalPiece(10, torch.arange(6.0).view(2, 3))
+def test_a_piece_is_flat_without_a_copy_where_its_elements_lie_in_order():
+    tensor = torch.arange(6.0).view(2, 3)
+    piece = LocalPiece(10, tensor)
     assert piece.numel == 6
-    assert piece.slice(12, 3).tolist() == [2, 3, 4]
+    assert piece.flat().tolist() == [0, 1, 2, 3, 4, 5]
+    assert piece.flat().data_ptr() == tensor.data_ptr()
 
 
-def test_a_slice_is_in_row_major_order_whatever_the_strides():
-    assert LocalPiece(0, torch.arange(6).view(2, 3).t()).slice(1, 3).tolist() == [3, 1, 4]
+def test_a_flat_piece_is_in_row_major_order_whatever_the_strides():
+    assert LocalPiece(0, torch.arange(6).view(2, 3).t()).flat().tolist() == [0, 3, 1, 4, 2, 5]
 
 
-def test_a_slice_of_a_tensor_without_dimensions_has_one():
-    assert LocalPiece(0, torch.tensor(5.0, requires_grad=True)).slice(0, 1).tolist() == [5]
+def test_a_flat_piece_of_a_tensor_without_dimensions_has_one():
+    assert LocalPiece(0, torch.tensor(5.0, requires_grad=True)).flat().tolist() == [5]
 
 
-def test_a_slice_of_a_lazily_conjugated_tensor_holds_its_values():
-    part = LocalPiece(0, torch.tensor([1 + 2j, 3 - 4j]).conj()).slice(1, 1)
-    assert part.tolist() == [3 + 4j]
-    assert not part.is_conj()
+def test_a_flat_piece_of_a_lazily_conjugated_tensor_holds_its_values():
+    flat = LocalPiece(0, torch.tensor([1 + 2j, 3 - 4j]).conj()).flat()
+    assert flat.tolist() == [1 - 2j, 3 + 4j]
+    assert not flat.is_conj()
+
+
+def test_the_piece_of_an_element_is_the_one_that_has_it():
+    pieces = LocalPiece(2, torch.zeros(3)), LocalPiece(5, torch.zeros(1))
+    tensor = StateTensor("w", (9,), torch.float32, NO_RUNS, pieces)
+    assert [tensor.piece_of(start) for start in (2, 4, 5)] == [pieces[0], pieces[0], pieces[1]]
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.zeros(4, 6)[::2, ::2]])
@@ -42,9 +49,10 @@ def test_a_replicated_tensor_is_kept_by_all_and_written_by_rank_0():
     tensor = torch.zeros(2, 3, dtype=torch.int16)
     state = replicated("w", tensor, ("v",))
     assert (state.name, state.shape, state.dtype, state.aliases) == ("w", (2, 3), torch.int16, ("v",))
-    assert state.extents == (ShardExtent("w", 0, 0, 6, 0),)
+    assert (state.runs.edges.tolist(), state.runs.holders.tolist()) == ([0, 6], [[0]])
     assert state.pieces == (LocalPiece(0, tensor),)
 
 
 def test_nobody_writes_a_tensor_without_elements():
-    assert replicated("w", torch.zeros(0, 3)).extents == ()
+    runs = replicated("w", torch.zeros(0, 3)).runs
+    assert (runs.edges.tolist(), runs.holders.tolist()) == ([0], [])

@@ -6,6 +6,7 @@ The layout is specified in docs/checkpoint-format.md.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import numpy as np
 import xxhash
 
 FORMAT = "hpcfsdp"
-FORMAT_VERSION = "0.1"
+PART_FORMAT = "hpcfsdp-part"
+FORMAT_VERSION = "1.0"
 
 MODEL = "model"
 OPTIM_STATE = "optim/state"
@@ -23,9 +25,17 @@ PARAM_GROUPS = "optim/param_groups"
 OPTIM_SCALARS = "optim/scalars"
 EXTRA_VALUES = "extra/values"
 EXTRA_ARRAYS = "extra/arrays"
+MODULE_STATES = "extra/modules"
 RNG = "extra/rng"
 CONFIG = "meta/config"
+STATE_DICT = "meta/state_dict"
+METRICS = "metrics"
+METRIC_PARTS = ("step", "value")
+METRIC_ATTRIBUTES = {"NX_class": "NXdata", "axes": METRIC_PARTS[0], "signal": METRIC_PARTS[1]}
+FILES = "meta/files"
 TENSORS = "meta/tensors"
+SHAPES = "meta/shapes"
+LINKS = "meta/links"
 EXTENTS = "meta/extents"
 
 # Every byte of the file outside of tensors: HDF5 puts checksums on the metadata of this format range, and strings of
@@ -35,20 +45,44 @@ LIBVER = ("v108", "v110")
 ALIGNMENT_BYTES = 1 << 20
 """Datasets of at least this size start at a multiple of it: writers then do not share file-system blocks."""
 
-BLOCK_BYTES = 16 << 20
-"""Longest run under one checksum. A reader that needs a part of a run reads it whole, to verify it."""
+BLOCK_BYTES = 4 << 20
+"""Most bytes under one checksum. A reader that needs a part of an extent reads it whole, to verify it."""
 
 EXTENT_DTYPE = np.dtype(
     [
         ("tensor", "<u4"),
         ("rank", "<u4"),
+        ("file", "<u4"),
+        ("count", "<u4"),
         ("start", "<u8"),
         ("numel", "<u8"),
+        ("stride", "<u8"),
         ("byte_offset", "<u8"),
         ("checksum", "<u8"),
     ]
 )
-"""A row of meta/extents: a run of a tensor (its index in meta/tensors), who wrote it, where, and its xxh3-64."""
+"""A row of meta/extents: elements of a tensor under one checksum, the xxh3-64 of their bytes.
+
+The tensor is an index in meta/tensors, the file 0 for this one or else one more than an index in meta/files. From
+element `start` on there are `count` runs of `numel` elements, of which each begins `stride` elements after the one
+before it. The first is at `byte_offset` of the file.
+"""
+
+
+def tensor_table_dtype(longest_path: int) -> np.dtype:
+    """A row of meta/tensors: the path, torch's name of the dtype, and which of meta/shapes are the sizes."""
+    return np.dtype([("path", f"S{max(1, longest_path)}"), ("dtype", "S16"), ("first_dim", "<u8"), ("ndim", "<u8")])
+
+
+def link_table_dtype(longest_path: int) -> np.dtype:
+    """A row of meta/links: a further path of a tensor, and its index in meta/tensors."""
+    return np.dtype([("path", f"S{max(1, longest_path)}"), ("tensor", "<u8")])
+
+
+def file_table_dtype(longest_name: int) -> np.dtype:
+    """A row of meta/files: the name, beside this file, its bytes, and the digest of its seal."""
+    return np.dtype([("name", f"S{max(1, longest_name)}"), ("nbytes", "<u8"), ("digest", "<u8")])
+
 
 _NUMPY_DTYPES = {
     "float64": "<f8",
@@ -59,12 +93,22 @@ _NUMPY_DTYPES = {
     "int32": "<i4",
     "int16": "<i2",
     "int8": "i1",
+    "uint64": "<u8",
+    "uint32": "<u4",
+    "uint16": "<u2",
     "uint8": "u1",
     "bool": "u1",
+    "float8_e4m3fn": "u1",
+    "float8_e5m2": "u1",
+    "float8_e4m3fnuz": "u1",
+    "float8_e5m2fnuz": "u1",
+    "float8_e8m0fnu": "u1",
     "complex64": "<c8",
     "complex128": "<c16",
 }
 """torch's name of a dtype -> the numpy dtype that has its bytes."""
+
+_ITEMSIZES = {name: np.dtype(kind).itemsize for name, kind in _NUMPY_DTYPES.items()}
 
 DTYPE_ATTRIBUTE = "torch_dtype"
 """On datasets whose HDF5 type does not tell torch's dtype."""
@@ -80,11 +124,11 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
-        return np.dtype(_NUMPY_DTYPES[self.dtype]).itemsize
+        return _ITEMSIZES[self.dtype]
 
     @property
     def nbytes(self) -> int:
@@ -106,6 +150,10 @@ class CheckpointInfo:
     """What was given to ``save`` as `extra`; arrays and tensors come back as numpy arrays."""
     config: dict[str, Any] | None = None
     """The configuration of the run that wrote it."""
+    missing: tuple[str, ...] = ()
+    """Tensors of the model that ``load(strict=False)`` has not found in the file, and left as they were."""
+    unexpected: tuple[str, ...] = ()
+    """Tensors in the file that ``load(strict=False)`` has not found in the model."""
 
 
 def supported(dtype: str) -> bool:
@@ -154,7 +202,7 @@ def torch_dtype(dataset: h5py.Dataset) -> str:
 
 def needs_mark(dtype: str) -> bool:
     """Whether the HDF5 type alone does not tell torch's dtype."""
-    return dtype in ("bool", "bfloat16")
+    return dtype in ("bool", "bfloat16") or dtype.startswith("float8")
 
 
 def to_json(value: Any) -> bytes:
@@ -177,7 +225,7 @@ def checksum(data: Any) -> int:
 
 
 class Digest:
-    """One checksum over all small datasets, which HDF5 leaves without; kept as the root attribute ``digest``."""
+    """One checksum over all small datasets, as the root attribute ``digest`` of files of format 0.1 has it."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_64()

@@ -1,0 +1,210 @@
+"""What a checkpoint is going to hold: tensors and who writes them, and the small values beside them."""
+
+from __future__ import annotations
+
+import datetime
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hpcfsdp._version import __version__
+from hpcfsdp.checkpoint import extra as extras, rng
+from hpcfsdp.checkpoint.draft import BytesOf
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.skeleton import Skeleton, build_skeleton
+from hpcfsdp.checkpoint.plan import SavePlan, plan_save
+from hpcfsdp.checkpoint.values import plain
+from hpcfsdp.comm import Communicator, assert_same, raise_together
+from hpcfsdp.errors import CheckpointError
+from hpcfsdp.state.model import device_of, model_tensors, stateful_modules
+from hpcfsdp.state.optim.compare import StateInfo
+from hpcfsdp.state.optimizer import optimizer_state, state_elsewhere
+from hpcfsdp.state.tensors import LocalPiece, StateTensor
+
+Metrics = Mapping[str, tuple[Sequence[int], Sequence[float]]]
+"""Numbers that training has noted, by name: the steps, and as many values."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """A checkpoint that has not been written.
+
+    Attributes:
+        plan: the tensors, and who writes what of them.
+        attributes: of the root group: numbers and strings.
+        small: further datasets by path: arrays, or ASCII text as bytes.
+    """
+
+    plan: SavePlan
+    attributes: Mapping[str, Any]
+    small: Mapping[str, np.ndarray | bytes]
+
+    def skeleton(self) -> Skeleton:
+        """The file but for the tensors' bytes."""
+        return build_skeleton(self.plan.specs, self.plan.links, len(self.plan.blocks), self.attributes, self.small)
+
+
+def root_attributes(step: int, world_size: int) -> dict[str, Any]:
+    """Attributes of the root group that tell where a file comes from, with the time of now."""
+    return {
+        "software": "hpcfsdp",
+        "software_version": __version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "step": np.int64(step),
+        "world_size": np.int64(world_size),
+    }
+
+
+def small_values(
+    extra: Mapping[str, Any] | None,
+    config: Mapping[str, Any] | None,
+    groups: Sequence[Mapping[str, Any]] | None = None,
+    scalars: Mapping[str, Any] | None = None,
+    metrics: Metrics | None = None,
+    module_states: Mapping[str, Any] | None = None,
+) -> dict[str, np.ndarray | bytes]:
+    """The small datasets of a checkpoint but for random number states.
+
+    Args:
+        extra: as ``save`` takes it.
+        config: as JSON knows it.
+        groups, scalars: hyper-parameters of an optimizer's groups and those of its state that are plain numbers; None
+            for a file without an optimizer.
+        metrics: as ``save`` takes them.
+        module_states: what modules keep beside tensors, by name.
+
+    Raises:
+        CheckpointError: a value that cannot be kept.
+    """
+    small: dict[str, np.ndarray | bytes] = {}
+    if groups is not None:
+        small[schema.OPTIM_SCALARS] = schema.to_json(dict(scalars or {}))
+        small[schema.PARAM_GROUPS] = schema.to_json([_plain_group(index, g) for index, g in enumerate(groups)])
+    values, arrays = extras.split_arrays(dict(extra or {}))
+    small[schema.EXTRA_VALUES] = schema.to_json(values)
+    if module_states:
+        kept = {name: list(plain(name, state)) for name, state in module_states.items()}
+        states, further = extras.split_arrays(kept, first=len(arrays))
+        small[schema.MODULE_STATES] = schema.to_json(states)
+        arrays |= further
+    small |= {f"{schema.EXTRA_ARRAYS}/{name}": array for name, array in arrays.items()}
+    try:
+        small[schema.CONFIG] = schema.to_json(None if config is None else dict(config))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"config must hold what JSON knows: {error}") from None
+    for name, curve in (metrics or {}).items():
+        small |= {f"{schema.METRICS}/{name}/{part}": array for part, array in _curve(name, curve).items()}
+    return small
+
+
+def _curve(name: str, curve: tuple[Sequence[int], Sequence[float]]) -> dict[str, np.ndarray]:
+    """The datasets of a metric, checked."""
+    if not name.isprintable() or name in ("", ".", "..") or "/" in name:
+        raise CheckpointError(f"metrics: {name!r} cannot be the name of a group: rename the metric")
+    try:
+        steps, values = (np.asarray(numbers) for numbers in curve)
+        if steps.ndim != 1 or steps.shape != values.shape:
+            raise ValueError(f"shapes {steps.shape} and {values.shape}")
+        if steps.size and not np.issubdtype(steps.dtype, np.integer):
+            raise ValueError(f"steps of dtype {steps.dtype}")
+        return dict(zip(schema.METRIC_PARTS, (steps.astype("<i8"), values.astype("<f8")), strict=True))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"metrics[{name!r}] must be steps and as many values: {error}") from None
+
+
+def collect(
+    comm: Communicator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None,
+    config: Mapping[str, Any] | None,
+    metrics: Metrics | None = None,
+) -> tuple[Content, list[StateTensor]]:
+    """Collective over `comm`. What a checkpoint of these is to hold, and this rank's memory of the plan's tensors.
+
+    Raises:
+        CheckpointError: a value cannot be kept.
+        DisagreementError: ranks hold different models or optimizers.
+    """
+    elsewhere = None if optimizer is None else state_elsewhere(comm, model, optimizer)
+    with raise_together(comm):
+        step = operator.index(step)
+        tensors, small = _tensors_and_small(model, optimizer, elsewhere, extra, config, metrics)
+        plan = plan_save(tensors, comm.size)
+        states = rng.capture(device_of(model))
+    assert_same(comm, step, "step")
+    assert_same(comm, plan.fingerprint(), "the plan of the checkpoint (the tensors of model and optimizer)")
+    everyone = comm.all_gather_object(states)
+    small |= {f"{schema.RNG}/{kind}": np.stack([states[kind] for states in everyone]) for kind in everyone[0]}
+    return Content(plan, root_attributes(step, comm.size), small), [tensor for _, tensor in tensors]
+
+
+def _tensors_and_small(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    elsewhere: Mapping[str, StateInfo] | None,
+    extra: Mapping[str, Any] | None,
+    config: Mapping[str, Any] | None,
+    metrics: Metrics | None,
+) -> tuple[list[tuple[str, StateTensor]], dict[str, np.ndarray | bytes]]:
+    """Tensors with the group each goes to, and the small datasets that are the same on all ranks."""
+    tensors = [(schema.MODEL, tensor) for tensor in model_tensors(model)]
+    groups, scalars = None, None
+    if optimizer is not None:
+        state = optimizer_state(model, optimizer, elsewhere)
+        tensors += [(schema.OPTIM_STATE, tensor) for tensor in state.tensors]
+        groups, scalars = state.groups, state.scalars
+    states = {name: module.get_extra_state() for name, module in stateful_modules(model).items()}
+    return tensors, small_values(extra, config, groups, scalars, metrics, states)
+
+
+def _plain_group(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for key, value in group.items():
+        if isinstance(value, torch.Tensor):
+            value = value.tolist()
+        try:
+            schema.to_json(value)
+        except (TypeError, ValueError):
+            raise CheckpointError(
+                f"param_groups[{index}][{key!r}] of the optimizer is a {type(value).__name__}, which cannot be saved"
+            ) from None
+        plain[key] = value
+    return plain
+
+
+def memory_of_blocks(plan: SavePlan, tensors: Sequence[StateTensor]) -> Callable[[int], torch.Tensor]:
+    """Of a block that this rank has, by its place in the plan, its memory: uint8, 1-D, on the tensor's device.
+
+    Args:
+        tensors: as the plan has them.
+    """
+    flat: tuple[LocalPiece, torch.Tensor] | None = None
+
+    def memory_of(index: int) -> torch.Tensor:
+        nonlocal flat
+        tensor, start, numel = plan.blocks[["tensor", "start", "numel"]][index].item()
+        piece = tensors[tensor].piece_of(start)
+        if flat is None or flat[0] is not piece:
+            flat = piece, piece.flat()  # a copy, where elements do not lie in order
+        begin = start - piece.start
+        return flat[1][begin : begin + numel].view(torch.uint8)
+
+    return memory_of
+
+
+def bytes_in_memory(plan: SavePlan, tensors: Sequence[StateTensor]) -> BytesOf:
+    """Where ``BlockWriter`` gets the bytes of blocks that lie in this rank's memory.
+
+    Args:
+        tensors: as the plan has them.
+    """
+    memory_of = memory_of_blocks(plan, tensors)
+    return lambda index: memory_of(index).cpu().numpy()

@@ -1,0 +1,200 @@
+"""``export_checkpoint``: a checkpoint in another format, written piece by piece. Not collective."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hpcfsdp.checkpoint.convert import safetensors
+from hpcfsdp.checkpoint.convert.output import Progress, Step, absolute, new_files, no_progress
+from hpcfsdp.checkpoint.convert.selection import MODEL, Selection, select
+from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
+from hpcfsdp.errors import CheckpointError, UsageError
+
+FORMATS = ("safetensors", "pt", "dcp")
+
+STEP_KEY = "hpcfsdp.step"
+GROUPS_KEY = "hpcfsdp.optim.param_groups"
+SCALARS_KEY = "hpcfsdp.optim.scalars"
+"""What our own metadata are called in a safetensors file, besides "format" and the tied names."""
+
+PT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export has written.
+
+    Attributes:
+        format: one of ``FORMATS``.
+        files: all of them.
+        tensors: how many.
+        nbytes: of the tensors.
+        ties: further name of a tensor -> the name under which it was written.
+    """
+
+    format: str
+    files: tuple[Path, ...]
+    tensors: int
+    nbytes: int
+    ties: Mapping[str, str]
+
+
+def export_checkpoint(
+    source: str | os.PathLike[str] | CheckpointIndex,
+    output: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    names: Sequence[str] = (),
+    shard_bytes: int | None = None,
+    optimizer: bool = False,
+    force: bool = False,
+    progress: Progress = no_progress,
+    files: Files | None = None,
+) -> Exported:
+    """Write a checkpoint's tensors in another format; not collective. Every byte is checked against its checksum.
+
+    A few blocks are in memory at a time. What is written appears when it is whole; a failure leaves nothing.
+
+    Args:
+        source: a checkpoint file.
+        output: for "safetensors" a file, or a folder as ``from_pretrained`` reads it; for "pt" a file, for "dcp" a
+            folder.
+        format: one of ``FORMATS``; None: by the name of `output`.
+        names: patterns of the tensors to take; none: all of the model.
+        shard_bytes: split safetensors into files of at most so many bytes of tensors, in a folder.
+        optimizer: take the optimizer's state and hyper-parameters too.
+        force: replace what is there.
+        progress: told of bytes that have been read; twice of each for formats of torch, which are checked first.
+
+    Raises:
+        UsageError: an unknown format, or options that do not fit it.
+        CheckpointError: something is there already, nothing is selected, there is no room, or it cannot be written.
+        CheckpointCorruptError: the checkpoint is damaged.
+    """
+    target = absolute(output)
+    kind = _format_of(target, format, shard_bytes)
+    index = source if isinstance(source, CheckpointIndex) else open_index(os.path.expanduser(source))
+    selection = select(index, names, optimizer=optimizer)
+    files = files or Files()
+    if kind == "safetensors":
+        with progress("exporting", selection.nbytes) as step:
+            return _to_safetensors(index, selection, target, shard_bytes, force, step, files)
+    from hpcfsdp.checkpoint.convert import torch_output  # what needs no torch shall not wait for it
+
+    write = torch_output.to_pt if kind == "pt" else torch_output.to_dcp
+    with progress("exporting", 2 * selection.nbytes) as step:
+        written = write(index, selection, target, force, step, files)
+    return Exported(kind, tuple(written), len(selection.tensors), selection.nbytes, _plain_ties(selection))
+
+
+def _format_of(target: Path, kind: str | None, shard_bytes: int | None) -> str:
+    if kind is None:
+        if target.suffix == safetensors.SUFFIX or shard_bytes is not None:
+            kind = "safetensors"
+        elif target.suffix in PT_SUFFIXES:
+            kind = "pt"
+        else:
+            raise UsageError(f"{target}: the name does not tell the format: give --format {'|'.join(FORMATS)}")
+    if kind not in FORMATS:
+        raise UsageError(f"unknown format {kind!r}; there are {', '.join(FORMATS)}")
+    if shard_bytes is not None:
+        if kind != "safetensors":
+            raise UsageError(f"--shard-bytes is for safetensors, not for {kind}")
+        if target.suffix == safetensors.SUFFIX:
+            raise UsageError(f"{target}: --shard-bytes writes a folder: give a name without {safetensors.SUFFIX}")
+        if shard_bytes < 1:
+            raise UsageError(f"--shard-bytes must be at least 1, not {shard_bytes}")
+    return kind
+
+
+def outside_name(path: str) -> str:
+    """What a tensor is called outside of the file: parameters by their names, optimizer state by its path."""
+    return path.removeprefix(MODEL)
+
+
+def _plain_ties(selection: Selection) -> dict[str, str]:
+    return {outside_name(further): outside_name(path) for further, path in selection.ties.items()}
+
+
+def _to_safetensors(
+    index: CheckpointIndex,
+    selection: Selection,
+    target: Path,
+    shard_bytes: int | None,
+    force: bool,
+    step: Step,
+    files: Files,
+) -> Exported:
+    names = [(outside_name(path), spec) for path, spec in selection.tensors.items()]
+    ties = _plain_ties(selection)
+    shards = [names]
+    if shard_bytes is not None:
+        shards = [[names[place] for place in places] for places in safetensors.split(names, shard_bytes)]
+    paths = _shard_paths(target, len(shards))
+    common = {"format": "pt", STEP_KEY: str(index.info.step), **_optimizer_metadata(selection)}
+    heads: dict[Path, bytes] = {}
+    entries: dict[Path, list[safetensors.Entry]] = {}
+    with_prefix = {outside_name(path): path for path in selection.tensors}
+    for number, (path, shard) in enumerate(zip(paths, shards, strict=True)):
+        here = {name for name, _ in shard}
+        tied = {further: name for further, name in ties.items() if name in here}
+        heads[path], entries[path] = safetensors.pack(shard, {**tied, **(common if number == 0 else {"format": "pt"})})
+    sizes = {path: len(heads[path]) + sum(entry.nbytes for entry in entries[path]) for path in paths}
+    listing = b""
+    if len(paths) > 1:
+        weight_map = {entry.name: path.name for path in paths for entry in entries[path]}
+        listing = safetensors.index_of(weight_map, selection.nbytes)
+        sizes[target / safetensors.INDEX_NAME] = len(listing)
+    with (
+        BlockReader(index, files) as reader,
+        new_files(files, sizes, force=force, replaced=_others(target, sizes)) as fds,
+    ):
+        for path in paths:
+            files.write(fds[path], [memoryview(heads[path])], 0)
+            for entry in entries[path]:
+                _copy(reader.blocks(with_prefix[entry.name]), files, fds[path], entry.begin, step)
+        if listing:
+            files.write(fds[target / safetensors.INDEX_NAME], [memoryview(listing)], 0)
+    return Exported("safetensors", tuple(sizes), len(names), selection.nbytes, ties)
+
+
+def _shard_paths(target: Path, count: int) -> list[Path]:
+    if target.suffix == safetensors.SUFFIX:
+        return [target]
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target}: is a file; give the name of a folder, or one that ends in .safetensors")
+    if count == 1:
+        return [target / safetensors.WHOLE_NAME]
+    return [target / f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _others(target: Path, sizes: Mapping[Path, int]) -> list[Path]:
+    """Weights in the folder that would be mistaken for a part of what is going to be written."""
+    if target.suffix == safetensors.SUFFIX or not target.is_dir():
+        return []
+    found = [target / safetensors.WHOLE_NAME, target / safetensors.INDEX_NAME]
+    found += sorted(target.glob("model-*-of-*.safetensors"))
+    return [path for path in found if path.exists() and path not in sizes]
+
+
+def _optimizer_metadata(selection: Selection) -> dict[str, str]:
+    if selection.groups is None:
+        return {}
+    return {
+        GROUPS_KEY: schema.to_json(selection.groups).decode(),
+        SCALARS_KEY: schema.to_json(selection.scalars).decode(),
+    }
+
+
+def _copy(blocks: Iterable[np.ndarray], files: Files, fd: int, begin: int, step: Step) -> None:
+    for block in blocks:
+        files.write(fd, [memoryview(block.view(np.uint8))], begin)
+        begin += block.nbytes
+        step(block.nbytes)

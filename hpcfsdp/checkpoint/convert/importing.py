@@ -1,0 +1,172 @@
+"""``import_checkpoint``: a checkpoint from files of other programs, read piece by piece. Not collective."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hpcfsdp.checkpoint.convert import safetensors
+from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES
+from hpcfsdp.checkpoint.convert.output import Progress, absolute, check_absent, no_progress, reading
+from hpcfsdp.checkpoint.convert.safetensors_source import open_safetensors
+from hpcfsdp.checkpoint.convert.source import Source
+from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.plan import check_names
+from hpcfsdp.checkpoint.single import write_alone
+from hpcfsdp.errors import CheckpointError, UsageError
+
+_STEPS = np.iinfo(np.int64)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import has written.
+
+    Attributes:
+        path: of the checkpoint.
+        format: that was read, one of ``FORMATS``.
+        step: of the checkpoint.
+        tensors: how many, of the model and of the optimizer.
+        nbytes: of the tensors.
+        ties: (further path, path of the tensor).
+        has_optimizer: whether it holds one.
+        extra: names of the values that were kept beside them.
+    """
+
+    path: Path
+    format: str
+    step: int
+    tensors: int
+    nbytes: int
+    ties: tuple[tuple[str, str], ...]
+    has_optimizer: bool
+    extra: tuple[str, ...]
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    step: int | None = None,
+    ties: Sequence[tuple[str, str]] = (),
+    optimizer: bool = True,
+    force: bool = False,
+    progress: Progress = no_progress,
+    files: Files | None = None,
+) -> Imported:
+    """Write a checkpoint file with what other programs have saved; not collective. Nothing of it is executed.
+
+    Args:
+        source: a file or folder of one of ``FORMATS``.
+        output: the checkpoint file, which appears there when it is whole.
+        format: one of ``FORMATS``; None: by the name and contents of `source`.
+        step: of training; None: what the source tells, or 0.
+        ties: (further name, name) of tensors of the model that are one; equal, where the source has both.
+        optimizer: False: leave the optimizer's state out, whatever it is.
+        force: replace a file that is there.
+        progress: told of bytes that have been read.
+
+    Raises:
+        UsageError: the format is not known, or `step` does not fit 64 bits.
+        CheckpointError: the source cannot be read, or holds what a checkpoint cannot; or the file cannot be written.
+        CheckpointCorruptError: the source is damaged.
+    """
+    if step is not None and not _STEPS.min <= step <= _STEPS.max:
+        raise UsageError(f"--step {step} is no step: it must fit into 64 bits")
+    files = files or Files()
+    path, target = absolute(source), absolute(output)
+    with reading(path):
+        path.stat()
+        kind = _format_of(path, format)
+        check_absent(target, force=force)
+        with contextlib.ExitStack() as stack:
+            found = stack.enter_context(_opened(kind, path, files, optimizer))
+            with _named(path):
+                check_names(found.specs, found.links)  # before anything asks for sizes of what has none here
+            found.tie(ties)
+            if step is None:
+                step = _step_of(path, found)
+            elif found.step is not None and found.step != step:
+                found.extra.setdefault("step", found.step)
+            nbytes = sum(spec.nbytes for spec in found.specs)
+            advance = stack.enter_context(progress("importing", nbytes))
+
+            def read(spec: TensorSpec, start: int, numel: int) -> np.ndarray:
+                with reading(path):
+                    elements = found.read(spec, start, numel)
+                advance(elements.nbytes)
+                return elements
+
+            write_alone(
+                target,
+                found.specs,
+                read,
+                links=found.links,
+                step=step,
+                extra=found.extra,
+                groups=found.groups,
+                scalars=found.scalars,
+                files=files,
+            )
+    return Imported(
+        target,
+        kind,
+        step,
+        len(found.specs),
+        nbytes,
+        tuple(found.links),
+        found.groups is not None,
+        tuple(map(str, found.extra)),
+    )
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _step_of(path: Path, source: Source) -> int:
+    step = source.step or 0
+    if not _STEPS.min <= step <= _STEPS.max:
+        raise CheckpointError(f"{path}: its step does not fit into 64 bits: give --step")
+    return step
+
+
+def _format_of(path: Path, kind: str | None) -> str:
+    if kind is not None:
+        if kind not in FORMATS:
+            raise UsageError(f"unknown format {kind!r}; there are {', '.join(FORMATS)}")
+        return kind
+    if path.is_dir():
+        if (path / ".metadata").is_file():
+            return "dcp"
+        if any(path.glob(f"*{safetensors.SUFFIX}")) or any(path.glob(f"*{safetensors.INDEX_SUFFIX}")):
+            return "safetensors"
+        raise CheckpointError(f"{path}: holds neither safetensors files nor the .metadata of a DCP checkpoint")
+    if path.name.endswith((safetensors.SUFFIX, safetensors.INDEX_SUFFIX)):
+        return "safetensors"
+    if path.suffix in PT_SUFFIXES:
+        return "pt"
+    raise UsageError(f"{path}: the name does not tell the format: give --format {'|'.join(FORMATS)}")
+
+
+def _opened(kind: str, path: Path, files: Files, optimizer: bool) -> contextlib.AbstractContextManager[Source]:
+    if kind == "safetensors":
+        return open_safetensors(path, files, optimizer=optimizer)
+    from hpcfsdp.checkpoint.convert import torch_source
+
+    if kind == "pt":
+        return torch_source.open_pt(path, optimizer=optimizer)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: is a file; a DCP checkpoint is a folder")
+    return torch_source.open_dcp(path, optimizer=optimizer)

@@ -1,0 +1,149 @@
+"""Reading safetensors: a file, or a folder or index of files as transformers writes it. Holds no tensor in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcfsdp.checkpoint.convert import safetensors
+from hpcfsdp.checkpoint.convert.export import GROUPS_KEY, SCALARS_KEY, STEP_KEY
+from hpcfsdp.checkpoint.convert.safetensors import Entry
+from hpcfsdp.checkpoint.convert.source import Source
+from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
+
+_OPTIM = f"{schema.OPTIM_STATE}/"
+
+
+@contextlib.contextmanager
+def open_safetensors(path: Path, files: Files, *, optimizer: bool = True) -> Iterator[Source]:
+    """The contents of a file ``*.safetensors``, of a folder of them, or of those that an index names.
+
+    Tied tensors are told by metadata as ``safetensors.torch.save_model`` and ``export_checkpoint`` write them.
+
+    Args:
+        optimizer: False: without the state of an optimizer.
+
+    Raises:
+        CheckpointError: there is no such file, or it holds a dtype that checkpoints do not.
+        CheckpointCorruptError: a file is damaged, or not what the index says.
+    """
+    places: dict[str, tuple[int, Entry]] = {}
+    metadata: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        for part, expected in _parts(path).items():
+            fd = files.open_to_read(part)
+            stack.callback(files.close, fd)
+            entries, own = _header(files, fd, part)
+            _check_listed(part, {entry.name for entry in entries}, expected)
+            twice = next((entry.name for entry in entries if entry.name in places), None)
+            if twice is not None:
+                raise CheckpointCorruptError(f"{part}: {twice!r} stands in another file too")
+            places |= {entry.name: (fd, entry) for entry in entries}
+            metadata |= own
+        by_path = {_path_of(name, metadata): place for name, place in places.items()}
+
+        def read(spec: TensorSpec, start: int, numel: int) -> np.ndarray:
+            fd, entry = by_path[spec.path]
+            elements = np.empty(numel, schema.numpy_dtype(spec.dtype))
+            view = memoryview(elements.view(np.uint8))
+            if files.read(fd, view, entry.begin + start * spec.itemsize) < view.nbytes:
+                raise CheckpointCorruptError(f"{path}: has become shorter while it was read")
+            return elements
+
+        specs = [TensorSpec(name, entry.shape, entry.dtype) for name, (_, entry) in by_path.items()]
+        source = _with_metadata(path, Source(specs, read), metadata)
+        if not optimizer:
+            source.specs = [spec for spec in source.specs if not spec.path.startswith(_OPTIM)]
+            source.groups = source.scalars = None
+        yield source
+
+
+def _parts(path: Path) -> dict[Path, set[str] | None]:
+    """The files, each with the tensors that an index says it holds."""
+    if path.is_dir():
+        indices, wholes = (sorted(path.glob(f"*{end}")) for end in (safetensors.INDEX_SUFFIX, safetensors.SUFFIX))
+        if path / safetensors.WHOLE_NAME in wholes:
+            return {path / safetensors.WHOLE_NAME: None}
+        if len(indices) == 1:
+            return _listed(indices[0])
+        if len(wholes) == 1 and not indices:
+            return {wholes[0]: None}
+        found = ", ".join(file.name for file in (indices or wholes)) or "none"
+        raise CheckpointError(f"{path}: one safetensors file or one index is needed, there are: {found}")
+    if path.name.endswith(".json"):
+        return _listed(path)
+    return {path: None}
+
+
+def _listed(path: Path) -> dict[Path, set[str] | None]:
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        parts: dict[Path, set[str]] = {}
+        for name, file in weight_map.items():
+            if Path(file).name != file:
+                raise ValueError(f"{file!r} is not a file beside it")
+            parts.setdefault(path.parent / file, set()).add(name)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{path}: is not an index of safetensors files: {error}") from None
+    for part in parts:
+        if not part.is_file():
+            raise CheckpointCorruptError(f"{path}: names {part.name!r}, which is missing")
+    return dict(parts)
+
+
+def _header(files: Files, fd: int, path: Path) -> tuple[list[Entry], dict[str, str]]:
+    def read(begin: int, nbytes: int) -> bytes:
+        buffer = bytearray(nbytes)
+        if files.read(fd, memoryview(buffer), begin) < nbytes:
+            raise ValueError("it has become shorter while it was read")
+        return bytes(buffer)
+
+    try:
+        return safetensors.parse(files.size(fd), read)
+    except ValueError as error:
+        raise CheckpointCorruptError(f"{path}: damaged, or not a safetensors file: {error}") from None
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _check_listed(part: Path, found: set[str], expected: set[str] | None) -> None:
+    if expected is None or found == expected:
+        return
+    missing, further = sorted(expected - found), sorted(found - expected)
+    what = f"lacks {missing[0]!r}, which the index" if missing else f"holds {further[0]!r}, which the index does not"
+    raise CheckpointCorruptError(f"{part}: {what} says it holds")
+
+
+def _path_of(name: str, metadata: Mapping[str, str]) -> str:
+    return name if GROUPS_KEY in metadata and name.startswith(_OPTIM) else f"{schema.MODEL}/{name}"
+
+
+def _with_metadata(path: Path, source: Source, metadata: Mapping[str, str]) -> Source:
+    known = {spec.path for spec in source.specs}
+    rest: dict[str, Any] = {}
+    try:
+        for key, value in metadata.items():
+            one, other = f"{schema.MODEL}/{key}", f"{schema.MODEL}/{value}"
+            if key == STEP_KEY:
+                source.step = int(value)
+            elif key == GROUPS_KEY:
+                source.groups = schema.from_json(value.encode())
+            elif key == SCALARS_KEY:
+                source.scalars = schema.from_json(value.encode())
+            elif other in known and one not in known:
+                source.links.append((one, other))
+            elif key != "format":
+                rest[key] = value
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{path}: damaged: metadata {key!r}: {error}") from None
+    if rest:
+        source.extra["safetensors"] = rest
+    return source

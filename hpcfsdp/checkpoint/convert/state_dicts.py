@@ -1,0 +1,232 @@
+"""What the parts of somebody else's checkpoint are: model, optimizer, and other values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.errors import CheckpointError
+
+MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+OPTIM_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
+STEP_KEY = "step"
+
+_ALONE = "--no-optimizer takes the model alone"
+
+_KNOWN = f"a model is looked for under {', '.join(MODEL_KEYS)}, an optimizer under {', '.join(OPTIM_KEYS)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor in a file that is being read.
+
+    Attributes:
+        fetch: gives it, a contiguous torch tensor on the CPU.
+        identity: equal for names that share one tensor; None where a format cannot tell.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    fetch: Callable[[], Any]
+    identity: Hashable = None
+
+
+@dataclass
+class Parts:
+    """A checkpoint, sorted out.
+
+    Attributes:
+        tensors: by path in a checkpoint of ours.
+        links: (further path, path of the tensor).
+        groups, scalars: of the optimizer; None: there is none.
+        extra: everything else.
+        step: an integer that stands beside the model as "step".
+    """
+
+    tensors: dict[str, Stored] = field(default_factory=dict)
+    links: list[tuple[str, str]] = field(default_factory=list)
+    groups: list[dict[str, Any]] | None = None
+    scalars: dict[str, Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    step: int | None = None
+
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec(path, stored.shape, stored.dtype) for path, stored in self.tensors.items()]
+
+
+def sort_out(tree: Any, *, optimizer: bool = True) -> Parts:
+    """Tell what is what. Values that are neither the model's tensors nor the optimizer's state become ``extra``.
+
+    Args:
+        tree: dicts and lists of values and ``Stored``. A model's state dict itself, an optimizer's state dict itself,
+            or a dict with either or both, and further values.
+        optimizer: False: leave out what stands where an optimizer is looked for.
+
+    Raises:
+        CheckpointError: it holds none, more than one model, or a part that cannot be kept; named.
+    """
+    if not isinstance(tree, Mapping):
+        raise CheckpointError(f"holds a {type(tree).__name__}, not a dict: {_KNOWN}")
+    parts = Parts()
+    if not optimizer:
+        tree = _without_optimizer(tree)
+    if _is_optimizer(tree):
+        _add_optimizer(parts, tree)
+        return parts
+    models = [key for key in MODEL_KEYS if isinstance(tree.get(key), Mapping) and _has_tensors(tree[key])]
+    optims = [key for key in OPTIM_KEYS if _is_optimizer(tree.get(key))]
+    _check_meant(tree, models, optims)
+    if not models and not optims:
+        _add_model(parts, tree, parts.extra)
+        return parts
+    for key, value in tree.items():
+        if key in models:
+            others: dict[Any, Any] = {}
+            _add_model(parts, value, others)
+            parts.extra |= {key: others} if others else {}
+        elif key in optims:
+            _add_optimizer(parts, value)
+        elif key == STEP_KEY and type(value) is int:
+            parts.step = value
+        else:
+            parts.extra[key] = _fetched(value)
+    return parts
+
+
+def _without_optimizer(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    if _is_optimizer(tree):
+        raise CheckpointError("holds an optimizer's state alone, which is what --no-optimizer leaves out")
+    return {key: value for key, value in tree.items() if not (key in OPTIM_KEYS and isinstance(value, Mapping))}
+
+
+def _check_meant(tree: Mapping[Any, Any], models: list[str], optims: list[str]) -> None:
+    """Raise unless it is clear which values are the model and the optimizer."""
+    for found in (models, optims):
+        if len(found) > 1:
+            raise CheckpointError(f"{found[0]!r} and {found[1]!r} both could be meant: save it with one of them")
+    for key in OPTIM_KEYS:
+        _check_not_flattened(key, tree.get(key))
+    if models or optims:
+        return
+    nested = [key for key, value in tree.items() if not isinstance(value, Stored) and _has_tensors(value)]
+    if nested:
+        raise CheckpointError(f"{nested[0]!r} holds tensors, but it is not known what they are: {_KNOWN}")
+    if not _has_tensors(tree):
+        raise CheckpointError(f"holds no tensors: {_KNOWN}")
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, Stored):
+        return True
+    if isinstance(value, Mapping):
+        return any(_has_tensors(entry) for entry in value.values())
+    return isinstance(value, (list, tuple)) and any(_has_tensors(entry) for entry in value)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and {"state", "param_groups"} <= set(value)
+        and isinstance(value["state"], Mapping)
+        and isinstance(value["param_groups"], (list, tuple))
+    )
+
+
+def _check_not_flattened(key: str, value: Any) -> None:
+    if not isinstance(value, Mapping) or not value:
+        return
+    if all(isinstance(name, str) and name.startswith(("state.", "param_groups.")) for name in value):
+        raise CheckpointError(
+            f"{key!r} is a flattened optimizer state dict, which does not tell the groups: save it with "
+            f"StateDictOptions(flatten_optimizer_state_dict=False); {_ALONE}"
+        )
+
+
+def _add_model(parts: Parts, model: Mapping[Any, Any], others: dict[Any, Any]) -> None:
+    first: dict[Hashable, str] = {}
+    for name, value in model.items():
+        if not isinstance(value, Stored):
+            others[name] = _fetched(value)
+            continue
+        path = f"{schema.MODEL}/{name}"
+        if value.identity is not None and value.identity in first:
+            parts.links.append((path, first[value.identity]))
+            continue
+        if value.identity is not None:
+            first[value.identity] = path
+        parts.tensors[path] = value
+
+
+def _add_optimizer(parts: Parts, optimizer: Mapping[str, Any]) -> None:
+    parts.extra |= {key: _fetched(value) for key, value in optimizer.items() if key not in ("state", "param_groups")}
+    names, parts.groups = _named_groups(optimizer["param_groups"])
+    parts.scalars = {}
+    for param, state in optimizer["state"].items():
+        if not isinstance(param, str) and param not in names:
+            raise CheckpointError(
+                f"the optimizer's state is that of parameter {param!r}, of which no name is known: make the optimizer "
+                "with model.named_parameters(), or save what FSDP.optim_state_dict or "
+                f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict give; {_ALONE}"
+            )
+        fqn = names.get(param, param)
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"the optimizer's state of {fqn!r} is a {type(state).__name__}, not a dict; {_ALONE}")
+        for key, value in state.items():
+            _add_state(parts, fqn, key, value)
+
+
+def _add_state(parts: Parts, fqn: str, key: Any, value: Any) -> None:
+    if not isinstance(key, str) or "/" in key:
+        raise CheckpointError(
+            f"the optimizer's state of {fqn!r} has the key {key!r}: it must be a name without /; {_ALONE}"
+        )
+    if isinstance(value, Stored):
+        parts.tensors[f"{schema.OPTIM_STATE}/{fqn}/{key}"] = value
+    elif isinstance(value, (bool, int, float)):
+        assert parts.scalars is not None
+        parts.scalars[f"{fqn}/{key}"] = value
+    elif value is not None:
+        raise CheckpointError(
+            f"optimizer state {key!r} of {fqn!r} is a {type(value).__name__}: tensors and numbers can be kept; {_ALONE}"
+        )
+
+
+def _named_groups(groups: Any) -> tuple[dict[Any, str], list[dict[str, Any]]]:
+    """The names of parameters that are numbers, and the groups with parameters by name."""
+    names: dict[Any, str] = {}
+    named = []
+    for index, group in enumerate(groups):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+            raise CheckpointError(
+                f"param_groups[{index}] of the optimizer does not say which parameters it has; {_ALONE}"
+            )
+        params = list(group["params"])
+        own = group.get("param_names")
+        if own is not None and len(own) == len(params):
+            numbered = [(param, name) for param, name in zip(params, own, strict=True) if not isinstance(param, str)]
+            # DCP makes strings of the keys of the state.
+            names |= {**dict(numbered), **{str(param): name for param, name in numbered}}
+        unknown = [param for param in params if not isinstance(param, str) and param not in names]
+        if unknown:
+            raise CheckpointError(
+                f"param_groups[{index}] of the optimizer has parameter {unknown[0]!r}, of which no name is known: make "
+                "the optimizer with model.named_parameters(), or save what FSDP.optim_state_dict or "
+                f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict give; {_ALONE}"
+            )
+        hyper = {key: _fetched(value) for key, value in group.items() if key not in ("params", "param_names")}
+        named.append({"params": [names.get(param, param) for param in params], **hyper})
+    return names, named
+
+
+def _fetched(value: Any) -> Any:
+    """With tensors in place of those that are stored."""
+    if isinstance(value, Stored):
+        return value.fetch()
+    if isinstance(value, Mapping):
+        return {key: _fetched(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_fetched(entry) for entry in value]
+    return value

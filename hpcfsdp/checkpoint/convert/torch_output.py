@@ -1,0 +1,149 @@
+"""Checkpoints as torch reads them: one file of ``torch.save``, or a folder of ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hpcfsdp.checkpoint.convert.mapped import MappedTensors
+from hpcfsdp.checkpoint.convert.output import Step, new_files, new_folder
+from hpcfsdp.checkpoint.convert.selection import MODEL, OPTIM, Selection
+from hpcfsdp.checkpoint.convert.state_dicts import STEP_KEY
+from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.reader import CheckpointIndex
+from hpcfsdp.errors import CheckpointError
+
+METADATA_NAME = ".metadata"
+
+_PIECE_BYTES = 16 << 20
+
+
+def to_pt(
+    index: CheckpointIndex, selection: Selection, target: Path, force: bool, step: Step, files: Files
+) -> list[Path]:
+    """Write a state dict with ``torch.save``; see ``export_checkpoint``. Tied tensors share their storage."""
+    with new_files(files, {target: selection.nbytes}, force=force) as fds:
+        specs = (index.resolve(path) for path in selection.tensors)
+        with MappedTensors(index, specs, target.parent, files).open(step) as mapped:
+            sink = _Sink(files, fds[target], mapped.release, step)
+            try:
+                torch.save(_state_dict(index, selection, mapped), sink)
+            except Exception as error:
+                raise sink.failure or error from None
+        if sink.failure is not None:
+            raise sink.failure
+    return [target]
+
+
+def to_dcp(
+    index: CheckpointIndex, selection: Selection, target: Path, force: bool, step: Step, files: Files
+) -> list[Path]:
+    """Write a folder that ``torch.distributed.checkpoint`` loads; see ``export_checkpoint``.
+
+    The format knows no tied tensors: each name gets its own copy.
+    """
+    copies = sum(selection.tensors[path].nbytes for path in selection.ties.values())
+    with new_folder(target, selection.nbytes + copies, force=force, ours=is_dcp) as folder:
+        specs = (index.resolve(path) for path in selection.tensors)
+        with MappedTensors(index, specs, folder.parent, files).open(step) as mapped, _quiet():
+            writer = dcp.FileSystemWriter(folder)
+            planner = _Planner(mapped.release, step)
+            try:
+                dcp.save(_state_dict(index, selection, mapped), storage_writer=writer, planner=planner, no_dist=True)
+            except CheckpointException as error:
+                first = next(iter(error.failures.values()))[0]
+                if isinstance(first, OSError):
+                    raise first from None
+                raise CheckpointError(f"{target}: torch could not write the checkpoint: {first}") from error
+    return sorted(target.iterdir())
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether a folder is a checkpoint of torch.distributed.checkpoint."""
+    return path.is_dir() and (path / METADATA_NAME).is_file()
+
+
+def _state_dict(index: CheckpointIndex, selection: Selection, mapped: MappedTensors) -> dict[str, Any]:
+    """The model's state dict, or with an optimizer {"model": ..., "optimizer": ..., "step": ...}, its state by names.
+
+    A state dict alone has no place for the step: all of its entries are taken for parameters.
+    """
+    tensors = {path: mapped.tensor(index.resolve(path).path) for path in selection.tensors}
+    tensors |= {further: tensors[path] for further, path in selection.ties.items()}
+    # Names in the order of the file: further ones where their tensor is not have no other order.
+    model = {path.removeprefix(MODEL): tensor for path, tensor in tensors.items() if path.startswith(MODEL)}
+    if selection.groups is None:
+        return model
+    state: dict[str, dict[str, Any]] = {}
+    values = {path.removeprefix(OPTIM): tensor for path, tensor in tensors.items() if path.startswith(OPTIM)}
+    for name, value in {**values, **(selection.scalars or {})}.items():
+        fqn, key = name.rsplit("/", 1)
+        state.setdefault(fqn, {})[key] = value
+    optimizer = {"state": state, "param_groups": selection.groups}
+    return {"model": model, "optimizer": optimizer, STEP_KEY: index.info.step}
+
+
+class _Sink:
+    """What ``torch.save`` writes to. An error waits until it is done: its own code in between is not made for them."""
+
+    def __init__(self, files: Files, fd: int, release: Callable[[], None], step: Step) -> None:
+        self._files, self._fd, self._release, self._step = files, fd, release, step
+        self._end = self._since_release = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for begin in range(0, view.nbytes, _PIECE_BYTES):
+            piece = view[begin : begin + _PIECE_BYTES]
+            if self.failure is None:
+                try:
+                    self._files.write(self._fd, [piece], self._end)
+                except OSError as error:
+                    self.failure = error
+            self._end += piece.nbytes
+            self._step(piece.nbytes)
+            self._since_release += piece.nbytes
+            if self._since_release >= _PIECE_BYTES:
+                self._release()
+                self._since_release = 0
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Nothing waits to be written."""
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Gives the tensors of the state dict one after the other, and lets go of the pages of the one before."""
+
+    def __init__(self, release: Callable[[], None], step: Step) -> None:
+        super().__init__()
+        self._release, self._step = release, step
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self._release()
+        data = super().resolve_data(write_item)
+        if isinstance(data, torch.Tensor):
+            self._step(data.nbytes)
+        return data
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's words on saving in one process, which is what is meant here."""
+    logger = logging.getLogger("torch.distributed.checkpoint")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,343 @@
+"""Reading what torch writes: files of ``torch.save``, folders of ``torch.distributed.checkpoint``. Executes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import pickle
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+from hpcfsdp.checkpoint.convert.source import Source
+from hpcfsdp.checkpoint.convert.state_dicts import OPTIM_KEYS, Parts, Stored, sort_out
+from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
+
+_MEND = (
+    "it holds more than tensors, numbers, strings and containers, and nothing of it is executed here: where you trust "
+    "it, load it with torch.load(..., weights_only=False), and torch.save its state dicts alone"
+)
+
+
+@contextlib.contextmanager
+def open_pt(path: Path, *, optimizer: bool = True) -> Iterator[Source]:
+    """The contents of a file that ``torch.save`` wrote; its tensors stay in the file until they are read.
+
+    A file of the format before torch 1.6 is read into memory whole.
+
+    Args:
+        optimizer: False: without the state of an optimizer.
+
+    Raises:
+        CheckpointError: it holds more than can be read without executing it, or values that cannot be kept.
+        CheckpointCorruptError: it is damaged, or was not written by torch.
+    """
+    with path.open("rb") as stream:  # errors of the system first: torch has its own words for them
+        first = stream.read(1)
+    is_zip = zipfile.is_zipfile(path)
+    if not is_zip and first != pickle.PROTO:
+        raise CheckpointCorruptError(f"{path}: damaged, or not a file of torch.save: neither zip archive nor pickle")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of storages whose class is going to change
+            tree = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path}: {_MEND} ({_refused(error)})") from None
+    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+        raise CheckpointCorruptError(f"{path}: damaged, or not a file of torch.save: {_first_line(error)}") from error
+    with _named(path):
+        parts = sort_out(_stored(tree, ""), optimizer=optimizer)
+    yield _source(parts)
+
+
+@contextlib.contextmanager
+def open_dcp(path: Path, *, optimizer: bool = True) -> Iterator[Source]:
+    """The contents of a folder that ``torch.distributed.checkpoint`` wrote; one tensor is in memory at a time.
+
+    Of a tensor that was saved in pieces, the one piece that is being put into its place is there, too.
+
+    Args:
+        optimizer: False: without the state of an optimizer, which is not read.
+
+    Raises:
+        CheckpointError: it holds more than can be read without executing it, or values that cannot be kept.
+        CheckpointCorruptError: it is damaged.
+    """
+    reader = _Reader(path)
+    metadata = reader.read_metadata()
+    tree: dict[Any, Any] = {}
+    mappings = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    with _named(path):
+        for key, described in metadata.state_dict_metadata.items():
+            place = tuple(mappings.get(key, (key,)))
+            if not optimizer and len(place) > 1 and place[0] in OPTIM_KEYS:
+                continue
+            if isinstance(described, TensorStorageMetadata):
+                dtype = str(described.properties.dtype).removeprefix("torch.")
+                value: Any = Stored(tuple(described.size), dtype, _Fetch(reader, key, described))
+            elif isinstance(described, BytesStorageMetadata):
+                value = reader.read_value(key)
+            else:
+                raise CheckpointCorruptError(f"{key!r} is described by a {type(described).__name__}")
+            _put(tree, place, value)
+        parts = sort_out(_with_lists(tree), optimizer=optimizer)
+    yield _source(parts)
+
+
+def _source(parts: Parts) -> Source:
+    last: list[tuple[str, np.ndarray]] = []
+
+    def read(spec: TensorSpec, start: int, numel: int) -> np.ndarray:
+        if not last or last[0][0] != spec.path:
+            last.clear()  # before the next comes: one in memory at a time
+            tensor = parts.tensors[spec.path].fetch()
+            whole = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+            last.append((spec.path, whole))
+        # A copy: what waits to be written shall not hold whole tensors.
+        return last[0][1][start * spec.itemsize : (start + numel) * spec.itemsize].copy()
+
+    return Source(parts.specs(), read, parts.links, parts.groups, parts.scalars, parts.extra, parts.step)
+
+
+def _stored(value: Any, place: str) -> Any:
+    """Plain dicts and lists, with ``Stored`` in place of tensors."""
+    if isinstance(value, torch.Tensor):
+        return _stored_tensor(value, place)
+    if isinstance(value, Mapping):
+        return {key: _stored(entry, f"{place}[{key!r}]") for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_stored(entry, f"{place}[{index}]") for index, entry in enumerate(value)]
+    return value
+
+
+def _stored_tensor(tensor: torch.Tensor, place: str) -> Stored:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        kind = "quantized" if tensor.is_quantized else f"{tensor.layout}, on {tensor.device}"
+        raise CheckpointError(f"{place} is a tensor of {dtype} ({kind}); dense tensors can be kept")
+    tensor = tensor.detach()
+    identity = None
+    if tensor.numel():
+        identity = tensor.data_ptr(), tensor.shape, tensor.stride(), dtype, tensor.is_conj(), tensor.is_neg()
+    return Stored(tuple(tensor.shape), dtype, lambda: tensor.resolve_conj().resolve_neg().contiguous(), identity)
+
+
+def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value
+
+
+def _with_lists(value: Any) -> Any:
+    """Dicts that have come from lists become lists again: those of which all keys are places."""
+    if not isinstance(value, dict):
+        return value
+    entries = {key: _with_lists(entry) for key, entry in value.items()}
+    if entries and all(type(key) is int for key in entries) and sorted(entries) == list(range(len(entries))):
+        return [entries[place] for place in range(len(entries))]
+    return entries
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's reader, but for the pickle of metadata: it may make what torch's own metadata are made of, no more."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._folder = path
+        self._metadata: Any = None
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Any:
+        if self._metadata is None:
+            file = self._folder / METADATA_NAME
+            try:
+                with file.open("rb") as stream:
+                    self._metadata = _MetadataUnpickler(stream).load()
+                    self._metadata.state_dict_metadata.items()
+            except (CheckpointError, OSError):
+                raise
+            except Exception as error:  # pickle raises whatever its bytes lead to
+                raise CheckpointCorruptError(f"{file}: damaged: {_first_line(error)}") from error
+        return self._metadata
+
+    def read_tensor(self, key: str, described: TensorStorageMetadata) -> torch.Tensor:
+        """A whole tensor."""
+        chunks = described.chunks
+        if len(chunks) == 1 and tuple(chunks[0].sizes) == tuple(described.size):
+            found = self._read_whole(key, described)
+            if found is not None:
+                return found
+        tensor = torch.empty(described.size, dtype=described.properties.dtype)
+        self._load({key: tensor})
+        return tensor
+
+    def _read_whole(self, key: str, described: TensorStorageMetadata) -> torch.Tensor | None:
+        """A tensor that was saved in one piece; None where it is compressed or not dense.
+
+        torch's reader puts a piece into a tensor that is there, and so has both in memory.
+        """
+        info = self.read_metadata().storage_data.get(MetadataIndex(key, described.chunks[0].offsets))
+        if info is None or getattr(info, "transform_descriptors", None):
+            return None
+        with _read_of(self._folder, key), (self._folder / info.relative_path).open("rb") as stream:
+            tensor = torch.load(_Slice(stream, info.offset, info.length), map_location="cpu", weights_only=True)
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+                return None
+            if (tensor.shape, tensor.dtype) != (described.size, described.properties.dtype):
+                raise ValueError(f"is a {tensor.dtype} of {list(tensor.shape)}, and another for {METADATA_NAME}")
+        return tensor.detach().contiguous()
+
+    def read_value(self, key: str) -> Any:
+        """A value that is no tensor."""
+        state = {key: None}
+        self._load(state)
+        return state[key]
+
+    def _load(self, state: dict[str, Any]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that this is one process, which is what is meant
+            try:
+                planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+                dcp.load(state, storage_reader=self, planner=planner, no_dist=True)
+            except CheckpointException as error:
+                first = next(iter(error.failures.values()))[0]
+                if isinstance(first, (CheckpointError, OSError)):
+                    raise first from None
+                [key] = state
+                raise CheckpointCorruptError(f"{self._folder}: damaged: {key!r}: {_first_line(first)}") from error
+
+
+@contextlib.contextmanager
+def _read_of(folder: Path, key: str) -> Iterator[None]:
+    """Have what torch raises name the value that it was reading."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # torch raises whatever damaged bytes lead to
+        raise CheckpointCorruptError(f"{folder}: damaged: {key!r}: {_first_line(error)}") from error
+
+
+class _Slice(io.RawIOBase):
+    """Bytes of a file as a file of their own."""
+
+    def __init__(self, stream: io.BufferedReader, begin: int, nbytes: int) -> None:
+        super().__init__()
+        self._stream, self._begin, self._nbytes = stream, begin, nbytes
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._nbytes}[whence]
+        if base + offset < 0:
+            raise ValueError(f"place {base + offset} of a file")
+        self._place = base + offset
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        self._stream.seek(self._begin + self._place)
+        got = self._stream.readinto(view[: max(0, self._nbytes - self._place)])
+        self._place += got
+        return got
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """torch's planner, but for its un-pickling of values, which would execute what they say."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        key = read_item.dest_index.fqn
+        try:
+            self.state_dict[key] = torch.load(value, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"{key!r}: {_MEND} ({_refused(error)})") from None
+
+
+class _Fetch:
+    """Gives a tensor of a folder when it is called."""
+
+    def __init__(self, reader: _Reader, key: str, described: TensorStorageMetadata) -> None:
+        self._of = reader, key, described
+
+    def __call__(self) -> torch.Tensor:
+        reader, key, described = self._of
+        return reader.read_tensor(key, described)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Finds the classes that metadata of torch.distributed.checkpoint are made of, and nothing else."""
+
+    _MODULES = (
+        "torch.distributed.checkpoint.metadata",
+        "torch.distributed.checkpoint.filesystem",
+        "torch.distributed.checkpoint.planner",
+    )
+    _NAMES = (
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+        ("pathlib._local", "PosixPath"),
+        ("builtins", "set"),
+        ("builtins", "frozenset"),
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._NAMES:
+            return getattr(importlib.import_module(module), name)
+        if module in self._MODULES:
+            found = getattr(importlib.import_module(module), name, None)
+            # Records alone: a reader or writer there could open files.
+            if isinstance(found, type) and found.__module__ == module and _is_record(found):
+                return found
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointError(
+            f"{METADATA_NAME} asks for {module}.{name}, which is no part of what torch.distributed.checkpoint writes: "
+            "nothing of it is executed here"
+        )
+
+
+def _is_record(kind: type) -> bool:
+    return hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__members__")
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        if str(error).startswith(str(path)):
+            raise
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _refused(error: pickle.UnpicklingError) -> str:
+    """What torch would not un-pickle, without its advice."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = next((line for line in lines if line.startswith("WeightsUnpickler error: ")), _first_line(error))
+    return told.removeprefix("WeightsUnpickler error: ").split(". Please")[0]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

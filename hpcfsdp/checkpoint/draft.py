@@ -1,0 +1,248 @@
+"""A checkpoint file before it has its name: created, written to by all ranks, and committed or discarded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hpcfsdp.checkpoint.catalog import abandoned_partials, partial_path
+from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.seal import Seal
+from hpcfsdp.checkpoint.format.skeleton import Skeleton
+from hpcfsdp.checkpoint.parts import abandoned_parts, owned_parts, remove_parts
+from hpcfsdp.checkpoint.plan import SavePlan
+from hpcfsdp.errors import CheckpointError
+
+BytesOf = Callable[[int], np.ndarray]
+"""Of a block, by its place in the plan: its bytes, uint8, 1-D, the runs one after the other."""
+
+
+class DraftMissingError(CheckpointError):
+    """The file that a checkpoint is being written into is not there, or not to be seen on this rank."""
+
+
+class Draft:
+    """A file that becomes a checkpoint by ``commit``. Not collective: one rank creates, commits or discards it.
+
+    Attributes:
+        path: what it will be called.
+        token: of this save alone.
+        partial: what it is called until then, beside `path`.
+        has_name: whether it is called `path` by now.
+    """
+
+    def __init__(self, files: Files, path: Path, token: str) -> None:
+        """Touches no disk.
+
+        Args:
+            token: of this save alone. Two jobs that save to one path must not write into one file.
+        """
+        self.files = files
+        self.path = path
+        self.token = token
+        self.partial = partial_path(path, token)
+        self.has_name = False
+
+    def create(self, nbytes: int, elsewhere: int = 0) -> None:
+        """Make the file, of so many bytes, all holes. What savers of the same path left behind long ago is removed.
+
+        Args:
+            elsewhere: bytes of files that are going to be written beside it.
+
+        Raises:
+            CheckpointError: the file system has no room for it.
+            OSError: it cannot be made.
+        """
+        self._make_folder()
+        if self.path.is_dir():
+            raise IsADirectoryError("there is a directory of that name")
+        with contextlib.suppress(OSError):  # another saver removes or renames them, or they are somebody else's
+            now = time.time()
+            for abandoned in (
+                *abandoned_partials(self.path, now),
+                *abandoned_parts(self.path.parent, now, self.path.stem),
+            ):
+                self.files.remove(abandoned)
+        free = shutil.disk_usage(self.path.parent).free
+        if free < nbytes + elsewhere:
+            raise CheckpointError(f"{nbytes + elsewhere} bytes are needed, {free} are free on that file system")
+        try:
+            self.files.close(self.files.create(self.partial, nbytes))
+        except BaseException:
+            self.discard()
+            raise
+
+    def _make_folder(self) -> None:
+        """Make the folder and those that it is in, where they are missing, and force their names to the disk."""
+        missing = []
+        for folder in (self.path.parent, *self.path.parent.parents):
+            if folder.exists():
+                break
+            missing.append(folder)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            self.files.sync_folder(folder.parent)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[int]:
+        """A descriptor to write with. What is written is to be forced to the disk before it is given back.
+
+        Raises:
+            DraftMissingError: there is no such file, where this process looks for it.
+            OSError: as the system has it.
+        """
+        try:
+            fd = self.files.open_to_write(self.partial)
+        except FileNotFoundError as error:
+            raise DraftMissingError(
+                f"{self.partial.name} is gone, or this rank does not see the folder of rank 0: save to a file system "
+                "that all ranks share"
+            ) from error
+        try:
+            yield fd
+        finally:
+            # What has been forced to the disk is there, whatever is told now. An error here would be one of a single
+            # rank, while the others go on.
+            with contextlib.suppress(OSError):
+                self.files.close(fd)
+
+    def commit(self, skeleton: Skeleton, rows: np.ndarray, parts: np.ndarray | None = None) -> Seal:
+        """Write what makes the file a checkpoint, force it to the disk, and give it its name; its seal.
+
+        The parts of a checkpoint that had this name are removed, unless they may still be of use.
+
+        Args:
+            rows: the table of extents. The bytes of tensors have been forced to the disk.
+            parts: the table of other files, which are there under their names.
+
+        Raises:
+            CheckpointError: the file has its name, but that could not be forced to the disk.
+            OSError: the file has not got its name.
+        """
+        regions, seal = skeleton.sealed(rows, parts)
+        with self.opened() as fd:
+            for begin, data in regions:
+                self.files.write(fd, [memoryview(data)], begin)
+            packed = seal.pack()
+            self.files.write(fd, [memoryview(packed)], seal.file_bytes - len(packed))
+            self.files.sync(fd)
+        replaced = owned_parts(self.path)
+        self.files.rename(self.partial, self.path)
+        self.has_name = True
+        try:
+            self.files.sync_folder(self.path.parent)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise CheckpointError(
+                f"the new {self.path.name} is in place, but its name could not be forced to the disk: {reason}. If "
+                "the machine crashes now, what was there before may be back"
+            ) from error
+        with contextlib.suppress(OSError):  # the checkpoint is there; who saves next finds them as abandoned
+            remove_parts(self.files, self.path.parent, replaced)
+        return seal
+
+    def discard(self) -> None:
+        """Remove the file, if it is there and can be removed."""
+        with contextlib.suppress(OSError):
+            self.files.remove(self.partial)
+
+
+@contextlib.contextmanager
+def errors_of(path: Path) -> Iterator[None]:
+    """Have every error name the file, also those of the operating system and of HDF5."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(error).startswith(f"{path}: "):
+            raise
+        kind = CheckpointError if isinstance(error, DraftMissingError) else type(error)  # one that all ranks know
+        raise kind(f"{path}: {error}") from error
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise CheckpointError(f"{path}: cannot write the checkpoint: {reason}") from error
+
+
+class BlockWriter:
+    """Writes blocks of a plan. Those that follow each other in the file go to the system in one call.
+
+    Args:
+        offsets: by tensor, where its bytes begin in the file.
+        bytes_of: where the bytes come from. They are kept until they have been written, at most ``AT_ONCE`` bytes and
+            a block.
+    """
+
+    AT_ONCE = 4 << 20
+    SYNC_EVERY = 32 << 20
+
+    def __init__(self, files: Files, fd: int, plan: SavePlan, offsets: Sequence[int], bytes_of: BytesOf) -> None:
+        self._files, self._fd, self._plan, self._bytes_of = files, fd, plan, bytes_of
+        self._offsets = np.asarray(offsets, np.int64)
+        self._buffers: list[memoryview] = []
+        self._begin = self._end = 0
+        self._dirty = sys.maxsize
+
+    def write(self, indices: np.ndarray) -> np.ndarray:
+        """Write these blocks, by their places in the plan; their checksums, uint64, in the same order.
+
+        Raises:
+            OSError: as the system has it.
+        """
+        blocks = self._plan.blocks[indices]
+        itemsizes = self._plan.itemsizes[blocks["tensor"]]
+        begins = self._offsets[blocks["tensor"]] + blocks["start"].astype(np.int64) * itemsizes
+        strides = (blocks["stride"].astype(np.int64) * itemsizes).tolist()
+        counts = blocks["count"].tolist()
+        sums = np.zeros(len(blocks), np.uint64)
+        order = np.argsort(begins).tolist()
+        begins = begins.tolist()
+        for place in order:
+            data = self._bytes_of(int(indices[place]))
+            sums[place] = schema.checksum(data)
+            if counts[place] == 1:
+                self._add(memoryview(data), begins[place])
+                continue
+            for number, run in enumerate(np.split(data, counts[place])):
+                self._add(memoryview(run), begins[place] + number * strides[place])
+        self._flush()
+        return sums
+
+    def _add(self, data: memoryview, begin: int) -> None:
+        if not self._buffers or begin != self._end or self._end - self._begin >= self.AT_ONCE:
+            self._flush()
+            self._begin = begin
+        self._buffers.append(data)
+        self._end = begin + data.nbytes
+
+    def _flush(self) -> None:
+        self._files.write(self._fd, self._buffers, self._begin)
+        self._buffers = []
+        self._dirty = min(self._dirty, self._begin)
+        if self._end - self._dirty >= self.SYNC_EVERY:  # the disk has something to do while checksums are computed
+            self._files.start_sync(self._fd, self._dirty, self._end - self._dirty)
+            self._dirty = self._end
+
+
+def extent_rows(plan: SavePlan, offsets: Sequence[int], sums: Sequence[bytes]) -> np.ndarray:
+    """The table of extents. Pure.
+
+    Args:
+        sums: by rank, the bytes of the checksums of its blocks, uint64, in the order of the plan.
+    """
+    blocks = plan.blocks
+    rows = np.zeros(len(blocks), schema.EXTENT_DTYPE)
+    for name in blocks.dtype.names:
+        rows[name] = blocks[name]
+    at = np.asarray(offsets, np.uint64)[blocks["tensor"]]
+    rows["byte_offset"] = at + blocks["start"] * plan.itemsizes.astype(np.uint64)[blocks["tensor"]]
+    # A stable sort by rank has each rank's blocks in the order in which it has them.
+    order = np.argsort(blocks["rank"], kind="stable")
+    rows["checksum"][order] = np.frombuffer(b"".join(sums), np.uint64)
+    return rows

@@ -1,0 +1,133 @@
+"""Files that HDF5 sees: one in memory that it writes, and stretches of bytes that it reads.
+
+HDF5 itself never writes to a disk: where it cannot flush, it ends the process (2.0), and what it has written in which
+order is not known. It never reads bytes that have not been checked either: damaged ones have made it crash and hang.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+from collections.abc import Iterable, Iterator, Sequence
+
+_PAGE = 1 << 16
+_FEW = 16
+
+
+class _Cursor:
+    """The position of a file object."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._position = 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.nbytes}[whence]
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, nbytes: int) -> bytes:
+        buffer = bytearray(nbytes)
+        return bytes(buffer[: self.readinto(buffer)])
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:
+        view = memoryview(buffer).cast("B")
+        self._fill(view, self._position)
+        self._position += view.nbytes
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Nothing waits to be written."""
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        raise NotImplementedError
+
+
+class SparseImage(_Cursor):
+    """A file in memory, of which only the pages that were written to take any. To be handed to ``h5py.File``.
+
+    A few zeros take none: HDF5 gives each of thousands of tensors its storage by writing one element of zero.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pages: dict[int, bytearray] = {}
+
+    def write(self, buffer: bytes | memoryview) -> int:
+        view = memoryview(buffer).cast("B")
+        for page, begin, part in _pages_of(view, self._position):
+            if page not in self._pages:
+                if part.nbytes <= _FEW and not any(part):
+                    continue
+                self._pages[page] = bytearray(_PAGE)
+            self._pages[page][begin : begin + part.nbytes] = part
+        self._position += view.nbytes
+        if view.nbytes:
+            self.nbytes = max(self.nbytes, self._position)
+        return view.nbytes
+
+    def truncate(self, nbytes: int) -> int:
+        # What is cut off must not come back when the file grows again.
+        self._pages = {page: data for page, data in self._pages.items() if page * _PAGE < nbytes}
+        if (last := nbytes // _PAGE) in self._pages:
+            self._pages[last][nbytes % _PAGE :] = bytes(_PAGE - nbytes % _PAGE)
+        self.nbytes = nbytes
+        return nbytes
+
+    def written(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """What lies from `begin` on, before `end`, in stretches of pages that were written to: (first byte, bytes)."""
+        pages: Sequence[int] = range(begin // _PAGE, -(-end // _PAGE))
+        if len(pages) > len(self._pages):
+            pages = sorted(page for page in self._pages if page in pages)
+        else:
+            pages = [page for page in pages if page in self._pages]
+        while pages and begin < end:
+            count = next((n for n in range(1, len(pages)) if pages[n] != pages[0] + n), len(pages))
+            first, stop = max(begin, pages[0] * _PAGE), min(end, (pages[count - 1] + 1) * _PAGE)
+            found = bytearray(stop - first)
+            self._fill(memoryview(found), first)
+            yield first, bytes(found)
+            pages = pages[count:]
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        for page, begin, part in _pages_of(view, offset):
+            known = self._pages.get(page)
+            part[:] = bytes(part.nbytes) if known is None else known[begin : begin + part.nbytes]
+
+
+class Stretches(_Cursor):
+    """A file of which only some stretches are known. To be handed to ``h5py.File``.
+
+    Args:
+        nbytes: of the file.
+        known: (first byte, bytes), not overlapping.
+    """
+
+    def __init__(self, nbytes: int, known: Iterable[tuple[int, bytes]]) -> None:
+        super().__init__()
+        self.nbytes = nbytes
+        self._known = sorted(known)
+        self._begins = [begin for begin, _ in self._known]
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        end = offset + view.nbytes
+        view[:] = bytes(view.nbytes)
+        for begin, data in self._known[max(0, bisect.bisect_right(self._begins, offset) - 1) :]:
+            if begin >= end:
+                break
+            low, high = max(offset, begin), min(end, begin + len(data))
+            if low < high:
+                view[low - offset : high - offset] = data[low - begin : high - begin]
+
+
+def _pages_of(view: memoryview, offset: int):
+    """(page, first byte within it, part of the buffer)."""
+    done = 0
+    while done < view.nbytes:
+        page, begin = divmod(offset + done, _PAGE)
+        part = view[done : done + _PAGE - begin]
+        yield page, begin, part
+        done += part.nbytes

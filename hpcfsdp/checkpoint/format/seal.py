@@ -1,0 +1,102 @@
+"""The seal: the last bytes of a checkpoint file, with which all of it that is no tensor is checked.
+
+It stands behind what HDF5 knows of the file. A reader checks it before HDF5 sees a byte, and a file that ends too early
+has none. Written last, it is the mark of a checkpoint that is whole. Specified in docs/checkpoint-format.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+MAGIC = b"hpcfsdp\n"
+_TRAILER = struct.Struct("<QQQQ8s")
+_REGION = struct.Struct("<QQ")
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What the seal of a file says.
+
+    Attributes:
+        file_bytes: of the whole file, the seal with it.
+        regions: (first byte, number of bytes) of all that is no tensor, ascending.
+        digest: xxh3-64 of the bytes of the regions, one after the other. Two checkpoints that differ in anything have
+            different ones: checksums of tensors stand in a table in these regions.
+    """
+
+    file_bytes: int
+    regions: tuple[tuple[int, int], ...]
+    digest: int
+
+    def pack(self) -> bytes:
+        """The bytes that end the file."""
+        table = b"".join(_REGION.pack(*region) for region in self.regions)
+        own = xxhash.xxh3_64_intdigest(table + struct.pack("<QQQ", self.file_bytes, len(self.regions), self.digest))
+        return table + _TRAILER.pack(self.file_bytes, len(self.regions), self.digest, own, MAGIC)
+
+
+def packed_bytes(regions: int) -> int:
+    """How long a seal over that many regions is."""
+    return _TRAILER.size + regions * _REGION.size
+
+
+def make_seal(regions: Sequence[tuple[int, bytes]], data_end: int) -> Seal:
+    """The seal of these bytes.
+
+    Args:
+        regions: (first byte, bytes), ascending.
+        data_end: where the seal is to stand.
+    """
+    digest = xxhash.xxh3_64()
+    for _, data in regions:
+        digest.update(data)
+    places = tuple((begin, len(data)) for begin, data in regions)
+    return Seal(data_end + packed_bytes(len(places)), places, digest.intdigest())
+
+
+def read_seal(nbytes: int, read: Callable[[int, int], bytes]) -> Seal | None:
+    """The seal of a file of `nbytes` bytes; None if it does not end with one.
+
+    Args:
+        read: bytes from an offset, of a length.
+
+    Raises:
+        ValueError: it has one, which is damaged; says how.
+    """
+    if nbytes < _TRAILER.size:
+        return None
+    file_bytes, count, digest, own, magic = _TRAILER.unpack(read(nbytes - _TRAILER.size, _TRAILER.size))
+    if magic != MAGIC:
+        return None
+    length = packed_bytes(count)
+    if file_bytes != nbytes or length > nbytes:
+        raise ValueError(f"its last bytes are those of a file of {file_bytes} bytes, it has {nbytes}")
+    table = read(nbytes - length, length - _TRAILER.size)
+    if own != xxhash.xxh3_64_intdigest(table + struct.pack("<QQQ", file_bytes, count, digest)):
+        raise ValueError("its last bytes do not have their checksum")
+    seal = Seal(file_bytes, tuple(_REGION.iter_unpack(table)), digest)
+    end = 0
+    for begin, size in seal.regions:
+        if begin < end or begin + size > nbytes - length:
+            raise ValueError("the regions that its last bytes name overlap, or are not in the file")
+        end = begin + size
+    return seal
+
+
+def read_regions(seal: Seal, read: Callable[[int, int], bytes]) -> list[tuple[int, bytes]]:
+    """The bytes of all regions.
+
+    Raises:
+        ValueError: they do not have their checksum.
+    """
+    found = [(begin, read(begin, size)) for begin, size in seal.regions]
+    digest = xxhash.xxh3_64()
+    for _, data in found:
+        digest.update(data)
+    if digest.intdigest() != seal.digest:
+        raise ValueError("what it says of its tensors, or its small values, do not have their checksum")
+    return found

@@ -1,0 +1,291 @@
+"""All of a checkpoint file but the tensors' bytes, made by HDF5 in memory. Pure: no file is touched.
+
+HDF5 lays the file out, and what it would have written is kept. The writer puts it on the disk when the tensors are
+there: until then there is no file that HDF5 could mistake for one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+
+from hpcfsdp.checkpoint.format import boxes, schema
+from hpcfsdp.checkpoint.format.image import SparseImage
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.format.seal import Seal, make_seal, packed_bytes
+
+_SMALL_BYTES = 1 << 16
+"""Tensors below lie together: many of them are then written and read in one go."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a part of a tensor is found that stands in another file.
+
+    Attributes:
+        file: its name, beside this one. It holds a 1-D dataset under the path that the tensor has here.
+        runs: (first element, end) of the tensor, ascending: that dataset has them one after the other.
+    """
+
+    file: str
+    runs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """The bytes of a file around those of its tensors.
+
+    Attributes:
+        offsets: by tensor, where its bytes begin; 0 for one without elements, or that stands in other files.
+        regions: (first byte, bytes), ascending: all that is no tensor and not the table of extents or files.
+        table: where the table of extents begins.
+        data_end: where HDF5's part of the file ends.
+        files: where the table of other files begins; 0 without such.
+    """
+
+    offsets: tuple[int, ...]
+    regions: tuple[tuple[int, bytes], ...]
+    table: int
+    data_end: int
+    files: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole file."""
+        return self.data_end + packed_bytes(len(self.regions) + 1 + bool(self.files))
+
+    def sealed(self, rows: np.ndarray, files: np.ndarray | None = None) -> tuple[list[tuple[int, bytes]], Seal]:
+        """With the tables that are known last: (first byte, bytes) of all regions, and the seal that ends the file.
+
+        Args:
+            rows: the table of extents.
+            files: that of other files, where there are some.
+        """
+        tables = [(self.table, rows.tobytes())]
+        if files is not None:
+            tables.append((self.files, files.tobytes()))
+        regions = sorted([*self.regions, *tables])
+        return regions, make_seal(regions, self.data_end)
+
+
+def build_skeleton(
+    specs: Iterable[TensorSpec],
+    links: Iterable[tuple[str, str]],
+    num_extents: int,
+    attributes: Mapping[str, Any],
+    small: Mapping[str, np.ndarray | bytes],
+    *,
+    late: Mapping[str, np.ndarray | bytes] | None = None,
+    sources: Mapping[int, Sequence[Source]] | None = None,
+    file_names: Sequence[str] = (),
+) -> Skeleton:
+    """Have HDF5 lay a file out.
+
+    Args:
+        links: (further path, path of the tensor).
+        num_extents: rows of the table of extents.
+        attributes: of the root group: numbers and strings.
+        small: further datasets by path: arrays, or ASCII text as bytes.
+        late: such ones that are put behind the tensors: `offsets` and the place of the table are those of a file
+            without them, for values that are not known when the tensors are written.
+        sources: of the tensors (by their place in `specs`) whose elements stand in other files, all of them. They
+            become virtual datasets.
+        file_names: rows of the table of other files.
+    """
+    specs, links, sources = list(specs), list(links), sources or {}
+    image = SparseImage()
+    with h5py.File(
+        image,
+        "w",
+        libver=schema.LIBVER,
+        alignment_threshold=schema.ALIGNMENT_BYTES,
+        alignment_interval=schema.ALIGNMENT_BYTES,
+    ) as file:
+        for name, value in {"format": schema.FORMAT, "format_version": schema.FORMAT_VERSION, **attributes}.items():
+            file.attrs[name] = np.bytes_(value) if isinstance(value, str) else value
+        file.attrs["committed"] = np.uint8(1)  # for readers that know HDF5 alone: it comes to the disk with the seal
+        file.create_group(schema.MODEL, track_order=True)
+        tables = _tables(specs, links)
+        further = [path for path, _ in links]
+        groups = {"", schema.MODEL}
+        _create_groups(file, groups, [*(spec.path for spec in specs), *further, *small, *tables])
+        tensors = [_create_tensor(file, spec, sources.get(index, ())) for index, spec in enumerate(specs)]
+        for further, path_in_file in links:
+            file[further] = file[path_in_file]
+        for name, value in {**small, **tables}.items():
+            _write(file, name, np.bytes_(value) if isinstance(value, bytes) else np.asarray(value))
+        _mark_metrics(file, small)
+        table = _create(file, schema.EXTENTS, h5py.h5t.py_create(schema.EXTENT_DTYPE), (num_extents,))
+        kind = schema.file_table_dtype(max((len(name.encode()) for name in file_names), default=0))
+        names = _create(file, schema.FILES, h5py.h5t.py_create(kind), (len(file_names),)) if file_names else None
+        file.flush()  # before storage is given out, so that all of HDF5's own lies in front of it
+        table_offset = _allocate(table, schema.EXTENT_DTYPE)
+        files_offset = 0 if names is None else _allocate(names, kind)
+        offsets = [0] * len(specs)
+        here = [index for index in range(len(specs)) if index not in sources]
+        for index in sorted(here, key=lambda i: specs[i].nbytes >= _SMALL_BYTES):
+            offsets[index] = _allocate(tensors[index], schema.numpy_dtype(specs[index].dtype))
+        _create_groups(file, groups, late or ())
+        for name, value in (late or {}).items():
+            _write(file, name, np.bytes_(value) if isinstance(value, bytes) else np.asarray(value))
+        _mark_metrics(file, late or ())
+    elsewhere = [(offsets[index], specs[index].nbytes) for index in here]
+    elsewhere.append((table_offset, num_extents * schema.EXTENT_DTYPE.itemsize))
+    elsewhere.append((files_offset, len(file_names) * kind.itemsize))
+    regions = _regions(image, elsewhere)
+    return Skeleton(tuple(offsets), tuple(regions), table_offset, image.nbytes, files_offset)
+
+
+def _tables(specs: list[TensorSpec], links: list[tuple[str, str]]) -> dict[str, np.ndarray]:
+    paths = [spec.path.encode() for spec in specs]
+    tensors = np.zeros(len(specs), schema.tensor_table_dtype(max(map(len, paths), default=0)))
+    tensors["path"], tensors["dtype"] = paths, [spec.dtype.encode() for spec in specs]
+    tensors["ndim"] = [len(spec.shape) for spec in specs]
+    tensors["first_dim"] = np.cumsum(tensors["ndim"]) - tensors["ndim"]
+    sizes = np.array([size for spec in specs for size in spec.shape], "<u8")
+    places = {spec.path: place for place, spec in enumerate(specs)}
+    further = np.zeros(len(links), schema.link_table_dtype(max((len(path.encode()) for path, _ in links), default=0)))
+    further["path"] = [path.encode() for path, _ in links]
+    further["tensor"] = [places[of] for _, of in links]
+    return {schema.TENSORS: tensors, schema.SHAPES: sizes, schema.LINKS: further}
+
+
+def _mark_metrics(file: h5py.File, paths: Iterable[str]) -> None:
+    """Say of the metrics among these datasets what they are, as NeXus has it: viewers draw the curve by themselves."""
+    groups = (path.rpartition("/")[0] for path in paths)
+    for group in dict.fromkeys(group for group in groups if group.rpartition("/")[0] == schema.METRICS):
+        for name, value in schema.METRIC_ATTRIBUTES.items():
+            file[group].attrs[name] = np.bytes_(value)
+
+
+def _create_groups(file: h5py.File, known: set[str], paths: Iterable[str]) -> None:
+    """The groups that these paths lie in, but `known` ones. Those that HDF5 makes by itself would tell the time."""
+    layout = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+    layout.set_obj_track_times(False)
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    links.set_char_encoding(h5py.h5t.CSET_UTF8)
+    for path in paths:
+        missing = []
+        while (path := path.rpartition("/")[0]) not in known:
+            missing.append(path)
+        known.update(missing)
+        for group in reversed(missing):
+            h5py.h5g.create(file.id, group.encode(), links, layout)
+
+
+def _create_tensor(file: h5py.File, spec: TensorSpec, sources: Sequence[Source]) -> h5py.h5d.DatasetID:
+    dataset = _create(file, spec.path, _type_of(spec.dtype), spec.shape, sources)
+    if schema.needs_mark(spec.dtype):
+        mark, kind, scalar = _mark(spec.dtype)
+        h5py.h5a.create(dataset, schema.DTYPE_ATTRIBUTE.encode(), kind, scalar).write(mark, kind)
+    return dataset
+
+
+# Of thousands of tensors most are alike: what HDF5 needs to know of them is made once.
+
+
+@functools.cache
+def _type_of(dtype: str) -> h5py.h5t.TypeID:
+    """That of a tensor's elements, by torch's name."""
+    return schema.hdf5_type(dtype)
+
+
+@functools.cache
+def _mark(dtype: str) -> tuple[np.ndarray, h5py.h5t.TypeID, h5py.h5s.SpaceID]:
+    """The value of the attribute that tells torch's dtype, its type, and its space."""
+    mark = np.array(dtype.encode())
+    return mark, h5py.h5t.py_create(mark.dtype, logical=True), h5py.h5s.create(h5py.h5s.SCALAR)
+
+
+@functools.cache
+def _contiguous() -> h5py.h5p.PropDCID:
+    """How a dataset is laid out that is no virtual one."""
+    return _layout()
+
+
+def _layout() -> h5py.h5p.PropDCID:
+    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    layout.set_layout(h5py.h5d.CONTIGUOUS)
+    layout.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
+    layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    layout.set_obj_track_times(False)
+    return layout
+
+
+@functools.cache
+def _link() -> h5py.h5p.PropLCID:
+    """How the name of a dataset is written."""
+    link = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    link.set_create_intermediate_group(True)
+    link.set_char_encoding(h5py.h5t.CSET_UTF8)
+    return link
+
+
+@functools.cache
+def _one() -> h5py.h5s.SpaceID:
+    """The space of one element."""
+    return h5py.h5s.create_simple((1,))
+
+
+@functools.lru_cache(maxsize=64)
+def _zero(dtype: np.dtype) -> np.ndarray:
+    """One element."""
+    return np.zeros(1, dtype)
+
+
+def _write(file: h5py.File, path: str, value: np.ndarray) -> None:
+    dataset = _create(file, path, h5py.h5t.py_create(value.dtype, logical=True), value.shape)
+    if value.size:
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.ascontiguousarray(value).reshape(value.shape))
+
+
+def _create(
+    file: h5py.File, path: str, kind: h5py.h5t.TypeID, shape: tuple[int, ...], sources: Sequence[Source] = ()
+) -> h5py.h5d.DatasetID:
+    layout = _layout() if sources else _contiguous()
+    for source in sources:
+        _map(layout, path, shape, source)
+    space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
+    return h5py.h5d.create(file.id, path.encode(), kind, space, layout, _link())
+
+
+def _map(layout: h5py.h5p.PropDCID, path: str, shape: tuple[int, ...], source: Source) -> None:
+    """Make a dataset a virtual one, of which these runs are found in another file."""
+    length = sum(end - begin for begin, end in source.runs)
+    here, there, done = h5py.h5s.create_simple(shape), h5py.h5s.create_simple((length,)), 0
+    for box in boxes.boxes_of(shape, source.runs):
+        # A mapping for each box: HDF5 1.10 writes regular selections alone with numbers of 64 bits.
+        numel = boxes.numel_of(box)
+        boxes.select(here, [box])
+        boxes.select(there, [((done,), (done + numel,))])
+        layout.set_virtual(here, source.file.encode(), f"/{path}".encode(), there)
+        done += numel
+
+
+def _allocate(dataset: h5py.h5d.DatasetID, dtype: np.dtype) -> int:
+    """Give a dataset its storage, by writing one element: HDF5 has no other call for it. Where it is."""
+    space = dataset.get_space()
+    if not space.get_simple_extent_npoints():
+        return 0
+    if ndim := space.get_simple_extent_ndims():
+        space.select_hyperslab((0,) * ndim, (1,) * ndim)
+    kind = dataset.get_type()  # nothing is to be converted: numpy has no bfloat16
+    dataset.write(_one(), space, _zero(dtype), kind)
+    return dataset.get_offset()
+
+
+def _regions(image: SparseImage, elsewhere: Iterable[tuple[int, int]]) -> list[tuple[int, bytes]]:
+    """What the image holds outside of these (first byte, number of bytes), without the zeros at either end."""
+    found, end = [], 0
+    for begin, nbytes in [*sorted(place for place in elsewhere if place[1]), (image.nbytes, 0)]:
+        for first, data in image.written(end, begin):
+            rest = data.lstrip(b"\0")
+            if rest:
+                found.append((first + len(data) - len(rest), rest.rstrip(b"\0")))
+        end = begin + nbytes
+    return found

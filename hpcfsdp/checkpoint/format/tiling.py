@@ -1,0 +1,272 @@
+"""Whether rows of runs tile tensors, and which bytes they take. Pure; needs numpy alone.
+
+A row is `count` runs of `numel` elements, of which each begins `stride` elements after the one before it. A few bytes
+of a file can tell of millions of runs, so rows are taken as rectangles rather than run by run: where the rows of a
+stretch have one stride, its elements are a matrix with that many columns. Time and memory grow with the number of rows.
+What is so irregular that rows have to be cut into parts is cut into up to ``MOST_PARTS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+MOST_PARTS = 1 << 22
+"""Into which rows of one stretch are cut where they do not fit each other: about 400 MiB."""
+
+_MOST_ELEMENTS = 1 << 62
+"""Sums of two places are exact in int64."""
+
+
+class TilingError(ValueError):
+    """Rows that are too irregular to be looked at.
+
+    Attributes:
+        tensor: of which they are; None where they are of several.
+    """
+
+    def __init__(self, tensor: int | None = None) -> None:
+        super().__init__(f"its runs lie between each other in more than {MOST_PARTS} parts")
+        self.tensor = tensor
+
+
+def first_untiled(rows: np.ndarray, numels: Sequence[int]) -> int | None:
+    """The first tensor that rows do not tile, each element once; None if there is none.
+
+    Args:
+        rows: with the fields `tensor`, `count`, `start`, `numel` and `stride`, in any order.
+        numels: elements by tensor; less than 2^62 in all.
+
+    Raises:
+        TilingError: they are too irregular.
+        ValueError: a row is of a tensor that is not there, or there are too many elements.
+    """
+    sizes = [int(numel) for numel in numels]
+    if sum(sizes) >= _MOST_ELEMENTS:
+        raise ValueError(f"{sum(sizes)} elements are more than any file has")
+    if len(rows) and int(rows["tensor"].max()) >= len(sizes):
+        raise ValueError(f"there is no tensor {int(rows['tensor'].max())}, only {len(sizes)}")
+    bases = np.cumsum([0, *sizes], dtype=np.int64)
+    tensors = rows["tensor"].astype(np.int64)
+    outside = _outside(rows, np.array(sizes, np.int64)[tensors]) if len(rows) else np.zeros(0, bool)
+    worst = int(tensors[outside].min()) if outside.any() else len(sizes)
+    rows, tensors = rows[tensors < worst], tensors[tensors < worst]
+    # All tensors one after the other are one line, which the rows have to tile; no row reaches beyond its tensor.
+    lines = _Lines.of(rows, bases[tensors])
+    place = _first_unfit(lines, int(bases[worst]), bases)
+    if place is not None:
+        return int(np.searchsorted(bases, place, side="right")) - 1
+    return worst if worst < len(sizes) else None
+
+
+def byte_stretches(
+    begins: np.ndarray, numels: np.ndarray, counts: np.ndarray, strides: np.ndarray, owners: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which bytes of a file rows take: first bytes and ends of stretches, by first byte, int64.
+
+    Stretches lie on each other where rows do. Rows that lie between each other and fill what is between the first and
+    the last of their bytes become one stretch; else each run is one.
+
+    Args:
+        begins: first byte of each row, int64, as are `numels` and `strides`, in bytes too, and `counts`.
+        owners: rows with the same number have no byte in common: they tile one tensor, and all its elements lie in the
+            file as they do in the tensor.
+
+    Raises:
+        TilingError: they are too irregular.
+    """
+    order = np.argsort(begins, kind="stable")
+    lines = _Lines(begins[order], numels[order], counts[order], strides[order])
+    owners = owners[order]
+    firsts = _cluster_firsts(lines)
+    if not len(firsts):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    lows, highs = lines.begins[firsts], np.maximum.reduceat(lines.ends, firsts)
+    filled = np.add.reduceat(lines.numels * lines.counts, firsts) == highs - lows
+    filled &= np.minimum.reduceat(owners, firsts) == np.maximum.reduceat(owners, firsts)
+    odd = np.repeat(~filled, np.diff(firsts, append=len(owners)))
+    if int(lines.counts[odd].sum()) > MOST_PARTS:
+        raise TilingError
+    runs = lines.pick(odd).expanded()
+    begins, ends = np.append(lows[filled], runs.begins), np.append(highs[filled], runs.ends)
+    order = np.argsort(begins, kind="stable")
+    return begins[order], ends[order]
+
+
+class _Lines(NamedTuple):
+    """Rows on one line, ascending by their first elements; all int64, and none reaches beyond int64."""
+
+    begins: np.ndarray
+    numels: np.ndarray
+    counts: np.ndarray
+    strides: np.ndarray
+
+    @classmethod
+    def of(cls, rows: np.ndarray, bases: np.ndarray) -> _Lines:
+        """Rows that lie inside of their tensors, which begin at `bases`. Runs that touch each other become one."""
+        begins, numels, counts, strides = (
+            rows[name].astype(np.int64) for name in ("start", "numel", "count", "stride")
+        )
+        begins += bases
+        touching = (strides == numels) | (counts == 1)
+        numels = np.where(touching, numels * counts, numels)
+        counts = np.where(touching, 1, counts)
+        lines = cls(begins, numels, counts, np.where(touching, numels, strides))
+        return lines if np.all(begins[1:] >= begins[:-1]) else lines.pick(np.argsort(begins, kind="stable"))
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Of the last run of each row."""
+        return self.begins + (self.counts - 1) * self.strides + self.numels
+
+    def pick(self, which: np.ndarray) -> _Lines:
+        """Some of the rows."""
+        return _Lines(*(column[which] for column in self))
+
+    def expanded(self) -> _Lines:
+        """Each run as a row, in the order of the rows."""
+        which, within = _repeated(self.counts)
+        begins, numels = self.begins[which] + within * self.strides[which], self.numels[which]
+        return _Lines(begins, numels, np.ones(len(which), np.int64), numels)
+
+
+def _repeated(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each place as often as `counts` says, and for each of these how many there are before it of its kind."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _outside(rows: np.ndarray, numels: np.ndarray) -> np.ndarray:
+    """The rows that have no elements, have one twice, or are not in their tensors of so many elements."""
+    start, numel, stride = rows["start"], rows["numel"], rows["stride"]
+    whole, count = numels.astype(np.uint64), rows["count"].astype(np.uint64)
+    bad = (count < 1) | (numel < 1) | (numel > whole) | (start > whole - np.minimum(numel, whole))
+    left = np.where(bad, np.uint64(0), whole - start - numel)  # behind the first run
+    more = ~bad & (count > 1)
+    bad |= more & ((stride < numel) | (count - np.uint64(1) > left // np.maximum(stride, np.uint64(1))))
+    return bad
+
+
+def _cluster_firsts(lines: _Lines) -> np.ndarray:
+    """The first row of each cluster: of rows of which each reaches into another one."""
+    if not len(lines.begins):
+        return np.empty(0, np.int64)
+    before = np.maximum.accumulate(lines.ends)[:-1]
+    return np.flatnonzero(np.append(True, lines.begins[1:] >= before))
+
+
+def _first_unfit(lines: _Lines, length: int, bases: np.ndarray) -> int | None:
+    """A place in the first tensor where the line up to `length` is not taken exactly once; None if there is none."""
+    firsts = _cluster_firsts(lines)
+    if not len(firsts):
+        return 0 if length else None
+    lows, highs = lines.begins[firsts], np.maximum.reduceat(lines.ends, firsts)
+    before = np.append(0, highs[:-1])
+    found = before[lows != before][:1].tolist()
+    if highs[-1] != length:
+        found.append(int(highs[-1]))
+    sizes = np.diff(firsts, append=len(lines.begins))
+    within = np.flatnonzero((sizes > 1) | (lines.counts[firsts] > 1))
+    if len(within):
+        rows = np.repeat(np.isin(np.arange(len(firsts)), within), sizes)
+        of = np.repeat(np.arange(len(within)), sizes[within])
+        inside = lines.pick(rows)
+        inside = inside._replace(begins=inside.begins - lows[within][of])
+        found += _first_bad(inside, of, highs[within] - lows[within], lows[within], bases)
+    return min(found, default=None)
+
+
+def _first_bad(lines: _Lines, of: np.ndarray, lengths: np.ndarray, lows: np.ndarray, bases: np.ndarray) -> list[int]:
+    """Where the first cluster begins that its rows do not tile, in a list, which is empty if there is none.
+
+    Args:
+        lines: rows, counted from the first element of their cluster; `of` which cluster that is, ascending.
+        lengths: of the clusters, which begin at `lows`.
+    """
+    bad = _untiled(lines, of, lengths)
+    if bad is not None:
+        return lows[bad][:1].tolist()
+    if len(lengths) == 1:
+        raise TilingError(int(np.searchsorted(bases, lows[0], side="right")) - 1)
+    half = len(lengths) // 2
+    cut = int(np.searchsorted(of, half))
+    first = _first_bad(lines.pick(slice(cut)), of[:cut], lengths[:half], lows[:half], bases)
+    rest = lines.pick(slice(cut, None)), of[cut:] - half, lengths[half:], lows[half:], bases
+    return first or _first_bad(*rest)
+
+
+def _untiled(lines: _Lines, of: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
+    """Which clusters their rows do not tile; None if that takes too many parts."""
+    most = MOST_PARTS + 4 * len(of)
+    widths = _widths(lines, of, lengths)
+    odd = (lines.counts > 1) & (lines.strides != widths[of])
+    if int(lines.counts[odd].sum()) > most:
+        return None
+    of, lines = np.append(of[~odd], np.repeat(of[odd], lines.counts[odd])), _joined(lines, odd)
+    # Each cluster as a matrix. Those of all clusters stand below each other, with one row left out between them.
+    heights = -(-lengths // widths)
+    tops = np.cumsum(heights + 1) - heights - 1
+    of, high, low, left, right = _rectangles(lines, of, widths)
+    edges = np.unique(np.append(tops[of] + high, tops[of] + low))
+    first, end = np.searchsorted(edges, tops[of] + high), np.searchsorted(edges, tops[of] + low)
+    if int((end - first).sum()) > most:
+        return None
+    which, within = _repeated(end - first)
+    band = first[which] + within  # rows between one edge and the next
+    order = np.lexsort((left[which], band))
+    band, which = band[order], which[order]
+    is_first, is_last = np.diff(band, prepend=-1) != 0, np.diff(band, append=-1) != 0
+    of, left, right = of[which], left[which], right[which]
+    # The last row of a cluster may end early.
+    is_tail = (edges[band] == tops[of] + heights[of] - 1) & is_last
+    ends = np.where(is_tail, lengths[of] - (heights[of] - 1) * widths[of], widths[of])
+    wrong = left != np.where(is_first, 0, np.roll(right, 1))
+    wrong |= is_last & (right != ends)
+    bad = np.zeros(len(lengths), bool)
+    bad[of[wrong]] = True
+    # Each edge but the last of a cluster begins a band.
+    empty = np.setdiff1d(np.arange(len(edges)), band)
+    owners = np.searchsorted(tops, edges[empty], side="right") - 1
+    bad[owners[edges[empty] != tops[owners] + heights[owners]]] = True
+    return bad
+
+
+def _widths(lines: _Lines, of: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The stride that most runs of a cluster have; its length where rows have one run each."""
+    widths = lengths.copy()
+    several = np.flatnonzero(lines.counts > 1)
+    order = several[np.lexsort((lines.strides[several], of[several]))]
+    if not len(order):
+        return widths
+    clusters, strides = of[order], lines.strides[order]
+    firsts = np.flatnonzero((np.diff(clusters, prepend=-1) != 0) | (np.diff(strides, prepend=0) != 0))
+    runs = np.add.reduceat(lines.counts[order], firsts)
+    best = np.lexsort((runs, clusters[firsts]))  # the last of each cluster has most
+    widths[clusters[firsts][best]] = strides[firsts][best]
+    return widths
+
+
+def _joined(lines: _Lines, odd: np.ndarray) -> _Lines:
+    """The other rows, and each run of the odd ones as a row."""
+    return _Lines(*map(np.append, lines.pick(~odd), lines.pick(odd).expanded()))
+
+
+def _rectangles(lines: _Lines, of: np.ndarray, widths: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Rows as rectangles of matrices that are as wide as their strides.
+
+    Returns:
+        Of each rectangle its cluster, first row, end of rows, first column, and end of columns.
+    """
+    width = widths[of]
+    row, column = lines.begins // width, lines.begins % width
+    head = np.minimum(lines.numels, width - column)
+    full, tail = np.divmod(lines.numels - head, width)  # a run of one that goes on over whole rows, and into the next
+    after = row + 1 + full
+    zero = np.zeros_like(width)
+    has_full, has_tail = full > 0, tail > 0
+    head_parts = of, row, row + lines.counts, column, column + head
+    full_parts = (part[has_full] for part in (of, row + 1, after, zero, width))
+    tail_parts = (part[has_tail] for part in (of, after, after + lines.counts, zero, tail))
+    return tuple(map(np.concatenate, zip(head_parts, full_parts, tail_parts, strict=True)))

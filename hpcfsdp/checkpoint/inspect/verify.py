@@ -1,0 +1,321 @@
+"""Everything that can be wrong with a checkpoint file, looked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.format.seal import Seal, packed_bytes
+from hpcfsdp.checkpoint.inspect.walk import pieces
+from hpcfsdp.checkpoint.reader import (
+    BlockReader,
+    CheckpointIndex,
+    bytes_of,
+    elements_in,
+    hdf5_of,
+    open_index,
+    opened,
+    regions_of,
+    seal_of,
+)
+from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
+
+_TRIES = 5
+"""To look at a file that other ones replace."""
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that is wrong.
+
+    Attributes:
+        where: path of a tensor, or of a group or dataset, in the file; empty where it concerns the file as such.
+        what: is wrong with it.
+    """
+
+    where: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found in a file.
+
+    Attributes:
+        faults: none: every byte of it is as it was written.
+        tensors, nbytes: how many were looked at, and how long the file is, with its parts beside it; 0 where its index
+            cannot be read.
+        unchecked: what this version of the format cannot tell.
+    """
+
+    path: Path
+    faults: tuple[Fault, ...]
+    tensors: int = 0
+    nbytes: int = 0
+    unchecked: tuple[str, ...] = ()
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.faults
+
+
+def verify_file(
+    path: str | os.PathLike[str], advance: Advance = lambda nbytes: None, files: Files | None = None
+) -> Report:
+    """Check every byte of a checkpoint; not collective. At most some blocks of it are in memory at a time.
+
+    The seal, all tables and small values, what HDF5 says of each tensor against what the tables say, further names of
+    tied tensors, the checksum of every run of elements, and that there is nothing between them.
+
+    Args:
+        advance: is told the bytes of tensors that have been gone through.
+        files: what operates on the disk, for tests that have it fail.
+
+    Raises:
+        CheckpointError: the file cannot be looked at: there is none, it cannot be read, or has a newer format. Damage
+            is no error: it is reported.
+    """
+    for attempt in range(_TRIES):
+        try:
+            return _verify(files or Files(), Path(path), advance)
+        except CheckpointReplacedError:
+            if attempt == _TRIES - 1:
+                raise
+    raise AssertionError("not reached")
+
+
+def _verify(files: Files, path: Path, advance: Advance) -> Report:
+    try:
+        return _looked_at(open_index(path, files), files, path, advance)
+    except CheckpointCorruptError as error:  # its index cannot be read, or it has lost bytes since then
+        return Report(path, (Fault("", _without(path, error)),))
+
+
+def _looked_at(index: CheckpointIndex, files: Files, path: Path, advance: Advance) -> Report:
+    with opened(files, path) as fd:
+        if seal_of(files, fd, path) != index.seal:
+            raise CheckpointReplacedError(f"{path}: has been replaced since it was opened")
+        faults = _structure_faults(index, files, fd)
+        unchecked: tuple[str, ...] = ()
+        if index.seal is None:
+            unchecked = (f"what lies between tensors: format {index.info.format_version} has no list of its regions",)
+        else:
+            faults += _gap_faults(index, 0, index.seal, files, fd)
+        nbytes = files.size(fd) + sum(part.nbytes for part in index.parts)
+    faults += _data_faults(index, files, advance)
+    return Report(path, tuple(faults), len(index.tensors), nbytes, unchecked)
+
+
+def _without(path: Path, error: Exception) -> str:
+    return str(error).removeprefix(f"{path}: ")
+
+
+def _structure_faults(index: CheckpointIndex, files: Files, fd: int) -> list[Fault]:
+    """What HDF5 says, against the tables."""
+    try:
+        with hdf5_of(files, fd, index.info.path, index.seal) as file:
+            return list(_differences(index, file))
+    except CheckpointError:
+        raise
+    except OSError as error:
+        if error.errno:
+            raise CheckpointError(f"{index.info.path}: cannot be read: {os.strerror(error.errno)}") from error
+        return [Fault("", f"HDF5 cannot read it: {error}")]
+    except Exception as error:  # h5py raises half a dozen types on damaged files
+        return [Fault("", f"HDF5 cannot read it: {str(error) or type(error).__name__}")]
+
+
+def _differences(index: CheckpointIndex, file: h5py.File) -> Iterator[Fault]:
+    if not file.attrs["committed"]:
+        yield Fault("", "is not marked as committed")
+    found = {f"{top}/{path}": item for top in (schema.MODEL, schema.OPTIM_STATE) for path, item in _datasets(file, top)}
+    for path in [path for path, item in found.items() if item is None]:
+        yield Fault(path, "is a link to something else, no dataset")
+        del found[path]
+    others = {path: file.get(path) for path in [*index.tensors, *index.links] if path not in found}
+    found |= {path: item for path, item in others.items() if isinstance(item, h5py.Dataset)}
+    for path, spec in index.tensors.items():
+        if path not in found:
+            yield Fault(path, "stands in the table of tensors, and there is no such dataset")
+        else:
+            yield from _tensor_differences(index, spec, found[path])
+    addresses = {path: h5py.h5o.get_info(item.id).addr for path, item in found.items()}
+    for further, path in index.links.items():
+        if path in found and addresses.get(further) != addresses[path]:
+            yield Fault(further, f"is to be a further name of {path}, and is not")
+    for path in found:
+        if path not in index.tensors and path not in index.links:
+            yield Fault(path, "is a dataset that does not stand in the table of tensors")
+    yield from _optimizer_faults(index)
+
+
+def _datasets(file: h5py.File, top: str) -> Iterator[tuple[str, h5py.Dataset | None]]:
+    """All datasets of a group and those in it, by all of their names; None for soft and external links."""
+
+    def below(group: h5py.Group, prefix: str) -> Iterator[tuple[str, h5py.Dataset | None]]:
+        for name in group:
+            item = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
+            if isinstance(item, h5py.Group):
+                yield from below(item, f"{prefix}{name}/")
+            else:
+                yield f"{prefix}{name}", item
+
+    if top in file:
+        yield from below(file[top], "")
+
+
+def _tensor_differences(index: CheckpointIndex, spec: TensorSpec, dataset: h5py.Dataset) -> Iterator[Fault]:
+    if dataset.shape != spec.shape:
+        yield Fault(spec.path, f"has shape {dataset.shape} in HDF5, and {spec.shape} in the table of tensors")
+        return
+    marked = dataset.attrs.get(schema.DTYPE_ATTRIBUTE)
+    marked = None if marked is None else bytes(marked).decode(errors="replace")
+    if marked != (spec.dtype if schema.needs_mark(spec.dtype) else None):
+        yield Fault(spec.path, f"is marked as {marked} in HDF5, and {spec.dtype} in the table of tensors")
+    if dataset.id.get_type() != schema.hdf5_type(spec.dtype):
+        yield Fault(spec.path, f"has another type in HDF5 than {spec.dtype} is written as")
+    properties = dataset.id.get_create_plist()
+    if properties.get_nfilters() or properties.get_layout() not in (h5py.h5d.CONTIGUOUS, h5py.h5d.VIRTUAL):
+        yield Fault(spec.path, "is chunked, compact or filtered in HDF5: its bytes are not where the table says")
+        return
+    rows = index.rows_of(spec.path)
+    own = rows[rows["file"] == 0]
+    offset = dataset.id.get_offset() if properties.get_layout() == h5py.h5d.CONTIGUOUS else None
+    if len(own) and offset is None:
+        yield Fault(spec.path, "has no place in the file for HDF5, and one in the table of extents")
+    elif len(own):
+        expected = np.uint64(offset) + own["start"] * np.uint64(spec.itemsize)
+        if np.any(own["byte_offset"] != expected):
+            place = int(np.flatnonzero(own["byte_offset"] != expected)[0])
+            yield Fault(
+                spec.path,
+                f"has its element {int(own['start'][place])} at byte {int(expected[place])} for HDF5, and at "
+                f"{int(own['byte_offset'][place])} in the table of extents",
+            )
+
+
+def _optimizer_faults(index: CheckpointIndex) -> Iterator[Fault]:
+    """Hyper-parameters that no writer could have written.
+
+    What torch.distributed.checkpoint has been given may have numbers for the names of parameters, or no such list.
+    """
+    groups = [] if index.param_groups is None else index.param_groups
+    if not isinstance(groups, list):
+        yield Fault(schema.PARAM_GROUPS, "is no list")
+        groups = []
+    for number, group in enumerate(groups):
+        if not isinstance(group, dict):
+            yield Fault(schema.PARAM_GROUPS, f"group {number} is no object")
+        elif index.state_dict is None and not _are_names(group.get("params")):
+            yield Fault(schema.PARAM_GROUPS, f"group {number} has no list of names of parameters")
+    if index.scalars is not None and not isinstance(index.scalars, dict):
+        yield Fault(schema.OPTIM_SCALARS, "is no object")
+
+
+def _are_names(params: object) -> bool:
+    return isinstance(params, list) and all(isinstance(name, str) for name in params)
+
+
+def _gap_faults(index: CheckpointIndex, number: int, seal: Seal, files: Files, fd: int) -> Iterator[Fault]:
+    """Bytes that belong to nothing, and are not zero; the first of each place between two things.
+
+    Args:
+        number: of the file, as in the table of extents: 0 for the checkpoint itself, else one of its parts.
+    """
+    path = _path_of(index, number)
+    regions = np.array(seal.regions, np.int64).reshape(-1, 2)
+    itemsizes = np.array([spec.itemsize for spec in index.tensors.values()], np.int64)
+    run_begins, run_ends = elements_in(index.extents, itemsizes, number)
+    end = seal.file_bytes - packed_bytes(len(seal.regions))
+    begins = np.concatenate([regions[:, 0], run_begins, [end]])
+    order = np.argsort(begins, kind="stable")
+    ends = np.concatenate([regions.sum(axis=1), run_ends, [end]])[order]
+    after, before = begins[order], np.append(0, np.maximum.accumulate(ends)[:-1])
+    gaps = after > before
+    for first, last in zip(before[gaps].tolist(), after[gaps].tolist(), strict=True):
+        for start in range(first, last, schema.BLOCK_BYTES):
+            data = bytes_of(files, fd, path, start, min(schema.BLOCK_BYTES, last - start))
+            if data.count(0) != len(data):
+                where = int(np.flatnonzero(np.frombuffer(data, np.uint8))[0])
+                of = f" of {index.parts[number - 1].name}" if number else ""
+                yield Fault("", f"byte {start + where}{of} belongs to nothing, and is {data[where]} instead of 0")
+                break
+
+
+def _path_of(index: CheckpointIndex, number: int) -> Path:
+    """Of one of the files, as in the table of extents."""
+    path = index.info.path
+    return Path(os.path.realpath(path)).parent / index.parts[number - 1].name if number else path
+
+
+def _data_faults(index: CheckpointIndex, files: Files, advance: Advance) -> Iterator[Fault]:
+    """Parts that are not as they were written, and runs of elements that do not have their checksum.
+
+    Each of them, but of runs that lie between each other the first: what a reader asks for has elements of all.
+    """
+    with BlockReader(index, files) as reader:
+        lost = []
+        for number in range(1, len(index.parts) + 1):
+            try:
+                reader.check_part(number)
+            except CheckpointReplacedError:
+                raise
+            except CheckpointError as error:  # a checkpoint that lacks a part is not whole
+                lost.append(number)
+                yield Fault("", str(error))
+            else:
+                yield from _part_faults(index, number, files)
+        for path in index.tensors:
+            if not np.isin(index.rows_of(path)["file"], lost).any():
+                yield from (Fault(path, what) for what in _tensor_faults(index, reader, path, advance))
+
+
+def _part_faults(index: CheckpointIndex, number: int, files: Files) -> Iterator[Fault]:
+    """What is wrong with the bytes of a part that are no elements."""
+    path = _path_of(index, number)
+    with opened(files, path) as fd:
+        seal = seal_of(files, fd, path)
+        if seal is None:
+            raise CheckpointReplacedError(f"{path}: has been replaced since it was opened")
+        try:
+            regions_of(files, fd, path, seal)
+        except CheckpointCorruptError as error:
+            yield Fault("", f"{path.name}: {_without(path, error)}")
+        try:
+            yield from _gap_faults(index, number, seal, files, fd)
+        except CheckpointCorruptError as error:
+            yield Fault("", f"{path.name}: {_without(path, error)}")
+
+
+def _tensor_faults(index: CheckpointIndex, reader: BlockReader, path: str, advance: Advance) -> Iterator[str]:
+    for start, numel in pieces(index, path):
+        try:
+            block = reader.read(path, start, numel)
+            advance(block.nbytes)
+        except CheckpointCorruptError as error:
+            first = _without(index.info.path, error)
+            break
+    else:
+        return
+    told = set()  # one row is part of several pieces where runs lie between each other
+    for start, numel in pieces(index, path, at_least=0):
+        try:
+            reader.read(path, start, numel)
+        except CheckpointCorruptError as error:
+            what = _without(index.info.path, error)
+            if what not in told:
+                yield what
+            told.add(what)
+    if not told:
+        yield f"{first}; read a second time it was sound: the disk or the memory is not to be trusted"

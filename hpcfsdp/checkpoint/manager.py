@@ -1,0 +1,396 @@
+"""The checkpoints of a training in one folder: saved while it goes on, kept as long as wanted, found again."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hpcfsdp.checkpoint import catalog, retention
+from hpcfsdp.checkpoint.content import Content, Metrics, collect
+from hpcfsdp.checkpoint.draft import errors_of
+from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.schema import CheckpointInfo
+from hpcfsdp.checkpoint.loader import load
+from hpcfsdp.checkpoint.pending import PendingSave
+from hpcfsdp.checkpoint.staging import Ring
+from hpcfsdp.checkpoint.writer import draft_of, save, writer_called
+from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointReplacedError,
+    UsageError,
+)
+from hpcfsdp.state.model import communicator_of
+from hpcfsdp.state.tensors import StateTensor
+from hpcfsdp.world import current_world
+
+log = logging.getLogger("hpcfsdp.checkpoint")
+
+STAGING_BYTES = 4 << 30
+
+
+class CheckpointManager:
+    """Saves checkpoints of a training to ``directory/step-<number>.h5``, removes old ones, and loads the newest.
+
+    A context manager: ``close`` is called at its end, unless an exception is on its way up that other ranks may not
+    have; a checkpoint that is not committed is then given up.
+
+    Attributes:
+        directory: where the files are.
+        passed_over: (file, reason) of what the last ``load_latest`` could not load, newest first.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        asynchronous: bool = False,
+        staging_bytes: int = STAGING_BYTES,
+        writer: str = "posix",
+        files: Files | None = None,
+    ) -> None:
+        """Not collective, but all ranks need the same; touches no disk.
+
+        Args:
+            directory: on a file system that all ranks share; made when it is needed. Rank 0's counts.
+            keep_last: how many of the newest checkpoints stay when a further one has been committed; None for all, or
+                for 1 where `keep_every` is given.
+            keep_every: those of steps that are a multiple of this stay, too. Whatever the two say, the newest
+                checkpoint that is not damaged stays, and what this process is reading.
+            asynchronous: ``save`` copies the bytes of this rank and returns; a thread writes them. The file appears at
+                a later call of ``step``, ``save``, ``wait`` or ``close``, and errors are raised there.
+            staging_bytes: the most host memory that copies take on this rank, at least 4 MiB (4 << 20). As much as the
+                rank has to save is taken at the first save, up to this, and kept until ``close``. What is beyond it
+                waits in ``save`` until there is room.
+            writer: see ``save``; asynchronous, "posix" alone.
+            files: what operates on the disk, for tests that have it fail.
+
+        Raises:
+            UsageError: a number that is not whole or too small, `directory` is no path, or another writer than "posix"
+                with `asynchronous`.
+            CheckpointError: there is no such writer, or it cannot be used here.
+        """
+        retention.check_rules(keep_last, keep_every)
+        if staging_bytes < schema.BLOCK_BYTES:
+            raise UsageError(f"staging_bytes must be at least {schema.BLOCK_BYTES}, not {staging_bytes}")
+        if asynchronous and writer != "posix":
+            raise UsageError(f"asynchronous saves are written by 'posix', not by {writer!r}")
+        writer_called(writer)
+        try:
+            self.directory = Path(os.path.abspath(os.path.expanduser(directory)))
+        except TypeError as error:
+            raise UsageError(f"directory must be a path: {error}") from None
+        self.passed_over: tuple[tuple[Path, str], ...] = ()
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._asynchronous, self._staging_bytes = asynchronous, staging_bytes
+        self._writer, self._files = writer, files or Files()
+        self._pending: PendingSave | None = None
+        self._last: PendingSave | None = None  # of which threads may be at work still
+        self._ring: Ring | None = None
+        self._comms: list[tuple[Communicator, Communicator]] = []
+        self._swept_s: float | None = None
+        self._warned = False
+        self._closed = False
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None or getattr(error, "collective", False):  # then all ranks come here
+            self.close()
+            return
+        if self._pending is not None and not self._pending.ended:
+            log.error("%s: was not committed, and is given up after an error", self._pending.path)
+            self._pending.give_up()
+        self._let_go()
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        metrics: Metrics | None = None,
+    ) -> Path:
+        """Collective over the model's ranks. Save a checkpoint of a step, in place of one that there may be.
+
+        A save that is still under way is waited for first. Asynchronous, what is saved is what there is at the call:
+        afterwards everything may be changed. Writing begins at once.
+
+        Args:
+            step: at least 0. A checkpoint of a higher step in the folder counts as newer, which the log warns of, once.
+            model, optimizer, extra, config, metrics: see ``save``.
+
+        Returns:
+            The path of the file; asynchronous, it is there later.
+
+        Raises:
+            CheckpointError: the file cannot be written, or a value cannot be kept. Or the save before this one has
+                failed; nothing of this one has then been done.
+            DisagreementError: ranks hold different models or optimizers.
+            UsageError: `step` is no whole number, or negative.
+        """
+        self._check_open()
+        self.wait()
+        began_s = time.perf_counter()
+        given = {"extra": extra, "config": config, "metrics": metrics}
+        comm = communicator_of(model)
+        with raise_together(comm):
+            step = _checked(step)
+        path = catalog.checkpoint_path(self.directory, step)
+        if not self._asynchronous:
+            given |= {"writer": self._writer, "files": self._files}
+            path = save(path, model=model, optimizer=optimizer, step=step, **given)
+            if comm.rank == 0:
+                self._committed(path, step, began_s)
+            return path
+        draft = draft_of(comm, path, self._files)
+        with errors_of(draft.path):
+            content, tensors = collect(comm, model, optimizer, step=step, **given)
+        content = _captured(content)
+        own = self._own_communicator(comm)
+        with raise_together(own):
+            ring = self._ring_of(int(content.plan.bytes_of_ranks()[comm.rank]), for_gpu=_on_gpu(tensors))
+        pending = PendingSave(own, draft, content, ring, lambda path: self._committed(path, step, began_s))
+        self._last = pending
+        pending.stage(tensors)
+        self._pending = pending
+        return draft.path
+
+    def step(self) -> None:
+        """Collective over the ranks of a save under way; nothing if there is none. To be called after every step.
+
+        Raises:
+            CheckpointError: the save has failed, on any rank.
+        """
+        self._advance(wait=False)
+
+    def wait(self) -> None:
+        """Collective over the ranks of a save under way; nothing if there is none. Wait until it is committed.
+
+        Raises:
+            CheckpointError: the save has failed, on any rank.
+        """
+        self._advance(wait=True)
+
+    def close(self) -> None:
+        """Collective over the ranks of a save under way, and of all models that were saved asynchronously.
+
+        Wait for it, and give back the memory for copies, and what messages between ranks have taken.
+
+        Raises:
+            CheckpointError: the save has failed, on any rank.
+        """
+        try:
+            self.wait()
+            for _, own in self._comms:
+                if hasattr(own, "close"):  # not all kinds have one
+                    own.close()
+        finally:
+            self._let_go()
+
+    def latest(self) -> Path | None:
+        """Not collective. The checkpoint of the highest step in the folder, None where there is none.
+
+        It may be damaged. On a shared file system ranks may see what another has done at different times.
+        """
+        return catalog.latest(self.directory)
+
+    def load_latest(self, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> CheckpointInfo | None:
+        """Collective over the model's ranks. Load the checkpoint of the highest step that is not damaged.
+
+        One that any rank finds damaged or cannot read is passed over, with a warning in the log that names it, and the
+        one before it is loaded; see ``passed_over``.
+
+        Args:
+            model, optimizer: see ``load``.
+
+        Returns:
+            What ``load`` returns, with the path; None if the folder holds no checkpoints.
+
+        Raises:
+            CheckpointMismatchError: a checkpoint belongs to another model or optimizer. Older ones are not tried.
+            CheckpointCorruptError: there are checkpoints, and none can be loaded.
+        """
+        self._check_open()
+        self.wait()
+        comm = communicator_of(model)
+        found: list[Path] = []
+        with raise_together(comm):
+            if comm.rank == 0:
+                try:
+                    found = catalog.checkpoint_files(self.directory)
+                except OSError as error:
+                    reason = os.strerror(error.errno) if error.errno else str(error)
+                    raise CheckpointError(f"{self.directory}: the folder cannot be listed: {reason}") from error
+        found = comm.broadcast_object(found)
+        self.passed_over = ()
+        for path in reversed(found):
+            info = self._load(comm, path, model, optimizer)
+            if info is not None:
+                if self.passed_over and comm.rank == 0:
+                    log.warning("went back to %s step=%d", path, info.step)
+                return info
+        if found:
+            lines = "".join(f"\n  {path.name}: {reason}" for path, reason in self.passed_over)
+            error = CheckpointCorruptError(f"{self.directory}: none of its checkpoints can be loaded:{lines}")
+            error.collective = True
+            raise error
+        return None
+
+    def _load(
+        self, comm: Communicator, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> CheckpointInfo | None:
+        """Load, or note why not; the same on all ranks."""
+        while True:
+            info, error = None, None
+            try:
+                with retention.reading(path):
+                    info = load(path, model=model, optimizer=optimizer)
+            except CheckpointError as caught:
+                error = caught
+            told = None if error is None else (type(error), str(error))
+            problems = [problem for problem in comm.all_gather_object(told) if problem is not None]
+            if not problems:
+                return info
+            for kind, message in problems:
+                if issubclass(kind, CheckpointMismatchError):
+                    raise error if isinstance(error, kind) else kind(message)
+            if all(issubclass(kind, CheckpointReplacedError) for kind, _ in problems):
+                continue  # a job that saves the same step: its file is as good
+            reason = problems[0][1].replace(f"{path}: ", "", 1)
+            self.passed_over += ((path, reason),)
+            if comm.rank == 0:
+                log.warning("%s cannot be loaded, the one before it is tried: %s", path, reason)
+            return None
+
+    def _advance(self, *, wait: bool) -> None:
+        if self._pending is None:
+            return
+        try:
+            if wait:
+                self._pending.wait()
+            else:
+                self._pending.advance()
+        finally:
+            if self._pending.ended:
+                self._last, self._pending = self._pending, None
+
+    def _committed(self, path: Path, step: int, began_s: float) -> None:
+        """On rank 0: tell of the file, and remove what is not to be kept. It is safe: nothing here is its failure."""
+        seconds = time.perf_counter() - began_s
+        try:
+            log.info("saved %s step=%d bytes=%d secs=%.2f", path, step, path.stat().st_size, seconds)
+            self._warn_of_higher(step)
+            removal = retention.plan_removal(
+                self.directory, keep_last=self._keep_last, keep_every=self._keep_every, spare=(path,)
+            )
+            for damaged, reason in removal.damaged.items():
+                log.warning("%s is damaged: %s", damaged, reason)
+            retention.remove(self._files, removal.going)
+            for old in removal.going:
+                log.info("removed %s", old)
+            self._sweep()
+        except Exception as error:
+            log.warning("old checkpoints were not removed: %s", error)
+
+    def _warn_of_higher(self, step: int) -> None:
+        newest = catalog.latest(self.directory)
+        if self._warned or newest is None or catalog.step_of(newest) <= step:
+            return
+        self._warned = True
+        log.warning(
+            "saved step=%d, but %s is of a higher step, which counts as newer for load_latest and for what is kept: "
+            "remove it if it is of another run",
+            step,
+            newest,
+        )
+
+    def _sweep(self) -> None:
+        """Remove what savers have left behind, from time to time: the folder and its checkpoints are looked through."""
+        now_s = time.monotonic()
+        if self._swept_s is not None and now_s - self._swept_s < catalog.ABANDONED_AFTER_S:
+            return
+        self._swept_s = now_s
+        for left in retention.abandoned(self.directory, time.time()):
+            self._files.remove(left)
+            log.info("removed %s, which a save had left behind", left)
+
+    def _own_communicator(self, comm: Communicator) -> Communicator:
+        """Collective over `comm`, the first time. One of the same ranks, for saves under way alone."""
+        for known, own in self._comms:
+            if known is comm:
+                return own
+        world = current_world()
+        # Looking after a save in every step would else make the GPU a part of it.
+        base = world.host if world is not None and comm is world.communicator else comm
+        self._comms.append((comm, base.subgroup(range(base.size))))
+        return self._comms[-1][1]
+
+    def _ring_of(self, nbytes: int, *, for_gpu: bool) -> Ring:
+        """A ring for so many bytes, as far as that is allowed, that no thread uses any more."""
+        if self._last is not None:
+            self._last.wait_for_threads()  # one that has failed on another rank
+            self._last = None
+        nbytes = min(nbytes, self._staging_bytes)
+        if self._ring is None or self._ring.nbytes < nbytes or self._ring.for_gpu < for_gpu:
+            self._drop_ring()  # not both at a time
+            self._ring = Ring(nbytes, for_gpu=for_gpu)
+        return self._ring
+
+    def _drop_ring(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+        self._ring = None
+
+    def _let_go(self) -> None:
+        self._closed = True
+        self._drop_ring()
+        self._last = None
+        self._comms = []
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError(f"{self.directory}: this CheckpointManager has been closed: make another one")
+
+
+def _checked(step: Any) -> int:
+    """A step.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise UsageError(f"step must be a whole number, not {step!r}") from None
+    if number < 0:
+        raise UsageError(f"step must be at least 0, not {number}")
+    return number
+
+
+def _on_gpu(tensors: Iterable[StateTensor]) -> bool:
+    return any(piece.tensor.is_cuda for tensor in tensors for piece in tensor.pieces)
+
+
+def _captured(content: Content) -> Content:
+    """With copies of arrays that users may change."""
+    small = {path: np.array(value) if isinstance(value, np.ndarray) else value for path, value in content.small.items()}
+    return replace(content, small=small)

@@ -1,0 +1,73 @@
+"""A checkpoint written by one process, from bytes that it reads elsewhere: what converters need."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcfsdp.checkpoint.content import Content, root_attributes, small_values
+from hpcfsdp.checkpoint.draft import BlockWriter, Draft, errors_of, extent_rows
+from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.plan import plan_alone
+
+Elements = Callable[[TensorSpec, int, int], np.ndarray]
+"""Of a tensor, a first element and a number of elements: those elements, 1-D, of any dtype with these bytes."""
+
+
+def write_alone(
+    path: str | os.PathLike[str],
+    specs: Sequence[TensorSpec],
+    read: Elements,
+    *,
+    links: Sequence[tuple[str, str]] = (),
+    step: int = 0,
+    extra: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    groups: Sequence[Mapping[str, Any]] | None = None,
+    scalars: Mapping[str, Any] | None = None,
+    files: Files | None = None,
+) -> Path:
+    """Write a checkpoint file; not collective. At most a few blocks are in memory at a time.
+
+    Args:
+        path: of the file, which appears there when it is whole.
+        specs: the tensors, by their paths in the file.
+        read: where their elements come from; asked for each element once, in the order of the file.
+        links: (further path, path of the tensor).
+        step, extra, config: as ``save`` takes them.
+        groups, scalars: of the optimizer, see ``content.small_values``; None: there is none.
+
+    Returns:
+        The path.
+
+    Raises:
+        CheckpointError: it cannot be written, or a name or value cannot be kept.
+    """
+    target = Path(os.path.abspath(os.path.expanduser(path)))
+    draft = Draft(files or Files(), target, secrets.token_hex(4))
+    with errors_of(target):
+        plan = plan_alone(specs, links)
+        content = Content(plan, root_attributes(step, 1), small_values(extra, config, groups, scalars))
+        skeleton = content.skeleton()
+        draft.create(skeleton.nbytes)
+        try:
+            with draft.opened() as fd:
+
+                def bytes_of(index: int) -> np.ndarray:
+                    tensor, start, numel = plan.blocks[["tensor", "start", "numel"]][index].item()
+                    return np.ascontiguousarray(read(plan.specs[tensor], start, numel)).view(np.uint8)
+
+                blocks = BlockWriter(draft.files, fd, plan, skeleton.offsets, bytes_of)
+                sums = blocks.write(np.arange(len(plan.blocks)))
+                draft.files.sync(fd)
+            draft.commit(skeleton, extent_rows(plan, skeleton.offsets, [sums.tobytes()]))
+        except BaseException:
+            draft.discard()
+            raise
+    return target

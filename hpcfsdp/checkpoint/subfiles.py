@@ -1,0 +1,245 @@
+"""A checkpoint of several files: one for each node, and a small one beside them that is the checkpoint.
+
+Each node's ranks write one after the other what they have of each tensor into a file that no other node writes to. The
+checkpoint has the tensors as virtual datasets, so that any HDF5 tool shows them whole, and its table of extents tells
+where each run stands. Files of nodes get their names, each of which is of one save alone, before the checkpoint does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpcfsdp import env
+from hpcfsdp.checkpoint.content import Content
+from hpcfsdp.checkpoint.draft import BlockWriter, BytesOf, Draft, errors_of, extent_rows
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.format.seal import Seal
+from hpcfsdp.checkpoint.format.skeleton import Skeleton, Source, build_skeleton
+from hpcfsdp.checkpoint.parts import part_path
+from hpcfsdp.checkpoint.plan import SavePlan
+from hpcfsdp.checkpoint.writer import PosixWriter
+from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.comm.topology import Topology
+
+LEAST_BYTES = 1 << 16
+"""Of a tensor that goes to the nodes' files. Smaller ones stay in the checkpoint itself: HDF5 opens each file that a
+virtual dataset names whenever it is read."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What the ranks of one node write into their file.
+
+    Attributes:
+        node: its number.
+        blocks: places in the whole plan, ascending.
+        plan: the file's own: of each tensor the elements that the node writes, 1-D, in the order of the tensor; blocks
+            are those in `blocks`.
+        tensors: by tensor of the file, its place in the whole plan.
+    """
+
+    node: int
+    blocks: np.ndarray
+    plan: SavePlan
+    tensors: np.ndarray
+
+
+def divide(plan: SavePlan, topology: Topology, least_bytes: int = LEAST_BYTES) -> list[Part]:
+    """What goes into the file of each node that has something to write; all else stays in the checkpoint. Pure.
+
+    Args:
+        topology: of the plan's ranks.
+        least_bytes: of a tensor that is divided. Scalars never are.
+    """
+    node_of_rank = np.array([topology.node_rank(rank) for rank in range(topology.size)], np.int64)
+    # Elements that do not follow each other would have to, in a file that has nothing between them.
+    in_runs = np.bincount(plan.blocks["tensor"], plan.blocks["count"] > 1, len(plan.specs)) == 0
+    divided = in_runs & np.array([bool(spec.shape) and spec.nbytes >= least_bytes for spec in plan.specs], bool)
+    places = np.flatnonzero(divided[plan.blocks["tensor"]])
+    nodes = node_of_rank[plan.blocks["rank"][places]]
+    return [_part(plan, int(node), places[nodes == node]) for node in np.unique(nodes)]
+
+
+def _part(plan: SavePlan, node: int, places: np.ndarray) -> Part:
+    blocks = plan.blocks[places]
+    numels = blocks["numel"].astype(np.int64)
+    tensors, first, local = np.unique(blocks["tensor"], return_index=True, return_inverse=True)
+    ends = np.cumsum(numels)
+    before = (ends - numels)[first]
+    lengths = np.add.reduceat(numels, first).tolist()
+    blocks["tensor"], blocks["start"] = local, ends - numels - before[local]
+    specs = [plan.specs[tensor] for tensor in tensors.tolist()]
+    own = tuple(TensorSpec(spec.path, (length,), spec.dtype) for spec, length in zip(specs, lengths, strict=True))
+    return Part(node, places, SavePlan(own, blocks, (), plan.num_ranks), tensors)
+
+
+def sources_of(plan: SavePlan, parts: Sequence[Part], names: Sequence[str]) -> dict[int, list[Source]]:
+    """For each tensor that is divided, by its place in the plan: who has which runs of it. Pure.
+
+    Args:
+        names: of the files of parts.
+    """
+    found: dict[int, list[Source]] = {}
+    for part, name in zip(parts, names, strict=True):
+        whole = plan.blocks[part.blocks]
+        edges = np.searchsorted(part.plan.blocks["tensor"], np.arange(len(part.tensors) + 1))
+        for index, tensor in enumerate(part.tensors.tolist()):
+            blocks = whole[edges[index] : edges[index + 1]]
+            begins = blocks["start"].astype(np.int64)
+            ends = begins + blocks["numel"].astype(np.int64)
+            is_first = np.append(True, begins[1:] != ends[:-1])
+            is_last = np.append(is_first[1:], True)
+            runs = zip(begins[is_first].tolist(), ends[is_last].tolist(), strict=True)
+            found.setdefault(tensor, []).append(Source(name, tuple(runs)))
+    return found
+
+
+class SubfilesWriter(PosixWriter):
+    """Writes of each rank into its node's file; small tensors go into the checkpoint itself."""
+
+    def __init__(self, comm: Communicator, draft: Draft, content: Content, *, least_bytes: int | None = None) -> None:
+        """Collective over `comm`; touches no disk.
+
+        Args:
+            least_bytes: see ``divide``; None for ``LEAST_BYTES``.
+        """
+        super().__init__(comm, draft, content)
+        topology = _topology_of(comm)
+        self._parts = divide(content.plan, topology, LEAST_BYTES if least_bytes is None else least_bytes)
+        self._paths = [part_path(draft.path, draft.token, part.node) for part in self._parts]
+        self._leaders = [topology.leaders[part.node] for part in self._parts]
+        own_node = topology.node_rank(comm.rank)
+        self._own = next((number for number, part in enumerate(self._parts) if part.node == own_node), None)
+        self._leads = self._own is not None and self._leaders[self._own] == comm.rank
+        self._part_draft = None if self._own is None else Draft(draft.files, self._paths[self._own], draft.token)
+        self._part_skeleton: Skeleton | None = None
+        self._part_offsets: list[np.ndarray] = []
+        self._seals: list[Seal] = []
+
+    def begin(self) -> None:
+        """Make the checkpoint on rank 0 and the nodes' files on their leaders, all holes; tell where tensors begin."""
+        laid_out: tuple[Sequence[int], bytes] = ((), b"")
+        with raise_together(self._comm), errors_of(self._draft.path):
+            if self._comm.rank == 0:
+                self._skeleton = self._whole_skeleton()
+                elsewhere = sum(part.plan.nbytes for part in self._parts)
+                self._draft.create(self._skeleton.nbytes, elsewhere)
+                laid_out = (self._skeleton.offsets, b"")
+            if self._leads:
+                self._part_skeleton = self._skeleton_of(self._parts[self._own])
+                if self._part_draft.path.exists():
+                    raise FileExistsError(f"{self._part_draft.path.name} is there already")
+                self._part_draft.create(self._part_skeleton.nbytes)
+                laid_out = (laid_out[0], np.array(self._part_skeleton.offsets, np.int64).tobytes())
+        everyone = self._comm.all_gather_object(laid_out)
+        self._offsets = everyone[0][0]
+        self._part_offsets = [np.frombuffer(everyone[leader][1], np.int64) for leader in self._leaders]
+
+    @contextlib.contextmanager
+    def _opened(self, bytes_of: BytesOf) -> Iterator[tuple[Callable[[np.ndarray], np.ndarray], Callable[[], None]]]:
+        """Not collective. What writes blocks, given their places in the plan, and what forces them to the disk."""
+        files, own = self._draft.files, self._own
+        with contextlib.ExitStack() as stack:
+            fds = [stack.enter_context(self._draft.opened())]
+            here = BlockWriter(files, fds[0], self._content.plan, self._offsets, bytes_of)
+            if own is None:
+                yield here.write, lambda: files.sync(fds[0])
+                return
+            part = self._parts[own]
+            fds.append(stack.enter_context(self._part_draft.opened()))
+            there = BlockWriter(
+                files, fds[1], part.plan, self._part_offsets[own], lambda place: bytes_of(int(part.blocks[place]))
+            )
+
+            def write(indices: np.ndarray) -> np.ndarray:
+                sums = np.zeros(len(indices), np.uint64)
+                inside = np.isin(indices, part.blocks)
+                sums[~inside] = here.write(indices[~inside])
+                sums[inside] = there.write(np.searchsorted(part.blocks, indices[inside]))
+                return sums
+
+            def sync() -> None:
+                for fd in fds:
+                    files.sync(fd)
+
+            yield write, sync
+
+    def finish(self) -> None:
+        """Commit the nodes' files, then the checkpoint that names them."""
+        comm, path = self._comm, self._draft.path
+        everyone = comm.all_gather_object(self._sums.tobytes())
+        rows = extent_rows(self._content.plan, self._offsets, everyone)
+        seal: Seal | None = None
+        with raise_together(comm), errors_of(path):
+            if self._leads:
+                seal = self._part_draft.commit(self._part_skeleton, self._rows_of(self._own, rows))
+        told = comm.all_gather_object(None if seal is None else (seal.file_bytes, seal.digest))
+        with raise_together(comm), errors_of(path):
+            if self._skeleton is not None:
+                for number, part in enumerate(self._parts):
+                    rows["file"][part.blocks] = number + 1
+                    rows["byte_offset"][part.blocks] = self._rows_of(number, rows)["byte_offset"]
+                self._draft.commit(self._skeleton, rows, self._table([told[leader] for leader in self._leaders]))
+
+    def discard(self) -> None:
+        """Not collective. Remove what there is of the files, but what a checkpoint that has its name may need."""
+        if self._leads:
+            self._part_draft.discard()
+        if self._comm.rank == 0:
+            self._draft.discard()
+            if not self._draft.has_name:
+                # Only rank 0 knows that the checkpoint has not got its name, and will not.
+                for path in self._paths:
+                    with contextlib.suppress(OSError):
+                        self._draft.files.remove(path)
+
+    def _whole_skeleton(self) -> Skeleton:
+        content, names = self._content, [path.name for path in self._paths]
+        return build_skeleton(
+            content.plan.specs,
+            content.plan.links,
+            len(content.plan.blocks),
+            content.attributes,
+            content.small,
+            sources=sources_of(content.plan, self._parts, names),
+            file_names=names,
+        )
+
+    def _skeleton_of(self, part: Part) -> Skeleton:
+        attributes = {
+            **self._content.attributes,
+            "format": schema.PART_FORMAT,
+            "checkpoint": self._draft.path.name,
+            "node": np.int64(part.node),
+        }
+        return build_skeleton(part.plan.specs, (), len(part.blocks), attributes, {})
+
+    def _rows_of(self, number: int, whole: np.ndarray) -> np.ndarray:
+        """The table of extents of a node's file, from that of all."""
+        part, offsets = self._parts[number], self._part_offsets[number]
+        rows = whole[part.blocks].copy()
+        for name in part.plan.blocks.dtype.names:
+            rows[name] = part.plan.blocks[name]
+        tensors = rows["tensor"]
+        rows["file"] = 0
+        rows["byte_offset"] = offsets[tensors] + rows["start"].astype(np.int64) * part.plan.itemsizes[tensors]
+        return rows
+
+    def _table(self, seals: Sequence[tuple[int, int]]) -> np.ndarray | None:
+        if not seals:
+            return None
+        names = [path.name.encode() for path in self._paths]
+        table = np.zeros(len(names), schema.file_table_dtype(max(map(len, names))))
+        table["name"], table["nbytes"], table["digest"] = names, *zip(*seals, strict=True)
+        return table
+
+
+def _topology_of(comm: Communicator) -> Topology:
+    """Collective over `comm`. Which of its ranks share a node, by the names of hosts where it does not know."""
+    known = getattr(comm, "topology", None)
+    return known or Topology.from_labels(comm.all_gather_object(env.host_name()))

@@ -1,0 +1,60 @@
+"""``hpcfsdp export FILE OUT``: a checkpoint for other programs: safetensors, a .pt file, a DCP folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES, export_checkpoint
+from hpcfsdp.cli.arguments import Parser, print_json, print_table, readable_bytes
+from hpcfsdp.cli.progress import progress
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Export, and return the exit code."""
+    parser = Parser(
+        "export",
+        "Write the model of a checkpoint in another format. Every byte is checked against its checksum; what is "
+        "written appears when it is whole.",
+    )
+    parser.add_argument("file", metavar="FILE", type=Path, help="a checkpoint")
+    parser.add_argument(
+        "out",
+        metavar="OUT",
+        type=Path,
+        help=f"a file *.safetensors or *{', *'.join(PT_SUFFIXES)}, or a folder (with --format or --shard-bytes)",
+    )
+    parser.add_argument("--format", choices=FORMATS, help="by the name of OUT where it is not given")
+    parser.add_argument("--names", nargs="+", default=(), metavar="PATTERN", help="of the tensors to take, as for ls")
+    parser.add_argument(
+        "--shard-bytes", type=int, metavar="N", help="split safetensors into files of at most N bytes, in a folder OUT"
+    )
+    parser.add_argument("--optimizer", action="store_true", help="take the optimizer's state too")
+    parser.add_argument("--force", action="store_true", help="replace what is there")
+    options = parser.parse_args(arguments)
+    done = export_checkpoint(
+        options.file,
+        options.out,
+        format=options.format,
+        names=options.names,
+        shard_bytes=options.shard_bytes,
+        optimizer=options.optimizer,
+        force=options.force,
+        progress=progress,
+    )
+    facts = {
+        "format": done.format,
+        "files": [str(path) for path in done.files],
+        "tensors": done.tensors,
+        "bytes": done.nbytes,
+        "tied names": dict(done.ties),
+    }
+    if options.json:
+        print_json(facts)
+        return 0
+    shown = [(key, value) for key, value in facts.items() if key not in ("files", "tied names", "bytes")]
+    shown.append(("bytes", f"{done.nbytes} ({readable_bytes(done.nbytes)})"))
+    shown += [("file", path) for path in facts["files"]]
+    shown += [("tied name", f"{further} = {name}") for further, name in done.ties.items()]
+    print_table(("what", "value"), shown)
+    return 0

@@ -1,0 +1,77 @@
+"""``hpcfsdp import IN OUT``: a checkpoint from safetensors, a .pt file or a DCP folder. Executes nothing of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES
+from hpcfsdp.checkpoint.convert.importing import import_checkpoint
+from hpcfsdp.cli.arguments import Parser, print_json, print_table, readable_bytes
+from hpcfsdp.cli.progress import progress
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Import, and return the exit code."""
+    parser = Parser(
+        "import",
+        "Write a checkpoint with the model, and the optimizer's state where there is one, that another program saved. "
+        "Nothing of its files is executed.",
+    )
+    parser.add_argument(
+        "source",
+        metavar="IN",
+        type=Path,
+        help=f"a file *.safetensors, *.safetensors.index.json or *{', *'.join(PT_SUFFIXES)}, or a folder of "
+        "safetensors or of DCP",
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="the checkpoint file")
+    parser.add_argument("--format", choices=FORMATS, help="by the name of IN where it is not given")
+    parser.add_argument("--step", type=int, metavar="N", help="of training; what IN tells, or 0, where it is not given")
+    parser.add_argument(
+        "--tie",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="NAME=KEPT",
+        help="two names of one tensor (DCP cannot tell); may be given more than once",
+    )
+    parser.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    options = parser.parse_args(arguments)
+    done = import_checkpoint(
+        options.source,
+        options.out,
+        format=options.format,
+        step=options.step,
+        ties=options.tie,
+        optimizer=not options.no_optimizer,
+        force=options.force,
+        progress=progress,
+    )
+    facts = {
+        "file": str(done.path),
+        "format": done.format,
+        "step": done.step,
+        "tensors": done.tensors,
+        "bytes": done.nbytes,
+        "optimizer": done.has_optimizer,
+        "tied names": dict(done.ties),
+        "extra": list(done.extra),
+    }
+    if options.json:
+        print_json(facts)
+        return 0
+    shown = {**facts, "bytes": f"{done.nbytes} ({readable_bytes(done.nbytes)})", "extra": ", ".join(done.extra)}
+    del shown["tied names"]
+    ties = [("tied name", f"{further} = {path}") for further, path in done.ties]
+    print_table(("what", "value"), [*shown.items(), *ties])
+    return 0
+
+
+def _pair(text: str) -> tuple[str, str]:
+    further, sign, kept = text.partition("=")
+    if not (further and sign and kept):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=KEPT")
+    return further, kept

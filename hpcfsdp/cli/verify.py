@@ -1,0 +1,83 @@
+"""``hpcfsdp verify FILE...|FOLDER``: check every byte of checkpoints. Needs neither MPI nor torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hpcfsdp.checkpoint.inspect.verify import Report, verify_file
+from hpcfsdp.cli.arguments import Parser, print_json, readable_bytes
+from hpcfsdp.cli.folders import checkpoints_in, size_of
+from hpcfsdp.cli.progress import progress
+from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
+
+EXIT_DAMAGED = CheckpointCorruptError.exit_code
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Verify and print; the exit code: 4 if a file is damaged, else 1 if one cannot be looked at, else 0."""
+    parser = Parser(
+        "verify",
+        "Check every byte of checkpoints, and list all that is wrong. Exit code 4: a file is damaged, not finished or "
+        "no checkpoint; 1: a file could not be looked at; 0: all is well.",
+    )
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="+", type=Path, help="a file, or a folder of checkpoints (also that of a run)"
+    )
+    options = parser.parse_args(arguments)
+    entries: list[dict[str, Any]] = []
+    codes = set()
+    for path in _files(options.paths):
+        entry = _entry(path)
+        codes.add(entry.pop("exit_code"))
+        entries.append(entry)
+        if not options.json:
+            _print(entry)
+    if options.json:
+        print_json(entries)
+    return EXIT_DAMAGED if EXIT_DAMAGED in codes else max(codes)
+
+
+def _files(paths: Sequence[Path]) -> list[Path]:
+    found: list[Path] = []
+    for path in paths:
+        # Not Path.is_dir, which raises where a folder above may not be searched.
+        found += checkpoints_in(path) if os.path.isdir(path) else [path]
+    return found
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    """What is told of a file, and the exit code that it asks for."""
+    try:
+        with progress(f"verify {path.name}", size_of(path) or 0) as advance:
+            report = verify_file(path, advance)
+    except CheckpointError as error:
+        return {"file": str(path), "error": str(error).removeprefix(f"{path}: "), "exit_code": error.exit_code}
+    return {"file": str(path), **_as_json(report), "exit_code": 0 if report.sound else EXIT_DAMAGED}
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    return {
+        "sound": report.sound,
+        "tensors": report.tensors,
+        "bytes": report.nbytes,
+        "faults": [asdict(fault) for fault in report.faults],
+        "unchecked": list(report.unchecked),
+    }
+
+
+def _print(entry: dict[str, Any]) -> None:
+    """A line for a file, and one for each fault."""
+    path = entry["file"]
+    if "error" in entry:
+        print(f"{path}: {entry['error']}")
+        return
+    for fault in entry["faults"]:
+        print(f"{path}: {fault['where']}: {fault['what']}" if fault["where"] else f"{path}: {fault['what']}")
+    if entry["sound"]:
+        print(f"{path}: sound: {entry['tensors']} tensors, {readable_bytes(entry['bytes'])}")
+    for text in entry["unchecked"]:
+        print(f"{path}: not checked: {text}")

@@ -1,0 +1,135 @@
+"""export and import, as the page about them shows them."""
+
+import json
+import re
+import shlex
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hpcfsdp.checkpoint import open_index
+from hpcfsdp.cli.main import main
+from tests.cli.conftest import ROOT
+
+PAGE = (ROOT / "docs/converting.md").read_text()
+COMMANDS = re.findall(r"^\$ hpcfsdp (.*)$", PAGE, re.MULTILINE)
+
+
+def test_the_commands_of_the_page_run(hpcfsdp, saved, tmp_path):
+    assert len(COMMANDS) == 9
+    (tmp_path / "step-00000007.h5").write_bytes(saved.read_bytes())
+    for command in COMMANDS:
+        done = hpcfsdp(*shlex.split(command))
+        assert done.code == 0, (command, done.stderr)
+        assert done.stderr == ""
+    for name in ("imported.h5", "with_optimizer.h5", "from_dcp.h5"):
+        facts = json.loads(hpcfsdp("show", tmp_path / name, "--json").stdout)
+        assert (facts["step"], facts["model tensors"]) == (7, 5)
+        assert facts["tied names"] == {"model/twin.bias": "model/0.bias", "model/twin.weight": "model/0.weight"}
+    for name, has_optimizer in (("with_optimizer.h5", True), ("model_alone.h5", False)):
+        facts = json.loads(hpcfsdp("show", name, "--json").stdout)
+        assert (facts["step"], facts["optimizer tensors"] > 0) == (7, has_optimizer)
+    assert set(load_file(tmp_path / "first.safetensors")) == {"0.weight", "0.bias"}
+
+
+def test_the_example_in_python_runs(start, saved, tmp_path):
+    (tmp_path / "step-00000007.h5").write_bytes(saved.read_bytes())
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "example.py").write_text(code)
+    job = start("example.py").wait()
+    assert job.code == 0, job.stderr
+    assert job.stdout.splitlines()[-1] == "7"
+
+
+WITHOUT_TORCH = """
+import sys
+from hpcfsdp.cli.main import main
+assert main(["export", *sys.argv[1:]]) == 0
+assert not {"torch", "mpi4py"} & set(sys.modules)
+"""
+
+
+def test_safetensors_are_exported_without_torch_and_mpi(start, saved, tmp_path):
+    job = start("-c", WITHOUT_TORCH, saved, tmp_path / "a.safetensors").wait()
+    assert job.code == 0, job.stderr
+
+
+def test_what_was_done_is_told_as_json(hpcfsdp, saved, tmp_path):
+    done = json.loads(hpcfsdp("export", saved, tmp_path / "a.pt", "--json").stdout)
+    assert done == {
+        "format": "pt",
+        "files": [str(tmp_path / "a.pt")],
+        "tensors": 5,
+        "bytes": (12 + 4 + 8 + 2) * 4 + 5 * 8,
+        "tied names": {"twin.bias": "0.bias", "twin.weight": "0.weight"},
+    }
+    done = json.loads(hpcfsdp("import", tmp_path / "a.pt", tmp_path / "b.h5", "--json", "--step", "3").stdout)
+    assert (done["file"], done["format"], done["step"], done["tensors"]) == (str(tmp_path / "b.h5"), "pt", 3, 5)
+    assert (done["optimizer"], done["extra"]) == (False, [])
+
+
+def test_tables_name_files_and_ties(hpcfsdp, saved, tmp_path):
+    lines = hpcfsdp("export", saved, tmp_path / "a", "--shard-bytes", "60").stdout.splitlines()
+    assert "file\t" + str(tmp_path / "a" / "model.safetensors.index.json") in lines
+    assert "tied name\ttwin.bias = 0.bias" in lines
+    lines = hpcfsdp("import", tmp_path / "a", tmp_path / "b.h5").stdout.splitlines()
+    assert "tied name\tmodel/twin.bias = model/0.bias" in lines
+    assert "step\t7" in lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ("export saved.h5 there.pt", 1, "there.pt: exists already (--force replaces it)"),
+        ("export saved.h5 out.xyz", 2, "does not tell the format"),
+        ("export saved.h5 out.pt --format onnx", 2, "invalid choice: 'onnx'"),
+        ("export saved.h5 out.safetensors --shard-bytes 10", 2, "--shard-bytes writes a folder"),
+        ("export saved.h5 out.pt --names nothing", 1, "no tensor matches 'nothing'"),
+        ("export damaged.h5 out.pt", 4, "damaged"),
+        ("export flipped.h5 out.pt", 4, "do not have their checksum"),
+        ("export flipped.h5 out.safetensors", 4, "do not have their checksum"),
+        ("export flipped.h5 out --format dcp", 4, "do not have their checksum"),
+        ("export missing.h5 out.pt", 1, "o such file"),
+        ("import there.pt out.h5", 4, "there.pt: damaged, or not a file of torch.save"),
+        ("import missing.pt out.h5", 1, "missing.pt: No such file or directory"),
+        ("import there.xyz out.h5", 1, "o such file"),
+        ("import saved.h5 out.h5", 2, "does not tell the format"),
+        ("import module.pt out.h5", 1, "nothing of it is executed here"),
+        ("import good.pt saved.h5", 1, "saved.h5: exists already (--force replaces it)"),
+        ("import good.pt out.h5 --step 99999999999999999999", 2, "must fit into 64 bits"),
+        ("import usual.pt out.h5", 1, "--no-optimizer takes the model alone"),
+        ("import good.pt out.h5 --tie w", 2, "'w' is not NAME=KEPT"),
+    ],
+)
+def test_bad_input_is_told_and_leaves_nothing(saved, tmp_path, monkeypatch, capsys, arguments, code, message):
+    monkeypatch.chdir(tmp_path)
+    data = saved.read_bytes()
+    (tmp_path / "saved.h5").write_bytes(data)
+    (tmp_path / "damaged.h5").write_bytes(data[:3000])
+    index = open_index(saved)
+    place = int(index.rows_of("model/0.weight")["byte_offset"][0]) + 5
+    (tmp_path / "flipped.h5").write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+    (tmp_path / "there.pt").write_text("precious")
+    torch.save({"w": torch.ones(1)}, tmp_path / "good.pt")
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "module.pt")
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters())
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "usual.pt")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert main(arguments.split()) == code
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.out == ""
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_model_alone_of_a_file_with_an_optimizer(saved, tmp_path, capsys):
+    for name, options in (("a.pt", []), ("a", ["--format", "dcp"]), ("a.safetensors", [])):
+        assert main(["export", str(saved), str(tmp_path / name), "--optimizer", *options]) == 0
+        capsys.readouterr()
+        assert (
+            main(["import", str(tmp_path / name), str(tmp_path / "b.h5"), "--no-optimizer", "--force", "--json"]) == 0
+        )
+        done = json.loads(capsys.readouterr().out)
+        assert (done["optimizer"], done["tensors"] >= 5, done["step"]) == (False, True, 7)

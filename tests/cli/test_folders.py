@@ -1,0 +1,76 @@
+"""Folders in which files come and go, and such that may not be read."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hpcfsdp.cli import ls
+from hpcfsdp.cli.folders import checkpoints_in, size_of
+from hpcfsdp.cli.main import main
+from hpcfsdp.errors import CheckpointError
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """Of a link that leads nowhere, and a checkpoint."""
+    os.symlink(tmp_path / "nowhere", tmp_path / "step-00000006.h5")
+    shutil.copy(saved, tmp_path / "step-00000007.h5")
+    return tmp_path
+
+
+def test_a_link_that_leads_nowhere_is_listed_with_what_is_wrong(folder, capsys):
+    assert main(["ls", str(folder), "--json"]) == 1
+    dangling, good = json.loads(capsys.readouterr().out)
+    assert (dangling["error"], good["step"]) == ("No such file or directory", 7)
+    assert main(["verify", str(folder)]) == 1
+    assert "step-00000006.h5: No such file or directory" in capsys.readouterr().out
+    assert main(["prune", str(folder), "--keep-last", "2", "--dry-run"]) == 0
+    assert "step-00000006.h5" in capsys.readouterr().out
+
+
+def test_a_file_that_is_removed_while_a_folder_is_listed_is_left_out(folder, capsys, monkeypatch):
+    gone = folder / "step-00000008.h5"
+    monkeypatch.setattr(ls, "checkpoints_in", lambda of: [*checkpoints_in(of), gone])
+    main(["ls", str(folder), "--json"])
+    assert [Path(entry["file"]).name for entry in json.loads(capsys.readouterr().out)] == [
+        "step-00000006.h5",
+        "step-00000007.h5",
+    ]
+    assert size_of(gone) is None
+
+
+@pytest.mark.parametrize("verb", ["ls", "verify"])
+def test_a_folder_that_may_not_be_read_is_told(folder, capsys, monkeypatch, verb):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)  # root may read every folder
+    assert main([verb, str(folder)]) == 1
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", f"hpcfsdp: {folder}: Permission denied\n")
+
+
+@pytest.mark.parametrize("verb", ["ls", "verify", "show"])
+def test_a_file_in_a_folder_that_may_not_be_searched_is_told(folder, capsys, monkeypatch, verb):
+    def refuse(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    path = folder / "step-00000007.h5"
+    monkeypatch.setattr(os, "stat", refuse)
+    code = main([verb, str(path)])
+    monkeypatch.undo()
+    assert code == 1
+    told = capsys.readouterr()
+    assert f"{path}: Permission denied" in told.out + told.err
+
+
+def test_a_folder_without_checkpoints_and_that_of_a_run(folder, tmp_path):
+    (tmp_path / "run").mkdir()
+    with pytest.raises(CheckpointError, match=r"run: no checkpoints \(step-<number>\.h5\)"):
+        checkpoints_in(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints").mkdir()
+    (tmp_path / "run" / "checkpoints" / "step-3.h5").touch()
+    assert checkpoints_in(tmp_path / "run") == [tmp_path / "run" / "checkpoints" / "step-3.h5"]

@@ -1,0 +1,357 @@
+"""Storage for ``torch.distributed.checkpoint``: saved by some ranks, loaded by others, by the engine and back."""
+
+import errno
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import hpcfsdp.state_dict as ours
+from hpcfsdp import checkpoint
+from hpcfsdp._compat import ShardedTensor
+from hpcfsdp.checkpoint import HDF5Reader, HDF5Writer, open_index
+from hpcfsdp.checkpoint.files import Files, System
+from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
+from tests.mpi.models import adamw, make_net, shard
+
+pytestmark = pytest.mark.transport
+
+
+class Layers(nn.Module):
+    """Sizes that no number of ranks divides, a layer with fewer rows than ranks, a buffer, a scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 13), nn.LayerNorm(13), nn.Linear(13, 1)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.seen += 1
+        return self.last(torch.tanh(self.norm(self.first(x)))) * self.gain
+
+
+def build(mesh, seed=0):
+    """An FSDP2 model over a mesh, or a plain one (None), and its optimizer."""
+    torch.manual_seed(seed)
+    model = Layers()
+    if mesh is not None:
+        for module in (model.first, model.last, model):
+            fully_shard(module, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.5 ** (seed + 3), betas=(0.5, 0.75))
+
+
+def train(model, optimizer, steps=2):
+    for step in range(steps):
+        model(torch.full((4, 5), step / 4) + torch.eye(4, 5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state_of(model, optimizer):
+    weights, state = get_state_dict(model, optimizer)
+    return {"model": weights, "optim": state}
+
+
+def whole(value):
+    """Collective over the ranks of a DTensor."""
+    if isinstance(value, dict):
+        return {key: whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [whole(item) for item in value]
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def assert_same(one, other, path=""):
+    if isinstance(one, dict):
+        assert isinstance(other, dict), path
+        assert set(one) == set(other), path
+        for key in one:
+            assert_same(one[key], other[key], f"{path}/{key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), path
+        for place, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_same(a, b, f"{path}/{place}")
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other), path
+    else:
+        assert type(one) is type(other) and one == other, path
+
+
+@pytest.fixture(scope="module")
+def some(world):
+    """``some(n)``: the first n ranks, as a process group and as a mesh; collective over all ranks."""
+    made = {}
+
+    def first(n):
+        if n not in made:
+            ranks = list(range(n))
+            made[n] = dist.new_group(ranks), DeviceMesh("cpu", ranks)
+        return made[n]
+
+    return first
+
+
+def sizes(world):
+    return range(1, world.size + 1)
+
+
+def test_fsdp2_saved_by_n_ranks_loads_on_m(world, some, shared_path):
+    for n in sizes(world):
+        group, mesh = some(n)
+        path, expected = shared_path / f"{n}.h5", None
+        if world.rank < n:
+            model, optimizer = build(mesh)
+            train(model, optimizer)
+            state = state_of(model, optimizer)
+            dcp.save({**state, "epoch": n}, storage_writer=HDF5Writer(path, step=n), process_group=group)
+            expected = whole(state)
+        expected = world.comm.bcast(expected)
+        for m in sizes(world):
+            group, mesh = some(m)
+            if world.rank < m:
+                model, optimizer = build(mesh, seed=1)
+                state = {**state_of(model, optimizer), "epoch": 0}
+                dcp.load(state, storage_reader=HDF5Reader(path), process_group=group)
+                assert state.pop("epoch") == n
+                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+                assert_same(whole(state_of(model, optimizer)), expected)
+            world.comm.Barrier()
+        if world.rank == 0:
+            assert open_index(path).info.world_size == n
+    assert sorted(os.listdir(shared_path)) == [f"{n}.h5" for n in sizes(world)]
+
+
+def test_training_goes_on_bit_by_bit_in_a_plain_model_and_in_the_engine(world, some, shared_path):
+    _, mesh = some(world.size)
+    model, optimizer = build(mesh)
+    train(model, optimizer)
+    dcp.save(state_of(model, optimizer), storage_writer=HDF5Writer(shared_path / "a.h5"))
+    plain, plain_optimizer = build(None, seed=1)
+    checkpoint.load(shared_path / "a.h5", model=plain, optimizer=plain_optimizer)
+    assert_same(state_of(plain, plain_optimizer), whole(state_of(model, optimizer)))
+    sharded = shard(build(None, seed=1)[0])
+    engine_optimizer = torch.optim.AdamW(sharded.parameters(), lr=1.0)
+    checkpoint.load(shared_path / "a.h5", model=sharded, optimizer=engine_optimizer)
+    assert engine_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    found = ours.get_model_state_dict(sharded, options=ours.StateDictOptions(full_state_dict=True))
+    assert_same(dict(found), whole(dict(state_of(model, optimizer)["model"])))
+
+
+def test_the_engines_file_loads_into_fsdp2(world, some, comm, shared_path):
+    sharded = shard(build(None)[0])
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.25)
+    train(sharded, optimizer)
+    checkpoint.save(shared_path / "a.h5", model=sharded, optimizer=optimizer)
+    _, mesh = some(world.size)
+    model, other = build(mesh, seed=1)
+    state = state_of(model, other)
+    dcp.load(state, storage_reader=HDF5Reader(shared_path / "a.h5"))
+    set_state_dict(model, other, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    plain, plain_optimizer = build(None, seed=2)
+    checkpoint.load(shared_path / "a.h5", model=plain, optimizer=plain_optimizer)
+    assert other.param_groups[0]["lr"] == 0.25
+    assert_same(whole(state_of(model, other)), state_of(plain, plain_optimizer))
+
+
+def test_tied_weights_of_the_engine_load_under_both_names(world, some, comm, shared_path):
+    model = shard(make_net())
+    checkpoint.save(shared_path / "a.h5", model=model, optimizer=adamw(model))
+    target = {"model": {name: torch.zeros(11, 13) for name in ("embed.weight", "head.weight")}}
+    dcp.load(target, storage_reader=HDF5Reader(shared_path / "a.h5"))
+    assert torch.equal(target["model"]["embed.weight"], make_net().embed.weight)
+    assert torch.equal(target["model"]["head.weight"], make_net().embed.weight)
+
+
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "original"])
+def test_sharded_state_dicts_of_the_engine(world, shared_path, orig):
+    """ShardedTensors and DTensors that the engine makes, as torch's functions for checkpoints get them."""
+    model = shard(build(None)[0], use_orig_params=orig)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    train(model, optimizer)
+    weights, state = ours.get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state}, storage_writer=HDF5Writer(shared_path / "a.h5"))
+    fresh = shard(build(None, seed=1)[0], use_orig_params=not orig)
+    other = torch.optim.AdamW(fresh.parameters(), lr=1.0)
+    checkpoint.load(shared_path / "a.h5", model=fresh, optimizer=other)
+    full = ours.StateDictOptions(full_state_dict=True)
+    assert_same(
+        ours.get_state_dict(fresh, other, options=full)[1], ours.get_state_dict(model, optimizer, options=full)[1]
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+def test_sharded_tensors(world, shared_path):
+    """As FSDP1 has them without a mesh."""
+    model = shard(build(None)[0])
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = model.state_dict()
+    assert isinstance(state["first.weight"], ShardedTensor)
+    dcp.save({"model": state}, storage_writer=HDF5Writer(shared_path / "a.h5"))
+    plain, _ = build(None, seed=1)
+    checkpoint.load(shared_path / "a.h5", model=plain)
+    assert_same(dict(plain.state_dict()), dict(build(None)[0].state_dict()))
+    other = shard(build(None, seed=1)[0])
+    with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+        target = {"model": other.state_dict()}
+        dcp.load(target, storage_reader=HDF5Reader(shared_path / "a.h5"))
+        other.load_state_dict(target["model"])
+    found = ours.get_model_state_dict(other, options=ours.StateDictOptions(full_state_dict=True))
+    assert_same(dict(found), dict(plain.state_dict()))
+
+
+def layouts(world):
+    """Meshes of all ranks, and ways to place a tensor of three dimensions on each."""
+    line = init_device_mesh("cpu", (world.size,))
+    yield from ((line, [place]) for place in (Shard(0), Shard(1), Shard(2), Replicate()))
+    if world.size == 4:
+        square = init_device_mesh("cpu", (2, 2))
+        for pair in ([Shard(0), Shard(1)], [Shard(1), Shard(2)], [Replicate(), Shard(1)], [Shard(0), Shard(0)]):
+            yield square, pair
+
+
+def test_any_placement_is_loaded_into_any_other(world, shared_path):
+    torch.manual_seed(3)
+    values = {
+        "odd": torch.randn(7, 5, 3),
+        "thin": torch.randn(2, 9, 2).bfloat16(),
+        "empty": torch.zeros(3, 0, 2),
+        "int": torch.arange(60).view(5, 4, 3),
+    }
+    found = list(layouts(world))
+    for number, (mesh, places) in enumerate(found):
+        path = shared_path / f"{number}.h5"
+        state = {name: distribute_tensor(value, mesh, places) for name, value in values.items()}
+        dcp.save({"model": state}, storage_writer=HDF5Writer(path))
+        if world.rank == 0:
+            assert open_index(path).tensors["model/odd"].shape == (7, 5, 3)
+        for other_mesh, other_places in found:
+            target = {
+                name: distribute_tensor(torch.zeros_like(value), other_mesh, other_places)
+                for name, value in values.items()
+            }
+            dcp.load({"model": target}, storage_reader=HDF5Reader(path))
+            for name, value in values.items():
+                assert torch.equal(target[name].full_tensor(), value), (name, places, other_places)
+
+
+def test_replicated_tensors_are_written_once(world, shared_path):
+    mesh = init_device_mesh("cpu", (world.size,))
+    state = {str(n): distribute_tensor(torch.full((4, 4), float(n)), mesh, [Replicate()]) for n in range(8)}
+    dcp.save({"model": state, "plain": torch.ones(3)}, storage_writer=HDF5Writer(shared_path / "a.h5"))
+    index = open_index(shared_path / "a.h5")
+    assert len(index.extents) == 9
+    assert set(index.extents["rank"].tolist()) == set(range(world.size))
+
+
+def test_async_save_and_a_second_one_after_it(world, shared_path):
+    group = dist.new_group(backend="gloo")
+    mesh = init_device_mesh("cpu", (world.size,))
+    state = {"model": {"w": distribute_tensor(torch.ones(6, 5), mesh, [Shard(0)])}, "epoch": 1}
+    writer = HDF5Writer(shared_path / "a.h5")
+    for epoch in (1, 2):
+        saving = dcp.async_save({**state, "epoch": epoch}, storage_writer=writer, process_group=group)
+        state["model"]["w"].to_local().mul_(2)  # what has been staged stays what it was
+        saving.result()
+        target = {"model": {"w": torch.zeros(6, 5)}, "epoch": 0}
+        dcp.load(target, storage_reader=HDF5Reader(shared_path / "a.h5"))
+        assert target["epoch"] == epoch and torch.equal(target["model"]["w"], torch.full((6, 5), 2.0 ** (epoch - 1)))
+    world.comm.Barrier()
+
+
+def test_over_gloo(world, shared_path):
+    group = dist.new_group(backend="gloo")
+    mesh = init_device_mesh("cpu", (world.size,))
+    state = {"model": {"w": distribute_tensor(torch.arange(35.0).view(7, 5), mesh, [Shard(1)])}}
+    dcp.save(state, storage_writer=HDF5Writer(shared_path / "a.h5"), process_group=group)
+    target = {"model": {"w": distribute_tensor(torch.zeros(7, 5), mesh, [Shard(0)])}}
+    dcp.load(target, storage_reader=HDF5Reader(shared_path / "a.h5"), process_group=group)
+    assert torch.equal(target["model"]["w"].full_tensor(), torch.arange(35.0).view(7, 5))
+
+
+def failures_of(call, *arguments, **options):
+    with pytest.raises(CheckpointException) as caught:
+        call(*arguments, **options)
+    return {rank: error for rank, (error, _) in caught.value.failures.items()}
+
+
+class Fails(System):
+    """A disk on which a call fails once."""
+
+    def __init__(self, call):
+        def failing(*arguments):
+            raise OSError(errno.EIO, "")
+
+        setattr(self, call, failing)
+
+
+@pytest.mark.parametrize("call", ["open", "pwritev", "fsync"])
+def test_a_disk_that_fails_on_any_rank_is_everyones_error(world, shared_path, call):
+    path = shared_path / "a.h5"
+    mesh = init_device_mesh("cpu", (world.size,))
+    state = {"model": {"w": distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)])}}
+    dcp.save(state, storage_writer=HDF5Writer(path))
+    before = path.read_bytes()
+    world.comm.Barrier()
+    for bad in range(world.size):
+        files = Files(Fails(call)) if world.rank == bad else None
+        failures = failures_of(dcp.save, state, storage_writer=HDF5Writer(path, files=files))
+        assert str(failures[bad]) == f"{path}: cannot write the checkpoint: {os.strerror(errno.EIO)}"
+        assert isinstance(failures[bad], CheckpointError)
+        assert all("another rank has failed" in str(e) for rank, e in failures.items() if rank != bad)
+        world.comm.Barrier()
+        assert os.listdir(shared_path) == ["a.h5"] and path.read_bytes() == before
+        world.comm.Barrier()
+    dcp.save(state, storage_writer=HDF5Writer(path))
+    world.comm.Barrier()
+    assert open_index(path).seal is not None
+
+
+def test_a_value_that_cannot_be_kept_is_everyones_error(world, shared_path):
+    state = {"model": {"w": torch.ones(3)}, **{f"value{rank}": object() for rank in range(world.size)}}
+    failures = failures_of(dcp.save, state, storage_writer=HDF5Writer(shared_path / "a.h5"))
+    assert failures and all(isinstance(error, CheckpointError) for error in failures.values())
+    assert any("is a object, and nothing is pickled" in str(error) for error in failures.values())
+    world.comm.Barrier()
+    assert os.listdir(shared_path) == []
+
+
+def test_damage_that_one_rank_reads_is_everyones_error(world, shared_path):
+    path = shared_path / "a.h5"
+    mesh = init_device_mesh("cpu", (world.size,))
+    state = {"model": {"w": distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)])}}
+    dcp.save(state, storage_writer=HDF5Writer(path))
+    if world.rank == 0:
+        row = open_index(path).extents[-1]
+        with open(path, "r+b") as file:
+            file.seek(int(row["byte_offset"]))
+            file.write(b"\1")
+    world.comm.Barrier()
+    failures = failures_of(dcp.load, state, storage_reader=HDF5Reader(path))
+    assert set(failures) == {world.size - 1}
+    assert isinstance(failures[world.size - 1], CheckpointCorruptError)
+
+
+def test_ranks_that_read_different_files_are_told(several, world, shared_path):
+    state = {"w": torch.ones(3)}
+    for name in ("a.h5", "b.h5"):
+        dcp.save({**state, "name": name}, storage_writer=HDF5Writer(shared_path / name))
+    world.comm.Barrier()
+    mine = shared_path / ("b.h5" if world.rank == 1 else "a.h5")
+    failures = failures_of(dcp.load, state, storage_reader=HDF5Reader(mine))
+    assert isinstance(failures[0], CheckpointMismatchError) and "rank 1" in str(failures[0])
+
+
+def test_a_missing_file_is_said_by_all_ranks(world, shared_path):
+    failures = failures_of(dcp.load, {"w": torch.ones(3)}, storage_reader=HDF5Reader(shared_path / "a.h5"))
+    assert set(failures) == set(range(world.size))
+    assert all(str(error) == f"{shared_path / 'a.h5'}: No such file or directory" for error in failures.values())

@@ -1,0 +1,59 @@
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from hpcfsdp.bench import checkpoint
+from hpcfsdp.cli.bench import _bytes
+from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.errors import HpcfsdpError
+
+
+@given(st.integers(1, 1 << 50), st.integers(1, 10_000))
+def test_tensors_are_about_square_and_take_about_what_was_asked_for(nbytes, tensors):
+    rows, columns = checkpoint.shape_of(nbytes, tensors)
+    wanted = max(1, nbytes // (4 * tensors))
+    assert wanted - columns < rows * columns <= wanted
+    assert columns <= rows <= columns + 2
+
+
+def test_values_differ_everywhere():
+    model = checkpoint.make_model("hpcfsdp", FakeCommunicator(), 2 * checkpoint.UNIT_TENSORS + 1, (3, 5))
+    values = torch.cat([param.detach().view(-1)[: math.prod(param.shape)] for param in model.parameters()])
+    found = values[values != 0]  # shards are padded
+    assert len(found) == len(found.unique()) == (2 * checkpoint.UNIT_TENSORS + 1) * 15
+
+
+def test_the_folder_is_removed_with_what_is_in_it_even_after_an_error(tmp_path):
+    def fail_inside():
+        with checkpoint.scratch(FakeCommunicator(), tmp_path, 1) as folder:
+            (folder / "file").touch()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_folder_is_made_without_room(tmp_path):
+    with pytest.raises(HpcfsdpError, match=rf"^{tmp_path}: {1 << 60} bytes are needed, \d+ are free: choose another"):
+        checkpoint.scratch(FakeCommunicator(), tmp_path, 1 << 60).__enter__()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1GiB", 1 << 30),
+        ("256MiB", 1 << 28),
+        ("3KB", 3000),
+        ("2 MB", 2 * 10**6),
+        ("1Ti", 1 << 40),
+        ("77", 77),
+        ("5B", 5),
+    ],
+)
+def test_sizes_are_understood_with_their_units(text, nbytes):
+    assert _bytes(text) == nbytes

@@ -1,0 +1,201 @@
+import builtins
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from hpcfsdp.checkpoint import save
+from hpcfsdp.checkpoint.inspect import plots
+from hpcfsdp.checkpoint.reader import BlockReader, open_index
+from hpcfsdp.errors import CheckpointError, HpcfsdpError
+
+
+def histogram(path, *names, **options):
+    index = open_index(path)
+    with BlockReader(index) as reader:
+        return plots.histogram(index, reader, "it", names or list(index.tensors), **options)
+
+
+def test_a_histogram_is_numpys_of_all_tensors_together(write):
+    torch.manual_seed(0)
+    tensors = {
+        "model/a": torch.randn(1000),
+        "model/b": 3 * torch.randn(500).to(torch.bfloat16),
+        "model/c": torch.arange(-3, 5),
+    }
+    steps = []
+    found = histogram(write(tensors, block_bytes=256), bins=17, advance=steps.append)
+    values = torch.cat([tensor.double() for tensor in tensors.values()]).numpy()
+    counts, _ = np.histogram(values, bins=found.edges)
+    np.testing.assert_allclose(found.edges, np.linspace(values.min(), values.max(), 18), rtol=1e-12)
+    np.testing.assert_array_equal(found.counts, counts)
+    assert (found.name, found.nan, found.inf) == ("it", 0, 0)
+    assert sum(steps) == 2 * sum(tensor.nbytes for tensor in tensors.values())
+
+
+@given(
+    st.lists(
+        st.floats(width=64, allow_nan=False, allow_infinity=False) | st.floats(-1, 1) | st.integers(-4, 4).map(float),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_every_finite_number_is_in_the_bin_between_its_edges(values):
+    array = np.array(values)
+    edges = plots._edges(array.min(), array.max(), 10)
+    assert np.isfinite(edges).all()
+    assert (edges[0] <= array.min()) and (array.max() <= edges[-1])
+    expected = [
+        ((array >= low) & ((array < high) | (number == 9))).sum()
+        for number, (low, high) in enumerate(itertools.pairwise(edges))
+    ]
+    assert (np.diff(edges) > 0).all()
+    assert plots._counts(array, edges).tolist() == expected
+    assert plots._counts(array, edges).sum() == len(values)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        (5e-324, 1e-323),
+        (0.0, 5e-324),
+        (1.0, math.nextafter(1.0, 2)),
+        (-2.0, math.nextafter(-2.0, 0)),
+        (2.0**53, 2.0**53 + 2),
+        (math.nextafter(1.7976931348623157e308, 0), 1.7976931348623157e308),
+        (-1.7976931348623157e308, 1.7976931348623157e308),
+        (-1e-300, 1e300),
+    ],
+)
+def test_ranges_at_the_ends_of_what_floats_are_have_bins_of_their_own(low, high):
+    edges = plots._edges(low, high, 100)
+    assert np.isfinite(edges).all()
+    assert (np.diff(edges) > 0).all()
+    values = np.array([low, high, low / 2 + high / 2, high])
+    counts = plots._counts(values, edges)
+    expected = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, 99)
+    assert counts.tolist() == np.bincount(expected, minlength=100).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_numbers_whose_size_is_beyond_their_type_are_counted(write, dtype):
+    part = torch.finfo(dtype).max
+    found = histogram(write({"model/a": torch.tensor([complex(part, part), 1j], dtype=dtype)}), bins=4)
+    assert (found.nan, found.inf, found.counts.tolist()) == (0, 0, [1, 0, 0, 1])
+    assert np.isfinite(found.edges).all()
+
+
+def test_what_is_not_finite_is_counted_and_complex_numbers_by_their_size(write):
+    tensors = {"model/a": torch.tensor([math.nan, math.inf, -math.inf, 1.0]), "model/b": torch.tensor([3 + 4j])}
+    found = histogram(write(tensors), bins=4)
+    assert (found.nan, found.inf) == (1, 2)
+    assert found.counts.tolist() == [1, 0, 0, 1]
+    assert found.edges.tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("tensor", [torch.full((3,), 2.0), torch.zeros(0), torch.tensor([math.nan])])
+def test_one_value_and_none(write, tensor):
+    found = histogram(write({"model/a": tensor}))
+    assert found.counts.sum() == tensor.isfinite().sum()
+    assert (np.diff(found.edges) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("path", "layer"),
+    [
+        ("model/blocks.0.mlp.weight", "blocks.0.mlp"),
+        ("model/scale", "scale"),
+        ("optim/state/blocks.0.mlp.weight/exp_avg", "exp_avg of blocks.0.mlp"),
+        ("optim/state/scale/step", "step of scale"),
+    ],
+)
+def test_the_layer_of_a_tensor(path, layer):
+    assert plots.layer_of(path) == layer
+
+
+def test_norms_are_of_all_tensors_of_a_layer_in_the_order_of_the_file(write):
+    tensors = {"model/b.weight": torch.tensor([3.0]), "model/a": torch.ones(4), "model/b.bias": torch.tensor([4.0])}
+    index = open_index(write(tensors))
+    with BlockReader(index) as reader:
+        assert list(plots.layer_norms(index, reader, index.tensors).items()) == [("b", 5.0), ("a", 2.0)]
+
+
+@pytest.fixture
+def trained(tmp_path):
+    metrics = {"loss": ([1, 2], [3.0, math.nan]), "val.loss": ([2], [2.5]), "lr": ([1], [0.5])}
+    return open_index(save(tmp_path / "a.h5", model=torch.nn.Linear(2, 2), metrics=metrics))
+
+
+def test_curves_come_from_the_file(trained):
+    found = plots.curves(trained)
+    assert sorted(found) == ["loss", "val.loss"]
+    assert [part.tolist() for part in plots.curves(trained, ["l?"])["lr"]] == [[1], [0.5]]
+    with pytest.raises(CheckpointError, match=r"no metric matches 'los'; did you mean 'loss'\?; there are "):
+        plots.curves(trained, ["los"])
+
+
+def test_a_file_without_metrics(write):
+    with pytest.raises(CheckpointError, match="holds no metrics"):
+        plots.curves(open_index(write({"model/a": torch.ones(1)})))
+
+
+def test_numbers_for_json(trained):
+    assert list(plots.as_numbers(plots.curves(trained, ["loss"]))) == [
+        {"name": "loss", "steps": [1, 2], "values": [3.0, "nan"]}
+    ]
+    assert list(plots.as_numbers({"a": 1.0})) == [{"name": "a", "norm": 1.0}]
+    one = plots.Histogram("a", np.array([0.0, 1]), np.array([3]), 1, 2)
+    assert list(plots.as_numbers([one])) == [{"name": "a", "edges": [0.0, 1.0], "counts": [3], "nan": 1, "inf": 2}]
+
+
+def heights(axes):
+    return [patch.get_width() for patch in axes.patches]
+
+
+def test_pictures_show_the_numbers(trained, tmp_path):
+    histograms = [plots.Histogram(f"t{n}", np.arange(4.0), np.array([n, 0, 2]), n, 0) for n in range(6)]
+    figure = plots.draw_histograms("a.h5", histograms)
+    assert [axes.get_title() for axes in figure.axes][:3] == ["t0", "t1 (1 NaN)", "t2 (2 NaN)"]
+    assert [axes.patches[0].get_data().values.tolist() for axes in figure.axes] == [[n, 0, 2] for n in range(6)]
+    norms = plots.draw_norms("a.h5", {"x": 1.0, "y": 2.5})
+    assert heights(norms.axes[0]) == [1.0, 2.5]
+    assert [label.get_text() for label in norms.axes[0].get_yticklabels()] == ["x", "y"]
+    curves = plots.draw_curves("a.h5", plots.curves(trained))
+    assert {line.get_label(): line.get_ydata()[0] for line in curves.axes[0].lines} == {"loss": 3.0, "val.loss": 2.5}
+    for number, drawn in enumerate((figure, norms, curves)):
+        path = plots.write_figure(drawn, tmp_path / f"{number}.png")
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert drawn.get_suptitle() == "a.h5"
+
+
+@pytest.mark.parametrize("norms", [{}, {str(n): 1.0 for n in range(500)}], ids=["none", "many"])
+def test_pictures_of_nothing_and_of_much(tmp_path, norms):
+    path = plots.write_figure(plots.draw_norms("a.h5", norms), tmp_path / "a.svg")
+    assert path.stat().st_size > 0
+
+
+def test_pictures_that_cannot_be(tmp_path):
+    one = plots.Histogram("t", np.arange(2.0), np.array([1]), 0, 0)
+    with pytest.raises(CheckpointError, match="49 tensors match, a picture has room for 48"):
+        plots.draw_histograms("a.h5", [one] * 49)
+    figure = plots.draw_histograms("a.h5", [one])
+    with pytest.raises(CheckpointError, match=r"has to end with one of .*\.pdf, .*\.png"):
+        plots.write_figure(figure, tmp_path / "a.mp3")
+    with pytest.raises(CheckpointError, match="cannot be written: No such file"):
+        plots.write_figure(figure, tmp_path / "none" / "a.png")
+
+
+def test_without_matplotlib_the_mend_is_told(monkeypatch):
+    real = builtins.__import__
+
+    def no_matplotlib(name, *arguments):
+        if name.startswith("matplotlib"):
+            raise ImportError("No module named 'matplotlib'")
+        return real(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", no_matplotlib)
+    with pytest.raises(HpcfsdpError, match=r"pip install 'hpcfsdp\[plot\]'"):
+        plots.draw_norms("a.h5", {"x": 1.0})

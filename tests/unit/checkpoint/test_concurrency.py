@@ -1,0 +1,155 @@
+"""Files that others write, read and remove at the same time."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from hpcfsdp.checkpoint.catalog import latest
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.inspect.verify import verify_file
+from hpcfsdp.checkpoint.reader import BlockReader, open_index
+from hpcfsdp.checkpoint.single import write_alone
+from hpcfsdp.errors import CheckpointError, CheckpointReplacedError
+
+SPECS = (TensorSpec("model/w", (70, 13), "float32"), TensorSpec("model/v", (3,), "int64"))
+
+
+def write(path, value):
+    def read(spec, start, numel):
+        return np.full(numel, value, schema.numpy_dtype(spec.dtype))
+
+    return write_alone(path, SPECS, read, step=value)
+
+
+def value_of(path):
+    """The step of a file, all elements of which are the same number, after every byte has been read."""
+    index = open_index(path)
+    with BlockReader(index) as reader:
+        found = {int(x) for name in index.tensors for block in reader.blocks(name) for x in block}
+    assert found == {index.info.step}, "a mix"
+    return index.info.step
+
+
+SAVER = """
+import sys
+import numpy as np
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.single import write_alone
+
+path, first, turns = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+specs = (TensorSpec("model/w", (70, 13), "float32"), TensorSpec("model/v", (3,), "int64"))
+print("ready", flush=True)
+sys.stdin.readline()
+for value in range(first, first + 2 * turns, 2):
+    write_alone(path, specs, lambda s, a, n: np.full(n, value, schema.numpy_dtype(s.dtype)), step=value)
+"""
+
+
+@pytest.fixture
+def savers(tmp_path):
+    """Two processes that save to one path, many times, from when the test says so; ended with the test."""
+    turns = 60
+    made = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", SAVER, str(tmp_path / "a.h5"), str(first), str(turns)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for first in (2, 3)
+    ]
+    yield made, turns
+    for process in made:
+        process.kill()
+        process.communicate()
+
+
+def test_readers_see_whole_files_while_two_processes_save_to_one_path(tmp_path, savers):
+    processes, turns = savers
+    path = write(tmp_path / "a.h5", 1)
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    seen, newest = [], {0: 0, 1: 0}
+    while any(process.poll() is None for process in processes):
+        try:
+            value = value_of(path)
+        except CheckpointReplacedError as error:
+            assert str(error).startswith(f"{path}: ")
+            continue
+        seen.append(value)
+        assert value == 1 or value >= newest[value % 2], "a file came back that had been replaced"
+        newest[value % 2] = value
+        assert latest(tmp_path) is None
+    assert [process.returncode for process in processes] == [0, 0]
+    assert len(set(seen)) > 5
+    assert value_of(path) in (2 * turns, 2 * turns + 1)  # the last one of either
+    assert os.listdir(tmp_path) == ["a.h5"]
+
+
+def test_verify_during_saves_finds_each_file_sound(tmp_path):
+    path, stop = write(tmp_path / "a.h5", 1), threading.Event()
+
+    def save_on():
+        for value in range(2, 80):
+            write(path, value)
+        stop.set()
+
+    saver = threading.Thread(target=save_on)
+    saver.start()
+    looks = 0
+    while not stop.is_set():
+        try:
+            report = verify_file(path)
+        except CheckpointReplacedError:  # whenever it has tried to
+            continue
+        assert report.sound, report.faults
+        looks += 1
+    saver.join()
+    assert looks
+    assert value_of(path) == 79
+
+
+def test_a_file_that_is_removed_while_it_is_read_is_read_to_its_end(tmp_path):
+    path = write(tmp_path / "a.h5", 5)
+    index = open_index(path)
+    with BlockReader(index) as reader:
+        path.unlink()
+        assert set(reader.read("model/w", 0, 910).tolist()) == {5.0}
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_to_its_end(tmp_path):
+    path = write(tmp_path / "a.h5", 5)
+    index = open_index(path)
+    with BlockReader(index) as reader:
+        write(path, 6)
+        assert set(reader.read("model/w", 0, 910).tolist()) == {5.0}
+    with pytest.raises(CheckpointReplacedError, match=r"a\.h5: "), BlockReader(index):
+        pass
+
+
+def test_a_file_of_an_old_version_that_is_replaced_by_a_new_one_is_told(tmp_path, pytestconfig):
+    path = tmp_path / "a.h5"
+    path.write_bytes((pytestconfig.rootpath / "tests/golden/format-0.1.h5").read_bytes())
+    index = open_index(path)
+    write(path, 6)
+    with pytest.raises(CheckpointReplacedError, match=r"a\.h5: "), BlockReader(index, verify=False):
+        pass
+
+
+def test_a_file_that_is_written_over_in_place_is_found_out(tmp_path):
+    # Not by us: we never do. A copy onto a file that is being read.
+    path, other = write(tmp_path / "a.h5", 5), write(tmp_path / "b.h5", 6)
+    index = open_index(path)
+    with BlockReader(index) as reader:
+        path.write_bytes(other.read_bytes())
+        with pytest.raises(CheckpointError, match="checksum"):
+            reader.read("model/w", 0, 910)
