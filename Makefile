@@ -12,6 +12,11 @@ STAMP := .venv/.hpcfsdp-installed
 # MPICH in an environment of its own: both wheels bring an mpirun, and mpi4py takes the first MPI library it finds.
 MPICH := .venv-mpich/bin
 MPICH_STAMP := .venv-mpich/.hpcfsdp-installed
+# The system's MPI and HDF5, which Debian builds for each other, and an h5py that is built for both: for writer="mpio".
+MPIO := .venv-mpio/bin
+MPIO_STAMP := .venv-mpio/.hpcfsdp-installed
+MPIO_RUN ?= /usr/bin/mpirun --oversubscribe
+HDF5_DIR ?= $(firstword $(wildcard /usr/lib/*/hdf5/openmpi))
 RANKS := 1 2 3 4
 # Of the tests with MPICH; make test-mpich SELECT="-m transport": those that depend on the MPI library.
 SELECT :=
@@ -21,7 +26,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-unit test-mpi test-mpich test-slurm test-gpu lint clean
+.PHONY: help train test test-slow test-unit test-mpi test-mpich test-mpio test-slurm test-gpu lint clean
 
 help:
 	@echo 'make train      train a byte-level GPT with mpirun -n $(N); again: resume and go on'
@@ -30,10 +35,12 @@ help:
 	@echo 'make test-unit  tests of one process, and of the commands'
 	@echo 'make test-mpi   MPI tests under $(RANKS) ranks (or RANKS="2")'
 	@echo 'make test-mpich the MPI tests with MPICH instead of Open MPI'
+	@echo 'make test-mpio  the tests of checkpoints with an h5py that has MPI: system Open MPI, parallel HDF5'
 	@echo 'make test-slurm tests on two nodes, with srun: a private SLURM on this machine'
+	@echo 'make test-slow  tests that take minutes: faults at every step, damage to every bit, 8 ranks'
 	@echo 'make test-gpu   tests that need a GPU: one rank over NCCL, two that share it'
 	@echo 'make lint       ruff, codespell, and shellcheck where it is installed'
-	@echo 'make clean      remove .venv, .venv-mpich and runs/quickstart'
+	@echo 'make clean      remove .venv, .venv-mpich, .venv-mpio and runs/quickstart'
 
 $(STAMP): EXTRAS := openmpi,test,lint
 $(MPICH_STAMP): EXTRAS := mpich,test
@@ -44,6 +51,22 @@ $(STAMP) $(MPICH_STAMP): setup.cfg setup.py constraints.txt
 	@$(PYTHON) -m venv $(@D) \
 	  || { echo "python3 -m venv failed: install your system's python3-venv, or make $(@D) with virtualenv" >&2; exit 2; }
 	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+# The wheel of mpi4py finds the system's MPI when it is loaded. Without --no-build-isolation pip would compile it, which
+# takes over 20 GB of memory; without --no-cache-dir it may take an h5py that was built for something else.
+$(MPIO_STAMP): setup.cfg setup.py constraints.txt
+	@command -v mpicc >/dev/null && test -n "$(HDF5_DIR)" \
+	  || { echo "mpicc or parallel HDF5 is missing: apt-get install openmpi-bin libopenmpi-dev libhdf5-openmpi-dev" >&2; \
+	  exit 2; }
+	@echo "== making $(@D) (h5py is compiled: this takes some minutes)"
+	@$(PYTHON) -m venv $(@D) \
+	  || { echo "python3 -m venv failed: install your system's python3-venv, or make $(@D) with virtualenv" >&2; exit 2; }
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt \
+	  'setuptools>=77,<81' wheel 'cython>=3.0' pkgconfig numpy mpi4py
+	CC=mpicc HDF5_MPI=ON HDF5_DIR=$(HDF5_DIR) $(@D)/bin/python -m pip install --quiet -c constraints.txt \
+	  --no-cache-dir --no-build-isolation --no-deps --no-binary=h5py h5py
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e '.[test]'
 	@touch $@
 
 train: $(STAMP)
@@ -73,6 +96,15 @@ test-mpich: $(MPICH_STAMP)
 	  timeout --kill-after=30 1200 $(MPICH)/mpirun -n $$n $(MPICH)/python -m pytest tests/mpi --with-mpi $(SELECT) || exit 1; \
 	done
 
+test-mpio: export OMP_NUM_THREADS := 1
+test-mpio: $(MPIO_STAMP)
+	$(MPIO)/python -m pytest tests/unit/checkpoint
+	@for n in $(RANKS); do \
+	  echo "== tests of checkpoints with an h5py that has MPI on $$n rank(s)"; \
+	  timeout --kill-after=30 600 $(MPIO_RUN) -n $$n $(MPIO)/python -m pytest tests/mpi/test_checkpoint*.py --with-mpi \
+	    || exit 1; \
+	done
+
 # Not $(PATH) alone: the daemons are where only root's PATH looks.
 test-slurm: export PATH := $(PATH):/usr/sbin:/sbin
 test-slurm: $(STAMP) $(MPICH_STAMP)
@@ -81,6 +113,11 @@ test-slurm: $(STAMP) $(MPICH_STAMP)
 	done
 	@echo "== tests on two nodes of a private SLURM"
 	timeout --kill-after=30 1200 $(PY) -m pytest tests/slurm
+
+test-slow: export OMP_NUM_THREADS := 1
+test-slow: $(STAMP)
+	$(PY) -m pytest tests/unit tests/cli -m slow
+	timeout --kill-after=30 1200 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi/test_checkpoint_world.py --with-mpi -m slow
 
 test-gpu: $(STAMP)
 	@for n in 1 2; do \
@@ -95,4 +132,4 @@ lint: $(STAMP)
 	else echo "shellcheck is not installed: shell scripts are not checked"; fi
 
 clean:
-	rm -rf .venv .venv-mpich runs/quickstart
+	rm -rf .venv .venv-mpich .venv-mpio runs/quickstart
