@@ -187,15 +187,15 @@ def memory_of_blocks(plan: SavePlan, tensors: Sequence[StateTensor]) -> Callable
         tensors: as the plan has them.
     """
     flat: tuple[LocalPiece, torch.Tensor] | None = None
+    of, starts, numels = (plan.blocks[name] for name in ("tensor", "start", "numel"))
 
     def memory_of(index: int) -> torch.Tensor:
         nonlocal flat
-        tensor, start, numel = plan.blocks[["tensor", "start", "numel"]][index].item()
-        piece = tensors[tensor].piece_of(start)
+        start = starts.item(index)
+        piece = tensors[of.item(index)].piece_of(start)
         if flat is None or flat[0] is not piece:
             flat = piece, piece.flat()  # a copy, where elements do not lie in order
-        begin = start - piece.start
-        return flat[1][begin : begin + numel].view(torch.uint8)
+        return flat[1].narrow(0, start - piece.start, numels.item(index)).view(torch.uint8)
 
     return memory_of
 

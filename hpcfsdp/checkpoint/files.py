@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +18,15 @@ _BUFFERS_AT_ONCE = 1024
 """What POSIX promises a vectored call to take (IOV_MAX)."""
 
 _NO_SUCH_CALL = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+@functools.cache
+def _system_id() -> str:
+    """Of the kernel that runs; of this process alone, where that is not known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return secrets.token_hex(16)
 
 
 def _fallocate(fd: int, nbytes: int) -> None:
@@ -79,6 +90,11 @@ class Files:
     def size(self, fd: int) -> int:
         """Bytes of the file."""
         return self._repeated(self._system.fstat, fd).st_size
+
+    def place(self, fd: int) -> tuple[str, int, int]:
+        """Which file it is, and on which running system: two processes with the same share its pages in memory."""
+        status = self._repeated(self._system.fstat, fd)
+        return _system_id(), status.st_dev, status.st_ino
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         """Write buffers one after the other, all of them."""

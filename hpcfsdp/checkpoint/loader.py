@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -22,6 +22,7 @@ from hpcfsdp.checkpoint.format.schema import CheckpointInfo
 from hpcfsdp.checkpoint.inspect.names import hits, matching
 from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
 from hpcfsdp.checkpoint.retention import reading
+from hpcfsdp.checkpoint.shares import rows_to_check
 from hpcfsdp.checkpoint.values import rebuilt
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import (
@@ -58,8 +59,9 @@ def load(
 
     Parameters, buffers, the optimizer's state and hyper-parameters and the random number generators become what they
     were. Every byte that is read is checked against its checksum, and nothing is changed before all ranks have checked
-    theirs: what is loaded in place is read twice for that, first to be looked at only. With as many ranks as wrote the
-    file each continues its own random numbers; ranks beyond those get new ones, which follow from file and rank.
+    theirs: what is loaded in place is read twice for that, first to be looked at only, which the ranks of a node divide
+    among them. With as many ranks as wrote the file each continues its own random numbers; ranks beyond those get new
+    ones, which follow from file and rank.
 
     Args:
         path: of the file.
@@ -86,19 +88,23 @@ def load(
     comm = communicator_of(model)
     path = Path(os.path.expanduser(path))
     with reading(path), contextlib.ExitStack() as stack, torch.no_grad():
-        index, reader = _opened_by_all(comm, stack, files or Files(), path, verify)
+        index, reader, peers = _opened_by_all(comm, stack, files or Files(), path, verify)
         with raise_together(comm):
             match, targets = _match_targets(index, model, names, strict, stack)
             restore = None if optimizer is None else _plan_optimizer(index, model, optimizer)
             tensors = [*targets, *(restore.tensors if restore is not None else ())]
             for staged in staged_of(tensors):
                 staged.alloc()
-            pieces = [item for tensor in targets for item in _pieces(str(_path_in(index, tensor)), tensor)]
+            found = [(str(_path_in(index, tensor)), tensor) for tensor in targets]
+            pieces = [item for path_in_file, tensor in found for item in _pieces(path_in_file, tensor)]
             if restore is not None:
                 _read_optimizer(reader, restore)
             generators = None if names is not None else _generators(index, comm, device_of(model))
             if verify:
-                _check_pieces(reader, pieces)
+                # Before anything is changed: damage must not leave a model that is half old and half new. To keep what
+                # is read here would take as much memory as the model; when it is read again, it is most often in the
+                # system's memory.
+                reader.check_rows(rows_to_check(index, found, peers, comm.rank, comm.size))
         with raise_together(comm):
             _read_pieces(reader, pieces)
     for staged in staged_of(tensors):
@@ -127,8 +133,9 @@ def _check_arguments(names: Sequence[str] | None, optimizer: torch.optim.Optimiz
 
 def _opened_by_all(
     comm: Communicator, stack: contextlib.ExitStack, files: Files, path: Path, verify: bool
-) -> tuple[CheckpointIndex, BlockReader]:
-    """Collective over `comm`. The index, as rank 0 reads it, and the same file opened by all ranks.
+) -> tuple[CheckpointIndex, BlockReader, list[int]]:
+    """Collective over `comm`. The index, as rank 0 reads it, the same file opened by all ranks, and the ranks whose
+    system keeps it in its memory for this rank, too.
 
     A file that is replaced by a newer one meanwhile is given up for that.
     """
@@ -138,14 +145,13 @@ def _opened_by_all(
             if comm.rank == 0:
                 index = open_index(path, files)
         index = comm.broadcast_object(index)
-        reader, replaced = BlockReader(index, files, verify=verify), False
-        with raise_together(comm):
-            try:
-                stack.enter_context(reader)
-            except CheckpointReplacedError:
-                replaced = True
-        if not any(comm.all_gather_object(replaced)):
-            return index, reader
+        reader = BlockReader(index, files, verify=verify)
+        place: Hashable = None  # it has been replaced
+        with raise_together(comm), contextlib.suppress(CheckpointReplacedError):
+            place = stack.enter_context(reader).place()
+        places = comm.all_gather_object(place)
+        if None not in places:
+            return index, reader, [rank for rank, other in enumerate(places) if other == place]
         stack.close()
     raise CheckpointReplacedError(f"{path}: was replaced {_TRIES} times while it was opened: load another file")
 
@@ -168,16 +174,6 @@ def _read_optimizer(reader: BlockReader, restore: OptimizerRestore) -> None:
         for item in _pieces(f"{schema.OPTIM_STATE}/{tensor.name}", tensor):
             _read_piece(reader, *item)
     restore.check()
-
-
-def _check_pieces(reader: BlockReader, pieces: Sequence[_Piece]) -> None:
-    """Look at all before anything is changed: damage must not leave a model that is half old and half new.
-
-    To keep what is read here would take as much memory as the model. When it is read again, it most often comes from
-    the memory of the system.
-    """
-    for path, piece, _ in pieces:
-        reader.check(path, piece.start, piece.numel)
 
 
 def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece]) -> None:

@@ -273,8 +273,19 @@ class PendingSave:
 
     def _put(self, places: deque[int], memory_of: Callable[[int], torch.Tensor], *, wait: bool = True) -> None:
         """Copy blocks into the ring, as far as there is room for them, and take them from `places`."""
-        while places and self._ring.put(places[0], memory_of(int(self._own[places[0]])), wait=wait):
-            places.popleft()
+        most = min(BlockWriter.AT_ONCE, self._ring.nbytes // 4)  # a small ring is filled while it is emptied
+        while places:
+            pieces, nbytes = [], 0
+            for place in places:
+                memory = memory_of(int(self._own[place]))
+                nbytes += memory.numel()
+                if pieces and nbytes > most:
+                    break
+                pieces.append((place, memory))
+            if not self._ring.put(pieces, wait=wait):
+                return
+            for _ in pieces:
+                places.popleft()
 
     def _lay_out(self) -> Skeleton:
         """In a thread: find out where tensors begin; on rank 0, make the file."""
@@ -285,8 +296,7 @@ class PendingSave:
                 content.plan.links,
                 len(content.plan.blocks),
                 content.attributes,
-                {},
-                late=content.small if is_first else None,
+                content.small if is_first else {},
             )
             if is_first:
                 self._draft.create(skeleton.nbytes)

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -207,6 +207,9 @@ def _damage(path: Path) -> Iterator[None]:
 _KEPT_BYTES = 64 << 20
 """Most bytes of rows that a reader keeps, to give parts of them, unless one alone has more."""
 
+_AT_ONCE_BYTES = 2 << 20
+"""Most bytes of several rows that are read in one go to be checked: they stay in the cache of a core until they are."""
+
 _LONG_RUN_BYTES = 64 << 10
 _SPAN_BYTES = 8 << 20
 
@@ -297,18 +300,37 @@ class BlockReader:
         for row in rows:
             self._read_row(spec, row, start, output)
 
-    def check(self, path: str, start: int, numel: int) -> None:
-        """Compare what ``read`` would read with its checksums, and keep none of it; raises as that does."""
-        spec, rows = self._overlapping(path, start, numel)
-        for row in rows:
+    def check_rows(self, places: np.ndarray) -> None:
+        """Compare rows of the table of extents with their checksums, and keep none of them; raises as ``read`` does.
+
+        Args:
+            places: of the rows in the table. Rows that follow each other in the file are best next to each other here.
+        """
+        specs = list(self._index.tensors.values())
+        rows = self._index.extents[places]
+        found = [(specs[tensor], row) for tensor, row in zip(rows["tensor"].tolist(), rows, strict=True)]
+        for group in _together(found):
+            spec, row = group[0]
             if int(row["count"]) > 1:
-                self._whole(spec, row)
+                self._check(spec, row, self._runs(spec, row))
                 continue
-            nbytes = int(row["numel"]) * spec.itemsize
-            if len(self._scratch) < nbytes:
-                self._scratch = np.empty(nbytes, np.uint8)
-            self._fill(spec, row, self._scratch[:nbytes])
-            self._check(spec, row, self._scratch[:nbytes])
+            sizes = [int(row["numel"]) * spec.itemsize for spec, row in group]
+            if len(self._scratch) < sum(sizes):
+                self._scratch = np.empty(sum(sizes), np.uint8)
+            self._fill(spec, row, self._scratch[: sum(sizes)])
+            end = 0
+            for (spec, row), nbytes in zip(group, sizes, strict=True):
+                self._check(spec, row, self._scratch[end : end + nbytes])
+                end += nbytes
+
+    def place(self) -> Hashable:
+        """What is the same for two processes only if one system keeps the file in its memory for both.
+
+        Raises:
+            CheckpointError: the system does not tell.
+        """
+        with _damage(self._path):
+            return self._files.place(self._fd)
 
     def _overlapping(self, path: str, start: int, numel: int) -> tuple[TensorSpec, np.ndarray]:
         """A tensor, and the rows that have some of these elements."""
@@ -400,6 +422,23 @@ class BlockReader:
                 f"{self._path}: damaged: {_said(row)} of {spec.path} (written by rank {int(row['rank'])}, bytes from "
                 f"{int(row['byte_offset'])}{of}) do not have their checksum"
             )
+
+
+def _together(rows: Iterable[tuple[TensorSpec, np.void]]) -> Iterator[list[tuple[TensorSpec, np.void]]]:
+    """Rows that can be read in one go: of single runs, which follow each other in a file."""
+    group: list[tuple[TensorSpec, np.void]] = []
+    expected, nbytes = None, 0
+    for spec, row in rows:
+        size = int(row["numel"]) * spec.itemsize
+        place = (int(row["file"]), int(row["byte_offset"])) if int(row["count"]) == 1 else None
+        if group and (place is None or place != expected or nbytes + size > _AT_ONCE_BYTES):
+            yield group
+            group, nbytes = [], 0
+        group.append((spec, row))
+        nbytes += size
+        expected = None if place is None else (place[0], place[1] + size)
+    if group:
+        yield group
 
 
 def _check_part(master: Path, part: PartFile, path: Path, files: Files, fd: int) -> None:

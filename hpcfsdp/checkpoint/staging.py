@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,12 +80,12 @@ class Ring:
             self._waiting: deque[StagedBlock] = deque()
             self._ended = self._stopped = False
 
-    def put(self, key: Any, source: torch.Tensor, *, wait: bool = True) -> bool:
+    def put(self, pieces: Sequence[tuple[Any, torch.Tensor]], *, wait: bool = True) -> bool:
         """Copy bytes into the ring; they may be changed afterwards, by work enqueued on the current stream if on a GPU.
 
         Args:
-            source: uint8, 1-D, no more than the ring holds.
-            wait: for room, until what was put in before has been written.
+            pieces: the key and the bytes of each, uint8, 1-D, together no more than the ring holds.
+            wait: for room for all, until what was put in before has been written.
 
         Returns:
             Whether they were taken. After ``stop`` they are, and are forgotten; without `wait` they are not where there
@@ -93,7 +94,7 @@ class Ring:
         Raises:
             ValueError: they do not fit into the ring at all.
         """
-        nbytes = source.numel()
+        nbytes = sum(source.numel() for _, source in pieces)
         if nbytes > self.nbytes:
             raise ValueError(f"{nbytes} bytes do not fit into a staging ring of {self.nbytes}")
         with self._changed:
@@ -103,16 +104,19 @@ class Ring:
                 self._changed.wait()
             if self._stopped:
                 return True
-        at = begin % self.nbytes if self.nbytes else 0
-        memory = self._memory[at : at + nbytes]
-        memory.copy_(source, non_blocking=source.is_cuda)
-        event = None
-        if source.is_cuda:
-            event = self._copied = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(source.device))  # on which the copy is, whatever GPU is current
+        blocks, end = [], begin
+        for key, source in pieces:
+            memory = self._memory.narrow(0, end % self.nbytes if self.nbytes else 0, source.numel())
+            memory.copy_(source, non_blocking=source.is_cuda)
+            event = None
+            if source.is_cuda:
+                event = self._copied = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(source.device))  # on which the copy is, whatever GPU is current
+            end += source.numel()
+            blocks.append(StagedBlock(key, memory, event, end))
         with self._changed:
             self._head = begin + nbytes
-            self._waiting.append(StagedBlock(key, memory, event, self._head))
+            self._waiting.extend(blocks)
             self._changed.notify_all()
         return True
 

@@ -119,7 +119,7 @@ class ParamSlot:
         """The shape of the parameter, all blocks together."""
         return self.shape if self.block is None else self.block.shape
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -224,9 +224,18 @@ class FlatLayout:
         """The same runs as numbers, for any number of ranks in one go.
 
         Returns:
-            The first rank that has a run, and int64 ``[runs + 1]``: the first element of each, and the number of all.
+            The first rank that has a run, and int64 ``[runs + 1]``, not to be changed: the first element of each, and
+            the number of all.
         """
-        slot = self.by_name[fqn]
+        if fqn not in self._param_edges:
+            self._param_edges[fqn] = self._edges_of(self.by_name[fqn])
+        return self._param_edges[fqn]
+
+    @cached_property
+    def _param_edges(self) -> dict[str, tuple[int, np.ndarray]]:
+        return {}
+
+    def _edges_of(self, slot: ParamSlot) -> tuple[int, np.ndarray]:
         if slot.numel == 0:
             return 0, np.zeros(1, np.int64)
         first, end = slot.offset // self.shard_numel, (slot.end - 1) // self.shard_numel + 1
@@ -240,7 +249,16 @@ class FlatLayout:
 
     def param_extent(self, fqn: str, shard_rank: int) -> ShardExtent | None:
         """The run of the parameter `fqn` (or an alias) that lies on one rank, None if there is none."""
-        return next(self._cut(self.by_name[fqn], shard_rank, shard_rank + 1), None)
+        known = self._param_extent.get(fqn)
+        if known is None or known[0] != shard_rank:
+            found = next(self._cut(self.by_name[fqn], shard_rank, shard_rank + 1), None)
+            known = self._param_extent[fqn] = shard_rank, found
+        return known[1]
+
+    @cached_property
+    def _param_extent(self) -> dict[str, tuple[int, ShardExtent | None]]:
+        """Of the rank that was asked for last, which most often is the same."""
+        return {}
 
     def renamed(self, rename: Callable[[str], str]) -> FlatLayout:
         """The same layout with every name, aliases too, passed through `rename`."""

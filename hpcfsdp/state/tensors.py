@@ -31,7 +31,10 @@ class LocalPiece:
 
     def flat(self) -> torch.Tensor:
         """The elements, 1-D; the memory itself unless they lie in another order there."""
-        return self.tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        memory = self.tensor.detach()
+        if memory.is_conj() or memory.is_neg():
+            memory = memory.resolve_conj().resolve_neg()
+        return memory.contiguous().view(-1)
 
     @torch.no_grad()
     def fill(self, values: torch.Tensor) -> None:
@@ -85,8 +88,15 @@ class StateTensor:
     staged: Staged | None = None
 
     def piece_of(self, start: int) -> LocalPiece:
-        """The piece in which an element lies."""
-        return next(piece for piece in self.pieces if piece.start <= start < piece.start + piece.numel)
+        """The piece in which an element lies.
+
+        Raises:
+            LookupError: this rank does not have it.
+        """
+        for piece in self.pieces:
+            if piece.start <= start < piece.start + piece.numel:
+                return piece
+        raise LookupError(f"this rank does not have element {start} of {self.name}")
 
 
 class Staged(Protocol):

@@ -13,6 +13,7 @@ from torch import nn
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.catalog import ABANDONED_AFTER_S, partial_path
 from hpcfsdp.checkpoint.files import Files, System
+from hpcfsdp.checkpoint.reader import BlockReader, open_index
 from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, DisagreementError
 from hpcfsdp.flat.layout import FlatLayout
@@ -248,6 +249,37 @@ def test_a_damaged_block_is_found_by_some_rank_and_changes_nothing_on_any(comm, 
         checkpoint.load(path, model=again, optimizer=again_optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, again.parameters(), strict=True))
     assert not again_optimizer.state
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_ranks_of_a_node_check_a_file_together_and_each_node_what_it_loads(comm, shared_path, monkeypatch, nodes):
+    model, _ = trained(comm, 0)
+    path = checkpoint.save(shared_path / "shared.h5", model=model)
+    index = open_index(path)
+    whole, node = dict(make_net().named_parameters()), comm.rank % nodes
+    monkeypatch.setattr("hpcfsdp.checkpoint.files._system_id", lambda: str(node))
+    real, checked = BlockReader.check_rows, []
+
+    def check_rows(self, places):
+        checked.extend(places.tolist())
+        real(self, places)
+
+    monkeypatch.setattr(BlockReader, "check_rows", check_rows)
+    for other in (Net(), shard(make_net(seed=3))):
+        checked.clear()
+        checkpoint.load(path, model=other)
+        on_node = [places for of, places in comm.all_gather_object((node, checked)) if of == node]
+        places = sorted(place for of in on_node for place in of)
+        assert len(set(places)) == len(places)
+        if nodes == 1 or isinstance(other, Net):  # it is whole on every rank
+            assert places == list(range(len(index.extents)))
+            assert all(on_node)
+        if isinstance(other, Net):
+            assert all(torch.equal(param, whole[name]) for name, param in other.named_parameters())
+        else:
+            assert same(model, other)
+    if comm.size == 4 and nodes == 2:  # the halves of a sharded model are on different nodes
+        assert 0 < len(places) < len(index.extents)
 
 
 def test_a_truncated_file_is_refused_on_every_rank(comm, shared_path):

@@ -284,8 +284,8 @@ def test_more_bytes_than_the_ring_holds_go_through_it(comm, shared_path, monkeyp
         sizes.append(nbytes)
         made(self, nbytes, **options)
 
-    def note_depth(self, key, source, **options):
-        taken = put(self, key, source, **options)
+    def note_depth(self, pieces, **options):
+        taken = put(self, pieces, **options)
         deepest[0] = max(deepest[0], self._head - self._tail)
         return taken
 

@@ -233,8 +233,7 @@ class HDF5Writer(StorageWriter):
                     (),
                     len(rows),
                     pending.attributes,
-                    {},
-                    late=self._late_values(pending.entries, [result for own in results for result in own]),
+                    self._small_values(pending.entries, [result for own in results for result in own]),
                 )
                 if (skeleton.offsets, skeleton.table) != (pending.skeleton.offsets, pending.skeleton.table):
                     raise CheckpointError("HDF5 has laid the file out in two different ways")
@@ -244,7 +243,7 @@ class HDF5Writer(StorageWriter):
             raise
         self._keep()
 
-    def _late_values(
+    def _small_values(
         self, entries: Mapping[str, Entry], results: Iterable[WriteResult]
     ) -> dict[str, np.ndarray | bytes]:
         """The small datasets, with the values that ranks have told of."""
@@ -269,9 +268,9 @@ class HDF5Writer(StorageWriter):
             elif is_hyper_parameter(entry):
                 groups.setdefault(int(entry.place[-2]), {})[str(entry.place[-1])] = written.value
         listed = [groups[number] for number in sorted(groups)] if groups else None
-        late = small_values(self._kept_with(entries, values), self._config, listed, scalars)
-        late[schema.STATE_DICT] = schema.to_json([entry.to_json() for entry in entries.values()])
-        return late
+        small = small_values(self._kept_with(entries, values), self._config, listed, scalars)
+        small[schema.STATE_DICT] = schema.to_json([entry.to_json() for entry in entries.values()])
+        return small
 
     def _kept_with(self, entries: Mapping[str, Entry], values: Mapping[str, Any]) -> dict[str, Any]:
         """`extra` of the file: the values of entries, by name, and those that were given to this object.

@@ -56,6 +56,12 @@ class SparseImage(_Cursor):
         super().__init__()
         self._pages: dict[int, bytearray] = {}
 
+    def copy(self) -> SparseImage:
+        """One of the same bytes, that has nothing in common with this one."""
+        image = SparseImage()
+        image.nbytes, image._pages = self.nbytes, {page: data.copy() for page, data in self._pages.items()}
+        return image
+
     def write(self, buffer: bytes | memoryview) -> int:
         view = memoryview(buffer).cast("B")
         for page, begin, part in _pages_of(view, self._position):

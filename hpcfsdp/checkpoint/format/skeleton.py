@@ -2,6 +2,10 @@
 
 HDF5 lays the file out, and what it would have written is kept. The writer puts it on the disk when the tensors are
 there: until then there is no file that HDF5 could mistake for one.
+
+Laying thousands of tensors out takes long, and from one save of a training to the next they are the same. So it is done
+in two steps: first a base, with the tensors and room for the attributes, and then in a copy of it the values. The last
+bases are kept for the saves that follow.
 """
 
 from __future__ import annotations
@@ -21,6 +25,11 @@ from hpcfsdp.checkpoint.format.seal import Seal, make_seal, packed_bytes
 
 _SMALL_BYTES = 1 << 16
 """Tensors below lie together: many of them are then written and read in one go."""
+
+_LIBVER = {"v108": h5py.h5f.LIBVER_V18, "v110": h5py.h5f.LIBVER_V110}
+
+_KEPT = 2
+"""Bases, of some hundred bytes for each tensor. Two: a model may be saved with its optimizer, and elsewhere without."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,6 @@ def build_skeleton(
     attributes: Mapping[str, Any],
     small: Mapping[str, np.ndarray | bytes],
     *,
-    late: Mapping[str, np.ndarray | bytes] | None = None,
     sources: Mapping[int, Sequence[Source]] | None = None,
     file_names: Sequence[str] = (),
 ) -> Skeleton:
@@ -90,58 +98,129 @@ def build_skeleton(
         links: (further path, path of the tensor).
         num_extents: rows of the table of extents.
         attributes: of the root group: numbers and strings.
-        small: further datasets by path: arrays, or ASCII text as bytes.
-        late: such ones that are put behind the tensors: `offsets` and the place of the table are those of a file
-            without them, for values that are not known when the tensors are written.
+        small: further datasets by path: arrays, or ASCII text as bytes. They are put behind the tensors: `offsets` and
+            the place of the table are those of a file without them, for values that are known last.
         sources: of the tensors (by their place in `specs`) whose elements stand in other files, all of them. They
             become virtual datasets.
         file_names: rows of the table of other files.
     """
-    specs, links, sources = list(specs), list(links), sources or {}
-    image = SparseImage()
-    with h5py.File(
-        image,
-        "w",
-        libver=schema.LIBVER,
-        alignment_threshold=schema.ALIGNMENT_BYTES,
-        alignment_interval=schema.ALIGNMENT_BYTES,
-    ) as file:
-        for name, value in {"format": schema.FORMAT, "format_version": schema.FORMAT_VERSION, **attributes}.items():
-            file.attrs[name] = np.bytes_(value) if isinstance(value, str) else value
-        file.attrs["committed"] = np.uint8(1)  # for readers that know HDF5 alone: it comes to the disk with the seal
-        file.create_group(schema.MODEL, track_order=True)
-        tables = _tables(specs, links)
-        further = [path for path, _ in links]
-        groups = {"", schema.MODEL}
-        _create_groups(file, groups, [*(spec.path for spec in specs), *further, *small, *tables])
-        tensors = [_create_tensor(file, spec, sources.get(index, ())) for index, spec in enumerate(specs)]
-        for further, path_in_file in links:
-            file[further] = file[path_in_file]
-        for name, value in {**small, **tables}.items():
-            _write(file, name, np.bytes_(value) if isinstance(value, bytes) else np.asarray(value))
+    values = {"format": schema.FORMAT, "format_version": schema.FORMAT_VERSION, **attributes}
+    marks = {name: np.asarray(np.bytes_(value) if isinstance(value, str) else value) for name, value in values.items()}
+    # Files beside this one have new names with each save: such a base is of no use to the next.
+    base_of = _base_of.__wrapped__ if sources else _base_of
+    base = base_of(
+        tuple(specs),
+        tuple(links),
+        num_extents,
+        tuple((name, mark.dtype, mark.shape) for name, mark in marks.items()),
+        tuple((index, tuple(found)) for index, found in (sources or {}).items()),
+        len(file_names),
+        max((len(name.encode()) for name in file_names), default=0),
+    )
+    image = base.image.copy()
+    with _opened(image, "r+") as file:
+        for name, mark in marks.items():
+            file.attrs.modify(name, mark)  # in place: an attribute that is made anew moves others
+        _create_groups(file, set(base.groups), small)
+        for path, value in small.items():
+            _write(file, path, np.bytes_(value) if isinstance(value, bytes) else np.asarray(value))
         _mark_metrics(file, small)
-        table = _create(file, schema.EXTENTS, h5py.h5t.py_create(schema.EXTENT_DTYPE), (num_extents,))
-        kind = schema.file_table_dtype(max((len(name.encode()) for name in file_names), default=0))
-        names = _create(file, schema.FILES, h5py.h5t.py_create(kind), (len(file_names),)) if file_names else None
+    return Skeleton(base.offsets, tuple(_regions(image, base.elsewhere)), base.table, image.nbytes, base.files)
+
+
+@dataclass(frozen=True)
+class _Base:
+    """A file without the values that change from save to save. It is shared: nobody may write to it.
+
+    Attributes:
+        image: the file, with zeros for the values of attributes.
+        offsets, table, files: as ``Skeleton`` has them.
+        elsewhere: (first byte, number of bytes) of what is no region, ascending.
+        groups: those there are.
+    """
+
+    image: SparseImage
+    offsets: tuple[int, ...]
+    table: int
+    files: int
+    elsewhere: tuple[tuple[int, int], ...]
+    groups: frozenset[str]
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _base_of(
+    specs: tuple[TensorSpec, ...],
+    links: tuple[tuple[str, str], ...],
+    num_extents: int,
+    marks: tuple[tuple[str, np.dtype, tuple[int, ...]], ...],
+    sources: tuple[tuple[int, tuple[Source, ...]], ...],
+    num_files: int,
+    longest_name: int,
+) -> _Base:
+    """Have HDF5 lay out what is the same as long as these are.
+
+    Args:
+        marks: attributes of the root group: name, dtype and shape.
+        num_files, longest_name: of other files, and the bytes of a name.
+    """
+    image, sources_of = SparseImage(), dict(sources)
+    with _opened(image, "w") as file:
+        for name, dtype, shape in marks:
+            file.attrs[name] = np.zeros(shape, dtype)
+        file.attrs["committed"] = np.uint8(1)  # for readers that know HDF5 alone: it comes to the disk with the seal
+        _create_model_group(file)
+        tables = _tables(specs, links)
+        groups = {"", schema.MODEL}
+        _create_groups(file, groups, [*(spec.path for spec in specs), *(path for path, _ in links), *tables])
+        tensors = [_create_tensor(file, spec, sources_of.get(index, ())) for index, spec in enumerate(specs)]
+        for path, path_in_file in links:
+            file[path] = file[path_in_file]
+        for name, value in tables.items():
+            _write(file, name, value)
+        row, file_row = schema.EXTENT_DTYPE, schema.file_table_dtype(longest_name)
+        kind, file_kind = h5py.h5t.py_create(row), h5py.h5t.py_create(file_row)
+        table = _create(file, schema.EXTENTS, kind, (num_extents,))
+        names = _create(file, schema.FILES, file_kind, (num_files,)) if num_files else None
         file.flush()  # before storage is given out, so that all of HDF5's own lies in front of it
-        table_offset = _allocate(table, schema.EXTENT_DTYPE)
-        files_offset = 0 if names is None else _allocate(names, kind)
+        table_offset = _allocate(table, kind, (num_extents,), row)
+        files_offset = 0 if names is None else _allocate(names, file_kind, (num_files,), file_row)
         offsets = [0] * len(specs)
-        here = [index for index in range(len(specs)) if index not in sources]
+        here = [index for index in range(len(specs)) if index not in sources_of]
         for index in sorted(here, key=lambda i: specs[i].nbytes >= _SMALL_BYTES):
-            offsets[index] = _allocate(tensors[index], schema.numpy_dtype(specs[index].dtype))
-        _create_groups(file, groups, late or ())
-        for name, value in (late or {}).items():
-            _write(file, name, np.bytes_(value) if isinstance(value, bytes) else np.asarray(value))
-        _mark_metrics(file, late or ())
+            dtype, shape = specs[index].dtype, specs[index].shape
+            offsets[index] = _allocate(tensors[index], _type_of(dtype), shape, schema.numpy_dtype(dtype))
     elsewhere = [(offsets[index], specs[index].nbytes) for index in here]
-    elsewhere.append((table_offset, num_extents * schema.EXTENT_DTYPE.itemsize))
-    elsewhere.append((files_offset, len(file_names) * kind.itemsize))
-    regions = _regions(image, elsewhere)
-    return Skeleton(tuple(offsets), tuple(regions), table_offset, image.nbytes, files_offset)
+    elsewhere.append((table_offset, num_extents * row.itemsize))
+    elsewhere.append((files_offset, num_files * file_row.itemsize))
+    elsewhere = sorted(place for place in elsewhere if place[1])
+    return _Base(image, tuple(offsets), table_offset, files_offset, tuple(elsewhere), frozenset(groups))
 
 
-def _tables(specs: list[TensorSpec], links: list[tuple[str, str]]) -> dict[str, np.ndarray]:
+def _opened(image: SparseImage, mode: str) -> h5py.File:
+    """With property lists made here: older versions of h5py have the root group tell the time."""
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, image)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    access.set_libver_bounds(*(_LIBVER[version] for version in schema.LIBVER))
+    access.set_alignment(schema.ALIGNMENT_BYTES, schema.ALIGNMENT_BYTES)
+    if mode == "r+":
+        return h5py.File(h5py.h5f.open(b"skeleton", h5py.h5f.ACC_RDWR, access))
+    layout = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    layout.set_obj_track_times(False)
+    return h5py.File(h5py.h5f.create(b"skeleton", h5py.h5f.ACC_TRUNC, layout, access))
+
+
+def _create_model_group(file: h5py.File) -> None:
+    """The one that has its tensors in their order."""
+    order = h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED
+    layout = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+    layout.set_obj_track_times(False)
+    layout.set_link_creation_order(order)
+    layout.set_attr_creation_order(order)
+    h5py.h5g.create(file.id, schema.MODEL.encode(), None, layout)
+
+
+def _tables(specs: Sequence[TensorSpec], links: Sequence[tuple[str, str]]) -> dict[str, np.ndarray]:
     paths = [spec.path.encode() for spec in specs]
     tensors = np.zeros(len(specs), schema.tensor_table_dtype(max(map(len, paths), default=0)))
     tensors["path"], tensors["dtype"] = paths, [spec.dtype.encode() for spec in specs]
@@ -233,6 +312,15 @@ def _one() -> h5py.h5s.SpaceID:
 
 
 @functools.lru_cache(maxsize=64)
+def _first(shape: tuple[int, ...]) -> h5py.h5s.SpaceID:
+    """The first element of datasets of a shape."""
+    space = _space(shape)
+    if shape:
+        space.select_hyperslab((0,) * len(shape), (1,) * len(shape))
+    return space
+
+
+@functools.lru_cache(maxsize=64)
 def _zero(dtype: np.dtype) -> np.ndarray:
     """One element."""
     return np.zeros(1, dtype)
@@ -250,8 +338,11 @@ def _create(
     layout = _layout() if sources else _contiguous()
     for source in sources:
         _map(layout, path, shape, source)
-    space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
-    return h5py.h5d.create(file.id, path.encode(), kind, space, layout, _link())
+    return h5py.h5d.create(file.id, path.encode(), kind, _space(shape), layout, _link())
+
+
+def _space(shape: tuple[int, ...]) -> h5py.h5s.SpaceID:
+    return h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
 
 
 def _map(layout: h5py.h5p.PropDCID, path: str, shape: tuple[int, ...], source: Source) -> None:
@@ -267,23 +358,24 @@ def _map(layout: h5py.h5p.PropDCID, path: str, shape: tuple[int, ...], source: S
         done += numel
 
 
-def _allocate(dataset: h5py.h5d.DatasetID, dtype: np.dtype) -> int:
-    """Give a dataset its storage, by writing one element: HDF5 has no other call for it. Where it is."""
-    space = dataset.get_space()
-    if not space.get_simple_extent_npoints():
+def _allocate(dataset: h5py.h5d.DatasetID, kind: h5py.h5t.TypeID, shape: tuple[int, ...], dtype: np.dtype) -> int:
+    """Give a dataset its storage, by writing one element: HDF5 has no other call for it. Where it is.
+
+    Args:
+        kind, shape: with which it was created.
+        dtype: numpy's, with elements of that size. Nothing is converted: numpy has no bfloat16.
+    """
+    if 0 in shape:
         return 0
-    if ndim := space.get_simple_extent_ndims():
-        space.select_hyperslab((0,) * ndim, (1,) * ndim)
-    kind = dataset.get_type()  # nothing is to be converted: numpy has no bfloat16
-    dataset.write(_one(), space, _zero(dtype), kind)
+    dataset.write(_one(), _first(shape), _zero(dtype), kind)
     return dataset.get_offset()
 
 
 def _regions(image: SparseImage, elsewhere: Iterable[tuple[int, int]]) -> list[tuple[int, bytes]]:
-    """What the image holds outside of these (first byte, number of bytes), without the zeros at either end."""
+    """What the image holds outside of these (first byte, number of bytes), ascending, without zeros at either end."""
     found, end = [], 0
-    for begin, nbytes in [*sorted(place for place in elsewhere if place[1]), (image.nbytes, 0)]:
-        for first, data in image.written(end, begin):
+    for begin, nbytes in [*elsewhere, (image.nbytes, 0)]:
+        for first, data in image.written(end, begin) if end < begin else ():
             rest = data.lstrip(b"\0")
             if rest:
                 found.append((first + len(data) - len(rest), rest.rstrip(b"\0")))

@@ -2,15 +2,16 @@
 
 import io
 import itertools
+import time
 import tracemalloc
 
 import h5py
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format import schema, skeleton as module
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.format.skeleton import build_skeleton
+from hpcfsdp.checkpoint.format.skeleton import Source, build_skeleton
 
 DTYPES = ["float32", "bfloat16", "int64", "bool", "complex64", "float8_e4m3fn"]
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
@@ -70,7 +71,7 @@ def test_values_that_come_late_move_no_tensor(kinds, late, in_optim):
     attributes = {"step": np.int64(1), "date": "2026-01-01T00:00:00+00:00"}
     without = build_skeleton(specs, [], 7, attributes, {})
     other = {"step": np.int64(1 << 40), "date": "2027-02-02T11:11:11+00:00"}
-    found = build_skeleton(specs, [], 7, other, {}, late=late)
+    found = build_skeleton(specs, [], 7, other, late)
     assert (found.offsets, found.table) == (without.offsets, without.table)
     for begin, data in found.regions:
         for spec, offset in zip(specs, found.offsets, strict=True):
@@ -119,3 +120,100 @@ def test_a_further_name_is_the_same_dataset(tmp_path):
     with h5py.File(tmp_path / "a.h5") as file:
         assert file["model/tied/w"] == file["model/w"]
         assert file[schema.LINKS][0].tolist() == (b"model/tied/w", 0)
+
+
+SPECS = [
+    [],
+    [TensorSpec("model/w", (300, 2), "float32"), TensorSpec("model/b", (), "bfloat16")],
+    [TensorSpec("model/w", (300, 2), "float32"), TensorSpec("model/b", (0,), "bfloat16")],
+    [TensorSpec("model/w", (1 << 20,), "int64"), TensorSpec("model/in.w", (1 << 18,), "float32")],
+]
+ATTRIBUTES = st.fixed_dictionaries(
+    {"step": st.integers(0, 1 << 40).map(np.int64), "date": st.sampled_from(["", "2026-01-01", "2027-02-02", "now"])},
+    optional={"lr": st.floats(allow_nan=False), **{f"more.{n}": st.just(n) for n in range(12)}},
+)
+SAVES = st.lists(
+    st.tuples(st.sampled_from(SPECS), st.booleans(), st.integers(0, 3), ATTRIBUTES, SMALL),
+    min_size=2,
+    max_size=5,
+)
+
+
+def fresh(*args):
+    """What is made where no base is kept."""
+    module._base_of.cache_clear()
+    return build_skeleton(*args)
+
+
+def image_of(skeleton):
+    content = bytearray(skeleton.data_end)
+    for begin, data in skeleton.regions:
+        content[begin : begin + len(data)] = data
+    return content
+
+
+@given(SAVES)
+@settings(max_examples=60, deadline=None)
+def test_a_kept_base_gives_the_bytes_of_a_new_one(saves):
+    calls = []
+    for specs, tied, num_extents, attributes, small in saves:
+        links = [("model/tied", "model/w")] if tied and specs else []
+        calls.append((specs, links, num_extents, attributes, small))
+    module._base_of.cache_clear()
+    found = [build_skeleton(*args) for args in calls]
+    assert found == [fresh(*args) for args in calls]
+    for skeleton, (*_, attributes, small) in zip(found, calls, strict=True):
+        with h5py.File(io.BytesIO(image_of(skeleton))) as file:
+            assert {name: file.attrs[name] for name in attributes} == {
+                name: value.encode() if isinstance(value, str) else value for name, value in attributes.items()
+            }
+            for path, value in small.items():
+                assert file[path][()].tobytes() == value.tobytes()
+
+
+def test_a_base_serves_many_saves_and_none_changes_it(monkeypatch):
+    module._base_of.cache_clear()
+    bases, real = [], module._base_of
+
+    def noted(*args):
+        bases.append(real(*args))
+        return bases[-1]
+
+    monkeypatch.setattr(module, "_base_of", noted)
+    specs = [TensorSpec(f"model/{n}", (300, n), "float32") for n in range(90)]
+    made, pages = [], []
+    for step, nbytes in enumerate([10, 5000, 1, 300_000, 10]):
+        attributes = {"step": np.int64(step % 4), "date": f"2026-01-0{step % 4}"}
+        small = {"extra/values": b"x" * nbytes, "metrics/loss/value": np.arange(nbytes, dtype=np.float64)}
+        made.append(build_skeleton(list(specs), (), 90, attributes, small))
+        image = bases[-1].image
+        pages.append((image.nbytes, list(image.written(0, image.nbytes))))
+        if not step:
+            time.sleep(1.1)  # HDF5 can note the second at which something was made
+    assert all(base is bases[0] for base in bases)
+    assert all(found == pages[0] for found in pages)
+    monkeypatch.undo()
+    attributes = {"step": np.int64(0), "date": "2026-01-00"}
+    small = {"extra/values": b"x" * 10, "metrics/loss/value": np.arange(10.0)}
+    assert fresh(specs, (), 90, attributes, small) == made[0]
+    assert made[0].offsets == made[4].offsets
+
+
+def test_values_behind_the_tensors_take_little_more_than_their_bytes():
+    specs = [TensorSpec(f"model/{n}", (300,), "float32") for n in range(400)]
+    small = {f"{group}/values": b"x" * 100 for group in ("extra", "meta", "optim", "metrics/loss")}
+    attributes = {"step": np.int64(1)}
+    without = build_skeleton(specs, [], 400, attributes, {}).data_end
+    assert build_skeleton(specs, [], 400, attributes, small).data_end < without + 400 + 6144
+
+
+def test_a_base_that_names_other_files_is_not_kept():
+    module._base_of.cache_clear()
+    specs = [TensorSpec("model/w", (6,), "float32")]
+    for token in "abab":
+        names = [f"x.{token}.h5"]
+        sources = {0: [Source(names[0], ((0, 6),))]}
+        found = build_skeleton(specs, [], 1, {}, {"new": b"x"}, sources=sources, file_names=names)
+        assert names[0].encode() in image_of(found)
+        assert found.files
+    assert module._base_of.cache_info().currsize == 0

@@ -12,6 +12,18 @@ def filled(nbytes, value):
     return torch.full((nbytes,), value % 251, dtype=torch.uint8)
 
 
+def groups(sizes, most):
+    """Numbers of pieces that are put in together: as many as the ring holds at once."""
+    found, nbytes = [[]], 0
+    for number, size in enumerate(sizes):
+        nbytes += size
+        if nbytes > most:
+            found.append([])
+            nbytes = size
+        found[-1].append(number)
+    return found
+
+
 @settings(deadline=None)
 @given(
     size=st.integers(1, 64),
@@ -29,10 +41,11 @@ def test_all_bytes_come_out_as_they_went_in_and_never_more_than_the_ring_holds(s
 
     thread = threading.Thread(target=consume)
     thread.start()
-    for number, nbytes in enumerate(sizes):
-        source = filled(nbytes, number)
-        assert ring.put(number, source)
-        source.fill_(255)  # it has been copied
+    for group in groups(sizes, size):
+        pieces = [(number, filled(sizes[number], number)) for number in group]
+        assert ring.put(pieces)
+        for _, source in pieces:
+            source.fill_(255)  # it has been copied
     ring.end()
     thread.join()
     assert got == [(number, bytes([number % 251]) * nbytes) for number, nbytes in enumerate(sizes)]
@@ -44,7 +57,7 @@ def test_pieces_that_wait_never_lie_on_each_other(actions):
     ring, waiting = Ring(32), []
     for number, (puts, nbytes) in enumerate(actions):
         if puts:
-            if ring.put(number, filled(nbytes, number), wait=False):
+            if ring.put([(number, filled(nbytes, number))], wait=False):
                 waiting.append((number, nbytes))
             else:
                 assert waiting  # an empty ring takes anything that fits
@@ -58,10 +71,10 @@ def test_pieces_that_wait_never_lie_on_each_other(actions):
 
 def test_a_full_ring_makes_its_user_wait_until_there_is_room():
     ring = Ring(8)
-    assert ring.put("a", filled(6, 1))
-    assert not ring.put("b", filled(6, 2), wait=False)
+    assert ring.put([("a", filled(6, 1))])
+    assert not ring.put([("b", filled(6, 2))], wait=False)
     put = threading.Event()
-    thread = threading.Thread(target=lambda: (ring.put("b", filled(6, 2)), put.set()))
+    thread = threading.Thread(target=lambda: (ring.put([("b", filled(6, 2))]), put.set()))
     thread.start()
     taken = ring.take(100)
     assert [block.key for block in taken] == ["a"]
@@ -73,26 +86,26 @@ def test_a_full_ring_makes_its_user_wait_until_there_is_room():
 
 def test_a_reader_that_gives_up_lets_the_other_side_go_on():
     ring = Ring(4)
-    ring.put("a", filled(4, 1))
-    thread = threading.Thread(target=lambda: [ring.put(name, filled(4, 1)) for name in "bcd"])
+    ring.put([("a", filled(4, 1))])
+    thread = threading.Thread(target=lambda: [ring.put([(name, filled(4, 1))]) for name in "bcd"])
     thread.start()
     ring.stop()
     thread.join()
     assert ring.stopped
     assert ring.take(1) == []
     ring.start()
-    assert ring.put("e", filled(4, 5), wait=False)
+    assert ring.put([("e", filled(4, 5))], wait=False)
     assert bytes(ring.take(1)[0].arrived()) == bytes([5] * 4)
 
 
 def test_a_piece_that_never_fits_is_refused():
     with pytest.raises(ValueError, match="5 bytes do not fit into a staging ring of 4"):
-        Ring(4).put("a", filled(5, 1))
+        Ring(4).put([("a", filled(2, 1)), ("b", filled(3, 1))])
 
 
 def test_a_ring_without_memory_takes_pieces_without_bytes():
     ring = Ring(0)
-    assert ring.put("a", filled(0, 1))
+    assert ring.put([("a", filled(0, 1))])
     ring.end()
     (block,) = ring.take(10)
     ring.release([block])
@@ -103,7 +116,7 @@ def test_a_ring_without_memory_takes_pieces_without_bytes():
 def test_as_much_is_taken_at_a_time_as_is_asked_for():
     ring = Ring(100)
     for number in range(5):
-        ring.put(number, filled(10, number))
+        ring.put([(number, filled(10, number))])
     ring.end()
     assert [[block.key for block in ring.take(25)] for _ in range(4)] == [[0, 1], [2, 3], [4], []]
 
@@ -153,5 +166,5 @@ def test_memory_that_cannot_be_locked_is_used_as_it_is(monkeypatch, caplog):
     with caplog.at_level("WARNING", "hpcfsdp"):
         ring = Ring(1000, for_gpu=True)
     assert "1000 bytes of memory for copies of a checkpoint are not page-locked (CUDA error 2)" in caplog.text
-    assert ring.put("a", filled(5, 1))
+    assert ring.put([("a", filled(5, 1))])
     ring.close()
