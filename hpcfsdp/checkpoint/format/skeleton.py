@@ -23,9 +23,6 @@ from hpcfsdp.checkpoint.format.image import SparseImage
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.seal import Seal, make_seal, packed_bytes
 
-_SMALL_BYTES = 1 << 16
-"""Tensors below lie together: many of them are then written and read in one go."""
-
 _LIBVER = {"v108": h5py.h5f.LIBVER_V18, "v110": h5py.h5f.LIBVER_V110}
 
 _KEPT = 2
@@ -186,7 +183,7 @@ def _base_of(
         files_offset = 0 if names is None else _allocate(names, file_kind, (num_files,), file_row)
         offsets = [0] * len(specs)
         here = [index for index in range(len(specs)) if index not in sources_of]
-        for index in sorted(here, key=lambda i: specs[i].nbytes >= _SMALL_BYTES):
+        for index in sorted(here, key=lambda i: specs[i].nbytes >= schema.ALIGNED_FROM_BYTES):
             dtype, shape = specs[index].dtype, specs[index].shape
             offsets[index] = _allocate(tensors[index], _type_of(dtype), shape, schema.numpy_dtype(dtype))
     elsewhere = [(offsets[index], specs[index].nbytes) for index in here]
@@ -202,7 +199,7 @@ def _opened(image: SparseImage, mode: str) -> h5py.File:
     access.set_fileobj_driver(h5py.h5fd.fileobj_driver, image)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     access.set_libver_bounds(*(_LIBVER[version] for version in schema.LIBVER))
-    access.set_alignment(schema.ALIGNMENT_BYTES, schema.ALIGNMENT_BYTES)
+    access.set_alignment(schema.ALIGNED_FROM_BYTES, schema.ALIGNMENT_BYTES)
     if mode == "r+":
         return h5py.File(h5py.h5f.open(b"skeleton", h5py.h5f.ACC_RDWR, access))
     layout = h5py.h5p.create(h5py.h5p.FILE_CREATE)

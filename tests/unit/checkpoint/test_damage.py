@@ -110,7 +110,8 @@ def small(tmp_path_factory):
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schema, "ALIGNMENT_BYTES", 512)  # a mebibyte elsewhere: that gaps are there, and are small
+        for name in ("ALIGNED_FROM_BYTES", "ALIGNMENT_BYTES"):  # that gaps are there, and are small
+            patch.setattr(schema, name, 512)
         return write_alone(
             tmp_path_factory.mktemp("small") / "a.h5",
             specs,
