@@ -22,7 +22,7 @@ from hpcfsdp.checkpoint.format.schema import CheckpointInfo
 from hpcfsdp.checkpoint.inspect.names import hits, matching
 from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
 from hpcfsdp.checkpoint.retention import reading
-from hpcfsdp.checkpoint.shares import rows_to_check
+from hpcfsdp.checkpoint.shares import rows_needed, share_of
 from hpcfsdp.checkpoint.values import rebuilt
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import (
@@ -100,11 +100,9 @@ def load(
             if restore is not None:
                 _read_optimizer(reader, restore)
             generators = None if names is not None else _generators(index, comm, device_of(model))
-            if verify:
-                # Before anything is changed: damage must not leave a model that is half old and half new. To keep what
-                # is read here would take as much memory as the model; when it is read again, it is most often in the
-                # system's memory.
-                reader.check_rows(rows_to_check(index, found, peers, comm.rank, comm.size))
+            needed = rows_needed(index, found, peers, comm.size)
+        if verify:
+            _check_rows(comm, reader, index, needed, peers)
         with raise_together(comm):
             _read_pieces(reader, pieces)
     for staged in staged_of(tensors):
@@ -174,6 +172,24 @@ def _read_optimizer(reader: BlockReader, restore: OptimizerRestore) -> None:
         for item in _pieces(f"{schema.OPTIM_STATE}/{tensor.name}", tensor):
             _read_piece(reader, *item)
     restore.check()
+
+
+def _check_rows(
+    comm: Communicator, reader: BlockReader, index: CheckpointIndex, needed: np.ndarray, peers: Sequence[int]
+) -> None:
+    """Collective over `comm`. Look at all before anything is changed: damage must not leave a half-loaded model.
+
+    To keep what is read here would take as much memory as the model. When it is read again, it is most often in the
+    system's memory.
+
+    Args:
+        needed: rows of the table of extents, all that this rank needs.
+        peers: the ranks of this node. Those for which the same rows are needed divide them.
+    """
+    digests = comm.all_gather_object(schema.checksum(needed))
+    alike = [rank for rank in peers if digests[rank] == digests[comm.rank]]
+    with raise_together(comm):
+        reader.check_rows(share_of(index, needed, alike.index(comm.rank), len(alike)))
 
 
 def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece]) -> None:

@@ -273,7 +273,9 @@ class PendingSave:
 
     def _put(self, places: deque[int], memory_of: Callable[[int], torch.Tensor], *, wait: bool = True) -> None:
         """Copy blocks into the ring, as far as there is room for them, and take them from `places`."""
-        most = min(BlockWriter.AT_ONCE, self._ring.nbytes // 4)  # a small ring is filled while it is emptied
+        # In groups: to wake the writer for each of thousands of small blocks takes longer than to copy them. A small
+        # ring is filled while it is emptied.
+        most = min(BlockWriter.AT_ONCE, self._ring.nbytes // 4)
         while places:
             pieces, nbytes = [], 0
             for place in places:

@@ -207,6 +207,9 @@ def _damage(path: Path) -> Iterator[None]:
 _KEPT_BYTES = 64 << 20
 """Most bytes of rows that a reader keeps, to give parts of them, unless one alone has more."""
 
+_OPEN_PARTS = 64
+"""Most files beside a checkpoint that are open at a time: it may have one for each of a thousand nodes."""
+
 _AT_ONCE_BYTES = 2 << 20
 """Most bytes of several rows that are read in one go to be checked: they stay in the cache of a core until they are."""
 
@@ -231,7 +234,7 @@ class BlockReader:
         self._rows: dict[tuple[int, int], np.ndarray] = {}
         self._kept_bytes = 0  # of them
         self._scratch = np.empty(0, np.uint8)
-        self._part_fds: dict[int, int] = {}
+        self._parts: dict[int, tuple[int, contextlib.ExitStack]] = {}  # descriptor, and what closes it
 
     def __enter__(self) -> BlockReader:
         """Open the file.
@@ -247,7 +250,8 @@ class BlockReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._part_fds.clear()
+        while self._parts:
+            self._close_oldest_part()
         self._stack.close()
 
     def check_part(self, number: int) -> None:
@@ -261,15 +265,16 @@ class BlockReader:
             CheckpointCorruptError: it is not there, damaged, or of another checkpoint.
             CheckpointReplacedError: there is another checkpoint by now.
         """
-        if number not in self._part_fds:
+        if number not in self._parts:
             part = self._index.parts[number - 1]
             path = Path(os.path.realpath(self._path)).parent / part.name
             try:
                 with contextlib.ExitStack() as stack:
                     fd = stack.enter_context(opened(self._files, path))
                     _check_part(self._path, part, path, self._files, fd)
-                    self._part_fds[number] = fd
-                    self._stack.push(stack.pop_all())
+                    self._parts[number] = fd, stack.pop_all()
+                if len(self._parts) > _OPEN_PARTS:
+                    self._close_oldest_part()
             except CheckpointError as error:
                 self._check_not_replaced()
                 if path.exists():
@@ -277,6 +282,10 @@ class BlockReader:
                 raise CheckpointCorruptError(
                     f"{self._path}: {part.name}, which has a part of its tensors, is not beside it"
                 ) from error
+
+    def _close_oldest_part(self) -> None:
+        _, stack = self._parts.pop(next(iter(self._parts)))
+        stack.close()
 
     def _check_not_replaced(self) -> None:
         with opened(self._files, self._path) as fd:
@@ -308,8 +317,7 @@ class BlockReader:
         """
         specs = list(self._index.tensors.values())
         rows = self._index.extents[places]
-        found = [(specs[tensor], row) for tensor, row in zip(rows["tensor"].tolist(), rows, strict=True)]
-        for group in _together(found):
+        for group in _together((specs[tensor], row) for tensor, row in zip(rows["tensor"].tolist(), rows, strict=True)):
             spec, row = group[0]
             if int(row["count"]) > 1:
                 self._check(spec, row, self._runs(spec, row))
@@ -407,7 +415,7 @@ class BlockReader:
         if number:
             self.check_part(number)
         try:
-            fd = self._part_fds[number] if number else self._fd
+            fd = self._parts[number][0] if number else self._fd
             got = self._files.read(fd, memoryview(target).cast("B"), int(row["byte_offset"]) + away)
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot read {spec.path}: {os.strerror(error.errno or 0)}") from error

@@ -25,6 +25,8 @@ import numpy as np
 import torch
 
 ALIGNMENT_BYTES = 16
+_KEPT_SHARDS = 1024
+"""Up to so many shards the edges of parameters are kept for the next save; with more they take many megabytes."""
 """Of each parameter and each shard in the flat buffer: vector instructions and GPU loads work on whole words of it."""
 
 
@@ -227,6 +229,8 @@ class FlatLayout:
             The first rank that has a run, and int64 ``[runs + 1]``, not to be changed: the first element of each, and
             the number of all.
         """
+        if self.num_shards > _KEPT_SHARDS:
+            return self._edges_of(self.by_name[fqn])
         if fqn not in self._param_edges:
             self._param_edges[fqn] = self._edges_of(self.by_name[fqn])
         return self._param_edges[fqn]
@@ -241,6 +245,7 @@ class FlatLayout:
         first, end = slot.offset // self.shard_numel, (slot.end - 1) // self.shard_numel + 1
         edges = np.arange(first, end + 1, dtype=np.int64) * self.shard_numel - slot.offset
         edges[0], edges[-1] = 0, slot.numel  # shards begin before and end behind it
+        edges.flags.writeable = False
         return first, edges
 
     def extents(self, shard_rank: int) -> tuple[ShardExtent, ...]:

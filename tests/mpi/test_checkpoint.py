@@ -230,17 +230,27 @@ def test_an_optimizer_that_was_not_saved_or_has_other_groups_is_refused(comm, sh
         checkpoint.save(shared_path / "stranger.h5", model=model, optimizer=stranger)
 
 
+def damage(path, name, byte):
+    """Flip a bit of a tensor."""
+    with h5py.File(path) as file:
+        offset = file[name].id.get_offset() + byte
+    with open(path, "r+b") as raw:
+        raw.seek(offset)
+        flipped = bytes([raw.read(1)[0] ^ 16])
+        raw.seek(offset)
+        raw.write(flipped)
+
+
+def tensors_of(names, value):
+    """A plain model of tensors, each element of which has a value."""
+    return nn.ParameterDict({name: nn.Parameter(torch.full((100,), value)) for name in names})
+
+
 def test_a_damaged_block_is_found_by_some_rank_and_changes_nothing_on_any(comm, shared_path):
     model, optimizer = trained(comm)
     path = checkpoint.save(shared_path / "damaged.h5", model=model, optimizer=optimizer)
     if comm.rank == 0:
-        with h5py.File(path) as file:
-            offset = file["model/blocks.1.down.weight"].id.get_offset()
-        with open(path, "r+b") as raw:
-            raw.seek(offset + 41)
-            byte = raw.read(1)[0]
-            raw.seek(offset + 41)
-            raw.write(bytes([byte ^ 16]))
+        damage(path, "model/blocks.1.down.weight", 41)
     comm.all_gather_object(None)
     again = shard(make_net(seed=3))
     again_optimizer = adamw(again)
@@ -280,6 +290,23 @@ def test_the_ranks_of_a_node_check_a_file_together_and_each_node_what_it_loads(c
             assert same(model, other)
     if comm.size == 4 and nodes == 2:  # the halves of a sharded model are on different nodes
         assert 0 < len(places) < len(index.extents)
+
+
+def test_ranks_that_load_different_tensors_check_all_of_their_own_before_anything_changes(comm, shared_path):
+    names = [f"p{number}" for number in range(8)]
+    path = checkpoint.save(shared_path / "parts.h5", model=tensors_of(names, 1.0))
+    for name in names[1:]:
+        if comm.rank == 0:
+            damage(path, f"model/{name}", 40)
+        comm.all_gather_object(None)
+        model = tensors_of(names, 0.0)
+        with pytest.raises(CheckpointCorruptError, match=f"{name}.*checksum") as caught:
+            checkpoint.load(path, model=model, names=names[:1] if comm.rank % 2 else names)
+        assert "a part of the model" not in str(caught.value)
+        assert not any(param.any() for param in model.parameters())
+        comm.all_gather_object(None)
+        if comm.rank == 0:
+            damage(path, f"model/{name}", 40)  # back again
 
 
 def test_a_truncated_file_is_refused_on_every_rank(comm, shared_path):

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format import schema, skeleton
 from hpcfsdp.checkpoint.format.image import SparseImage
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.seal import make_seal
@@ -90,7 +90,7 @@ def run(run_python, source, every, code):
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
+def small(request, tmp_path_factory):
     """A small file of today's format with bytes of every kind: tensors, small values, tables, gaps."""
     specs = [
         TensorSpec("model/w", (13, 13), "float32"),
@@ -112,6 +112,8 @@ def small(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("ALIGNED_FROM_BYTES", "ALIGNMENT_BYTES"):  # that gaps are there, and are small
             patch.setattr(schema, name, 512)
+        skeleton._base_of.cache_clear()  # which knows nothing of these
+        request.addfinalizer(skeleton._base_of.cache_clear)
         return write_alone(
             tmp_path_factory.mktemp("small") / "a.h5",
             specs,

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import itertools
 
 import numpy as np
@@ -10,7 +11,7 @@ from hpcfsdp.checkpoint import shares
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.reader import CheckpointIndex
-from hpcfsdp.checkpoint.shares import rows_to_check
+from hpcfsdp.checkpoint.shares import rows_needed, share_of
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.state.model import shard_pieces
 from hpcfsdp.state.tensors import NO_RUNS, Runs, StateTensor, replicated
@@ -81,6 +82,12 @@ def elements(row):
     return {start + number * stride + place for number in range(count) for place in range(numel)}
 
 
+def rows_to_check(index, tensors, peers, rank, num_ranks):
+    """What a rank checks, if all of its node need the same rows."""
+    needed = rows_needed(index, tensors, peers, num_ranks)
+    return share_of(index, needed, list(peers).index(rank), len(peers))
+
+
 @contextlib.contextmanager
 def stretches_of(nbytes):
     with pytest.MonkeyPatch.context() as patch:
@@ -144,6 +151,28 @@ def test_all_ranks_check_about_as_much(sizes, num_ranks, nbytes):
     total, turns = 4 * sum(sizes), -(-4 * sum(sizes) // (num_ranks * nbytes))
     for share in found:
         assert 4 * index.extents["numel"][share].sum() <= total / num_ranks + turns * 4 * max(sizes)
+
+
+@pytest.mark.parametrize("shapes", [[(5, 3), (7, 2)], [(4, 4)]])
+@pytest.mark.parametrize("node", [[1, 3, 5, 7], [0, 1, 2, 3], [6, 7]])
+def test_a_rank_finds_all_that_it_needs_where_others_have_other_layouts(shapes, node):
+    """Ranks that are parallel over tensors: `runs` tells of the first, and the others lay shards out otherwise."""
+    index = index_of(shapes, [row_blocks(rows * columns, [20, 40, 60, 80]) for rows, columns in shapes])
+    first = tensors_of(shapes, (), 4, 1, 0)
+    for rank in node:
+        shard, other = divmod(rank, 2)
+        ahead = [(2, 3)] * other  # a parameter of which only some have a part
+        own = tensors_of([*ahead, *shapes], (), 4, 1, shard)[other:]
+        copies = [dataclasses.replace(of.runs, holders=of.runs.holders * 2) for _, of in first]
+        tensors = [
+            (path, dataclasses.replace(mine, runs=runs))
+            for (path, _), (_, mine), runs in zip(first, own, copies, strict=True)
+        ]
+        needed = set(rows_needed(index, tensors, node, 8).tolist())
+        for path, tensor in tensors:
+            mine = {piece.start + place for piece in tensor.pieces for place in range(piece.numel)}
+            begin, end = index.first_rows[path]
+            assert {place for place in range(begin, end) if elements(index.extents[place]) & mine} <= needed
 
 
 def test_tied_tensors_are_checked_once_and_what_is_not_loaded_is_not_checked():

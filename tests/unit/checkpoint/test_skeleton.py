@@ -65,13 +65,13 @@ SMALL = st.dictionaries(
 
 @given(st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=30), SMALL, st.booleans())
 @settings(max_examples=60)
-def test_values_that_come_late_move_no_tensor(kinds, late, in_optim):
+def test_small_values_move_no_tensor(kinds, small, in_optim):
     paths = (f"{'optim/state' if in_optim and n % 2 else 'model'}/a.{n}" for n in itertools.count())
     specs = [TensorSpec(path, shape, dtype) for path, (shape, dtype) in zip(paths, kinds, strict=False)]
     attributes = {"step": np.int64(1), "date": "2026-01-01T00:00:00+00:00"}
     without = build_skeleton(specs, [], 7, attributes, {})
     other = {"step": np.int64(1 << 40), "date": "2027-02-02T11:11:11+00:00"}
-    found = build_skeleton(specs, [], 7, other, late)
+    found = build_skeleton(specs, [], 7, other, small)
     assert (found.offsets, found.table) == (without.offsets, without.table)
     for begin, data in found.regions:
         for spec, offset in zip(specs, found.offsets, strict=True):
@@ -80,8 +80,8 @@ def test_values_that_come_late_move_no_tensor(kinds, late, in_optim):
     for begin, data in found.regions:
         image[begin : begin + len(data)] = data
     with h5py.File(io.BytesIO(image)) as file:
-        assert {path: file[path][()].tobytes() for path in late} == {path: v.tobytes() for path, v in late.items()}
-        if "metrics/loss/value" in late:
+        assert {path: file[path][()].tobytes() for path in small} == {path: v.tobytes() for path, v in small.items()}
+        if "metrics/loss/value" in small:
             assert file["metrics/loss"].attrs["NX_class"] == b"NXdata"
 
 
@@ -94,7 +94,7 @@ def test_tensors_that_are_laid_out_take_next_to_no_memory():
     assert peak < 300 * 16384
 
 
-def test_what_is_no_tensor_lies_in_front_of_tensors(tmp_path):
+def test_what_hdf5_knows_of_tensors_lies_in_front_of_them(tmp_path):
     specs = [TensorSpec(f"model/{n}", (300,), "float32") for n in range(400)]
     skeleton, regions, _ = file_of(tmp_path / "a.h5", specs, {spec.path: bytes(1200) for spec in specs})
     assert max(begin + len(data) for begin, data in regions) <= min(skeleton.offsets)
