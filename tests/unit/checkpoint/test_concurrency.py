@@ -36,7 +36,7 @@ def value_of(path):
 
 
 SAVER = """
-import sys
+import select, sys
 import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
@@ -46,40 +46,49 @@ path, first, turns = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 specs = (TensorSpec("model/w", (70, 13), "float32"), TensorSpec("model/v", (3,), "int64"))
 print("ready", flush=True)
 sys.stdin.readline()
-for value in range(first, first + 2 * turns, 2):
+value = first - 2
+while value < first + 2 * turns or not select.select([sys.stdin], [], [], 0)[0]:  # until it is closed
+    value += 2
     write_alone(path, specs, lambda s, a, n: np.full(n, value, schema.numpy_dtype(s.dtype)), step=value)
+print(value)
 """
 
 
 @pytest.fixture
 def savers(tmp_path):
-    """Two processes that save to one path, many times, from when the test says so; ended with the test."""
-    turns = 60
+    """Two processes that save to one path, from when the test says so, many times and until it closes their stdin.
+
+    They then say what they have saved last. Ended with the test.
+    """
     made = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", SAVER, str(tmp_path / "a.h5"), str(first), str(turns)],
+            [sys.executable, "-W", "error", "-c", SAVER, str(tmp_path / "a.h5"), str(first), "60"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         for first in (2, 3)
     ]
-    yield made, turns
+    yield made
     for process in made:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
 
 
 def test_readers_see_whole_files_while_two_processes_save_to_one_path(tmp_path, savers):
-    processes, turns = savers
     path = write(tmp_path / "a.h5", 1)
-    for process in processes:
+    for process in savers:
         assert process.stdout.readline() == "ready\n"
-    for process in processes:
+    for process in savers:
         process.stdin.write("go\n")
         process.stdin.flush()
     seen, newest = [], {0: 0, 1: 0}
-    while any(process.poll() is None for process in processes):
+    while any(process.poll() is None for process in savers):
+        if len(set(seen)) > 5:
+            for process in savers:
+                process.stdin.close()
         try:
             value = value_of(path)
         except CheckpointReplacedError as error:
@@ -89,23 +98,24 @@ def test_readers_see_whole_files_while_two_processes_save_to_one_path(tmp_path, 
         assert value == 1 or value >= newest[value % 2], "a file came back that had been replaced"
         newest[value % 2] = value
         assert latest(tmp_path) is None
-    assert [process.returncode for process in processes] == [0, 0]
+    assert [process.returncode for process in savers] == [0, 0]
     assert len(set(seen)) > 5
-    assert value_of(path) in (2 * turns, 2 * turns + 1)  # the last one of either
+    assert value_of(path) in [int(process.stdout.readline()) for process in savers]
     assert os.listdir(tmp_path) == ["a.h5"]
 
 
 def test_verify_during_saves_finds_each_file_sound(tmp_path):
-    path, stop = write(tmp_path / "a.h5", 1), threading.Event()
+    path, stop, looks, last = write(tmp_path / "a.h5", 1), threading.Event(), 0, 1
 
     def save_on():
-        for value in range(2, 80):
-            write(path, value)
+        nonlocal last
+        while last < 79 or not looks:
+            last += 1
+            write(path, last)
         stop.set()
 
     saver = threading.Thread(target=save_on)
     saver.start()
-    looks = 0
     while not stop.is_set():
         try:
             report = verify_file(path)
@@ -115,7 +125,7 @@ def test_verify_during_saves_finds_each_file_sound(tmp_path):
         looks += 1
     saver.join()
     assert looks
-    assert value_of(path) == 79
+    assert value_of(path) == last
 
 
 def test_a_file_that_is_removed_while_it_is_read_is_read_to_its_end(tmp_path):
