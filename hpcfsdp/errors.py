@@ -7,8 +7,11 @@ import traceback
 from collections.abc import Iterable
 
 
-class HpcfsdpError(Exception):
-    """Base of all errors that hpcfsdp raises on purpose; the message says what is wrong and how to mend it."""
+class HpcfsdpError(RuntimeError):
+    """Base of all errors that hpcfsdp raises on purpose; the message says what is wrong and what to do.
+
+    A ``RuntimeError``, which is what torch raises and what programs written for it catch.
+    """
 
     exit_code = 1
     collective = False
@@ -43,11 +46,8 @@ class EngineError(HpcfsdpError):
     """The sharding engine was used in a way that it does not allow."""
 
 
-class StateDictError(HpcfsdpError, ValueError, RuntimeError):
-    """A state dict of a model or an optimizer cannot be made, or does not fit what it is to be loaded into.
-
-    Also a ``RuntimeError``, which is what modules raise when they are given a state dict that does not fit.
-    """
+class StateDictError(HpcfsdpError, ValueError):
+    """A state dict of a model or an optimizer cannot be made, or does not fit what it is to be loaded into."""
 
 
 class ShardingError(HpcfsdpError, ValueError):

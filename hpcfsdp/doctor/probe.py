@@ -61,7 +61,7 @@ def _with_mpi(report: Report, limit_s: float) -> None:
         from hpcfsdp.launch.bootstrap import load_mpi
 
         mpi = load_mpi()  # before torch, which Cray systems want
-    except (LaunchError, ImportError, RuntimeError) as error:
+    except (ImportError, RuntimeError) as error:
         report.say(mpi_error={"kind": type(error).__name__, "text": str(error)})
         for facts in installed.steps(initialise_mpi=False):
             report.say(**facts)

@@ -89,7 +89,7 @@ def _gpu(local_rank: int) -> dict[str, Any]:
                 "uuid": str(properties.uuid),
                 "bytes": properties.total_memory,
             }
-    except (RuntimeError, LaunchError) as error:
+    except RuntimeError as error:
         facts["gpu_error"] = str(error).splitlines()[0]
     return facts
 

@@ -35,6 +35,7 @@ def test_every_error_is_one_of_these():
 def test_each_error_has_its_exit_code_and_the_common_base(name, code):
     error = getattr(errors, name)("text")
     assert isinstance(error, HpcfsdpError)
+    assert isinstance(error, RuntimeError)  # what torch raises for misuse, and what programs catch
     assert (error.exit_code, error.collective, str(error)) == (code, False, "text")
 
 
