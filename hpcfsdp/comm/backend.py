@@ -239,6 +239,12 @@ class MpiProcessGroup(dist.ProcessGroup):
     def abort(self) -> None:
         self.communicator.abandon()
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self.communicator.calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass  # it begins at 0 on every rank
+
     def __repr__(self) -> str:
         return f"MpiProcessGroup({self._name!r}, {self.communicator})"
 
@@ -246,7 +252,13 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> GroupWork:
         hosts = _Hosts(outputs=tensors, filled=True, op=dist.ReduceOp.SUM if opts is None else opts.reduceOp)
-        return hosts.work([self.communicator.all_reduce(tensor, hosts.op, async_op=True) for tensor in hosts.outputs])
+        comm = self.communicator
+        return hosts.work(
+            [
+                (comm.all_reduce_sparse if _is_sparse(tensor) else comm.all_reduce)(tensor, hosts.op, async_op=True)
+                for tensor in hosts.outputs
+            ]
+        )
 
     allreduce_coalesced = allreduce
 
@@ -255,7 +267,9 @@ class MpiProcessGroup(dist.ProcessGroup):
         root = opts.rootRank == self.rank()
         outputs = tensors if root else [tensor.detach().clone() for tensor in tensors]
         hosts = _Hosts(outputs=outputs, filled=True, op=opts.reduceOp)
-        return hosts.work([self.communicator.all_reduce(tensor, hosts.op, async_op=True) for tensor in hosts.outputs])
+        label = f"reduce to {opts.rootRank}"
+        works = [self.communicator.all_reduce(t, hosts.op, label=label, async_op=True) for t in hosts.outputs]
+        return hosts.work(works)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> GroupWork:
         hosts = _Hosts(outputs=tensors, filled=opts.rootRank == self.rank())
@@ -277,7 +291,9 @@ class MpiProcessGroup(dist.ProcessGroup):
         return hosts.work([self.communicator.all_gather(column, mine, async_op=True) for column, mine in pairs])
 
     def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> GroupWork:
-        return self.all_gather_single_coalesced([output], [mine], opts)
+        work = self.all_gather_single_coalesced([output], [mine], opts)
+        work.pieces = self.size()
+        return work
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
@@ -412,12 +428,14 @@ class _Hosts:
         """Write what was staged to where the caller wants it; the caller's tensors."""
         with torch.no_grad():
             for result, host in zip(self._results, self.outputs, strict=True):
-                if host.data_ptr() != result.data_ptr() or host.device != result.device:
-                    result.copy_(host)
+                if host is not result and (_is_sparse(host) or _place(host) != _place(result)):
+                    _copy_back(result, host)
         return self._results
 
 
 def _host(tensor: torch.Tensor, *, fill: bool) -> torch.Tensor:
+    if _is_sparse(tensor):
+        return tensor.cpu()  # itself, if it is there
     tensor = tensor.detach()
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         return tensor
@@ -427,12 +445,31 @@ def _host(tensor: torch.Tensor, *, fill: bool) -> torch.Tensor:
     return staged
 
 
+def _copy_back(result: torch.Tensor, host: torch.Tensor) -> None:
+    """Write to a tensor of the caller, one that was expanded where its elements lie."""
+    if not _is_sparse(result):
+        for dim, (size, stride) in enumerate(zip(result.shape, result.stride(), strict=True)):
+            first = host.narrow(dim, 0, min(size, 1))
+            if size > 1 and stride == 0 and bool(((host == first) | first.isnan()).all()):
+                result, host = result.narrow(dim, 0, 1), first
+    result.copy_(host)
+
+
+def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.data_ptr()
+
+
+def _is_sparse(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.sparse_coo
+
+
 class GroupWork(_compat.Work):
     """A collective of a group under way."""
 
     def __init__(self, parts: Sequence[Running], hosts: _Hosts, mail: Any) -> None:
         super().__init__()
         self.timeout_s: float | None = None  # None: that of the group
+        self.pieces = 1  # as which the result is given
         self._parts = parts
         self._hosts = hosts
         self._mail = mail
@@ -444,6 +481,8 @@ class GroupWork(_compat.Work):
             part.wait(timeout.total_seconds() if timeout else self.timeout_s)
         if self._results is None:
             self._results = self._hosts.bring_back()
+            if self.pieces > 1:
+                self._results = list(self._results[0].chunk(self.pieces))
         return True
 
     synchronize = wait

@@ -30,7 +30,8 @@ class Communicator(Protocol):
     at once, and the tensors must be left alone until that has been waited for. Work of one rank that is never waited
     for is completed by later calls.
 
-    Tensors of float16, bfloat16 and fp8 are reduced in float32 unless `accumulate` says otherwise. The order of
+    Tensors of float16, bfloat16 and fp8 are reduced in float32 unless `accumulate` says otherwise. An average of
+    integers is their sum, divided and rounded towards zero. The order of
     reduction is fixed: equal input gives bitwise equal output, the same on all ranks.
     """
 
@@ -172,10 +173,12 @@ _WITHOUT_ARITHMETIC = {
 }
 
 
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of `dtype` are reduced."""
+def accumulate_dtype(dtype: torch.dtype, op: str = "sum") -> torch.dtype:
+    """The dtype in which values of `dtype` are reduced by `op`."""
     if dtype in _NARROW:
         return torch.float32
+    if op == "average" and not dtype.is_floating_point and not dtype.is_complex:
+        return torch.int64  # an average fits where the sum that it is made of does not
     return _WITHOUT_ARITHMETIC.get(dtype, dtype)
 
 
@@ -184,7 +187,7 @@ def refuse_op(op: str, dtype: torch.dtype) -> str | None:
     whole = not dtype.is_floating_point and not dtype.is_complex
     if op not in ("sum", "average", "product", "min", "max", "band", "bor", "bxor"):
         return f"unknown reduction {op!r}"
-    if op == "average" and whole:
+    if op == "average" and dtype in (torch.bool, torch.uint64):
         return f"{dtype} has no average: sum, and divide in a dtype of your choice"
     if op in ("band", "bor", "bxor") and not whole:
         return f"{op} needs whole numbers or bool, not {dtype}"

@@ -5,7 +5,6 @@ Each function is a generator of the conditions it waits for.
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -13,8 +12,7 @@ import torch
 
 from hpcfsdp.comm.messages import Call, Mail
 from hpcfsdp.comm.progress import Steps
-from hpcfsdp.comm.reduce import Reduction, reduce_into
-from hpcfsdp.errors import CommunicationError
+from hpcfsdp.comm.reduce import Reduction, divide_, reduce_into
 
 _ALL_PAIRS = 128
 """Ranks up to which everyone may write to everyone just to say that it is there."""
@@ -57,7 +55,10 @@ def accept(call: Call, tensor: torch.Tensor, src: int) -> Steps:
 
 
 def accept_posted(mail: Mail) -> Steps:
-    yield mail
+    try:
+        yield mail
+    finally:
+        mail.abandon()  # a handle may keep it; what comes later is for the next receive
 
 
 def collect(call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Steps:
@@ -77,19 +78,9 @@ def distribute(call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor])
 
 
 def broadcast(call: Call, tensor: torch.Tensor, src: int) -> Steps:
-    """The number of bytes goes from `src` to everyone; the bytes go down a tree, each part on as soon as it is here."""
+    """The bytes go down a tree from `src`, each part on as soon as it is here."""
     flat, place = tensor.view(-1), (call.rank - src) % call.size
-    size = torch.tensor([flat.numel() * flat.element_size()])
-    told = call.mail()
-    if place:
-        announced = torch.empty_like(size)
-        told.receive(announced, src)
-        yield told
-        if announced != size:
-            raise told.mismatch(src, f"{int(announced)} bytes", int(size))
-    else:
-        for peer in _others(call):
-            told.send(size, peer)
+    passed_on = call.mail()
     # Without its lowest bit, a place in the tree is that of its parent.
     lowest = place & -place or 1 << (call.size - 1).bit_length()
     steps = [1 << bit for bit in reversed(range(lowest.bit_length() - 1))]
@@ -102,8 +93,8 @@ def broadcast(call: Call, tensor: torch.Tensor, src: int) -> Steps:
     for part, arrival in zip(parts, arrivals, strict=True):
         yield arrival
         for child in children:
-            told.send(part, child)
-    yield told
+            passed_on.send(part, child)
+    yield passed_on
 
 
 def barrier(call: Call) -> Steps:
@@ -121,19 +112,13 @@ def barrier(call: Call) -> Steps:
 
 
 def meet(call: Call, ranks: Sequence[int]) -> Steps:
-    """Wait for all of `ranks`; those that do not come are known, and those that come for something else."""
-    mine = torch.tensor([zlib.crc32(call.label.encode())])
-    theirs = {peer: torch.empty_like(mine) for peer in ranks if peer != call.rank}
-    mail = call.mail()
-    for peer, place in theirs.items():
-        mail.receive(place, peer)
-        mail.send(mine, peer)
+    """Wait for all of `ranks`. Those that do not come are known, and those that come for something else."""
+    nothing, mail = torch.empty(0), call.mail()
+    for peer in ranks:
+        if peer != call.rank:
+            mail.receive(nothing, peer)
+            mail.send(nothing, peer)
     yield mail
-    for peer, place in theirs.items():
-        if place != mine:
-            raise CommunicationError(
-                f"rank {call.rank} calls {call.label}, but rank {peer} calls something else: all must call the same"
-            )
 
 
 def reduce_scatter(call: Call, pieces: Sequence[torch.Tensor], output: torch.Tensor, how: Reduction) -> Steps:
@@ -161,8 +146,7 @@ def reduce_scatter(call: Call, pieces: Sequence[torch.Tensor], output: torch.Ten
                 yield from _add(*under_way.popleft(), total, how)
     while under_way:
         yield from _add(*under_way.popleft(), total, how)
-    if how.divisor != 1:
-        total.div_(how.divisor)
+    divide_(total, how.divisor)
     if total is not output:
         output.copy_(total)
 

@@ -154,7 +154,7 @@ class FakeCommunicator(PlainMemory):
         problem = refuse_op(op, mine.dtype)
         if problem:
             raise CommunicationError(f"{label} on rank {self.rank}: {problem}")
-        value = mine.to(wire or mine.dtype).to(accumulate or accumulate_dtype(mine.dtype))
+        value = mine.to(wire or mine.dtype).to(accumulate or accumulate_dtype(mine.dtype, op))
         if op == "sum" and value.dtype is not torch.bool:
             return value * self.size
         if op == "product" and value.dtype is not torch.bool:

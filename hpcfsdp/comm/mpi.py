@@ -6,6 +6,7 @@ node's shared memory (shared.py); all others exchange messages (exchange.py).
 
 from __future__ import annotations
 
+import os
 import pickle
 import zlib
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcfsdp.comm import exchange, shared
+from hpcfsdp.comm import exchange, shared, sparse
 from hpcfsdp.comm.communicator import (
     ReduceOp,
     accumulate_dtype,
@@ -27,21 +28,26 @@ from hpcfsdp.comm.communicator import (
     check_tensors,
     refuse_op,
 )
-from hpcfsdp.comm.messages import Call, Mail
+from hpcfsdp.comm.failures import Failures
+from hpcfsdp.comm.messages import Call, Inbox, Mail
 from hpcfsdp.comm.progress import Running, Steps, complete, run
 from hpcfsdp.comm.reduce import Reduction
 from hpcfsdp.comm.shared import Place
 from hpcfsdp.comm.topology import Topology
-from hpcfsdp.comm.window import Window, fitted, window_at
-from hpcfsdp.errors import CommunicationError, DifferentCallsError
-from hpcfsdp.launch import farewell
+from hpcfsdp.comm.waits import key_of, same_call
+from hpcfsdp.comm.window import Window, window_at
+from hpcfsdp.errors import CommunicationError, CrossedCallsError, DifferentCallsError
+from hpcfsdp.launch import calls, farewell
 
 _TAGS = 1 << 13
 """Collectives under way at a time that can be told apart; tags above are those of ``send`` and ``recv``."""
-_TAG_COMPARE = _TAGS
+_TAG_FAILED = _TAGS
 _TAG_MEET = _TAGS + 1
 _TAG_USER = _TAGS + 2
-_COMPARED_BYTES = 192
+_MEETING = "meet: "
+"""What the labels of ``meet`` begin with."""
+_REMEMBERED = 128
+"""Calls of which it is known what they were."""
 
 
 class MpiCommunicator:
@@ -79,11 +85,20 @@ class MpiCommunicator:
             raise CommunicationError(
                 f"a topology of {self.topology.size} ranks ({self.topology}) was given for {self.size} ranks"
             )
+        self._inbox = Inbox(comm, Failures(comm, _TAG_FAILED))
         self._calls = 0
+        self._labels: list[str | None] = [None] * _REMEMBERED  # of the last calls
+        self.world_ranks = _world_ranks(comm)
+        self.key = key_of(self, self.world_ranks)
         self._closed = False
         self._node: MPI.Intracomm | None = None
         self._windows: dict[int, Window] = {}  # by address
         self._turnstile: Window | None = None  # where `meet` exchanges notes
+
+    @property
+    def calls(self) -> int:
+        """Collectives that this rank has begun, the same number on all ranks."""
+        return self._calls
 
     @property
     def shares_memory(self) -> bool:
@@ -102,12 +117,8 @@ class MpiCommunicator:
         self._check_open("alloc")
         check_alloc(self, numel, gathered)
         label = f"alloc of {numel} x {dtype}" + (", gathered" if gathered else "")
-        run(exchange.barrier(self._call("alloc")), label, self.rank, self.timeout_s, False, self)
-        for rank, other in enumerate(self.comm.allgather(label)):
-            if other != label:
-                raise CommunicationError(
-                    f"rank {self.rank} calls {label}, but rank {rank} calls {other}: all ranks must ask for the same"
-                )
+        call = self._call(label)
+        run(exchange.barrier(call), label, self.rank, self.timeout_s, False, self, call.sequence)
         if self._node is None:
             self._node = self.comm.Split(self.topology.node_rank(self.rank), self.rank)
         window, problem = None, None
@@ -205,6 +216,15 @@ class MpiCommunicator:
         label += _at(tensor, window)
         return self._run(label, async_op, shared.all_reduce, self._place(window), pieces, how)
 
+    def all_reduce_sparse(self, tensor: torch.Tensor, op: ReduceOp, *, async_op: bool = False) -> Running | None:
+        """`tensor`, sparse COO of the same shape on all ranks, becomes its sum or average over all ranks, coalesced."""
+        label = f"all_reduce({op}) of a sparse tensor of {tuple(tensor.shape)} x {tensor.dtype}"
+        label += f", sparse in {tensor.sparse_dim()} dimension(s)"
+        self._check_open(label)
+        if op not in ("sum", "average"):
+            raise CommunicationError(f"{label} on rank {self.rank}: sparse tensors have 'sum' and 'average' alone")
+        return self._run(label, async_op, sparse.all_reduce, tensor, self._reduction(label, op, tensor, None, None))
+
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, *, async_op: bool = False
     ) -> Running | None:
@@ -273,16 +293,27 @@ class MpiCommunicator:
         return self._run("barrier", async_op, exchange.barrier)
 
     def meet(self, note: str) -> None:
+        try:
+            self._meet(f"{_MEETING}{note}")
+        except CommunicationError as error:
+            (text,) = error.args
+            error.args = (text.replace(_MEETING, ""),)
+            if type(error) is DifferentCallsError and text.count(_MEETING) < 2:
+                raise CrossedCallsError(*error.args) from None  # the other rank is elsewhere: it cannot be asked
+            raise
+
+    def _meet(self, note: str) -> None:
         self._check_open("meet")
         if self.size == 1:
             return
         if self.topology.num_nodes > 1:
-            nothing: Steps = iter(())  # type: ignore[assignment]
-            run(self._compared(nothing, note), note, self.rank, self.timeout_s, False, self)
+            call = self._call(note)
+            run(exchange.barrier(call), note, self.rank, self.timeout_s, False, self, call.sequence)
             return
         if self._turnstile is None:
             self._turnstile = self._window_of(self.alloc(self.size, torch.uint8, gathered=True), gathered=True)
-        run(shared.meet(self._turnstile, note), note, self.rank, self.timeout_s, False, self)
+        self._count(note)
+        run(shared.meet(self._turnstile, note), note, self.rank, self.timeout_s, False, self, self._calls)
 
     # Messages between two ranks
 
@@ -291,7 +322,8 @@ class MpiCommunicator:
         label = f"send to {dst} of {_described(tensor)}"
         self._check(label, tensor)
         check_peer(label, self, dst)
-        steps = exchange.deliver(Call(self.comm, label, self._user_tag(label, tag)), tensor, dst)
+        call = Call(self._inbox, label, self._user_tag(label, tag), compared=str(tensor.dtype))
+        steps = exchange.deliver(call, tensor, dst)
         return run(steps, label, self.rank, self.timeout_s, async_op, self)
 
     def recv(
@@ -302,8 +334,8 @@ class MpiCommunicator:
         self._check(label, written=[tensor])
         if src is not None:
             check_peer(label, self, src)
-        mail = Mail(self.comm, label, self._user_tag(label, tag))
-        mail.receive_from_anyone(tensor) if src is None else mail.receive(tensor, src)
+        mail = Call(self._inbox, label, self._user_tag(label, tag), compared=str(tensor.dtype)).mail()
+        mail.receive(tensor, src)
         work = run(exchange.accept_posted(mail), label, self.rank, self.timeout_s, async_op, self)
         if work is not None:
             work.optional = True
@@ -312,12 +344,12 @@ class MpiCommunicator:
     # Collectives on objects
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        mine = _pickled(value)
+        mine = _pickled((calls.current(), value))
         counts = torch.empty(self.size, dtype=torch.int64)
         self.all_gather_into_tensor(counts, torch.tensor([mine.numel()]))
         blobs = [torch.empty(count, dtype=torch.uint8) for count in counts.tolist()]
         self.all_gather(blobs, mine)
-        return [pickle.loads(_raw(blob)) for blob in blobs]
+        return same_call([pickle.loads(_raw(blob)) for blob in blobs])
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         blob = _pickled(value) if self.rank == src else torch.empty(0, dtype=torch.uint8)
@@ -334,7 +366,7 @@ class MpiCommunicator:
         self._check_open("subgroup")
         ranks = check_members(self, ranks)
         label = f"subgroup of ranks {ranks}"
-        call = Call(self.comm, label, _TAG_MEET)
+        call = Call(self._inbox, label, _TAG_MEET)
         run(exchange.meet(call, ranks), label, self.rank, self.timeout_s, False, self)
         comm = members_only(self.comm, ranks)
         return MpiCommunicator(
@@ -351,7 +383,8 @@ class MpiCommunicator:
             self.abandon()
             if self._node is not None:
                 self._node.Free()
-            self.comm.Free()
+            if self._inbox.is_clean:
+                self.comm.Free()
 
     def abandon(self) -> None:
         """Not collective. Refuse further calls, and leave what is under way as it is."""
@@ -370,26 +403,26 @@ class MpiCommunicator:
     # What they share
 
     def _run(self, label: str, async_op: bool, collective: Callable[..., Steps], *arguments: Any) -> Running | None:
-        steps = collective(self._call(label), *arguments)
+        call = self._call(label)
+        steps = collective(call, *arguments)
         if self.compare_calls and self.size > 1:
-            steps = self._compared(steps, f"{label} (call {self._calls})")
-        return run(steps, label, self.rank, self.timeout_s, async_op, self)
+            texts = [f"{text} (call {self._calls})" for text in (label, call.label)]
+            steps = _compared(Call(self._inbox, texts[0], call.tag, call.sequence, within=texts[1]), steps)
+        return run(steps, label, self.rank, self.timeout_s, async_op, self, call.sequence)
 
     def _call(self, label: str) -> Call:
-        self._calls += 1
-        return Call(self.comm, label, self._calls % _TAGS)
+        self._count(label)
+        return Call(self._inbox, label, self._calls % _TAGS, self._calls, within=calls.within(label))
 
-    def _compared(self, steps: Steps, text: str) -> Steps:
-        """The steps, after all ranks have told each other what they call."""
-        told = torch.frombuffer(bytearray(fitted(text, _COMPARED_BYTES)), dtype=torch.uint8)
-        everyone = [torch.empty_like(told) for _ in range(self.size)]
-        yield from exchange.all_gather(Call(self.comm, text, _TAG_COMPARE), everyone, told)
-        mine, *others = (_raw(told), *map(_raw, everyone))
-        for peer, theirs in enumerate(others):
-            if theirs != mine:
-                mine, theirs = (note.decode(errors="replace").rstrip() for note in (mine, theirs))
-                raise DifferentCallsError(f"rank {self.rank} calls {mine}, but rank {peer} calls {theirs}")
-        yield from steps
+    def _count(self, label: str) -> None:
+        self._calls += 1
+        self._labels[self._calls % _REMEMBERED] = label
+
+    def called(self, number: int) -> str | None:
+        """What this rank has called as its `number`-th collective: "" nothing yet, None if that is not known."""
+        if number > self._calls:
+            return ""
+        return self._labels[number % _REMEMBERED] if number > self._calls - _REMEMBERED else None
 
     def _user_tag(self, label: str, tag: int) -> int:
         limit = self.comm.Get_attr(MPI.TAG_UB) - _TAG_USER
@@ -402,7 +435,15 @@ class MpiCommunicator:
         if not self._windows or not tensor.numel():
             return None
         window = self._windows.get(tensor.untyped_storage().data_ptr())
-        return window if window and window.gathered == gathered and window.mine.dtype == tensor.dtype else None
+        if window is None or window.gathered != gathered or window.mine.dtype != tensor.dtype:
+            return None
+        begin = tensor.storage_offset() - window.mine.storage_offset()
+        if begin < 0 or begin + tensor.numel() > window.mine.numel():  # neighbours read the same place of theirs
+            raise CommunicationError(
+                f"a tensor of {_described(tensor)} on rank {self.rank} reaches out of the {window.mine.numel()} "
+                "elements that alloc gave this rank"
+            )
+        return window
 
     def _gathered_window(self, what: str, full: torch.Tensor) -> Window | None:
         self._check_open(what)
@@ -423,7 +464,7 @@ class MpiCommunicator:
         problem = refuse_op(op, tensor.dtype)
         if problem:
             raise CommunicationError(f"{label} on rank {self.rank}: {problem}")
-        return Reduction(op, wire or tensor.dtype, accumulate or accumulate_dtype(tensor.dtype), self.size)
+        return Reduction(op, wire or tensor.dtype, accumulate or accumulate_dtype(tensor.dtype, op), self.size)
 
     def _check(self, label: str, *tensors: torch.Tensor, written: Sequence[torch.Tensor] = ()) -> None:
         self._check_open(label)
@@ -438,11 +479,34 @@ class MpiCommunicator:
                 )
 
     def _check_open(self, label: str) -> None:
+        if _is_forked:
+            raise CommunicationError(
+                f"{label} on rank {self.rank}: this process was forked from a rank, and MPI does not work in it; start "
+                "processes with the 'spawn' method, and leave communication to the ranks"
+            )
         if self._closed:
             raise CommunicationError(
                 f"{label} on rank {self.rank}: the communicator has been closed (hpcfsdp.finalize, or its process "
                 "group was destroyed)"
             )
+
+
+def _compared(call: Call, steps: Steps) -> Steps:
+    """The steps, after all ranks have compared what they call."""
+    yield from exchange.meet(call, range(call.size))
+    yield from steps
+
+
+_is_forked = False
+"""Whether this process was forked from one that may have started MPI."""
+
+
+def _note_fork() -> None:
+    global _is_forked
+    _is_forked = True
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def _segments(full: torch.Tensor, size: int) -> list[torch.Tensor]:
@@ -467,6 +531,15 @@ def _pickled(value: Any) -> torch.Tensor:
 
 def _raw(blob: torch.Tensor) -> bytes:
     return blob.numpy().tobytes()
+
+
+def _world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """The numbers that the ranks of `comm` have among all processes."""
+    members, everyone = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    found = MPI.Group.Translate_ranks(members, range(comm.size), everyone)
+    members.Free()
+    everyone.Free()
+    return tuple(found)
 
 
 def members_only(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:

@@ -78,9 +78,20 @@ def reduce_into(
         for other in others:
             first = combine(first, other, out=total)
         if divisor != 1:
-            first = torch.div(first, divisor, out=total)
+            first = torch.div(first, divisor, rounding_mode=_rounding(first), out=total)
         if first.data_ptr() != output[begin:end].data_ptr():
             output[begin:end].copy_(first)
+
+
+@torch.no_grad()
+def divide_(total: torch.Tensor, divisor: int) -> None:
+    """Make an average of a sum, in place; that of integers is rounded towards zero."""
+    if divisor != 1:
+        total.div_(divisor, rounding_mode=_rounding(total))
+
+
+def _rounding(total: torch.Tensor) -> str | None:
+    return None if total.is_floating_point() or total.is_complex() else "trunc"
 
 
 def _converted(part: torch.Tensor, wire: torch.dtype | None, accumulate: torch.dtype) -> torch.Tensor:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hpcfsdp.comm.messages import Call
-from hpcfsdp.comm.progress import Steps
+from hpcfsdp.comm.messages import Call, Heeding
+from hpcfsdp.comm.progress import Condition, Steps
 from hpcfsdp.comm.reduce import Reduction, reduce_into
 from hpcfsdp.comm.topology import Topology
 from hpcfsdp.comm.window import Window
@@ -40,6 +40,10 @@ class Place:
         for node in range(self.topology.num_nodes):
             if node != self.home:
                 yield node, self.topology.steward(self.rank, node)
+
+    def after(self, call: Call, turn: Condition) -> Condition:
+        """What ranks wait for that take turns; where nodes exchange messages, a call may fail on another rank."""
+        return turn if self.topology.num_nodes == 1 else Heeding(call, turn)
 
     def keeper(self, rank: int) -> int:
         """The local rank of the neighbour that handles the piece of `rank`."""
@@ -70,7 +74,7 @@ def all_gather(call: Call, place: Place, whole: torch.Tensor, shard: torch.Tenso
     with _exclusive(window):
         window.done()
         if not in_place or place.topology.num_nodes > 1:
-            yield window.all_done()  # a slower neighbour may still read what is overwritten here
+            yield place.after(call, window.all_done())  # a slower neighbour may still read what is overwritten here
         if not in_place:
             mine.copy_(shard.view(-1))
         window.epoch += 1
@@ -82,7 +86,7 @@ def all_gather(call: Call, place: Place, whole: torch.Tensor, shard: torch.Tenso
                 mail.send(mine, steward)
             yield mail
         window.arrive(call.label)
-        yield window.all_arrived()
+        yield place.after(call, window.all_arrived())
 
 
 def reduce_scatter(
@@ -92,7 +96,7 @@ def reduce_scatter(
     with _exclusive(place.window):
         yield from _reduce_mine(call, place, pieces, output, how)
         place.window.done()
-        yield place.window.all_done()  # the input is the caller's to change when this is over
+        yield place.after(call, place.window.all_done())  # the input is the caller's to change when this is over
 
 
 def all_reduce(call: Call, place: Place, pieces: Sequence[torch.Tensor], how: Reduction) -> Steps:
@@ -109,13 +113,13 @@ def all_reduce(call: Call, place: Place, pieces: Sequence[torch.Tensor], how: Re
         yield mail
         window.epoch += 1
         window.arrive(call.label)
-        yield window.all_arrived()
+        yield place.after(call, window.all_arrived())
         local = place.topology.local_rank(place.rank)
         for rank, piece in enumerate(pieces):
             if place.keeper(rank) != local:
                 piece.copy_(_in_region(window, place.keeper(rank), piece))
         window.done()
-        yield window.all_done()
+        yield place.after(call, window.all_done())
 
 
 def _reduce_mine(
@@ -133,7 +137,7 @@ def _reduce_mine(
         mail.receive(found[node], steward)
     window.epoch += 1
     window.arrive(call.label)
-    yield window.all_arrived()
+    yield place.after(call, window.all_arrived())
     for ward in place.topology.wards(place.rank):
         if place.has_neighbours:
             partial = torch.empty_like(pieces[ward], dtype=how.accumulate)

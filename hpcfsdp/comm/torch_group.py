@@ -23,8 +23,10 @@ from hpcfsdp.comm.communicator import (
     refuse_op,
 )
 from hpcfsdp.comm.progress import Finished
-from hpcfsdp.comm.reduce import reduce_into
+from hpcfsdp.comm.reduce import divide_, reduce_into
+from hpcfsdp.comm.waits import same_call
 from hpcfsdp.errors import CommunicationError, DifferentCallsError
+from hpcfsdp.launch import calls
 
 _NATIVE_DTYPES = {torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8}
 """Those that all backends reduce themselves. The others are moved as bytes and reduced here."""
@@ -86,8 +88,7 @@ class TorchGroupCommunicator(PlainMemory):
             work = _compat.reduce_scatter_single(total, travelling, _NATIVE_OPS[op], self.group, async_op)
 
             def keep() -> None:
-                if divisor != 1:
-                    total.div_(divisor)
+                divide_(total, divisor)
                 if total is not output:
                     output.copy_(total)
 
@@ -123,8 +124,7 @@ class TorchGroupCommunicator(PlainMemory):
             total = flat.to(accumulate)
 
             def keep() -> None:
-                if divisor != 1:
-                    total.div_(divisor)
+                divide_(total, divisor)
                 if total is not flat:
                     flat.copy_(total)
 
@@ -212,8 +212,8 @@ class TorchGroupCommunicator(PlainMemory):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        dist.all_gather_object(values, (calls.current(), value), group=self.group)
+        return same_call(values)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         holder = [value]
@@ -246,7 +246,7 @@ class TorchGroupCommunicator(PlainMemory):
         problem = refuse_op(op, tensor.dtype)
         if problem:
             raise CommunicationError(f"{label} on rank {self.rank}: {problem}")
-        return wire or tensor.dtype, accumulate or accumulate_dtype(tensor.dtype)
+        return wire or tensor.dtype, accumulate or accumulate_dtype(tensor.dtype, op)
 
 
 class _Work:

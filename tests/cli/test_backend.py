@@ -79,6 +79,40 @@ def test_groups_are_taken_down_and_made_again(script):
     assert words(job) == []
 
 
+def test_a_forked_process_is_refused_and_the_ranks_go_on(script):
+    job = script(
+        """
+        dist.init_process_group("hpcmpi", init_method="mpi://")
+        value = torch.ones(1)
+        calls = (
+            lambda: dist.all_reduce(value),
+            lambda: dist.barrier(),
+            lambda: dist.isend(value, 0),
+            lambda: dist.irecv(value, 0),
+            lambda: dist.group.WORLD.communicator.alloc(3, torch.float32),
+        )
+        child = os.fork()
+        if not child:
+            for call in calls:
+                try:
+                    call()
+                except hpcfsdp.errors.CommunicationError as error:
+                    print("refused" if "was forked" in str(error) and "spawn" in str(error) else error, flush=True)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        print(total())
+        dist.destroy_process_group()
+        try:
+            dist.all_reduce(value)
+        except ValueError as error:
+            assert "not been initialized" in str(error), error
+        """,
+        head=HEAD + "import hpcfsdp.errors\n",
+        ranks=2,
+    )
+    assert words(job) == sorted(["3"] * 2 + ["refused"] * 10)
+
+
 def test_the_world_takes_over_a_group_that_is_there(script):
     job = script(
         """

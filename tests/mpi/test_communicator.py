@@ -416,6 +416,7 @@ def test_buffers_stay_resizable_after_a_collective(comm):
 
 @pytest.mark.parametrize("numel", [0, 7, 10, 11])
 def test_long_messages_go_in_parts(carriers, monkeypatch, numel):
+    monkeypatch.setattr(messages, "_INLINE_BYTES", 0)
     monkeypatch.setattr(messages, "_PART_BYTES", 10)
     comm = carriers["messages"].comm
     output, mine = torch.empty(numel * comm.size, dtype=torch.int16), torch.full((numel,), comm.rank, dtype=torch.int16)

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import re
 import time
 
 import pytest
@@ -138,56 +139,38 @@ def test_a_rank_that_does_not_come_to_make_memory_or_a_group_is_named(several, w
     assert named(caught.value, missing)
 
 
-def test_memory_that_mpi_may_still_write_outlives_a_collective_that_failed(several, world, make_comm):
-    comm = make_comm(timeout_s=0.05)
-    tensor = torch.empty(1000)
+def test_memory_that_mpi_may_still_read_outlives_a_send_that_failed(several, world, make_comm):
+    comm = make_comm()
+    tensor = torch.empty(1_000_000)
     address = tensor.data_ptr()
     if world.rank == 0:
         with pytest.raises(CommunicationError):
-            comm.recv(tensor, 1)
+            comm.send(tensor, 1, async_op=True).wait(0.05)
         del tensor
         gc.collect()
-        assert address in [kept.data_ptr() for _, _, _, kept in messages._abandoned]
+        kept = [read for _, _, read in messages._abandoned if isinstance(read, torch.Tensor)]
+        assert address in [read.data_ptr() for read in kept]
     world.comm.Barrier()
+
+
+def test_a_receive_that_was_given_up_is_not_written_later(several, world, make_comm):
+    comm, numel = make_comm(), 1000
+    given_up, taken = torch.zeros(numel), torch.zeros(numel)
+    if world.rank == 0:
+        mail, work = comm.recv(given_up, 1, async_op=True)  # the mail lives on, as it does in torch's work
+        with pytest.raises(CommunicationError):
+            work.wait(0.05)
+    world.comm.Barrier()
+    if world.rank == 1:
+        comm.send(torch.ones(numel), 0)
+    if world.rank == 0:
+        comm.recv(taken, 1)
+        assert mail.source is None
+    assert not given_up.any()
+    assert world.rank != 0 or taken.all()
 
 
 # Ranks that call something else
-
-
-def differing_sizes(comm, rank, numel):
-    return {
-        "all_gather": lambda: comm.all_gather_into_tensor(torch.empty(numel * comm.size), torch.ones(numel)),
-        "broadcast": lambda: comm.broadcast(torch.ones(numel), 0),
-        "all_reduce": lambda: comm.all_reduce(torch.ones(numel), "sum"),
-        "gather": lambda: comm.gather(
-            [torch.empty(numel) for _ in range(comm.size)] if rank == 0 else None, torch.ones(numel), 0
-        ),
-    }
-
-
-# Not beyond the eager messages of Open MPI: its single-copy path writes past the end of a place that is too small.
-@pytest.mark.parametrize("numel", [(4, 8), (8, 4), (4, 500)], ids=str)
-@pytest.mark.parametrize("operation", ["all_gather", "broadcast", "all_reduce", "gather"])
-def test_sizes_that_differ_are_an_error_that_names_rank_and_bytes(several, world, make_comm, operation, numel):
-    comm = make_comm(timeout_s=2)
-    mine = numel[world.rank == world.size - 1]
-    work = differing_sizes(comm, world.rank, mine)[operation]
-    receives = {"gather": world.rank == 0, "broadcast": world.rank == world.size - 1}.get(operation, True)
-    if receives:
-        with pytest.raises(CommunicationError, match=r"rank \d sent .* where \d+ bytes were expected|waited") as caught:
-            work()
-        last = world.size - 1
-        if operation != "all_reduce" and world.rank in (0, last):
-            sender = last if world.rank == 0 and operation != "broadcast" else None
-            assert "sizes or dtypes differ between these ranks" in str(caught.value)
-            assert sender is None or f"rank {sender} sent" in str(caught.value)
-            assert f"where {4 * mine} bytes were expected" in str(caught.value)
-    else:
-        try:
-            work()
-        except CommunicationError as error:
-            assert "waited" in str(error)
-    world.comm.Barrier()
 
 
 DIFFERENT = {
@@ -214,9 +197,9 @@ def test_calls_that_differ_are_told_on_every_rank_where_calls_are_compared(sever
     odd = world.size - 1
     with pytest.raises(CommunicationError) as caught:
         DIFFERENT[what][world.rank == odd](comm)
-    other = 0 if world.rank == odd else odd
-    assert str(caught.value).startswith(f"rank {world.rank} calls ")
-    assert f", but rank {other} calls " in str(caught.value)
+    told = re.fullmatch(rf"rank {world.rank} calls .*, but rank (\d) calls .*", str(caught.value))
+    other = int(told.group(1))  # the first of which the odd one hears
+    assert other != odd if world.rank == odd else other == odd
     texts = world.comm.allgather(str(caught.value))
     mine, theirs = (texts[rank].split(" calls ")[1].rpartition(", but rank")[0] for rank in (world.rank, other))
     assert mine != theirs

@@ -39,11 +39,16 @@ def test_narrow_floats_are_summed_in_float32_and_others_in_what_torch_can_comput
     assert accumulate_dtype(dtype) == wide
 
 
+def test_averages_of_integers_are_made_of_sums_that_do_not_wrap_around():
+    assert accumulate_dtype(torch.int8, "average") == torch.int64
+    assert accumulate_dtype(torch.bfloat16, "average") == torch.float32
+
+
 @pytest.mark.parametrize(
     ("op", "dtype", "problem"),
     [
         ("mean", torch.float32, "unknown reduction 'mean'"),
-        ("average", torch.int32, "torch.int32 has no average: sum, and divide in a dtype of your choice"),
+        ("average", torch.uint64, "torch.uint64 has no average: sum, and divide in a dtype of your choice"),
         ("average", torch.bool, "torch.bool has no average: sum, and divide in a dtype of your choice"),
         ("band", torch.float32, "band needs whole numbers or bool, not torch.float32"),
         ("bor", torch.complex64, "bor needs whole numbers or bool, not torch.complex64"),
@@ -65,7 +70,13 @@ def test_a_reduction_that_makes_no_sense_is_refused(op, dtype, problem):
 
 @pytest.mark.parametrize(
     ("op", "dtype"),
-    [("average", torch.complex64), ("bxor", torch.bool), ("min", torch.uint32), ("product", torch.uint64)],
+    [
+        ("average", torch.complex64),
+        ("average", torch.int8),
+        ("bxor", torch.bool),
+        ("min", torch.uint32),
+        ("product", torch.uint64),
+    ],
 )
 def test_a_reduction_that_can_be_computed_is_not_refused(op, dtype):
     assert refuse_op(op, dtype) is None

@@ -54,7 +54,7 @@ def test_reductions_are_those_of_ranks_that_hold_the_same(dtype, op, size):
     values = torch.tensor([0, 1, 2, 1] * size).to(dtype)
     expected = torch.empty_like(values)
     divisor = size if op == "average" else 1
-    reduce_into(expected, [values] * size, op, accumulate_dtype(dtype), divisor=divisor)
+    reduce_into(expected, [values] * size, op, accumulate_dtype(dtype, op), divisor=divisor)
     total, output = values.clone(), torch.empty(4, dtype=dtype)
     comm.all_reduce(total, op)
     comm.reduce_scatter_tensor(output, values, op)

@@ -1,6 +1,6 @@
 import pytest
 
-from hpcfsdp.comm import progress
+from hpcfsdp.comm import progress, waits
 from hpcfsdp.comm.progress import Finished, Running, complete, run
 from hpcfsdp.errors import CommunicationError
 
@@ -96,7 +96,7 @@ def test_a_wait_may_have_a_limit_of_its_own():
 
 
 def test_a_rank_that_has_left_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(progress, "_SLEEP_AFTER_S", 0.0)
+    monkeypatch.setattr(waits, "LOOK_AFTER_S", 0.0)
     work = begin(through(Door(missing=[0, 1, 2])), owner=Owner([1, 2, 7]))
     with pytest.raises(CommunicationError) as caught:
         work.wait()
@@ -104,7 +104,7 @@ def test_a_rank_that_has_left_is_not_waited_for(monkeypatch):
 
 
 def test_a_rank_that_left_after_its_part_is_no_error(monkeypatch):
-    monkeypatch.setattr(progress, "_SLEEP_AFTER_S", 0.0)
+    monkeypatch.setattr(waits, "LOOK_AFTER_S", 0.0)
     begin(through(Door(2000, missing=[0])), owner=Owner([1])).wait()
 
 

@@ -1,0 +1,222 @@
+import gc
+import logging
+from dataclasses import replace
+
+import pytest
+
+from hpcfsdp.comm import waits
+from hpcfsdp.comm.waits import NOTHING_YET, UNKNOWN, Waiting, Watch, crossed, describe, key_of, same_call
+from hpcfsdp.errors import DifferentCallsError, LaunchError
+from hpcfsdp.launch import calls
+
+
+class Member:
+    def __init__(self, world_ranks=(0, 1), *labels):
+        self.world_ranks = world_ranks
+        self.labels = labels
+        self.key = key_of(self, world_ranks)
+
+    def called(self, number):
+        return self.labels[number - 1] if number <= len(self.labels) else NOTHING_YET
+
+
+class NoBoard:
+    def __init__(self):
+        self.read, self.written, self.asked = {}, None, []
+
+    def exchange(self, rank, mine, peers):
+        self.asked.append((rank, mine, tuple(peers)))
+        self.written = mine
+
+
+@pytest.fixture
+def board(monkeypatch):
+    made = NoBoard()
+    monkeypatch.setattr(waits, "_board", made)
+    return made
+
+
+def pair(they_called=NOTHING_YET, i_called=NOTHING_YET, **changed):
+    """Two ranks that wait for each other, and what each has called where the other one waits."""
+    mine = Waiting(0, 7, "save", "gather", ("A", 3), (1,), True, {1: (9, i_called)})
+    theirs = Waiting(1, 9, "forward", "meet", ("B", 5), (0,), True, {0: (7, they_called)})
+    return replace(mine, **changed), theirs
+
+
+def both(mine, theirs):
+    found = {crossed(mine, theirs), crossed(theirs, mine)}
+    assert len(found) == 1  # ranks come to the same result
+    return found.pop()
+
+
+def test_ranks_that_wait_for_what_the_other_has_not_called_never_meet():
+    assert both(*pair())
+
+
+def test_ranks_that_have_called_something_else_never_meet():
+    assert both(*pair(they_called="meet", i_called="gather"))
+    assert both(*pair(they_called="broadcast"))
+    assert both(*pair(i_called="broadcast"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    {
+        "mine is under way there": {"they_called": "gather"},
+        "theirs is under way here": {"i_called": "meet"},
+        "both are": {"they_called": "gather", "i_called": "meet"},
+        "too long ago": {"they_called": UNKNOWN},
+        "not waited for": {"missing": (2,)},
+        "another thread may go on": {"firm": False},
+        "an answer to an earlier wait": {"serial": 8},
+        "no answer": {"answers": {}},
+    }.items(),
+    ids=lambda case: case[0],
+)
+def test_ranks_that_may_meet_yet_are_left_alone(case):
+    assert not both(*pair(**case[1]))
+
+
+def test_the_message_names_the_calls_or_within_one_call_the_collectives():
+    mine, theirs = pair()
+    assert describe(mine, [theirs]).startswith(
+        "ranks wait for each other in different calls: rank 0 is in save, rank 1 is in forward. All ranks must"
+    )
+    text = describe(mine, [replace(theirs, call="save")])
+    assert "rank 0 is in save (gather), rank 1 is in save (meet)" in text
+    assert "rank 0 is in gather, rank 1 is in meet" in describe(replace(mine, call=""), [replace(theirs, call="")])
+
+
+def test_a_wait_answers_those_that_are_missing_and_ends_when_all_know(board):
+    own, other = Member((0, 1), "gather"), Member((0, 1))
+    watch = Watch("gather", own, 1, firm=True)
+    assert watch.look(1.0, 0, [1]) is None
+    ((rank, mine, peers),) = board.asked
+    assert (rank, peers, mine.answers, mine.missing) == (0, (1,), {}, (1,))
+    theirs = Waiting(1, 5, "forward", "meet", (other.key, 1), (0,), True)
+    board.read = {1: theirs}
+    assert watch.look(1.3, 0, [1]) is None
+    answered = board.asked[-1][1]
+    assert answered.answers == {1: (5, NOTHING_YET)}
+    board.read = {1: replace(theirs, answers={0: (answered.serial, NOTHING_YET)})}
+    assert watch.look(1.6, 0, [1]) is None  # others may wait for this rank as well
+    assert "rank 1 is in forward" in watch.look(1.7 + waits.SETTLE_S, 0, [1])
+    watch.end(failed=True)
+    assert board.asked[-1][1].over
+    watch.end(failed=False)
+    assert board.asked[-1][1] is None
+
+
+def test_of_a_communicator_that_is_gone_nothing_is_known(board):
+    own, other = Member((0, 1), "gather"), Member((0, 1))
+    key = other.key
+    del other
+    gc.collect()
+    board.read = {1: Waiting(1, 5, "", "meet", (key, 1), (0,), True)}
+    Watch("gather", own, 1, firm=True).look(1.0, 0, [1])
+    assert board.asked[-1][1].answers == {1: (5, UNKNOWN)}
+
+
+def test_communicators_of_the_same_ranks_are_told_apart_and_known_to_all():
+    first, second, third = Member((5, 7)), Member((5, 7)), Member((5, 8))
+    assert first.key[0] == second.key[0] != third.key[0]
+    assert first.key[1] + 1 == second.key[1]
+
+
+def test_a_long_wait_is_logged_more_and_more_rarely(board, monkeypatch, caplog):
+    monkeypatch.setenv("HPCFSDP_WAIT_LOG_S", "2")
+    watch = Watch("barrier", Member((4, 6), "barrier"), 1, firm=True)
+    board.read = {6: Waiting(6, 1, "forward", "meet", None, (4,), True)}
+    said = []
+    with caplog.at_level(logging.WARNING, "hpcfsdp.comm"):
+        for tenth in range(10, 2000):
+            caplog.clear()
+            watch.look(tenth / 10, 0, [1])
+            said += [(tenth / 10, record.getMessage()) for record in caplog.records]
+    assert [when for when, _ in said] == [2, 6, 12, 24, 60, 120, 180]
+    assert said[1][1] == (
+        "rank 4 has waited 6 s in barrier for rank(s) 6: rank 6 waits in forward (meet) for rank(s) 4"
+    )
+
+
+def test_no_line_is_logged_where_none_is_wanted(board, monkeypatch, caplog):
+    monkeypatch.setenv("HPCFSDP_WAIT_LOG_S", "0")
+    watch = Watch("barrier", Member((0, 1), "barrier"), 1, firm=True)
+    with caplog.at_level(logging.WARNING, "hpcfsdp.comm"):
+        watch.look(1e6, 0, [1])
+    assert not caplog.records
+
+
+def test_in_a_large_job_the_lowest_rank_that_waits_logs(board, caplog):
+    member = Member(tuple(range(40)), "barrier")
+    with caplog.at_level(logging.WARNING, "hpcfsdp.comm"):
+        for rank in (1, 2):
+            Watch("barrier", member, 1, firm=True).look(11, rank, [0, *range(3, 40)])
+    assert [record.getMessage()[:17] for record in caplog.records] == ["rank 1 has waited"]
+    assert "and 22 more" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf"])
+def test_a_time_that_is_none_is_an_error(monkeypatch, value):
+    monkeypatch.setenv("HPCFSDP_WAIT_LOG_S", value)
+    with pytest.raises(LaunchError, match=f"HPCFSDP_WAIT_LOG_S={value}: give a number of seconds"):
+        Watch("barrier", Member(), 1, firm=True)
+
+
+def test_values_of_ranks_in_different_calls_are_refused():
+    assert same_call([("save", 1), ("save", 2)]) == [1, 2]
+    with pytest.raises(DifferentCallsError, match=r"rank 0 is in save, rank 2 in no call of hpcfsdp") as caught:
+        same_call([("save", 1), ("save", 2), ("", 3)])
+    assert caught.value.collective
+
+
+def test_the_outermost_call_counts():
+    @calls.public_call("inner")
+    def inner():
+        return calls.current()
+
+    @calls.public_call("outer")
+    def outer():
+        return inner(), calls.within("barrier")
+
+    assert (inner(), outer(), calls.current()) == ("inner", ("outer", "outer: barrier"), "")
+    assert calls.within("barrier") == "barrier"
+
+
+def test_a_generator_is_in_its_call_while_it_runs_only():
+    seen = []
+
+    @calls.public_call("walk")
+    def walk():
+        try:
+            seen.append(calls.current())
+            yield 1
+        finally:
+            seen.append(calls.current())
+
+    steps = walk()
+    assert (next(steps), calls.current(), seen) == (1, "", ["walk"])
+    with pytest.raises(KeyError):
+        steps.throw(KeyError())
+    assert (calls.current(), seen) == ("", ["walk", "walk"])
+
+
+def test_a_call_that_fails_is_left():
+    @calls.public_call("broken")
+    def broken():
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        broken()
+    assert calls.current() == ""
+
+
+def test_a_backward_counts_while_autograd_runs(monkeypatch):
+    running = [True]
+    monkeypatch.setattr(calls, "_backward", None)
+    calls.begin_backward("Net", lambda: running[0])
+    outermost = calls.begin("forward")  # computed again for the backward
+    assert calls.current() == 'backward of "Net"'
+    running[0] = False
+    assert calls.current() == "forward"
+    calls.end(outermost)
