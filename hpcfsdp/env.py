@@ -5,7 +5,12 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 
+from hpcfsdp.errors import LaunchError
+
 CONFIG_PREFIX = "HPCFSDP_"
+_WAIT_LOG_S = "HPCFSDP_WAIT_LOG_S"
+_OF_THE_LIBRARY = (_WAIT_LOG_S,)
+"""Variables with the prefix that are no configuration of a command."""
 
 # What launchers say about the number of processes they started, the most specific first. SLURM's variable comes last:
 # it is also inherited by processes that an mpirun inside of an allocation started.
@@ -94,14 +99,36 @@ def compare_calls() -> bool:
     return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
 
 
+def full_precision_in_eval() -> bool:
+    """Whether sharded modules in eval mode are to compute without mixed precision: torch's own switch for that."""
+    return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
+
+
 def threads_chosen() -> bool:
     """Whether the user fixed the number of threads per process."""
     return "OMP_NUM_THREADS" in os.environ
 
 
 def config_values() -> dict[str, str]:
-    """Every ``HPCFSDP_*`` variable: the configuration given by the environment."""
-    return {name: value for name, value in os.environ.items() if name.startswith(CONFIG_PREFIX)}
+    """The ``HPCFSDP_*`` variables of commands: the configuration given by the environment."""
+    names = (name for name in os.environ if name.startswith(CONFIG_PREFIX) and name not in _OF_THE_LIBRARY)
+    return {name: os.environ[name] for name in names}
+
+
+def wait_log_s() -> float:
+    """Seconds after which a rank that waits for others logs it for the first time, 10 by default; 0: never.
+
+    Raises:
+        LaunchError: ``HPCFSDP_WAIT_LOG_S`` is set to something else than that.
+    """
+    given = os.environ.get(_WAIT_LOG_S, "10")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise LaunchError(f"{_WAIT_LOG_S}={given}: give a number of seconds, or 0 for no such log lines")
+    return seconds
 
 
 def diagnostic_values() -> dict[str, str]:
@@ -117,3 +144,12 @@ def colour_refused() -> bool:
 def host_name() -> str:
     """The name of this node, without its domain."""
     return socket.gethostname().split(".")[0]
+
+
+def scheduler_job() -> tuple[str, str]:
+    """The scheduler's name of this job, and how often it was put into the queue again; empty where nobody says."""
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
+        if os.environ.get(name):
+            restarts = os.environ.get("SLURM_RESTART_COUNT", "0") if name == "SLURM_JOB_ID" else ""
+            return os.environ[name], restarts
+    return "", ""

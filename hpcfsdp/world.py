@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hpcfsdp import env
 from hpcfsdp.errors import LaunchError, nearest
 from hpcfsdp.launch.bootstrap import load_mpi
+from hpcfsdp.launch.calls import public_call
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +130,7 @@ def job() -> Job:
     """Collective over all processes of the job, the first time. Start MPI, find the nodes, guard against failures."""
     mpi = load_mpi()
     from hpcfsdp.comm.topology import Topology
-    from hpcfsdp.launch import abort, farewell
+    from hpcfsdp.launch import abort, farewell, forks
 
     comm = mpi.COMM_WORLD.Dup()
     node = comm.Split_type(mpi.COMM_TYPE_SHARED)
@@ -137,6 +138,7 @@ def job() -> Job:
     node.Free()
     abort.install(comm)
     farewell.install(comm.Dup())
+    forks.install(comm)
     return Job(comm, topology)
 
 
@@ -239,6 +241,7 @@ def _agreed(settings: _Settings) -> tuple[Topology, torch.device]:
     topology, chosen, problem = this.topology, None, None
     try:
         _check_backend(settings.backend)
+        env.wait_log_s()
         if settings.split_nodes != 1:
             topology = topology.split(settings.split_nodes)
         chosen = devices.choose(settings.device, this.topology.local_rank(this.comm.rank))
@@ -313,6 +316,7 @@ def _finish_others() -> Exception | None:
     return problems[0] if problems else None
 
 
+@public_call("hpcfsdp.finalize")
 def finalize() -> None:
     """Collective over all processes of the job. Take down the process group that ``init`` made and forget the world.
 

@@ -7,16 +7,21 @@ other, and nothing ever blocks inside of MPI: signals and timeouts are heard at 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
-from hpcfsdp.errors import CommunicationError
+from hpcfsdp import _compat
+from hpcfsdp.comm import waits
+from hpcfsdp.comm.waits import Watch
+from hpcfsdp.errors import CommunicationError, CrossedCallsError
+from hpcfsdp.launch import calls
 
 log = logging.getLogger("hpcfsdp.comm")
 
@@ -24,7 +29,6 @@ _YIELD_AFTER = 4
 """Looks before the core is offered to others. Where nobody else wants it the offer costs next to nothing; where ranks
 outnumber cores the peer that is waited for gets it at once."""
 _CLOCK_EVERY = 8
-_SLEEP_AFTER_S = 1.0
 _SLEEP_S = 0.0002
 """A long wait (rank 0 writes a file, a peer compiles) stops burning its core."""
 
@@ -52,9 +56,12 @@ Steps = Generator[Condition, None, None]
 class Running:
     """A collective that has been begun. See ``Work`` in communicator.py."""
 
-    def __init__(self, steps: Steps, label: str, rank: int, timeout_s: float, owner: Owner) -> None:
+    def __init__(
+        self, steps: Steps, label: str, rank: int, timeout_s: float, owner: Owner, number: int | None = None
+    ) -> None:
         self.label = label
         self.owner = owner
+        self.number = number
         self.optional = False
         """Whether it may never complete, like a receive that nobody sends to."""
         self._heard = False
@@ -65,6 +72,8 @@ class Running:
         self._error: BaseException | None = None
         self._done = False
         self._stepping = threading.Lock()
+        if threading.get_ident() not in _threads and not _compat.in_backward():  # autograd's threads take turns
+            _threads.add(threading.get_ident())
         self._advance()
         if not self._done:
             _under_way.append(self)
@@ -82,16 +91,33 @@ class Running:
                 that of the communicator).
         """
         if not self._done:
-            self._wait(self._timeout_s if timeout_s is None else timeout_s)
+            self._wait(self._timeout_s if timeout_s is None else timeout_s, firm=timeout_s is None)
         self._heard = True
         if self._error is not None:
-            raise self._error
+            raise _within_call(self._error)
 
     def __del__(self) -> None:
         if self._done and self._error is not None and not self._heard:
             log.error("%s, which nobody waited for, failed: %s", self.label, self._error)
 
-    def _wait(self, timeout_s: float) -> None:
+    def _wait(self, timeout_s: float, *, firm: bool) -> None:
+        watch: Watch | None = None
+        try:
+            for waited_s in self._waiting():
+                if waited_s > timeout_s:
+                    self._give_up(functools.partial(_timed_out, timeout_s, watch))
+                elif waited_s > waits.LOOK_AFTER_S:
+                    time.sleep(_SLEEP_S)
+                    self._look_for_departed()
+                    watch = watch or Watch(self.label, self.owner, self.number, firm=firm and len(_threads) == 1)
+                    if waited_s > watch.due_s:
+                        self._give_up(functools.partial(watch.look, waited_s, self._rank), CrossedCallsError)
+        finally:
+            if watch is not None:
+                watch.end(failed=self._error is not None)
+
+    def _waiting(self) -> Iterator[float]:
+        """Move all work on until this one is done; from time to time, for how long that has been in seconds."""
         began_s, looks = time.monotonic(), 0
         while not self._done:
             self._advance()
@@ -102,12 +128,7 @@ class Running:
                 continue
             os.sched_yield()
             if looks % _CLOCK_EVERY == 0:
-                waited_s = time.monotonic() - began_s
-                if waited_s > timeout_s:
-                    self._give_up(lambda missing: _timed_out(missing, timeout_s))
-                elif waited_s > _SLEEP_AFTER_S:
-                    time.sleep(_SLEEP_S)
-                    self._look_for_departed()
+                yield time.monotonic() - began_s
 
     @torch.no_grad()
     def _advance(self) -> None:
@@ -141,12 +162,15 @@ class Running:
             self._advance()  # what they sent before they left
             self._give_up(lambda missing: _left(departed & set(missing)))
 
-    def _give_up(self, reason: Callable[[Sequence[int]], str | None]) -> None:
+    def _give_up(
+        self, reason: Callable[[Sequence[int]], str | None], kind: type[CommunicationError] = CommunicationError
+    ) -> None:
         """End with an error, if there is a reason to; `reason` is told the ranks that are missing."""
         with self._stepping:  # no other thread is in the middle of a step
             why = None if self._done else reason(self._condition.missing() if self._condition is not None else [])
             if why:
-                self._finish(CommunicationError(f"{self.label} on rank {self._rank}: {why}"))
+                where = f"{self.label} on rank {self._rank}: " if kind is CommunicationError else ""
+                self._finish(kind(where + why))
 
 
 def _left(ranks: set[int]) -> str | None:
@@ -154,11 +178,21 @@ def _left(ranks: set[int]) -> str | None:
     return f"rank(s) {names} left the program without taking part" if ranks else None
 
 
-def _timed_out(missing: Sequence[int], timeout_s: float) -> str:
+def _within_call(error: BaseException) -> BaseException:
+    """The error, which names the public call that this rank is in."""
+    call = calls.current()
+    if isinstance(error, CommunicationError) and call not in error.args[0]:
+        error.args = (f"{call}: {error.args[0]}",)
+    return error
+
+
+def _timed_out(timeout_s: float, watch: Watch | None, missing: Sequence[int]) -> str:
+    known = watch.others(missing) if watch is not None else ""
     names = f"rank(s) {', '.join(map(str, missing))}" if missing else "other ranks"
     return (
         f"waited {timeout_s:g} s for {names}, which did not take part. They hang, have left, or call other "
         "collectives; TORCH_DISTRIBUTED_DEBUG=DETAIL compares the calls of all ranks and names the one that differs"
+        + (f" ({known})" if known else "")
     )
 
 
@@ -173,6 +207,8 @@ class Finished:
 
 
 _under_way: list[Running] = []
+_threads: set[int] = set()
+"""Those that have begun collectives. Of several one may do what another one's wait is for."""
 
 
 def _advance_all() -> None:
@@ -180,9 +216,17 @@ def _advance_all() -> None:
         work._advance()
 
 
-def run(steps: Steps, label: str, rank: int, timeout_s: float, async_op: bool, owner: Owner) -> Running | None:
-    """Begin a collective of `owner`, and complete it unless `async_op`."""
-    work = Running(steps, label, rank, timeout_s, owner)
+def run(
+    steps: Steps,
+    label: str,
+    rank: int,
+    timeout_s: float,
+    async_op: bool,
+    owner: Owner,
+    number: int | None = None,
+) -> Running | None:
+    """Begin a collective of `owner`, its call of that number, and complete it unless `async_op`."""
+    work = Running(steps, label, rank, timeout_s, owner, number)
     if async_op:
         return work
     work.wait()

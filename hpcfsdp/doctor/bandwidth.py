@@ -47,7 +47,8 @@ def way_of(maps: str, address: int) -> str:
 def measure(world: World, *, shared: bool) -> dict[str, dict[str, Any]]:
     """Collective. Seconds and GB/s of each collective, by name; nothing where there is only one rank.
 
-    GB/s are the bytes that a rank gets from others (or gives to them) in a second, whatever the number of ranks.
+    GB/s are the bytes that move from others to a rank (or to them) in a second, whatever the number of ranks; None
+    where no bytes move, as when a node's ranks gather in memory that they share.
 
     Args:
         shared: also in the memory that ``alloc`` gives. On a GPU that is ordinary memory, and left out.
@@ -62,7 +63,7 @@ def measure(world: World, *, shared: bool) -> dict[str, dict[str, Any]]:
     }
     if shared and comm.device.type == "cpu":
         gathered = comm.alloc(comm.size * numel, torch.float32, gathered=True)
-        found["all-gather in shared memory"] = _timed(world, *_all_gather_in_place(comm, gathered))
+        found["all-gather in shared memory"] = _timed(world, *_all_gather_in_place(world, gathered))
         comm.free(gathered)
         full = comm.alloc(comm.size * numel, torch.float32)
         found["reduce-scatter in shared memory"] = _timed(world, *_reduce_scatter(comm, full))
@@ -70,17 +71,21 @@ def measure(world: World, *, shared: bool) -> dict[str, dict[str, Any]]:
     return found
 
 
-Operation = tuple[Callable[[], None], Callable[[], bool], int]
-"""Runs the collective; whether its result is right; bytes that a rank receives."""
+Operation = tuple[Callable[[], None], Callable[[], bool], int, int]
+"""Runs the collective; whether its result is right; bytes that a rank gets from others, and those of them that move."""
 
 
 def _all_gather(comm: Communicator, numel: int, full: torch.Tensor) -> Operation:
     shard = torch.full((numel,), float(comm.rank + 1), device=comm.device)
-    return lambda: comm.all_gather_into_tensor(full, shard), lambda: _holds_all_ranks(comm, full), _foreign(comm, full)
+    nbytes = _foreign(comm, full)
+    return lambda: comm.all_gather_into_tensor(full, shard), lambda: _holds_all_ranks(comm, full), nbytes, nbytes
 
 
-def _all_gather_in_place(comm: Communicator, full: torch.Tensor) -> Operation:
+def _all_gather_in_place(world: World, full: torch.Tensor) -> Operation:
+    comm = world.communicator
     shard = segment(full, comm)
+    elsewhere = world.size - world.local_size  # ranks on other nodes, whose shards the ranks of this one fetch in turn
+    moved = elsewhere * shard.numel() * shard.element_size() // world.local_size
 
     def run() -> None:
         comm.claim(full)
@@ -94,17 +99,18 @@ def _all_gather_in_place(comm: Communicator, full: torch.Tensor) -> Operation:
         comm.release(full)
         return held
 
-    return run, right, _foreign(comm, full)
+    return run, right, _foreign(comm, full), moved
 
 
 def _reduce_scatter(comm: Communicator, full: torch.Tensor) -> Operation:
     full.fill_(comm.rank + 1)
     output = torch.zeros(full.numel() // comm.size, device=comm.device)
-    total = comm.size * (comm.size + 1) / 2
+    total, nbytes = comm.size * (comm.size + 1) / 2, _foreign(comm, full)
     return (
         lambda: comm.reduce_scatter_tensor(output, full, "sum"),
         lambda: bool((output == total).all()),
-        _foreign(comm, full),
+        nbytes,
+        nbytes,
     )
 
 
@@ -117,13 +123,14 @@ def _foreign(comm: Communicator, full: torch.Tensor) -> int:
     return full.numel() * full.element_size() * (comm.size - 1) // comm.size
 
 
-def _timed(world: World, run: Callable[[], None], right: Callable[[], bool], nbytes: int) -> dict[str, Any]:
+def _timed(world: World, run: Callable[[], None], right: Callable[[], bool], nbytes: int, moved: int) -> dict[str, Any]:
     """A round counts as long as on its slowest rank; the median of all rounds counts."""
     first = _round(world, run)
     rounds = [_round(world, run) for _ in range(1 if first > _SLOW_S else REPETITIONS)]
     seconds = statistics.median(rounds)
     correct = all(world.comm.allgather(right()))
-    return {"bytes": nbytes, "seconds": seconds, "gb_per_s": nbytes / seconds / 1e9, "correct": correct}
+    speed = moved / seconds / 1e9 if moved else None
+    return {"bytes": nbytes, "seconds": seconds, "gb_per_s": speed, "correct": correct}
 
 
 def _round(world: World, run: Callable[[], None]) -> float:

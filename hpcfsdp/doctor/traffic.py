@@ -99,14 +99,15 @@ def judge_bandwidth(measured: dict[str, dict[str, Any]]) -> list[Finding]:
         return [Finding("bandwidth", "note", "one process: nothing to send", mend)]
     found = []
     for name, result in measured.items():
-        text = (
-            f"{name}: {result['gb_per_s']:.2f} GB/s per rank "
-            f"({result['bytes'] / (1 << 20):.0f} MiB from others in {result['seconds'] * 1e3:.1f} ms)"
-        )
+        speed, size, took = result["gb_per_s"], f"{result['bytes'] / (1 << 20):.0f} MiB", result["seconds"] * 1e3
+        if speed is None:
+            text = f"{name}: {took:.3f} ms until {size} from others can be read; no bytes move"
+        else:
+            text = f"{name}: {speed:.2f} GB/s per rank ({size} from others in {took:.1f} ms)"
         if not result["correct"]:
             mend = "do not train here; try another transport of MPI (Open MPI: --mca pml ob1; UCX: UCX_TLS=tcp,self,sm)"
             found.append(Finding("bandwidth", "problem", f"{name}: the result is wrong", mend))
-        elif result["gb_per_s"] < SLOW_GB_PER_S:
+        elif speed is not None and speed < SLOW_GB_PER_S:
             mend = (
                 "several nodes: does MPI use the fast network? One node: more ranks than cores, or bound to one core?"
             )

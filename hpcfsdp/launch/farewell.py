@@ -20,7 +20,7 @@ import time
 import weakref
 from typing import Any, NoReturn
 
-from hpcfsdp.launch.abort import abort
+from hpcfsdp.launch.abort import abort, exit_code, uncaught
 
 GRACE_S = 4.0
 SAY_AFTER_S = 1.0
@@ -101,6 +101,9 @@ def _leave() -> None:
 
     if os.getpid() != _process or MPI.Is_finalized():
         return
+    error = uncaught()
+    if error is not None and not _in_peace:
+        abort("ended the job after an uncaught error", exit_code(error))
     gc.collect()  # an error that was caught, and lives on in a circle with its own traceback
     alive = _last() if _last is not None else None
     code = _code or (_code_of(alive) if alive is not None else 0)

@@ -62,6 +62,44 @@ def test_an_uncaught_exception_on_one_rank_ends_all_with_its_traceback(start, tm
     assert "hpcfsdp: rank 1 of 3 on " in job.stderr
 
 
+HOOKED = """
+import sys
+import rich.traceback
+{before}
+import hpcfsdp
+world = hpcfsdp.init("cpu")
+{after}
+world.comm.Barrier()
+if world.rank == 1:
+    value = 1 / 0
+world.comm.Barrier()
+"""
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_hook_of_the_user_prints_an_uncaught_exception_and_the_job_ends(start, tmp_path, place):
+    script = tmp_path / "script.py"
+    lines = {"before": "", "after": "", place: "rich.traceback.install(width=80)"}
+    script.write_text(HOOKED.format(**lines))
+    job = start(script, ranks=3).wait()
+    assert job.code == 1
+    assert job.stderr.count("ZeroDivisionError") == 1
+    assert "Traceback (most recent call last) ─" in job.stderr  # as rich draws it
+    assert job.stderr.count("hpcfsdp: rank 1 of 3 on ") == 1
+
+
+def test_what_all_ranks_raise_together_is_printed_once(start, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import hpcfsdp\nfrom hpcfsdp import checkpoint\nimport torch\nhpcfsdp.init('cpu')\n"
+        "checkpoint.load('missing.h5', model=torch.nn.Linear(1, 1))\n"
+    )
+    job = start(script, ranks=3).wait()
+    assert job.code == 1
+    assert job.stderr.count("Traceback") == 1, job.stderr
+    assert "hpcfsdp: rank 0 of 3 on " in job.stderr
+
+
 RAISES = ("raise ZeroDivisionError('on purpose')", "ZeroDivisionError: on purpose", 1)
 EXITS = ("sys.exit(7)", "left the program with exit code 7", 7)
 TELLS = ("sys.exit('no more')", "no more", 1)
@@ -181,3 +219,34 @@ def test_after_finalize_a_rank_may_leave_long_before_the_others(start, tmp_path)
     )
     job = start(script, ranks=2).wait(30)
     assert (job.code, job.stdout) == (75, "done\n"), job.stderr
+
+
+FORKS = """
+import multiprocessing, subprocess, sys
+
+def nothing():
+    pass
+
+if __name__ == "__main__":
+    import hpcfsdp
+    world = hpcfsdp.init("cpu")
+    from torch.utils.data import DataLoader
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    for method in ("spawn", "forkserver"):
+        other = multiprocessing.get_context(method).Process(target=nothing)
+        other.start()
+        other.join()
+    sys.stderr.write("now\\n")
+    for _ in range(2):
+        assert sum(DataLoader(range(4), num_workers=1, multiprocessing_context="fork")) == 6
+    hpcfsdp.finalize()
+"""
+
+
+def test_a_fork_after_mpi_has_started_warns_once_and_new_programs_do_not(start, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FORKS)
+    job = start(script, ranks=2).wait(90)
+    assert job.code == 0, job.stderr
+    assert job.stderr.count("forks after MPI has started") == 2  # once on each rank
+    assert "forks after" not in job.stderr.partition("now")[0]

@@ -101,3 +101,12 @@ def test_colour_is_refused_by_any_value(monkeypatch, value, refused):
 def test_the_hosts_name_comes_without_its_domain(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "nid001.cluster.example")
     assert env.host_name() == "nid001"
+
+
+def test_the_time_until_waits_are_logged_is_no_configuration_of_a_command(monkeypatch):
+    monkeypatch.setenv("HPCFSDP_WAIT_LOG_S", "2.5")
+    monkeypatch.setenv("HPCFSDP_TRAIN__BATCH", "4")
+    assert env.wait_log_s() == 2.5
+    assert env.config_values() == {"HPCFSDP_TRAIN__BATCH": "4"}
+    monkeypatch.delenv("HPCFSDP_WAIT_LOG_S")
+    assert env.wait_log_s() == 10

@@ -75,6 +75,12 @@ def test_bandwidth():
     assert levels(traffic.judge_bandwidth({})) == ["note"]
 
 
+def test_where_no_bytes_move_there_is_no_bandwidth():
+    (found,) = traffic.judge_bandwidth({"all-gather in shared memory": result(gb_per_s=None, seconds=5e-5)})
+    assert (found.level, "GB/s" in found.what) == ("ok", False)
+    assert found.what == "all-gather in shared memory: 0.050 ms until 16 MiB from others can be read; no bytes move"
+
+
 def test_the_way_memory_is_shared_is_read_from_the_map():
     maps = """\
 7f0000000000-7f0000001000 rw-s 00000000 00:01 12 /memfd:hpcfsdp (deleted)

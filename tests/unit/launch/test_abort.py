@@ -4,6 +4,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp import env
 from hpcfsdp.errors import CheckpointCorruptError
@@ -14,17 +16,13 @@ from hpcfsdp.launch import abort
 def hook(monkeypatch):
     """The exception hook before, and the exit codes with which MPI was aborted."""
     codes = []
-
-    def quiet(*_):
-        pass
-
-    monkeypatch.setattr(sys, "excepthook", quiet)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(abort, "OUTPUT_GRACE_S", 0)
     world = SimpleNamespace(rank=2, size=3, Abort=codes.append)
     monkeypatch.setitem(
         sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=world, Is_finalized=lambda: False))
     )
-    return quiet, codes
+    return sys.__excepthook__, codes
 
 
 @pytest.mark.parametrize(
@@ -81,3 +79,73 @@ def test_a_forked_child_prints_its_traceback_and_leaves_the_job_alone(hook, caps
     sys.excepthook(ValueError, ValueError("x"), None)
     assert "ValueError: x" in capsys.readouterr().err
     assert hook[1] == []
+
+
+def test_a_hook_of_the_user_prints_in_place_of_the_traceback_and_then_the_job_ends(hook, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: print(f"mine: {error}", file=sys.stderr))
+    for _ in range(2):  # torch's hook comes in between
+        abort.install(SimpleNamespace(rank=2, size=3))
+    sys.excepthook(ValueError, ValueError("x"), None)
+    header, *lines = capsys.readouterr().err.splitlines()
+    assert header == f"hpcfsdp: rank 2 of 3 on {env.host_name()}: ended the job after an uncaught error"
+    assert lines == ["mine: x"]
+    assert hook[1] == [1]
+
+
+@pytest.mark.parametrize("raised", [ZeroDivisionError, SystemExit])
+def test_a_hook_that_fails_does_not_keep_the_job_from_ending(hook, monkeypatch, raised):
+    def broken(*_):
+        raise raised
+
+    monkeypatch.setattr(sys, "excepthook", broken)
+    abort.install(SimpleNamespace(rank=2, size=3))
+    sys.excepthook(ValueError, ValueError("x"), None)
+    assert hook[1] == [1]
+
+
+def test_a_hook_that_was_set_later_and_calls_the_one_before_ends_the_job_once(hook, capsys):
+    abort.install(SimpleNamespace(rank=2, size=3))
+    before = sys.excepthook
+
+    def later(*args):
+        print("later", file=sys.stderr)
+        before(*args)
+
+    sys.excepthook = later
+    abort.install(SimpleNamespace(rank=2, size=3))
+    sys.excepthook(ValueError, ValueError("x"), None)
+    text = capsys.readouterr().err
+    assert (text.count("later"), text.count("ValueError: x"), text.count("ended the job")) == (1, 1, 1)
+    assert hook[1] == [1]
+
+
+def test_the_hook_of_torch_is_looked_through(hook, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: print(f"mine: {error}", file=sys.stderr))
+    abort.install(SimpleNamespace(rank=2, size=3))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        assert not isinstance(sys.excepthook, abort._EndOfJob)
+        abort.install(SimpleNamespace(rank=2, size=3))
+        sys.excepthook(ValueError, ValueError("x"), None)
+    finally:
+        dist.destroy_process_group()
+    assert capsys.readouterr().err.splitlines()[1:] == ["mine: x"]
+
+
+def test_what_all_ranks_raise_is_left_to_rank_0(hook, monkeypatch):
+    slept = []
+    monkeypatch.setattr(abort.time, "sleep", slept.append)
+    error = CheckpointCorruptError("x")
+    error.collective = True
+    for rank in (2, 0):
+        abort.install(SimpleNamespace(rank=rank, size=3))
+        sys.excepthook(CheckpointCorruptError, error, None)
+    assert slept == [abort.TOGETHER_S, abort.OUTPUT_GRACE_S, abort.OUTPUT_GRACE_S]
+
+
+def test_an_error_that_a_hook_set_later_has_printed_is_known(hook, monkeypatch):
+    error = ValueError("x")
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    assert abort.uncaught() is error
+    abort.install(SimpleNamespace(rank=2, size=3))
+    assert abort.uncaught() is None

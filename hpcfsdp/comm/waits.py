@@ -1,0 +1,323 @@
+"""Long waits: what a rank waits for and for whom goes to the log, and ranks that wait for each other raise.
+
+Who has waited for a second writes down in torch's store which collective that is, in which public call, and which ranks
+are missing; and reads the same of these. Under what a peer waits for it writes what it has called itself in that place:
+the same, something else, or nothing yet. Two ranks that are missing to each other, and have both called something else
+or nothing yet, will never meet: neither can go on. Both know, and both raise.
+
+The store is spoken to by a thread: it may not answer, and a wait has to hear of signals and timeouts all the same.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import itertools
+import logging
+import pickle
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from hpcfsdp import _compat, env
+from hpcfsdp.errors import DifferentCallsError
+from hpcfsdp.launch import calls
+
+log = logging.getLogger("hpcfsdp.comm")
+
+LOOK_AFTER_S = 1.0
+"""A wait of this length is a long one."""
+_LOOK_EVERY_S = (0.25, 4.0)
+"""Between two looks at the store, at first and after a long time."""
+SETTLE_S = 1.0
+"""How long a rank that has found out goes on looking for further ranks that wait for it, so that they raise as well."""
+_MOST_READ = 16
+"""Missing ranks that are looked at: all of a large job read those that are missing."""
+_LOG_AT = (1, 3, 6, 12, 30)
+"""When a wait is logged, in multiples of ``env.wait_log_s``; later on after as much time as the last of them again."""
+_MOST_LOGGING = 16
+"""Ranks up to which every one of a group logs; in larger ones the lowest that waits does."""
+
+Place = tuple[Any, int]
+"""A collective: the communicator's key, and which of its calls."""
+UNKNOWN, NOTHING_YET = None, ""
+
+
+class Member(Protocol):
+    """What has collectives whose calls are counted: a communicator. See ``MpiCommunicator``."""
+
+    key: Any
+    world_ranks: Sequence[int]
+
+    def called(self, number: int) -> str | None:
+        """What this rank has called as its `number`-th collective: ``NOTHING_YET``, ``UNKNOWN``, or its label."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a rank has written down.
+
+    Attributes:
+        serial: of this rank's long waits.
+        call: the public call, "" outside of all of them.
+        label: of the collective.
+        place: which collective it is, None if nobody can count those.
+        missing: ranks of the world.
+        firm: whether the rank does nothing else until this wait is over.
+        answers: what this rank has called in the places that other ranks wait in: rank -> serial of its wait, label.
+        over: whether the wait has ended with an error.
+    """
+
+    rank: int
+    serial: int
+    call: str
+    label: str
+    place: Place | None
+    missing: tuple[int, ...]
+    firm: bool
+    answers: Mapping[int, tuple[int, str | None]] = field(default_factory=dict)
+    over: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.call} ({self.label})" if self.call else self.label
+
+
+def crossed(mine: Waiting, theirs: Waiting) -> bool:
+    """Whether two ranks wait for each other, and neither will do what the other one waits for."""
+    if not (mine.firm and theirs.firm and theirs.rank in mine.missing and mine.rank in theirs.missing):
+        return False
+    about_mine, about_theirs = theirs.answers.get(mine.rank), mine.answers.get(theirs.rank)
+    if about_mine is None or about_theirs is None:
+        return False
+    (serial, they_called), (their_serial, i_called) = about_mine, about_theirs
+    if (serial, their_serial) != (mine.serial, theirs.serial) or UNKNOWN in (they_called, i_called):
+        return False
+    if they_called == i_called == NOTHING_YET:
+        return True
+    return they_called not in (NOTHING_YET, mine.label) or i_called not in (NOTHING_YET, theirs.label)
+
+
+def describe(mine: Waiting, theirs: Sequence[Waiting]) -> str:
+    """The message for ranks whose calls have crossed."""
+    calls_of = {each.rank: each.call or each.label for each in (mine, *theirs)}
+    if len(set(calls_of.values())) == 1:  # within the same public call
+        calls_of = {each.rank: str(each) for each in (mine, *theirs)}
+    parts = [f"rank {rank} is in {call}" for rank, call in sorted(calls_of.items())]
+    return (
+        f"ranks wait for each other in different calls: {', '.join(parts)}. All ranks must make the same calls in the "
+        "same order"
+    )
+
+
+class _Board:
+    """What ranks have written, as of the last time that the thread has looked."""
+
+    def __init__(self) -> None:
+        self.read: dict[int, Waiting] = {}
+        self.written: Waiting | None = None
+        self._wanted: tuple[int, Waiting | None, tuple[int, ...]] | None = None
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def exchange(self, rank: int, mine: Waiting | None, peers: Sequence[int]) -> None:
+        """Not blocking. Have `mine` written as that of `rank`, and `peers` read."""
+        self._wanted = rank, mine, tuple(peers)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="hpcfsdp-waits", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def _serve(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            wanted, self._wanted = self._wanted, None
+            if wanted is not None:
+                with contextlib.suppress(Exception):  # the store is gone, with its rank: then nobody knows more
+                    self._serve_one(*wanted)
+
+    def _serve_one(self, rank: int, mine: Waiting | None, peers: Sequence[int]) -> None:
+        store = _compat.default_store()
+        if store is None:
+            return
+        store.set(_key(rank), b"" if mine is None else pickle.dumps(mine))
+        found = {}
+        for peer in peers:
+            text = store.compare_set(_key(peer), "", "")  # as get, which would wait for a key that is not there
+            if text:
+                found[peer] = pickle.loads(text)
+        self.read, self.written = found, mine
+
+
+def _key(rank: int) -> str:
+    return f"hpcfsdp/waits/{rank}"
+
+
+_board = _Board()
+_serials = itertools.count(1)
+_members: dict[Any, weakref.ref[Member]] = {}
+"""Communicators of this process, by key."""
+_made: collections.Counter[Sequence[int]] = collections.Counter()
+
+
+def key_of(member: Member, world_ranks: Sequence[int]) -> Any:
+    """Not collective. By what all ranks know a communicator: who is in it, and how many of these were made before."""
+    _made[world_ranks] += 1
+    key = (hashlib.blake2b(repr(world_ranks).encode(), digest_size=8).hexdigest(), _made[world_ranks])
+    _members[key] = weakref.ref(member)
+    return key
+
+
+def same_call(gathered: Sequence[tuple[str, Any]]) -> list[Any]:
+    """The values that ranks have sent together with the name of the public call that each is in.
+
+    Raises:
+        DifferentCallsError: they are in different ones. On all ranks.
+    """
+    for rank, (call, _) in enumerate(gathered):
+        if call != gathered[0][0]:
+            first, other = (each or "no call of hpcfsdp" for each in (gathered[0][0], call))
+            error = DifferentCallsError(
+                f"rank 0 is in {first}, rank {rank} in {other}: all ranks must make the same calls in the same order"
+            )
+            error.collective = True
+            raise error
+    return [value for _, value in gathered]
+
+
+class Watch:
+    """One wait, looked after from its first second on by the thread that waits."""
+
+    def __init__(self, label: str, owner: Any, number: int | None, *, firm: bool) -> None:
+        """
+        Args:
+            owner: of the collective: a ``Member``, or another one, of which only the log hears.
+            number: of the call, None where calls are not counted.
+            firm: whether this process does nothing else meanwhile.
+        """
+        self._label = label
+        self._ranks: Sequence[int] | None = getattr(owner, "world_ranks", None)
+        self._owner = owner
+        self._place = None if number is None else (owner.key, number)
+        self._firm = firm
+        self._serial = next(_serials)
+        self._mine: Waiting | None = None
+        self._found_s: float | None = None
+        self._pause_s = _LOOK_EVERY_S[0]
+        self._log_s = env.wait_log_s()
+        self._logged = 0
+        self.due_s = LOOK_AFTER_S if self._ranks is not None else self._next_log_s()
+
+    def look(self, waited_s: float, rank: int, missing: Sequence[int]) -> str | None:
+        """Write down what this rank waits for, and read what those wait for that are missing.
+
+        Returns:
+            Why this wait will never end, None where it may.
+        """
+        ranks = self._ranks
+        self.due_s = waited_s + self._pause_s if ranks is not None else self._next_log_s()
+        reason = None
+        if ranks is not None:
+            reason = self._compare(waited_s, ranks[rank], [ranks[each] for each in missing])
+            rank, missing = ranks[rank], [ranks[each] for each in missing]
+        if waited_s >= self._next_log_s():
+            while waited_s >= self._next_log_s():
+                self._logged += 1
+            if len(ranks or ()) <= _MOST_LOGGING or rank == min(set(ranks or ()) - set(missing), default=rank):
+                self._report(waited_s, rank, missing)
+            if ranks is None:
+                self.due_s = self._next_log_s()
+        return reason
+
+    def end(self, failed: bool) -> None:
+        """The wait is over."""
+        if self._mine is not None:
+            over = replace(self._mine, over=True) if failed else None
+            _board.exchange(self._mine.rank, over, ())
+
+    def _compare(self, waited_s: float, rank: int, missing: Sequence[int]) -> str | None:
+        read, written = _board.read, _board.written
+        answers = {
+            peer: (each.serial, _called(each.place)) for peer, each in read.items() if peer in missing and not each.over
+        }
+        kept = self._mine.answers if self._mine is not None else {}
+        mine = Waiting(
+            rank,
+            self._serial,
+            calls.current(),
+            self._label,
+            self._place,
+            tuple(missing[:_MOST_READ]),
+            self._firm and self._place is not None,
+            {**kept, **answers},
+        )
+        self._mine = mine
+        found = [read[peer] for peer in mine.missing if peer in read and crossed(mine, read[peer])]
+        known = written is not None and (written.serial, written.answers) == (mine.serial, mine.answers)
+        _board.exchange(rank, mine, mine.missing)
+        if not found or not known:
+            self._pause_s = min(1.5 * self._pause_s, _LOOK_EVERY_S[1])
+            return None
+        if self._found_s is None:
+            self._found_s = waited_s
+        if waited_s - self._found_s < SETTLE_S:
+            self.due_s = waited_s + _LOOK_EVERY_S[0]
+            return None
+        return describe(mine, found)
+
+    def others(self, missing: Sequence[int]) -> str:
+        """What is known of ranks of the owner that are missing."""
+        if self._ranks is None:
+            return ""
+        parts = []
+        for rank in [self._ranks[each] for each in missing][:_MOST_READ]:
+            each = _board.read.get(rank)
+            if each is None:
+                parts.append(f"rank {rank} does not wait within hpcfsdp: it computes, or waits elsewhere")
+            elif each.over:
+                parts.append(f"rank {rank} has raised an error in {each}")
+            else:
+                parts.append(f"rank {rank} waits in {each} for {_names(each.missing)}")
+        return "; ".join(parts)
+
+    def _next_log_s(self) -> float:
+        if not self._log_s:
+            return float("inf")
+        last = len(_LOG_AT) - 1
+        factor = _LOG_AT[self._logged] if self._logged <= last else _LOG_AT[last] * (self._logged - last + 1)
+        return self._log_s * factor
+
+    def _report(self, waited_s: float, rank: int, missing: Sequence[int]) -> None:
+        call = calls.current()
+        where = f"{call} ({self._label})" if call else self._label
+        places = range(len(self._ranks)) if self._ranks is not None else ()
+        others = self.others([place for place in places if self._ranks[place] in missing])
+        log.warning(
+            "rank %d has waited %.0f s in %s for %s%s",
+            rank,
+            waited_s,
+            where,
+            _names(missing),
+            f": {others}" if others else "",
+        )
+
+
+def _names(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "other ranks"
+    shown = ", ".join(map(str, sorted(ranks)[:_MOST_READ]))
+    return f"rank(s) {shown}" + (f" and {len(ranks) - _MOST_READ} more" if len(ranks) > _MOST_READ else "")
+
+
+def _called(place: Place | None) -> str | None:
+    """What this rank has called in a place that another one waits in."""
+    if place is None:
+        return UNKNOWN
+    key, number = place
+    if key not in _members:
+        return NOTHING_YET  # a communicator that this rank has not made yet
+    member = _members[key]()
+    return UNKNOWN if member is None else member.called(number)

@@ -1,0 +1,118 @@
+"""Ranks that are in different public calls: all raise within seconds, or a rank that waits says for whom, and where."""
+
+import itertools
+import re
+
+import pytest
+
+SCRIPT = """
+import itertools, logging, os, sys, time
+import torch, torch.nn as nn
+import hpcfsdp
+from hpcfsdp import checkpoint
+from hpcfsdp.comm import waits
+from hpcfsdp.comm.mpi import MpiCommunicator
+from hpcfsdp.comm.topology import Topology
+from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
+from hpcfsdp.wrap import ModuleWrapPolicy
+
+waits.LOOK_AFTER_S, waits.SETTLE_S, waits._LOOK_EVERY_S = 0.05, 0.3, (0.05, 0.5)
+world = hpcfsdp.init("cpu", timeout_s=20)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+def summon(model, optimizer, loss):
+    with FSDP.summon_full_params(model):
+        pass
+
+CALLS = {
+    "checkpoint.save": lambda model, optimizer, loss: checkpoint.save("x.h5", model=model, optimizer=optimizer),
+    "checkpoint.load": lambda model, optimizer, loss: checkpoint.load("ok.h5", model=model, optimizer=optimizer),
+    "state_dict": lambda model, optimizer, loss: model.state_dict(),
+    "optim_state_dict": lambda model, optimizer, loss: FSDP.optim_state_dict(model, optimizer),
+    "clip_grad_norm_": lambda model, optimizer, loss: model.clip_grad_norm_(1.0),
+    "summon_full_params": summon,
+    "forward": lambda model, optimizer, loss: model(torch.ones(2, 8)),
+    "backward": lambda model, optimizer, loss: loss.backward(),
+    "hpcfsdp.finalize": lambda model, optimizer, loss: hpcfsdp.finalize(),
+}
+
+def made(comm):
+    model = FSDP(Net(), comm, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+"""
+
+TABLE = """
+checkpoint.save("ok.h5", **dict(zip(("model", "optimizer"), made(None))))
+for one, other, nodes in PAIRS:
+    comm = MpiCommunicator(world.comm.Dup(), Topology.regular(nodes, world.size // nodes), timeout_s=20)
+    model, optimizer = made(comm)
+    case = model, optimizer, model(torch.ones(2, 8)).sum() if other == "backward" else None
+    call = CALLS[one if world.rank == 0 else other]
+    world.comm.Barrier()
+    try:
+        call(*case)
+        text = "no error"
+    except hpcfsdp.errors.HpcfsdpError as error:
+        text = f"{type(error).__name__}: {error}"
+    for rank, found in enumerate(world.comm.allgather(text)):
+        if world.rank == 0:
+            print(f"{one}|{other}|{rank}|{found}", flush=True)
+"""
+
+COLLECTIVE = ["checkpoint.save", "checkpoint.load", "state_dict", "optim_state_dict", "clip_grad_norm_"]
+WITH_STEPS = [(one, other, 1) for one in [*COLLECTIVE, "summon_full_params"] for other in ("forward", "backward")]
+OF_TWO = [
+    *WITH_STEPS,
+    *((one, other, 1) for one, other in itertools.combinations(COLLECTIVE, 2)),
+    ("checkpoint.save", "forward", 2),
+    ("forward", "clip_grad_norm_", 2),
+]
+OF_THREE = [*WITH_STEPS[::4], ("forward", "checkpoint.save", 3)]
+
+
+def run(start, tmp_path, text, ranks, **options):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + text)
+    return start(script, ranks=ranks, **options).wait(90)
+
+
+@pytest.mark.parametrize(("ranks", "pairs"), [(2, OF_TWO), (3, OF_THREE)], ids=["two ranks", "three ranks"])
+def test_ranks_in_different_calls_all_raise_naming_both(start, tmp_path, ranks, pairs):
+    job = run(start, tmp_path, f"PAIRS = {pairs}" + TABLE, ranks)
+    found = [line.split("|", 3) for line in job.stdout.splitlines()]
+    assert len(found) == len(pairs) * ranks, job.stdout + job.stderr
+    for one, other, rank, text in found:
+        assert re.search(r"(Crossed|Different)CallsError", text), (one, other, rank, text)
+        assert re.search(rf"rank 0 (is in|in|calls) {one}", text), (one, other, rank, text)
+        assert re.search(rf"rank [1-9] (is in|in|calls) {other}", text), (one, other, rank, text)
+
+
+def test_a_rank_that_waits_logs_for_whom_and_one_that_finalizes_alone_is_named(start, tmp_path):
+    text = """
+logging.basicConfig(format="%(message)s")
+case = (*made(None), None)
+world.comm.Barrier()
+if world.rank == 1:
+    time.sleep(2)
+checkpoint.save("x.h5", model=case[0])
+print("saved", flush=True)
+CALLS["forward" if world.rank else "hpcfsdp.finalize"](*case)
+print("went on", flush=True)
+"""
+    job = run(start, tmp_path, text, 2, environ={"HPCFSDP_WAIT_LOG_S": "0.5"})
+    assert job.stdout.count("saved") == 2, job.stderr
+    waited = r"rank 0 has waited \d+ s in checkpoint\.save \(.*\) for rank\(s\) 1: rank 1 does not wait within hpcfsdp"
+    assert re.search(waited, job.stderr), job.stderr
+    assert job.code != 0
+    assert "went on" not in job.stdout
+    assert 'rank 0 is in hpcfsdp.finalize, rank 1 is in forward of "Net"' in job.stderr
