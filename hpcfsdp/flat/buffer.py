@@ -93,14 +93,14 @@ class Resident:
         Args:
             is_cast: the segment is a copy of the shard in another dtype, rather than the shard itself.
         """
-        self._is_cast = is_cast
+        self.is_cast = is_cast
         self.full = comm.alloc(numel, dtype, gathered=True)
         weakref.finalize(self, comm.free, self.full).atexit = False
         self.segment = segment(self.full, comm)
 
     @property
     def held_bytes(self) -> int:
-        return self.segment.numel() * self.segment.element_size() if self._is_cast else 0
+        return self.segment.numel() * self.segment.element_size() if self.is_cast else 0
 
     def gather(self, shard: torch.Tensor, *, async_op: bool) -> None:
         del shard, async_op

@@ -9,6 +9,7 @@ import torch
 
 from hpcfsdp.comm.communicator import Work
 from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.held import HeldGrad, set_grad
 from hpcfsdp.flat.param import FlatParam
 
 CommHook = Callable[..., Any]
@@ -20,6 +21,7 @@ class FlatGrad:
     Attributes:
         flat: the parameter.
         name: for messages; the same on all ranks.
+        held: what backwards without synchronisation (``no_sync``) have left.
         outstanding: how many gradients of leaves are still to come; kept by who knows.
         buffer: the full gradient in the wire dtype while it is put together, None otherwise.
         comm_hook: what reduces the gradient instead, with its state; None for averaging.
@@ -36,17 +38,18 @@ class FlatGrad:
         self._targets: Sequence[torch.Tensor] = ()
         self._filled = [False] * len(flat.leaves)
         self._gaps = flat.layout.gaps()
-        self._waiting: torch.Tensor | None = None  # the full gradient of steps that were not synchronised
+        self.held = HeldGrad(flat)
         self._sent: torch.Tensor | None = None  # the buffer that is being reduced
         self._arriving: torch.Tensor | None = None  # this rank's part of the result
         self._reduced: torch.Tensor | None = None
         self._landing: list[torch.Tensor] = []  # on their way to host memory: nobody may read them before `settle`
-        self._set_aside: list[torch.Tensor | None] | None = None
+        self._set_aside: list[torch.Tensor | None] | None = None  # what parameters had of backwards before
+        self._handed: list[torch.nn.Parameter] = []
 
     @property
     def held_bytes(self) -> int:
         """Bytes of full gradients that are put together, on their way, or wait."""
-        held = (self.buffer, self._sent, self._waiting)
+        held = (self.buffer, self._sent, self.held.whole)
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
     @property
@@ -56,12 +59,19 @@ class FlatGrad:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether there are gradients on leaves, or of steps that were not synchronised."""
-        return self._waiting is not None or any(leaf.grad is not None for leaf in self.flat.leaves)
+        """Whether there are gradients on leaves, or there were any of backwards that were not synchronised."""
+        return self.held.is_owed or any(leaf.grad is not None for leaf in self.flat.leaves)
 
     def prepare(self) -> None:
-        """Make way on the leaves for the gradients that are to come."""
-        if self.flat.use_orig_params and self._set_aside is None:
+        """Make way on the leaves for the gradients that are to come.
+
+        Raises:
+            EngineError: the program has changed a gradient that is held, see ``HeldGrad.take_back``.
+        """
+        if self.held.is_shown:
+            assert self._set_aside is not None
+            self.held.take_back(self._set_aside, self.used)
+        elif self.flat.use_orig_params and self._set_aside is None:
             # They have the shape of the shard, to which autograd cannot add what comes now.
             self._set_aside = [leaf.grad for leaf in self.flat.leaves]
             for leaf in self.flat.leaves:
@@ -100,19 +110,16 @@ class FlatGrad:
         if self.buffer is None:
             return
         self._complete()
-        if self._waiting is None:
-            self._waiting = self.buffer.to(self.flat.dtypes.accumulate, copy=True)
-        else:
-            self._waiting.add_(self.buffer)
+        self.held.add(self.buffer)
         self._drop_buffer()
 
     def complete(self) -> None:
         """Zeros where no gradient came, and what was kept back. All of it on the queue that allocated the memory."""
         self._complete()
-        if self._waiting is not None:
+        if self.held.whole is not None:
             assert self.buffer is not None
-            self.buffer.copy_(self._waiting.add_(self.buffer))
-            self._waiting = None
+            self.buffer.copy_(self.held.whole.add_(self.buffer))
+        self.held.clear()
 
     def reduce(self, label: str, *, async_op: bool) -> Work | None:
         """Collective. Begin to average the buffer, which is complete, over all ranks; ``arrive`` when the work is done.
@@ -175,12 +182,21 @@ class FlatGrad:
         self.pause()
 
     def pause(self) -> None:
-        """Give the leaves back the gradients that they had before this backward."""
+        """Give the parameters back the gradients that they had before this backward."""
         if self._set_aside is None:
             return
-        for leaf, grad in zip(self.flat.leaves, self._set_aside, strict=True):
-            set_grad(leaf, grad)
+        for param, grad in zip(self.flat.stepped, self._set_aside, strict=True):
+            set_grad(param, grad)
         self._set_aside = None
+
+    def show_held(self) -> None:
+        """Have the parameters show what ``no_sync`` has kept back, until the next backward begins."""
+        if self.held.whole is None:
+            self.pause()
+        elif not self.held.is_shown:
+            if self._set_aside is None:
+                self._set_aside = [param.grad for param in self.flat.stepped]
+            self.held.show(self.used, self._set_aside)
 
     def _hand_over(self, used: Sequence[bool]) -> None:
         reduced, self._reduced = self._reduced, None
@@ -189,18 +205,28 @@ class FlatGrad:
         self._landing.clear()
         if reduced is None:
             return
+        self.pause()
         flat = self.flat
         if not flat.use_orig_params:
             if any(used):
                 _add_grad(flat.parameter, reduced)
+                self._handed.append(flat.parameter)
             return
-        self.pause()
         parts = flat.shard_views(reduced)
         for leaf, part, slot, is_used in zip(flat.leaves, parts, flat.layout.slots, used, strict=True):
             # A rank that holds nothing of a parameter has nothing to step; some optimizers divide by the number of
             # elements.
             if is_used and (part.numel() or not slot.numel):
                 _add_grad(leaf, part)
+                self._handed.append(leaf)
+
+    def take_handed(self) -> list[torch.nn.Parameter]:
+        """The parameters that reduced gradients have been handed to since the last time."""
+        handed, self._handed = self._handed, []
+        if self.flat.comm.size > 1:
+            for param in handed:
+                note_unchanged(param.grad)
+        return handed
 
     def drop(self) -> None:
         """Forget gradients of a backward that was broken off, and those kept back by micro-steps before it.
@@ -208,8 +234,10 @@ class FlatGrad:
         The step is to be done again from its first micro-step: which of the gradients are complete differs by rank.
         """
         self._drop_buffer()
-        self._sent = self._arriving = self._reduced = self._waiting = None
+        self._sent = self._arriving = self._reduced = None
+        self.held.drop(self._set_aside)
         self._landing.clear()
+        self._handed.clear()
         self.used = [False] * len(self.used)
         if self._set_aside is not None or not self.flat.use_orig_params:
             for leaf in self.flat.leaves:
@@ -233,6 +261,25 @@ class FlatGrad:
         return torch.empty(self.flat.layout.shard_numel, dtype=dtype, device=self.flat.device)
 
 
+_VERSION = "_hpcfsdp_version"
+
+
+def note_unchanged(grad: torch.Tensor | None) -> None:
+    """Note that the gradient of a shard is as it should be now."""
+    if grad is not None:
+        setattr(grad, _VERSION, grad._version)
+
+
+def is_noted(grad: torch.Tensor) -> bool:
+    """Whether it is the gradient of a shard, which ``note_unchanged`` has been called with."""
+    return hasattr(grad, _VERSION)
+
+
+def is_changed(grad: torch.Tensor) -> bool:
+    """Whether the gradient of a shard has been changed in place since that was noted."""
+    return getattr(grad, _VERSION, grad._version) != grad._version
+
+
 def _brought_home(grad: torch.Tensor, home: torch.device) -> torch.Tensor:
     if grad.device == home:
         return grad
@@ -245,12 +292,3 @@ def _add_grad(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
         param.grad.add_(grad)
     else:
         set_grad(param, grad)
-
-
-def set_grad(param: torch.nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Give a parameter a gradient, which may have another dtype."""
-    if grad is None or grad.dtype == param.dtype:
-        param.grad = grad
-    else:  # the setter refuses another dtype; what the gradient holds may be exchanged all the same
-        param.grad = torch.empty_like(param)
-        param.grad.data = grad

@@ -10,7 +10,7 @@ so the all-gather's output is what the module computes with, without a copy. At 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ class FlatParam:
         device: where the module computes; the shard lies there, too, unless it is offloaded.
         is_unsharded: whether the leaves hold their full values.
         trained: the ``requires_grad`` of all leaves, as far as is known; with `use_orig_params` each has its own.
+        before_taking_back: called first by ``take_back``; may call ``replace_leaf``.
     """
 
     def __init__(
@@ -71,23 +72,70 @@ class FlatParam:
         full = self._flattened()
         self._buffer, shard = self._place(full, torch.device("cpu") if offload else self.device)
         self.parameter = nn.Parameter(shard, requires_grad=self.trained)
-        self._shard = shard  # as the optimizer should find it; a user may have put something else in its place
         self._always_whole = always_whole
-        self._nothing_value = torch.nan if layout.dtype.is_floating_point or layout.dtype.is_complex else 0
-        self._nothing = torch.full((len(self.leaves),), self._nothing_value, dtype=layout.dtype, device=self.device)
-        if always_whole or use_orig_params:
+        self._come_to_rest(shard)
+
+    def _come_to_rest(self, shard: torch.Tensor) -> None:
+        """Have the leaves show what they do at rest; buffer and parameter are there."""
+        self._others: dict[torch.dtype, tuple[Buffer, tuple[torch.Tensor, ...]]] = {}  # and their views
+        self.before_taking_back: Callable[[FlatParam], None] | None = None
+        self._shard = shard  # as the optimizer should find it; a user may have put something else in its place
+        self._nothing_value = torch.nan if self.layout.dtype.is_floating_point or self.layout.dtype.is_complex else 0
+        self._nothing = torch.full(
+            (len(self.leaves),), self._nothing_value, dtype=self.layout.dtype, device=self.device
+        )
+        if self._always_whole or self.use_orig_params:
             self._resting = list(self.shard_views(shard))
         else:
-            pairs = zip(self._nothing.unbind(), layout.slots, strict=True)
+            pairs = zip(self._nothing.unbind(), self.layout.slots, strict=True)
             self._resting = [nothing.expand(slot.shape) for nothing, slot in pairs]
         self._views = self._views_of(self._buffer.full)
         self._buffer.free()
-        self._stays_bound = always_whole and isinstance(self._buffer, Whole)
+        self._stays_bound = self._always_whole and isinstance(self._buffer, Whole)
         self._bind(self._resting)
+
+    def copy(self, leaves: Sequence[nn.Parameter]) -> FlatParam:
+        """Collective over `comm` where ranks share memory. Another one with the same values, at rest.
+
+        Args:
+            leaves: of the other, without memory of their own; their ``requires_grad`` counts.
+        """
+        made = object.__new__(FlatParam)
+        made.__dict__.update(self.__dict__)
+        made.leaves, made.is_unsharded = tuple(leaves), False
+        shard, full = self._shard, self._buffer.full
+        if isinstance(self._buffer, Resident):
+            buffer: Buffer = Resident(self.comm, full.numel(), full.dtype, is_cast=self._buffer.is_cast)
+            shard = shard.clone() if self._buffer.is_cast else buffer.segment.copy_(shard)
+        elif isinstance(self._buffer, Whole):
+            shard = shard.clone()
+            buffer = Whole(shard)
+        else:
+            buffer = Transient(self.comm, full.numel(), full.dtype, self.device)
+            shard = shard.clone().pin_memory() if shard.is_pinned() else shard.clone()
+        made._buffer = buffer
+        made.parameter = nn.Parameter(shard, requires_grad=self.parameter.requires_grad)
+        made._come_to_rest(shard)
+        return made
 
     @property
     def requires_grad(self) -> bool:
         return any(leaf.requires_grad for leaf in self.leaves)
+
+    @property
+    def stepped(self) -> Sequence[nn.Parameter]:
+        """The parameters that the optimizer has."""
+        return self.leaves if self.use_orig_params else (self.parameter,)
+
+    @property
+    def versions(self) -> list[int]:
+        """One number for each of ``stepped``, which changes in place count up; those of ``.data`` do not."""
+        return [param._version for param in self.stepped]
+
+    def mark_changed(self) -> None:
+        """Count the versions up for a change that torch has not seen."""
+        for param in self.stepped:
+            torch.autograd.graph.increment_version(param)
 
     @property
     def is_differentiable(self) -> bool:
@@ -98,6 +146,11 @@ class FlatParam:
     def is_here(self) -> bool:
         """Whether nothing has to be gathered: the values stay."""
         return self._buffer.resident
+
+    @property
+    def shows_whole(self) -> bool:
+        """Whether the leaves hold their full values at rest, too."""
+        return self._always_whole
 
     @property
     def is_offloaded(self) -> bool:
@@ -118,6 +171,24 @@ class FlatParam:
     def unsharded_bytes(self) -> int:
         """Bytes held for gathered values beyond the shard, 0 when at rest."""
         return self._buffer.held_bytes
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Collective over `comm`, the first time for a dtype. From now on gather values of another dtype; at rest only.
+
+        For the dtype of the shard, or that of ``dtypes.compute``.
+        """
+        if dtype == self._buffer.full.dtype:
+            return
+        self._others[self._buffer.full.dtype] = self._buffer, self._views
+        if dtype not in self._others:
+            numel, home = self.layout.padded_numel, self.parameter.device
+            if self.comm.shares_gathered and home == self.device:
+                buffer: Buffer = Resident(self.comm, numel, dtype, is_cast=True)
+            else:
+                buffer = Transient(self.comm, numel, dtype, self.device)
+            self._others[dtype] = buffer, self._views_of(buffer.full)
+            buffer.free()
+        self._buffer, self._views = self._others[dtype]
 
     def publish(self) -> None:
         """Have this rank's segment of resident memory hold the shard, before the ranks meet to use it."""
@@ -166,6 +237,8 @@ class FlatParam:
         Raises:
             EngineError: it has another number of elements.
         """
+        if self.before_taking_back is not None and not self.is_unsharded:
+            self.before_taking_back(self)
         if self.parameter.data_ptr() != self._shard.data_ptr() or self.parameter.numel() != self._shard.numel():
             self._replace(self._shard, self.parameter.data, "the flat parameter")
             self.parameter.data = self._shard
@@ -175,6 +248,23 @@ class FlatParam:
             if leaf.data_ptr() != resting.data_ptr() or leaf.numel() != resting.numel():
                 self._replace(resting, leaf.data, f"{slot.fqn!r}")
                 leaf.data = resting
+
+    def replace_leaf(self, index: int, leaf: nn.Parameter) -> None:
+        """Not collective, at rest, with `use_orig_params`. Have another parameter in place of a leaf, and its values.
+
+        Raises:
+            EngineError: it has another shape than this rank's shard of the parameter.
+        """
+        resting, fqn = self._resting[index], self.layout.slots[index].fqn
+        if leaf.shape != resting.shape:
+            raise EngineError(
+                f"rank {self.comm.rank}: a parameter of shape {tuple(leaf.shape)} was assigned to {fqn!r}, of which "
+                f"this rank holds {tuple(resting.shape)}: assign values for the shard, or assign whole parameters "
+                "within FullyShardedDataParallel.summon_full_params(model)"
+            )
+        self._replace(resting, leaf.data, repr(fqn))
+        leaf.data = resting
+        self.leaves = (*self.leaves[:index], leaf, *self.leaves[index + 1 :])
 
     def shard_views(self, shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Each parameter's part of a tensor laid out like the shard: its run, 1-D, empty where it has none here.

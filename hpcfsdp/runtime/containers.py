@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from hpcfsdp import _compat
 
-_Fn = Callable[[torch.Tensor], Any]
-_Rule = Callable[[_Fn, Any], Any]
+_Visit = Callable[[Any], Any]
+_Rule = Callable[[_Visit, Any], Any]
 
 
 def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
@@ -54,9 +54,22 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
     running constructors, ``__post_init__`` or ``__setitem__`` of the type: attributes that mirror an item follow it,
     and cached properties are forgotten.
     """
+
+    def visit(value: Any) -> Any:
+        kind = type(value)
+        rule = _RULES.get(kind) or _rule_for(kind)
+        return fn(value) if rule is _tensor else rule(visit, value)
+
+    return visit(container)
+
+
+def rebuild(visit: Callable[[Any], Any], container: Any) -> Any:
+    """`container`, one level of it rebuilt with what `visit` makes of each of its items, as ``apply_to_tensors`` does.
+
+    Itself if `visit` returns all items as they are.
+    """
     kind = type(container)
-    rule = _RULES.get(kind) or _rule_for(kind)
-    return rule(fn, container)
+    return (_RULES.get(kind) or _rule_for(kind))(visit, container)
 
 
 def cast_forward_inputs(
@@ -145,19 +158,19 @@ class _SideCopies:
 # How to rebuild a container of each type. All return the value itself if nothing in it was replaced.
 
 
-def _tensor(fn: _Fn, value: torch.Tensor) -> Any:
-    return fn(value)
+def _tensor(visit: _Visit, value: torch.Tensor) -> Any:
+    return visit(value)
 
 
-def _leave(_fn: _Fn, value: Any) -> Any:
+def _leave(_visit: _Visit, value: Any) -> Any:
     return value
 
 
-def _map_items(fn: _Fn, items: Sequence[Any]) -> list[Any] | None:
+def _map_items(visit: _Visit, items: Sequence[Any]) -> list[Any] | None:
     """The mapped items, None if none was replaced."""
     mapped = None
     for index, item in enumerate(items):
-        new = fn(item) if type(item) is torch.Tensor else apply_to_tensors(fn, item)
+        new = visit(item)
         if new is not item:
             if mapped is None:
                 mapped = list(items)
@@ -165,33 +178,33 @@ def _map_items(fn: _Fn, items: Sequence[Any]) -> list[Any] | None:
     return mapped
 
 
-def _tuple(fn: _Fn, value: tuple[Any, ...]) -> tuple[Any, ...]:
-    mapped = _map_items(fn, value)
+def _tuple(visit: _Visit, value: tuple[Any, ...]) -> tuple[Any, ...]:
+    mapped = _map_items(visit, value)
     return value if mapped is None else tuple(mapped)
 
 
-def _list(fn: _Fn, value: list[Any]) -> list[Any]:
-    mapped = _map_items(fn, value)
+def _list(visit: _Visit, value: list[Any]) -> list[Any]:
+    mapped = _map_items(visit, value)
     return value if mapped is None else mapped
 
 
-def _dict(fn: _Fn, value: dict[Any, Any]) -> dict[Any, Any]:
-    changes = _map_values(fn, value.items())
+def _dict(visit: _Visit, value: dict[Any, Any]) -> dict[Any, Any]:
+    changes = _map_values(visit, value.items())
     return {**value, **changes} if changes else value
 
 
-def _map_values(fn: _Fn, pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+def _map_values(visit: _Visit, pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     """The new values, for the keys whose value was replaced."""
     changes = {}
     for key, item in pairs:
-        new = fn(item) if type(item) is torch.Tensor else apply_to_tensors(fn, item)
+        new = visit(item)
         if new is not item:
             changes[key] = new
     return changes
 
 
-def _packed_sequence(fn: _Fn, value: PackedSequence) -> Any:
-    data = apply_to_tensors(fn, value.data)
+def _packed_sequence(visit: _Visit, value: PackedSequence) -> Any:
+    data = visit(value.data)
     if data is value.data:
         return value
     orders = [value.sorted_indices, value.unsorted_indices]
@@ -200,9 +213,9 @@ def _packed_sequence(fn: _Fn, value: PackedSequence) -> Any:
     return type(value)(data, value.batch_sizes, *orders)
 
 
-def _tuple_subclass(fn: _Fn, value: tuple[Any, ...]) -> tuple[Any, ...]:
+def _tuple_subclass(visit: _Visit, value: tuple[Any, ...]) -> tuple[Any, ...]:
     old = list(tuple.__iter__(value))
-    mapped = _map_items(fn, old)
+    mapped = _map_items(visit, old)
     if mapped is None:
         return value
     kind = type(value)
@@ -213,9 +226,9 @@ def _tuple_subclass(fn: _Fn, value: tuple[Any, ...]) -> tuple[Any, ...]:
     return _take_attributes(made, value, _replacements(old, mapped))
 
 
-def _list_subclass(fn: _Fn, value: list[Any]) -> list[Any]:
+def _list_subclass(visit: _Visit, value: list[Any]) -> list[Any]:
     old = list(list.__iter__(value))
-    mapped = _map_items(fn, old)
+    mapped = _map_items(visit, old)
     if mapped is None:
         return value
     made = list.__new__(type(value))
@@ -223,9 +236,9 @@ def _list_subclass(fn: _Fn, value: list[Any]) -> list[Any]:
     return _take_attributes(made, value, _replacements(old, mapped))
 
 
-def _set(fn: _Fn, value: set[Any] | frozenset[Any]) -> set[Any] | frozenset[Any]:
+def _set(visit: _Visit, value: set[Any] | frozenset[Any]) -> set[Any] | frozenset[Any]:
     old = list(value)
-    mapped = _map_items(fn, old)
+    mapped = _map_items(visit, old)
     if mapped is None:
         return value
     kind = type(value)
@@ -237,9 +250,9 @@ def _set(fn: _Fn, value: set[Any] | frozenset[Any]) -> set[Any] | frozenset[Any]
     return _take_attributes(made, value, _replacements(old, mapped))
 
 
-def _dict_subclass(fn: _Fn, value: dict[Any, Any]) -> dict[Any, Any]:
+def _dict_subclass(visit: _Visit, value: dict[Any, Any]) -> dict[Any, Any]:
     base = OrderedDict if isinstance(value, OrderedDict) else dict
-    changes = _map_values(fn, base.items(value))
+    changes = _map_values(visit, base.items(value))
     if not changes:
         return value
     made = base.__new__(type(value))
@@ -249,8 +262,8 @@ def _dict_subclass(fn: _Fn, value: dict[Any, Any]) -> dict[Any, Any]:
     return _take_attributes(made, value, replacements)
 
 
-def _mutable_mapping(fn: _Fn, value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
-    changes = _map_values(fn, value.items())
+def _mutable_mapping(visit: _Visit, value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    changes = _map_values(visit, value.items())
     if not changes:
         return value
     made = copy.copy(value)
@@ -259,15 +272,15 @@ def _mutable_mapping(fn: _Fn, value: MutableMapping[Any, Any]) -> MutableMapping
     return made
 
 
-def _mapping(fn: _Fn, value: Mapping[Any, Any]) -> Any:
-    changes = _map_values(fn, value.items())
+def _mapping(visit: _Visit, value: Mapping[Any, Any]) -> Any:
+    changes = _map_values(visit, value.items())
     return type(value)({**value, **changes}) if changes else value
 
 
-def _dataclass(fn: _Fn, value: Any) -> Any:
+def _dataclass(visit: _Visit, value: Any) -> Any:
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]  # some may not be set yet
     old = [getattr(value, name) for name in names]
-    mapped = _map_items(fn, old)
+    mapped = _map_items(visit, old)
     if mapped is None:
         return value
     made = _take_attributes(type(value).__new__(type(value)), value, _replacements(old, mapped))
@@ -277,12 +290,12 @@ def _dataclass(fn: _Fn, value: Any) -> Any:
     return made
 
 
-def _registered(fn: _Fn, value: Any) -> Any:
+def _registered(visit: _Visit, value: Any) -> Any:
     parts = _compat.take_apart(value)
     if parts is None:
         return value
     children, rebuild = parts
-    mapped = _map_items(fn, children)
+    mapped = _map_items(visit, children)
     return value if mapped is None else rebuild(mapped)
 
 

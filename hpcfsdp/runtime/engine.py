@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,10 +12,12 @@ import torch
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
-from hpcfsdp.errors import DifferentCallsError, DisagreementError, EngineError
+from hpcfsdp.errors import CrossedCallsError, DifferentCallsError, DisagreementError, EngineError
 from hpcfsdp.flat.gradient import FlatGrad
+from hpcfsdp.launch import calls
 from hpcfsdp.runtime.grads import Reductions, place
 from hpcfsdp.runtime.order import Order
+from hpcfsdp.runtime.param_hooks import run_hooks
 from hpcfsdp.runtime.state import Phase
 from hpcfsdp.runtime.streams import Place, Queue, Streams, Wait, streams_for
 
@@ -86,6 +90,33 @@ class Engine:
         """Whether a forward or a backward is running."""
         return self._depth > 0 or (self.in_backward and _compat.in_backward())
 
+    @property
+    def holds_grads(self) -> bool:
+        """Whether ``no_sync`` has kept gradients back that have not been reduced since; the same on all ranks."""
+        return any(grad.held.is_owed for unit in self.units for grad in unit.grads)
+
+    def refuse_held(self, what: str, params: Iterable[torch.Tensor] | None = None) -> None:
+        """Not collective. Refuse what needs gradients that are averaged over ranks while ``no_sync`` holds others.
+
+        Args:
+            what: the user does.
+            params: it is done to; None for all.
+
+        Raises:
+            EngineError: with the name of a unit, and what to do.
+        """
+        if not self.holds_grads:
+            return
+        wanted = None if params is None else set(params)
+        for unit in self.units:
+            for grad in unit.grads:
+                if any(wanted is None or param in wanted for param in grad.held.shown_on):
+                    raise EngineError(
+                        f"{what} would take gradients of {grad.name!r} that are those of rank {grad.flat.comm.rank} "
+                        "alone, held by no_sync: run the last backward before it outside of no_sync, or throw the "
+                        "gradients away by zero_grad()"
+                    )
+
     # Passes
 
     def enter(self, unit: Unit) -> None:
@@ -153,14 +184,14 @@ class Engine:
 
     def _begin_pass(self, unit: Unit) -> None:
         for each in self.units:
-            if each.phase is Phase.SUMMON:
+            if each.phase is Phase.SUMMON and (each is unit or each in unit.inside):
                 raise EngineError(f"{each.name}: the model was called within summon_full_params: leave that first")
         self._reshard(self.units)  # left over from a forward without a backward
         self._expected = [(each, each in self._called, each.owes_grads, each.num_calls) for each in self.units]
         self._passes += 1
         self.order.begin()
         for each in self.units:
-            for flat in each.flats:
+            for flat in each.flats if each.phase is Phase.IDLE else ():
                 flat.take_back()
         for flat in self._resident:
             flat.publish()
@@ -175,6 +206,8 @@ class Engine:
         for comm in self._meeting:
             try:
                 comm.meet(note)
+            except CrossedCallsError:  # the others are elsewhere
+                raise
             except DifferentCallsError as error:
                 raise self._explained(comm, error) from None
 
@@ -274,6 +307,7 @@ class Engine:
             return
         self.in_backward = True
         self.backwards += 1
+        calls.begin_backward(self.units[0].name, functools.partial(_runs_backward, weakref.ref(self)))
         _compat.call_after_backward(self._finish_backward)
         self._due = deque(reversed(self._called))
         self.reductions.alloc()
@@ -320,13 +354,16 @@ class Engine:
         for unit in self.units:
             unit.num_calls = 0
         self.in_backward = False
+        for unit in self.units:
+            for grad in unit.grads:
+                run_hooks(grad.take_handed())
 
     def _settle(self) -> None:
         owing = [unit for unit in self.units if unit.owes_grads]
         if not self.sync_grads:
             for unit in owing:
                 for grad in unit.grads:
-                    grad.pause()
+                    grad.show_held()
             return
         self.reductions.settle()
         grads = [grad for unit in owing for grad in unit.grads]
@@ -337,6 +374,12 @@ class Engine:
             grad.settle(used)
         for unit in owing:
             unit.owes_grads = False
+
+
+def _runs_backward(engine: weakref.ref[Engine]) -> bool:
+    """Whether the calling thread is in a backward that has come to an engine."""
+    found = engine()
+    return found is not None and found.in_backward and _compat.in_backward()
 
 
 def _used_anywhere(grads: Sequence[FlatGrad]) -> list[list[bool]]:

@@ -5,6 +5,9 @@ rank remembers the orders that all ranks have gone through together, as a tree: 
 nothing. A new turn is confirmed by all ranks before anything is sent. In the first pass all ranks meet at every turn;
 later on a rank that leaves the known paths says so in the store of torch.distributed and waits for the others there,
 because those that do not leave it are on their way into the collective already.
+
+A model that leaves out layers at random takes another path in each step. So the paths that were taken last are
+remembered, and no others; all ranks forget the same ones, since they have taken the same.
 """
 
 from __future__ import annotations
@@ -13,23 +16,26 @@ import hashlib
 import logging
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
-from hpcfsdp.errors import DifferentCallsError, DisagreementError
+from hpcfsdp.errors import CrossedCallsError, DifferentCallsError, DisagreementError
 
 log = logging.getLogger("hpcfsdp.order")
 
 PATIENCE_S = 600.0
 """How long a rank that leaves the known orders waits for the others to do the same."""
 _WARN_AFTER_S = 5.0
+MOST_PATHS = 64
+"""How many orders are remembered: training and evaluation have a few each, layers that are left out at random all."""
 
 Event = tuple[str, str]
 """What a unit does, and its name."""
 END: Event = ("end", "")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Turn:
     """A place in the tree of known orders."""
 
@@ -60,6 +66,8 @@ class Order:
         self._label = label
         self._confirm = confirm and comm.size > 1
         self._root = self._here = _Turn(("begin", ""), 0, "", None)
+        self._ends: dict[_Turn, None] = {}  # of the paths that are remembered, the one taken last at the end
+        self._confirmed: str | None = None  # the key in the store that the last new turn was confirmed with
         self._passes = 0
 
     @property
@@ -71,7 +79,7 @@ class Order:
         """Collective where the last pass ended in a new way. Begin a pass."""
         if self._here is not self._root:
             self.note(END)
-        self._here = self._root
+        self._close()
         self._passes += 1
 
     def note(self, event: Event) -> None:
@@ -105,7 +113,25 @@ class Order:
 
     def forget(self) -> None:
         """Not collective. Begin anew after a pass that an exception broke off."""
-        self._here = self._root
+        self._close()
+
+    def _close(self) -> None:
+        """Remember the path of this pass, and forget the one that was taken longest ago if there are too many."""
+        end, self._here = self._here, self._root
+        if end is self._root:
+            return
+        self._ends.pop(end, None)
+        self._ends[end] = None
+        if len(self._ends) > MOST_PATHS:
+            self._forget_path(next(iter(self._ends)))
+
+    def _forget_path(self, end: _Turn) -> None:
+        """Take a path out of the tree, as far as no other one goes along it."""
+        del self._ends[end]
+        turn = end
+        while turn.before is not None and not turn.following and turn not in self._ends:
+            del turn.before.following[turn.event]
+            turn = turn.before
 
     def _have_confirmed(self, event: Event) -> None:
         text = f"{_told(event)} (turn {self._here.depth + 1} of step {self._passes})"
@@ -120,6 +146,7 @@ class Order:
         while True:
             arrived = store.add(key, 0)
             if arrived >= self._comm.size:
+                self._drop_key(store, key)
                 return
             waited_s = time.monotonic() - began_s
             expected = " or ".join(map(_told, self._here.following)) or "nothing"
@@ -137,10 +164,18 @@ class Order:
                 warned = True
             time.sleep(0.001)
 
+    def _drop_key(self, store: Any, key: str) -> None:
+        """Delete the key before: who has come to the new one, as all have, has no more need of it."""
+        if self._comm.rank == 0 and self._confirmed is not None:
+            store.delete_key(self._confirmed)
+        self._confirmed = key
+
     def _compare(self, text: str) -> None:
         """Collective. Raise on every rank unless all have come to the same."""
         try:
             self._comm.meet(text)
+        except CrossedCallsError:  # the others are elsewhere
+            raise
         except DifferentCallsError as error:
             texts = self._comm.all_gather_object(text)
             rank = next((rank for rank, other in enumerate(texts) if other != texts[0]), 0)

@@ -18,9 +18,11 @@ from hpcfsdp import _compat
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.runtime.containers import apply_to_tensors, cast_forward_inputs
+from hpcfsdp.runtime.call import Arguments, Call, Leaf, needs_hook
 from hpcfsdp.runtime.engine import Engine
-from hpcfsdp.runtime.hooks import UnknownContainerError, tensors_in
+from hpcfsdp.runtime.hooks import tensors_in
+from hpcfsdp.runtime.objects import Visit, warn_of_opaque
+from hpcfsdp.runtime.param_hooks import OwnHook, check_flat_parameter, defer_hooks
 from hpcfsdp.runtime.state import TRANSITIONS, Phase
 
 
@@ -32,43 +34,6 @@ class ComputedView(Protocol):
 
     def hide(self) -> None:
         """Let modules have the leaf again; nothing, if they do."""
-
-
-Leaf = tuple[FlatGrad, int]
-"""A leaf by the gradient that it has a part in, and its index there."""
-
-
-class _Call:
-    """One forward call of a unit, as far as its backward has to know.
-
-    Lives as long as the graph that the call made: the hooks on its outputs hold it, those on its inputs do not.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "accumulators",
-        "backward",
-        "ends_at_inputs",
-        "inputs",
-        "inputs_pending",
-        "is_open",
-        "views",
-    )
-
-    def __init__(self) -> None:
-        self.inputs: list[Any] = []
-        """Nodes through which gradients leave the call towards what was computed before it."""
-        self.views: dict[int, torch.Tensor] = {}
-        """What the module was given in place of each input, while it runs."""
-        self.is_open = False
-        """Whether the inputs cannot tell when its backward is through."""
-        self.accumulators: list[tuple[Leaf, Any]] = []
-        """Nodes that add to the gradients of the unit's leaves."""
-        self.inputs_pending = 0
-        self.ends_at_inputs = False
-        """Whether gradients leave it in this backward; a module may detach what it is given."""
-        self.backward = 0
-        """The engine's number of the last backward that has come to it: a graph may be gone through several times."""
 
 
 class Unit:
@@ -117,13 +82,11 @@ class Unit:
         self.owes_grads = False
         self.num_calls = 0
         self.grads = tuple(FlatGrad(flat) for flat in self.flats if flat.is_differentiable)
-        self._leaves = [(grad, index, leaf) for grad in self.grads for index, leaf in enumerate(grad.flat.leaves)]
-        self._hooked = [False] * len(self._leaves)
-        self._trained = [False] * len(self._leaves)  # their requires_grad when the unit was last called
-        # A leaf has one such node as long as someone holds it and the leaf's dtype and device stay.
-        self._accumulators: list[tuple[Leaf, Any]] | None = None
+        self._hooked: set[nn.Parameter] = set()
+        self._detached: set[nn.Parameter] = set()  # leaves whose optimizers in backward wait for reduced gradients
+        self.look_at_leaves()
         self._changes_dtype = any(flat.dtypes.compute != flat.dtypes.kept for flat in self.flats)
-        self._calls: list[_Call] = []  # those whose backward has begun
+        self._calls: list[Call] = []  # those whose backward has begun
         self._counted: set[Any] = set()  # accumulators that will run, or have run, in this backward
         # How often each leaf is still to get a gradient, by run of autograd: reentrant checkpoints have their own.
         self._outstanding: Counter[tuple[int, Leaf]] = Counter()
@@ -131,6 +94,14 @@ class Unit:
         self._held: set[FlatGrad] = set()  # gradients that are not complete before the unit is
         self._arrived: set[Leaf] = set()  # leaves that have had a gradient in this backward
         self._joins_at_the_end = False
+        self._arguments: Arguments | None = None  # of the forward that is running
+
+    def look_at_leaves(self) -> None:
+        """Not collective, at rest. Follow the leaves that the flat parameters have now."""
+        self._leaves = [(grad, index, leaf) for grad in self.grads for index, leaf in enumerate(grad.flat.leaves)]
+        self._trained = [False] * len(self._leaves)  # their requires_grad when the unit was last called
+        # A leaf has one such node as long as someone holds it and the leaf's dtype and device stay.
+        self._accumulators: list[tuple[Leaf, Any]] | None = None
 
     @property
     def is_unsharded(self) -> bool:
@@ -138,12 +109,12 @@ class Unit:
 
     # The life of a step
 
-    def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, tuple[Any, ...], Any]:
+    def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Any, ...], Any]:
         """Collective. Gather the parameters; from here on the module may compute, with the arguments that return."""
         engine = self.engine
         assert engine is not None
         engine.enter(self)
-        call = _Call()
+        call = Call()
         try:
             self._enter(Phase.RECOMPUTE if self.phase is Phase.BACKWARD else Phase.FORWARD)
         except BaseException:
@@ -158,16 +129,16 @@ class Unit:
                     engine.gather_ahead("forward")
                 engine.await_unshard(self)
                 self._show()
-            if self.input_dtype is not None:
-                args, kwargs = cast_forward_inputs(self.input_dtype, args, kwargs)
-            if self.flats and torch.is_grad_enabled():
-                args, kwargs = self._watch_inputs(call, args, kwargs)
+            hook = _input_hook(self, call) if self.flats and torch.is_grad_enabled() else None
+            if hook is not None or self.input_dtype is not None:
+                self._arguments = Arguments(self.name, self.input_dtype, hook)
+                args, kwargs = self._arguments.lend(args, kwargs)
         except BaseException:
             self.leave_forward(broken=True)
             raise
         return call, args, kwargs
 
-    def post_forward(self, call: _Call, outputs: Any) -> Any:
+    def post_forward(self, call: Call, outputs: Any) -> Any:
         """Collective at the end of the outermost call. Wait for gradients at the outputs, free the parameters.
 
         Returns:
@@ -175,8 +146,15 @@ class Unit:
         """
         broken = True
         try:
+            arguments, self._arguments = self._arguments, None
+            written = [] if arguments is None else arguments.take_back()
             if self.flats:
-                outputs = self._watch_outputs(call, outputs)
+                if torch.is_grad_enabled():
+                    arguments = arguments or Arguments(self.name, None, None)  # the module has switched gradients on
+                    outputs = self._watch_outputs(call, arguments, written, outputs)
+                else:
+                    for tensor in tensors_in(outputs):
+                        self._check_owner(tensor)
                 _compat.forget_autocast_casts(self.flats[0].device.type)
             broken = False
         finally:
@@ -186,6 +164,9 @@ class Unit:
     def leave_forward(self, *, broken: bool) -> None:
         """End the forward, also one that an exception broke off."""
         assert self.engine is not None
+        if self._arguments is not None:
+            self._arguments.take_back()
+            self._arguments = None
         self._hide()
         if self.phase is Phase.RECOMPUTE:
             self._enter(Phase.BACKWARD)
@@ -196,7 +177,7 @@ class Unit:
                 self.engine.reshard(self)
         self.engine.leave(self, broken=broken)
 
-    def pre_backward(self, call: _Call) -> None:
+    def pre_backward(self, call: Call) -> None:
         """Collective when it is the first for this unit. Gather the parameters before gradients flow through."""
         engine = self.engine
         assert engine is not None
@@ -206,6 +187,7 @@ class Unit:
         if call.backward == engine.backwards:  # another output of the same call
             return
         call.backward = engine.backwards
+        self._check_versions(call)
         if self.phase is Phase.IDLE:
             engine.take_turn(self)
             self.begin_backward()
@@ -279,6 +261,8 @@ class Unit:
         self.owes_grads = True
         engine.order.note(("backward", self.name))
         for grad in self.grads:
+            if grad.flat.use_orig_params:
+                defer_hooks(grad.flat.leaves, self._detached)
             grad.prepare()
         if self.inside or self.num_calls > 1:
             self._joins_at_the_end = True
@@ -330,7 +314,10 @@ class Unit:
         """Follow what users have done to ``requires_grad`` since the last time."""
         for flat in self.flats:
             if flat.use_orig_params:
+                if defer_hooks(flat.leaves, self._detached):
+                    self._accumulators = None
                 continue
+            check_flat_parameter(flat.parameter, self.name)
             if flat.parameter.requires_grad != flat.trained:
                 flat.trained = flat.parameter.requires_grad
                 for leaf in flat.leaves:
@@ -348,76 +335,89 @@ class Unit:
                 continue
             self._trained[place] = trained
             self._accumulators = None
-            if trained and not self._hooked[place]:
-                leaf.register_post_accumulate_grad_hook(_leaf_hook(self, grad, index))
-                self._hooked[place] = True
+            if trained and leaf not in self._hooked:
+                leaf.register_post_accumulate_grad_hook(OwnHook(_leaf_hook(self, grad, index)))
+                self._hooked.add(leaf)
 
-    def _watch_inputs(self, call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The same arguments, in which each tensor with a gradient to come is a view that only this call uses.
+    def _watch_outputs(self, call: Call, arguments: Arguments, written: list[torch.Tensor], outputs: Any) -> Any:
+        """Wait for gradients at what the module has computed: its outputs, and what it put into its arguments."""
+        # Gradients come to an input that is passed on before the unit hears of it as an output.
+        passed_on: dict[int, torch.Tensor] = {}
+        found = {id(tensor): tensor for tensor in written}
 
-        The gradient of the view is complete when this call is through, whoever else uses the tensor.
-        """
-        hook = _input_hook(self, call)
-
-        def watched(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad:
+        def seen(tensor: torch.Tensor, in_object: bool) -> torch.Tensor:
+            if arguments.is_view(tensor):
+                view = passed_on.get(id(tensor))
+                tensor = passed_on[id(tensor)] = tensor.view_as(tensor) if view is None else view
+            elif arguments.is_unchanged(tensor):
                 return tensor
-            view = call.views.get(id(tensor))  # what is passed twice stays one tensor
-            if view is None:
-                view = call.views[id(tensor)] = tensor.view_as(tensor)
-                view.register_hook(hook)
-                call.inputs.append(view.grad_fn)
-            return view
+            if not (in_object and isinstance(tensor, nn.Parameter)):
+                found[id(tensor)] = tensor
+            return tensor
 
-        return apply_to_tensors(watched, args), apply_to_tensors(watched, kwargs)
-
-    def _watch_outputs(self, call: _Call, outputs: Any) -> Any:
-        grad_enabled = torch.is_grad_enabled()
-        outputs = self._end_views(call, outputs)
-        try:
-            found = list(tensors_in(outputs, strict=grad_enabled))
-        except UnknownContainerError as error:
-            raise EngineError(
-                f"{self.name}: its forward returns an object of type {error}, in which gradients cannot be followed; "
-                "return tensors in tuples, lists, dicts or dataclasses, or register the type with torch.utils._pytree"
-            ) from None
+        call.inputs, call.is_open = arguments.nodes()
+        visit = Visit(seen)
+        outputs = visit(outputs)
+        warn_of_opaque(visit.opaque, self.name)
         hook = None
-        for tensor in found:
-            for flat in self.flats:
-                if any(map(flat.owns_memory_of, _compat.within(tensor))):
-                    raise EngineError(
-                        f"{self.name}: its forward returns a view of one of its own parameters (shape "
-                        f"{tuple(tensor.shape)}), whose memory is freed when the unit is left; return a clone"
-                    )
-            if grad_enabled and tensor.requires_grad and not tensor.is_leaf:
+        for tensor in found.values():
+            self._check_owner(tensor)
+            if needs_hook(tensor):
                 hook = hook or _output_hook(self, call)
                 tensor.register_hook(hook)
         if hook is None:
             return outputs
         call.accumulators = self._accumulators_now()
+        call.versions = [grad.flat.versions for grad in self.grads]
         if self.phase is not Phase.RECOMPUTE:
             assert self.engine is not None
             self.engine.expect_backward(self)
         return outputs
 
-    def _end_views(self, call: _Call, outputs: Any) -> Any:
-        """The module has run: look what has become of its inputs."""
-        views, call.views = call.views, {}
-        given = {id(view) for view in views.values()}
-        # An operation in place takes the noted node out of the graph.
-        call.is_open = any(view.grad_fn is not node for view, node in zip(views.values(), call.inputs, strict=True))
-        if not given or not any(id(tensor) in given for tensor in tensors_in(outputs, strict=False)):
-            return outputs
-        # Gradients come to an input that is passed on before the unit hears of it as an output.
-        return apply_to_tensors(lambda tensor: tensor.view_as(tensor) if id(tensor) in given else tensor, outputs)
+    def _check_owner(self, tensor: torch.Tensor) -> None:
+        for flat in self.flats:
+            if any(map(flat.owns_memory_of, _compat.within(tensor))):
+                raise EngineError(
+                    f"{self.name}: its forward returns a view of one of its own parameters (shape "
+                    f"{tuple(tensor.shape)}), whose memory is freed when the unit is left; return a clone"
+                )
 
     def _accumulators_now(self) -> list[tuple[Leaf, Any]]:
         """The nodes that add to the gradients of the leaves in the graph that has just been made."""
         if self._accumulators is None or self._changes_dtype:
             self._accumulators = [((grad, index), _compat.accumulator_of(leaf)) for grad, index, leaf in self._leaves]
+            self._check_accumulators(self._accumulators)
         return self._accumulators
 
-    def _input_done(self, call: _Call) -> None:
+    def _check_accumulators(self, nodes: list[tuple[Leaf, Any]]) -> None:
+        for (grad, index), node in nodes:
+            slot = grad.flat.layout.slots[index]
+            if node is not None and _compat.shape_of_accumulator(node) != slot.shape:
+                raise EngineError(
+                    f"{self.name}: the AccumulateGrad node of {slot.fqn!r} was taken while the parameter was sharded, "
+                    "and cannot take whole gradients: use register_post_accumulate_grad_hook, which is called with the "
+                    "reduced gradient of the shard, or take the node within the forward"
+                )
+
+    def _check_versions(self, call: Call) -> None:
+        """Refuse gradients at other values than those of the forward, as torch does where it has saved them.
+
+        What has no part in this backward may have been changed: by another optimizer, say, whose loss is through.
+        """
+        for grad, before in zip(self.grads, call.versions, strict=True):
+            now = grad.flat.versions
+            if now == before:
+                continue
+            for (own, index), node in call.accumulators:
+                place = index if grad.flat.use_orig_params else 0
+                if own is grad and now[place] != before[place] and _compat.will_run(node):
+                    raise EngineError(
+                        f"{self.name}: {grad.flat.layout.slots[index].fqn!r} was changed after the forward whose "
+                        "backward has come (by optimizer.step(), or in place in another way), so the gradients would "
+                        "be wrong: run the backward before the step, or the forward again after it"
+                    )
+
+    def _input_done(self, call: Call) -> None:
         call.inputs_pending -= 1
         self._finish_when_complete()
 
@@ -469,7 +469,7 @@ class Unit:
         self.post_backward()
 
 
-def _output_hook(unit: Unit, call: _Call) -> Callable[[torch.Tensor], None]:
+def _output_hook(unit: Unit, call: Call) -> Callable[[torch.Tensor], None]:
     def before_backward(_grad: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             raise EngineError(
@@ -481,7 +481,7 @@ def _output_hook(unit: Unit, call: _Call) -> Callable[[torch.Tensor], None]:
     return before_backward
 
 
-def _input_hook(unit: Unit, call: _Call) -> Callable[[torch.Tensor], None]:
+def _input_hook(unit: Unit, call: Call) -> Callable[[torch.Tensor], None]:
     weak_unit, weak_call = weakref.ref(unit), weakref.ref(call)
 
     def input_done(_grad: torch.Tensor) -> None:

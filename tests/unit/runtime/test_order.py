@@ -1,5 +1,6 @@
 import itertools
 import logging
+import random
 import threading
 from types import SimpleNamespace
 
@@ -16,12 +17,17 @@ class Store:
     """Counters by name, as the store of torch.distributed has them."""
 
     def __init__(self):
-        self.counts, self._lock = {}, threading.Lock()
+        self.counts, self.keys, self._lock = {}, set(), threading.Lock()
 
     def add(self, key, amount):
         with self._lock:
+            self.keys.add(key)
             self.counts[key] = self.counts.get(key, 0) + amount
             return self.counts[key]
+
+    def delete_key(self, key):
+        with self._lock:
+            return self.counts.pop(key, None) is not None
 
 
 @pytest.fixture
@@ -108,7 +114,7 @@ def test_a_new_path_is_confirmed_in_the_store_once_all_ranks_come_to_it(run_rank
         for path in ((A, C), (A, C), (A, B), (A, C)):
             go(order, *path)
             comm.barrier()
-            known.append(len(store.counts))
+            known.append(len(store.keys))
             comm.barrier()
         return met, known
 
@@ -258,3 +264,74 @@ def test_a_pass_that_was_broken_off_did_not_end_and_what_it_did_is_known(store):
     assert [note for note in notes if "end" in note] == []
     assert len(notes) == 2
     assert store.counts == {}
+
+
+# Many orders
+
+
+def turns_of(order):
+    """All that is remembered, in the order in which it came."""
+    found, left = [], [order._root]
+    while left:
+        turn = left.pop()
+        found.append((turn.digest, turn.event))
+        left += turn.following.values()
+    return found
+
+
+def dropped_layers(seed, layers=12):
+    """A pass in which layers are left out at random, the same ones on all ranks."""
+    chosen = [layer for layer in range(layers) if random.Random(seed * layers + layer).random() < 0.5]
+    return [("forward", str(layer)) for layer in chosen] + [("backward", str(layer)) for layer in reversed(chosen)]
+
+
+def test_layers_left_out_at_random_do_not_fill_the_memory(no_store):
+    order, _ = alone()
+    sizes = []
+    for step in range(2000):
+        go(order, *dropped_layers(step))
+        sizes.append(len(turns_of(order)))
+    most = orders.MOST_PATHS * (2 * 12 + 1)
+    assert max(sizes) < most
+    assert sum(sizes[100:200]) * 0.9 < sum(sizes[-100:]) < sum(sizes[100:200]) * 1.1
+
+
+def test_a_path_that_is_taken_again_and_again_is_never_forgotten(no_store):
+    order, notes = alone()
+    go(order, A, B, C)
+    for step in range(300):
+        go(order, *dropped_layers(step))
+        order.begin()
+        before = len(notes)
+        go(order, A, B, C)
+        assert len(notes) == before
+
+
+def test_ranks_forget_the_same_paths_and_leave_nothing_in_the_store(run_ranks, store, monkeypatch):
+    monkeypatch.setattr(orders, "MOST_PATHS", 5)
+
+    def body(comm):
+        order = Order(comm, "7", confirm=True)
+        for step in range(40):
+            go(order, *dropped_layers(step % 9, layers=4))
+            if step % 7 == 0:
+                order.forget()
+        return turns_of(order)
+
+    one, other = run_ranks(2, body)
+    assert one == other
+    assert len(store.counts) == 1
+
+
+def test_a_path_that_an_error_broke_off_may_be_forgotten_while_others_go_on_from_its_end(no_store, monkeypatch):
+    monkeypatch.setattr(orders, "MOST_PATHS", 2)
+    order, notes = alone()
+    order.begin()
+    order.note(A)
+    order.forget()
+    go(order, A, B)
+    go(order, C)
+    go(order, A, B)
+    before = len(notes)
+    go(order, A, B)
+    assert len(notes) == before

@@ -1,0 +1,147 @@
+"""Gradients of backwards that were not synchronised (``no_sync``): held whole on each rank, and shown as ``grad``.
+
+Between such backwards the parameters that the optimizer has show what is held of them, as views: what a program does to
+it in place is done to what is held. What else it has done is looked up when the next backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.param import FlatParam
+
+
+class HeldGrad:
+    """The gradient that one flat parameter has of backwards that were not synchronised.
+
+    Attributes:
+        whole: 1-D, ``padded_numel`` elements of the accumulation dtype; None if nothing is held.
+        is_owed: whether there has been such a backward since the last ``clear``, thrown away or not: the same on all
+            ranks.
+    """
+
+    def __init__(self, flat: FlatParam) -> None:
+        self._flat = flat
+        self.whole: torch.Tensor | None = None
+        self.is_owed = False
+        self._shown: list[tuple[torch.Tensor, int] | None] | None = None  # on each parameter, with its version
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether ``show`` was called, and ``take_back`` is to follow."""
+        return self._shown is not None
+
+    @property
+    def shown_on(self) -> list[nn.Parameter]:
+        """The parameters whose ``grad`` is what is held."""
+        if self._shown is None:
+            return []
+        pairs = zip(self._flat.stepped, self._shown, strict=True)
+        return [param for param, shown in pairs if shown is not None and param.grad is shown[0]]
+
+    def add(self, buffer: torch.Tensor) -> None:
+        """Add a whole gradient of the wire dtype."""
+        self.is_owed = True
+        if self.whole is None:
+            self.whole = buffer.to(self._flat.dtypes.accumulate, copy=True)
+        else:
+            self.whole.add_(buffer)
+
+    def clear(self) -> None:
+        """Nothing is held any more."""
+        self.whole = self._shown = None
+        self.is_owed = False
+
+    def drop(self, averaged: list[torch.Tensor | None] | None) -> None:
+        """Forget what is held, also where parameters show it.
+
+        Args:
+            averaged: as for ``take_back``.
+        """
+        if self._shown is not None and averaged is not None:
+            for index, (param, shown) in enumerate(zip(self._flat.stepped, self._shown, strict=True)):
+                if shown is None or param.grad is not shown[0]:
+                    averaged[index] = param.grad
+        self.clear()
+
+    def show(self, used: Sequence[bool], averaged: Sequence[torch.Tensor | None]) -> None:
+        """Have the parameters show what is held of them.
+
+        Args:
+            used: by leaf, whether it has had a gradient.
+            averaged: what parameters of which nothing is held are to show instead.
+        """
+        used = used if self._flat.use_orig_params else [any(used)]
+        self._shown = []
+        for param, part, is_held, before in zip(self._flat.stepped, self._parts(), used, averaged, strict=True):
+            # With a version of its own: what is done to one part leaves the versions of others.
+            set_grad(param, part.data if is_held else before)
+            self._shown.append((param.grad, param.grad._version) if is_held and param.grad is not None else None)
+
+    def take_back(self, averaged: list[torch.Tensor | None], used: list[bool]) -> None:
+        """Take ``grad`` off the parameters, with what the program has done to it.
+
+        Args:
+            averaged: of each parameter, the gradient of earlier backwards that were synchronised; changed where the
+                program has thrown it away with what was held, or has given the parameter another one.
+            used: by leaf; changed where nothing is left of its gradient.
+
+        Raises:
+            EngineError: it has changed what was held in place, and cannot have meant that alone.
+        """
+        assert self._shown is not None
+        parts = self._parts()
+        self._check_changes(averaged)
+        for index, (param, shown) in enumerate(zip(self._flat.stepped, self._shown, strict=True)):
+            grad, param.grad = param.grad, None
+            if shown is None:
+                averaged[index] = grad
+                continue
+            if grad is shown[0]:
+                if grad._version != shown[1]:  # to zero, as has been checked
+                    averaged[index] = None
+                continue
+            averaged[index] = None
+            if grad is not None and grad.shape == parts[index].shape:
+                parts[index].copy_(grad)
+                continue
+            averaged[index] = grad  # of the shape of the shard
+            parts[index].zero_()
+            for leaf in [index] if self._flat.use_orig_params else range(len(used)):
+                used[leaf] = False
+        self._shown = None
+        if not any(used):
+            self.whole = None
+
+    def _check_changes(self, averaged: Sequence[torch.Tensor | None]) -> None:
+        assert self._shown is not None
+        for index, (param, shown) in enumerate(zip(self._flat.stepped, self._shown, strict=True)):
+            if averaged[index] is None or shown is None or param.grad is not shown[0]:
+                continue
+            if param.grad._version != shown[1] and param.grad.any():
+                fqn = self._flat.layout.slots[index].fqn if self._flat.use_orig_params else "the flat parameter"
+                raise EngineError(
+                    f"the gradient of {fqn!r} was changed in place between two backwards; it holds what no_sync has "
+                    "kept back on this rank, and not the average of the backwards before: change gradients after a "
+                    "backward outside of no_sync, or throw all of them away by zero_grad()"
+                )
+
+    def _parts(self) -> Sequence[torch.Tensor]:
+        assert self.whole is not None
+        return self._flat.views(self.whole) if self._flat.use_orig_params else (self.whole,)
+
+
+def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Give a parameter a gradient, which may have another dtype or shape."""
+    if grad is None or (grad.dtype == param.dtype and grad.shape == param.shape):
+        param.grad = grad
+        return
+    # The setter refuses it; what the gradient holds may be exchanged all the same.
+    values = grad.data
+    grad.data = torch.empty_like(param)
+    param.grad = grad
+    grad.data = values
