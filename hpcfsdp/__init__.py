@@ -18,6 +18,8 @@ _PUBLIC = {
     "errors": "hpcfsdp.errors",
     "fsdp": "hpcfsdp.fsdp",
     "mpi": "hpcfsdp.mpi",
+    "param_groups": "hpcfsdp.api.param_info",
+    "param_info": "hpcfsdp.api.param_info",
     "wrap": "hpcfsdp.wrap",
 }
 

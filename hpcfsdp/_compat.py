@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import hashlib
+import inspect
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,8 @@ from torch.distributed._shard.sharded_tensor import (
     TensorProperties,
     custom_sharded_op_impl,
 )
-from torch.distributed._shard.sharding_spec import ChunkShardingSpec, ShardMetadata
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
+from torch.distributed.fsdp._common_utils import TrainingState
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
 __all__ = [  # have no other home
@@ -29,7 +32,12 @@ __all__ = [  # have no other home
     "ShardedTensor",
     "ShardedTensorMetadata",
     "TensorProperties",
+    "TrainingState",
 ]
+
+# A ShardedTensor whose blocks are not those of torch's chunks has their offsets and sizes in this class: with what
+# torch's own LOCAL_STATE_DICT needs allowed, torch.load(weights_only=True) takes ours.
+torch.serialization.add_safe_globals([EnumerableShardingSpec])
 
 # torch 2.13 renames the two collectives and deprecates the older names, which are all that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -152,6 +160,19 @@ def accumulator_of(leaf: torch.Tensor) -> Any:
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]
 
 
+def forget_accumulator(leaf: torch.Tensor) -> None:
+    """Have a leaf get another such node, and with it none of the hooks of the one that it has."""
+    data = leaf.data
+    other = torch.float32 if data.dtype != torch.float32 else torch.float64
+    leaf.data = torch.empty(0, dtype=other, device=data.device)  # of another dtype: autograd has no use for the node
+    leaf.data = data
+
+
+def shape_of_accumulator(node: Any) -> tuple[int, ...]:
+    """The shape of the gradients that such a node takes: that which its leaf had when it was made."""
+    return tuple(node._input_metadata[0].shape)
+
+
 def forget_autocast_casts(device_type: str) -> None:
     """Free the casts of weights that autocast has kept for further use: the weights themselves are freed, too."""
     if torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled():
@@ -180,6 +201,13 @@ def run_as_written(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def hook_behind_torch(hook: Any) -> Any:
+    """The exception hook that torch.distributed's own one has replaced and calls, None for any other hook."""
+    if getattr(hook, "__module__", "") != "torch.distributed.distributed_c10d":
+        return None
+    return inspect.getclosurevars(hook).nonlocals.get("old_hook")
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Have the autograd engine call `callback` at the end of the backward pass that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -206,6 +234,13 @@ def tensors_of(value: Any) -> Iterable[torch.Tensor] | None:
     return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def is_registered(kind: type) -> bool:
+    """Whether torch's pytree registry knows a type."""
+    from torch.utils import _pytree
+
+    return kind in _pytree.SUPPORTED_NODES
+
+
 def take_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """The children of a container that torch's pytree registry knows, and how to rebuild it from others.
 
@@ -229,6 +264,35 @@ def assigning_without_swaps() -> Iterator[None]:
         yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def loading_module() -> nn.Module | None:
+    """The module whose ``nn.Module.load_state_dict`` has called the caller, through modules inside of it; or None."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not nn.Module.load_state_dict.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_locals.get("self")
+
+
+class StockCall(NamedTuple):
+    """A call of one of the functions of ``torch.distributed.checkpoint.state_dict``."""
+
+    function: str
+    has_optimizers: bool
+    has_submodules: bool
+    options: Any
+
+
+def stock_state_dict_call() -> StockCall | None:
+    """The call that looks at the modules of a model now, if there is one: it checks its arguments against them."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_verify_options" and frame.f_globals["__name__"].endswith("checkpoint.state_dict"):
+            given = frame.f_locals
+            function = frame.f_back.f_code.co_name  # type: ignore[union-attr]
+            return StockCall(function, bool(given["optims"]), bool(given["submodules"]), given["options"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 @functools.cache

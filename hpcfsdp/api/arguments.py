@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -24,6 +25,16 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
             raise ValueError(
                 f"{what} is sharded by torch's fully_shard already: shard a model with either it or hpcfsdp"
             )
+
+
+def warn_of_container(module: nn.Module) -> None:
+    """Warn of a container without a forward, which is to have parameters of its own to gather."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        warnings.warn(
+            f"a {type(module).__name__} has no forward, in which its parameters could be gathered: wrap the modules in "
+            "it, or the module that calls them",
+            stacklevel=3,
+        )
 
 
 def check_types(cpu_offload: Any, mixed_precision: Any, backward_prefetch: Any) -> None:

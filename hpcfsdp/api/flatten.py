@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -15,9 +15,7 @@ from hpcfsdp.api import taken
 from hpcfsdp.api.groups import TensorRanks
 from hpcfsdp.api.ignored import Ignored
 from hpcfsdp.api.tensor_parallel import block_of, leaf_of
-from hpcfsdp.comm import Communicator
-from hpcfsdp.errors import DisagreementError
-from hpcfsdp.flat.layout import FlatLayout, ParamSlot, TensorBlock
+from hpcfsdp.flat.layout import TensorBlock
 from hpcfsdp.tensor.whole import is_cut
 
 
@@ -35,6 +33,8 @@ class OwnParam:
     """What `param` is of a parameter that is cut over ranks which are parallel over tensors."""
     whole: DTensor | None = None
     """That parameter, until its modules hold `param` in its place."""
+    counted_fqn: str = ""
+    """Its name as it were without the ignored modules: numbered siblings of these count from the first that is left."""
 
     @property
     def numel(self) -> int:
@@ -46,13 +46,13 @@ class OwnParam:
         if self.whole is not None:
             for module, name in self.places:
                 module._parameters[name] = self.param
-            taken.take(self.whole, self.fqn)  # it may be tied to one elsewhere
+            taken.take(self.whole, self.fqn, tuple(self.whole.shape))  # it may be tied to one elsewhere
             taken.hide(self.whole)
             self.whole = None  # which shares the memory that is to be given up
 
     def take(self) -> None:
         """Mark the parameter as one that belongs to a unit."""
-        taken.take(self.param, self.fqn)
+        taken.take(self.param, self.fqn, tuple(self.param.shape) if self.block is None else self.block.shape)
 
     def deregister(self) -> None:
         """Keep the parameter as a plain attribute, so that modules find it and ``parameters()`` does not."""
@@ -77,10 +77,12 @@ class OwnParams:
         groups: parameters that share dtype, ``requires_grad`` and the kind of their modules, one flat parameter each:
             frozen ones cost no gradient memory, and no dtype is converted into another.
         buffers: persistent or not.
+        buffer_fqns: their names within the wrapped module.
     """
 
     groups: list[list[OwnParam]] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
+    buffer_fqns: list[str] = field(default_factory=list)
 
     def split(self, numel: int) -> None:
         """Cut groups into runs of at most `numel` elements, or of one parameter that has more."""
@@ -95,6 +97,20 @@ class OwnParams:
     def tensors(self) -> list[torch.Tensor]:
         """All parameters, then all buffers."""
         return [entry.param for entry in self.entries] + self.buffers
+
+    def named_values(self, left: Collection[str], *, alike_only: bool) -> dict[str, torch.Tensor]:
+        """What ranks should begin with the same values of, by what messages call it.
+
+        Args:
+            left: names of parameters and buffers to leave out.
+            alike_only: leave out those of which ranks that are parallel over tensors have different parts.
+        """
+        params = [e for e in self.entries if not alike_only or e.block is None or e.block.is_whole]
+        found = {f"parameter {e.fqn!r}": e.param for e in sorted(params, key=lambda e: e.index) if e.fqn not in left}
+        for fqn, buffer in zip(self.buffer_fqns, self.buffers, strict=True):
+            if fqn not in left and not (alike_only and is_cut(buffer)):
+                found[f"buffer {fqn!r}"] = buffer
+        return found
 
     @property
     def params_alike(self) -> list[torch.Tensor]:
@@ -141,9 +157,9 @@ def own_params(
     found: dict[nn.Parameter, OwnParam] = {}
     is_apart: dict[nn.Parameter, bool] = {}
     left = ignored or Ignored()
-    buffers: dict[torch.Tensor, None] = {}
+    buffers: dict[torch.Tensor, str] = {}
 
-    def visit(module: nn.Module, prefix: str) -> None:
+    def visit(module: nn.Module, prefix: str, counted: str) -> None:
         if isinstance(module, stop_at):
             return
         for name, param in [*module._parameters.items(), *_taken_from(module)]:
@@ -158,19 +174,22 @@ def own_params(
             is_apart[param] = is_apart.get(param, False) or isinstance(module, apart)
             if param not in found:
                 found[param] = _own_param(param, prefix + name, len(found), tensor)
+                found[param].counted_fqn = counted + name
             entry = found[param]
             if entry.places:
                 entry.aliases += (prefix + name,)
             if (module, name) not in entry.places:  # a module may be registered in several places
                 entry.places.append((module, name))
-        buffers.update(
-            (buffer, None) for buffer in module._buffers.values() if buffer is not None and buffer not in left.buffers
-        )
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer not in left.buffers:
+                buffers.setdefault(buffer, prefix + name)
+        number = 0
         for name, child in module._modules.items():
             if child is not None:
-                visit(child, f"{prefix}{name}.")
+                visit(child, f"{prefix}{name}.", f"{counted}{number if name.isdecimal() else name}.")
+            number += child not in left.modules
 
-    visit(root, "")
+    visit(root, "", "")
     devices = {entry.param.device: entry.fqn for entry in found.values()}
     if len(devices) > 1:
         places = ", ".join(f"{fqn!r} on {device}" for device, fqn in devices.items())
@@ -181,7 +200,7 @@ def own_params(
     for param, entry in found.items():
         kind = (param.dtype, param.requires_grad, is_apart[param])
         groups.setdefault(kind, []).append(entry)
-    return OwnParams(list(groups.values()), list(buffers))
+    return OwnParams(list(groups.values()), list(buffers), list(buffers.values()))
 
 
 def _own_param(param: nn.Parameter, fqn: str, index: int, tensor: TensorRanks | None) -> OwnParam:
@@ -226,52 +245,11 @@ def move_outside(
     def visit(module: nn.Module) -> None:
         if isinstance(module, stop_at):
             return
-        module._apply(moved, recurse=False)
+        if not any(isinstance(inner, stop_at) for inner in module.modules()):
+            module._apply(moved)  # a class may have its own, which moves more than tensors that torch knows of
+            return
+        nn.Module._apply(module, moved, recurse=False)
         for child in module.children():
             visit(child)
 
     visit(root)
-
-
-def check_same_model(
-    comm: Communicator, layouts: Sequence[FlatLayout], trained: Sequence[bool], names: Sequence[int]
-) -> None:
-    """Collective over `comm`. Raise on every rank, naming the first difference, unless all have the same parameters.
-
-    Args:
-        trained: whether the parameters of each layout require gradients.
-        names: what the ranks of `comm` are called.
-    """
-    prints = comm.all_gather_object(
-        [(layout.fingerprint(), grad) for layout, grad in zip(layouts, trained, strict=True)]
-    )
-    if all(other == prints[0] for other in prints):
-        return
-    mine = [
-        (slot.fqn, _said(slot), str(layout.dtype), "trained" if grad else "with requires_grad=False")
-        for layout, grad in zip(layouts, trained, strict=True)
-        for slot in layout.slots
-    ]
-    everyone = comm.all_gather_object(mine)
-    rank = next(rank for rank, other in enumerate(prints) if other != prints[0])
-    nothing = ("nothing", "", "", "")
-    for index in range(max(len(everyone[0]), len(everyone[rank]))):
-        first = everyone[0][index] if index < len(everyone[0]) else nothing
-        other = everyone[rank][index] if index < len(everyone[rank]) else nothing
-        if first != other:
-            said = "as parameter {} rank {} has {} {} {} {}, rank {} has {} {} {} {}"
-            raise _differing(said.format(index, names[0], *first, names[rank], *other))
-    raise _differing(f"rank {names[0]} and rank {names[rank]} differ in tied names")
-
-
-def _differing(what: str) -> DisagreementError:
-    error = DisagreementError(f"ranks wrap different models: {what}")
-    error.collective = True
-    return error
-
-
-def _said(slot: ParamSlot) -> str:
-    if slot.block is None:
-        return str(slot.shape)
-    block = slot.block
-    return f"{slot.shape} at {block.box.offsets} of {block.shape}, placed as {list(block.placements)},"

@@ -264,7 +264,7 @@ def resolve_groups(
                 "mesh['shard'], or use HYBRID_SHARD, which takes (replicate, shard)"
             )
         process_group = device_mesh.get_group()
-    return _plain(communicator_for(process_group, required=True), strategy, device_mesh)
+    return _plain(_communicator(process_group), strategy, device_mesh)
 
 
 def _strategy(process_group: Any, given: ShardingStrategy | None) -> ShardingStrategy:
@@ -319,7 +319,7 @@ def _hybrid(process_group: Any, device_mesh: DeviceMesh | None, strategy: Shardi
                 f"{strategy.name} takes a device_mesh of two dimensions (replicate, shard), not {device_mesh.ndim}, "
                 "for example hpcfsdp.init().mesh(replicate='nodes', shard='node')"
             )
-        replicate, shard = (communicator_for(device_mesh.get_group(place), required=True) for place in (0, 1))
+        replicate, shard = (_communicator(device_mesh.get_group(place)) for place in (0, 1))
         return _grid(strategy, shard, replicate, _members_of(device_mesh), device_mesh)
     if process_group is None:
         shard, replicate = _node_groups()
@@ -334,12 +334,20 @@ def _hybrid(process_group: Any, device_mesh: DeviceMesh | None, strategy: Shardi
         )
     if None in process_group:
         raise ValueError(f"{strategy.name} was given {process_group}: both groups of the pair (shard, replicate) count")
-    shard, replicate = (communicator_for(group, required=True) for group in process_group)
+    shard, replicate = (_communicator(group) for group in process_group)
     _check_grid(shard, replicate)
     everyone = _default_or_none()
     if everyone is not None and everyone.size != shard.size * replicate.size:
         everyone = None
     return _grid(strategy, shard, replicate, everyone)
+
+
+def _communicator(group: Any) -> Communicator:
+    """The communicator for a process group, which is remembered as the one that it belongs to."""
+    comm = communicator_for(group, required=True)
+    if isinstance(group, dist.ProcessGroup):
+        _Made.current().remember(comm, group)
+    return comm
 
 
 def _default_or_none() -> Communicator | None:
@@ -374,6 +382,8 @@ class _Made:
         self._holders: dict[tuple[tuple[int, ...], tuple[int, ...]], Holders] = {}
         self._teams: dict[tuple[tuple[int, ...], tuple[int, ...], ShardingStrategy], Team] = {}
         self._meshes: dict[str, DeviceMesh] = {}  # by the name of the group, which must not be held either
+        self._given: weakref.WeakKeyDictionary[Communicator, weakref.ref[dist.ProcessGroup]]
+        self._given = weakref.WeakKeyDictionary()
         self._global_ranks: weakref.WeakKeyDictionary[Communicator, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._topology: Topology | None = None
 
@@ -445,10 +455,18 @@ class _Made:
             )
         return self._teams[key]
 
+    def remember(self, comm: Communicator, group: dist.ProcessGroup) -> None:
+        """Have `group` be that of `comm`, as long as both live."""
+        if not isinstance(comm, TorchGroupCommunicator):
+            self._given[comm] = weakref.ref(group)
+
     def process_group(self, comm: Communicator) -> dist.ProcessGroup:
         """Collective over `comm`, the first time. Torch's group over its ranks, of the default backend."""
         if isinstance(comm, TorchGroupCommunicator):
             return comm.group
+        given = self._given[comm]() if comm in self._given else None
+        if given is not None:
+            return given
         ranks = self.global_ranks(comm)
         if ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD
@@ -522,4 +540,5 @@ def _node_groups() -> tuple[Communicator, Communicator]:
         made.subgroup(everyone, next(line for line in plan.lines(dimension) if everyone.rank in line))
         for dimension in (0, 1)
     )
+    made.process_group(shard)  # programs read it, and not on all ranks at once
     return shard, replicate

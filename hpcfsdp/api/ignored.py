@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from hpcfsdp.api import taken
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,10 @@ def resolve_ignored(
 
     Raises:
         TypeError: an entry is no module (or parameter), or the argument is not iterable.
-        ValueError: both arguments are given, modules and parameters are mixed, `root` itself is to be ignored, or an
-            entry is a unit, or lies in a unit that does not ignore it.
+        ValueError: both arguments are given, modules and parameters are mixed, or an entry is a unit.
+
+    Warns:
+        UserWarning: `root` itself is to be ignored, or an entry is sharded by a unit inside already, and stays so.
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError("ignored_modules and ignored_states were both given: pass ignored_states alone")
@@ -68,11 +73,12 @@ def resolve_ignored(
         frozenset().union(*(other.params for other in others)),
         frozenset().union(*(other.buffers for other in others)),
     )
-    _check_not_sharded(root, modules, params, before, stop_at)
+    modules, params = _not_sharded(root, modules, params, before, stop_at)
     inside = dict.fromkeys(found for module in modules for found in _below(module, stop_at))
     if root in inside:
-        raise ValueError(
-            f"the {type(root).__name__} that is to be wrapped is to be ignored itself: nothing would be left to shard"
+        warnings.warn(
+            f"the {type(root).__name__} that is to be wrapped is to be ignored itself: none of it is sharded",
+            stacklevel=3,
         )
     return Ignored(
         before.modules.union(inside),
@@ -81,25 +87,39 @@ def resolve_ignored(
     )
 
 
-def _check_not_sharded(
+def _not_sharded(
     root: nn.Module,
     modules: list[nn.Module],
     params: list[nn.Parameter],
     before: Ignored,
     stop_at: type[nn.Module],
-) -> None:
-    """Refuse what units within `root` have taken already, unless they ignore it themselves."""
+) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    """What can be ignored: without what units within `root` have sharded, which stays sharded as in torch's FSDP.
+
+    Raises:
+        ValueError: an entry is a unit.
+    """
+    for module in modules:
+        if isinstance(module, stop_at):
+            raise ValueError(
+                f"a {type(module).__name__} is to be ignored, but is sharded already: have it ignore its own modules, "
+                "or wrap from the outside in with auto_wrap_policy"
+            )
     units = [unit for unit in root.modules() if isinstance(unit, stop_at)]
-    taken_modules = {module for unit in units for module in unit.modules()} - before.modules
-    taken_params = {param for unit in units for param in unit.parameters()} - before.params
-    shown = [f"a {type(module).__name__}" for module in modules if isinstance(module, stop_at)]
-    shown += [f"a {type(module).__name__} within a unit" for module in modules if module in taken_modules]
-    shown += [f"a parameter of shape {tuple(param.shape)} of a unit" for param in params if param in taken_params]
-    if shown:
-        raise ValueError(
-            f"{shown[0]} is to be ignored, but is sharded already: have the inner wrapper ignore it, or wrap from the "
-            "outside in with auto_wrap_policy"
+    sharded: set[Any] = {module for unit in units for module in unit.modules()} - before.modules
+    sharded |= {param for unit in units for param in unit.parameters()}
+    sharded |= {param for param in params if taken.unit_fqn(param) is not None}
+    sharded -= before.params
+    left = [entry for entry in (*modules, *params) if entry in sharded]
+    if left:
+        one = left[0]
+        what = f"a {type(one).__name__}" if isinstance(one, nn.Module) else f"a parameter of shape {tuple(one.shape)}"
+        warnings.warn(
+            f"{len(left)} of what is to be ignored, first {what}, is sharded by a unit inside already, and stays so: "
+            "have that unit ignore it",
+            stacklevel=4,
         )
+    return [entry for entry in modules if entry not in sharded], [entry for entry in params if entry not in sharded]
 
 
 def _entries(argument: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:

@@ -83,12 +83,11 @@ def materialize(
         The FQNs, within `module`, of what has been materialised.
 
     Raises:
-        TypeError: without `param_init_fn`, modules that have no ``reset_parameters``; or `param_init_fn` cannot be
-            called.
-        ValueError: something is still on the meta device, or has no value.
+        TypeError: without `param_init_fn`, modules that have no ``reset_parameters``.
+        ValueError: something is still on the meta device, or has no value; or `param_init_fn` cannot be called.
     """
     if param_init_fn is not None and not callable(param_init_fn):
-        raise TypeError(f"param_init_fn must be a function of a module, not {type(param_init_fn).__name__}")
+        raise ValueError(f"param_init_fn must be a function of a module, not {type(param_init_fn).__name__}")
     reached = list(_reached(module, stop_at, ignored or Ignored()))
     owners = [owner for fqn, found in reached if (owner := _owner(fqn, found, ignored or Ignored())) is not None]
     if not owners:

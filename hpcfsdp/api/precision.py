@@ -52,7 +52,7 @@ _CAME_IN = "_hpcfsdp_came_in"
 
 
 def _cast_up(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    dtypes = [tensor.dtype for tensor in tensors_in((args, kwargs), strict=False) if tensor.is_floating_point()]
+    dtypes = [tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
     module.__dict__[_CAME_IN] = dtypes[0] if dtypes else None
     return cast_forward_inputs(dtype, args, kwargs)
 

@@ -6,6 +6,7 @@ An optimizer that was built before wrapping holds parameters that nobody compute
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hpcfsdp.api.taken import hidden_fqn
+from hpcfsdp.api.local_clip import look_for_local_clipping
+from hpcfsdp.api.taken import hidden_fqn, is_replaced, whole_shape
 from hpcfsdp.errors import EngineError
 from hpcfsdp.runtime.engine import Engine
 
@@ -32,15 +34,29 @@ def watch_engine(engine: Engine) -> None:
     _engines.add(engine)
 
 
+def check_again() -> None:
+    """Have each optimizer looked at once more: parameters have been replaced."""
+    _checked.clear()
+
+
 def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     for engine in _engines:
         engine.rest()
+        if engine.holds_grads:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            engine.refuse_held(f"a step of {type(optimizer).__name__}", params)
+    look_for_local_clipping(optimizer)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _checked.get(optimizer) == count:
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
             fqn = hidden_fqn(param)
+            if fqn is not None and is_replaced(param):
+                raise EngineError(
+                    f"the {type(optimizer).__name__} steps {fqn!r}, in whose place another parameter was assigned to "
+                    "the module since: build the optimizer after that, or change the parameter in place"
+                )
             if fqn is not None:
                 mend = "build the optimizer from model.parameters() after wrapping the model"
                 if isinstance(param, DTensor):  # of which units keep the block
@@ -51,4 +67,20 @@ def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
                     f"the {type(optimizer).__name__} steps {fqn!r}, which has been sharded since and gets no gradient: "
                     + mend
                 )
+    _warn_of_decay(optimizer)
     _checked[optimizer] = count
+
+
+def _warn_of_decay(optimizer: torch.optim.Optimizer) -> None:
+    """Warn where groups were made by the number of dimensions of shards: then no matrix is in the one that decays."""
+    decayed = [p for group in optimizer.param_groups if group.get("weight_decay") for p in group["params"]]
+    others = [p for group in optimizer.param_groups if not group.get("weight_decay") for p in group["params"]]
+    decays = any(group.get("weight_decay") for group in optimizer.param_groups)
+    matrices = sum(param.dim() < 2 <= len(whole_shape(param) or ()) for param in others)
+    if decays and matrices and all(param.dim() >= 2 for param in decayed):
+        warnings.warn(
+            f"the {type(optimizer).__name__} has weight decay for no sharded matrix, and none for {matrices} that have "
+            "one dimension as shards: make groups by the whole shapes of hpcfsdp.param_info(model), or by "
+            "hpcfsdp.param_groups(model, weight_decay=...)",
+            stacklevel=5,
+        )

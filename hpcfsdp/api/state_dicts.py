@@ -16,6 +16,9 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from hpcfsdp import _compat
+from hpcfsdp.launch.calls import public_call
+
 
 class StateDictMethods:
     """What the wrapper inherits."""
@@ -32,6 +35,7 @@ class StateDictMethods:
         self._buffer_dtypes = {}
         self.register_load_state_dict_post_hook(load_when_known)  # type: ignore[attr-defined]
 
+    @public_call("state_dict")
     def state_dict(
         self, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
@@ -39,8 +43,9 @@ class StateDictMethods:
 
         By default every rank gets whole tensors, on the device where the model computes. Names are those of the plain
         model, without what wrappers, activation checkpointing and compilation add. Parameters have the dtype in which
-        they are kept, buffers that which they had before mixed precision cast them. Tensors are new memory, but for
-        ``LOCAL_STATE_DICT``, and for buffers and ignored parameters if `keep_vars`; extra states are the modules' own.
+        they are kept, buffers that which they had before mixed precision cast them. Parameters are new memory, but for
+        ``LOCAL_STATE_DICT``. Buffers and ignored parameters are the modules' own memory, as in a plain module's state
+        dict, unless they are brought to host memory or back to their dtype; extra states are the modules' own.
 
         Everything is gathered before the modules' own ``state_dict`` is called, and with it hooks; what fails there on
         one rank is told to all. Under ``rank0_only`` hooks are called on all ranks, of which the others find NaN.
@@ -65,6 +70,7 @@ class StateDictMethods:
         destination, prefix, keep_vars = (*args, *(destination, prefix, keep_vars)[len(args) :])
         return save(self, destination, prefix, keep_vars=keep_vars)  # type: ignore[arg-type]
 
+    @public_call("load_state_dict")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Collective over the ranks of the model. Load parameters and buffers, or change nothing on any rank.
 
@@ -78,8 +84,7 @@ class StateDictMethods:
 
         Extra states are set when all tensors are loaded, and then hooks for the time after loading are called, with
         whole parameters, whose changes stay. If one of these raises, all ranks do, and what was loaded remains. Names
-        that are still missing after hooks could have forgiven them are refused, and loading is undone, but for extra
-        states.
+        that are still missing after hooks could have forgiven them are refused, and loading is undone.
 
         Args:
             strict: all names must be there, and no others.
@@ -94,11 +99,9 @@ class StateDictMethods:
                 readable values (meta, sparse, quantized), or ranks pass different ones. It is a ``RuntimeError``, too.
             Exception: on every rank, what a module has raised on one; elsewhere as an ``HpcfsdpError``.
         """
-        from hpcfsdp.state.load import load_model, refuse_assign
+        from hpcfsdp.state.load import load_model
 
-        if assign:
-            refuse_assign()
-        return load_model(self, state_dict, strict=strict)  # type: ignore[arg-type]
+        return load_model(self, state_dict, strict=strict, assign=assign)  # type: ignore[arg-type]
 
     def _load_from_state_dict(
         self,
@@ -111,20 +114,19 @@ class StateDictMethods:
         error_msgs: list[str],
     ) -> None:
         """Called by a module around this one that loads a state dict; see ``load_when_known``."""
-        from hpcfsdp.state.load import refuse_assign
         from hpcfsdp.state.within import LoadWithin
 
-        del strict, error_msgs  # always True here: the module around this one knows; and what is wrong is raised
-        if local_metadata.get("assign_to_params_buffers"):
-            refuse_assign()
-        self.__dict__["_load_within"] = LoadWithin(
+        del strict  # always True here: the module around this one knows
+        waiting = LoadWithin(
             self,  # type: ignore[arg-type]
             state_dict,
             prefix,
             local_metadata,
             missing_keys,
             unexpected_keys,
+            error_msgs,
         )
+        self.__dict__["_load_within"] = waiting, _compat.loading_module(), missing_keys
 
     @staticmethod
     def set_state_dict_type(
@@ -142,8 +144,8 @@ class StateDictMethods:
             What was set before, of the outermost unit.
 
         Raises:
-            TypeError: there is no such kind, or a configuration is one of another kind.
-            StateDictError: there is no unit.
+            TypeError: there is no such kind.
+            StateDictError: a configuration is one of another kind, or there is no unit.
         """
         from hpcfsdp.state.settings import set_kind
 
@@ -179,6 +181,7 @@ class StateDictMethods:
                 unit._state_dict_settings = settings
 
     @staticmethod
+    @public_call("full_optim_state_dict")
     def full_optim_state_dict(
         model: nn.Module,
         optim: torch.optim.Optimizer,
@@ -202,6 +205,7 @@ class StateDictMethods:
         return save.optim_state_dict(model, optim, form=form, optim_input=optim_input, group=group)
 
     @staticmethod
+    @public_call("sharded_optim_state_dict")
     def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
         """Collective over all ranks. The optimizer state with this rank's rows in host memory, in any state dict type.
 
@@ -214,6 +218,7 @@ class StateDictMethods:
         return save.optim_state_dict(model, optim, form=form, group=group)
 
     @staticmethod
+    @public_call("shard_full_optim_state_dict")
     def shard_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any],
         model: nn.Module,
@@ -232,6 +237,7 @@ class StateDictMethods:
         return load.optim_state_dict_to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
 
     @staticmethod
+    @public_call("flatten_sharded_optim_state_dict")
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
@@ -244,6 +250,7 @@ class StateDictMethods:
         return load.optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
+    @public_call("scatter_full_optim_state_dict")
     def scatter_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any] | None,
         model: nn.Module,
@@ -292,6 +299,7 @@ class StateDictMethods:
         return rekey.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
 
     @staticmethod
+    @public_call("optim_state_dict")
     def optim_state_dict(
         model: nn.Module,
         optim: torch.optim.Optimizer,
@@ -324,6 +332,7 @@ class StateDictMethods:
         return save.optim_state_dict(model, optim, optim_state_dict, group=group)
 
     @staticmethod
+    @public_call("optim_state_dict_to_load")
     def optim_state_dict_to_load(
         model: nn.Module,
         optim: torch.optim.Optimizer,
@@ -361,10 +370,32 @@ class StateDictMethods:
 
 
 def load_when_known(wrapper: Any, _incompatible_keys: Any) -> None:
-    """Collective over the ranks of a unit, if a module around it loads a state dict. Load its part.
+    """Read a unit's part, if a module around it loads a state dict; all units are loaded at the end of that.
 
     Torch calls it when it has been through all that is inside of the unit, the first of hooks.
     """
-    waiting = wrapper.__dict__.pop("_load_within", None)
+    from hpcfsdp.state.within import load_later
+
+    within = wrapper.__dict__.pop("_load_within", None)
+    if within is not None:
+        waiting, root, call = within
+        waiting.read()
+        load_later(waiting, root, call)
+
+
+WAITING = "_hpcfsdp_waiting"
+"""Where a module that loads a state dict keeps the units inside of it that are to be loaded."""
+
+
+def load_waiting(root: nn.Module, _incompatible_keys: Any) -> None:
+    """Collective over the ranks of the units in `root`, when it has loaded a state dict. Load them, all or none.
+
+    A hook that stays, for torch is going through the hooks when it is called.
+    """
+    waiting = root.__dict__.pop(WAITING, None)
     if waiting is not None:
         waiting.load()
+
+
+OWN_HOOKS = (load_when_known, load_waiting)
+"""Hooks for the time after loading that are this package's."""

@@ -6,15 +6,24 @@ from torch import nn
 
 _TAKEN = "_hpcfsdp_unit_fqn"
 _HIDDEN = "_hpcfsdp_hidden"
+_SHAPE = "_hpcfsdp_whole_shape"
+_REPLACED = "_hpcfsdp_replaced"
 
 
-def take(param: nn.Parameter, fqn: str) -> None:
+def take(param: nn.Parameter, fqn: str, shape: tuple[int, ...]) -> None:
     """Mark a parameter as one that a unit has.
 
     Args:
         fqn: its name in the unit.
+        shape: of the whole parameter.
     """
     setattr(param, _TAKEN, fqn)
+    setattr(param, _SHAPE, shape)
+
+
+def whole_shape(param: nn.Parameter) -> tuple[int, ...] | None:
+    """The shape of the whole parameter, None if no unit has it."""
+    return getattr(param, _SHAPE, None)
 
 
 def hide(param: nn.Parameter) -> None:
@@ -35,3 +44,14 @@ def unit_fqn(param: nn.Parameter) -> str | None:
 def hidden_fqn(param: nn.Parameter) -> str | None:
     """The name of a parameter that something else stands for now, None for any other."""
     return unit_fqn(param) if getattr(param, _HIDDEN, False) else None
+
+
+def replace(param: nn.Parameter) -> None:
+    """Mark a parameter as one in whose place the user has assigned another."""
+    hide(param)
+    setattr(param, _REPLACED, True)
+
+
+def is_replaced(param: nn.Parameter) -> bool:
+    """Whether the user has assigned another parameter in its place."""
+    return getattr(param, _REPLACED, False)

@@ -19,7 +19,7 @@ from hpcfsdp.api import taken
 from hpcfsdp.api.groups import Groups, TensorRanks, tensor_ranks
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.errors import EngineError, ShardingError
-from hpcfsdp.flat.gradient import set_grad
+from hpcfsdp.flat.held import set_grad
 from hpcfsdp.flat.layout import Box, TensorBlock
 from hpcfsdp.tensor.whole import whole_of
 

@@ -16,13 +16,19 @@ import torch
 from torch import nn
 
 from hpcfsdp.api.tensor_parallel import dtensors_shown
+from hpcfsdp.comm import raise_together_over
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.gradient import set_grad
+from hpcfsdp.flat.held import set_grad
 from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.launch.calls import public_call
 from hpcfsdp.runtime.state import Phase
 
 if TYPE_CHECKING:
     from hpcfsdp.api.wrapper import FullyShardedDataParallel
+
+
+WRAPPED = "_fsdp_wrapped_module"
+"""The name that a wrapper has for its module."""
 
 
 def flat_param_name(index: int) -> str:
@@ -65,7 +71,7 @@ class _Whole:
 
 
 def check_at_rest(wrapper: FullyShardedDataParallel, what: str) -> None:
-    """Refuse a unit that is at work or summoned already.
+    """Refuse a unit that is at work or summoned already; reshard what a forward has left whole for its backward.
 
     Args:
         what: the user has called.
@@ -84,15 +90,21 @@ def check_at_rest(wrapper: FullyShardedDataParallel, what: str) -> None:
         raise EngineError(
             f"{unit.name}: {what} was called during {doing}: call it before the forward or after the backward"
         )
+    if unit.engine is not None:
+        unit.engine.rest()
+    for flat in unit.flats:
+        flat.take_back()  # while what users have assigned can be told from what summon_full_params registers
 
 
 def validate_unshard_params_args(args: UnshardArgs, wrapper: FullyShardedDataParallel) -> None:
-    """Refuse a unit that is at work or summoned already; warn of what costs memory.
+    """Collective under `with_grads`. Refuse a unit that is at work or summoned already; warn of what costs memory.
 
     Raises:
         EngineError: with what the unit is doing, and what to do.
     """
     check_at_rest(wrapper, "summon_full_params")
+    if args.with_grads:
+        _refuse_held(wrapper)
     if args.offload_to_cpu and not args.rank0_only and wrapper._comm.size > 1:
         warnings.warn(
             "offload_to_cpu without rank0_only puts a copy of the whole model into host memory for each rank of the "
@@ -102,6 +114,7 @@ def validate_unshard_params_args(args: UnshardArgs, wrapper: FullyShardedDataPar
 
 
 @contextlib.contextmanager
+@public_call("summon_full_params")
 def unshard_params(
     module: nn.Module,
     kind: type[FullyShardedDataParallel],
@@ -130,8 +143,8 @@ def unshard_params(
         with_grads: ``param.grad`` is whole, too.
 
     Raises:
-        EngineError: a forward or backward is running, or a unit is summoned already; a parameter has another shape
-            than before when it is written back.
+        EngineError: a forward or backward is running, or a unit is summoned already; ``no_sync`` holds gradients, and
+            `with_grads` asks for them; a parameter has another shape than before when it is written back.
     """
     args = UnshardArgs(writeback, rank0_only, offload_to_cpu, with_grads)
     wrappers = kind.fsdp_modules(module)
@@ -145,6 +158,7 @@ def unshard_params(
         yield
 
 
+@public_call("walk_full_params")
 def walk_full_params(
     module: nn.Module,
     kind: type[FullyShardedDataParallel],
@@ -184,7 +198,10 @@ def unshard_params_for_summon(wrapper: FullyShardedDataParallel, args: UnshardAr
             try:
                 if args.writeback:
                     for whole in wholes:
+                        before = whole.flat.parameter.data.clone() if unit.owes_grads else None
                         writeback_to_local_shard(whole, args)
+                        if before is not None and _any_rank(whole.flat, not before.equal(whole.flat.parameter.data)):
+                            whole.flat.mark_changed()  # a backward at other values than the forward would be wrong
             finally:
                 for whole in wholes:
                     _reshard(whole)
@@ -368,10 +385,22 @@ def _take_over_replaced(wrapper: FullyShardedDataParallel) -> None:
 
 def _has_grad(flat: FlatParam) -> bool:
     """Whether there is a gradient to unshard, the same on all ranks."""
-    here = any(leaf.grad is not None for leaf in flat.leaves) or flat.parameter.grad is not None
-    told = torch.tensor([here], dtype=torch.uint8, device=flat.comm.device)
-    flat.comm.all_reduce(told, "max")
-    return bool(told)
+    return _any_rank(flat, any(leaf.grad is not None for leaf in flat.leaves) or flat.parameter.grad is not None)
+
+
+def _any_rank(flat: FlatParam, here: bool) -> bool:
+    """Collective over the shards. Whether it is so on any rank."""
+    found = torch.tensor([here], dtype=torch.uint8, device=flat.comm.device)
+    flat.comm.all_reduce(found, "max")
+    return bool(found)
+
+
+def _refuse_held(wrapper: FullyShardedDataParallel) -> None:
+    """Collective over the wrapper's process groups where ``no_sync`` has kept gradients back."""
+    unit = wrapper._unit
+    if unit.engine is not None and any(grad.held.is_owed for grad in unit.grads):
+        with raise_together_over(wrapper._groups.connecting()):
+            unit.engine.refuse_held("summon_full_params with with_grads=True")
 
 
 def _shard_grad(flat: FlatParam) -> torch.Tensor:

@@ -15,37 +15,37 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from hpcfsdp import _compat
-from hpcfsdp.api import policies, precision, unshard
-from hpcfsdp.api.arguments import check_module, check_readers, check_types, target_device
-from hpcfsdp.api.flatten import OwnParams, check_same_model, move_outside, own_params
+from hpcfsdp import _compat, env
+from hpcfsdp.api import copying, policies, precision, unshard
+from hpcfsdp.api.arguments import check_module, check_readers, check_types, target_device, warn_of_container
+from hpcfsdp.api.attributes import PublicAttributes
+from hpcfsdp.api.build import make_unit, sync_values, warn_of_units
+from hpcfsdp.api.eval_precision import follow_eval_mode
+from hpcfsdp.api.flatten import move_outside, own_params
 from hpcfsdp.api.groups import Groups, TensorRanks, resolve_groups
-from hpcfsdp.api.ignored import Ignored, resolve_ignored
+from hpcfsdp.api.guard import guard_modules, refuse_mistakes
+from hpcfsdp.api.ignored import resolve_ignored
 from hpcfsdp.api.materialize import materialize
+from hpcfsdp.api.misuse import PAST_FORWARD, RefusesDistributedDataParallel, guarded
+from hpcfsdp.api.same_model import check_same_model
 from hpcfsdp.api.stale import watch_engine, watch_optimizers
 from hpcfsdp.api.state_dicts import StateDictMethods
-from hpcfsdp.api.tensor_parallel import TensorView, check_apart, replicated_grad, with_tensor_ranks
+from hpcfsdp.api.tensor_parallel import check_apart, replicated_grad, with_tensor_ranks
+from hpcfsdp.api.unshard import WRAPPED
 from hpcfsdp.comm import Communicator, raise_together_over
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.gradient import note_unchanged
 from hpcfsdp.flat.names import get_root_modules
-from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.flat.sync import sync_params_and_buffers
+from hpcfsdp.launch import calls
+from hpcfsdp.launch.calls import public_call
 from hpcfsdp.runtime.clip import clip_grad_norm
 from hpcfsdp.runtime.engine import Engine
 from hpcfsdp.runtime.state import Phase
-from hpcfsdp.runtime.unit import Unit
 from hpcfsdp.world import current_world
 
-WRAPPED = "_fsdp_wrapped_module"
-_CHUNK_NUMEL = 1 << 20
-"""Of a flat parameter where ranks read each other's memory: the buffers of gradients are as large as the largest one,
-and what is in the cache when it is written there is read from the cache. Other transports want large messages."""
-_KEEPS_VALUES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2, ShardingStrategy.NO_SHARD)
 
-
-class FullyShardedDataParallel(StateDictMethods, nn.Module):
+class FullyShardedDataParallel(PublicAttributes, RefusesDistributedDataParallel, StateDictMethods, nn.Module):
     """Shards a module's parameters over ranks, gathers them while it computes, and reduces their gradients.
 
     Constructing one is collective over the ranks it shards over. Arguments are those of torch's class of the same
@@ -80,11 +80,15 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         device_mesh: instead of `process_group`: a mesh of one dimension, or (replicate, shard).
 
     Raises:
-        ValueError: the module is wrapped already, has no parameters, parameters on several devices, or tied parameters
-            that the policy tears apart; arguments that exclude each other.
+        ValueError: the module is wrapped already, has parameters on several devices, or tied parameters that the policy
+            tears apart; arguments that exclude each other.
         DisagreementError: ranks pass different models.
+
+    Warns:
+        DifferentValuesWarning: ranks pass different values, and not `sync_module_states`.
     """
 
+    @public_call("FullyShardedDataParallel(...)")
     def __init__(
         self,
         module: nn.Module,
@@ -120,20 +124,32 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             name, left = type(module).__name__, self._ignored.params
             groups = with_tensor_ranks(groups, module, self.fsdp_modules(module), name, left)
         self._groups = groups
-        self._mixed_precision = mixed_precision or MixedPrecision()
+        self._show(
+            mixed_precision=mixed_precision,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+        )
+        self._full_in_eval = env.full_precision_in_eval()
+        self._computes_in_full = False
         self._prepare_state_dicts()
         self._is_root = False
         self._use_orig_params = use_orig_params
         self._offload = cpu_offload is not None and cpu_offload.offload_params
         device = target_device(process_group, device_mesh, device_id)
-        _bring(
+        fresh = functools.partial(
+            materialize,
             module,
-            device,
-            self._ignored,
+            device=device or torch.device("cpu"),
             param_init_fn=param_init_fn,
-            auto_wrapped=auto_wrap_policy is not None,
+            stop_at=FullyShardedDataParallel,
+            ignored=self._ignored,
             values_count=not sync_module_states,
         )
+        if device is not None:
+            move_outside(module, device, stop_at=FullyShardedDataParallel, ignored=self._ignored)
+        made = [] if auto_wrap_policy is not None else fresh()
         if auto_wrap_policy is not None:
             self._wrap_children(
                 module,
@@ -150,7 +166,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 use_orig_params=use_orig_params,
                 ignored_states=self._ignored,
             )
-            _materialize(module, device, self._ignored, param_init_fn, not sync_module_states)
+            made = fresh()
         check_readers(module, FullyShardedDataParallel)
         apart = precision.ignored_classes(mixed_precision)
         in_full = precision.find_full_precision(module, apart, stop_at=FullyShardedDataParallel)
@@ -159,30 +175,24 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             self._own = own_params(
                 module, stop_at=FullyShardedDataParallel, ignored=self._ignored, apart=apart, tensor=self._groups.tensor
             )
+        if self._own.groups:
+            warn_of_container(module)
         outside = dict.fromkeys(precision.modules_outside(module, stop_at=FullyShardedDataParallel))
         self._param_names = {inner: tuple(inner._parameters) for inner in outside}  # in the order of the plain model
-        if not self._own.groups and not self.fsdp_modules(module):
-            raise ValueError(f"{type(module).__name__} has no parameters to shard")
-        if any(comm.shares_memory for comm in self._comms()):
-            self._own.split(_CHUNK_NUMEL)
         if sync_module_states:
-            for comm in self._comms():
-                sync_params_and_buffers(comm, self._own.tensors)
-            if self._groups.tensor is not None:
-                alike = self._own.params_alike + self._own.buffers_alike
-                sync_params_and_buffers(self._groups.tensor.comm, alike)
+            sync_values(self._own, self._comms(), self._groups)
         # Another module may take the place of the wrapped one later, say a checkpoint wrapper around it.
         self.__dict__["_flat_owner"] = module
-        self._unit = self._make_unit(self._own, apart)
-        self._unit.prefetch_forward = forward_prefetch
-        if backward_prefetch is not None:
-            self._unit.prefetch_backward = "pre" if backward_prefetch is BackwardPrefetch.BACKWARD_PRE else "post"
+        self._unit, self._differing = make_unit(self, apart, None if sync_module_states else frozenset(made))
+        guard_modules(self)
         precision.keep_full_precision(in_full)
         self._apart = apart
         if self._groups.tensor is not None:
             for inner in self.fsdp_modules(module):  # those that have no part in it, and were made before
                 if inner._groups.tensor is None:
                     inner._join(self._groups.tensor, sync_module_states=sync_module_states)
+        if not isinstance(process_group, Groups):  # one warning for all units that this call has made
+            self._differing = warn_of_units(self, stacklevel=3)
 
     @property
     def module(self) -> nn.Module:
@@ -201,9 +211,12 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         """Collective over the process group. Run the wrapped module with gathered parameters."""
         unit = self._unit
         compiler = _compat.set_compiler(None)  # torch.compile may work on what is inside, not on the engine
+        outermost = calls.begin(f'forward of "{self._unit.name}"')
         try:
             if unit.engine is None:
                 self._become_root()
+            if self._full_in_eval and not unit.engine.is_busy:
+                follow_eval_mode(self, self.fsdp_modules(self))
             call, args, kwargs = unit.pre_forward(args, kwargs)
             try:
                 _compat.set_compiler(compiler)
@@ -215,6 +228,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             _compat.set_compiler(None)
             outputs = unit.post_forward(call, outputs)
         finally:
+            calls.end(outermost)
             _compat.set_compiler(compiler)
         return outputs
 
@@ -228,7 +242,9 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Keep gradients back without communication, until a backward outside of this context reduces their sum.
 
-        Each rank holds whole gradients meanwhile, in at least float32. For the root only, around forward and backward.
+        Each rank holds whole gradients meanwhile, in at least float32, which parameters show as ``grad``: they may be
+        read, changed in place, and thrown away (``zero_grad``, ``grad = None``), but neither clipped nor stepped. For
+        the root only, around forward and backward.
 
         Raises:
             EngineError: called on a unit inside of another one, or during forward or backward.
@@ -240,6 +256,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         finally:
             engine.sync_grads = before
 
+    @public_call("clip_grad_norm_")
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Collective over all ranks. Clip the gradients of the whole model to a total norm; for the root only.
 
@@ -249,9 +266,13 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             The norm before clipping, a scalar, the same on every rank.
 
         Raises:
-            EngineError: called on a unit inside of another one, or during forward or backward.
+            EngineError: called on a unit inside of another one, or during forward or backward; ``no_sync`` holds
+                gradients that have not been reduced.
         """
-        self._root_engine("clip_grad_norm_")
+        engine = self._root_engine("clip_grad_norm_")
+        if engine.holds_grads:
+            with raise_together_over(self._groups.connecting()):
+                engine.refuse_held("clip_grad_norm_")
         num_ranks = self._groups.shard.size * self._groups.num_replicas
         tensor = self._groups.tensor
         num_blocks = 1 if tensor is None else tensor.comm.size
@@ -276,7 +297,10 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 if param.grad is not None:
                     copies, grad = replicated_grad(param, tensor)
                     shares.setdefault(num_ranks * copies, []).append(grad)
-        return clip_grad_norm(list(params), shares.items(), self._groups.connecting(), max_norm, norm_type)
+        norm = clip_grad_norm(list(params), shares.items(), self._groups.connecting(), max_norm, norm_type)
+        for param in params:
+            note_unchanged(param.grad)
+        return norm
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Have `hook` reduce gradients instead; for the root only, before training.
@@ -391,16 +415,22 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         except AttributeError:
             if name == WRAPPED:  # not set yet: an attribute is missing while the constructor runs
                 raise
-            return getattr(self._fsdp_wrapped_module, name)
+            found = getattr(self._fsdp_wrapped_module, name)
+            return guarded(self, name, found) if name in PAST_FORWARD else found
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch.distributed.checkpoint: the wrapped module's name is in no FQN, and ``module`` is not one in it."""
+        refuse_mistakes(self)
         return {"module": WRAPPED}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
+        """Collective over the ranks of the model. A copy that shares process groups alone, see ``api.copying``."""
+        return copying.copy_wrapper(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EngineError(
-            "a sharded model cannot be copied or pickled: copy the plain module before wrapping it, and wrap both; or "
-            "save it with hpcfsdp.checkpoint"
+            "a sharded model cannot be pickled, nor copied by copy.copy: use copy.deepcopy on all ranks, or save it "
+            "with hpcfsdp.checkpoint"
         )
 
     def __getitem__(self, key: Any) -> Any:
@@ -444,56 +474,6 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                     if registered is child and parent is not wrapped:
                         parent._modules[name] = wrapped
 
-    def _make_unit(self, own: OwnParams, apart: tuple[type[nn.Module], ...]) -> Unit:
-        groups = self._groups
-        layouts = [
-            FlatLayout.plan(
-                ((p.fqn, p.param.shape, p.aliases) for p in group),
-                group[0].param.dtype,
-                groups.shard.size,
-                {p.fqn: p.block for p in group if p.block is not None},
-            )
-            for group in own.groups
-        ]
-        trained = [group[0].param.requires_grad for group in own.groups]
-        comms = groups.connecting()
-        for comm in comms:
-            is_tensor = groups.tensor is not None and comm is groups.tensor.comm  # where each has another block
-            alike = [layout.of_tensor_rank(0) for layout in layouts] if is_tensor else layouts
-            with raise_together_over(other for other in comms if other is not comm):
-                check_same_model(comm, alike, trained, groups.names_of(comm))
-        flats = []
-        for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
-            for entry in group:
-                entry.localise()
-            flat = FlatParam(
-                [entry.param for entry in group],
-                layout,
-                groups.shard,
-                replicas=groups.replicate if groups.num_replicas > 1 else None,
-                dtypes=self._dtypes(layout.dtype, isinstance(group[0].places[0][0], apart)),
-                use_orig_params=self._use_orig_params,
-                offload=self._offload,
-                always_whole=groups.strategy is ShardingStrategy.NO_SHARD,
-            )
-            for entry in group:
-                entry.take()
-                if not self._use_orig_params:
-                    entry.deregister()
-            if not self._use_orig_params:
-                self._fsdp_wrapped_module.register_parameter(unshard.flat_param_name(index), flat.parameter)
-            flats.append(flat)
-        name = type(self._fsdp_wrapped_module).__name__
-        for entry in own.entries:
-            for module, _ in entry.places:
-                _compat.refuse_parallelizing(module, functools.partial(_too_late, name, entry.fqn))
-        views = [
-            TensorView(entry.param, entry.block, groups.tensor.mesh, entry.places, self._use_orig_params)
-            for entry in own.entries
-            if entry.block is not None
-        ]
-        return Unit(name, flats, views, reshard_after_forward=groups.strategy not in _KEEPS_VALUES)
-
     def _join(self, tensor: TensorRanks, *, sync_module_states: bool) -> None:
         """Collective over the unit's ranks, and over those that are parallel over tensors, which all have it whole."""
         groups, flats = replace(self._groups, tensor=tensor), self._unit.flats
@@ -511,17 +491,6 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 flat.parameter.data.copy_(shard)
         self._groups = groups
 
-    def _dtypes(self, kept: torch.dtype, full_precision: bool) -> Dtypes:
-        mixed = self._mixed_precision
-        if full_precision:
-            return Dtypes.plan(kept)
-        return Dtypes.plan(
-            kept,
-            param=mixed.param_dtype,
-            reduce=mixed.reduce_dtype,
-            keep_low_precision_grads=mixed.keep_low_precision_grads,
-        )
-
     @torch.inference_mode(False)  # of the first call: what is made here is used in training, too
     @torch.no_grad()
     def _become_root(self) -> None:
@@ -529,7 +498,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         # Of blocks the largest counts: all ranks come to the same number.
         slots = [slot for wrapper in wrappers for flat in wrapper._unit.flats for slot in flat.layout.slots]
         numel = sum(slot.numel if slot.block is None else slot.block.largest_numel for slot in slots)
-        if numel < self._groups.shard.size:
+        if 0 < numel < self._groups.shard.size:
             raise EngineError(
                 f"the model has {numel} parameter element(s) for {self._groups.shard.size} ranks: nothing to shard for "
                 "some of them; start fewer ranks or use a larger model"
@@ -539,7 +508,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         # A module in several units has its buffers cast once, and a unit may have been a root before.
         dtypes = {place: dtype for wrapper in wrappers for place, dtype in wrapper._buffer_dtypes.items()}
         for wrapper in wrappers:
-            mixed, unit = wrapper._mixed_precision, wrapper._unit
+            mixed, unit = wrapper.mixed_precision, wrapper._unit
             wrapper._is_root = wrapper is self
             unit.name = names[wrapper].replace(f"{WRAPPED}.", "").replace(WRAPPED, "") or unit.name
             unit.inside = frozenset(inner._unit for inner in self.fsdp_modules(wrapper) if inner is not wrapper)
@@ -563,13 +532,6 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             wrapper._buffer_dtypes = dtypes
 
 
-def _too_late(unit: str, fqn: str) -> EngineError:
-    return EngineError(
-        f"{fqn!r} of the unit {unit} was to be parallelized over tensors after it had been wrapped, when it is "
-        "sharded: call parallelize_module first, and wrap its result"
-    )
-
-
 def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
     """``Module.apply`` that leaves units inside of a summoned one to themselves."""
     if isinstance(module, FullyShardedDataParallel):
@@ -578,35 +540,6 @@ def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
     for child in module.children():
         _apply_below(child, fn)
     fn(module)
-
-
-def _bring(
-    module: nn.Module,
-    device: torch.device | None,
-    ignored: Ignored,
-    *,
-    param_init_fn: Any,
-    auto_wrapped: bool,
-    values_count: bool,
-) -> None:
-    """Move the module to its device, and give values to what is on the meta device unless units inside do that."""
-    if device is not None:
-        move_outside(module, device, stop_at=FullyShardedDataParallel, ignored=ignored)
-    if not auto_wrapped:
-        _materialize(module, device, ignored, param_init_fn, values_count)
-
-
-def _materialize(
-    module: nn.Module, device: torch.device | None, ignored: Ignored, param_init_fn: Any, values_count: bool
-) -> None:
-    materialize(
-        module,
-        device=device or torch.device("cpu"),
-        param_init_fn=param_init_fn,
-        stop_at=FullyShardedDataParallel,
-        ignored=ignored,
-        values_count=values_count,
-    )
 
 
 def _host_of(comm: Communicator) -> Communicator | None:

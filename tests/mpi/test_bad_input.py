@@ -305,7 +305,7 @@ def test_gradients_of_gradients(comm, original):
         ({"ignored_modules": [3]}, TypeError, "ignored_modules"),
         ({"ignored_states": ["name"]}, TypeError, "ignored_states"),
         ({"auto_wrap_policy": {Linears}}, TypeError, "auto_wrap_policy must be a function"),
-        ({"param_init_fn": "normal"}, TypeError, "param_init_fn must be a function"),
+        ({"param_init_fn": "normal"}, ValueError, "param_init_fn must be a function"),
         ({"process_group": 5}, TypeError, "process_group"),
         ({"device_mesh": (2, 2)}, TypeError, "device_mesh"),
     ],

@@ -2,10 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcfsdp.api.flatten import check_same_model, own_params
-from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.errors import DisagreementError
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.api.flatten import own_params
 
 
 class Stop(nn.Module):
@@ -123,55 +120,3 @@ def test_parameters_on_several_devices_are_named_with_theirs():
         "the parameters of one unit lie on several devices ('a.bias' on cpu, 'b.bias' on meta): move them to one, or "
         "pass device_id"
     )
-
-
-def layouts(*params, dtype=torch.float32):
-    return [FlatLayout.plan([(name, shape, ()) for name, shape in params], dtype, 2)]
-
-
-def results_of(run_ranks, size, usual, other):
-    """What comparing models (layouts, and whether they are trained) gives on each rank; the last has `other`."""
-
-    def check(comm):
-        check_same_model(comm, *(other if comm.rank == size - 1 else usual), range(size))
-
-    return run_ranks(size, check)
-
-
-def test_equal_models_agree(run_ranks):
-    usual = layouts(("w", (2, 3))), [True]
-    check_same_model(FakeCommunicator(), *usual, [0])
-    assert results_of(run_ranks, 3, usual, usual) == [None] * 3
-
-
-@pytest.mark.parametrize(
-    ("other", "trained", "text"),
-    [
-        (layouts(("w", (2, 3)), ("b", (4,))), True, "1 rank 0 has b (3,) torch.float32 trained, rank 2 has b (4,) "),
-        (layouts(("w", (2, 3)), ("c", (3,))), True, "1 rank 0 has b (3,) torch.float32 trained, rank 2 has c (3,) "),
-        (layouts(("w", (2, 3))), True, "1 rank 0 has b (3,) torch.float32 trained, rank 2 has nothing"),
-        (
-            layouts(("w", (2, 3)), ("b", (3,)), dtype=torch.float64),
-            True,
-            "0 rank 0 has w (2, 3) torch.float32 trained, rank 2 has w (2, 3) torch.float64 trained",
-        ),
-        (
-            layouts(("w", (2, 3)), ("b", (3,))),
-            False,
-            "0 rank 0 has w (2, 3) torch.float32 trained, rank 2 has w (2, 3) torch.float32 with requires_grad=False",
-        ),
-    ],
-    ids=["shape", "name", "missing", "dtype", "requires_grad"],
-)
-def test_the_first_difference_between_models_is_named_on_every_rank(run_ranks, other, trained, text):
-    usual = layouts(("w", (2, 3)), ("b", (3,))), [True]
-    for error in results_of(run_ranks, 3, usual, (other, [trained])):
-        assert type(error) is DisagreementError
-        assert str(error).startswith(f"ranks wrap different models: as parameter {text}")
-
-
-def test_models_that_tie_other_names_are_told_apart(run_ranks):
-    tied = [FlatLayout.plan([("w", (2,), ("v",))], torch.float32, 2)]
-    for error in results_of(run_ranks, 2, (layouts(("w", (2,))), [True]), (tied, [True])):
-        assert type(error) is DisagreementError
-        assert str(error) == "ranks wrap different models: rank 0 and rank 1 differ in tied names"

@@ -141,19 +141,24 @@ def test_wrong_entries_are_named(arguments, error, message):
     assert str(caught.value) == message
 
 
-def test_the_module_itself_cannot_be_ignored():
+def test_the_module_itself_is_ignored_with_a_warning():
     model = Model()
-    with pytest.raises(ValueError, match="the Model that is to be wrapped is to be ignored itself: nothing would be"):
-        resolve(model, modules=[model])
-    with pytest.raises(ValueError, match="the Gate that is to be wrapped is to be ignored itself"):
-        resolve(model.gate, modules=[model])
+    with pytest.warns(UserWarning, match="the Model that is to be wrapped is to be ignored itself"):
+        ignored = resolve(model, modules=[model])
+    assert ignored.params == set(model.parameters())
 
 
-def test_what_is_sharded_already_cannot_be_ignored():
+def test_units_cannot_be_ignored():
     model = Model()
     model.gate = Unit(model.gate)
-    for modules, what in (([model.gate], "a Unit"), ([model.gate.inner.layers], "a Sequential within a unit")):
-        with pytest.raises(ValueError, match=f"{what} is to be ignored, but is sharded already: have the inner"):
-            resolve(model, modules=modules)
-    with pytest.raises(ValueError, match=r"a parameter of shape \(2,\) of a unit is to be ignored, but is sharded"):
-        resolve(model, states=[model.gate.inner.scale])
+    with pytest.raises(ValueError, match="a Unit is to be ignored, but is sharded already"):
+        resolve(model, modules=[model.gate])
+
+
+def test_what_is_sharded_already_stays_so_with_a_warning():
+    model = Model()
+    model.gate = Unit(model.gate)
+    with pytest.warns(UserWarning, match="1 of what is to be ignored, first a Sequential, is sharded by a unit inside"):
+        assert resolve(model, modules=[model.gate.inner.layers, model.up]).modules == {model.up}
+    with pytest.warns(UserWarning, match=r"first a parameter of shape \(2,\), is sharded by a unit inside"):
+        assert resolve(model, states=[model.gate.inner.scale, model.up.bias]).params == {model.up.bias}

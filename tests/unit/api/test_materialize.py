@@ -336,7 +336,7 @@ def test_memory_is_enough_where_another_ranks_values_follow():
 
 
 def test_a_function_that_cannot_be_called_is_refused():
-    with pytest.raises(TypeError, match="param_init_fn must be a function of a module, not str"):
+    with pytest.raises(ValueError, match="param_init_fn must be a function of a module, not str"):
         make(nn.Linear(2, 2), "reset")
 
 

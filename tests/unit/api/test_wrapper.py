@@ -9,7 +9,13 @@ import hpcfsdp
 from hpcfsdp import wrap
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import DisagreementError, EngineError
-from hpcfsdp.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from hpcfsdp.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from hpcfsdp.runtime.state import Phase
 
 
@@ -221,9 +227,43 @@ def test_wrapping_twice_is_refused():
     assert str(caught.value) == "the module is a FullyShardedDataParallel already: wrap a module once"
 
 
-def test_a_module_without_parameters_is_refused():
-    with pytest.raises(ValueError, match=r"^ReLU has no parameters to shard$"):
-        shard(nn.ReLU())
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_module_without_parameters_passes_through(use_orig_params):
+    model = shard(nn.ReLU(), use_orig_params=use_orig_params)
+    x = torch.tensor([-1.0, 2.0], requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad.tolist() == [0, 1]
+    assert model.clip_grad_norm_(1.0) == 0
+    assert model.state_dict() == {}
+    model.load_state_dict({})
+    with model.summon_full_params(model):
+        assert list(model.parameters()) == []
+
+
+def test_a_module_that_ignores_itself_is_trained_as_it_is():
+    linear = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="to be ignored itself: none of it is sharded"):
+        model = shard(linear, ignored_modules=[linear])
+    model(torch.ones(1, 2)).sum().backward()
+    assert list(model.state_dict()) == ["weight", "bias"]
+    assert linear.weight.grad.tolist() == [[1, 1], [1, 1]]
+    assert model.clip_grad_norm_(1.0).item() == pytest.approx(6**0.5)
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, lambda modules: nn.ModuleDict({"a": modules[0]})])
+def test_a_container_without_a_forward_is_a_warning(kind):
+    with pytest.warns(UserWarning, match="has no forward, in which its parameters could be gathered"):
+        shard(kind([nn.Linear(2, 2)]))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_parameter_of_an_inner_unit_stays_sharded_if_the_outer_one_is_to_ignore_it(use_orig_params):
+    inner = shard(nn.Linear(2, 2), use_orig_params=use_orig_params)
+    taken = list(inner.parameters())
+    with pytest.warns(UserWarning, match="sharded by a unit inside already, and stays so"):
+        model = shard(nn.Sequential(nn.Linear(2, 2), inner), ignored_states=taken, use_orig_params=use_orig_params)
+    assert [len(unit._unit.flats) for unit in model.fsdp_modules(model)] == [1, 1]
+    model(torch.ones(1, 2)).sum().backward()
 
 
 def test_a_root_whose_children_own_all_parameters_is_fine():
@@ -363,7 +403,7 @@ def test_a_state_dict_is_that_of_the_plain_module_with_a_prefix_and_an_own_dicti
     assert [name for name, _ in model.named_parameters()] == names
     kept = model.state_dict(keep_vars=True)
     assert kept["1.running_mean"] is model.module[1].running_mean
-    assert model.state_dict()["1.running_mean"].data_ptr() != kept["1.running_mean"].data_ptr()
+    assert model.state_dict()["1.running_mean"].data_ptr() == kept["1.running_mean"].data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -505,3 +545,94 @@ def test_ranks_that_train_different_parameters_are_told_apart(run_ranks):
 
 def test_a_communicator_of_ones_own_leaves_the_module_on_its_device():
     assert shard(nn.Linear(2, 2))._unit.flats[0].parameter.device == torch.device("cpu")
+
+
+def test_public_attributes_are_those_of_torchs_class():
+    given = {
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
+        "cpu_offload": CPUOffload(offload_params=True),
+        "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
+        "forward_prefetch": True,
+        "limit_all_gathers": False,
+        "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
+    }
+    model = shard(nn.Sequential(shard(nn.Linear(2, 2)), nn.Linear(2, 2)), FakeCommunicator(1, 3), **given)
+    assert {name: getattr(model, name) for name in given} == given
+    assert (model.rank, model.world_size, model.compute_device) == (1, 3, torch.device("cpu"))
+    assert model.params == [model._flat_param]
+    inner = model[0]
+    assert inner.sharding_strategy is ShardingStrategy.FULL_SHARD
+    assert (inner.mixed_precision, inner.cpu_offload) == (MixedPrecision(), CPUOffload())
+    with pytest.raises(AttributeError):
+        model.rank = 2
+
+
+def test_the_training_state_is_that_of_the_unit():
+    seen = []
+
+    class Seeing(nn.Linear):
+        def forward(self, x):
+            seen.append(model.training_state.name)
+            return super().forward(x)
+
+    model = shard(Seeing(2, 2))
+    model(torch.ones(1, 2))
+    with model.summon_full_params(model):
+        seen.append(model.training_state.name)
+    seen.append(model.training_state.name)
+    assert seen == ["FORWARD_BACKWARD", "SUMMON_FULL_PARAMS", "IDLE"]
+
+
+def test_attributes_of_the_wrapper_come_before_those_of_the_module():
+    linear = nn.Linear(2, 2)
+    linear.rank, linear.colour = 7, "red"
+    model = shard(linear)
+    assert (model.rank, model.module.rank, model.colour) == (0, 7, "red")
+
+
+def test_without_torch_distributed_there_is_no_process_group():
+    with pytest.raises(RuntimeError, match="no process group yet"):
+        shard(nn.Linear(2, 2)).process_group  # noqa: B018
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("full", ["", "1"])
+def test_mixed_precision_is_left_out_in_eval_mode_if_that_is_asked_for(monkeypatch, run_ranks, use_orig_params, full):
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", full)
+
+    def net():
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for number, param in enumerate(module.parameters()):
+            nn.init.constant_(param, 1 + 2.0 ** -(10 + number))
+        module[0].register_buffer("scale", torch.tensor([3.0]))
+        return module
+
+    def body(comm):
+        dtypes = []
+        x, plain = torch.full((1, 2), 1 + 2.0**-12), net()
+        precision = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
+        model = shard(
+            net(),
+            comm,
+            mixed_precision=precision,
+            use_orig_params=use_orig_params,
+            auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Linear}),
+        )
+        for mode in (True, False, True, False):
+            model.train(mode)
+            y = model(x)
+            y.float().sum().backward()
+            dtypes.append((y.dtype, model[0].scale.dtype))
+            if not mode and full:
+                assert torch.equal(y, plain(x))
+        plain(x).sum().backward()
+        expected = torch.cat([param.grad.flatten() for param in plain.parameters()])
+        with model.summon_full_params(model, with_grads=True):
+            grads = torch.cat([param.grad.flatten() for param in model.parameters()])
+        torch.testing.assert_close(grads, 4 * expected, rtol=1e-2, atol=0)
+        return dtypes
+
+    low, high = (torch.bfloat16,) * 2, (torch.float32 if full else torch.bfloat16,) * 2
+    for shares_memory in (False, True):
+        assert run_ranks(2, body, shares_memory) == [[low, high, low, high]] * 2
+    assert body(FakeCommunicator()) == [low, high, low, high]

@@ -1,0 +1,142 @@
+"""What refuses to take shards for weights: state dicts, copies and pickles of modules inside of a unit, and torch's
+functions for state dicts."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from hpcfsdp import _compat
+from hpcfsdp.errors import StateDictError
+from hpcfsdp.runtime.state import Phase
+
+if TYPE_CHECKING:
+    from hpcfsdp.api.wrapper import FullyShardedDataParallel
+
+_INSTEAD = (
+    "call {0}() of the FullyShardedDataParallel around the whole model, on all ranks, or call it within "
+    "FullyShardedDataParallel.summon_full_params(model)"
+)
+
+
+class _Guard:
+    """Hooks of the modules that hold the parameters of a unit. Raises where these parameters are not whole.
+
+    A copy of a module is not sharded: a copy of its hooks guards nothing.
+    """
+
+    def __init__(self, unit: FullyShardedDataParallel | None = None) -> None:
+        self._is_inert = unit is None
+        if unit is not None:
+            self._unit = weakref.ref(unit)  # a strong one would keep the model until the garbage collector comes
+            blocks = [entry.block for entry in unit._own.entries]
+            self._stays_whole = (
+                unit._groups.strategy is ShardingStrategy.NO_SHARD
+                and unit._use_orig_params
+                and all(block is None or block.is_whole for block in blocks)
+            )
+
+    def before_saving(self, module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        """Called by ``nn.Module.state_dict``."""
+        if not self._shows_whole(reading=True):
+            self._refuse(
+                f"the parameters of this {type(module).__name__} are sharded, and its own state_dict() would hold this "
+                f"rank's part of them as if it were all: {_INSTEAD.format('state_dict')}; save_pretrained takes the "
+                "result as its argument state_dict, and `hpcfsdp export` makes weights of a checkpoint"
+            )
+
+    def before_loading(self, module: nn.Module, *_arguments: Any) -> None:
+        """Called by ``nn.Module.load_state_dict``."""
+        if not self._shows_whole(reading=False):
+            self._refuse(
+                f"the parameters of this {type(module).__name__} are sharded, and its own load_state_dict() would look "
+                f"for whole ones: {_INSTEAD.format('load_state_dict')}"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
+        unit = None if self._is_inert else self._unit()
+        if (unit is None or id(unit) not in memo) and not self._shows_whole(reading=True):
+            self._refuse(
+                "the parameters of a module within a FullyShardedDataParallel are sharded, and a copy of the module "
+                "alone would hold this rank's part of them as if it were all: copy the FullyShardedDataParallel around "
+                "it on all ranks, or the plain module before wrapping it, or copy it within summon_full_params"
+            )
+        return _Guard()
+
+    def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
+        if not self._shows_whole(reading=True):
+            self._refuse(
+                "the parameters of a module within a FullyShardedDataParallel are sharded, and a pickle of the module "
+                "would hold this rank's part of them as if it were all: save the state_dict() of the wrapped model, or "
+                "save the model with hpcfsdp.checkpoint"
+            )
+        return _Guard, ()
+
+    def _shows_whole(self, *, reading: bool) -> bool:
+        """Whether the module holds whole parameters under their names; those of a forward can only be read."""
+        if self._is_inert or self._stays_whole:
+            return True
+        unit = self._unit()
+        if unit is None:
+            return False
+        if unit.__dict__.get("_shows_state", False) or unit._unit.phase is Phase.SUMMON:
+            return True
+        return reading and unit._use_orig_params and all(flat.is_unsharded for flat in unit._unit.flats)
+
+    def _refuse(self, message: str) -> NoReturn:
+        unit = self._unit()
+        name = "" if unit is None else f"{unit._unit.name}: "
+        raise StateDictError(f"{name}{message}")
+
+
+def guard_modules(unit: FullyShardedDataParallel) -> None:
+    """Have the modules whose parameters a unit has taken refuse what would show its shards as weights."""
+    modules = {place: None for entry in unit._own.entries for place, _ in entry.places}
+    if unit._own.entries:
+        modules[unit.module] = None  # holds the flat parameters
+    guard = _Guard(unit)
+    for module in modules:
+        module.register_state_dict_pre_hook(guard.before_saving)
+        module.register_load_state_dict_pre_hook(guard.before_loading)
+
+
+@contextmanager
+def showing_state(unit: FullyShardedDataParallel) -> Iterator[None]:
+    """A context in which the modules of a unit hold what a state dict is to show of their parameters."""
+    before = unit.__dict__.get("_shows_state", False)
+    unit.__dict__["_shows_state"] = True
+    try:
+        yield
+    finally:
+        unit.__dict__["_shows_state"] = before
+
+
+def refuse_mistakes(unit: FullyShardedDataParallel) -> None:
+    """Called while a function of ``torch.distributed.checkpoint.state_dict`` looks at the names of a model.
+
+    Raises:
+        StateDictError: it would take something of the model for something else.
+    """
+    call = _compat.stock_state_dict_call()
+    if call is not None and (mistaken := _mistaken(unit, call)):
+        raise StateDictError(
+            f"torch.distributed.checkpoint.state_dict.{call.function} does not know this package's class, and would "
+            f"take {mistaken}: call hpcfsdp.state_dict.{call.function}, which takes the same arguments"
+        )
+
+
+def _mistaken(unit: FullyShardedDataParallel, call: _compat.StockCall) -> str | None:
+    """What a call would take for something else; None where it is right."""
+    if call.has_optimizers:
+        return "the shards that the optimizer steps for whole parameters"
+    if call.function.startswith("set_"):
+        has_flats = not unit._use_orig_params and bool(unit._unit.flats)
+        return "flat parameters for the model's own" if call.options.full_state_dict and has_flats else None
+    is_frozen = call.options.ignore_frozen_params and not all(param.requires_grad for param in unit.parameters())
+    names = "the names of wrappers for parts of the names in a state dict"
+    return names if call.has_submodules or is_frozen else None

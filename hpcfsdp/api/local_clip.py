@@ -1,0 +1,74 @@
+"""Gradients that each rank clips by the norm of its own shard, as ``torch.nn.utils.clip_grad_norm_`` does: noticed.
+
+Nothing calls us then, so it is told by what it leaves: the gradients of the shard are changed in place, and their norm
+is the same in each step that clips, while their direction is not. What scales all ranks alike leaves no such norm.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from hpcfsdp.flat.gradient import is_changed, is_noted
+
+_ENOUGH = 3
+"""Steps in a row whose gradients have one norm."""
+_AT_MOST = 50
+"""Steps that are looked at: a norm costs a pass over the gradients."""
+_SAME = 1e-4
+"""Relative; two norms are as near to each other by chance once in 10,000 steps."""
+
+
+@dataclass
+class _Seen:
+    """What an optimizer has found in its gradients."""
+
+    norm: float = 0.0
+    direction: float = 0.0
+    in_a_row: int = 0
+    looked_at: int = 0
+
+
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def look_for_local_clipping(optimizer: torch.optim.Optimizer) -> None:
+    """Not collective. Warn once where the gradients that are about to be stepped were clipped by this rank alone."""
+    seen = _seen.get(optimizer)
+    if seen is not None and seen.looked_at >= _AT_MOST:
+        return
+    grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    shard = next((grad for grad in grads if is_noted(grad)), None)
+    if shard is None or not is_changed(shard):
+        return
+    seen = _seen.setdefault(optimizer, _Seen())
+    seen.looked_at += 1
+    norm, total = _norm_and_sum(grads)
+    direction = total / norm if norm else 0.0
+    alike = norm > 0 and abs(norm - seen.norm) <= _SAME * norm and abs(direction - seen.direction) > _SAME
+    seen.in_a_row = seen.in_a_row + 1 if alike else 1
+    seen.norm, seen.direction = norm, direction
+    if seen.in_a_row >= _ENOUGH:
+        seen.looked_at = _AT_MOST
+        warnings.warn(
+            f"the gradients of this rank's shards have the norm {norm:.4g} in each of {_ENOUGH} steps, as if "
+            "torch.nn.utils.clip_grad_norm_ had clipped them, which scales each rank's by the norm of its own shard: "
+            "call model.clip_grad_norm_(max_norm) on the wrapped model instead",
+            stacklevel=6,
+        )
+
+
+def _norm_and_sum(grads: Iterable[torch.Tensor]) -> tuple[float, float]:
+    squares = total = 0.0
+    for grad in grads:
+        if grad.layout is torch.strided:
+            real = torch.view_as_real(grad) if grad.is_complex() else grad
+            squares += float(torch.linalg.vector_norm(real, dtype=torch.float64)) ** 2
+            total += float(real.sum(dtype=torch.float64))
+    return math.sqrt(squares), total

@@ -1,0 +1,98 @@
+"""What the parameters of a model are without sharding: for groups of an optimizer by shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpcfsdp.api.wrapper import FullyShardedDataParallel
+from hpcfsdp.errors import EngineError
+from hpcfsdp.state.wrappers import clean_fqn
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One parameter of the model as it was before it was wrapped.
+
+    Attributes:
+        name: without those of wrappers.
+        shape: whole, of all ranks together.
+        dtype: that it is kept in.
+        param: what an optimizer steps for it: the parameter itself, or without `use_orig_params` the flat parameter
+            that it is a part of, which several have in common.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    param: nn.Parameter
+
+    @property
+    def numel(self) -> int:
+        """Elements, of all ranks together."""
+        return self.shape.numel()
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.param.requires_grad
+
+
+def param_info(model: nn.Module) -> dict[str, ParamInfo]:
+    """Not collective. The parameters by name, in the order of the plain model; the same on all ranks, but for `param`.
+
+    Those that no unit has are there too, so it works for plain modules. A tied parameter has its first name alone.
+    """
+    names: dict[nn.Module, tuple[str, ...]] = {}
+    sharded: dict[tuple[nn.Module, str], tuple[torch.Size, torch.dtype, nn.Parameter, nn.Parameter]] = {}
+    for wrapper in FullyShardedDataParallel.fsdp_modules(model):
+        names.update(wrapper._param_names)
+        for group, flat in zip(wrapper._own.groups, wrapper._unit.flats, strict=True):
+            for entry, slot in zip(group, flat.layout.slots, strict=True):
+                stepped = entry.param if flat.use_orig_params else flat.parameter
+                found = torch.Size(slot.whole_shape), flat.layout.dtype, stepped, entry.param
+                sharded.update(dict.fromkeys(entry.places, found))
+    flats = {shard for _, _, shard, _ in sharded.values()}
+    infos: dict[nn.Parameter, ParamInfo] = {}
+    for path, module in model.named_modules():
+        for name in names.get(module, tuple(module._parameters)):
+            plain = module._parameters.get(name)
+            if (module, name) in sharded:
+                shape, dtype, stepped, leaf = sharded[module, name]
+            elif plain is None or plain in flats:
+                continue
+            else:
+                shape, dtype, stepped, leaf = plain.shape, plain.dtype, plain, plain
+            fqn = clean_fqn(f"{path}.{name}" if path else name)
+            infos.setdefault(leaf, ParamInfo(fqn, shape, dtype, stepped))
+    return {info.name: info for info in infos.values()}
+
+
+def param_groups(
+    model: nn.Module, weight_decay: float, decays: Callable[[ParamInfo], bool] = lambda info: len(info.shape) >= 2
+) -> list[dict[str, Any]]:
+    """Not collective. Two groups for an optimizer, with and without weight decay, of what is trained.
+
+    Args:
+        decays: whether a parameter belongs to the first; by default matrices do, and biases and norms do not.
+
+    Raises:
+        EngineError: parts of one flat parameter belong to different groups.
+    """
+    groups: dict[bool, dict[nn.Parameter, str]] = {True: {}, False: {}}
+    for name, info in param_info(model).items():
+        if info.requires_grad:
+            own = bool(decays(info))
+            if info.param in groups[not own]:
+                raise EngineError(
+                    f"{groups[not own][info.param]!r} and {name!r} belong to different groups and are parts of one "
+                    "flat parameter: wrap the model with use_orig_params=True"
+                )
+            groups[own].setdefault(info.param, name)
+    return [
+        {"params": list(groups[True]), "weight_decay": weight_decay},
+        {"params": list(groups[False]), "weight_decay": 0.0},
+    ]

@@ -1,0 +1,154 @@
+"""Whether ranks wrap the same model: the same parameters, which begin with the same values."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+import xxhash
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hpcfsdp.comm import Communicator
+from hpcfsdp.errors import DifferentValuesWarning, DisagreementError
+from hpcfsdp.flat.layout import FlatLayout, ParamSlot
+from hpcfsdp.tensor.whole import is_cut
+
+_NOTHING = ("nothing", "", "", "")
+
+
+def check_same_model(
+    comm: Communicator,
+    layouts: Sequence[FlatLayout],
+    trained: Sequence[bool],
+    names: Sequence[int],
+    *,
+    counted_fqns: Mapping[str, str] | None = None,
+    values: Mapping[str, torch.Tensor] | None = None,
+) -> str | None:
+    """Collective over `comm`. Raise on every rank, naming the first difference, unless all have the same parameters.
+
+    Ranks that ignore different modules may call a parameter by different names, where nothing but the numbers of these
+    modules' siblings differs: that is a warning.
+
+    Args:
+        trained: whether the parameters of each layout require gradients.
+        names: what the ranks of `comm` are called.
+        counted_fqns: names of parameters as they were without ignored modules, see ``OwnParam``.
+        values: what has to begin with the same values, by what it is called in messages; None to compare no values.
+
+    Returns:
+        What of `values` differs first, and on which ranks; None if nothing does.
+    """
+    prints = [(layout.fingerprint(), grad) for layout, grad in zip(layouts, trained, strict=True)]
+    sums = None if values is None else {name: _checksum(tensor) for name, tensor in values.items()}
+    digest = None if sums is None else xxhash.xxh3_64_intdigest(repr(sums).encode())
+    gathered = comm.all_gather_object((prints, digest))
+    if any(other != gathered[0][0] for other, _ in gathered):
+        differs = [other != gathered[0][0] for other, _ in gathered]
+        _compare_parameters(comm, differs, layouts, trained, names, counted_fqns or {})
+    digests = [digest for _, digest in gathered]
+    if None in digests or len(set(digests)) == 1:
+        return None
+    return _first_difference(comm.all_gather_object(sums), names)
+
+
+def warn_of_values(difference: str, stacklevel: int) -> None:
+    """Warn that ranks begin with different values."""
+    warnings.warn(
+        f"{difference}: each rank keeps its own part of the values that it has, or its own replica. Pass "
+        "sync_module_states=True to begin with those of rank 0, or build the model from one seed on all ranks "
+        "(torch.manual_seed). Where a state dict or a checkpoint is loaded before training this does not matter",
+        DifferentValuesWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def _compare_parameters(
+    comm: Communicator,
+    differs: Sequence[bool],
+    layouts: Sequence[FlatLayout],
+    trained: Sequence[bool],
+    names: Sequence[int],
+    counted_fqns: Mapping[str, str],
+) -> None:
+    """Collective over `comm`. Raise, or warn where only numbers in names differ.
+
+    Args:
+        differs: which ranks have other layouts than the first.
+    """
+    mine = [
+        ((slot.fqn, _described(slot), str(layout.dtype), "trained" if grad else "with requires_grad=False"), counted)
+        for layout, grad in zip(layouts, trained, strict=True)
+        for slot in layout.slots
+        for counted in [counted_fqns.get(slot.fqn, slot.fqn)]
+    ]
+    everyone = comm.all_gather_object(mine)
+    renamed = None
+    for rank, other in enumerate(everyone):
+        if not differs[rank]:
+            continue
+        differing = _first_pair(everyone[0], other)
+        if differing is None:
+            raise _differing(f"rank {names[0]} and rank {names[rank]} differ in tied names")
+        index, first, second = differing
+        counted = [[(name, *described[1:]) for described, name in held] for held in (everyone[0], other)]
+        if counted[0] != counted[1]:
+            what = "as parameter {} rank {} has {} {} {} {}, rank {} has {} {} {} {}"
+            raise _differing(what.format(index, names[0], *first, names[rank], *second))
+        renamed = renamed or (index, first[0], names[0], second[0], names[rank])
+    if renamed is not None:
+        warnings.warn(
+            "parameter {} is {!r} on rank {} and {!r} on rank {}, which ignore different modules: the model can be "
+            "trained; to save and load it, give parameters one name on all ranks".format(*renamed),
+            stacklevel=6,
+        )
+
+
+def _first_pair(left: list, right: list) -> tuple[int, tuple, tuple] | None:
+    """The first place in which two ranks have different parameters, and both of them."""
+    for index in range(max(len(left), len(right))):
+        first = left[index][0] if index < len(left) else _NOTHING
+        second = right[index][0] if index < len(right) else _NOTHING
+        if first != second:
+            return index, first, second
+    return None
+
+
+def _first_difference(everyone: Sequence[Mapping[str, int]], names: Sequence[int]) -> str | None:
+    """What has another checksum on some rank than on the first, of what all have."""
+    for name, first in everyone[0].items():
+        held = [sums.get(name) for sums in everyone]
+        others = [str(names[rank]) for rank, checksum in enumerate(held) if checksum != first]
+        if others and None not in held:
+            ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(others)}"
+            return f"{name} has other values on {ranks} than on rank {names[0]}"
+    return None
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Of the bits of a tensor, 0 for one without plain memory."""
+    if isinstance(tensor, DTensor) and not is_cut(tensor):  # of one that is cut, ranks may hold different blocks
+        tensor = tensor.to_local()
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    if not plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        return 0
+    with torch.no_grad():
+        data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    if data.device.type != "cpu":
+        return int(data.sum(dtype=torch.int64))  # nothing but a number leaves the device
+    return xxhash.xxh3_64_intdigest(data.numpy())
+
+
+def _differing(what: str) -> DisagreementError:
+    error = DisagreementError(f"ranks wrap different models: {what}")
+    error.collective = True
+    return error
+
+
+def _described(slot: ParamSlot) -> str:
+    if slot.block is None:
+        return str(slot.shape)
+    block = slot.block
+    return f"{slot.shape} at {block.box.offsets} of {block.shape}, placed as {list(block.placements)},"

@@ -1,0 +1,104 @@
+"""``copy.deepcopy`` of wrapped models, and averages of weights on it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from hpcfsdp import checkpoint
+from hpcfsdp.errors import EngineError
+from hpcfsdp.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from tests.mpi.models import ORIGINAL, Block, Net, adamw, batch, make_net, shard, train_plain, train_sharded
+
+CONFIGURATIONS = {
+    "full": {},
+    "grad_op": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "no_shard": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "offload": {"cpu_offload": CPUOffload(offload_params=True)},
+    "mixed": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)},
+    "ignored": {},
+}
+
+
+def make(case, original):
+    net = make_net()
+    net.blocks[1].up = checkpoint_wrapper(net.blocks[1].up)
+    ignored = [net.blocks[0].norm] if case == "ignored" else None
+    return shard(net, use_orig_params=original, ignored_modules=ignored, **CONFIGURATIONS[case])
+
+
+def same(left, right):
+    return list(left) == list(right) and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("case", CONFIGURATIONS)
+def test_a_copy_trains_as_the_original_does_and_apart_from_it(comm, case, when, original):
+    model = make(case, original)
+    if when == "after":
+        train_sharded(model, adamw(model), [0], comm)
+    states = model.state_dict()
+    copied = copy.deepcopy(model)
+    assert same(copied.state_dict(), states)
+    losses = train_sharded(copied, adamw(copied), [1, 2], comm)
+    after = copied.state_dict()
+    assert not same(after, states)
+    assert same(model.state_dict(), states)
+    assert train_sharded(model, adamw(model), [1, 2], comm) == losses
+    assert same(model.state_dict(), after)
+    assert same(copied.state_dict(), after)
+    kept = {id(tensor) for tensor in (*model.parameters(), *model.buffers(), *model.modules())}
+    assert not kept & {id(tensor) for tensor in (*copied.parameters(), *copied.buffers(), *copied.modules())}
+
+
+@ORIGINAL
+def test_an_average_of_weights_is_that_of_the_plain_model(comm, original, shared_path):
+    def average(model):
+        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+
+    plain, model = make_net(), shard(make_net(), use_orig_params=original)
+    ema_plain, ema = average(plain), average(model)
+    optimizers = [adamw(plain), adamw(model)]
+    for step in range(3):
+        train_plain(plain, optimizers[0], [step])
+        train_sharded(model, optimizers[1], [step], comm)
+        ema_plain.update_parameters(plain)
+        ema.update_parameters(model)
+    ids, _ = batch(7)
+    expected = ema_plain.eval()(ids)
+    with torch.no_grad():
+        torch.testing.assert_close(ema.eval()(ids), expected, rtol=1e-4, atol=1e-5)
+    path = shared_path / "both.h5"
+    checkpoint.save(path, model=nn.ModuleDict({"model": model, "ema": ema}), optimizer=optimizers[1])
+    again = shard(make_net(seed=1), use_orig_params=original)
+    both = nn.ModuleDict({"model": again, "ema": average(again)})
+    checkpoint.load(path, model=both, optimizer=adamw(again))
+    assert both["ema"].n_averaged == 3
+    assert same(again.state_dict(), model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(both["ema"].eval()(ids), ema(ids))
+
+
+def test_a_copy_of_a_unit_is_a_model_of_its_own(comm):
+    model = shard(make_net())
+    x = torch.ones(2, 13)
+    expected = make_net().blocks[0](x)
+    block = copy.deepcopy(model.module.blocks[0])
+    assert block.check_is_root()
+    torch.testing.assert_close(block(x), expected)
+    assert type(block.module) is Block
+    assert type(model.module) is Net
+
+
+def test_models_at_work_are_not_copied_and_none_is_pickled(comm):
+    model = shard(make_net())
+    with model.summon_full_params(model), pytest.raises(EngineError, match=r"call copy.deepcopy outside of summon"):
+        copy.deepcopy(model)
+    for refused in (pickle.dumps, copy.copy):
+        with pytest.raises(EngineError, match=r"cannot be pickled, nor copied by copy.copy: use copy.deepcopy"):
+            refused(model)

@@ -1,0 +1,33 @@
+import torch
+from torch import nn
+
+from hpcfsdp.api.flatten import move_outside
+
+
+class Stop(nn.Module):
+    """Stands for a unit that is wrapped already."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("inner", torch.zeros(1))
+
+
+class Metric(nn.Module):
+    """Has an `_apply` of its own without `recurse`, as torchmetrics has it, and a tensor unknown to torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = torch.zeros(2)
+
+    def _apply(self, fn):
+        self.state = fn(self.state)
+        return super()._apply(fn)
+
+
+def test_modules_that_move_in_a_way_of_their_own():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Metric(), nn.LSTM(2, 2)), nn.Sequential(Stop(), Metric()))
+    move_outside(model, torch.device("meta"), stop_at=Stop)
+    moved = [*model[0].parameters(), *model[1].parameters(), model[1][0].state, model[2][1].state]
+    assert all(tensor.is_meta for tensor in moved)
+    assert not any(tensor.is_meta for tensor in (*model[2][0].parameters(), *model[2][0].buffers()))
