@@ -26,17 +26,19 @@ from hpcfsdp.api.taken import unit_fqn
 from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import StateDictError
+from hpcfsdp.launch.calls import public_call
 from hpcfsdp.state.load import load_model
-from hpcfsdp.state.model import clean_fqn
 from hpcfsdp.state.optim import load, save
 from hpcfsdp.state.optim.keys import get_aliases, get_param_to_fqns
 from hpcfsdp.state.optim.values import same
 from hpcfsdp.state.ranks import Grid, ranks_of_model
 from hpcfsdp.state.transfer import Form
+from hpcfsdp.state.wrappers import clean_fqn
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
+@public_call("get_model_state_dict")
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
@@ -61,6 +63,7 @@ def get_model_state_dict(
     return _within(model, submodules, found, options) if submodules else found
 
 
+@public_call("get_optimizer_state_dict")
 def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -99,6 +102,7 @@ def get_optimizer_state_dict(
     return flatten(found) if options.flatten_optimizer_state_dict else found
 
 
+@public_call("get_state_dict")
 def get_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -113,6 +117,7 @@ def get_state_dict(
     return weights, get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
 
 
+@public_call("set_model_state_dict")
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:
@@ -130,6 +135,7 @@ def set_model_state_dict(
     return load_model(model, model_state_dict, strict=options.strict, from_first=options.broadcast_from_rank0)
 
 
+@public_call("set_optimizer_state_dict")
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -166,6 +172,7 @@ def _to_load(
     return loaded
 
 
+@public_call("set_state_dict")
 def set_state_dict(
     model: nn.Module,
     optimizers: Optimizers,

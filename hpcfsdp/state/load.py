@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,6 +20,7 @@ from hpcfsdp.errors import HpcfsdpError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout, ParamSlot
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.state.first import FROM_FIRST, First, checked
+from hpcfsdp.state.model import has_extra_state
 from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.reading import Hook, Reading, equal
 from hpcfsdp.state.registries import Incoming, put_all_back
@@ -48,17 +50,23 @@ def refuse_assign() -> NoReturn:
 
 
 def load_model(
-    module: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True, from_first: bool = False
+    module: nn.Module,
+    state_dict: Mapping[str, Any] | None,
+    *,
+    strict: bool = True,
+    assign: bool = False,
+    from_first: bool = False,
 ) -> Any:
     """Collective over the ranks of the model. Load a state dict, or change nothing on any rank.
 
-    Where names that hooks could have forgiven are refused after loading, parameters and persistent buffers are what
-    they were; extra states, and what else modules have changed of their own, stay.
+    Where names that hooks could have forgiven are refused after loading, parameters, persistent buffers and extra
+    states are what they were; what else modules have changed of their own stays.
 
     Args:
         module: a unit, or a module that holds units.
         state_dict: see ``StateDictMethods.load_state_dict``.
         strict: all names must be there, and no others.
+        assign: not supported.
         from_first: the first rank alone has the state dict, of whole tensors; what others pass does not count.
 
     Returns:
@@ -71,6 +79,8 @@ def load_model(
     reading, first = Reading(module), First(module) if from_first else None
 
     def read() -> None:
+        if assign:
+            refuse_assign()
         if first is not None:
             values, metadata = first.announce(state_dict)
         else:
@@ -80,7 +90,10 @@ def load_model(
         reading.check(names=strict and not reading.has_hooks)
 
     agreed, found = agree(reading, read), IncompatibleKeys(reading.missing, reading.unexpected)
-    undo = _undoing(reading) if strict and agreed.names_differ else None
+    undo = None
+    if strict and agreed.names_differ:
+        with raise_together(ranks_of_model(module)):  # modules are asked for their extra states
+            undo = _undoing(reading)
     commit(reading, first)
     finish(reading, agreed, found)
     try:
@@ -213,7 +226,7 @@ def _call(hooks: list[Hook], keys: Any) -> None:
 
 
 def _undoing(reading: Reading) -> Callable[[], None]:
-    """What makes the tensors of the model what they are now: it holds a copy of this rank's part.
+    """What makes the tensors and extra states of the model what they are now: it holds a copy of this rank's part.
 
     Of non-persistent buffers it holds none: they are no part of a state dict.
     """
@@ -223,6 +236,7 @@ def _undoing(reading: Reading) -> Callable[[], None]:
     registries: list[dict[str, Any]] = [module._buffers for module in reading.module.modules()]
     registries += [module._parameters for module in reading.module.modules() if module not in inside]
     held = [(registry, dict(registry)) for registry in registries]
+    states = [(each, _copied(each.get_extra_state())) for each, _ in reading.states if has_extra_state(each)]
 
     @torch.no_grad()
     def undo() -> None:
@@ -231,8 +245,18 @@ def _undoing(reading: Reading) -> Callable[[], None]:
         for tensor, values in before:
             if not equal(tensor, values):
                 tensor.copy_(values)
+        for each, state in states:
+            each.set_extra_state(state)
 
     return undo
+
+
+def _copied(state: Any) -> Any:
+    """A copy, for a module may change its state in place; the state itself where there is none."""
+    try:
+        return copy.deepcopy(state)
+    except Exception:  # whatever a class of a user's own raises
+        return state
 
 
 def _fill(groups: Groups, flat: FlatParam, layout: FlatLayout, values: list[Any]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
 from hpcfsdp.api.groups import Groups, Team
-from hpcfsdp.api.wrapper import WRAPPED, FullyShardedDataParallel
+from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.comm import Communicator, communicator_for
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.flat.layout import FlatLayout
@@ -17,24 +17,20 @@ from hpcfsdp.runtime.state import Phase
 from hpcfsdp.state.blocks import Blocks, FileForm
 from hpcfsdp.state.ranks import units_of
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor, unsharded
+from hpcfsdp.state.wrappers import CleanNames, group_of
 
 EXTRA_STATE = "_extra_state"
 """The last part of the name of a module's state beside tensors, as torch has it."""
 
-# Names that wrappers put into a module's path; a state dict knows the module without them.
-_WRAPPER_NAMES = {WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"}
-
-
-def clean_fqn(name: str) -> str:
-    """A module path or parameter name without the parts that wrappers added."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
+_IN_STATE_DICTS = CleanNames()
+"""There only what hpcfsdp, torch.compile and checkpoint_wrapper put into names is left out."""
 
 
 def communicator_of(model: nn.Module) -> Communicator:
-    """Collective over them, the first time. All ranks that a model is on; the world's for one that is not sharded."""
+    """Collective over them, the first time. All ranks that a model is on; the world's for one that knows of none."""
     wrappers = units_of(model)
     if not wrappers:
-        return communicator_for(None, required=False)
+        return communicator_for(group_of(model), required=False)
     team = _largest_team(wrappers)
     return team.comm if team is not None else wrappers[0]._groups.shard
 
@@ -49,8 +45,14 @@ def device_of(model: nn.Module) -> torch.device:
     return next((param.device for param in model.parameters() if not param.is_meta), torch.device("cpu"))
 
 
-def named_flat_params(model: nn.Module) -> Iterator[tuple[FullyShardedDataParallel, FlatParam, FlatLayout]]:
-    """Each flat parameter, whose it is, and its layout under the names that parameters have in the whole model."""
+def named_flat_params(
+    model: nn.Module, name_of: Callable[[str, str], str] = _IN_STATE_DICTS
+) -> Iterator[tuple[FullyShardedDataParallel, FlatParam, FlatLayout]]:
+    """Each flat parameter, whose it is, and its layout under the names that parameters have in the whole model.
+
+    Args:
+        name_of: see ``FlatLayout.known_as``; by default the names that a state dict has.
+    """
     paths: dict[FullyShardedDataParallel, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, FullyShardedDataParallel):
@@ -58,18 +60,18 @@ def named_flat_params(model: nn.Module) -> Iterator[tuple[FullyShardedDataParall
     for wrapper, known_as in paths.items():
         for flat in wrapper._unit.flats:
             flat.take_back()  # what is read or written next is the shard, not what a user has put in its place
-            yield wrapper, flat, flat.layout.known_as(tuple(known_as), _joined)
+            yield wrapper, flat, flat.layout.known_as(tuple(known_as), name_of)
 
 
 def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, Groups]]:
-    """Each flat parameter, its layout under the names that parameters have in the whole model, and who has it.
+    """Each flat parameter, its layout under the names that parameters have in a checkpoint, and who has it.
 
     Raises:
         CheckpointError: the ranks that hold all of a parameter are not those that checkpoint the model, or its
             parameters are summoned.
     """
     largest = _largest_team(units_of(model))
-    for wrapper, flat, layout in named_flat_params(model):
+    for wrapper, flat, layout in named_flat_params(model, CleanNames.of(model)):
         if wrapper._unit.phase is Phase.SUMMON:
             raise CheckpointError(
                 f"{wrapper._unit.name}: its parameters are whole within summon_full_params, and what is changed there "
@@ -88,10 +90,6 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, Group
                 "which ranks hold it together; pass a device_mesh, or groups of all ranks"
             )
         yield flat, layout, wrapper._groups
-
-
-def _joined(path: str, name: str) -> str:
-    return clean_fqn(f"{path}.{name}" if path else name)
 
 
 def held_runs(layout: FlatLayout, fqn: str, groups: Groups) -> Runs:
@@ -146,22 +144,29 @@ def plain_tensors(model: nn.Module) -> dict[torch.Tensor, list[str]]:
     """Parameters that no unit owns, and persistent buffers, with all their names without those of wrappers."""
     flats = [flat for wrapper in units_of(model) for flat in wrapper._unit.flats]
     flat_shards = {shard for flat in flats for shard in (flat.parameter, *flat.leaves)}
+    name_of = CleanNames.of(model)
     whole: dict[torch.Tensor, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         own = [*module._parameters.items(), *_persistent_buffers(module)]
         for name, tensor in own:
             if tensor is not None and tensor not in flat_shards:
-                whole.setdefault(tensor, []).append(_joined(path, name))
+                whole.setdefault(tensor, []).append(name_of(path, name))
     return whole
 
 
 def stateful_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules with a state beside tensors, ``get_extra_state``, by the name that it has in a state dict."""
+    """Modules with a state beside tensors, ``get_extra_state``, by the name that it has in a checkpoint."""
+    name_of = CleanNames.of(model)
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            found[_joined(path, EXTRA_STATE)] = module
+        if has_extra_state(module):
+            found[name_of(path, EXTRA_STATE)] = module
     return found
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Whether a module's class has a ``get_extra_state`` of its own."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.state.blocks import Blocks, FileForm
-from hpcfsdp.state.model import clean_fqn, flat_params, held_runs, shard_pieces
+from hpcfsdp.state.model import flat_params, held_runs, shard_pieces
 from hpcfsdp.state.optim.compare import (
     RankState,
     StateInfo,
@@ -26,6 +26,7 @@ from hpcfsdp.state.optim.compare import (
 from hpcfsdp.state.optim.flatten import TORCH_SCALARS
 from hpcfsdp.state.optim.values import Untold
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated, unsharded
+from hpcfsdp.state.wrappers import CleanNames
 
 Scalar = bool | int | float
 
@@ -105,6 +106,21 @@ class OptimizerState:
     scalars: dict[str, Scalar]
     groups: list[dict[str, Any]]
 
+    def only(self, names: Collection[str]) -> OptimizerState:
+        """What it remembers of some parameters, in the groups that have one of them.
+
+        Raises:
+            CheckpointError: it steps none of them.
+        """
+        groups = [{**group, "params": [name for name in group["params"] if name in names]} for group in self.groups]
+        if not any(group["params"] for group in groups):
+            raise CheckpointError("the optimizer steps no parameter that names= chooses: leave it out")
+        return OptimizerState(
+            [tensor for tensor in self.tensors if tensor.name.rpartition("/")[0] in names],
+            {name: value for name, value in self.scalars.items() if name.rpartition("/")[0] in names},
+            [group for group, whole in zip(groups, self.groups, strict=True) if group["params"] or not whole["params"]],
+        )
+
 
 def trained_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[TrainedParam]]:
     """For each of the optimizer's groups, what its parameters are in the model.
@@ -120,8 +136,9 @@ def trained_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[l
             continue
         for leaf, (fqn, shape) in zip(flat.leaves, shapes.items(), strict=True):
             known[leaf] = TrainedParam(leaf, {fqn: shape}, layout, flat.comm.rank, unit, is_run=True)
+    name_of = CleanNames.of(model)
     for name, param in model.named_parameters():
-        known.setdefault(param, TrainedParam(param, {clean_fqn(name): tuple(param.shape)}))
+        known.setdefault(param, TrainedParam(param, {name_of("", name): tuple(param.shape)}))
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         strangers = [param for param in group["params"] if param not in known]
@@ -250,6 +267,10 @@ class OptimizerRestore:
         self._optimizer = optimizer
         self._members = trained_params(model, optimizer)
         self._groups = _match_groups(self._members, groups)
+        self._fitted = [
+            {key: _fitted(optimizer, number, key, value) for key, value in hyper.items()}
+            for number, hyper in enumerate(self._groups)
+        ]
         pairs = zip(self._members, self._groups, strict=True)
         self._hyper = {member.param: hyper for members, hyper in pairs for member in members}
         self._state: dict[nn.Parameter, dict[str, Any]] = {}
@@ -260,6 +281,11 @@ class OptimizerRestore:
         by_param = _by_param(saved, scalars)
         for member in (member for group in self._members for member in group):
             self._plan_member(member, by_param)
+
+    @property
+    def param_names(self) -> list[str]:
+        """Names of all parameters that the optimizer steps."""
+        return [fqn for group in self._members for member in group for fqn in member.shapes]
 
     def check(self) -> None:
         """To be called when all tensors are filled: one flat parameter has one value of each scalar.
@@ -280,13 +306,12 @@ class OptimizerRestore:
 
     def apply(self) -> None:
         """Put the new state and hyper-parameters in place."""
-        for group, hyper in zip(self._optimizer.param_groups, self._groups, strict=True):
+        for group, hyper in zip(self._optimizer.param_groups, self._fitted, strict=True):
             for key, value in hyper.items():
-                now = group.get(key)
-                if isinstance(now, torch.Tensor):  # a capturable optimizer's lr has to stay the tensor it is
-                    now.fill_(value)
+                if isinstance(group.get(key), torch.Tensor):  # a capturable optimizer's lr has to stay the tensor it is
+                    group[key].copy_(value)
                 else:
-                    group[key] = tuple(value) if isinstance(now, tuple) else value
+                    group[key] = value
         for param, state in self._state.items():
             self._optimizer.state[param] = state
         for param in [p for p in self._optimizer.state if isinstance(p, torch.Tensor) and p not in self._state]:
@@ -376,16 +401,71 @@ def _by_param(
     return found
 
 
-def _match_groups(members: list[list[TrainedParam]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The saved hyper-parameters for each of the optimizer's groups."""
-    here = [sorted(fqn for member in group for fqn in member.shapes) for group in members]
-    unnamed = next((group.get("params") for group in saved if not _are_names(group.get("params"))), ...)
+def check_saved(groups: Any, scalars: Any) -> None:
+    """Raise unless what a checkpoint has of an optimizer, beside tensors, is of the kinds that it has to be.
+
+    Raises:
+        CheckpointMismatchError: it is not.
+    """
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise CheckpointMismatchError(f"its optimizer's param_groups are {groups!r:.40}, no list of groups")
+    unnamed = next((group.get("params") for group in groups if not _are_names(group.get("params"))), ...)
     if unnamed is not ...:
         raise CheckpointMismatchError(
             f"its optimizer's parameters are {'not listed' if unnamed is None else f'listed as {unnamed!r:.40}'}, not "
             "by their names, as in optimizer.state_dict(): load it with optimizer=None, and save the optimizer by "
             "hpcfsdp.checkpoint.save, or as torch's get_state_dict gives it"
         )
+    if not isinstance(scalars, dict):
+        raise CheckpointMismatchError(f"its optimizer's scalars are {scalars!r:.40}, no values by names")
+    for name, value in scalars.items():
+        if "/" not in name or not isinstance(value, (bool, int, float)):
+            raise CheckpointMismatchError(
+                f"its optimizer's state {name!r:.80} is {value!r:.40}, no number of a parameter"
+            )
+
+
+def _fitted(optimizer: torch.optim.Optimizer, number: int, key: str, value: Any) -> Any:
+    """A saved hyper-parameter as a group of this optimizer is to have it: of the kind that it has there now.
+
+    Raises:
+        CheckpointMismatchError: it cannot be.
+    """
+    group = optimizer.param_groups[number]
+    if key not in group:
+        return value
+    now, fits = group[key], True
+    if isinstance(now, torch.Tensor):
+        try:
+            return torch.tensor(value, dtype=now.dtype).expand(now.shape)
+        except (RuntimeError, TypeError, ValueError):
+            fits = False
+    elif isinstance(now, tuple):
+        fits = isinstance(value, (list, tuple)) and len(value) == len(now) and all(map(_are_alike, now, value))
+        value = tuple(value) if fits else value
+    elif value is None or now is None:  # as foreach=None, which lets torch choose
+        fits = value is now or now is None or isinstance(now, bool) or optimizer.defaults.get(key, now) is None
+    else:
+        fits = _are_alike(now, value)
+    if not fits:
+        raise CheckpointMismatchError(
+            f"its optimizer's group {number} has {key}={value!r:.60}, the optimizer here {now!r:.60}: it is of another "
+            "kind of optimizer, or damaged; load it with optimizer=None"
+        )
+    return value
+
+
+def _are_alike(now: Any, value: Any) -> bool:
+    """Whether a value may stand where another one is: both are numbers, or of the same type; None is anything."""
+    if now is None:
+        return True
+    number = (bool, int, float)
+    return isinstance(value, number) if isinstance(now, number) else type(value) is type(now)
+
+
+def _match_groups(members: list[list[TrainedParam]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The saved hyper-parameters for each of the optimizer's groups."""
+    here = [sorted(fqn for member in group for fqn in member.shapes) for group in members]
     there = [sorted(group["params"]) for group in saved]
     if here != there:
         names_here, names_there = {n for g in here for n in g}, {n for g in there for n in g}

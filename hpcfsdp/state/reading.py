@@ -19,18 +19,18 @@ from torch.nn.parameter import is_lazy
 from hpcfsdp import _compat
 from hpcfsdp.api import unshard
 from hpcfsdp.api.groups import Groups
-from hpcfsdp.api.state_dicts import load_when_known
+from hpcfsdp.api.state_dicts import OWN_HOOKS
 from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.state.first import FROM_FIRST
-from hpcfsdp.state.model import clean_fqn
 from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.registries import Incoming, New, Place, Registries
 from hpcfsdp.state.save import flat_numel, flat_params_shown, orig_params_shown, put_back
 from hpcfsdp.state.settings import kind_of
 from hpcfsdp.state.sources import check_source, digest_of, facts_of, is_extra_state, source_of
 from hpcfsdp.state.stand_in import StandIn, shown_for
+from hpcfsdp.state.wrappers import clean_fqn
 
 Hook = tuple[nn.Module, Callable[..., Any]]
 """What a module has registered to be called when it has been loaded."""
@@ -254,20 +254,21 @@ class Reading:
         hooks_inside: list[Hook] = [] if is_unit else hooks
         wrapped = next((n for n, child in module._modules.items() if child is not None and not clean_fqn(n)), None)
         if wrapped is not None:
-            given = {f"{prefix}{wrapped}.{key[len(prefix) :]}": value for key, value in given.items()}
+            own = _own_keys(module, prefix)
+            given = {key if key in own else f"{prefix}{wrapped}.{key[len(prefix) :]}": given[key] for key in given}
         self._load_own(module, given, prefix)
         for name, child in module._modules.items():
             if child is None:
                 continue
             if name == wrapped:
-                inside = {clean(key, prefix): value for key, value in given.items()}
+                inside = {clean(key, prefix): value for key, value in given.items() if key not in own}
                 self._visit(child, inside, prefix, hooks_inside)
             else:
                 begin = f"{prefix}{name}."
                 inside = {key: value for key, value in given.items() if key.startswith(begin)}
                 self._visit(child, inside, begin, hooks_inside)
-        own = self.hooks_at_rest if is_unit else hooks
-        own += [(module, hook) for hook in module._load_state_dict_post_hooks.values() if hook is not load_when_known]
+        its_hooks = self.hooks_at_rest if is_unit else hooks
+        its_hooks += [(module, hook) for hook in module._load_state_dict_post_hooks.values() if hook not in OWN_HOOKS]
         if is_unit:
             self.hooks.setdefault(module, []).extend(hooks_inside)
 
@@ -275,9 +276,6 @@ class Reading:
         """Have a module read its own part of what is given, and note what it has put in place of what was shown."""
         metadata = {**self._metadata.get(prefix[:-1], {}), "assign_to_params_buffers": True}
         arguments = (given, prefix, metadata, True, self.missing, self.unexpected, self.errors)
-        if isinstance(module, FullyShardedDataParallel):  # whose own way is to read with all that is inside
-            nn.Module._load_from_state_dict(module, *arguments)
-            return
         before, num_errors = {**module._parameters, **module._buffers}, len(self.errors)
         lent = _Lent(module, given, prefix)
         assert self._registries is not None
@@ -285,7 +283,10 @@ class Reading:
             stack.enter_context(self._state_kept(module, f"{prefix}_extra_state" in given, prefix))
             stack.enter_context(self._registries.watched(module))
             stack.enter_context(_told_what_has_no_values(module, prefix))
-            module._load_from_state_dict(*arguments)
+            if isinstance(module, FullyShardedDataParallel):  # whose own way is to read with all that is inside
+                nn.Module._load_from_state_dict(module, *arguments)
+            else:
+                module._load_from_state_dict(*arguments)
         for name, was in before.items():
             shown = self._shown.get((module, name))
             now = module._parameters.get(name, module._buffers.get(name))
@@ -455,6 +456,13 @@ def _told_what_has_no_values(module: nn.Module, prefix: str) -> Iterator[None]:
 def clean(key: str, prefix: str) -> str:
     """A name without those of wrappers after `prefix`."""
     return prefix + clean_fqn(key[len(prefix) :])
+
+
+def _own_keys(wrapper: nn.Module, prefix: str) -> set[str]:
+    """The names of what a wrapper holds itself, beside the module inside of it."""
+    own = {prefix + name for name, _ in _persistent(wrapper)}
+    has_state = getattr(type(wrapper), "set_extra_state", None) is not nn.Module.set_extra_state
+    return own | {f"{prefix}_extra_state"} if has_state else own
 
 
 def _persistent(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

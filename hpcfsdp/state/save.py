@@ -16,17 +16,18 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.api import unshard
 from hpcfsdp.api.groups import Groups
+from hpcfsdp.api.guard import showing_state
 from hpcfsdp.api.precision import modules_outside
 from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.state.model import clean_fqn
 from hpcfsdp.state.ranks import Grid, ranks_of_replica
 from hpcfsdp.state.settings import kind_of, settings_of
 from hpcfsdp.state.stand_in import StandIn, shown_for
 from hpcfsdp.state.transfer import Form, Parts, collect, keeping_scratch
+from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.tensor.runs import Box
 from hpcfsdp.tensor.sharded import create_sharded_tensor
 from hpcfsdp.tensor.whole import whole_of
@@ -37,9 +38,9 @@ class _Call:
     """One call of ``state_dict``, which units inside of the one that is called have their turns in.
 
     Attributes:
-        keep_vars: what is not sharded is shown itself, and not a copy.
+        keep_vars: as of ``nn.Module.state_dict``.
         values: by unit, what is shown of each of its parameters; of its flat ones under ``LOCAL_STATE_DICT``.
-        copies: of buffers and ignored parameters.
+        copies: of buffers and ignored parameters that are not shown where and as they are.
         gathered: those of them that are DTensors, whole; units that give sharded tensors show them as they are.
     """
 
@@ -63,15 +64,15 @@ class _Call:
             dtensor=getattr(config, "_use_dtensor", False),
         )
 
-    def copied(self, unit: FullyShardedDataParallel, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def shown(self, unit: FullyShardedDataParallel, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What a unit shows of a tensor that it does not shard."""
         if self.kind_of(unit) is StateDictType.FULL_STATE_DICT:
             tensor = self.gathered.get(tensor, tensor)
         device = torch.device("cpu") if self.settings.state_dict_config.offload_to_cpu else tensor.device
-        if self.keep_vars and (tensor.dtype, tensor.device) == (dtype, device):
+        if (tensor.dtype, tensor.device) == (dtype, device):
             return tensor
         if (tensor, dtype) not in self.copies:
-            self.copies[tensor, dtype] = tensor.detach().to(device, dtype, copy=True)
+            self.copies[tensor, dtype] = tensor.detach().to(device, dtype)
         return self.copies[tensor, dtype]
 
 
@@ -127,6 +128,7 @@ def _save(unit: FullyShardedDataParallel, call: _Call, destination: dict[str, An
     """Have the modules of a unit save what they are shown. Not collective."""
     found = _Found(call)
     with _shown(unit, call):
+        nn.Module._save_to_state_dict(unit, found, prefix, call.keep_vars)  # what is registered on the unit itself
         unit.module.state_dict(destination=found, prefix=prefix, keep_vars=call.keep_vars)
     if isinstance(destination, _Found) or call.form_of(unit).is_shown_by(unit._groups):
         _merge(found, destination, prefix)
@@ -257,7 +259,8 @@ def orig_params_shown(unit: FullyShardedDataParallel, values: Mapping[nn.Paramet
             for name in (*names, *(name for name in module._parameters if name not in names)):
                 if name in module._parameters:
                     module._parameters[name] = module._parameters.pop(name)
-        yield
+        with showing_state(unit):
+            yield
     finally:
         for (module, name), param in places:
             put_back(module, name, param, values[param])
@@ -290,7 +293,8 @@ def flat_params_shown(unit: FullyShardedDataParallel, values: Mapping[FlatParam,
                 module._parameters.pop(name, None)
         for index, flat in enumerate(unit._unit.flats):
             owner._parameters[unshard.flat_param_name(index)] = values[flat]
-        yield
+        with showing_state(unit):
+            yield
     finally:
         for module, params in before.items():
             module._parameters.clear()
@@ -299,10 +303,10 @@ def flat_params_shown(unit: FullyShardedDataParallel, values: Mapping[FlatParam,
 
 @contextlib.contextmanager
 def _plain_shown(unit: FullyShardedDataParallel, call: _Call) -> Iterator[None]:
-    """A context in which the modules of a unit have copies of buffers, and of parameters that it does not own."""
+    """A context in which the modules of a unit have buffers, and parameters that it does not own, as they are shown."""
     shown: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
     if call.form_of(unit).is_shown_by(unit._groups):
-        shown = [(*place, tensor, call.copied(unit, tensor, dtype)) for *place, tensor, dtype in _plain(unit)]
+        shown = [(*place, tensor, call.shown(unit, tensor, dtype)) for *place, tensor, dtype in _plain(unit)]
     try:
         for registry, name, _, stand in shown:
             registry[name] = stand
@@ -318,7 +322,7 @@ def _plain(unit: FullyShardedDataParallel) -> Iterator[tuple[dict[str, Any], str
     the dtype in which it is saved."""
     sharded = {place for entry in unit._own.entries for place in entry.places}
     sharded |= {(unit._flat_owner, unshard.flat_param_name(index)) for index in range(len(unit._unit.flats))}
-    for module in dict.fromkeys(modules_outside(unit.module, stop_at=FullyShardedDataParallel)):
+    for module in dict.fromkeys((unit, *modules_outside(unit.module, stop_at=FullyShardedDataParallel))):
         for name, param in module._parameters.items():
             if param is not None and (module, name) not in sharded:
                 yield module._parameters, name, param, param.dtype

@@ -48,7 +48,8 @@ def make_settings(
     """Settings of a kind, with torch's defaults for configurations that are not given.
 
     Raises:
-        TypeError: `kind` is no ``StateDictType``, or a configuration is one of another kind.
+        TypeError: `kind` is no ``StateDictType``.
+        StateDictError: a configuration is one of another kind.
     """
     if not isinstance(kind, StateDictType):
         raise TypeError(f"state_dict_type must be a StateDictType, not {kind!r}")
@@ -56,7 +57,7 @@ def make_settings(
         ("state_dict_config", "optim_state_dict_config"), (config, optim_config), _CONFIGS[kind], strict=True
     ):
         if given is not None and type(given) is not expected:
-            raise TypeError(f"{name} for {kind.name} must be a {expected.__name__}, not a {type(given).__name__}")
+            raise StateDictError(f"{name} for {kind.name} must be a {expected.__name__}, not a {type(given).__name__}")
     model_kind, optim_kind = _CONFIGS[kind]
     return StateDictSettings(kind, config or model_kind(), optim_config or optim_kind())
 
@@ -74,7 +75,7 @@ def set_kind(
 
     Raises:
         TypeError: see ``make_settings``.
-        StateDictError: there is no unit.
+        StateDictError: likewise, or there is no unit.
     """
     settings = make_settings(kind, config, optim_config)
     before = []

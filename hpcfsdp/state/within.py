@@ -8,10 +8,15 @@ from typing import Any
 from torch import nn
 
 from hpcfsdp._compat import IncompatibleKeys
+from hpcfsdp.api import unshard
+from hpcfsdp.api.state_dicts import WAITING, load_waiting
 from hpcfsdp.api.wrapper import WRAPPED, FullyShardedDataParallel
-from hpcfsdp.state.load import agree, commit, finish
-from hpcfsdp.state.model import clean_fqn
+from hpcfsdp.comm import raise_together
+from hpcfsdp.errors import StateDictError
+from hpcfsdp.state.load import Agreed, agree, commit, finish, refuse_assign
+from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.reading import Reading
+from hpcfsdp.state.wrappers import clean_fqn
 
 
 class Asking(nn.Module):
@@ -44,6 +49,7 @@ class LoadWithin:
         state_dict: in which names begin with `prefix`.
         metadata: of the unit itself.
         missing, unexpected: added to, as by any module that loads its part.
+        errors: what other modules refuse, when torch has been through all of them.
     """
 
     def __init__(
@@ -54,8 +60,11 @@ class LoadWithin:
         metadata: dict[str, Any],
         missing: list[str],
         unexpected: list[str],
+        errors: list[str],
     ) -> None:
-        self._unit, self._prefix, self._keys = unit, prefix, IncompatibleKeys(missing, unexpected)
+        self.module, self._prefix, self._keys = unit, prefix, IncompatibleKeys(missing, unexpected)
+        self._reading, self._errors = Reading(unit), errors
+        self._problem: Exception | None = None
         self._values = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         self._metadata: dict[str, Any] = {prefix[:-1]: metadata} if metadata else {}
         asking = Asking(self._metadata)
@@ -68,25 +77,106 @@ class LoadWithin:
             asking.add(key[len(prefix) :].rpartition(".")[0])
         self._modules, unit.__dict__["_modules"] = unit.__dict__["_modules"], asking._modules
 
-    def load(self) -> None:
-        """Collective over the ranks of the unit. Load it, and the units inside, or change nothing on any rank.
+    def read(self) -> None:
+        """Not collective. Find what goes where, now that torch has been through all that is inside of the unit.
 
         The module around it knows whether names may be missing, and raises when it has been through all of its
         children: what is missing does not keep this unit from loading the rest, and anything else that is wrong does.
+        """
+        self.module.__dict__["_modules"] = self._modules
+        try:
+            unshard.check_at_rest(self.module, "load_state_dict")
+            if self._metadata.get(self._prefix[:-1], {}).get("assign_to_params_buffers"):
+                refuse_assign()
+            self._reading.read(self._values, self._prefix, self._metadata, within=True)
+            self._reading.check(names=False)
+        except Exception as error:  # the other ranks are to hear of it
+            self._problem = error
+        self._keys.missing_keys.extend(self._reading.missing)
+        self._keys.unexpected_keys.extend(self._reading.unexpected)
+
+    def agree(self) -> Agreed:
+        """Collective over the ranks of the unit. Compare what ranks are about to load.
 
         Raises:
             EngineError: a unit is at work, or summoned.
-            StateDictError: on every rank, if the values do not fit on one of them, or differ.
+            StateDictError: on every rank, if the values do not fit on one of them, or differ, or if other modules have
+                refused theirs.
         """
-        self._unit.__dict__["_modules"] = self._modules
-        reading = Reading(self._unit)
 
-        def read() -> None:
-            reading.read(self._values, self._prefix, self._metadata, within=True)
-            reading.check(names=False)
+        def found() -> None:
+            if self._problem is not None:
+                raise self._problem
+            if self._errors:  # torch will raise
+                raise StateDictError("\n\t".join(["Error(s) in loading state_dict:", *self._errors]))
 
-        agreed = agree(reading, read)
-        self._keys.missing_keys.extend(reading.missing)
-        self._keys.unexpected_keys.extend(reading.unexpected)
-        commit(reading, None)
-        finish(reading, agreed, self._keys)
+        return agree(self._reading, found)
+
+    def refuse(self, problem: Exception | None) -> None:
+        """Collective over the ranks of the unit. Raise on all of them if another unit is not loaded on one of them."""
+        with raise_together(ranks_of_model(self.module)):
+            if problem is not None:
+                raise problem
+
+    def commit(self) -> None:
+        """Collective over the ranks of the unit. Load it, and the units inside."""
+        commit(self._reading, None)
+
+    def finish(self, agreed: Agreed) -> None:
+        """Collective over the ranks of the unit. Give modules their extra states, and call hooks."""
+        finish(self._reading, agreed, self._keys)
+
+
+class _Waiting:
+    """The units that one call of ``load_state_dict`` has come to: they are loaded when it has been through all.
+
+    Args:
+        call: an object that all modules are handed by this call alone.
+    """
+
+    def __init__(self, call: object) -> None:
+        self.call = call
+        self.units: list[LoadWithin] = []
+
+    def load(self) -> None:
+        """Collective over the ranks of the units. Load all of them, or change nothing in any of them."""
+        problem: Exception | None = None
+        agreed: list[Agreed] = []
+        for unit in self.units:
+            try:
+                agreed.append(unit.agree())
+            except Exception as error:  # units may lie on other ranks, which are at the next one
+                problem = problem or error
+        for unit in self.units:
+            try:
+                unit.refuse(problem)
+            except Exception as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+        for unit in self.units:
+            unit.commit()
+        for unit, each in zip(self.units, agreed, strict=True):
+            unit.finish(each)
+
+
+def load_later(unit: LoadWithin, root: nn.Module | None, call: object) -> None:
+    """Have a unit that has been read be loaded with all others at the end of a call; at once if there are no others.
+
+    Args:
+        root: whose ``load_state_dict`` was called, if it is known.
+        call: see ``_Waiting``.
+    """
+    if root is unit.module:
+        root = None
+    waiting = None if root is None else root.__dict__.get(WAITING)
+    if waiting is None or waiting.call is not call:  # what an earlier call has left, as it failed, is none of ours
+        waiting = _Waiting(call)
+    waiting.units.append(unit)
+    if root is None:
+        waiting.load()
+        return
+    root.__dict__[WAITING] = waiting
+    if load_waiting not in root._load_state_dict_post_hooks.values():
+        handle = root.register_load_state_dict_post_hook(load_waiting)
+        root._load_state_dict_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]

@@ -1,12 +1,15 @@
 """State dicts of sharded models: what torch's FSDP1 gives, in every kind, and back into any model that it fits."""
 
 import copy
+import io
 import logging
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING
 from torch.distributed.fsdp import (
     CPUOffload,
     FullStateDictConfig,
@@ -14,9 +17,17 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardedStateDictConfig,
 )
+from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
 
-from hpcfsdp._compat import ShardedTensor
+from hpcfsdp._compat import (
+    ChunkShardingSpec,
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+)
 from hpcfsdp.errors import HpcfsdpError, StateDictError
 from hpcfsdp.state import save, settings
 from hpcfsdp.tensor.sharded import local_blocks
@@ -160,12 +171,12 @@ def test_whole_tensors_are_those_of_the_plain_model(engines, carrier, strategy, 
 def test_what_is_saved_stays_as_it_was(engines, carrier, strategy, original):
     """Ranks that share memory read each other's shards: neither may write before all have read, nor after."""
     engine = parity.under_test(engines, carrier)
-    model = engine.shard(build(parity.Normed), strategy=strategy, use_orig_params=original)
+    model = engine.shard(build(parity.Nested), strategy=strategy, use_orig_params=original)
     states = {kind: saved(engine, model, kind) for kind in (FULL, SHARDED)}
     before = copy.deepcopy(states[FULL])
     train_a_little(engine, model)
     same(states[FULL], before)
-    other = engine.shard(build(parity.Normed, seed=1), strategy=strategy, use_orig_params=original)
+    other = engine.shard(build(parity.Nested, seed=1), strategy=strategy, use_orig_params=original)
     loaded(engine, other, states[SHARDED])
     same(saved(engine, other), before)
 
@@ -346,6 +357,47 @@ def test_a_local_state_dict_is_the_memory_of_the_ranks(engine, original):
     state = saved(engine, model, LOCAL)
     for _, block in local_blocks(state["_flat_param"]):
         assert block.data_ptr() == model._unit.flats[0].parameter.data_ptr()
+
+
+TORCHS_OWN = [
+    *(Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties, ChunkShardingSpec),
+    *(MEM_FORMAT_ENCODING, ShardedTensor.ProcessGroupState, _remote_device, getattr),
+]
+"""What the pickle of a LOCAL_STATE_DICT of torch's FSDP1 needs."""
+
+
+@ORIGINAL
+@pytest.mark.parametrize("kind", [LOCAL, SHARDED], ids=["local", "sharded"])
+def test_pickles_of_shards_are_loaded_with_weights_only(engine, original, kind):
+    model, other = (engine.shard(build(parity.Uneven, seed=seed), use_orig_params=original) for seed in (0, 1))
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of what it has deprecated
+        torch.save(saved(engine, model, kind), file)
+        file.seek(0)
+        with torch.serialization.safe_globals(TORCHS_OWN):
+            state = torch.load(file, weights_only=True)
+    loaded(engine, other, state, kind)
+    same(saved(engine, other), saved(engine, model))
+
+
+@ORIGINAL
+@KINDS
+def test_what_is_not_sharded_is_shown_as_it_is(engines, world, kind, original):
+    """As torch shows it: buffers, and parameters that are ignored, are the module's own memory in any kind."""
+    if world.size == 1:
+        pytest.skip("torch makes NO_SHARD of FULL_SHARD on one rank, and copies nothing")
+    found = {}
+    for name in ("torch", "hpcfsdp"):
+        plain = build(parity.Normed)
+        model = engines[name].shard(plain, use_orig_params=original, ignored_modules=[plain.last])
+        own = {tensor.data_ptr() for tensor in (*model.buffers(), *plain.last.parameters())}
+        state = saved(engines[name], model, kind)
+        whole = {key: value for key, value in state.items() if not isinstance(value, ShardedTensor)}
+        found[name] = {key for key, value in whole.items() if value.data_ptr() in own}
+        assert not any(value.requires_grad for value in whole.values())
+    assert found["hpcfsdp"] == found["torch"]
+    assert {"last.weight", "last.bias"} < found["hpcfsdp"]
 
 
 # Memory

@@ -113,6 +113,7 @@ class RankState:
         names: of all sharded parameters, in the order of the model, which ranks have in common; None for those that are
             in `states` or `empty`.
         with_shapes: whether tensors must have the same shape on all ranks; those of shards need not.
+        order: how this rank's optimizer orders what ranks may order differently.
     """
 
     groups: Groups
@@ -121,6 +122,7 @@ class RankState:
     unsharded: dict[str, StateInfo] = field(default_factory=dict)
     names: Sequence[str] | None = None
     with_shapes: bool = False
+    order: Sequence[Any] = ()
 
     def packed(self) -> PackedState:
         """It in the form in which it is sent. Whatever a user's own values raise in the process, they raise here."""
@@ -146,12 +148,14 @@ class RankState:
                 "names": digest(names),
                 "states": digest((list(places), codes.tobytes())),
                 "unsharded": digest(kinds),
+                "order": digest(self.order),
             },
             texts={
                 "groups": pickle.dumps(self.groups),
                 "names": pickle.dumps(names),
                 "states": pickle.dumps(([*zip(places, map(pickle.dumps, infos), strict=True)], codes)),
                 "unsharded": pickle.dumps(self.unsharded),
+                "order": b"",  # enough that it differs
             },
             with_shapes=self.with_shapes,
         )
@@ -205,6 +209,11 @@ class GatheredState:
     def unsharded(self) -> list[dict[str, StateInfo]]:
         """By rank, likewise."""
         return self._by_rank("unsharded")
+
+    @property
+    def has_one_order(self) -> bool:
+        """Whether the optimizers of all ranks have the same order."""
+        return "order" not in self._received[0]
 
     @cached_property
     def states(self) -> tuple[list[str], list[StateInfo], np.ndarray]:

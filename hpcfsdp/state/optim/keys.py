@@ -18,7 +18,8 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import StateDictError, nearest
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.state.model import clean_fqn, named_flat_params
+from hpcfsdp.state.model import named_flat_params
+from hpcfsdp.state.wrappers import clean_fqn
 
 ParamKey = int | str
 """How an optimizer's state dict calls a parameter: its number in ``param_groups``, or its name."""

@@ -15,7 +15,6 @@ from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, assert_same, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.observe.profile import Phase, SimpleProfiler, profile
-from hpcfsdp.state.model import clean_fqn
 from hpcfsdp.state.optim.compare import (
     RankState,
     StateInfo,
@@ -54,6 +53,7 @@ from hpcfsdp.state.optim.values import deep_copy, tellable
 from hpcfsdp.state.ranks import Grid, ranks_of_model
 from hpcfsdp.state.settings import optim_settings_of
 from hpcfsdp.state.transfer import OnFirst, check_blocks
+from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.tensor.sharded import check_readable, local_blocks, properties_of
 from hpcfsdp.tensor.whole import fill_block, whole_of
 

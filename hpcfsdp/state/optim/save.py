@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from collections.abc import Collection, Mapping
@@ -17,7 +18,6 @@ from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.comm import assert_same, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.observe.profile import Phase, SimpleProfiler, profile
-from hpcfsdp.state.model import clean_fqn
 from hpcfsdp.state.optim.compare import (
     RankState,
     StateInfo,
@@ -50,6 +50,7 @@ from hpcfsdp.state.optim.values import Untold, check_nested, deep_copy, tellable
 from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.settings import optim_settings_of
 from hpcfsdp.state.transfer import Form, keeping_scratch
+from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.tensor.sharded import check_readable
 from hpcfsdp.tensor.whole import whole_of
 
@@ -159,7 +160,18 @@ class _Own:
         states, unsharded = (
             {name: StateInfo.of(state) for name, state in states.items()} for states in (self.states, self.unsharded)
         )
-        return RankState(groups, states, empty, unsharded, list(self.infos))
+        order = [([n for key in g["params"] for n in self.fqns[self.params[key]]], list(g)) for g in self.groups or ()]
+        return RankState(groups, states, empty, unsharded, list(self.infos), order=order)
+
+    def reorder_groups(self) -> None:
+        """Have groups be in an order that all ranks know: parameters as in the model, keys by their names."""
+        places = {param: place for place, param in enumerate(self.fqns)}
+
+        def reordered(group: Mapping[str, Any]) -> dict[str, Any]:
+            params = sorted(group["params"], key=lambda key: places[self.params[key]])
+            return {"params": params, **{key: group[key] for key in sorted(group, key=str) if key != "params"}}
+
+        self.groups = None if self.groups is None else [reordered(group) for group in self.groups]
 
 
 @torch.no_grad()
@@ -214,6 +226,8 @@ def optim_state_dict(
             merged = convert_all_state_info(gathered)
             own.check_is_told(merged, told.empty)
             differing = differing_unsharded(gathered)
+            if not gathered.has_one_order:
+                own.reorder_groups()
         if differing is not None and ranks.rank == 0:
             log.warning("the optimizer's state of %s is not the same, and is not sharded: each has its own", differing)
         with keeping_scratch():
@@ -232,7 +246,8 @@ def _gathered(own: _Own, merged: Mapping[str, StateInfo], form: Form, *, is_show
     if not is_shown:
         return {}
     states.update({name: copied(state, form) for name, state in own.unsharded.items()})
-    found: dict[str, Any] = {"state": {name: states[name] for name in _in_order(own) if name in states}}
+    in_order = itertools.chain.from_iterable(own.fqns.values())  # of the model, as optimizers may have others
+    found: dict[str, Any] = {"state": {name: states[name] for name in in_order if name in states}}
     for key, value in own.users.items():
         warnings.warn(
             f"optimizer state {key!r} belongs to no parameter of the model: it is copied as it is, of this rank alone",
@@ -250,11 +265,6 @@ def _made_whole(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: whole_of(value) if isinstance(value, DTensor) else value for name, value in sorted(state.items(), key=str)
     }
-
-
-def _in_order(own: _Own) -> list[str]:
-    """Names of the optimizer's parameters, in its order."""
-    return [name for param in own.params.values() for name in own.fqns[param]]
 
 
 def with_keys_of(params: Mapping[ParamKey, nn.Parameter], optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from torch import nn
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.state.model import clean_fqn, communicator_of, flat_params, model_tensors, shard_pieces
+from hpcfsdp.state.model import communicator_of, flat_params, model_tensors, shard_pieces
+from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.wrap import ModuleWrapPolicy
 
 

@@ -48,23 +48,25 @@ def test_a_new_model_gives_whole_tensors_on_every_rank(model):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("error", "arguments", "message"),
     [
-        (("full", None, None), "state_dict_type must be a StateDictType, not 'full'"),
-        ((None, None, None), "state_dict_type must be a StateDictType, not None"),
-        (([], None, None), "state_dict_type must be a StateDictType"),
+        (TypeError, ("full", None, None), "state_dict_type must be a StateDictType, not 'full'"),
+        (TypeError, (None, None, None), "state_dict_type must be a StateDictType, not None"),
+        (TypeError, ([], None, None), "state_dict_type must be a StateDictType"),
         (
+            StateDictError,
             (SHARDED, FullStateDictConfig(), None),
             "state_dict_config for SHARDED_STATE_DICT must be a ShardedStateDictConfig, not a FullStateDictConfig",
         ),
         (
+            StateDictError,
             (FULL, None, LocalOptimStateDictConfig()),
             "optim_state_dict_config for FULL_STATE_DICT must be a FullOptimStateDictConfig, not a LocalOptim",
         ),
     ],
 )
-def test_a_configuration_of_another_kind_is_refused_and_nothing_set(model, arguments, message):
-    with pytest.raises(TypeError) as caught:
+def test_a_configuration_of_another_kind_is_refused_and_nothing_set(model, error, arguments, message):
+    with pytest.raises(error) as caught:
         set_kind(model, *arguments)
     assert message in str(caught.value)
     assert settings_of(model) == default_settings()

@@ -12,8 +12,8 @@ from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.state.model import clean_fqn
 from hpcfsdp.state.optim.keys import FSDPParamInfo, get_fqn_to_fsdp_param_info
+from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.wrap import ModuleWrapPolicy
 
 NO_SHARD = ShardingStrategy.NO_SHARD

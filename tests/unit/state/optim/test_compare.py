@@ -118,10 +118,13 @@ state_values = st.dictionaries(st.sampled_from(["step", "exp_avg", "kind"]), st.
 
 
 rank_states = st.builds(
-    lambda groups, states, empty: RankState(groups, {n: StateInfo.of(state) for n, state in states.items()}, empty),
+    lambda groups, states, empty, order: RankState(
+        groups, {n: StateInfo.of(state) for n, state in states.items()}, empty, order=order
+    ),
     st.lists(st.tuples(st.lists(st.sampled_from("pqr"), max_size=2), state_values), max_size=2),
     st.dictionaries(st.sampled_from("pqr"), state_values, max_size=2),
     st.sets(st.sampled_from("pqr"), max_size=2),
+    st.lists(st.tuples(st.permutations("pq"), st.just(["lr"])), max_size=2),
 )
 
 
@@ -142,6 +145,7 @@ def description(rank_state):
         "names": names,
         "states": (len(names), {places[name]: info.kinds(with_shapes=False) for name, info in told.items()}),
         "unsharded": {},
+        "order": rank_state.order,
     }
 
 
@@ -160,7 +164,7 @@ def test_equal_digests_are_of_equal_parts(one, other):
 def test_equal_states_have_equal_digests(state):
     assert digests(state) == digests(state)
     assert digests(pickle.loads(pickle.dumps(state))) == digests(state)
-    assert [len(digest) for digest in digests(state).values()] == [16] * 4
+    assert [len(digest) for digest in digests(state).values()] == [16] * 5
 
 
 def example(**changed):

@@ -1,0 +1,118 @@
+"""Modules around a model, as DistributedDataParallel is: not in the names of a checkpoint, and not in its way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel as TorchFSDP
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from hpcfsdp.api.wrapper import WRAPPED
+from hpcfsdp.errors import CheckpointError
+
+CHILD = "module"
+"""What wrappers that forward everything to one model call it."""
+
+NUM_AVERAGED = "n_averaged"
+"""The buffer of an AveragedModel that counts: no part of the model that it averages."""
+
+_KNOWN = (DistributedDataParallel, nn.DataParallel, AveragedModel)
+
+# Names that wrappers put into a module's path; a state dict knows the module without them.
+_PARTS = {WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"}
+
+_FLAT_PARAM = "_flat_param"
+"""How the names of parameters begin that hold those of a whole unit; they stand in the module that is wrapped."""
+
+
+def clean_fqn(name: str) -> str:
+    """A module path or parameter name without the parts that only wrappers add, whatever the modules are."""
+    return ".".join(part for part in name.split(".") if part not in _PARTS)
+
+
+@dataclass(frozen=True)
+class CleanNames:
+    """The names of a model's parameters and modules without those of the wrappers around it.
+
+    A wrapper is a DistributedDataParallel, DataParallel or AveragedModel, wherever it stands; and, from the outermost
+    module on inwards, each module that has one child, called ``module``, and nothing else.
+
+    Attributes:
+        wrappers: their paths, without the parts that ``clean_fqn`` takes out.
+    """
+
+    wrappers: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, model: nn.Module) -> CleanNames:
+        """Those of a model; not collective."""
+        found = {path for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, _KNOWN)}
+        return cls(frozenset(clean_fqn(path) for path in found.union(_outermost(model))))
+
+    def __call__(self, path: str, name: str) -> str:
+        """The name in the model of what is called `name` in the module at `path`."""
+        clean = clean_fqn(f"{path}.{name}" if path else name)
+        if not self.wrappers:
+            return clean
+        kept, before = [], ""
+        for part in clean.split("."):
+            if part != CHILD or before not in self.wrappers:
+                kept.append(part)
+            before = f"{before}.{part}" if before else part
+        return ".".join(kept)
+
+
+def _outermost(model: nn.Module) -> Iterator[str]:
+    """The paths of wrappers of any class that stand one in the other, from the model itself on."""
+    path, module = "", model
+    while len(module._modules) == 1:
+        [(name, child)] = module._modules.items()
+        is_empty = not module._buffers and all(param.startswith(_FLAT_PARAM) for param in module._parameters)
+        if child is None or (clean_fqn(name) and not (name == CHILD and (is_empty or isinstance(module, _KNOWN)))):
+            return
+        if name == CHILD:
+            yield path
+        path, module = f"{path}.{name}" if path else name, child
+
+
+def settle(model: nn.Module) -> None:
+    """Not collective. Have modules of torch's ``fully_shard`` show what they hold between steps: their shards.
+
+    Raises:
+        CheckpointError: torch's FullyShardedDataParallel holds parts of the model, of which its names do not tell.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, TorchFSDP):
+            raise CheckpointError(
+                f"{path or 'the model'} is torch's FullyShardedDataParallel, whose parameters are shards of what only "
+                "torch knows: wrap the model in hpcfsdp.FullyShardedDataParallel or with fully_shard, or save what "
+                "torch.distributed.checkpoint.state_dict.get_state_dict gives by torch.distributed.checkpoint.save, "
+                "with an hpcfsdp.checkpoint.HDF5Writer"
+            )
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward without a backward the outermost one is whole
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """The process group that a model was given which hpcfsdp has not sharded; None for that of all ranks.
+
+    Raises:
+        CheckpointError: its parts were given different groups.
+    """
+    groups = {module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)}
+    meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
+    groups |= {mesh.get_group() for mesh in meshes if mesh.ndim == 1 and mesh.get_coordinate()}
+    ranks = {tuple(dist.get_process_group_ranks(group)) for group in groups}
+    if len(ranks) > 1:
+        one, other = sorted(ranks)[:2]
+        raise CheckpointError(
+            f"one part of the model is on the ranks {list(one)}, another one on {list(other)}: save and load them apart"
+        )
+    if not groups or len(*ranks) == dist.get_world_size():
+        return None
+    return min(groups, key=lambda group: group.group_name)
