@@ -11,6 +11,7 @@ _PUBLIC = {
     "HDF5Reader": "hpcfsdp.checkpoint.dcp.reader",
     "HDF5Writer": "hpcfsdp.checkpoint.dcp.writer",
     "checkpoint_files": "hpcfsdp.checkpoint.catalog",
+    "export_peft": "hpcfsdp.checkpoint.convert.peft",
     "latest": "hpcfsdp.checkpoint.catalog",
     "load": "hpcfsdp.checkpoint.loader",
     "open": "hpcfsdp.checkpoint.lazy",

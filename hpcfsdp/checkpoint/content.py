@@ -14,17 +14,22 @@ from torch import nn
 
 from hpcfsdp._version import __version__
 from hpcfsdp.checkpoint import extra as extras, rng
+from hpcfsdp.checkpoint.calls import compare, compare_leaves
 from hpcfsdp.checkpoint.draft import BytesOf
+from hpcfsdp.checkpoint.extra import leaves_of
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.skeleton import Skeleton, build_skeleton
+from hpcfsdp.checkpoint.match import check_patterns, chosen_of
 from hpcfsdp.checkpoint.plan import SavePlan, plan_save
 from hpcfsdp.checkpoint.values import plain
-from hpcfsdp.comm import Communicator, assert_same, raise_together
+from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.state.model import device_of, model_tensors, stateful_modules
 from hpcfsdp.state.optim.compare import StateInfo
 from hpcfsdp.state.optimizer import optimizer_state, state_elsewhere
+from hpcfsdp.state.sources import digest_of
 from hpcfsdp.state.tensors import LocalPiece, StateTensor
+from hpcfsdp.state.wrappers import settle
 
 Metrics = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 """Numbers that training has noted, by name: the steps, and as many values."""
@@ -117,52 +122,100 @@ def _curve(name: str, curve: tuple[Sequence[int], Sequence[float]]) -> dict[str,
         raise CheckpointError(f"metrics[{name!r}] must be steps and as many values: {error}") from None
 
 
-def collect(
-    comm: Communicator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    step: int,
-    extra: Mapping[str, Any] | None,
-    config: Mapping[str, Any] | None,
-    metrics: Metrics | None = None,
-) -> tuple[Content, list[StateTensor]]:
+@dataclass(frozen=True)
+class Given:
+    """What a user gives to be saved; arguments of ``save``.
+
+    Attributes:
+        names: patterns of the model's tensors that are to be saved; None for all.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    step: int = 0
+    extra: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] | None = None
+    metrics: Metrics | None = None
+    names: Sequence[str] | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """What has to be the same on all ranks, and is small.
+
+        Raises:
+            TypeError, ValueError: `step` or `names` are not what they have to be.
+        """
+        check_patterns(self.names)
+        return {
+            "step": operator.index(self.step),
+            "optimizer": "none" if self.optimizer is None else "an optimizer",
+            "names": None if self.names is None else list(self.names),
+        }
+
+
+def collect(comm: Communicator, given: Given) -> tuple[Content, list[StateTensor]]:
     """Collective over `comm`. What a checkpoint of these is to hold, and this rank's memory of the plan's tensors.
+
+    Args:
+        given: of which ranks know that ``facts`` are the same.
 
     Raises:
         CheckpointError: a value cannot be kept.
-        DisagreementError: ranks hold different models or optimizers.
+        DisagreementError: ranks hold different models or optimizers, or give different values.
     """
+    model, optimizer, leaves = given.model, given.optimizer, {}
     elsewhere = None if optimizer is None else state_elsewhere(comm, model, optimizer)
     with raise_together(comm):
-        step = operator.index(step)
-        tensors, small = _tensors_and_small(model, optimizer, elsewhere, extra, config, metrics)
+        settle(model)
+        tensors, small = _tensors_and_small(given, elsewhere)
         plan = plan_save(tensors, comm.size)
         states = rng.capture(device_of(model))
-    assert_same(comm, step, "step")
-    assert_same(comm, plan.fingerprint(), "the plan of the checkpoint (the tensors of model and optimizer)")
-    everyone = comm.all_gather_object(states)
-    small |= {f"{schema.RNG}/{kind}": np.stack([states[kind] for states in everyone]) for kind in everyone[0]}
-    return Content(plan, root_attributes(step, comm.size), small), [tensor for _, tensor in tensors]
+        leaves = _leaves(given, small) if comm.size > 1 else {}
+    digests = {part: None if found is None else digest_of(sorted(found.items())) for part, found in leaves.items()}
+    everyone = comm.all_gather_object((plan.fingerprint(), digests, states))
+    what = "the plan of the checkpoint (the tensors of model and optimizer)"
+    compare("checkpoint.save", [{what: fingerprint} for fingerprint, _, _ in everyone])
+    for part, found in leaves.items():
+        if len({parts[part] for _, parts, _ in everyone} - {None}) > 1:
+            compare_leaves(comm, "checkpoint.save", found)
+    generators = [of_rank for _, _, of_rank in everyone]
+    small |= {f"{schema.RNG}/{kind}": np.stack([of_rank[kind] for of_rank in generators]) for kind in generators[0]}
+    return Content(plan, root_attributes(given.step, comm.size), small), [tensor for _, tensor in tensors]
+
+
+def _leaves(given: Given, small: Mapping[str, np.ndarray | bytes]) -> dict[str, dict[str, str] | None]:
+    """What rank 0 writes for all ranks and has to be the same on them, by its place.
+
+    Ranks other than 0 need not give any `extra`.
+    """
+    arrays = {path.removeprefix(f"{schema.EXTRA_ARRAYS}/"): value for path, value in small.items()}
+    found: dict[str, dict[str, str] | None] = {"optimizer": {}, "extra": None}
+    if schema.PARAM_GROUPS in small:
+        groups = schema.from_json(small[schema.PARAM_GROUPS])
+        for group in groups:
+            group["params"] = f"{len(group['params'])} parameters, {digest_of(group['params'])}"
+        state = schema.from_json(small[schema.OPTIM_SCALARS])
+        found["optimizer"] = leaves_of("param_groups", groups, {}) | leaves_of("state", state, {})
+    if given.extra is not None:
+        found["extra"] = leaves_of("extra", schema.from_json(small[schema.EXTRA_VALUES]), arrays)
+    return found
 
 
 def _tensors_and_small(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    elsewhere: Mapping[str, StateInfo] | None,
-    extra: Mapping[str, Any] | None,
-    config: Mapping[str, Any] | None,
-    metrics: Metrics | None,
+    given: Given, elsewhere: Mapping[str, StateInfo] | None
 ) -> tuple[list[tuple[str, StateTensor]], dict[str, np.ndarray | bytes]]:
     """Tensors with the group each goes to, and the small datasets that are the same on all ranks."""
-    tensors = [(schema.MODEL, tensor) for tensor in model_tensors(model)]
-    groups, scalars = None, None
-    if optimizer is not None:
-        state = optimizer_state(model, optimizer, elsewhere)
+    model, found = given.model, model_tensors(given.model)
+    modules, groups, scalars = stateful_modules(model), None, None
+    state = None if given.optimizer is None else optimizer_state(model, given.optimizer, elsewhere)
+    if given.names is not None:
+        found, modules, chosen = chosen_of(found, modules, given.names)
+        state = None if state is None else state.only(chosen)
+    tensors = [(schema.MODEL, tensor) for tensor in found]
+    if state is not None:
         tensors += [(schema.OPTIM_STATE, tensor) for tensor in state.tensors]
         groups, scalars = state.groups, state.scalars
-    states = {name: module.get_extra_state() for name, module in stateful_modules(model).items()}
-    return tensors, small_values(extra, config, groups, scalars, metrics, states)
+    states = {name: module.get_extra_state() for name, module in modules.items()}
+    return tensors, small_values(given.extra, given.config, groups, scalars, given.metrics, states)
 
 
 def _plain_group(index: int, group: Mapping[str, Any]) -> dict[str, Any]:

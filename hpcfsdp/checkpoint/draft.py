@@ -97,7 +97,7 @@ class Draft:
 
         Raises:
             DraftMissingError: there is no such file, where this process looks for it.
-            OSError: as the system has it.
+            OSError: as the system has it, also when the descriptor is given back.
         """
         try:
             fd = self.files.open_to_write(self.partial)
@@ -108,11 +108,11 @@ class Draft:
             ) from error
         try:
             yield fd
-        finally:
-            # What has been forced to the disk is there, whatever is told now. An error here would be one of a single
-            # rank, while the others go on.
-            with contextlib.suppress(OSError):
+        except BaseException:
+            with contextlib.suppress(OSError):  # what went wrong first is to be told
                 self.files.close(fd)
+            raise
+        self.files.close(fd)  # some file systems tell only now of what they could not write
 
     def commit(self, skeleton: Skeleton, rows: np.ndarray, parts: np.ndarray | None = None) -> Seal:
         """Write what makes the file a checkpoint, force it to the disk, and give it its name; its seal.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.errors import CheckpointError
 
 _ARRAY_KEY = "__array__"
@@ -63,6 +65,33 @@ def join_arrays(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     if isinstance(value, list):
         return [join_arrays(entry, arrays) for entry in value]
     return value
+
+
+def leaves_of(name: str, value: Any, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """What is in a value that ``split_arrays`` gave, in short texts, by its place, as "extra['data'][0]". Pure.
+
+    Args:
+        name: of the value.
+        arrays: that were taken out of it.
+    """
+    found: dict[str, str] = {}
+
+    def visit(item: Any, place: str) -> None:
+        if isinstance(item, dict) and set(item) == {_ARRAY_KEY}:
+            array = arrays[item[_ARRAY_KEY]]
+            digest = schema.checksum(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+            found[place] = f"an array {list(array.shape)} of {array.dtype}, checksum {digest:016x}"
+        elif isinstance(item, dict) and item:
+            for key, entry in item.items():
+                visit(entry, f"{place}[{key!r}]")
+        elif isinstance(item, (list, tuple)) and item:
+            for index, entry in enumerate(item):
+                visit(entry, f"{place}[{index}]")
+        else:
+            found[place] = repr(item)
+
+    visit(value, name)
+    return found
 
 
 def _as_array(item: Any, place: str) -> np.ndarray | None:

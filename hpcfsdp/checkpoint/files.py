@@ -11,6 +11,7 @@ import errno
 import functools
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,14 @@ _BUFFERS_AT_ONCE = 1024
 """What POSIX promises a vectored call to take (IOV_MAX)."""
 
 _NO_SUCH_CALL = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+_MOST_HOLES = 1 << 16
+"""That are looked for in a file. What lies behind them is taken for data."""
+
+
+def reason(error: OSError) -> str:
+    """What an error of the operating system says, without the name of the file."""
+    return error.strerror or (os.strerror(error.errno) if error.errno else str(error))
 
 
 @functools.cache
@@ -36,6 +45,19 @@ def _fallocate(fd: int, nbytes: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
+def check_regular(mode: int) -> None:
+    """Raise unless a file of this mode (``st_mode``) is a regular one.
+
+    Raises:
+        IsADirectoryError: it is a directory.
+        OSError: it is a pipe, a device or a socket.
+    """
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "is a directory, not a file")
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "is not a regular file")
+
+
 class System:
     """The calls themselves, as ``os`` has them; a test puts another object in this place."""
 
@@ -49,6 +71,7 @@ class System:
     replace = staticmethod(os.replace)
     unlink = staticmethod(os.unlink)
     fstat = staticmethod(os.fstat)
+    lseek = staticmethod(os.lseek)
 
 
 class Files:
@@ -79,8 +102,20 @@ class Files:
         return self._repeated(self._system.open, path, os.O_WRONLY | os.O_CLOEXEC)
 
     def open_to_read(self, path: Path) -> int:
-        """The descriptor of a file."""
-        return self._repeated(self._system.open, path, os.O_RDONLY | os.O_CLOEXEC)
+        """The descriptor of a regular file. Waits for nobody: to open a pipe would be to wait for one that writes.
+
+        Raises:
+            IsADirectoryError: it is a directory.
+            OSError: it is a pipe, a device or a socket; or as the system call did.
+        """
+        check_regular(os.stat(path).st_mode)  # to open a device may do something
+        fd = self._repeated(self._system.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            check_regular(self._repeated(self._system.fstat, fd).st_mode)
+        except BaseException:
+            self.close(fd)
+            raise
+        return fd
 
     def close(self, fd: int) -> None:
         """Give the descriptor back. A signal in between has closed it already (Linux)."""
@@ -90,6 +125,30 @@ class Files:
     def size(self, fd: int) -> int:
         """Bytes of the file."""
         return self._repeated(self._system.fstat, fd).st_size
+
+    def allocated(self, fd: int) -> int:
+        """Bytes of the file that are not in holes. All of them, where the file system does not say."""
+        status = self._repeated(self._system.fstat, fd)
+        if status.st_blocks * 512 >= status.st_size:
+            return status.st_size
+        found = end = 0
+        for _ in range(_MOST_HOLES):
+            begin = self.next_data(fd, end)
+            if begin is None:
+                return found
+            try:
+                end = self._repeated(self._system.lseek, fd, begin, os.SEEK_HOLE)
+            except OSError:
+                return status.st_size
+            found += end - begin
+        return found + status.st_size - end
+
+    def next_data(self, fd: int, begin: int) -> int | None:
+        """The first byte from `begin` on that is in no hole; None if there is none. `begin` where that is not known."""
+        try:
+            return self._repeated(self._system.lseek, fd, begin, os.SEEK_DATA)
+        except OSError as error:
+            return None if error.errno == errno.ENXIO else begin
 
     def place(self, fd: int) -> tuple[str, int, int]:
         """Which file it is, and on which running system: two processes with the same share its pages in memory."""
@@ -150,7 +209,7 @@ class Files:
     def sync_folder(self, path: Path) -> None:
         """Force the names in a folder to the disk, where the file system has such a call."""
         try:
-            fd = self.open_to_read(path)
+            fd = self._repeated(self._system.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
         except PermissionError:  # a folder may be written to and not be read
             return
         try:

@@ -7,19 +7,19 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
 
 from hpcfsdp.checkpoint import rng
+from hpcfsdp.checkpoint.calls import Facts, GivenPath, enter
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
-from hpcfsdp.checkpoint.inspect.names import hits, matching
+from hpcfsdp.checkpoint.match import FileNames, Match, check_patterns, match_model
 from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
 from hpcfsdp.checkpoint.retention import reading
 from hpcfsdp.checkpoint.shares import rows_needed, share_of
@@ -31,12 +31,12 @@ from hpcfsdp.errors import (
     CheckpointMismatchError,
     CheckpointReplacedError,
 )
+from hpcfsdp.launch.calls import public_call
 from hpcfsdp.state.materialize import materialized
 from hpcfsdp.state.model import communicator_of, device_of, model_tensors, stateful_modules
-from hpcfsdp.state.optimizer import OptimizerRestore, SavedTensor
+from hpcfsdp.state.optimizer import OptimizerRestore, SavedTensor, check_saved
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, staged_of
-
-_MODEL = f"{schema.MODEL}/"
+from hpcfsdp.state.wrappers import settle
 
 _TRIES = 5
 """How often a file may be replaced by another while it is opened."""
@@ -45,6 +45,7 @@ _Piece: TypeAlias = tuple[str, LocalPiece, torch.dtype]
 """The path in the file, and this rank's memory of a run of elements."""
 
 
+@public_call("checkpoint.load")
 def load(
     path: str | os.PathLike[str],
     *,
@@ -64,14 +65,15 @@ def load(
     ones, which follow from file and rank.
 
     Args:
-        path: of the file.
-        model: with the same parameters as the saved one; sharded, or a plain module (then every rank loads all of it).
-            What of it is on the meta device gets memory of the CPU, and stays the same object.
+        path: of the file. Ranks other than 0 may give None.
+        model: with the same parameters as the saved one; sharded, or a plain module (then every rank loads all of it),
+            in wrappers as ``DistributedDataParallel`` or not. Names in the file may be those that it has within
+            wrappers. What of it is on the meta device gets memory of the CPU, and stays the same object.
         optimizer: None leaves the optimizer's part of the file unread.
         strict: False also takes a file that lacks some of the model's tensors, which stay as they are, and one that has
             more; the result lists both. Shapes and dtypes have to be the same in any case, and so has the optimizer.
-        names: patterns of names of the model's tensors ("blocks.0.*", see ``inspect.names.matching``): the others, and
-            the random number generators, stay as they are. Not together with an optimizer.
+        names: patterns of names of the model's tensors ("blocks.0.*", see ``inspect.names.matching``): the others stay
+            as they are, and without an optimizer the random number generators too. An optimizer may step no others.
         verify: False compares no tensor with its checksums, and reads once: if the disk fails in the middle of it, a
             part of the model is loaded.
         files: what operates on the disk, for tests that have it fail.
@@ -83,23 +85,34 @@ def load(
         CheckpointError: there is no such file, it cannot be read, or a pattern matches nothing.
         CheckpointMismatchError: it belongs to another model or optimizer; names and shapes are listed.
         CheckpointCorruptError: it is damaged.
+        DifferentCallsError: a rank makes another call, as ``save``.
+        DisagreementError: ranks give different values.
     """
-    _check_arguments(names, optimizer)
     comm = communicator_of(model)
-    path = Path(os.path.expanduser(path))
+
+    def facts() -> Facts:
+        check_patterns(names)
+        # Of models that are not sharded, ranks may have different parts, and load different names of one file.
+        return {"path": GivenPath(path) if comm.rank == 0 or path is not None else None}
+
+    path = Path(enter(comm, "checkpoint.load", facts)["path"].expanded)
     with reading(path), contextlib.ExitStack() as stack, torch.no_grad():
         index, reader, peers = _opened_by_all(comm, stack, files or Files(), path, verify)
         with raise_together(comm):
-            match, targets = _match_targets(index, model, names, strict, stack)
-            restore = None if optimizer is None else _plan_optimizer(index, model, optimizer)
+            settle(model)
+            in_file, match, targets = _match_targets(index, model, names, strict, stack)
+            restore = None if optimizer is None else _plan_optimizer(in_file, model, optimizer)
+            if restore is not None and names is not None:
+                _check_steps_only(match.found, restore, index.info.path)
+            states = {name: _module_state(in_file, name) for name in match.states}
             tensors = [*targets, *(restore.tensors if restore is not None else ())]
             for staged in staged_of(tensors):
                 staged.alloc()
-            found = [(str(_path_in(index, tensor)), tensor) for tensor in targets]
+            found = [(str(in_file.path_in(tensor)), tensor) for tensor in targets]
             pieces = [item for path_in_file, tensor in found for item in _pieces(path_in_file, tensor)]
             if restore is not None:
-                _read_optimizer(reader, restore)
-            generators = None if names is not None else _generators(index, comm, device_of(model))
+                _read_optimizer(reader, in_file, restore)
+            generators = None if names is not None and optimizer is None else _generators(index, comm, device_of(model))
             needed = rows_needed(index, found, peers, comm.size)
         if verify:
             _check_rows(comm, reader, index, needed, peers)
@@ -111,22 +124,11 @@ def load(
     if restore is not None:
         restore.apply()
     for name, module in stateful_modules(model).items():
-        if name in match.states:
-            module.set_extra_state(rebuilt(*index.module_states[name]))
+        if name in states:
+            module.set_extra_state(states[name])
     if generators is not None:
         generators()
     return dataclasses.replace(index.info, missing=match.missing, unexpected=match.unexpected)
-
-
-def _check_arguments(names: Sequence[str] | None, optimizer: torch.optim.Optimizer | None) -> None:
-    if names is None:
-        return
-    if isinstance(names, str):
-        raise TypeError(f"names= is {names!r}: give a list of names or patterns")
-    if not names:
-        raise ValueError("names= is empty: give names or patterns of tensors, or None for all")
-    if optimizer is not None:
-        raise ValueError("names= loads a part of a model, which the state of an optimizer does not fit: leave one out")
 
 
 def _opened_by_all(
@@ -166,10 +168,10 @@ def _pieces(path: str, tensor: StateTensor) -> list[_Piece]:
     return [(path, piece, tensor.dtype) for piece in tensor.pieces]
 
 
-def _read_optimizer(reader: BlockReader, restore: OptimizerRestore) -> None:
+def _read_optimizer(reader: BlockReader, in_file: FileNames, restore: OptimizerRestore) -> None:
     """Read the new state of an optimizer, which is beside the old one."""
     for tensor in restore.tensors:
-        for item in _pieces(f"{schema.OPTIM_STATE}/{tensor.name}", tensor):
+        for item in _pieces(f"{schema.OPTIM_STATE}/{in_file.in_file(tensor.name)}", tensor):
             _read_piece(reader, *item)
     restore.check()
 
@@ -211,148 +213,74 @@ def _read_piece(reader: BlockReader, path: str, piece: LocalPiece, dtype: torch.
     memory.view(-1)[:0].zero_()  # autograd is told that the memory has changed
 
 
-@dataclass(frozen=True)
-class _Match:
-    """Names of tensors of the model that are in the file, that are not, and of those of the file that are not in it."""
-
-    found: frozenset[str]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    states: frozenset[str]
-    """Of modules, beside tensors: those that the file has as well."""
-
-
 def _match_targets(
     index: CheckpointIndex,
     model: nn.Module,
     names: Sequence[str] | None,
     strict: bool,
     stack: contextlib.ExitStack,
-) -> tuple[_Match, list[StateTensor]]:
-    """What of a model the file holds, and the tensors to be filled; they have memory from now on.
+) -> tuple[FileNames, Match, list[StateTensor]]:
+    """Names in the file, what of a model it holds, and the tensors to be filled; they have memory from now on.
 
     Args:
         stack: takes memory away again from what had none, if it is left by an error.
     """
     tensors = model_tensors(model)
-    match = _match_model(index, tensors, stateful_modules(model), names, strict)
+    files = FileNames(index, {name for tensor in tensors for name in (tensor.name, *tensor.aliases)})
+    match = match_model(files, tensors, stateful_modules(model), names, strict)
     if any(piece.tensor.is_meta for tensor in tensors for piece in tensor.pieces):
         stack.enter_context(materialized(model, match.found, device_of(model)))
         tensors = model_tensors(model)
-    return match, [tensor for tensor in tensors if tensor.name in match.found]
+    return files, match, [tensor for tensor in tensors if tensor.name in match.found]
 
 
-def _match_model(
-    index: CheckpointIndex,
-    targets: Sequence[StateTensor],
-    states: Collection[str],
-    names: Sequence[str] | None,
-    strict: bool,
-) -> _Match:
-    """What of a model the file holds.
-
-    Args:
-        states: names of what modules keep beside tensors.
-
-    Raises:
-        CheckpointError: a pattern matches nothing in the file.
-        CheckpointMismatchError: the file is of another model; the message lists what is missing, unexpected, different.
-    """
-    there = {path for path in (*index.tensors, *index.links) if path.startswith(_MODEL)}
-    # Files of format 0.1, and of torch.distributed.checkpoint, know nothing of such states.
-    known_states = set(index.module_states) if index.keeps_module_states else set(states)
-    states = set(states)
-    if names is not None:
-        there = there.intersection(matching(index, names))
-        if not there:
-            raise CheckpointError(f"{index.info.path}: {names} match no tensor of the model, only the optimizer's")
-        targets = [tensor for tensor in targets if any(hits(pattern, _paths(tensor)) for pattern in names)]
-        known_states, states = (
-            {name for name in found if any(hits(pattern, [_MODEL + name]) for pattern in names)}
-            for found in (known_states, states)
-        )
-    missing = {t.name: f"{t.name} {list(t.shape)}" for t in targets if _path_in(index, t) is None}
-    unexpected = {
-        path.removeprefix(_MODEL): f"{path.removeprefix(_MODEL)} {list(index.resolve(path).shape)}"
-        for path in sorted(there.difference(path for tensor in targets for path in _paths(tensor)))
-    }
-    missing |= {name: f"{name}, the state of a module" for name in sorted(states - known_states)}
-    unexpected |= {name: f"{name}, the state of a module" for name in sorted(known_states - states)}
-    lines = [line for tensor in targets for line in _differences(index, tensor)]
-    if strict:
-        lines = [f"  missing in the file: {text}" for text in missing.values()] + lines
-        lines += [f"  unexpected in the file: {text}" for text in unexpected.values()]
-    if lines:
-        shown = lines[:40] + ([f"  ... and {len(lines) - 40} more"] if len(lines) > 40 else [])
-        raise CheckpointMismatchError(f"{index.info.path}: the checkpoint is of another model\n" + "\n".join(shown))
-    return _Match(
-        frozenset(tensor.name for tensor in targets if tensor.name not in missing),
-        tuple(sorted(missing)),
-        tuple(unexpected),
-        frozenset(states & set(index.module_states)),
-    )
-
-
-def _paths(tensor: StateTensor) -> list[str]:
-    """What a tensor of the model may be called in a file."""
-    return [f"{_MODEL}{name}" for name in (tensor.name, *tensor.aliases)]
-
-
-def _path_in(index: CheckpointIndex, tensor: StateTensor) -> str | None:
-    """What a tensor of the model is called in this file."""
-    return next((path for path in _paths(tensor) if path in index.tensors or path in index.links), None)
-
-
-def _differences(index: CheckpointIndex, tensor: StateTensor) -> list[str]:
-    """What of a tensor, if the file has it, is not as in the model, in lines to be shown."""
-    path = _path_in(index, tensor)
-    if path is None:
-        return []
-    spec = index.resolve(path)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    lines = []
-    if (spec.shape, spec.dtype) != (tensor.shape, dtype):
-        lines.append(
-            f"  differing: {tensor.name} is {list(spec.shape)} {spec.dtype} in the file, "
-            f"{list(tensor.shape)} {dtype} in the model"
-        )
-    own = {further: index.links.get(further, further) for further in _paths(tensor) if further != path}
-    return lines + [
-        f"  differing: {further.removeprefix(_MODEL)} is a tensor of its own in the file, tied to {tensor.name} in the "
-        "model"
-        for further, real in own.items()
-        if real in index.tensors and not _same_elements(index, path, real)
-    ]
-
-
-def _same_elements(index: CheckpointIndex, one: str, other: str) -> bool:
-    """Whether two tensors of a file are equal bit by bit, as their checksums say.
-
-    Writers that know nothing of ties, as torch.distributed.checkpoint does, have a tensor for each name.
-    """
-    left, right = index.resolve(one), index.resolve(other)
-    fields = ["start", "numel", "count", "stride", "checksum"]
-    return left is right or (
-        (left.shape, left.dtype) == (right.shape, right.dtype)
-        and np.array_equal(index.rows_of(one)[fields], index.rows_of(other)[fields])
-    )
-
-
-def _plan_optimizer(index: CheckpointIndex, model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerRestore:
+def _plan_optimizer(in_file: FileNames, model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerRestore:
+    index = in_file.index
     if index.param_groups is None or index.scalars is None:
         raise CheckpointMismatchError(
             f"{index.info.path}: holds no optimizer; load it with optimizer=None to start a new one"
         )
     prefix = f"{schema.OPTIM_STATE}/"
     saved = {
-        path.removeprefix(prefix): SavedTensor(spec.shape, getattr(torch, spec.dtype))
+        in_file.in_model(path.removeprefix(prefix)): SavedTensor(spec.shape, getattr(torch, spec.dtype))
         for path, spec in index.tensors.items()
         if path.startswith(prefix)
     }
     try:
-        return OptimizerRestore(model, optimizer, saved, index.scalars, index.param_groups)
+        check_saved(index.param_groups, index.scalars)
+        return OptimizerRestore(model, optimizer, saved, *in_file.optimizer())
     except CheckpointMismatchError as error:
         raise CheckpointMismatchError(f"{index.info.path}: {error}") from None
+
+
+def _check_steps_only(chosen: Collection[str], restore: OptimizerRestore, path: Path) -> None:
+    """Raise if an optimizer steps what is not loaded.
+
+    Args:
+        chosen: names of the tensors that are.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    others = [name for name in restore.param_names if name not in chosen]
+    if others:
+        raise CheckpointError(
+            f"{path}: the optimizer steps {others[0]!r}, which names= leaves out: choose all that it steps, or leave "
+            "the optimizer out"
+        )
+
+
+def _module_state(in_file: FileNames, name: str) -> Any:
+    """What a module keeps beside tensors, as the file has it.
+
+    Raises:
+        CheckpointCorruptError: it cannot be made of that.
+    """
+    try:
+        return rebuilt(*in_file.index.module_states[in_file.in_file(name)])
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        path = in_file.index.info.path
+        raise CheckpointCorruptError(f"{path}: the state of a module {name!r} is not as a saver writes it") from error
 
 
 def _generators(index: CheckpointIndex, comm: Communicator, device: torch.device) -> Callable[[], None]:

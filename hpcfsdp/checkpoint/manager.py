@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,17 @@ import torch
 from torch import nn
 
 from hpcfsdp.checkpoint import catalog, retention
-from hpcfsdp.checkpoint.content import Content, Metrics, collect
+from hpcfsdp.checkpoint.calls import GivenPath, enter
+from hpcfsdp.checkpoint.content import Content, Given, Metrics, collect
 from hpcfsdp.checkpoint.draft import errors_of
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
 from hpcfsdp.checkpoint.loader import load
+from hpcfsdp.checkpoint.match import check_patterns
 from hpcfsdp.checkpoint.pending import PendingSave
 from hpcfsdp.checkpoint.staging import Ring
-from hpcfsdp.checkpoint.writer import draft_of, save, writer_called
+from hpcfsdp.checkpoint.writer import draft_of, save_given, writer_called
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import (
     CheckpointCorruptError,
@@ -33,6 +35,7 @@ from hpcfsdp.errors import (
     CheckpointReplacedError,
     UsageError,
 )
+from hpcfsdp.launch.calls import public_call
 from hpcfsdp.state.model import communicator_of
 from hpcfsdp.state.tensors import StateTensor
 from hpcfsdp.world import current_world
@@ -62,12 +65,13 @@ class CheckpointManager:
         asynchronous: bool = False,
         staging_bytes: int = STAGING_BYTES,
         writer: str = "posix",
+        names: Sequence[str] | None = None,
         files: Files | None = None,
     ) -> None:
         """Not collective, but all ranks need the same; touches no disk.
 
         Args:
-            directory: on a file system that all ranks share; made when it is needed. Rank 0's counts.
+            directory: on a file system that all ranks share; made when it is needed.
             keep_last: how many of the newest checkpoints stay when a further one has been committed; None for all, or
                 for 1 where `keep_every` is given.
             keep_every: those of steps that are a multiple of this stay, too. Whatever the two say, the newest
@@ -78,11 +82,14 @@ class CheckpointManager:
                 rank has to save is taken at the first save, up to this, and kept until ``close``. What is beyond it
                 waits in ``save`` until there is room.
             writer: see ``save``; asynchronous, "posix" alone.
+            names: patterns of the model's tensors that are saved and loaded, as the adapters that alone are trained;
+                see ``save``. None for all.
             files: what operates on the disk, for tests that have it fail.
 
         Raises:
             UsageError: a number that is not whole or too small, `directory` is no path, or another writer than "posix"
                 with `asynchronous`.
+            TypeError, ValueError: `names` are no patterns.
             CheckpointError: there is no such writer, or it cannot be used here.
         """
         retention.check_rules(keep_last, keep_every)
@@ -91,6 +98,7 @@ class CheckpointManager:
         if asynchronous and writer != "posix":
             raise UsageError(f"asynchronous saves are written by 'posix', not by {writer!r}")
         writer_called(writer)
+        check_patterns(names)
         try:
             self.directory = Path(os.path.abspath(os.path.expanduser(directory)))
         except TypeError as error:
@@ -98,14 +106,13 @@ class CheckpointManager:
         self.passed_over: tuple[tuple[Path, str], ...] = ()
         self._keep_last, self._keep_every = keep_last, keep_every
         self._asynchronous, self._staging_bytes = asynchronous, staging_bytes
-        self._writer, self._files = writer, files or Files()
+        self._writer, self._names, self._files = writer, names, files or Files()
         self._pending: PendingSave | None = None
         self._last: PendingSave | None = None  # of which threads may be at work still
         self._ring: Ring | None = None
         self._comms: list[tuple[Communicator, Communicator]] = []
         self._swept_s: float | None = None
-        self._warned = False
-        self._closed = False
+        self._has_saved = self._warned = self._closed = False
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -119,6 +126,7 @@ class CheckpointManager:
             self._pending.give_up()
         self._let_go()
 
+    @public_call("CheckpointManager.save")
     def save(
         self,
         step: int,
@@ -144,26 +152,29 @@ class CheckpointManager:
         Raises:
             CheckpointError: the file cannot be written, or a value cannot be kept. Or the save before this one has
                 failed; nothing of this one has then been done.
-            DisagreementError: ranks hold different models or optimizers.
+            DifferentCallsError: a rank makes another call, as ``load_latest``.
+            DisagreementError: ranks hold different models or optimizers, or give different values.
             UsageError: `step` is no whole number, or negative.
         """
         self._check_open()
         self.wait()
         began_s = time.perf_counter()
-        given = {"extra": extra, "config": config, "metrics": metrics}
+        given = Given(model, optimizer, step, extra, config, metrics, self._names)
         comm = communicator_of(model)
-        with raise_together(comm):
-            step = _checked(step)
-        path = catalog.checkpoint_path(self.directory, step)
+
+        def path_of() -> Path:
+            if comm.rank == 0 and self._has_saved and not self.directory.exists():
+                log.error("%s was removed, with all checkpoints in it: this one goes into a new folder", self.directory)
+            return catalog.checkpoint_path(self.directory, _checked(step))
+
         if not self._asynchronous:
-            given |= {"writer": self._writer, "files": self._files}
-            path = save(path, model=model, optimizer=optimizer, step=step, **given)
+            path = save_given(comm, path_of, given, self._writer, self._files)
             if comm.rank == 0:
                 self._committed(path, step, began_s)
             return path
-        draft = draft_of(comm, path, self._files)
+        draft = draft_of(comm, path_of, given, self._writer, self._files, asynchronous=True)
         with errors_of(draft.path):
-            content, tensors = collect(comm, model, optimizer, step=step, **given)
+            content, tensors = collect(comm, given)
         content = _captured(content)
         own = self._own_communicator(comm)
         with raise_together(own):
@@ -174,6 +185,7 @@ class CheckpointManager:
         self._pending = pending
         return draft.path
 
+    @public_call("CheckpointManager.step")
     def step(self) -> None:
         """Collective over the ranks of a save under way; nothing if there is none. To be called after every step.
 
@@ -182,6 +194,7 @@ class CheckpointManager:
         """
         self._advance(wait=False)
 
+    @public_call("CheckpointManager.wait")
     def wait(self) -> None:
         """Collective over the ranks of a save under way; nothing if there is none. Wait until it is committed.
 
@@ -190,6 +203,7 @@ class CheckpointManager:
         """
         self._advance(wait=True)
 
+    @public_call("CheckpointManager.close")
     def close(self) -> None:
         """Collective over the ranks of a save under way, and of all models that were saved asynchronously.
 
@@ -213,6 +227,7 @@ class CheckpointManager:
         """
         return catalog.latest(self.directory)
 
+    @public_call("CheckpointManager.load_latest")
     def load_latest(self, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> CheckpointInfo | None:
         """Collective over the model's ranks. Load the checkpoint of the highest step that is not damaged.
 
@@ -233,6 +248,7 @@ class CheckpointManager:
         self.wait()
         comm = communicator_of(model)
         found: list[Path] = []
+        enter(comm, "CheckpointManager.load_latest", lambda: {"directory": GivenPath(self.directory)})
         with raise_together(comm):
             if comm.rank == 0:
                 try:
@@ -263,7 +279,7 @@ class CheckpointManager:
             info, error = None, None
             try:
                 with retention.reading(path):
-                    info = load(path, model=model, optimizer=optimizer)
+                    info = load(path, model=model, optimizer=optimizer, names=self._names)
             except CheckpointError as caught:
                 error = caught
             told = None if error is None else (type(error), str(error))
@@ -296,6 +312,7 @@ class CheckpointManager:
     def _committed(self, path: Path, step: int, began_s: float) -> None:
         """On rank 0: tell of the file, and remove what is not to be kept. It is safe: nothing here is its failure."""
         seconds = time.perf_counter() - began_s
+        self._has_saved = True
         try:
             log.info("saved %s step=%d bytes=%d secs=%.2f", path, step, path.stat().st_size, seconds)
             self._warn_of_higher(step)
@@ -336,7 +353,7 @@ class CheckpointManager:
     def _own_communicator(self, comm: Communicator) -> Communicator:
         """Collective over `comm`, the first time. One of the same ranks, for saves under way alone."""
         for known, own in self._comms:
-            if known is comm:
+            if known == comm:  # of a group of torch there are several objects
                 return own
         world = current_world()
         # Looking after a save in every step would else make the GPU a part of it.

@@ -6,10 +6,8 @@ Needs numpy and h5py alone. No byte of a file is ever executed.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import stat
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,28 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpcfsdp.checkpoint.extra import join_arrays
-from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint import kinds
+from hpcfsdp.checkpoint.access import Room, damage, hdf5_of, opened, seal_of
+from hpcfsdp.checkpoint.dcp import names as dcp_names
+from hpcfsdp.checkpoint.extents import check_extents, union
+from hpcfsdp.checkpoint.files import Files, reason
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.image import Stretches
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo, Digest, TensorSpec
-from hpcfsdp.checkpoint.format.seal import Seal, packed_bytes, read_regions, read_seal
-from hpcfsdp.checkpoint.format.tiling import TilingError, byte_stretches, first_untiled
+from hpcfsdp.checkpoint.format.seal import Seal, packed_bytes
+from hpcfsdp.checkpoint.small import (
+    Values,
+    check_kind,
+    further_links,
+    read_extra,
+    read_json,
+    read_links,
+    read_metrics,
+    read_parts,
+    read_small,
+    read_specs,
+    required,
+    text,
+)
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 
 
@@ -104,104 +117,21 @@ def open_index(path: str | os.PathLike[str], files: Files | None = None) -> Chec
         return read_index(files, fd, path)
 
 
-@contextlib.contextmanager
-def opened(files: Files, path: Path) -> Iterator[int]:
-    """The descriptor of a checkpoint file.
-
-    Raises:
-        CheckpointError: there is no such file, or it cannot be opened.
-    """
-    try:
-        kind = path.stat().st_mode
-        if stat.S_ISDIR(kind):
-            raise CheckpointError(f"{path}: is a directory, not a checkpoint file")
-        if not stat.S_ISREG(kind):  # to open a pipe would be to wait for one that writes into it
-            raise CheckpointError(f"{path}: is not a regular file")
-        fd = files.open_to_read(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from None
-    try:
-        yield fd
-    finally:
-        files.close(fd)
-
-
 def read_index(files: Files, fd: int, path: Path) -> CheckpointIndex:
     """The index of an open file, see ``open_index``. HDF5 gets to see what has its checksum, and nothing else."""
-
     seal = seal_of(files, fd, path)
     try:
         with hdf5_of(files, fd, path, seal) as file:
+            with damage(path):
+                room = Room.of(files, fd)
             if seal is None:
-                return _read_unsealed(path, file, files.size(fd))
-            return _read_sealed(path, file, seal)
+                return _read_unsealed(path, file, files.size(fd), room)
+            return _read_sealed(path, file, seal, room)
     except CheckpointError:
         raise
     except Exception as error:  # h5py raises half a dozen types on damaged files
-        reason = str(error).strip("'\"")
-        raise CheckpointCorruptError(f"{path}: damaged, or not an HDF5 file ({reason})") from error
-
-
-@contextlib.contextmanager
-def hdf5_of(files: Files, fd: int, path: Path, seal: Seal | None) -> Iterator[h5py.File]:
-    """What HDF5 may see of an open file: of one with a seal the regions that it names, which are checked here.
-
-    Raises:
-        CheckpointError: it cannot be read.
-        CheckpointCorruptError: the regions do not have their checksum.
-    """
-    if seal is None:
-        with os.fdopen(os.dup(fd), "rb") as plain, h5py.File(plain, "r") as file:
-            yield file
-        return
-    known = regions_of(files, fd, path, seal)
-    with h5py.File(Stretches(seal.file_bytes, known), "r") as file:
-        yield file
-
-
-def regions_of(files: Files, fd: int, path: Path, seal: Seal) -> list[tuple[int, bytes]]:
-    """The bytes of all regions of an open file: (first byte, bytes).
-
-    Raises:
-        CheckpointError: it cannot be read.
-        CheckpointCorruptError: they do not have their checksum.
-    """
-    with _damage(path):
-        return read_regions(seal, lambda begin, nbytes: bytes_of(files, fd, path, begin, nbytes))
-
-
-def seal_of(files: Files, fd: int, path: Path) -> Seal | None:
-    """The seal of an open file; None if it has none.
-
-    Raises:
-        CheckpointCorruptError: it is damaged.
-    """
-    with _damage(path):
-        return read_seal(files.size(fd), lambda begin, nbytes: bytes_of(files, fd, path, begin, nbytes))
-
-
-def bytes_of(files: Files, fd: int, path: Path, begin: int, nbytes: int) -> bytes:
-    """Bytes of an open file.
-
-    Raises:
-        CheckpointError: they cannot be read.
-        CheckpointCorruptError: the file ends before.
-    """
-    buffer = bytearray(nbytes)
-    with _damage(path):
-        if files.read(fd, memoryview(buffer), begin) < nbytes:
-            raise CheckpointCorruptError(f"{path}: has become shorter while it was read")
-    return bytes(buffer)
-
-
-@contextlib.contextmanager
-def _damage(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from error
-    except ValueError as error:
-        raise CheckpointCorruptError(f"{path}: damaged: {error}") from None
+        what = error.args[0] if isinstance(error, KeyError) and error.args else str(error) or type(error).__name__
+        raise CheckpointCorruptError(f"{path}: damaged, or not an HDF5 file ({what})") from error
 
 
 _KEPT_BYTES = 64 << 20
@@ -337,7 +267,7 @@ class BlockReader:
         Raises:
             CheckpointError: the system does not tell.
         """
-        with _damage(self._path):
+        with damage(self._path):
             return self._files.place(self._fd)
 
     def _overlapping(self, path: str, start: int, numel: int) -> tuple[TensorSpec, np.ndarray]:
@@ -418,7 +348,7 @@ class BlockReader:
             fd = self._parts[number][0] if number else self._fd
             got = self._files.read(fd, memoryview(target).cast("B"), int(row["byte_offset"]) + away)
         except OSError as error:
-            raise CheckpointError(f"{self._path}: cannot read {spec.path}: {os.strerror(error.errno or 0)}") from error
+            raise CheckpointError(f"{self._path}: cannot read {spec.path}: {reason(error)}") from error
         if got < target.nbytes:
             raise CheckpointCorruptError(f"{self._path}: ends in the middle of {spec.path}")
 
@@ -465,70 +395,56 @@ def _said(row: np.void) -> str:
     return f"elements {start} to {start + numel}{more}"
 
 
-def _read_sealed(path: Path, file: h5py.File, seal: Seal) -> CheckpointIndex:
-    _check_kind(path, file)
+def _read_sealed(path: Path, file: h5py.File, seal: Seal, room: Room) -> CheckpointIndex:
+    check_kind(path, file)
     regions = [(begin, begin + nbytes) for begin, nbytes in seal.regions]
-    values = _Values(path, file, seal.file_bytes - packed_bytes(len(regions)))
-    small = _read_small(values)
-    specs = _specs(small[schema.TENSORS], small[schema.SHAPES])
-    paths = list(specs)
-    links = {row["path"].decode(): paths[int(row["tensor"])] for row in small[schema.LINKS]}
+    values = Values(path, file, seal.file_bytes - packed_bytes(len(regions)), room)
+    small = read_small(values)
+    specs = read_specs(small[schema.TENSORS], small[schema.SHAPES])
+    links = read_links(small[schema.LINKS], specs)
     rows = values.read(schema.EXTENTS, regions)
-    parts = _read_parts(path, values, regions)
-    taken = _union([*regions, *values.places])
+    if rows.ndim != 1 or rows.dtype != schema.EXTENT_DTYPE:
+        raise ValueError(f"{schema.EXTENTS} is no table of extents")
+    parts = tuple(PartFile(*part) for part in read_parts(values, regions))
+    taken = union([*regions, *values.places])
     first_rows = check_extents(path, specs, rows, taken, seal.file_bytes, [part.nbytes for part in parts])
     return replace(_index(path, file, small, specs, links, rows, first_rows, seal), parts=parts)
 
 
-def _union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges that hold what these do, ascending and apart."""
-    found: list[tuple[int, int]] = []
-    for begin, end in sorted(ranges):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((begin, end))
-    return found
-
-
-def _read_parts(path: Path, values: _Values, regions: list[tuple[int, int]]) -> tuple[PartFile, ...]:
-    if values.get(schema.FILES) is None:
-        return ()
-    parts = tuple(PartFile(name.decode(), *rest) for name, *rest in values.read(schema.FILES, regions).tolist())
-    for part in parts:
-        if part.name in ("", ".", "..") or "/" in part.name or not part.name.isprintable():
-            raise CheckpointCorruptError(f"{path}: damaged: it names a part {part.name!r}, which is no name of a file")
-    return parts
-
-
-def _read_unsealed(path: Path, file: h5py.File, size: int) -> CheckpointIndex:
+def _read_unsealed(path: Path, file: h5py.File, size: int, room: Room) -> CheckpointIndex:
     """The index of a file of format 0.1: a digest over the small values, and no table of shapes."""
-    version = _check_kind(path, file)
-    if not file.attrs["committed"]:
+    version = check_kind(path, file)
+    if not required(file, "committed", int):
         raise CheckpointCorruptError(f"{path}: was never finished: its writer stopped before the commit mark")
     if version != "0.1":
         raise CheckpointCorruptError(f"{path}: damaged: the seal that ends a file of format {version} is missing")
-    values = _Values(path, file, size)
-    small = _read_small(values)
+    values = Values(path, file, size, room)
+    small = read_small(values)
     old = values.read(schema.EXTENTS)
     digest = Digest()
     for name in sorted(small):
         digest.add(name, small[name])
     digest.add(schema.EXTENTS, old)
-    if digest.value() != file.attrs["digest"]:
+    if digest.value() != required(file, "digest", np.uint64):
         raise CheckpointCorruptError(f"{path}: damaged: its tables or small values do not have their checksum")
-    names = [name.decode() for name in small[schema.TENSORS].tolist()]
-    specs = {name: TensorSpec(name, file[name].shape, schema.torch_dtype(file[name])) for name in names}
+    datasets = {name.decode(): values.get(name.decode()) for name in small[schema.TENSORS].tolist()}
+    specs = {name: _spec_of(name, dataset) for name, dataset in datasets.items()}
     rows = np.zeros(len(old), schema.EXTENT_DTYPE)
     for name in old.dtype.names:
         rows[name] = old[name]
     rows["count"], rows["stride"] = 1, old["numel"]
-    first_rows = check_extents(path, specs, rows, [], size)
+    first_rows = check_extents(path, specs, rows, [], size, most_bytes=schema.OLD_BLOCK_BYTES)
     for name, (first, end) in first_rows.items():
         # Another tool may have written a tensor anew: the old bytes, which the table knows, can still be there.
-        if end > first and file[name].id.get_offset() != rows["byte_offset"][first]:
+        if end > first and datasets[name].id.get_offset() != rows["byte_offset"][first]:
             raise CheckpointCorruptError(f"{path}: {name} is not where it was written (rewritten by another tool?)")
-    return _index(path, file, small, specs, _links(file, names), rows, first_rows, None)
+    return _index(path, file, small, specs, further_links(file, list(specs)), rows, first_rows, None)
+
+
+def _spec_of(name: str, dataset: Any) -> TensorSpec:
+    if not isinstance(dataset, h5py.Dataset) or dataset.shape is None:
+        raise ValueError(f"{name!r} is no dataset")
+    return TensorSpec(name, dataset.shape, schema.torch_dtype(dataset))
 
 
 def _index(
@@ -541,281 +457,39 @@ def _index(
     first_rows: dict[str, tuple[int, int]],
     seal: Seal | None,
 ) -> CheckpointIndex:
+    extra, config = read_extra(small, schema.EXTRA_VALUES), read_json(small, schema.CONFIG)
+    groups, scalars, state_dict = (
+        read_json(small, name) if name in small else None
+        for name in (schema.PARAM_GROUPS, schema.OPTIM_SCALARS, schema.STATE_DICT)
+    )
+    states = read_extra(small, schema.MODULE_STATES) if schema.MODULE_STATES in small else {}
+    kinds.check_object(config, schema.CONFIG)
+    kinds.check_optimizer(groups, scalars, named=schema.STATE_DICT not in small)
+    kinds.check_module_states(states)
+    if schema.STATE_DICT in small:
+        by_kind = {dcp_names.GROUP: groups, dcp_names.SCALAR: scalars, dcp_names.EXTRA: extra}
+        kinds.check_entries(state_dict, {**specs, **links}, by_kind)
     info = CheckpointInfo(
         path=path,
-        step=int(file.attrs["step"]),
-        world_size=int(file.attrs["world_size"]),
-        date=_text(file.attrs["date"]),
-        software_version=_text(file.attrs["software_version"]),
-        format_version=_text(file.attrs["format_version"]),
-        extra=_read_extra(small, schema.EXTRA_VALUES),
-        config=schema.from_json(small[schema.CONFIG]),
+        step=required(file, "step", int),
+        world_size=required(file, "world_size", int),
+        date=required(file, "date", text),
+        software_version=required(file, "software_version", text),
+        format_version=required(file, "format_version", text),
+        extra=extra,
+        config=config,
     )
     return CheckpointIndex(
         info=info,
         tensors=specs,
         links=links,
         extents=rows,
-        param_groups=schema.from_json(small[schema.PARAM_GROUPS]) if schema.PARAM_GROUPS in small else None,
-        scalars=schema.from_json(small[schema.OPTIM_SCALARS]) if schema.OPTIM_SCALARS in small else None,
+        param_groups=groups,
+        scalars=scalars,
         rng={name.rsplit("/", 1)[1]: value for name, value in small.items() if name.startswith(f"{schema.RNG}/")},
         first_rows=first_rows,
-        metrics=_read_metrics(small),
-        module_states=_read_extra(small, schema.MODULE_STATES) if schema.MODULE_STATES in small else {},
+        metrics=read_metrics(small),
+        module_states=states,
         seal=seal,
-        state_dict=schema.from_json(small[schema.STATE_DICT]) if schema.STATE_DICT in small else None,
+        state_dict=state_dict,
     )
-
-
-def _check_kind(path: Path, file: h5py.File) -> str:
-    """The version of the format, if it is one that is known."""
-    kind = _text(file.attrs.get("format", b""))
-    if kind == schema.PART_FORMAT:
-        whole = _text(file.attrs.get("checkpoint", b""))
-        raise CheckpointError(f"{path}: holds a part of the checkpoint {whole}, which is to be opened instead")
-    if kind != schema.FORMAT:
-        raise CheckpointCorruptError(f"{path}: an HDF5 file, but not an hpcfsdp checkpoint")
-    version = _text(file.attrs["format_version"])
-    if int(version.split(".")[0]) > int(schema.FORMAT_VERSION.split(".")[0]):
-        raise CheckpointError(
-            f"{path}: has format version {version}, this hpcfsdp reads {schema.FORMAT_VERSION}: use a newer hpcfsdp"
-        )
-    return version
-
-
-def _specs(tensors: np.ndarray, sizes: np.ndarray) -> dict[str, TensorSpec]:
-    shape = sizes.tolist()
-    found = {}
-    for path, dtype, first, ndim in tensors.tolist():
-        name = path.decode()
-        found[name] = TensorSpec(name, tuple(shape[first : first + ndim]), dtype.decode())
-        if not schema.supported(found[name].dtype) or len(found[name].shape) != ndim:
-            raise ValueError(f"{name} has the dtype {dtype!r} and {ndim} dimensions, which are not known here")
-    return found
-
-
-def check_extents(
-    path: Path,
-    specs: dict[str, TensorSpec],
-    rows: np.ndarray,
-    regions: list[tuple[int, int]],
-    size: int,
-    part_sizes: Sequence[int] = (),
-) -> dict[str, tuple[int, int]]:
-    """Prove that the extents tile every tensor, lie inside of the file, and on nothing else; the rows of each tensor.
-
-    Args:
-        regions: (first byte, end) of what is no tensor.
-        size: of the file.
-        part_sizes: of the files beside it.
-
-    Raises:
-        CheckpointCorruptError: they do not.
-    """
-    paths = list(specs)
-    of = rows["tensor"].astype(np.int64)
-    if len(rows) and (of.max() >= len(paths) or np.any(np.diff(of) < 0)):
-        raise CheckpointCorruptError(f"{path}: damaged: its table of extents is out of order")
-    nbytes = sum(spec.nbytes for spec in specs.values())
-    if nbytes >= _BEYOND_ANY_FILE or np.any(rows["byte_offset"] >= _BEYOND_ANY_FILE):
-        raise CheckpointCorruptError(f"{path}: damaged: it has sizes or places beyond any file")
-    try:
-        untiled = first_untiled(rows, [spec.numel for spec in specs.values()])
-    except TilingError as error:
-        raise CheckpointCorruptError(f"{path}: damaged: {paths[error.tensor]}: {error}") from None
-    if untiled is not None:
-        raise CheckpointCorruptError(f"{path}: damaged: the runs of {paths[untiled]} do not tile it")
-    sizes = np.array([size, *part_sizes], np.int64)
-    if len(rows) and rows["file"].max() >= len(sizes):
-        raise CheckpointCorruptError(f"{path}: damaged: its table of extents has files that it does not name")
-    _check_places(path, specs, rows, regions, sizes)
-    edges = np.searchsorted(of, np.arange(len(paths) + 1)).tolist()
-    return {name: (edges[index], edges[index + 1]) for index, name in enumerate(paths)}
-
-
-_BEYOND_ANY_FILE = 1 << 61
-"""Bytes. Sums of two of them are exact in int64."""
-
-
-def _check_places(
-    path: Path, specs: dict[str, TensorSpec], rows: np.ndarray, regions: list[tuple[int, int]], sizes: np.ndarray
-) -> None:
-    """Raise unless all elements, of tensors that the rows tile, lie in their files, and on nothing else."""
-    paths, itemsizes = list(specs), np.array([spec.itemsize for spec in specs.values()], np.int64)
-    spans = (rows["count"].astype(np.int64) - 1) * rows["stride"].astype(np.int64) + rows["numel"].astype(np.int64)
-    ends = rows["byte_offset"].astype(np.int64) + spans * itemsizes[rows["tensor"]]
-    beyond = np.flatnonzero(ends > sizes[rows["file"]])
-    if len(beyond):
-        tensor, file = paths[rows["tensor"][beyond[0]]], int(rows["file"][beyond[0]])
-        where = f"part {file}'s" if file else "the file's"
-        raise CheckpointCorruptError(f"{path}: truncated: {tensor} ends beyond {where} {sizes[file]} bytes")
-    for file in np.unique(rows["file"]).tolist():
-        try:
-            begins, ends = elements_in(rows, itemsizes, file)
-        except TilingError as error:
-            raise CheckpointCorruptError(f"{path}: damaged: {error}") from None
-        if not file:
-            begins = np.append(begins, [begin for begin, _ in regions])
-            ends = np.append(ends, [end for _, end in regions])
-            order = np.argsort(begins, kind="stable")
-            begins, ends = begins[order], ends[order]
-        if np.any(begins[1:] < ends[:-1]):
-            raise CheckpointCorruptError(f"{path}: damaged: two things stand at one place of it")
-
-
-def elements_in(rows: np.ndarray, itemsizes: np.ndarray, file: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which bytes of a file are elements: first bytes and ends of stretches, ascending; see ``byte_stretches``.
-
-    Args:
-        rows: of the table of extents, which tile the tensors.
-        itemsizes: bytes of an element, by tensor.
-        file: as in the table.
-    """
-    rows = rows[rows["file"] == file]
-    tensors, sizes = rows["tensor"], itemsizes[rows["tensor"]]
-    begins, counts = rows["byte_offset"].astype(np.int64), rows["count"].astype(np.int64)
-    numels, strides = (rows[name].astype(np.int64) * sizes for name in ("numel", "stride"))
-    # Elements of a tensor that all lie as in the tensor, from one byte on, cannot lie on each other.
-    base = begins - rows["start"].astype(np.int64) * sizes
-    order = np.lexsort((base, tensors))
-    changes = (np.diff(tensors[order].astype(np.int64), prepend=-1) != 0) | (np.diff(base[order], prepend=-1) != 0)
-    owners = np.empty(len(rows), np.int64)
-    owners[order] = np.cumsum(changes)
-    return byte_stretches(begins, numels, counts, strides, owners)
-
-
-_SINGLE = (
-    schema.PARAM_GROUPS,
-    schema.OPTIM_SCALARS,
-    schema.EXTRA_VALUES,
-    schema.MODULE_STATES,
-    schema.CONFIG,
-    schema.STATE_DICT,
-    schema.TENSORS,
-    schema.SHAPES,
-    schema.LINKS,
-)
-
-
-class _Values:
-    """Small datasets of a file that HDF5 may see.
-
-    Attributes:
-        places: (first byte, end) of those that were read.
-    """
-
-    def __init__(self, path: Path, file: h5py.File, end: int) -> None:
-        """
-        Args:
-            end: where HDF5's part of the file ends.
-        """
-        self._path, self._file, self._end = path, file, end
-        self.places: list[tuple[int, int]] = []
-
-    def get(self, name: str) -> h5py.Group | h5py.Dataset | None:
-        """A group or dataset; None if there is none.
-
-        Raises:
-            CheckpointCorruptError: it is somewhere else, and there is only a link to it.
-        """
-        found: Any = self._file
-        for part in name.split("/"):
-            link = found.get(part, getlink=True)
-            if link is None:
-                return None
-            if not isinstance(link, h5py.HardLink):
-                raise self._damaged(name, "is reached by a link that is no hard one")
-            found = found[part]
-        return found
-
-    def read(self, name: str, regions: Iterable[tuple[int, int]] | None = None) -> Any:
-        """The value of a dataset.
-
-        Args:
-            regions: (first byte, end) of regions of which one has all of it. Zeros that begin or end a value are in
-                none, so that this holds for tables alone.
-
-        Raises:
-            CheckpointCorruptError: its bytes do not stand in this file as they are. HDF5 would make many of few, or
-                read other files.
-        """
-        dataset = self.get(name)
-        if not isinstance(dataset, h5py.Dataset) or dataset.shape is None or dataset.dtype.hasobject:
-            raise self._damaged(name, "is not there, or no array of numbers or text")
-        layout = dataset.id.get_create_plist()
-        if layout.get_layout() not in (h5py.h5d.CONTIGUOUS, h5py.h5d.COMPACT) or layout.get_nfilters():
-            raise self._damaged(name, "is chunked, filtered or virtual")
-        if layout.get_layout() == h5py.h5d.CONTIGUOUS:
-            self._check_place(name, dataset, layout.get_external_count(), regions)
-        value = dataset[...]
-        return value.item() if value.dtype.kind == "S" and not value.shape else value
-
-    def _check_place(
-        self, name: str, dataset: h5py.Dataset, num_external: int, regions: Iterable[tuple[int, int]] | None
-    ) -> None:
-        nbytes = math.prod(dataset.shape) * dataset.dtype.itemsize
-        if not nbytes:
-            return
-        begin = dataset.id.get_offset()
-        if num_external or begin is None:
-            raise self._damaged(name, f"has none of its {nbytes} bytes in the file")
-        end = begin + nbytes
-        if end > self._end:
-            raise self._damaged(name, f"ends at byte {end}, behind the end of the data, {self._end}")
-        if regions is not None and not any(first <= begin and end <= last for first, last in regions):
-            raise self._damaged(name, "has bytes without a checksum")
-        self.places.append((begin, end))
-
-    def _damaged(self, name: str, what: str) -> CheckpointCorruptError:
-        return CheckpointCorruptError(f"{self._path}: damaged: {name} {what}")
-
-
-def _read_small(values: _Values) -> dict[str, Any]:
-    """All datasets but tensors and the table of extents, as ``skeleton.create`` was given them."""
-    names = [name for name in _SINGLE if values.get(name) is not None]
-    for group in (schema.EXTRA_ARRAYS, schema.RNG):
-        names += [f"{group}/{name}" for name in values.get(group) or ()]
-    for name in values.get(schema.METRICS) or ():
-        names += [f"{schema.METRICS}/{name}/{part}" for part in schema.METRIC_PARTS]
-    return {name: values.read(name) for name in names}
-
-
-def _read_extra(small: dict[str, Any], name: str) -> dict[str, Any]:
-    prefix = f"{schema.EXTRA_ARRAYS}/"
-    arrays = {name.removeprefix(prefix): value for name, value in small.items() if name.startswith(prefix)}
-    return join_arrays(schema.from_json(small[name]), arrays)
-
-
-def _read_metrics(small: dict[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    paths = {path.rpartition("/")[0] for path in small if path.startswith(f"{schema.METRICS}/")}
-    found = {}
-    for path in sorted(paths):
-        steps, values = (small[f"{path}/{part}"] for part in schema.METRIC_PARTS)
-        if steps.ndim != 1 or steps.shape != values.shape:
-            raise ValueError(f"{path} has {steps.shape} steps and {values.shape} values")
-        found[path.removeprefix(f"{schema.METRICS}/")] = steps, values
-    return found
-
-
-def _links(file: h5py.File, names: list[str]) -> dict[str, str]:
-    known = set(_paths_below(file[schema.MODEL], schema.MODEL))
-    further = known.difference(names)
-    if not further:
-        return {}
-    by_address = {h5py.h5o.get_info(file[name].id).addr: name for name in names if name in known}
-    return {name: by_address[h5py.h5o.get_info(file[name].id).addr] for name in sorted(further)}
-
-
-def _paths_below(group: h5py.Group, path: str) -> Iterator[str]:
-    # Not h5py's visit: it passes over the further names of a dataset.
-    for name, item in group.items():
-        if isinstance(item, h5py.Group):
-            yield from _paths_below(item, f"{path}/{name}")
-        else:
-            yield f"{path}/{name}"
-
-
-def _text(value: Any) -> str:
-    with contextlib.suppress(AttributeError):
-        return value.decode()
-    return str(value)

@@ -14,17 +14,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpcfsdp.checkpoint.content import Content, Metrics, bytes_in_memory, collect
+from hpcfsdp.checkpoint.calls import Facts, GivenPath, OfFirst, enter
+from hpcfsdp.checkpoint.content import Content, Given, Metrics, bytes_in_memory, collect
 from hpcfsdp.checkpoint.draft import BlockWriter, BytesOf, Draft, errors_of, extent_rows
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format.skeleton import Skeleton
 from hpcfsdp.checkpoint.plan import SavePlan
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, nearest
+from hpcfsdp.launch.calls import public_call
 from hpcfsdp.state.model import communicator_of
 from hpcfsdp.state.tensors import Staged, StateTensor, staged_of
 
 
+@public_call("checkpoint.save")
 def save(
     path: str | os.PathLike[str],
     *,
@@ -34,6 +37,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
     metrics: Metrics | None = None,
+    names: Sequence[str] | None = None,
     writer: str = "posix",
     files: Files | None = None,
 ) -> Path:
@@ -43,14 +47,18 @@ def save(
     `path` is the previous file, the new one, or absent. A failure on any rank is raised on every rank.
 
     Args:
-        path: of the file, on a file system that all ranks share; rank 0's counts. The directory is made if it is
-            missing.
-        model: sharded by ``FullyShardedDataParallel``, or a plain module (then rank 0 writes it).
+        path: of the file, on a file system that all ranks share. The directory is made if it is missing. Ranks other
+            than 0 may give None.
+        model: sharded by ``FullyShardedDataParallel`` or ``fully_shard``, or a plain module (then rank 0 writes it); in
+            wrappers as ``DistributedDataParallel`` or not, which names in the file say nothing of.
         optimizer: built from ``model.parameters()``.
         step: number of the training step, kept in the file.
-        extra: further values: nested dicts and lists of numbers, strings, arrays and tensors. Rank 0's are kept.
-        config: the configuration of the run, as JSON knows it.
+        extra: further values: nested dicts and lists of numbers, strings, arrays and tensors. Ranks other than 0 give
+            the same, or None.
+        config: the configuration of the run, as JSON knows it. Rank 0's is kept.
         metrics: numbers that training has noted, by name: the steps, and as many values. Rank 0's are kept.
+        names: patterns of names of the model's tensors ("*.lora_A.*", see ``inspect.names.matching``): only these are
+            written, and of the optimizer what it remembers of them.
         writer: "posix", each rank writes its ranges of the file; "mpio", all ranks write together through HDF5 and
             MPI-IO, the same bytes, with an h5py that was built for MPI; "subfiles", each node writes a file of its own
             beside a small one that is the checkpoint, and names them.
@@ -60,16 +68,31 @@ def save(
         The path.
 
     Raises:
-        CheckpointError: the file cannot be written, a value cannot be kept, or the writer cannot be used here.
-        DisagreementError: ranks hold different models or optimizers.
+        CheckpointError: the file cannot be written, a value cannot be kept, the writer cannot be used here, or a
+            pattern matches nothing.
+        DifferentCallsError: a rank makes another call, as ``load``.
+        DisagreementError: ranks hold different models or optimizers, or give different values.
     """
-    make_writer = writer_called(writer)
-    comm = communicator_of(model)
-    draft = draft_of(comm, path, files)
+    given = Given(model, optimizer, step, extra, config, metrics, names)
+    return save_given(communicator_of(model), lambda: path, given, writer, files)
+
+
+def save_given(
+    comm: Communicator,
+    path_of: Callable[[], str | os.PathLike[str] | None],
+    given: Given,
+    writer: str,
+    files: Files | None,
+) -> Path:
+    """Collective over `comm`. As ``save``.
+
+    Args:
+        path_of: may raise, on any rank; then all do.
+    """
+    draft = draft_of(comm, path_of, given, writer, files)
     with errors_of(draft.path):
-        content, tensors = collect(comm, model, optimizer, step=step, extra=extra, config=config, metrics=metrics)
-    with errors_of(draft.path):
-        writing = make_writer(comm, draft, content)
+        content, tensors = collect(comm, given)
+        writing = writer_called(writer)(comm, draft, content)
     try:
         writing.begin()
         writing.write(tensors)
@@ -96,18 +119,37 @@ def writer_called(name: str) -> type[PosixWriter]:
     return found
 
 
-def draft_of(comm: Communicator, path: str | os.PathLike[str], files: Files | None) -> Draft:
-    """Collective over `comm`. A new file for `path`, of which rank 0's counts; touches no disk.
+def draft_of(
+    comm: Communicator,
+    path_of: Callable[[], str | os.PathLike[str] | None],
+    given: Given,
+    writer: str,
+    files: Files | None,
+    *,
+    asynchronous: bool = False,
+) -> Draft:
+    """Collective over `comm`. A new file for the path, once all ranks give the same; touches no disk.
 
     Raises:
-        TypeError: rank 0's is no path. The other ranks raise an HpcfsdpError.
+        TypeError, ValueError: an argument is not what it has to be. Other ranks raise an HpcfsdpError.
+        CheckpointError: the writer cannot be used here.
+        DifferentCallsError, DisagreementError: see ``calls.enter``.
     """
-    told: tuple[Path, str] | None = None
-    with raise_together(comm):
-        if comm.rank == 0:
-            told = Path(os.path.abspath(os.path.expanduser(path))), secrets.token_hex(4)
-    target, token = comm.broadcast_object(told)
-    return Draft(files or Files(), target, token)
+
+    def facts() -> Facts:
+        path = path_of()
+        writer_called(writer)
+        is_first = comm.rank == 0
+        return {
+            "path": GivenPath(path) if is_first or path is not None else None,
+            **given.facts(),
+            "writer": writer,
+            "asynchronous": asynchronous,
+            "token": OfFirst(secrets.token_hex(4) if is_first else None),
+        }
+
+    first = enter(comm, "checkpoint.save", facts)
+    return Draft(files or Files(), Path(first["path"].absolute), first["token"].value)
 
 
 class PosixWriter:
@@ -165,6 +207,7 @@ class PosixWriter:
                 staged.free()
             with raise_together(comm), errors_of(draft.path):
                 sync()
+                stack.close()
 
     @contextlib.contextmanager
     def _opened(self, bytes_of: BytesOf) -> Iterator[tuple[Callable[[np.ndarray], np.ndarray], Callable[[], None]]]:

@@ -100,6 +100,8 @@ class RunConfig:
 
     run_dir: str = "runs/quickstart"
     """Folder of this run: config.yaml, metrics.jsonl, logs/, checkpoints/."""
+    take_over: bool = False
+    """Train in run_dir although another job seems to. That one stops when it saves next."""
     device: str = "auto"
     """auto, cpu or cuda."""
     seed: int = 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hpcfsdp.observe.progress import progress
 from hpcfsdp.train import data
 from hpcfsdp.train.config import RunConfig, check, data_paths, num_replicas
 from hpcfsdp.train.evaluate import HeldOut, evaluate
+from hpcfsdp.train.lock import RunLock
 from hpcfsdp.train.model import GPT, count_elements
 from hpcfsdp.train.parallel import make_mesh, shard, share_of
 from hpcfsdp.train.schedule import learning_rate
@@ -50,8 +52,8 @@ class Outcome:
 class Trainer:
     """Model, optimizer and data of one run on one rank. Making one and all of its methods are collective."""
 
-    def __init__(self, config: RunConfig, world: World) -> None:
-        self.config, self.world = config, world
+    def __init__(self, config: RunConfig, world: World, lock: RunLock) -> None:
+        self.config, self.world, self.lock = config, world, lock
         self.comm: Communicator = communicator_for(None, required=True)
         self.run_dir = Path(config.run_dir)
         self.step = 0
@@ -125,6 +127,7 @@ class Trainer:
     def save(self) -> None:
         """Save a checkpoint of the current step, unless the step has made parameters that are not finite."""
         self._check_finite()
+        self._write_config()
         position = {"samples": self.step * self.config.train.batch, "corpus": self.split.fingerprint}
         self.newest = self.manager.save(
             self.step,
@@ -206,7 +209,7 @@ class Trainer:
         with raise_together(self.comm):
             try:
                 if self.world.rank == 0:
-                    self.run_dir.mkdir(parents=True, exist_ok=True)
+                    self.lock.check()
                     configuration.write_yaml(self.config, self.run_dir / "config.yaml")
             except OSError as error:
                 raise HpcfsdpError(f"run_dir {self.run_dir}: cannot write there: {error.strerror}") from error
@@ -321,4 +324,21 @@ def train(config: RunConfig, world: World, stop: StopRequest) -> Outcome:
     """Collective over all ranks. Run the training that `config` describes."""
     with raise_together(communicator_for(None, required=True)):
         check(config, world.size, world.num_nodes)
-    return Trainer(config, world).run(stop)
+    with _held(config, world) as lock:
+        return Trainer(config, world, lock).run(stop)
+
+
+@contextlib.contextmanager
+def _held(config: RunConfig, world: World) -> Iterator[RunLock]:
+    """Collective over all ranks. Keep other jobs out of the run's folder while the block runs; rank 0 does it."""
+    lock = RunLock(Path(config.run_dir))
+    with raise_together(communicator_for(None, required=True)):
+        if world.rank == 0:
+            try:
+                lock.take(by_force=config.take_over)
+            except OSError as error:
+                raise HpcfsdpError(f"run_dir {config.run_dir}: cannot write there: {error.strerror}") from error
+    try:
+        yield lock
+    finally:
+        lock.release()

@@ -15,7 +15,13 @@ from hpcfsdp.checkpoint.catalog import ABANDONED_AFTER_S, partial_path
 from hpcfsdp.checkpoint.files import Files, System
 from hpcfsdp.checkpoint.reader import BlockReader, open_index
 from hpcfsdp.comm.mpi import MpiCommunicator
-from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, DisagreementError
+from hpcfsdp.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    DifferentCallsError,
+    DisagreementError,
+)
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
 from tests.mpi.models import (
@@ -390,11 +396,71 @@ def test_a_step_that_differs_between_ranks_is_refused(comm, shared_path):
     assert os.listdir(shared_path) == []
 
 
-def test_rank_0s_path_counts(comm, shared_path):
-    path = checkpoint.save(shared_path / f"{comm.rank}.h5", model=shard(make_net()))
-    assert path == shared_path / "0.h5"
-    comm.all_gather_object(None)
-    assert os.listdir(shared_path) == ["0.h5"]
+DIVERGENCES = {
+    "path": (r"path differs .*rank 0 has /.*/0\.h5, rank 1 has /.*/1\.h5", lambda rank: {"path": f"{rank}.h5"}),
+    "extra": (r"extra\['a'\]\[1\] differs .*rank 0 has 0, rank 1 has 1", lambda rank: {"extra": {"a": [7, rank]}}),
+    "array": (
+        r"extra\['a'\] differs .*an array \[2\] of float32",
+        lambda rank: {"extra": {"a": torch.full((2,), rank / 2)}},
+    ),
+    "one more": (
+        r"extra\['b'\] differs .*rank 0 has nothing",
+        lambda rank: {"extra": {"a": 1, **({"b": 2} if rank == 1 else {})}},
+    ),
+    "names": (r"names differs .*rank 0 has None, rank.* \['x'\]", lambda rank: {"names": ["x"] if rank else None}),
+    "writer": (r"writer differs .*posix.*subfiles", lambda rank: {"writer": "subfiles" if rank == 1 else "posix"}),
+    "optimizer": (
+        r"optimizer differs .*rank 0 has an optimizer, .* none",
+        lambda rank: {"optimizer": None} if rank else {},
+    ),
+    "lr": (
+        r"param_groups\[0\]\['lr'\] differs .*rank 0 has 0\.1, rank 1 has 0\.2",
+        lambda rank: {"lr": 0.1 * (rank + 1)},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIVERGENCES)
+def test_what_ranks_give_differently_is_named_before_anything_is_written(several, shared_path, what):
+    message, given = DIVERGENCES[what]
+    arguments = {"path": "x.h5", **given(several.rank)}
+    model = shard(make_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=arguments.pop("lr", 0.1))
+    path = shared_path / arguments.pop("path")
+    with pytest.raises(DisagreementError, match=f"checkpoint.save: {message}"):
+        checkpoint.save(path, model=model, **{"optimizer": optimizer, **arguments})
+    assert os.listdir(shared_path) == []
+
+
+def test_paths_to_load_that_differ_are_named(several, shared_path):
+    model = shard(make_net())
+    for name in ("0.h5", "1.h5"):
+        checkpoint.save(shared_path / name, model=model)
+    with pytest.raises(DisagreementError, match=r"checkpoint.load: path differs .*rank 0 has .*0\.h5, rank"):
+        checkpoint.load(shared_path / f"{min(several.rank, 1)}.h5", model=model)
+
+
+def test_ranks_other_than_the_first_need_to_give_neither_path_nor_extra(several, shared_path):
+    model, mine = shard(make_net()), several.rank == 0
+    path = checkpoint.save(shared_path / "x.h5" if mine else None, model=model, extra={"a": 1} if mine else None)
+    assert path == shared_path / "x.h5"
+    assert checkpoint.load(path if mine else None, model=model).extra == {"a": 1}
+
+
+def test_ranks_in_different_calls_name_both(several, shared_path):
+    model = shard(make_net())
+    path = checkpoint.save(shared_path / "x.h5", model=model)
+    manager = checkpoint.CheckpointManager(shared_path)
+    calls = {
+        "checkpoint.save": lambda: checkpoint.save(path, model=model),
+        "checkpoint.load": lambda: checkpoint.load(path, model=model),
+        "CheckpointManager.load_latest": lambda: manager.load_latest(model=model),
+    }
+    for first, other in (("checkpoint.save", "checkpoint.load"), ("CheckpointManager.load_latest", "checkpoint.save")):
+        both = rf"(?=.*rank 0 (is in|calls) {first})(?=.*ranks? [1-9].* (in|calls) {other})"
+        with pytest.raises(DifferentCallsError, match=both):
+            calls[other if several.rank else first]()
+    assert checkpoint.load(path, model=model).step == 0  # nobody waits for anybody
 
 
 def test_units_of_many_parameters_are_planned_in_time_linear_in_them(comm, shared_path, monkeypatch):

@@ -5,7 +5,9 @@ import json
 import math
 import random
 import re
+import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from hpcfsdp.train.config import (
     RunConfig,
 )
 from hpcfsdp.train.evaluate import evaluate
+from hpcfsdp.train.lock import RunLock
 from hpcfsdp.train.model import GPT, count_elements
 from hpcfsdp.train.parallel import Share, make_mesh, parallelize, shard
 from hpcfsdp.train.schedule import learning_rate
@@ -250,7 +253,7 @@ def as_local(tensor):
 def test_ranks_that_cut_layers_drop_the_same_where_they_have_the_same(world, make_config):
     model = ModelConfig(layers=2, width=24, heads=12, context=16, dropout=0.3)
     config = make_config(model=model, mesh=(1, world.size), steps=4, every=0)
-    trainer = loop.Trainer(config, world)
+    trainer = loop.Trainer(config, world, RunLock(Path(config.run_dir)))
     trainer.run(StopRequest())
     with FSDP.summon_full_params(trainer.model, writeback=False):
         norm = trainer.model.blocks[0].norm_feed.weight
@@ -469,3 +472,42 @@ def test_a_run_that_cannot_start_leaves_the_configuration_of_the_folder(world, m
         run(make_config(steps=2, model=ModelConfig(layers=1, width=24, heads=3, context=16)), world)
     with open(f"{config.run_dir}/config.yaml") as file:
         assert file.read() == before
+
+
+def test_a_second_training_in_a_folder_is_refused_on_all_ranks(world, make_config):
+    config = make_config(steps=2)
+    held = RunLock(Path(config.run_dir))
+    if world.rank == 0:
+        held.take()
+    world.comm.Barrier()
+    with pytest.raises(UsageError, match=r"is another training's: process .* choose another run_dir"):
+        loop.train(config, world, StopRequest())
+    assert not list(Path(config.run_dir).glob("checkpoints"))
+    world.comm.Barrier()
+    held.release()
+    world.comm.Barrier()
+    assert loop.train(config, world, StopRequest()).step == 2
+    world.comm.Barrier()  # rank 0 gives it back
+    assert not Path(config.run_dir, "running.json").exists()
+
+
+def test_a_folder_that_is_removed_in_a_training_is_reported_and_made_again(world, make_config, caplog, monkeypatch):
+    config = make_config(steps=4, every=2)
+    train_step = loop.Trainer._train_step
+
+    def remove_after_two(trainer, stop):
+        if trainer.step == 2 and world.rank == 0:
+            shutil.rmtree(config.run_dir)
+        world.comm.Barrier()
+        return train_step(trainer, stop)
+
+    monkeypatch.setattr(loop.Trainer, "_train_step", remove_after_two)
+    with caplog.at_level("ERROR", "hpcfsdp"):
+        loop.train(config, world, StopRequest())
+    if world.rank == 0:
+        assert [message for message in caplog.messages if "was removed while the training goes on" in message]
+    world.comm.Barrier()
+    folder = Path(config.run_dir)
+    assert [path.name for path in checkpoint.checkpoint_files(folder / "checkpoints")] == ["step-00000004.h5"]
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert (folder / "config.yaml").exists() and steps[0] == 3

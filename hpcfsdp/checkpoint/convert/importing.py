@@ -15,7 +15,7 @@ from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES
 from hpcfsdp.checkpoint.convert.output import Progress, absolute, check_absent, no_progress, reading
 from hpcfsdp.checkpoint.convert.safetensors_source import open_safetensors
 from hpcfsdp.checkpoint.convert.source import Source
-from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.files import Files, check_regular
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.plan import check_names
 from hpcfsdp.checkpoint.single import write_alone
@@ -83,7 +83,8 @@ def import_checkpoint(
     files = files or Files()
     path, target = absolute(source), absolute(output)
     with reading(path):
-        path.stat()
+        if not path.is_dir():
+            check_regular(path.stat().st_mode)
         kind = _format_of(path, format)
         check_absent(target, force=force)
         with contextlib.ExitStack() as stack:

@@ -14,10 +14,11 @@ from types import TracebackType
 import numpy as np
 import torch
 
+from hpcfsdp.checkpoint.access import opened, seal_of
 from hpcfsdp.checkpoint.convert.output import Step
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, opened, seal_of
+from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex
 from hpcfsdp.errors import CheckpointReplacedError
 
 _ALIGNMENT = 64

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from hpcfsdp.checkpoint.catalog import partial_path
-from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.files import Files, reason
 from hpcfsdp.errors import CheckpointError
 
 Step = Callable[[int], None]
@@ -37,7 +37,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: {_reason(error)}") from error
+        raise CheckpointError(f"{error.filename or path}: {reason(error)}") from error
 
 
 @contextlib.contextmanager
@@ -46,11 +46,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {_reason(error)}") from error
-
-
-def _reason(error: OSError) -> str:
-    return os.strerror(error.errno) if error.errno else str(error)
+        raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from error
 
 
 def check_absent(path: Path, *, force: bool) -> None:

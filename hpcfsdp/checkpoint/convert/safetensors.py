@@ -52,7 +52,7 @@ _CODES = {
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A tensor in a file: its name, torch's name of its dtype, its shape, and where its bytes begin in the file."""
 
@@ -128,9 +128,12 @@ def parse(nbytes: int, read: Callable[[int, int], bytes]) -> tuple[list[Entry], 
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata are not strings by name")
     begin = _LENGTH.size + length
-    entries = sorted(
-        (_entry(name, value, begin) for name, value in header.items()), key=lambda entry: (entry.begin, entry.nbytes)
-    )
+    entries = []
+    while header:  # which takes more memory than the entries: some models have 100,000 tensors
+        name, value = header.popitem()
+        entries.append(_entry(name, value, begin))
+    entries.reverse()
+    entries.sort(key=lambda entry: (entry.begin, entry.nbytes))
     end = begin
     for entry in entries:
         if entry.begin != end:

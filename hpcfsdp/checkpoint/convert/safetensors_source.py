@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcfsdp.checkpoint.access import Room, bytes_of, opened
 from hpcfsdp.checkpoint.convert import safetensors
 from hpcfsdp.checkpoint.convert.export import GROUPS_KEY, SCALARS_KEY, STEP_KEY
 from hpcfsdp.checkpoint.convert.safetensors import Entry
@@ -17,6 +18,7 @@ from hpcfsdp.checkpoint.convert.source import Source
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.kinds import check_optimizer
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 _OPTIM = f"{schema.OPTIM_STATE}/"
@@ -38,9 +40,8 @@ def open_safetensors(path: Path, files: Files, *, optimizer: bool = True) -> Ite
     places: dict[str, tuple[int, Entry]] = {}
     metadata: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
-        for part, expected in _parts(path).items():
-            fd = files.open_to_read(part)
-            stack.callback(files.close, fd)
+        for part, expected in _parts(path, files).items():
+            fd = stack.enter_context(opened(files, part))
             entries, own = _header(files, fd, part)
             _check_listed(part, {entry.name for entry in entries}, expected)
             twice = next((entry.name for entry in entries if entry.name in places), None)
@@ -66,26 +67,31 @@ def open_safetensors(path: Path, files: Files, *, optimizer: bool = True) -> Ite
         yield source
 
 
-def _parts(path: Path) -> dict[Path, set[str] | None]:
+def _parts(path: Path, files: Files) -> dict[Path, set[str] | None]:
     """The files, each with the tensors that an index says it holds."""
     if path.is_dir():
         indices, wholes = (sorted(path.glob(f"*{end}")) for end in (safetensors.INDEX_SUFFIX, safetensors.SUFFIX))
         if path / safetensors.WHOLE_NAME in wholes:
             return {path / safetensors.WHOLE_NAME: None}
         if len(indices) == 1:
-            return _listed(indices[0])
+            return _listed(indices[0], files)
         if len(wholes) == 1 and not indices:
             return {wholes[0]: None}
         found = ", ".join(file.name for file in (indices or wholes)) or "none"
         raise CheckpointError(f"{path}: one safetensors file or one index is needed, there are: {found}")
     if path.name.endswith(".json"):
-        return _listed(path)
+        return _listed(path, files)
     return {path: None}
 
 
-def _listed(path: Path) -> dict[Path, set[str] | None]:
+def _listed(path: Path, files: Files) -> dict[Path, set[str] | None]:
+    with opened(files, path) as fd:
+        nbytes = files.size(fd)
+        if nbytes > safetensors.MAX_HEADER_BYTES:
+            raise CheckpointCorruptError(f"{path}: is not an index of safetensors files: it has {nbytes} bytes")
+        text = bytes_of(files, fd, path, 0, nbytes)
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(text.decode())["weight_map"]
         parts: dict[Path, set[str]] = {}
         for name, file in weight_map.items():
             if Path(file).name != file:
@@ -100,7 +106,10 @@ def _listed(path: Path) -> dict[Path, set[str] | None]:
 
 
 def _header(files: Files, fd: int, path: Path) -> tuple[list[Entry], dict[str, str]]:
+    room = Room.of(files, fd)
+
     def read(begin: int, nbytes: int) -> bytes:
+        room.take(3 * nbytes)  # its text, and what it is decoded to
         buffer = bytearray(nbytes)
         if files.read(fd, memoryview(buffer), begin) < nbytes:
             raise ValueError("it has become shorter while it was read")
@@ -142,7 +151,9 @@ def _with_metadata(path: Path, source: Source, metadata: Mapping[str, str]) -> S
                 source.links.append((one, other))
             elif key != "format":
                 rest[key] = value
-    except (ValueError, RecursionError) as error:
+        key = GROUPS_KEY
+        check_optimizer(source.groups, source.scalars, named=True)
+    except ValueError as error:
         raise CheckpointCorruptError(f"{path}: damaged: metadata {key!r}: {error}") from None
     if rest:
         source.extra["safetensors"] = rest

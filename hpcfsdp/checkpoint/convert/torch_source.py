@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import os
 import pickle
@@ -17,12 +16,16 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from hpcfsdp.checkpoint.access import Room, opened
+from hpcfsdp.checkpoint.convert.dcp_metadata import read_metadata
+from hpcfsdp.checkpoint.convert.pickles import check_pickle
 from hpcfsdp.checkpoint.convert.source import Source
 from hpcfsdp.checkpoint.convert.state_dicts import OPTIM_KEYS, Parts, Stored, sort_out
 from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
-from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format.schema import MOST_LEVELS, TensorSpec
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 _MEND = (
@@ -44,11 +47,16 @@ def open_pt(path: Path, *, optimizer: bool = True) -> Iterator[Source]:
         CheckpointError: it holds more than can be read without executing it, or values that cannot be kept.
         CheckpointCorruptError: it is damaged, or was not written by torch.
     """
-    with path.open("rb") as stream:  # errors of the system first: torch has its own words for them
-        first = stream.read(1)
-    is_zip = zipfile.is_zipfile(path)
-    if not is_zip and first != pickle.PROTO:
-        raise CheckpointCorruptError(f"{path}: damaged, or not a file of torch.save: neither zip archive nor pickle")
+    files = Files()
+    with opened(files, path) as fd:  # errors of the system first: torch has its own words for them
+        room = Room.of(files, fd)
+        is_zip = zipfile.is_zipfile(path)
+        if not is_zip and os.pread(fd, 1, 0) != pickle.PROTO:
+            raise CheckpointCorruptError(
+                f"{path}: damaged, or not a file of torch.save: neither zip archive nor pickle"
+            )
+        with _unread(path), os.fdopen(os.dup(fd), "rb") as stream:
+            check_torch_file(stream, room, files.size(fd))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of storages whose class is going to change
@@ -58,8 +66,43 @@ def open_pt(path: Path, *, optimizer: bool = True) -> Iterator[Source]:
     except (RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
         raise CheckpointCorruptError(f"{path}: damaged, or not a file of torch.save: {_first_line(error)}") from error
     with _named(path):
-        parts = sort_out(_stored(tree, ""), optimizer=optimizer)
+        parts = sort_out(_stored(tree, "", room), optimizer=optimizer)
     yield _source(parts)
+
+
+def check_torch_file(stream: Any, room: Room, nbytes: int) -> None:
+    """Raise if a file of torch.save, at the beginning of a stream, would become much more than it is when it is read.
+
+    Args:
+        room: memory that it may take.
+        nbytes: of the file.
+
+    Raises:
+        ValueError: it would.
+    """
+    if not zipfile.is_zipfile(stream):  # of torch before 1.6: pickles, of which the fourth has the values
+        room.take(nbytes)
+        stream.seek(0)
+        for _ in range(4):
+            check_pickle(stream)
+        return
+    with zipfile.ZipFile(stream) as archive:
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ValueError("it is compressed, which no file of torch.save is")
+        for entry in entries:
+            if entry.filename.endswith("/data.pkl"):
+                room.take(entry.file_size)
+                check_pickle(io.BytesIO(archive.read(entry)))
+
+
+@contextlib.contextmanager
+def _unread(path: Path) -> Iterator[None]:
+    """Have what is wrong with a file that has not been read yet name it."""
+    try:
+        yield
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise CheckpointCorruptError(f"{path}: damaged, or not a file of torch.save: {_first_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -87,10 +130,8 @@ def open_dcp(path: Path, *, optimizer: bool = True) -> Iterator[Source]:
             if isinstance(described, TensorStorageMetadata):
                 dtype = str(described.properties.dtype).removeprefix("torch.")
                 value: Any = Stored(tuple(described.size), dtype, _Fetch(reader, key, described))
-            elif isinstance(described, BytesStorageMetadata):
-                value = reader.read_value(key)
             else:
-                raise CheckpointCorruptError(f"{key!r} is described by a {type(described).__name__}")
+                value = reader.read_value(key)
             _put(tree, place, value)
         parts = sort_out(_with_lists(tree), optimizer=optimizer)
     yield _source(parts)
@@ -111,23 +152,34 @@ def _source(parts: Parts) -> Source:
     return Source(parts.specs(), read, parts.links, parts.groups, parts.scalars, parts.extra, parts.step)
 
 
-def _stored(value: Any, place: str) -> Any:
-    """Plain dicts and lists, with ``Stored`` in place of tensors."""
+def _stored(value: Any, place: str, room: Room, level: int = 0) -> Any:
+    """Plain dicts and lists, with ``Stored`` in place of tensors.
+
+    Args:
+        room: memory that tensors may take that are longer than their storages.
+    """
     if isinstance(value, torch.Tensor):
-        return _stored_tensor(value, place)
+        return _stored_tensor(value, place, room)
+    if level > MOST_LEVELS:
+        raise CheckpointError(f"lists and dicts are in each other over more than {MOST_LEVELS} levels")
     if isinstance(value, Mapping):
-        return {key: _stored(entry, f"{place}[{key!r}]") for key, entry in value.items()}
+        return {key: _stored(entry, f"{place}[{key!r}]", room, level + 1) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_stored(entry, f"{place}[{index}]") for index, entry in enumerate(value)]
+        return [_stored(entry, f"{place}[{index}]", room, level + 1) for index, entry in enumerate(value)]
     return value
 
 
-def _stored_tensor(tensor: torch.Tensor, place: str) -> Stored:
+def _stored_tensor(tensor: torch.Tensor, place: str, room: Room) -> Stored:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
         kind = "quantized" if tensor.is_quantized else f"{tensor.layout}, on {tensor.device}"
         raise CheckpointError(f"{place} is a tensor of {dtype} ({kind}); dense tensors can be kept")
     tensor = tensor.detach()
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
+        try:
+            room.take(tensor.nbytes)
+        except ValueError as error:
+            raise CheckpointError(f"{place} is expanded to {tensor.nbytes} bytes: {error}") from None
     identity = None
     if tensor.numel():
         identity = tensor.data_ptr(), tensor.shape, tensor.stride(), dtype, tensor.is_conj(), tensor.is_neg()
@@ -137,6 +189,10 @@ def _stored_tensor(tensor: torch.Tensor, place: str) -> Stored:
 def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
     for part in path[:-1]:
         tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            break
+    if not isinstance(tree, dict) or path[-1] in tree:
+        raise CheckpointCorruptError(f"{'.'.join(map(str, path))!r} stands where another entry does")
     tree[path[-1]] = value
 
 
@@ -160,15 +216,7 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Any:
         if self._metadata is None:
-            file = self._folder / METADATA_NAME
-            try:
-                with file.open("rb") as stream:
-                    self._metadata = _MetadataUnpickler(stream).load()
-                    self._metadata.state_dict_metadata.items()
-            except (CheckpointError, OSError):
-                raise
-            except Exception as error:  # pickle raises whatever its bytes lead to
-                raise CheckpointCorruptError(f"{file}: damaged: {_first_line(error)}") from error
+            self._metadata = read_metadata(self._folder, Files())
         return self._metadata
 
     def read_tensor(self, key: str, described: TensorStorageMetadata) -> torch.Tensor:
@@ -191,7 +239,10 @@ class _Reader(dcp.FileSystemReader):
         if info is None or getattr(info, "transform_descriptors", None):
             return None
         with _read_of(self._folder, key), (self._folder / info.relative_path).open("rb") as stream:
-            tensor = torch.load(_Slice(stream, info.offset, info.length), map_location="cpu", weights_only=True)
+            piece = _Slice(stream, info.offset, info.length)
+            check_torch_file(piece, Room(info.length), info.length)
+            piece.seek(0)
+            tensor = torch.load(piece, map_location="cpu", weights_only=True)
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
                 return None
             if (tensor.shape, tensor.dtype) != (described.size, described.properties.dtype):
@@ -266,8 +317,13 @@ class _Planner(dcp.DefaultLoadPlanner):
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         key = read_item.dest_index.fqn
+        nbytes = value.getbuffer().nbytes
+        room = Room(nbytes)
         try:
+            check_torch_file(value, room, nbytes)
+            value.seek(0)
             self.state_dict[key] = torch.load(value, map_location="cpu", weights_only=True)
+            _stored(self.state_dict[key], repr(key), room)
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"{key!r}: {_MEND} ({_refused(error)})") from None
 
@@ -281,45 +337,6 @@ class _Fetch:
     def __call__(self) -> torch.Tensor:
         reader, key, described = self._of
         return reader.read_tensor(key, described)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Finds the classes that metadata of torch.distributed.checkpoint are made of, and nothing else."""
-
-    _MODULES = (
-        "torch.distributed.checkpoint.metadata",
-        "torch.distributed.checkpoint.filesystem",
-        "torch.distributed.checkpoint.planner",
-    )
-    _NAMES = (
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("collections", "OrderedDict"),
-        ("pathlib", "PosixPath"),
-        ("pathlib", "PurePosixPath"),
-        ("pathlib._local", "PosixPath"),
-        ("builtins", "set"),
-        ("builtins", "frozenset"),
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._NAMES:
-            return getattr(importlib.import_module(module), name)
-        if module in self._MODULES:
-            found = getattr(importlib.import_module(module), name, None)
-            # Records alone: a reader or writer there could open files.
-            if isinstance(found, type) and found.__module__ == module and _is_record(found):
-                return found
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise CheckpointError(
-            f"{METADATA_NAME} asks for {module}.{name}, which is no part of what torch.distributed.checkpoint writes: "
-            "nothing of it is executed here"
-        )
-
-
-def _is_record(kind: type) -> bool:
-    return hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__members__")
 
 
 @contextlib.contextmanager

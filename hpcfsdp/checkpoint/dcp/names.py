@@ -18,7 +18,7 @@ from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
 Path = tuple[str | int, ...]
 """Keys from the outermost dict inwards; numbers are places in lists."""
 
-TENSOR, GROUP, SCALAR, EXTRA = "tensor", "group", "scalar", "extra"
+TENSOR, GROUP, SCALAR, EXTRA = KINDS = "tensor", "group", "scalar", "extra"
 
 GROUP_TENSORS = "optim/group_tensors"
 """Where hyper-parameters that are tensors (a capturable optimizer's ``lr``) stand: ``<group>/<name>`` below it."""

@@ -55,12 +55,21 @@ class SparseImage(_Cursor):
     def __init__(self) -> None:
         super().__init__()
         self._pages: dict[int, bytearray] = {}
+        self._shared: set[int] = set()  # pages that copies have as well
 
     def copy(self) -> SparseImage:
-        """One of the same bytes, that has nothing in common with this one."""
+        """One of the same bytes. Each page is one for both until one of them is written to."""
         image = SparseImage()
-        image.nbytes, image._pages = self.nbytes, {page: data.copy() for page, data in self._pages.items()}
+        image.nbytes, image._pages = self.nbytes, dict(self._pages)
+        self._shared, image._shared = set(self._pages), set(self._pages)
         return image
+
+    def _own(self, page: int) -> bytearray:
+        """A page that may be changed."""
+        if page in self._shared:
+            self._shared.remove(page)
+            self._pages[page] = self._pages[page].copy()
+        return self._pages[page]
 
     def write(self, buffer: bytes | memoryview) -> int:
         view = memoryview(buffer).cast("B")
@@ -69,7 +78,7 @@ class SparseImage(_Cursor):
                 if part.nbytes <= _FEW and not any(part):
                     continue
                 self._pages[page] = bytearray(_PAGE)
-            self._pages[page][begin : begin + part.nbytes] = part
+            self._own(page)[begin : begin + part.nbytes] = part
         self._position += view.nbytes
         if view.nbytes:
             self.nbytes = max(self.nbytes, self._position)
@@ -78,8 +87,9 @@ class SparseImage(_Cursor):
     def truncate(self, nbytes: int) -> int:
         # What is cut off must not come back when the file grows again.
         self._pages = {page: data for page, data in self._pages.items() if page * _PAGE < nbytes}
+        self._shared.intersection_update(self._pages)
         if (last := nbytes // _PAGE) in self._pages:
-            self._pages[last][nbytes % _PAGE :] = bytes(_PAGE - nbytes % _PAGE)
+            self._own(last)[nbytes % _PAGE :] = bytes(_PAGE - nbytes % _PAGE)
         self.nbytes = nbytes
         return nbytes
 
@@ -93,9 +103,10 @@ class SparseImage(_Cursor):
         while pages and begin < end:
             count = next((n for n in range(1, len(pages)) if pages[n] != pages[0] + n), len(pages))
             first, stop = max(begin, pages[0] * _PAGE), min(end, (pages[count - 1] + 1) * _PAGE)
-            found = bytearray(stop - first)
-            self._fill(memoryview(found), first)
-            yield first, bytes(found)
+            parts = [memoryview(self._pages[page]) for page in pages[:count]]
+            parts[-1] = parts[-1][: stop - pages[count - 1] * _PAGE]
+            parts[0] = parts[0][first - pages[0] * _PAGE :]
+            yield first, b"".join(parts)
             pages = pages[count:]
 
     def _fill(self, view: memoryview, offset: int) -> None:
@@ -112,7 +123,7 @@ class Stretches(_Cursor):
         known: (first byte, bytes), not overlapping.
     """
 
-    def __init__(self, nbytes: int, known: Iterable[tuple[int, bytes]]) -> None:
+    def __init__(self, nbytes: int, known: Iterable[tuple[int, bytes | bytearray]]) -> None:
         super().__init__()
         self.nbytes = nbytes
         self._known = sorted(known)

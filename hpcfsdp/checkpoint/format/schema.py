@@ -16,6 +16,8 @@ import h5py
 import numpy as np
 import xxhash
 
+from hpcfsdp.errors import CheckpointError
+
 FORMAT = "hpcfsdp"
 PART_FORMAT = "hpcfsdp-part"
 FORMAT_VERSION = "1.0"
@@ -52,6 +54,9 @@ of some hundred KiB every few MiB has taken up to twice as long to read from a d
 
 BLOCK_BYTES = 4 << 20
 """Most bytes under one checksum. A reader that needs a part of an extent reads it whole, to verify it."""
+
+OLD_BLOCK_BYTES = 16 << 20
+"""The same in files of format 0.1."""
 
 EXTENT_DTYPE = np.dtype(
     [
@@ -187,13 +192,30 @@ def hdf5_type(dtype: str) -> h5py.h5t.TypeID:
     return h5py.h5t.py_create(numpy_dtype(dtype), logical=True)
 
 
+_MOST_ATTRIBUTE_BYTES = 1 << 12
+
+
+def attribute(holder: h5py.Group | h5py.Dataset, name: str) -> Any:
+    """An attribute that is one number or short text; None if there is none of that name, or it is something else."""
+    if not h5py.h5a.exists(holder.id, name.encode()):
+        return None
+    found = h5py.h5a.open(holder.id, name.encode())
+    kind = found.get_type()
+    plain = kind.get_class() in (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.STRING) and not (
+        isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str()
+    )
+    if not plain or found.get_space().get_simple_extent_type() != h5py.h5s.SCALAR:
+        return None
+    return holder.attrs[name] if kind.get_size() <= _MOST_ATTRIBUTE_BYTES else None
+
+
 def torch_dtype(dataset: h5py.Dataset) -> str:
     """torch's name of the dtype of a tensor in a file.
 
     Raises:
         ValueError: it was not written by this software.
     """
-    marked = dataset.attrs.get(DTYPE_ATTRIBUTE)
+    marked = attribute(dataset, DTYPE_ATTRIBUTE)
     if marked is not None:
         name = bytes(marked).decode()
         if name in _NUMPY_DTYPES:
@@ -210,18 +232,54 @@ def needs_mark(dtype: str) -> bool:
     return dtype in ("bool", "bfloat16") or dtype.startswith("float8")
 
 
+MOST_DIMENSIONS = 32
+"""That a tensor may have: those of HDF5."""
+
+MOST_LEVELS = 200
+"""Of lists and objects in each other, in JSON. Readers go into them level by level."""
+
+
 def to_json(value: Any) -> bytes:
     """JSON as ASCII bytes; floats come back bit by bit, NaN and infinities as Python's json writes them.
 
     Raises:
         TypeError: a value that JSON does not have, named.
+        CheckpointError: it has more than ``MOST_LEVELS`` levels.
     """
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
+    try:
+        text = json.dumps(value, separators=(",", ":")).encode("ascii")
+        deep = _is_deep(value)
+    except RecursionError:
+        deep = True
+    if deep:
+        raise CheckpointError(f"lists and dicts are in each other over more than {MOST_LEVELS} levels: flatten them")
+    return text
 
 
 def from_json(text: bytes) -> Any:
-    """The value that ``to_json`` wrote."""
-    return json.loads(bytes(text).decode("ascii"))
+    """The value that ``to_json`` wrote.
+
+    Raises:
+        ValueError: it is no JSON, or has more than ``MOST_LEVELS`` levels.
+    """
+    try:
+        value = json.loads(bytes(text).decode("ascii"))
+        deep = _is_deep(value)
+    except RecursionError:
+        deep = True
+    if deep:
+        raise ValueError(f"lists and objects are in each other over more than {MOST_LEVELS} levels")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MOST_LEVELS + 1):
+        level = [item for item in level if isinstance(item, (dict, list, tuple))]
+        if not level:
+            return False
+        level = [item for box in level for item in (box.values() if isinstance(box, dict) else box)]
+    return True
 
 
 def checksum(data: Any) -> int:

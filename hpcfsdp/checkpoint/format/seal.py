@@ -16,6 +16,9 @@ MAGIC = b"hpcfsdp\n"
 _TRAILER = struct.Struct("<QQQQ8s")
 _REGION = struct.Struct("<QQ")
 
+MOST_REGIONS = 1 << 16
+"""Of a file. It has a few; a reader keeps them all."""
+
 
 @dataclass(frozen=True)
 class Seal:
@@ -44,7 +47,7 @@ def packed_bytes(regions: int) -> int:
     return _TRAILER.size + regions * _REGION.size
 
 
-def make_seal(regions: Sequence[tuple[int, bytes]], data_end: int) -> Seal:
+def make_seal(regions: Sequence[tuple[int, bytes | bytearray]], data_end: int) -> Seal:
     """The seal of these bytes.
 
     Args:
@@ -58,7 +61,7 @@ def make_seal(regions: Sequence[tuple[int, bytes]], data_end: int) -> Seal:
     return Seal(data_end + packed_bytes(len(places)), places, digest.intdigest())
 
 
-def read_seal(nbytes: int, read: Callable[[int, int], bytes]) -> Seal | None:
+def read_seal(nbytes: int, read: Callable[[int, int], bytes | bytearray]) -> Seal | None:
     """The seal of a file of `nbytes` bytes; None if it does not end with one.
 
     Args:
@@ -73,6 +76,8 @@ def read_seal(nbytes: int, read: Callable[[int, int], bytes]) -> Seal | None:
     if magic != MAGIC:
         return None
     length = packed_bytes(count)
+    if count > MOST_REGIONS:  # before as many are read: nothing is known of this number yet
+        raise ValueError(f"its last bytes are those of a file of {count} regions, and there are {MOST_REGIONS} at most")
     if file_bytes != nbytes or length > nbytes:
         raise ValueError(f"its last bytes are those of a file of {file_bytes} bytes, it has {nbytes}")
     table = read(nbytes - length, length - _TRAILER.size)
@@ -87,7 +92,7 @@ def read_seal(nbytes: int, read: Callable[[int, int], bytes]) -> Seal | None:
     return seal
 
 
-def read_regions(seal: Seal, read: Callable[[int, int], bytes]) -> list[tuple[int, bytes]]:
+def read_regions(seal: Seal, read: Callable[[int, int], bytes | bytearray]) -> list[tuple[int, bytes | bytearray]]:
     """The bytes of all regions.
 
     Raises:

@@ -22,6 +22,7 @@ from hpcfsdp.checkpoint.format import boxes, schema
 from hpcfsdp.checkpoint.format.image import SparseImage
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.seal import Seal, make_seal, packed_bytes
+from hpcfsdp.errors import CheckpointError
 
 _LIBVER = {"v108": h5py.h5f.LIBVER_V18, "v110": h5py.h5f.LIBVER_V110}
 
@@ -169,7 +170,8 @@ def _base_of(
         tables = _tables(specs, links)
         groups = {"", schema.MODEL}
         _create_groups(file, groups, [*(spec.path for spec in specs), *(path for path, _ in links), *tables])
-        tensors = [_create_tensor(file, spec, sources_of.get(index, ())) for index, spec in enumerate(specs)]
+        for index, spec in enumerate(specs):
+            _create_tensor(file, spec, sources_of.get(index, ()))
         for path, path_in_file in links:
             file[path] = file[path_in_file]
         for name, value in tables.items():
@@ -185,7 +187,9 @@ def _base_of(
         here = [index for index in range(len(specs)) if index not in sources_of]
         for index in sorted(here, key=lambda i: specs[i].nbytes >= schema.ALIGNED_FROM_BYTES):
             dtype, shape = specs[index].dtype, specs[index].shape
-            offsets[index] = _allocate(tensors[index], _type_of(dtype), shape, schema.numpy_dtype(dtype))
+            # Opened once more: HDF5 keeps 13 KiB for each dataset that stays open.
+            tensor = h5py.h5d.open(file.id, specs[index].path.encode())
+            offsets[index] = _allocate(tensor, _type_of(dtype), shape, schema.numpy_dtype(dtype))
     elsewhere = [(offsets[index], specs[index].nbytes) for index in here]
     elsewhere.append((table_offset, num_extents * row.itemsize))
     elsewhere.append((files_offset, num_files * file_row.itemsize))
@@ -254,12 +258,15 @@ def _create_groups(file: h5py.File, known: set[str], paths: Iterable[str]) -> No
             h5py.h5g.create(file.id, group.encode(), links, layout)
 
 
-def _create_tensor(file: h5py.File, spec: TensorSpec, sources: Sequence[Source]) -> h5py.h5d.DatasetID:
+def _create_tensor(file: h5py.File, spec: TensorSpec, sources: Sequence[Source]) -> None:
+    if len(spec.shape) > schema.MOST_DIMENSIONS:
+        raise CheckpointError(
+            f"{spec.path} has {len(spec.shape)} dimensions; HDF5 has {schema.MOST_DIMENSIONS} at most: reshape it"
+        )
     dataset = _create(file, spec.path, _type_of(spec.dtype), spec.shape, sources)
     if schema.needs_mark(spec.dtype):
         mark, kind, scalar = _mark(spec.dtype)
         h5py.h5a.create(dataset, schema.DTYPE_ATTRIBUTE.encode(), kind, scalar).write(mark, kind)
-    return dataset
 
 
 # Of thousands of tensors most are alike: what HDF5 needs to know of them is made once.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.inspect.names import hits
 from hpcfsdp.checkpoint.inspect.numbers import decoded, json_number
 from hpcfsdp.checkpoint.inspect.stats import absolute, file_statistics
 from hpcfsdp.checkpoint.inspect.walk import read_pieces
 from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex
 from hpcfsdp.errors import CheckpointError, HpcfsdpError, nearest
+from hpcfsdp.terminal import shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -152,13 +153,13 @@ def curves(index: CheckpointIndex, patterns: Iterable[str] = ()) -> dict[str, tu
         )
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for pattern in list(patterns) or ["*loss*"]:
-        hits = {name: curve for name, curve in index.metrics.items() if fnmatch.fnmatchcase(name, pattern)}
-        if not hits:
+        matched = hits(pattern, index.metrics)
+        if not matched:
             raise CheckpointError(
                 f"{index.info.path}: no metric matches {pattern!r}{nearest(pattern, index.metrics)}; there are "
                 f"{', '.join(index.metrics)}"
             )
-        found |= hits
+        found |= {name: curve for name, curve in index.metrics.items() if name in matched}
     return found
 
 
@@ -182,7 +183,7 @@ def draw_histograms(title: str, histograms: Sequence[Histogram]) -> Figure:
         if found.counts.any():
             axes.set_yscale("log")
             axes.set_ylim(bottom=0.5)
-        axes.set_title(_with_missing(found), fontsize="small")
+        axes.set_title(shown(_with_missing(found)), fontsize="small", parse_math=False)
         axes.set_ylabel("elements" if place % columns == 0 else "")
     return figure
 
@@ -202,7 +203,7 @@ def draw_norms(title: str, norms: Mapping[str, float]) -> Figure:
     axes = figure.add_subplot()
     axes.barh(range(len(norms)), list(norms.values()))
     if len(norms) <= 10 * _SCREEN:
-        axes.set_yticks(range(len(norms)), list(norms), fontsize="x-small")
+        axes.set_yticks(range(len(norms)), list(map(shown, norms)), fontsize="x-small", parse_math=False)
     else:
         axes.set_ylabel("layer")
     axes.set_ylim(max(len(norms), 1) - 0.5, -0.5)
@@ -218,15 +219,16 @@ def draw_curves(title: str, found: Mapping[str, tuple[np.ndarray, np.ndarray]]) 
     """
     figure = _figure(title, 8.0, 4.5)
     axes = figure.add_subplot()
-    for name, (steps, values) in found.items():
-        axes.plot(steps, values, label=name, marker="." if len(steps) < 2 else "")
+    lines = [axes.plot(*curve, label=name, marker="." if len(curve[0]) < 2 else "")[0] for name, curve in found.items()]
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     if len(found) == 1:
-        axes.set_ylabel(next(iter(found)))
+        axes.set_ylabel(shown(next(iter(found))), parse_math=False)
     elif found:
-        axes.legend()
+        # A space in front: matplotlib leaves out names that begin with an underscore.
+        for text in axes.legend(lines, [f" {shown(name)}" for name in found]).get_texts():
+            text.set_parse_math(False)
     return figure
 
 
@@ -252,7 +254,10 @@ def _ends(formats: Iterable[str]) -> str:
 
 
 def _figure(title: str, width: float, height: float) -> Figure:
-    """An empty one, in inches. Of no window system: it is drawn into a file alone."""
+    """An empty one, in inches. Of no window system: it is drawn into a file alone.
+
+    No text in it is parsed as mathematics, in which a dollar sign in a name may be an error.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -260,7 +265,7 @@ def _figure(title: str, width: float, height: float) -> Figure:
             f"matplotlib, with which pictures are drawn, cannot be loaded ({error}): pip install 'hpcfsdp[plot]'"
         ) from None
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(shown(title), parse_math=False)
     return figure
 
 

@@ -10,22 +10,16 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.access import bytes_of, hdf5_of, opened, regions_of, seal_of
+from hpcfsdp.checkpoint.extents import elements_in
+from hpcfsdp.checkpoint.files import Files, reason
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.seal import Seal, packed_bytes
 from hpcfsdp.checkpoint.inspect.walk import pieces
-from hpcfsdp.checkpoint.reader import (
-    BlockReader,
-    CheckpointIndex,
-    bytes_of,
-    elements_in,
-    hdf5_of,
-    open_index,
-    opened,
-    regions_of,
-    seal_of,
-)
+from hpcfsdp.checkpoint.kinds import odd_hyper_parameters
+from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
+from hpcfsdp.checkpoint.small import datasets_below
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 
 _TRIES = 5
@@ -130,16 +124,18 @@ def _structure_faults(index: CheckpointIndex, files: Files, fd: int) -> list[Fau
         raise
     except OSError as error:
         if error.errno:
-            raise CheckpointError(f"{index.info.path}: cannot be read: {os.strerror(error.errno)}") from error
+            raise CheckpointError(f"{index.info.path}: cannot be read: {reason(error)}") from error
         return [Fault("", f"HDF5 cannot read it: {error}")]
     except Exception as error:  # h5py raises half a dozen types on damaged files
         return [Fault("", f"HDF5 cannot read it: {str(error) or type(error).__name__}")]
 
 
 def _differences(index: CheckpointIndex, file: h5py.File) -> Iterator[Fault]:
-    if not file.attrs["committed"]:
+    if schema.attribute(file, "committed") != 1:
         yield Fault("", "is not marked as committed")
-    found = {f"{top}/{path}": item for top in (schema.MODEL, schema.OPTIM_STATE) for path, item in _datasets(file, top)}
+    found = {
+        f"{top}/{path}": item for top in (schema.MODEL, schema.OPTIM_STATE) for path, item in datasets_below(file, top)
+    }
     for path in [path for path, item in found.items() if item is None]:
         yield Fault(path, "is a link to something else, no dataset")
         del found[path]
@@ -157,29 +153,18 @@ def _differences(index: CheckpointIndex, file: h5py.File) -> Iterator[Fault]:
     for path in found:
         if path not in index.tensors and path not in index.links:
             yield Fault(path, "is a dataset that does not stand in the table of tensors")
-    yield from _optimizer_faults(index)
-
-
-def _datasets(file: h5py.File, top: str) -> Iterator[tuple[str, h5py.Dataset | None]]:
-    """All datasets of a group and those in it, by all of their names; None for soft and external links."""
-
-    def below(group: h5py.Group, prefix: str) -> Iterator[tuple[str, h5py.Dataset | None]]:
-        for name in group:
-            item = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
-            if isinstance(item, h5py.Group):
-                yield from below(item, f"{prefix}{name}/")
-            else:
-                yield f"{prefix}{name}", item
-
-    if top in file:
-        yield from below(file[top], "")
+    for name in (*index.tensors, *index.links, *index.metrics):
+        if not name.isprintable():
+            yield Fault(name, "has characters in its name that cannot be printed")
+    for what in odd_hyper_parameters(index.param_groups):
+        yield Fault(schema.PARAM_GROUPS, what)
 
 
 def _tensor_differences(index: CheckpointIndex, spec: TensorSpec, dataset: h5py.Dataset) -> Iterator[Fault]:
     if dataset.shape != spec.shape:
         yield Fault(spec.path, f"has shape {dataset.shape} in HDF5, and {spec.shape} in the table of tensors")
         return
-    marked = dataset.attrs.get(schema.DTYPE_ATTRIBUTE)
+    marked = schema.attribute(dataset, schema.DTYPE_ATTRIBUTE)
     marked = None if marked is None else bytes(marked).decode(errors="replace")
     if marked != (spec.dtype if schema.needs_mark(spec.dtype) else None):
         yield Fault(spec.path, f"is marked as {marked} in HDF5, and {spec.dtype} in the table of tensors")
@@ -205,28 +190,6 @@ def _tensor_differences(index: CheckpointIndex, spec: TensorSpec, dataset: h5py.
             )
 
 
-def _optimizer_faults(index: CheckpointIndex) -> Iterator[Fault]:
-    """Hyper-parameters that no writer could have written.
-
-    What torch.distributed.checkpoint has been given may have numbers for the names of parameters, or no such list.
-    """
-    groups = [] if index.param_groups is None else index.param_groups
-    if not isinstance(groups, list):
-        yield Fault(schema.PARAM_GROUPS, "is no list")
-        groups = []
-    for number, group in enumerate(groups):
-        if not isinstance(group, dict):
-            yield Fault(schema.PARAM_GROUPS, f"group {number} is no object")
-        elif index.state_dict is None and not _are_names(group.get("params")):
-            yield Fault(schema.PARAM_GROUPS, f"group {number} has no list of names of parameters")
-    if index.scalars is not None and not isinstance(index.scalars, dict):
-        yield Fault(schema.OPTIM_SCALARS, "is no object")
-
-
-def _are_names(params: object) -> bool:
-    return isinstance(params, list) and all(isinstance(name, str) for name in params)
-
-
 def _gap_faults(index: CheckpointIndex, number: int, seal: Seal, files: Files, fd: int) -> Iterator[Fault]:
     """Bytes that belong to nothing, and are not zero; the first of each place between two things.
 
@@ -244,13 +207,15 @@ def _gap_faults(index: CheckpointIndex, number: int, seal: Seal, files: Files, f
     after, before = begins[order], np.append(0, np.maximum.accumulate(ends)[:-1])
     gaps = after > before
     for first, last in zip(before[gaps].tolist(), after[gaps].tolist(), strict=True):
-        for start in range(first, last, schema.BLOCK_BYTES):
+        start: int | None = first
+        while (start := files.next_data(fd, start)) is not None and start < last:  # a hole may have any size
             data = bytes_of(files, fd, path, start, min(schema.BLOCK_BYTES, last - start))
             if data.count(0) != len(data):
                 where = int(np.flatnonzero(np.frombuffer(data, np.uint8))[0])
                 of = f" of {index.parts[number - 1].name}" if number else ""
                 yield Fault("", f"byte {start + where}{of} belongs to nothing, and is {data[where]} instead of 0")
                 break
+            start += len(data)
 
 
 def _path_of(index: CheckpointIndex, number: int) -> Path:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.files import Files, System, reason
 from tests.disks import Cut, Failing, Watched
 
 LIMITS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
@@ -121,3 +121,66 @@ def test_removing_what_is_not_there_is_done(path):
     path.write_bytes(b"")
     Files().remove(path)
     assert not path.exists()
+
+
+def test_what_is_no_regular_file_is_not_opened(tmp_path):
+    files = Files()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path / "link", "/dev/zero"):
+        with pytest.raises(OSError, match="is not a regular file") as caught:
+            files.open_to_read(path)
+        assert reason(caught.value) == "is not a regular file"
+    with pytest.raises(IsADirectoryError):
+        files.open_to_read(tmp_path)
+
+
+def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(path):
+    """Between looking at it and opening it."""
+
+    class Swapping(System):
+        @staticmethod
+        def open(name, flags):
+            path.unlink()
+            os.mkfifo(path)
+            return os.open(name, flags)
+
+    path.write_text("x")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="is not a regular file"):
+        Files(Swapping()).open_to_read(path)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_holes_are_not_allocated(path):
+    files = Files()
+    path.write_bytes(b"x" * 10)
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+        file.seek(1 << 30)
+        file.write(b"y")
+    fd = files.open_to_read(path)
+    try:
+        assert 11 <= files.allocated(fd) < 1 << 20
+        assert files.next_data(fd, 0) == 0
+        assert (1 << 30) - (1 << 16) < files.next_data(fd, 1 << 20) <= 1 << 30
+        assert files.next_data(fd, (1 << 30) + (1 << 20)) is None
+    finally:
+        files.close(fd)
+
+
+def test_a_file_system_that_knows_no_holes_has_allocated_all(path):
+    class Unknowing(System):
+        @staticmethod
+        def lseek(fd, offset, whence):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    files = Files(Unknowing())
+    fd = files.open_to_read(path)
+    try:
+        assert files.allocated(fd) == 1 << 30
+        assert files.next_data(fd, 5) == 5
+    finally:
+        files.close(fd)

@@ -106,3 +106,19 @@ def test_an_image_takes_no_memory_for_what_was_not_written():
     ((begin, data),) = made.written(0, made.nbytes)
     assert len(data) <= 1 << 16
     assert begin + len(data) == made.nbytes
+
+
+def test_a_copy_and_its_original_change_without_each_other():
+    image = SparseImage()
+    image.write(b"x" * 200_000)
+    copy = image.copy()
+    again = copy.copy()
+    copy.seek(100_000)
+    copy.write(b"copied")
+    image.seek(3)
+    image.write(b"changed")
+    image.truncate(150_000)
+    contents = [b"".join(data for _, data in one.written(0, one.nbytes)) for one in (image, copy, again)]
+    assert contents[0] == b"xxxchanged" + b"x" * 149_990
+    assert contents[1] == b"x" * 100_000 + b"copied" + b"x" * 99_994
+    assert contents[2] == b"x" * 200_000

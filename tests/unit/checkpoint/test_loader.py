@@ -1,4 +1,6 @@
 import copy
+import dataclasses
+import errno
 import os
 import random
 import shutil
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from hpcfsdp import checkpoint
+from hpcfsdp.checkpoint import loader
 from hpcfsdp.checkpoint.files import Files, System
 from hpcfsdp.checkpoint.reader import open_index
 from hpcfsdp.comm.fake import FakeCommunicator
@@ -20,6 +23,7 @@ from hpcfsdp.errors import (
 )
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.wrap import ModuleWrapPolicy
+from tests.disks import Failing, Watched
 
 
 class Counting(torch.optim.Optimizer):
@@ -508,7 +512,7 @@ def test_names_that_match_nothing_are_told(tmp_path):
         checkpoint.load(path, model=model, names=["a.*", "a.wieght"])
     with pytest.raises(CheckpointError, match="match no tensor of the model, only the optimizer's"):
         checkpoint.load(path, model=model, names=["optim/*"])
-    with pytest.raises(ValueError, match="names= loads a part of a model"):
+    with pytest.raises(CheckpointError, match=r"the optimizer steps 'b\.weight', which names= leaves out"):
         checkpoint.load(path, model=model, optimizer=optimizer, names=["a.*"])
 
 
@@ -715,10 +719,77 @@ def test_what_an_optimizer_remembers_of_no_parameter_is_refused_and_left_alone(t
 
 
 def test_within_summon_full_params_nothing_is_saved_or_loaded(tmp_path):
-    model = FullyShardedDataParallel(two_layers(1.0), process_group=FakeCommunicator())
+    model = FullyShardedDataParallel(nn.Linear(2, 3), process_group=FakeCommunicator())
     path = checkpoint.save(tmp_path / "a.h5", model=model)
     with FullyShardedDataParallel.summon_full_params(model):
         with pytest.raises(CheckpointError, match="whole within summon_full_params"):
             checkpoint.save(tmp_path / "b.h5", model=model)
         with pytest.raises(CheckpointError, match="whole within summon_full_params"):
             checkpoint.load(path, model=model)
+
+
+class Remembering(nn.Linear):
+    """A module with a state beside tensors."""
+
+    def get_extra_state(self):
+        return {"seen": (1, 2)}
+
+    def set_extra_state(self, state):
+        raise AssertionError("a state that nobody has saved")
+
+
+WRONG = {
+    "betas: null": ({"group": {"betas": None}}, r"group 0 has betas=None, the optimizer here \(0.9, 0.999\)"),
+    "three betas": ({"group": {"betas": [0.9, 0.9, 0.9]}}, "group 0 has betas="),
+    "betas of text": ({"group": {"betas": ["a", "b"]}}, "group 0 has betas="),
+    "lr: text": ({"group": {"lr": "fast"}}, "group 0 has lr='fast', the optimizer here tensor"),
+    "lr: a list": ({"group": {"lr": [1.0, 2.0]}}, "group 0 has lr="),
+    "weight_decay: null": ({"group": {"weight_decay": None}}, "group 0 has weight_decay=None"),
+    "weight_decay: {}": ({"group": {"weight_decay": {}}}, "group 0 has weight_decay={}"),
+    "params: 7": ({"group": {"params": 7}}, "parameters are listed as 7"),
+    "a group: 7": ({"param_groups": [7]}, r"param_groups are \[7\]"),
+    "groups: 7": ({"param_groups": {"a": 7}}, "param_groups are"),
+    "scalars: 7": ({"scalars": [7]}, r"scalars are \[7\]"),
+    "a scalar without a key": ({"scalars": {"weight": 7}}, "state 'weight' is 7"),
+    "a scalar: a list": ({"scalars": {"weight/step": [7]}}, r"state 'weight/step' is \[7\]"),
+    "a state: 7": ({"module_states": {"_extra_state": 7}}, "state of a module '_extra_state'"),
+    "types: text": ({"module_states": {"_extra_state": [{"seen": 1}, [[[9], "tuple"]]]}}, "state of a module"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_values_of_wrong_kinds_change_nothing(tmp_path, monkeypatch, same, what):
+    def make():
+        model = Remembering(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), capturable=True)
+        model(torch.ones(1, 2)).sum().backward()
+        return model, optimizer
+
+    path = checkpoint.save(tmp_path / "a.h5", **dict(zip(("model", "optimizer"), make(), strict=True)))
+    changes, message = WRONG[what]
+    changes = dict(changes)
+
+    def open_changed(*arguments):
+        index = open_index(*arguments)
+        if group := changes.get("group"):
+            return dataclasses.replace(index, param_groups=[{**index.param_groups[0], **group}])
+        return dataclasses.replace(index, **changes)
+
+    monkeypatch.setattr(loader, "open_index", open_changed)
+    model, optimizer = make()
+    before, numbers = snapshot(model, optimizer), torch.get_rng_state()
+    with pytest.raises((CheckpointMismatchError, CheckpointCorruptError), match=message):
+        checkpoint.load(path, model=model, optimizer=optimizer)
+    assert same(snapshot(model, optimizer), before) and torch.equal(torch.get_rng_state(), numbers)
+
+
+def test_a_descriptor_that_fails_to_close_is_no_reason_not_to_load(tmp_path):
+    path = checkpoint.save(tmp_path / "a.h5", model=two_layers(2.0))
+    watched = Watched()
+    checkpoint.load(path, model=two_layers(), files=Files(watched))
+    closes = [number for number, kind in enumerate(watched.calls) if kind == "close"]
+    assert len(closes) > 1
+    for number in closes:
+        model = two_layers()
+        checkpoint.load(path, model=model, files=Files(Failing(number, errno.EIO)))
+        assert model["a"].weight[0, 0] == 2

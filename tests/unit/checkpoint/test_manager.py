@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -231,3 +232,17 @@ def test_a_task_gives_its_result_or_its_error():
             task.result()
         assert task.is_done
         assert task.has_failed
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_folder_that_was_removed_is_reported_and_made_again(tmp_path, caplog, asynchronous):
+    with checkpoint.CheckpointManager(tmp_path / "run", asynchronous=asynchronous) as manager:
+        manager.save(1, model=layer())
+        manager.wait()
+        shutil.rmtree(tmp_path / "run")
+        with caplog.at_level("ERROR", "hpcfsdp"):
+            manager.save(2, model=layer())
+    assert caplog.messages == [
+        f"{tmp_path / 'run'} was removed, with all checkpoints in it: this one goes into a new folder"
+    ]
+    assert [path.name for path in checkpoint.checkpoint_files(tmp_path / "run")] == ["step-00000002.h5"]

@@ -15,11 +15,12 @@ from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint import plan
 from hpcfsdp.checkpoint.content import Content, root_attributes
 from hpcfsdp.checkpoint.draft import BlockWriter, Draft, extent_rows
+from hpcfsdp.checkpoint.extents import elements_in
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.seal import Seal, make_seal
-from hpcfsdp.checkpoint.reader import BlockReader, elements_in, open_index
+from hpcfsdp.checkpoint.reader import BlockReader, open_index
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 

@@ -449,7 +449,5 @@ def test_ranks_with_different_buffers_are_told_apart_before_anything_is_written(
 
     for error in run_ranks(2, body):
         assert type(error) is DisagreementError
-        assert str(error).startswith(
-            "the plan of the checkpoint (the tensors of model and optimizer) differs between ranks"
-        )
+        assert "the plan of the checkpoint (the tensors of model and optimizer) differs between ranks" in str(error)
     assert os.listdir(tmp_path) == []

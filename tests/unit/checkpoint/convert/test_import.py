@@ -203,7 +203,7 @@ def test_nothing_of_a_dcp_folder_is_executed(tmp_path, place):
     "name", ["FileSystemReader", "FileSystemWriter", "os.system", "pickle", "io.open", "_StorageWriterTransforms"]
 )
 def test_metadata_find_no_more_than_records(tmp_path, name):
-    from hpcfsdp.checkpoint.convert.torch_source import _MetadataUnpickler
+    from hpcfsdp.checkpoint.convert.dcp_metadata import _MetadataUnpickler
 
     with pytest.raises(CheckpointError, match="which is no part of what torch"):
         _MetadataUnpickler(io.BytesIO()).find_class("torch.distributed.checkpoint.filesystem", name)
@@ -335,7 +335,7 @@ def _needs_last_byte(data):
         ("in.xyz", {"format": "safetensors"}, CheckpointCorruptError, "not a safetensors file"),
         ("folder", {}, CheckpointError, "holds neither safetensors files nor the .metadata"),
         ("folder", {"format": "dcp"}, CheckpointError, ".metadata: No such file"),
-        ("folder", {"format": "pt"}, CheckpointError, "folder: Is a directory"),
+        ("folder", {"format": "pt"}, CheckpointError, "folder: is a directory"),
         ("folder", {"format": "safetensors"}, CheckpointError, "there are: none"),
     ],
 )

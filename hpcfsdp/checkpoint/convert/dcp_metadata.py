@@ -1,0 +1,186 @@
+"""What a folder of ``torch.distributed.checkpoint`` says that it holds: unpickled, executing nothing, and checked."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from hpcfsdp.checkpoint.access import LEAST_ROOM_BYTES, ROOM_PER_BYTE, Room, opened
+from hpcfsdp.checkpoint.convert.pickles import check_pickle
+from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
+from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
+
+_MOST_COMPRESSED = 1000
+"""Bytes that one of a compressed file can become: about what zstd makes of numbers that repeat."""
+
+
+def read_metadata(folder: Path, files: Files) -> Metadata:
+    """The metadata of a folder. What they say of tensors, values and files is of the types that torch writes.
+
+    Raises:
+        CheckpointError: there are none, or they ask for what is not theirs.
+        CheckpointCorruptError: they are damaged, or name files that are not in the folder.
+    """
+    path = folder / METADATA_NAME
+    try:
+        with opened(files, path) as fd:
+            nbytes = files.size(fd)
+            Room.of(files, fd).take(2 * nbytes)
+            data = bytearray(nbytes)
+            files.read(fd, memoryview(data), 0)
+        stream = io.BytesIO(data)
+        check_pickle(stream)
+        stream.seek(0)
+        found = _MetadataUnpickler(stream).load()
+        _check(found, folder, files)
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # pickle raises whatever its bytes lead to
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointCorruptError(f"{path}: damaged: {text}") from error
+    return found
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Finds the classes that metadata of torch.distributed.checkpoint are made of, and nothing else."""
+
+    _MODULES = (
+        "torch.distributed.checkpoint.metadata",
+        "torch.distributed.checkpoint.filesystem",
+        "torch.distributed.checkpoint.planner",
+    )
+    _NAMES = (
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+        ("pathlib._local", "PosixPath"),
+        ("builtins", "set"),
+        ("builtins", "frozenset"),
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._NAMES:
+            return getattr(importlib.import_module(module), name)
+        if module in self._MODULES:
+            found = getattr(importlib.import_module(module), name, None)
+            # Records alone: a reader or writer there could open files.
+            if isinstance(found, type) and found.__module__ == module and _is_record(found):
+                return found
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointError(
+            f"{METADATA_NAME} asks for {module}.{name}, which is no part of what torch.distributed.checkpoint writes: "
+            "nothing of it is executed here"
+        )
+
+
+def _is_record(kind: type) -> bool:
+    return hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__members__")
+
+
+def _check(found: Any, folder: Path, files: Files) -> None:
+    """Raise unless all of it is of the types that torch writes. Nothing else of it is used."""
+    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, Mapping):
+        raise ValueError("it describes no state dict")
+    storage = found.storage_data
+    if not isinstance(storage, Mapping):
+        raise ValueError("it does not say which files hold what")
+    lengths: dict[str, int] = {}
+    compressed: set[str] = set()
+    for index, info in storage.items():
+        name = getattr(info, "relative_path", None)
+        if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
+            raise ValueError("what it says of files is not by names of entries")
+        if not (isinstance(name, str) and _are_sizes((getattr(info, "offset", None), getattr(info, "length", None)))):
+            raise ValueError(f"it does not say which bytes of which file {index.fqn!r} is")
+        lengths[name] = lengths.get(name, 0) + info.length
+        if getattr(info, "transform_descriptors", None):
+            compressed.add(name)
+    for name, nbytes in lengths.items():
+        _check_file(folder, name, nbytes, files)
+    _check_places(found.planner_data)
+    for key, described in found.state_dict_metadata.items():
+        if not isinstance(key, str):
+            raise ValueError("it holds an entry whose name is no text")
+        if isinstance(described, TensorStorageMetadata):
+            _check_tensor(key, described, storage, compressed)
+        elif not isinstance(described, BytesStorageMetadata):
+            raise ValueError(f"{key!r} is described by a {type(described).__name__}")
+
+
+def _check_file(folder: Path, name: str, nbytes: int, files: Files) -> None:
+    """Raise unless a file of this name is in the folder, and has about as many bytes in it."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or "\0" in name:
+        raise ValueError(f"it names the file {name!r}, which is not in its folder")
+    path = folder / name
+    if not os.path.lexists(path):  # what is not asked for need not be there
+        return
+    with opened(files, path) as fd:
+        Room.of(files, fd).take(nbytes)
+
+
+def _check_places(places: Any) -> None:
+    """Raise unless these are paths into a state dict, by names of entries."""
+    if places is None or not isinstance(places, Mapping):
+        return
+    for key, place in places.items():
+        keys = place if isinstance(place, tuple) else ()
+        if not keys or len(keys) > schema.MOST_LEVELS or not all(type(part) in (str, int) for part in keys):
+            raise ValueError(f"{key if isinstance(key, str) else type(key)!r} has no path into a state dict")
+
+
+def _check_tensor(
+    key: str, described: TensorStorageMetadata, storage: Mapping[MetadataIndex, Any], compressed: set[str]
+) -> None:
+    """Raise unless a tensor has about as many bytes in files as it is said to have."""
+    size, chunks = described.size, described.chunks
+    if not isinstance(size, torch.Size) or not isinstance(chunks, list):
+        raise ValueError(f"{key!r} is described by no sizes and pieces")
+    if len(size) > schema.MOST_DIMENSIONS or not isinstance(getattr(described.properties, "dtype", None), torch.dtype):
+        raise ValueError(f"{key!r} has {len(size)} dimensions and no dtype; there are {schema.MOST_DIMENSIONS} at most")
+    if any(length < 0 for length in size):
+        raise ValueError(f"{key!r} has the sizes {list(size)}")
+    infos = {id(info): info for info in _infos(key, size, chunks, storage)}.values()
+    stored = sum(info.length * (_MOST_COMPRESSED if info.relative_path in compressed else 1) for info in infos)
+    nbytes = math.prod(size) * described.properties.dtype.itemsize
+    if nbytes > LEAST_ROOM_BYTES + ROOM_PER_BYTE * stored:
+        raise ValueError(f"{key!r} of {list(size)} would have {nbytes} bytes, and {stored} are in its files")
+
+
+def _infos(key: str, size: torch.Size, chunks: list[Any], storage: Mapping[MetadataIndex, Any]) -> Iterator[Any]:
+    """Where the pieces of a tensor are, of those that are anywhere."""
+    for chunk in chunks:
+        if not (
+            isinstance(chunk, ChunkStorageMetadata)
+            and isinstance(chunk.offsets, torch.Size)
+            and isinstance(chunk.sizes, torch.Size)
+            and len(chunk.offsets) == len(chunk.sizes) == len(size)
+        ):
+            raise ValueError(f"{key!r} has a piece that is described by no offsets and sizes")
+        info = storage.get(MetadataIndex(key, chunk.offsets))
+        if info is not None:
+            yield info
+
+
+def _are_sizes(values: tuple[Any, ...]) -> bool:
+    return all(type(value) is int and 0 <= value < 1 << 62 for value in values)

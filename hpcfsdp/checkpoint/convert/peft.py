@@ -1,0 +1,143 @@
+"""``export_peft``: LoRA adapters of a checkpoint as ``PeftModel.from_pretrained`` reads them. Not collective."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcfsdp.checkpoint.convert import safetensors
+from hpcfsdp.checkpoint.convert.output import absolute, new_files
+from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
+from hpcfsdp.errors import CheckpointError
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+CONFIG_NAME = "adapter_config.json"
+"""What ``PeftModel.from_pretrained`` looks for in a folder."""
+
+_MODEL = f"{schema.MODEL}/"
+_INNER = "base_model.model."
+"""What PEFT's names have before those of the model that it has put adapters into."""
+_LAYER = "lora_"
+_WHOLE_MODULES = "modules_to_save"
+_TOKENS = "trainable_tokens_delta"
+_MAGNITUDE = "lora_magnitude_vector"
+
+
+def export_peft(
+    source: str | os.PathLike[str] | CheckpointIndex,
+    folder: str | os.PathLike[str],
+    config: Any,
+    *,
+    adapter: str = "default",
+    force: bool = False,
+    files: Files | None = None,
+) -> tuple[Path, Path]:
+    """Write a LoRA or DoRA adapter, with whole modules that were trained beside it; not collective.
+
+    Args:
+        source: a checkpoint of the ``PeftModel``, of all of it or of the adapters alone.
+        folder: made if it is missing.
+        config: ``model.peft_config[adapter]``, or the same as a dict, or the path of an ``adapter_config.json``.
+        adapter: its name in the model.
+        force: replace what is there.
+
+    Returns:
+        The paths of the weights and of the configuration.
+
+    Raises:
+        CheckpointError: the configuration is not one of LoRA, the checkpoint has no such adapter, something is there
+            already, or it cannot be written.
+        CheckpointCorruptError: the checkpoint is damaged.
+    """
+    settings = _settings(config)
+    index = source if isinstance(source, CheckpointIndex) else open_index(os.path.expanduser(source))
+    paths = [path for path in (*index.tensors, *index.links) if path.startswith(_MODEL)]
+    names = adapter_names([path.removeprefix(_MODEL) for path in paths], adapter)
+    if not names:
+        raise CheckpointError(
+            f"{index.info.path}: has no LoRA adapter {adapter!r}: no name in it has {_LAYER!r} and {adapter!r}"
+        )
+    target, files = absolute(folder), files or Files()
+    weights, description = target / WEIGHTS_NAME, target / CONFIG_NAME
+    tensors = [(outside, index.resolve(_MODEL + name)) for name, outside in names.items()]
+    head, entries = safetensors.pack(tensors, {"format": "pt"})
+    inside = {outside: _MODEL + name for name, outside in names.items()}
+    text = json.dumps(settings, indent=2, sort_keys=True).encode()
+    sizes = {weights: len(head) + sum(entry.nbytes for entry in entries), description: len(text)}
+    with BlockReader(index, files) as reader, new_files(files, sizes, force=force) as fds:
+        files.write(fds[weights], [memoryview(head)], 0)
+        for entry in entries:
+            begin = entry.begin
+            for block in reader.blocks(inside[entry.name]):
+                files.write(fds[weights], [memoryview(block).cast("B")], begin)
+                begin += block.nbytes
+        files.write(fds[description], [memoryview(text)], 0)
+    return weights, description
+
+
+def adapter_names(names: Iterable[str], adapter: str) -> dict[str, str]:
+    """What PEFT calls the tensors of an adapter in its files, by their names in the model. Pure."""
+    found = {name: outside for name in names if (outside := _outside(name, adapter)) is not None}
+    if any(outside.startswith(_INNER) for outside in found.values()):
+        return found
+    return {name: _INNER + outside for name, outside in found.items()}  # adapters put into a model without PeftModel
+
+
+def _outside(name: str, adapter: str) -> str | None:
+    """Of a tensor of an adapter its name without that of the adapter; None of any other."""
+    parts = name.split(".")
+    for place, (part, after) in enumerate(itertools.pairwise(parts)):
+        if after != adapter:
+            continue
+        if part == _WHOLE_MODULES:
+            return ".".join(parts[:place] + parts[place + 2 :])
+        if part == _MAGNITUDE and parts[place + 2 :] == ["weight"]:
+            return ".".join(parts[: place + 1])
+        if part.startswith(_LAYER) or part == _TOKENS:
+            return ".".join(parts[: place + 1] + parts[place + 2 :])
+    return None
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """The configuration as it stands in a file.
+
+    Raises:
+        CheckpointError: it is not one of LoRA, or trains biases, whose names say nothing of adapters.
+    """
+    if isinstance(config, (str, os.PathLike)):
+        try:
+            config = json.loads(Path(config).read_bytes())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{config}: cannot be read as the configuration of an adapter: {error}") from error
+    elif hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise CheckpointError(
+            f"config is a {type(config).__name__}: give model.peft_config['default'], or the path of its file"
+        )
+    settings = {key: _plain(value) for key, value in config.items()} | {"inference_mode": True}
+    kind, bias = settings.get("peft_type"), settings.get("bias", "none")
+    if kind != "LORA" or bias != "none":
+        what = f"peft_type {kind!r}" if kind != "LORA" else f"bias={bias!r}"
+        raise CheckpointError(
+            f"adapters with {what} cannot be exported from a checkpoint: have PEFT write them, by "
+            "model.module.save_pretrained(folder, state_dict=model.state_dict()) with the model's full state dict"
+        )
+    return settings
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: enumerations and sets are those of PEFT's configurations."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(_plain(entry) for entry in value)
+    return getattr(value, "value", value)

@@ -1,0 +1,129 @@
+"""Whether a table of extents fits the tensors and files that it is of. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.format.tiling import TilingError, byte_stretches, first_untiled
+from hpcfsdp.errors import CheckpointCorruptError
+
+
+def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges that hold what these do, ascending and apart."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def check_extents(
+    path: Path,
+    specs: dict[str, TensorSpec],
+    rows: np.ndarray,
+    regions: list[tuple[int, int]],
+    size: int,
+    part_sizes: Sequence[int] = (),
+    most_bytes: int = schema.BLOCK_BYTES,
+) -> dict[str, tuple[int, int]]:
+    """Prove that the extents tile every tensor, lie inside of the file, and on nothing else; the rows of each tensor.
+
+    Args:
+        regions: (first byte, end) of what is no tensor.
+        size: of the file.
+        part_sizes: of the files beside it.
+        most_bytes: of an extent. To check it, all of it is read.
+
+    Raises:
+        CheckpointCorruptError: they do not.
+    """
+    paths = list(specs)
+    of = rows["tensor"].astype(np.int64)
+    if len(rows) and (of.max() >= len(paths) or np.any(np.diff(of) < 0)):
+        raise CheckpointCorruptError(f"{path}: damaged: its table of extents is out of order")
+    nbytes = sum(spec.nbytes for spec in specs.values())
+    if nbytes >= _BEYOND_ANY_FILE or np.any(rows["byte_offset"] >= _BEYOND_ANY_FILE):
+        raise CheckpointCorruptError(f"{path}: damaged: it has sizes or places beyond any file")
+    try:
+        untiled = first_untiled(rows, [spec.numel for spec in specs.values()])
+    except TilingError as error:
+        raise CheckpointCorruptError(f"{path}: damaged: {paths[error.tensor]}: {error}") from None
+    if untiled is not None:
+        raise CheckpointCorruptError(f"{path}: damaged: the runs of {paths[untiled]} do not tile it")
+    _check_lengths(path, specs, rows, most_bytes)
+    sizes = np.array([size, *part_sizes], np.int64)
+    if len(rows) and rows["file"].max() >= len(sizes):
+        raise CheckpointCorruptError(f"{path}: damaged: its table of extents has files that it does not name")
+    _check_places(path, specs, rows, regions, sizes)
+    edges = np.searchsorted(of, np.arange(len(paths) + 1)).tolist()
+    return {name: (edges[index], edges[index + 1]) for index, name in enumerate(paths)}
+
+
+def _check_lengths(path: Path, specs: dict[str, TensorSpec], rows: np.ndarray, most_bytes: int) -> None:
+    """Raise if a row, of those that tile the tensors, has too many bytes."""
+    itemsizes = np.array([spec.itemsize for spec in specs.values()], np.int64)
+    lengths = rows["count"].astype(np.int64) * rows["numel"].astype(np.int64) * itemsizes[rows["tensor"]]
+    long = np.flatnonzero(lengths > most_bytes)
+    if len(long):
+        name = list(specs)[rows["tensor"][long[0]]]
+        raise CheckpointCorruptError(
+            f"{path}: damaged: {name} has an extent of {lengths[long[0]]} bytes; there are {most_bytes} at most"
+        )
+
+
+_BEYOND_ANY_FILE = 1 << 61
+"""Bytes. Sums of two of them are exact in int64."""
+
+
+def _check_places(
+    path: Path, specs: dict[str, TensorSpec], rows: np.ndarray, regions: list[tuple[int, int]], sizes: np.ndarray
+) -> None:
+    """Raise unless all elements, of tensors that the rows tile, lie in their files, and on nothing else."""
+    paths, itemsizes = list(specs), np.array([spec.itemsize for spec in specs.values()], np.int64)
+    spans = (rows["count"].astype(np.int64) - 1) * rows["stride"].astype(np.int64) + rows["numel"].astype(np.int64)
+    ends = rows["byte_offset"].astype(np.int64) + spans * itemsizes[rows["tensor"]]
+    beyond = np.flatnonzero(ends > sizes[rows["file"]])
+    if len(beyond):
+        tensor, file = paths[rows["tensor"][beyond[0]]], int(rows["file"][beyond[0]])
+        where = f"part {file}'s" if file else "the file's"
+        raise CheckpointCorruptError(f"{path}: truncated: {tensor} ends beyond {where} {sizes[file]} bytes")
+    for file in np.unique(rows["file"]).tolist():
+        try:
+            begins, ends = elements_in(rows, itemsizes, file)
+        except TilingError as error:
+            raise CheckpointCorruptError(f"{path}: damaged: {error}") from None
+        if not file:
+            begins = np.append(begins, [begin for begin, _ in regions])
+            ends = np.append(ends, [end for _, end in regions])
+            order = np.argsort(begins, kind="stable")
+            begins, ends = begins[order], ends[order]
+        if np.any(begins[1:] < ends[:-1]):
+            raise CheckpointCorruptError(f"{path}: damaged: two things stand at one place of it")
+
+
+def elements_in(rows: np.ndarray, itemsizes: np.ndarray, file: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which bytes of a file are elements: first bytes and ends of stretches, ascending; see ``byte_stretches``.
+
+    Args:
+        rows: of the table of extents, which tile the tensors.
+        itemsizes: bytes of an element, by tensor.
+        file: as in the table.
+    """
+    rows = rows[rows["file"] == file]
+    tensors, sizes = rows["tensor"], itemsizes[rows["tensor"]]
+    begins, counts = rows["byte_offset"].astype(np.int64), rows["count"].astype(np.int64)
+    numels, strides = (rows[name].astype(np.int64) * sizes for name in ("numel", "stride"))
+    # Elements of a tensor that all lie as in the tensor, from one byte on, cannot lie on each other.
+    base = begins - rows["start"].astype(np.int64) * sizes
+    order = np.lexsort((base, tensors))
+    changes = (np.diff(tensors[order].astype(np.int64), prepend=-1) != 0) | (np.diff(base[order], prepend=-1) != 0)
+    owners = np.empty(len(rows), np.int64)
+    owners[order] = np.cumsum(changes)
+    return byte_stretches(begins, numels, counts, strides, owners)
