@@ -6,16 +6,22 @@ import sys
 import traceback
 from collections.abc import Iterable
 
+from hpcfsdp.terminal import shown_lines
+
 
 class HpcfsdpError(RuntimeError):
     """Base of all errors that hpcfsdp raises on purpose; the message says what is wrong and what to do.
 
-    A ``RuntimeError``, which is what torch raises and what programs written for it catch.
+    A ``RuntimeError``, which is what torch raises and what programs written for it catch. Messages quote names from
+    files; their text is safe to be printed.
     """
 
     exit_code = 1
     collective = False
     """Set on an error that every rank is known to raise at the same place: the ranks can then end in good order."""
+
+    def __str__(self) -> str:
+        return shown_lines(super().__str__())
 
 
 class UsageError(HpcfsdpError):
@@ -36,6 +42,10 @@ class CommunicationError(HpcfsdpError):
 
 class DifferentCallsError(CommunicationError):
     """Ranks came to one place with different calls; every rank that takes part raises it."""
+
+
+class CrossedCallsError(DifferentCallsError):
+    """Ranks wait for each other in different calls, which can never meet; every rank that waits raises it."""
 
 
 class DataError(HpcfsdpError):
@@ -74,6 +84,10 @@ class CheckpointReplacedError(CheckpointError):
 
 class DisagreementError(HpcfsdpError):
     """Ranks that must hold the same value hold different ones."""
+
+
+class DifferentValuesWarning(UserWarning):
+    """Ranks wrap a model whose parameters or buffers have different values."""
 
 
 def rebuild(kind: str, message: str) -> HpcfsdpError:

@@ -7,12 +7,18 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcfsdp import env
 from hpcfsdp.errors import UsageError
+from hpcfsdp.terminal import shown
 
-PATTERN_HELP = "names of tensors, with or without model/ before them; * and ? stand for any text and any character"
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PATTERN_HELP = (
+    "names of tensors, with or without model/ before them; * stands for any text, ? for any character, [ab] for a or b"
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,6 +42,20 @@ def print_json(value: Any) -> None:
     print()
 
 
+def print_line(*parts: Any) -> None:
+    """Write parts to stdout as one line, whatever characters are in them, with a space between two of them."""
+    print(*map(shown, parts))
+
+
+def console() -> Console:
+    """What draws on the terminal that stdout is. It takes printable text alone: ``shown``."""
+    from rich.console import Console
+
+    return Console(
+        file=getattr(sys.stdout, "styled", sys.stdout), no_color=env.colour_refused() or None, highlight=False
+    )
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[str] = ()) -> None:
     """Write a table to stdout: aligned and coloured on a terminal, tab-separated otherwise.
 
@@ -44,9 +64,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Se
     """
     if not sys.stdout.isatty():
         for row in (columns, *rows):
-            print("\t".join(str(cell) for cell in row))
+            print("\t".join(map(shown, row)))
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -54,14 +73,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Se
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
-    Console(no_color=env.colour_refused() or None, highlight=False).print(table)
+        table.add_row(*(Text(shown(cell)) for cell in row))
+    console().print(table)
 
 
 def print_markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a Markdown table to stdout."""
     for row in (columns, ["---"] * len(columns), *rows):
-        print("| " + " | ".join(str(cell) for cell in row) + " |")
+        print("| " + " | ".join(map(shown, row)) + " |")
 
 
 def readable_bytes(count: int) -> str:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from hpcfsdp import env
-from hpcfsdp.cli.arguments import Parser, plain_value, print_json
+from hpcfsdp.cli.arguments import Parser, console, plain_value, print_json, print_line
 from hpcfsdp.doctor.examine import Diagnosis, examine
 from hpcfsdp.doctor.finding import Finding, summary
 from hpcfsdp.errors import UsageError
+from hpcfsdp.terminal import shown_lines
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
 _LEVEL_WIDTH, _AREA_WIDTH = 9, 11
@@ -42,12 +43,12 @@ def _print_as_text(diagnosis: Diagnosis) -> None:
     else:
         for finding in diagnosis.findings:
             mend = f" -> {finding.mend}" if finding.mend else ""
-            print(f"{finding.level:{_LEVEL_WIDTH}}{finding.area:{_AREA_WIDTH}}{finding.what}{mend}".replace("\n", " "))
+            line = f"{finding.level:{_LEVEL_WIDTH}}{finding.area:{_AREA_WIDTH}}{finding.what}{mend}"
+            print_line(line.replace("\n", " "))
     print(summary(diagnosis.findings), flush=True)
 
 
 def _print_on_terminal(findings: Sequence[Finding]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -56,8 +57,8 @@ def _print_on_terminal(findings: Sequence[Finding]) -> None:
         table.add_column(min_width=width, no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        what = Text(finding.what)
+        what = Text(shown_lines(finding.what))
         if finding.mend:
-            what.append(f"\n-> {finding.mend}", style="bold")
+            what.append(f"\n-> {shown_lines(finding.mend)}", style="bold")
         table.add_row(Text(finding.level, style=_STYLES[finding.level]), Text(finding.area), what)
-    Console(no_color=env.colour_refused() or None, highlight=False).print(table)
+    console().print(table)

@@ -1,4 +1,4 @@
-"""``hpcfsdp ls PATH``: checkpoints in a folder, or tensors in a checkpoint. Needs neither MPI nor torch."""
+"""``hpcfsdp ls PATH [PATTERN...]``: checkpoints in a folder, or tensors in a file. Needs neither MPI nor torch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcfsdp.checkpoint.inspect.names import matching
 from hpcfsdp.checkpoint.reader import open_index
-from hpcfsdp.cli.arguments import Parser, print_json, print_table, readable_bytes, readable_shape
+from hpcfsdp.cli.arguments import PATTERN_HELP, Parser, print_json, print_table, readable_bytes, readable_shape
 from hpcfsdp.cli.folders import checkpoints_in, size_of
-from hpcfsdp.errors import CheckpointError
+from hpcfsdp.errors import CheckpointError, UsageError
 
 
 def main(arguments: Sequence[str]) -> int:
     """List, and return the exit code: that of the first damaged file if there is one."""
     parser = Parser("ls", "List the checkpoints in a folder (also that of a run), or the tensors in a checkpoint.")
     parser.add_argument("path", metavar="PATH", type=Path)
-    options = parser.parse_args(arguments)
+    parser.add_argument("patterns", metavar="PATTERN", nargs="*", help=f"in a checkpoint: {PATTERN_HELP}")
+    options = parser.parse_intermixed_args(arguments)
     # Not Path.is_dir, which raises where a folder above may not be searched: to open it tells what is wrong.
-    listing = _list_folder if os.path.isdir(options.path) else _list_file
-    return listing(options.path, options.json)
+    if not os.path.isdir(options.path):
+        return _list_file(options.path, options.patterns, options.json)
+    if options.patterns:
+        raise UsageError(f"{options.path}: is a folder, and patterns are of tensors in a file")
+    return _list_folder(options.path, options.json)
 
 
 def _list_folder(folder: Path, as_json: bool) -> int:
@@ -34,6 +39,8 @@ def _list_folder(folder: Path, as_json: bool) -> int:
         try:
             index = open_index(path)
         except CheckpointError as error:
+            if size_of(path) is None:
+                continue
             exit_code = exit_code or error.exit_code
             entry["error"] = str(error).removeprefix(f"{path}: ")
         else:
@@ -54,10 +61,9 @@ def _list_folder(folder: Path, as_json: bool) -> int:
     return exit_code
 
 
-def _list_file(path: Path, as_json: bool) -> int:
+def _list_file(path: Path, patterns: Sequence[str], as_json: bool) -> int:
     index = open_index(path)
-    specs = [(name, spec) for name, spec in index.tensors.items()]
-    specs += [(name, index.resolve(name)) for name in index.links]
+    specs = [(name, index.resolve(name)) for name in matching(index, patterns)]
     if as_json:
         print_json(
             [

@@ -1,4 +1,7 @@
-"""``hpcfsdp <verb>``: finds the verb, and turns errors into a message on stderr and an exit code."""
+"""``hpcfsdp <verb>``: finds the verb, and turns errors into a message on stderr and an exit code.
+
+What verbs write to stdout passes through ``_Output``: whatever they print, a terminal is given no control characters.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hpcfsdp._version import __version__
 from hpcfsdp.errors import HpcfsdpError, UsageError, nearest
+from hpcfsdp.terminal import shown_lines, shown_message, shown_styled
 
 # verb -> module with main(arguments) -> exit code, and one line for the help
 VERBS = {
@@ -59,17 +63,30 @@ class OutputError(HpcfsdpError):
 
 
 class _Output:
-    """A stream that tells its own errors from those of files."""
+    """A stream to which printable text, line ends and tabs are written, and whose own errors are ``OutputError``.
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    Attributes:
+        styled: the same stream for text that also sets colours, see ``arguments.console``.
+    """
+
+    def __init__(self, stream: Any, cleaned: Callable[[str], str] = shown_lines) -> None:
+        self._stream, self._cleaned = stream, cleaned
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
+    @property
+    def styled(self) -> _Output:
+        return _Output(self._stream, shown_styled)
+
     def write(self, text: str) -> int:
+        cleaned = self._cleaned(text)
+        if not cleaned.isascii():  # the terminal may have no more than ASCII
+            encoding = getattr(self._stream, "encoding", None) or "utf-8"
+            cleaned = cleaned.encode(encoding, "backslashreplace").decode(encoding)
         with _told():
-            return self._stream.write(text)
+            self._stream.write(cleaned)
+        return len(text)
 
     def flush(self) -> None:
         with _told():
@@ -90,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
         return _run(arguments)
     except HpcfsdpError as error:
         if error.exit_code != EXIT_BROKEN_PIPE:  # the reader of our output, say `head`, has seen enough
-            _say(f"hpcfsdp: {error}")
+            _say(f"hpcfsdp: {shown_message(str(error))}")
         _empty(sys.stdout)
         return error.exit_code
 

@@ -12,7 +12,7 @@ from hpcfsdp.checkpoint.inspect import plots
 from hpcfsdp.checkpoint.inspect.names import tensors_matching
 from hpcfsdp.checkpoint.inspect.walk import nbytes_of
 from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
-from hpcfsdp.cli.arguments import PATTERN_HELP, Parser, print_json
+from hpcfsdp.cli.arguments import PATTERN_HELP, Parser, print_json, print_line
 from hpcfsdp.cli.progress import progress
 from hpcfsdp.errors import UsageError
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print_json(list(plots.as_numbers(found)))
     else:
-        print(picture)
+        print_line(picture)
     return 0
 
 

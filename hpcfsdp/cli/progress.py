@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from hpcfsdp import env
+from hpcfsdp.terminal import shown
 
 
 @contextlib.contextmanager
@@ -26,10 +27,10 @@ def progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
     console = Console(stderr=True, no_color=env.colour_refused() or None)
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=nbytes)
+        task = bar.add_task(shown(what), total=nbytes)
         yield lambda step: bar.advance(task, step)
 
 

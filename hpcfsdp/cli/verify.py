@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.inspect.verify import Report, verify_file
-from hpcfsdp.cli.arguments import Parser, print_json, readable_bytes
+from hpcfsdp.cli.arguments import Parser, print_json, print_line, readable_bytes
 from hpcfsdp.cli.folders import checkpoints_in, size_of
 from hpcfsdp.cli.progress import progress
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
@@ -30,22 +30,25 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     entries: list[dict[str, Any]] = []
     codes = set()
-    for path in _files(options.paths):
+    for path, is_listed in _files(options.paths):
         entry = _entry(path)
+        if is_listed and size_of(path) is None:  # removed since, say by a training that keeps a few
+            continue
         codes.add(entry.pop("exit_code"))
         entries.append(entry)
         if not options.json:
             _print(entry)
     if options.json:
         print_json(entries)
-    return EXIT_DAMAGED if EXIT_DAMAGED in codes else max(codes)
+    return EXIT_DAMAGED if EXIT_DAMAGED in codes else max(codes, default=0)
 
 
-def _files(paths: Sequence[Path]) -> list[Path]:
-    found: list[Path] = []
+def _files(paths: Sequence[Path]) -> list[tuple[Path, bool]]:
+    """The files that are meant, and whether they were found in a folder."""
+    found: list[tuple[Path, bool]] = []
     for path in paths:
         # Not Path.is_dir, which raises where a folder above may not be searched.
-        found += checkpoints_in(path) if os.path.isdir(path) else [path]
+        found += [(file, True) for file in checkpoints_in(path)] if os.path.isdir(path) else [(path, False)]
     return found
 
 
@@ -73,11 +76,11 @@ def _print(entry: dict[str, Any]) -> None:
     """A line for a file, and one for each fault."""
     path = entry["file"]
     if "error" in entry:
-        print(f"{path}: {entry['error']}")
+        print_line(f"{path}: {entry['error']}")
         return
     for fault in entry["faults"]:
-        print(f"{path}: {fault['where']}: {fault['what']}" if fault["where"] else f"{path}: {fault['what']}")
+        print_line(f"{path}: {fault['where']}: {fault['what']}" if fault["where"] else f"{path}: {fault['what']}")
     if entry["sound"]:
-        print(f"{path}: sound: {entry['tensors']} tensors, {readable_bytes(entry['bytes'])}")
+        print_line(f"{path}: sound: {entry['tensors']} tensors, {readable_bytes(entry['bytes'])}")
     for text in entry["unchecked"]:
-        print(f"{path}: not checked: {text}")
+        print_line(f"{path}: not checked: {text}")

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from hpcfsdp.terminal import shown_lines, shown_message
+
 LOGGER = logging.getLogger("hpcfsdp")
 
 
@@ -21,8 +23,8 @@ class _PlainFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         topic = record.name.removeprefix("hpcfsdp").lstrip(".")
-        text = f"{_utc(record)} {record.levelname} {self._where} {topic}: {record.getMessage()}"
-        return text if not record.exc_info else f"{text}\n{self.formatException(record.exc_info)}"
+        text = f"{_utc(record)} {record.levelname} {self._where} {topic}: {shown_message(record.getMessage())}"
+        return text if not record.exc_info else f"{text}\n{shown_lines(self.formatException(record.exc_info))}"
 
 
 class _JsonFormatter(logging.Formatter):

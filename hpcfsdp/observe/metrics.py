@@ -19,10 +19,15 @@ class MetricsFile:
             draft = path.with_name(f".{path.name}.partial")
             draft.write_text("".join(f"{line}\n" for line in kept))
             os.replace(draft, path)
+        self._path = path
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record; its "step" says where it belongs."""
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # removed: what is written there nobody will see
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file.close()
+            self._file = open(self._path, "a", buffering=1)  # noqa: SIM115 - closed by close()
         self._file.write(json.dumps(record) + "\n")
 
     def close(self) -> None:

@@ -17,23 +17,32 @@ def blocks(name, language):
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_readmes_example_trains_saves_and_loads(start, tmp_path):
+def test_the_readmes_example_learns_saves_and_loads(start, tmp_path):
     (code,) = blocks("README.md", "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 30
-    (tmp_path / "my_model.py").write_text(code)
+    last = "hpcfsdp.finalize()\n"
+    assert code.endswith(last)
+    shown = f"seen = world.comm.gather(x.sum().item())\nif world.rank == 0:\n    print('saw', *seen)\n{last}"
+    (tmp_path / "my_model.py").write_text(code.removesuffix(last) + shown)
+    output = ""
     for _ in range(2):  # the second start resumes
         job = start("my_model.py", ranks=2).wait()
         assert job.code == 0, job.stderr
+        output += job.stdout
     assert (tmp_path / "my_model.h5").exists()
-    assert re.search(r"step 40 ", job.stdout), job.stdout
+    losses = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)$", output, re.MULTILINE)}
+    assert list(losses) == [10, 20, 30, 40]
+    assert losses[10] < 1 and losses[20] < 0.7 and losses[40] < 0.4, output  # of 2 at the start
+    batches = " ".join(re.findall(r"^saw (.*)$", output, re.MULTILINE)).split()
+    assert len(batches) == len(set(batches)) == 4, "batches of other ranks, or of the first start, came again"
 
 
-@pytest.mark.parametrize("index", range(len(blocks("docs/quickstart.md", "python"))))
-def test_quickstart(start, tmp_path, saved, index):
-    (tmp_path / "step-00000007.h5").write_bytes(saved.read_bytes())
-    (tmp_path / "example.py").write_text(blocks("docs/quickstart.md", "python")[index])
-    job = start("example.py").wait()
-    assert job.code == 0, job.stderr
+def test_quickstart(start, tmp_path):
+    """One example after the other: they look into the file that the first one has saved."""
+    for code in blocks("docs/quickstart.md", "python"):
+        (tmp_path / "example.py").write_text(code)
+        job = start("example.py").wait()
+        assert job.code == 0, job.stderr
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -109,7 +118,24 @@ import importlib
 import json
 from pathlib import Path
 
+import torch
+
 import hpcfsdp
+
+drawn = []
+
+
+def recorded(draw):
+    @functools.wraps(draw)
+    def recording(*args, **options):
+        found = draw(*args, **options)
+        drawn.append(found.flatten().tolist())
+        return found
+
+    return recording
+
+
+torch.randn, torch.randint = recorded(torch.randn), recorded(torch.randint)
 
 for page, (setup, *others) in json.loads(Path("pages.json").read_text()).items():
     def run(block, namespace):
@@ -117,9 +143,15 @@ for page, (setup, *others) in json.loads(Path("pages.json").read_text()).items()
         exec(compile("\\n" * line + code, page, "exec"), namespace)
         return namespace
 
+    drawn.clear()
     before = run(setup, {"__name__": "__main__"})
     for block in others:
         run(block, dict(before))
+    everyone = before["world"].comm.allgather(drawn)
+    if page != "docs/mesh.md":  # where all ranks draw the whole batch, and take their parts of it
+        assert len(set(map(len, everyone))) == 1
+        for number, draws in enumerate(zip(*everyone)):
+            assert len(set(map(tuple, draws))) == len(draws), f"{page}: draw {number} is the same on several ranks"
     if before["world"].rank == 0:
         print(f"{page}: {1 + len(others)} blocks")
 hpcfsdp.finalize()

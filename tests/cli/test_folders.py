@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcfsdp.cli import ls
+from hpcfsdp.checkpoint.inspect.verify import verify_file
+from hpcfsdp.cli import ls, verify
 from hpcfsdp.cli.folders import checkpoints_in, size_of
 from hpcfsdp.cli.main import main
 from hpcfsdp.errors import CheckpointError
@@ -40,6 +41,21 @@ def test_a_file_that_is_removed_while_a_folder_is_listed_is_left_out(folder, cap
         "step-00000007.h5",
     ]
     assert size_of(gone) is None
+
+
+def test_verify_passes_over_files_that_a_training_removes_meanwhile(saved, tmp_path, capsys, monkeypatch):
+    for step in (1, 2, 3):
+        shutil.copy(saved, tmp_path / f"step-0000000{step}.h5")
+
+    def remove_next(path, *arguments):
+        (tmp_path / "step-00000002.h5").unlink(missing_ok=True)
+        return verify_file(path, *arguments)
+
+    monkeypatch.setattr(verify, "verify_file", remove_next)
+    assert main(["verify", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [Path(entry["file"]).name for entry in found] == ["step-00000001.h5", "step-00000003.h5"]
+    assert main(["verify", str(tmp_path / "step-00000002.h5")]) == 1  # this one was asked for
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify"])

@@ -1,0 +1,40 @@
+"""Text from anywhere (files, the environment, other programs) as a terminal may be given it.
+
+Names and values in files can hold escape sequences, control characters, marks that turn the direction of writing, or
+halves of surrogate pairs. Nothing of that reaches a terminal or a log: errors of hpcfsdp, its log lines, and all that
+its commands write to stdout pass through here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_STYLES = re.compile(r"(\x1b\[[0-9;]*m)")
+"""What sets colours, and nothing else."""
+
+
+def shown(value: Any) -> str:
+    """A value in one line. What cannot be printed is there as Python writes it in a string (``\\x1b``, ``\\n``)."""
+    text = str(value)
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def shown_lines(text: str) -> str:
+    """As ``shown``, but line ends and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(part if part in ("\n", "\t") else shown(part) for part in re.split(r"([\n\t])", text))
+
+
+def shown_message(text: str) -> str:
+    """As ``shown_lines``, with lines after the first set in: none of them looks like a message of its own."""
+    first, *rest = shown_lines(text).split("\n")
+    return "\n".join([first, *(line if line[:1] in ("", " ", "\t") else f"  {line}" for line in rest)])
+
+
+def shown_styled(text: str) -> str:
+    """As ``shown_lines``, but sequences that set colours stay."""
+    return "".join(part if place % 2 else shown_lines(part) for place, part in enumerate(_STYLES.split(text)))
