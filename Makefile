@@ -17,6 +17,9 @@ MPIO := .venv-mpio/bin
 MPIO_STAMP := .venv-mpio/.hpcfsdp-installed
 MPIO_RUN ?= /usr/bin/mpirun --oversubscribe
 HDF5_DIR ?= $(firstword $(wildcard /usr/lib/*/hdf5/openmpi))
+# The libraries whose programs are trained in tests.
+PROGRAMS := .venv-programs/bin
+PROGRAMS_STAMP := .venv-programs/.hpcfsdp-installed
 RANKS := 1 2 3 4
 # Of the tests with MPICH; make test-mpich SELECT="-m transport": those that depend on the MPI library.
 SELECT :=
@@ -26,7 +29,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-unit test-mpi test-mpich test-mpio test-slurm test-gpu lint clean
+.PHONY: help train test test-slow test-unit test-mpi test-mpich test-mpio test-slurm test-programs test-gpu lint clean
 
 help:
 	@echo 'make train      train a byte-level GPT with mpirun -n $(N); again: resume and go on'
@@ -37,14 +40,16 @@ help:
 	@echo 'make test-mpich the MPI tests with MPICH instead of Open MPI'
 	@echo 'make test-mpio  the tests of checkpoints with an h5py that has MPI: system Open MPI, parallel HDF5'
 	@echo 'make test-slurm tests on two nodes, with srun: a private SLURM on this machine'
+	@echo 'make test-programs  training with transformers, Lightning, peft and others, next to one process'
 	@echo 'make test-slow  tests that take minutes: faults at every step, damage to every bit, 8 ranks'
 	@echo 'make test-gpu   tests that need a GPU: one rank over NCCL, two that share it'
 	@echo 'make lint       ruff, codespell, and shellcheck where it is installed'
-	@echo 'make clean      remove .venv, .venv-mpich, .venv-mpio and runs/quickstart'
+	@echo 'make clean      remove .venv, .venv-mpich, .venv-mpio, .venv-programs and runs/quickstart'
 
 $(STAMP): EXTRAS := openmpi,test,lint
 $(MPICH_STAMP): EXTRAS := mpich,test
-$(STAMP) $(MPICH_STAMP): setup.cfg setup.py constraints.txt
+$(PROGRAMS_STAMP): EXTRAS := openmpi,test,test-programs
+$(STAMP) $(MPICH_STAMP) $(PROGRAMS_STAMP): setup.cfg setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "hpcfsdp needs Python 3.10 or newer: make PYTHON=/path/to/python3 ..." >&2; exit 2; }
 	@echo "== making $(@D) (torch is large: this takes a while the first time)"
@@ -114,6 +119,11 @@ test-slurm: $(STAMP) $(MPICH_STAMP)
 	@echo "== tests on two nodes of a private SLURM"
 	timeout --kill-after=30 1200 $(PY) -m pytest tests/slurm
 
+test-programs: export OMP_NUM_THREADS := 1
+test-programs: $(PROGRAMS_STAMP)
+	@echo "== programs of other libraries on 2 ranks"
+	timeout --kill-after=30 600 $(MPIRUN:.venv/%=.venv-programs/%) -n 2 $(PROGRAMS)/python -m pytest tests/programs --with-mpi
+
 test-slow: export OMP_NUM_THREADS := 1
 test-slow: $(STAMP)
 	$(PY) -m pytest tests/unit tests/cli -m slow
@@ -132,4 +142,4 @@ lint: $(STAMP)
 	else echo "shellcheck is not installed: shell scripts are not checked"; fi
 
 clean:
-	rm -rf .venv .venv-mpich .venv-mpio runs/quickstart
+	rm -rf .venv .venv-mpich .venv-mpio .venv-programs runs/quickstart

@@ -1,0 +1,50 @@
+"""Programs of other libraries, trained under mpirun: ``make test-programs``.
+
+Or, where these libraries are installed, ``mpirun -n 2 python -m pytest tests/programs --with-mpi``. Models have random
+weights; nothing is downloaded.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import hpcfsdp
+from tests.under_mpi import *  # noqa: F403
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the first import of transformers
+
+
+def complete_torchvision():
+    """Make torchvision importable where it is built for another torch, as PyPI's is for one with CUDA.
+
+    Its library of operators does not load then. It goes on without, except that it describes two of them to the
+    compiler, which fails where nobody has declared them. No test calls them.
+    """
+    found = importlib.util.find_spec("torchvision")
+    try:
+        for path in Path(found.origin).parent.glob("_C*.so"):
+            torch.ops.load_library(path)
+    except OSError:
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+complete_torchvision()
+
+
+@pytest.fixture(scope="module")
+def world():
+    """One for each file: some programs make the process group themselves."""
+    torch.set_num_threads(1)
+    made = hpcfsdp.init("cpu")
+    yield made
+    hpcfsdp.finalize()
+
+
+def pytest_sessionstart(session):
+    # Libraries warn of each other's old names. hpcfsdp's own warnings are of other kinds, and remain errors.
+    for kind in ("FutureWarning", "DeprecationWarning"):
+        session.config.addinivalue_line("filterwarnings", f"ignore::{kind}")
