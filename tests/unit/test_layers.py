@@ -15,7 +15,7 @@ FILES = {
 TREES = {module: ast.parse(path.read_text(), str(path)) for module, path in FILES.items()}
 
 LAYERS = [
-    {"errors", "config", "env", "_compat", "_version"},
+    {"errors", "config", "env", "terminal", "_compat", "_version"},
     {"launch", "observe"},
     {"comm", "mpi", "world"},
     {"flat"},
