@@ -78,9 +78,14 @@ def distribute(call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor])
 
 
 def broadcast(call: Call, tensor: torch.Tensor, src: int) -> Steps:
-    """The bytes go down a tree from `src`, each part on as soon as it is here."""
+    """`src` lets all ranks know that it is there; the bytes go down a tree, each part on as soon as it is here."""
     flat, place = tensor.view(-1), (call.rank - src) % call.size
-    passed_on = call.mail()
+    nothing, there, passed_on = torch.empty(0), call.mail(), call.mail()
+    if place:  # who waits for a parent that waits for `src` would name the parent as missing
+        there.receive(nothing, src)
+    else:
+        for peer in _others(call):
+            passed_on.send(nothing, peer)
     # Without its lowest bit, a place in the tree is that of its parent.
     lowest = place & -place or 1 << (call.size - 1).bit_length()
     steps = [1 << bit for bit in reversed(range(lowest.bit_length() - 1))]
@@ -90,6 +95,7 @@ def broadcast(call: Call, tensor: torch.Tensor, src: int) -> Steps:
     for part, arrival in zip(parts, arrivals, strict=True):
         if place:
             arrival.receive(part, (src + place - lowest) % call.size)
+    yield there
     for part, arrival in zip(parts, arrivals, strict=True):
         yield arrival
         for child in children:
