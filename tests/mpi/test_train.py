@@ -480,7 +480,7 @@ def test_a_second_training_in_a_folder_is_refused_on_all_ranks(world, make_confi
     if world.rank == 0:
         held.take()
     world.comm.Barrier()
-    with pytest.raises(UsageError, match=r"is another training's: process .* choose another run_dir"):
+    with pytest.raises(UsageError, match=r"is another training's: (job \S+, )?process .* choose another run_dir"):
         loop.train(config, world, StopRequest())
     assert not list(Path(config.run_dir).glob("checkpoints"))
     world.comm.Barrier()
