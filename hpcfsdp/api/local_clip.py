@@ -1,7 +1,8 @@
 """Gradients that each rank clips by the norm of its own shard, as ``torch.nn.utils.clip_grad_norm_`` does: noticed.
 
-Nothing calls us then, so it is told by what it leaves: the gradients of the shard are changed in place, and their norm
-is the same in each step that clips, while their direction is not. What scales all ranks alike leaves no such norm.
+Nothing calls us then, so it is recognised by what it leaves: the gradients of the shard are changed in place, and
+their norm is the same in each step that clips, while their direction is not. What scales all ranks alike leaves no such
+norm.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def check_at_rest(wrapper: FullyShardedDataParallel, what: str) -> None:
     if unit.engine is not None:
         unit.engine.rest()
     for flat in unit.flats:
-        flat.take_back()  # while what users have assigned can be told from what summon_full_params registers
+        flat.take_back()  # while what users have assigned can be distinguished from what summon_full_params registers
 
 
 def validate_unshard_params_args(args: UnshardArgs, wrapper: FullyShardedDataParallel) -> None:

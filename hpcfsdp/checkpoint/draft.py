@@ -109,7 +109,7 @@ class Draft:
         try:
             yield fd
         except BaseException:
-            with contextlib.suppress(OSError):  # what went wrong first is to be told
+            with contextlib.suppress(OSError):  # the first error counts
                 self.files.close(fd)
             raise
         self.files.close(fd)  # some file systems tell only now of what they could not write

@@ -83,7 +83,7 @@ def check_types(value: Any, types: Any, place: str) -> None:
 
 
 def check_entries(entries: Any, tensors: Mapping[str, Any], index: Mapping[str, Any]) -> None:
-    """Raise unless each entry of a state dict of torch.distributed.checkpoint is found where it is said to stand.
+    """Raise unless each entry of a state dict of torch.distributed.checkpoint is where its metadata claims.
 
     Args:
         tensors: paths of tensors, further ones too.

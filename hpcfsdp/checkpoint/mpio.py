@@ -99,7 +99,7 @@ class MpioWriter(PosixWriter):
                 file = h5py.File(self._draft.partial, "r+", driver="mpio", comm=mpi, libver=schema.LIBVER)
             yield file
         except BaseException:
-            with contextlib.suppress(Exception):  # what went wrong first is to be told
+            with contextlib.suppress(Exception):  # the first error counts
                 if file is not None:
                     file.close()
             raise

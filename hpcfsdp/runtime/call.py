@@ -52,7 +52,7 @@ class Arguments:
     """What a module computes with in place of the tensors that it was called with, while it runs.
 
     Each tensor with a gradient to come is replaced by a view that only this call uses: its gradient is complete when
-    the call is through, whoever else uses the tensor. Objects that can be written to show the views as long as the
+    the call is through, also where others use the tensor. Objects that can be written to show the views as long as the
     module runs, and their own tensors before and after: the module, and others, may keep them and write to them.
     """
 

@@ -152,7 +152,7 @@ def _check_places(places: Any) -> None:
 def _check_tensor(
     key: str, described: TensorStorageMetadata, storage: Mapping[MetadataIndex, Any], compressed: set[str]
 ) -> None:
-    """Raise unless a tensor has about as many bytes in files as it is said to have."""
+    """Raise unless a tensor has about as many bytes in files as its metadata claims."""
     size, chunks = described.size, described.chunks
     if not isinstance(size, torch.Size) or not isinstance(chunks, list):
         raise ValueError(f"{key!r} is described by no sizes and pieces")
