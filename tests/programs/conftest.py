@@ -48,3 +48,5 @@ def pytest_sessionstart(session):
     # Libraries warn of each other's old names. hpcfsdp's own warnings are of other kinds, and remain errors.
     for kind in ("FutureWarning", "DeprecationWarning"):
         session.config.addinivalue_line("filterwarnings", f"ignore::{kind}")
+    # Lightning advises srun wherever that is installed.
+    session.config.addinivalue_line("filterwarnings", "ignore:The .srun. command is available")
