@@ -36,8 +36,12 @@ def _take_over(unit_ref: weakref.ref[Unit], entries: Sequence[OwnParam], flat: F
     if unit is None or unit.phase is not Phase.IDLE:
         return
     for index, entry in enumerate(entries):
-        found = [module._parameters.get(name) for module, name in entry.places]
-        assigned = next((param for param in found if param is not None and param is not entry.param), None)
+        assigned = None
+        for module, name in entry.places:  # each forward of the unit comes here
+            found = module._parameters.get(name)
+            if found is not None and found is not entry.param:
+                assigned = found
+                break
         if assigned is None:
             continue
         what = f"{unit.name}: another parameter of shape {tuple(assigned.shape)} was assigned to {entry.fqn!r}"
@@ -46,7 +50,7 @@ def _take_over(unit_ref: weakref.ref[Unit], entries: Sequence[OwnParam], flat: F
                 f"{what}, whose values the flat parameter has: assign it within "
                 "FullyShardedDataParallel.summon_full_params(model), or wrap with use_orig_params=True"
             )
-        if any(param is not assigned for param in found):
+        if any(module._parameters.get(name) is not assigned for module, name in entry.places):
             places = ", ".join(map(repr, (entry.fqn, *entry.aliases)))
             raise EngineError(f"{what}, which is tied: assign the same one to all of {places}")
         if unit.views and entry.block is not None:

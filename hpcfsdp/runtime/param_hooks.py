@@ -6,6 +6,7 @@ have to find the shard and the gradient of it, as they would find the parameter 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,14 +19,8 @@ _STEPPED = "_in_backward_optimizers"
 """Where ``torch.distributed.optim._apply_optimizer_in_backward`` notes the optimizers of a parameter."""
 
 
-class OwnHook:
+class OwnHook(functools.partial):
     """A hook that autograd is to call when it has come to a leaf."""
-
-    def __init__(self, hook: Callable[[nn.Parameter], None]) -> None:
-        self.hook = hook
-
-    def __call__(self, leaf: nn.Parameter) -> None:
-        self.hook(leaf)
 
 
 class _Deferred:
@@ -55,7 +50,7 @@ def defer_hooks(leaves: Iterable[nn.Parameter], detached: set[nn.Parameter]) -> 
         for key, hook in hooks.items() if hooks else ():
             if not isinstance(hook, (OwnHook, _Deferred)):
                 hooks[key] = _Deferred(hook)  # under the same key: removing it is the handle's business
-        if leaf not in detached and hasattr(leaf, _STEPPED):
+        if hasattr(leaf, _STEPPED) and leaf not in detached:
             _compat.forget_accumulator(leaf)  # which steps the optimizer
             detached.add(leaf)
             changed = True
