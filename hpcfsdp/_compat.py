@@ -296,6 +296,11 @@ def stock_state_dict_call() -> StockCall | None:
     return None
 
 
+def hooks_before_forward(module: nn.Module) -> dict[Any, Callable[..., Any]]:
+    """The hooks that a module calls before its forward, by keys that may be anything."""
+    return module._forward_pre_hooks  # type: ignore[return-value]
+
+
 def ddp_in_construction() -> tuple[nn.Module, set[str]] | None:
     """The model that a DistributedDataParallel looks at for gradients to average, and the names that it leaves out.
 
