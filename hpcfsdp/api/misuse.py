@@ -87,7 +87,7 @@ def refuse_ddp_around(wrapper: FullyShardedDataParallel) -> None:
     if found is None:
         return
     model, ignored = found
-    name = next(name for name, module in model.named_modules() if module is wrapper)
+    name = next((name for name, module in model.named_modules() if module is wrapper), "")
     plain = wrapper._ignored.params
     sharded = [inner for inner, param in wrapper.named_parameters(prefix=name) if param not in plain]
     taken = [inner for inner in sharded if inner not in ignored]
