@@ -23,6 +23,7 @@ from torch.distributed._shard.sharded_tensor import (
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from torch.distributed.fsdp._common_utils import TrainingState
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [  # have no other home
     "ChunkShardingSpec",
@@ -293,6 +294,26 @@ def stock_state_dict_call() -> StockCall | None:
             return StockCall(function, bool(given["optims"]), bool(given["submodules"]), given["options"])
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def hooks_before_forward(module: nn.Module) -> dict[Any, Callable[..., Any]]:
+    """The hooks that a module calls before its forward, by keys that may be anything."""
+    return module._forward_pre_hooks  # type: ignore[return-value]
+
+
+def ddp_in_construction() -> tuple[nn.Module, set[str]] | None:
+    """The model that a DistributedDataParallel looks at for gradients to average, and the names that it leaves out.
+
+    It does so while it is built, before its first message.
+    """
+    build = DistributedDataParallel._build_params_for_reducer.__code__
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not build:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return None
+    made = frame.f_locals["self"]
+    return made.module, made.parameters_to_ignore
 
 
 @functools.cache

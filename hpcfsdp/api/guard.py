@@ -1,10 +1,10 @@
-"""What refuses to take shards for weights: state dicts, copies and pickles of modules inside of a unit, and torch's
-functions for state dicts."""
+"""What refuses to take shards for weights: state dicts, copies, pickles and calls of modules inside of a unit, and
+torch's functions for state dicts."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from hpcfsdp import _compat
-from hpcfsdp.errors import StateDictError
+from hpcfsdp.errors import EngineError, StateDictError
 from hpcfsdp.runtime.state import Phase
 
 if TYPE_CHECKING:
@@ -22,6 +22,10 @@ _INSTEAD = (
     "call {0}() of the FullyShardedDataParallel around the whole model, on all ranks, or call it within "
     "FullyShardedDataParallel.summon_full_params(model)"
 )
+
+
+_KEY = "hpcfsdp"
+"""Of the hook among those of a module; numbers are torch's."""
 
 
 class _Guard:
@@ -58,6 +62,21 @@ class _Guard:
                 f"for whole ones: {_INSTEAD.format('load_state_dict')}"
             )
 
+    def before_forward(self, module: nn.Module, _arguments: Any) -> None:
+        """Called by a module that is called while no call of the unit, and no backward, has made its parameters whole.
+
+        Raises:
+            EngineError: they are sharded.
+        """
+        if not self._shows_whole(reading=True) and not self._is_unsharded():
+            unit = self._unit()
+            raise EngineError(
+                f"{'' if unit is None else f'{unit._unit.name}: '}a {type(module).__name__} was called past the "
+                "FullyShardedDataParallel around it, which gathers the parameters that are sharded now: call that; a "
+                "method of the wrapped module, on all ranks within FullyShardedDataParallel.summon_full_params(model, "
+                "writeback=False), with recurse=False if units inside are called as they are wrapped"
+            )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
         unit = None if self._is_inert else self._unit()
         if (unit is None or id(unit) not in memo) and not self._shows_whole(reading=True):
@@ -86,7 +105,11 @@ class _Guard:
             return False
         if unit.__dict__.get("_shows_state", False) or unit._unit.phase is Phase.SUMMON:
             return True
-        return reading and unit._use_orig_params and all(flat.is_unsharded for flat in unit._unit.flats)
+        return reading and unit._use_orig_params and self._is_unsharded()
+
+    def _is_unsharded(self) -> bool:
+        unit = self._unit()
+        return unit is not None and all(flat.is_unsharded or flat.shows_whole for flat in unit._unit.flats)
 
     def _refuse(self, message: str) -> NoReturn:
         unit = self._unit()
@@ -94,8 +117,28 @@ class _Guard:
         raise StateDictError(f"{name}{message}")
 
 
+class _CallsAtRest:
+    """A hook that modules have before their forward while their unit is at rest alone.
+
+    It raises if their parameters are sharded. In calls of the unit, where they are not, hooks would cost time.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any], None]) -> None:
+        self._hook = hook
+        self._registries = [_compat.hooks_before_forward(module) for module in modules]
+        self.hide()
+
+    def show(self) -> None:
+        for hooks in self._registries:
+            hooks.pop(_KEY, None)
+
+    def hide(self) -> None:
+        for hooks in self._registries:
+            hooks[_KEY] = self._hook
+
+
 def guard_modules(unit: FullyShardedDataParallel) -> None:
-    """Have the modules whose parameters a unit has taken refuse what would show its shards as weights."""
+    """Have the modules whose parameters a unit has taken refuse what would take its shards for weights."""
     modules = {place: None for entry in unit._own.entries for place, _ in entry.places}
     if unit._own.entries:
         modules[unit.module] = None  # holds the flat parameters
@@ -103,6 +146,7 @@ def guard_modules(unit: FullyShardedDataParallel) -> None:
     for module in modules:
         module.register_state_dict_pre_hook(guard.before_saving)
         module.register_load_state_dict_pre_hook(guard.before_loading)
+    unit._unit.calls_at_rest = _CallsAtRest(modules, guard.before_forward)
 
 
 @contextmanager

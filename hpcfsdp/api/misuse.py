@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
+from hpcfsdp import _compat
 from hpcfsdp.errors import EngineError
 from hpcfsdp.runtime.state import Phase
 
@@ -39,7 +42,7 @@ def guarded(wrapper: FullyShardedDataParallel, name: str, method: Any) -> Any:
     return call
 
 
-class RefusesDistributedDataParallel:
+class RefusesOtherWrappers:
     """What the wrapper inherits."""
 
     @property
@@ -51,6 +54,47 @@ class RefusesDistributedDataParallel:
         """
         raise EngineError(
             "DistributedDataParallel, or Accelerator.prepare, was called with a model that FullyShardedDataParallel "
-            "has wrapped, which reduces gradients itself: use the wrapped model as it is, and with accelerate prepare "
-            "the data loader alone; for replicas of shards use sharding_strategy=ShardingStrategy.HYBRID_SHARD"
+            "has wrapped, which reduces gradients itself: use the wrapped model as it is; with accelerate prepare the "
+            "optimizer and the data loader without it; transformers' Trainer takes the plain model, which it trains "
+            "replicated; for replicas of shards use sharding_strategy=ShardingStrategy.HYBRID_SHARD"
+        )
+
+    @functools.cached_property  # which accelerate may set
+    def _is_accelerate_prepared(self) -> bool:
+        """Asked for by ``Accelerator.prepare`` and ``Accelerator.prepare_model``, before they change anything.
+
+        Warns:
+            UserWarning: accelerate takes this process for the only one, which the model is not sharded over.
+        """
+        size = self._groups.carriers.size  # type: ignore[attr-defined]
+        accelerate = sys.modules.get("accelerate")
+        if accelerate is not None and size > 1 and accelerate.PartialState().num_processes == 1:
+            warnings.warn(
+                f"the model is sharded over {size} ranks, and accelerate counts one process: it gives every rank the "
+                "same data. Call hpcfsdp.init() first, then Accelerator(cpu=True) on CPUs; or divide the data yourself",
+                stacklevel=4,
+            )
+        return False
+
+
+def refuse_ddp_around(wrapper: FullyShardedDataParallel) -> None:
+    """Called when a wrapper is asked for parameters of its own: torch's DistributedDataParallel asks all modules.
+
+    Raises:
+        EngineError: one is being built around the wrapper, and is to average what the wrapper shards.
+    """
+    found = _compat.ddp_in_construction()
+    if found is None:
+        return
+    model, ignored = found
+    name = next((name for name, module in model.named_modules() if module is wrapper), "")
+    plain = wrapper._ignored.params
+    sharded = [inner for inner, param in wrapper.named_parameters(prefix=name) if param not in plain]
+    taken = [inner for inner in sharded if inner not in ignored]
+    if taken:
+        raise EngineError(
+            f"DistributedDataParallel was called with a {type(model).__name__} in which FullyShardedDataParallel has "
+            f"wrapped {name!r}: it would overwrite this rank's shard of {taken[0]!r} with rank 0's, and average the "
+            "gradients of different parts: wrap the other modules in DistributedDataParallel each, or all of the model "
+            "in FullyShardedDataParallel"
         )

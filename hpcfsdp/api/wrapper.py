@@ -26,7 +26,7 @@ from hpcfsdp.api.groups import Groups, TensorRanks, resolve_groups
 from hpcfsdp.api.guard import guard_modules, refuse_mistakes
 from hpcfsdp.api.ignored import resolve_ignored
 from hpcfsdp.api.materialize import materialize
-from hpcfsdp.api.misuse import PAST_FORWARD, RefusesDistributedDataParallel, guarded
+from hpcfsdp.api.misuse import PAST_FORWARD, RefusesOtherWrappers, guarded, refuse_ddp_around
 from hpcfsdp.api.same_model import check_same_model
 from hpcfsdp.api.stale import watch_engine, watch_optimizers
 from hpcfsdp.api.state_dicts import StateDictMethods
@@ -45,7 +45,7 @@ from hpcfsdp.runtime.state import Phase
 from hpcfsdp.world import current_world
 
 
-class FullyShardedDataParallel(PublicAttributes, RefusesDistributedDataParallel, StateDictMethods, nn.Module):
+class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDictMethods, nn.Module):
     """Shards a module's parameters over ranks, gathers them while it computes, and reduces their gradients.
 
     Constructing one is collective over the ranks it shards over. Arguments are those of torch's class of the same
@@ -383,6 +383,8 @@ class FullyShardedDataParallel(PublicAttributes, RefusesDistributedDataParallel,
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; within ``summon_full_params`` without the names of wrappers."""
+        if kwargs.get("recurse") is False:
+            refuse_ddp_around(self)
         return self._named(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:

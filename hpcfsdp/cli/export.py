@@ -1,13 +1,19 @@
-"""``hpcfsdp export FILE OUT``: a checkpoint for other programs: safetensors, a .pt file, a DCP folder."""
+"""``hpcfsdp export FILE OUT``: a checkpoint for other programs: safetensors, .pt, a DCP folder, an adapter of PEFT."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES, export_checkpoint
+from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES, Exported, export_checkpoint
+from hpcfsdp.checkpoint.convert.peft import CONFIG_NAME, export_adapter
 from hpcfsdp.cli.arguments import Parser, print_json, print_table, readable_bytes
 from hpcfsdp.cli.progress import progress
+from hpcfsdp.errors import UsageError
+
+PEFT = "peft"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,24 +30,17 @@ def main(arguments: Sequence[str]) -> int:
         type=Path,
         help=f"a file *.safetensors or *{', *'.join(PT_SUFFIXES)}, or a folder (with --format or --shard-bytes)",
     )
-    parser.add_argument("--format", choices=FORMATS, help="by the name of OUT where it is not given")
+    parser.add_argument("--format", choices=(*FORMATS, PEFT), help="by the name of OUT where it is not given")
     parser.add_argument("--names", nargs="+", default=(), metavar="PATTERN", help="of the tensors to take, as for ls")
     parser.add_argument(
         "--shard-bytes", type=int, metavar="N", help="split safetensors into files of at most N bytes, in a folder OUT"
     )
     parser.add_argument("--optimizer", action="store_true", help="take the optimizer's state too")
+    parser.add_argument("--config", metavar="FILE", help=f"for {PEFT}: the adapter's {CONFIG_NAME}, as PEFT writes it")
+    parser.add_argument("--adapter", metavar="NAME", help=f"for {PEFT}: which one of the model; default: default")
     parser.add_argument("--force", action="store_true", help="replace what is there")
     options = parser.parse_args(arguments)
-    done = export_checkpoint(
-        options.file,
-        options.out,
-        format=options.format,
-        names=options.names,
-        shard_bytes=options.shard_bytes,
-        optimizer=options.optimizer,
-        force=options.force,
-        progress=progress,
-    )
+    done = _export(options)
     facts = {
         "format": done.format,
         "files": [str(path) for path in done.files],
@@ -58,3 +57,28 @@ def main(arguments: Sequence[str]) -> int:
     shown += [("tied name", f"{further} = {name}") for further, name in done.ties.items()]
     print_table(("what", "value"), shown)
     return 0
+
+
+def _export(options: argparse.Namespace) -> Exported:
+    ways: dict[str, Any] = {"force": options.force, "progress": progress}
+    for_peft = {"--config": options.config, "--adapter": options.adapter}
+    for_others = {"--names": options.names, "--shard-bytes": options.shard_bytes, "--optimizer": options.optimizer}
+    given = [name for name, value in (for_others if options.format == PEFT else for_peft).items() if value]
+    if given:
+        raise UsageError(f"{given[0]} is {'not ' if options.format == PEFT else ''}for --format {PEFT}")
+    if options.format != PEFT:
+        return export_checkpoint(
+            options.file,
+            options.out,
+            format=options.format,
+            names=options.names,
+            shard_bytes=options.shard_bytes,
+            optimizer=options.optimizer,
+            **ways,
+        )
+    if not options.config:
+        raise UsageError(
+            f"--format {PEFT} needs --config {CONFIG_NAME}, which peft_model.peft_config['default']"
+            ".save_pretrained(folder) writes"
+        )
+    return export_adapter(options.file, options.out, options.config, adapter=options.adapter or "default", **ways)

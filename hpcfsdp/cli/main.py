@@ -25,7 +25,7 @@ VERBS = {
     "ls": ("hpcfsdp.cli.ls", "list checkpoints in a folder, or tensors in a checkpoint"),
     "doctor": ("hpcfsdp.cli.doctor", "say what here would break a training (alone, or with mpirun or srun)"),
     "show": ("hpcfsdp.cli.show", "show what a checkpoint, or one tensor of it, holds"),
-    "export": ("hpcfsdp.cli.export", "write a checkpoint as safetensors, .pt or a DCP folder"),
+    "export": ("hpcfsdp.cli.export", "write a checkpoint as safetensors, .pt, a DCP folder or a PEFT adapter"),
     "import": ("hpcfsdp.cli.import_", "write a checkpoint from safetensors, .pt or a DCP folder"),
     "stats": ("hpcfsdp.cli.stats", "tell minimum, maximum, mean, norm, NaN and Inf of tensors"),
     "verify": ("hpcfsdp.cli.verify", "check every byte of checkpoints"),

@@ -42,6 +42,7 @@ class Unit:
     Attributes:
         name: of the wrapped module within the root, for messages; unlike any other's under the root.
         views: what modules have in place of leaves while they compute, where that is not the leaves themselves.
+        calls_at_rest: refuses calls of modules that would compute with shards; shown as the views are.
         flats: one for each dtype and ``requires_grad`` among the parameters; empty if children own all of them.
         grads: of those flat parameters that may get gradients.
         gathers: the flat parameters that are gathered, and not resident.
@@ -69,6 +70,7 @@ class Unit:
         self.name = name
         self.flats = tuple(flats)
         self.views = tuple(views)
+        self.calls_at_rest: ComputedView | None = None
         self.reshard_after_forward = reshard_after_forward
         self.inside: frozenset[Unit] = frozenset()
         self.input_dtype: torch.dtype | None = None
@@ -277,6 +279,8 @@ class Unit:
     def _show(self) -> None:
         for view in self.views:
             view.show()
+        if self.calls_at_rest is not None:
+            self.calls_at_rest.show()
 
     def _show_in_backward(self) -> None:
         with torch.enable_grad():  # checkpoints inside may compute once more
@@ -285,6 +289,8 @@ class Unit:
     def _hide(self) -> None:
         for view in self.views:
             view.hide()
+        if self.calls_at_rest is not None:
+            self.calls_at_rest.hide()
 
     def _join(self) -> None:
         assert self.engine is not None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint import open_index
 from hpcfsdp.cli.main import main
 from tests.cli.conftest import ROOT
@@ -16,9 +17,33 @@ PAGE = (ROOT / "docs/converting.md").read_text()
 COMMANDS = re.findall(r"^\$ hpcfsdp (.*)$", PAGE, re.MULTILINE)
 
 
+AS_PEFT = "--format peft --config adapter_config.json"
+
+
+def save_adapter(folder):
+    """A checkpoint of layers named as those of PEFT, and its configuration; the layers."""
+    made = torch.nn.ModuleDict({name: torch.nn.Linear(3, 1, bias=False) for name in ("default", "other")})
+    checkpoint.save(folder / "adapters.h5", model=torch.nn.ModuleDict({"lora_A": made}))
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    return made
+
+
+def test_an_adapter_is_exported_without_torch_and_mpi(start, tmp_path):
+    adapter = save_adapter(tmp_path)
+    (tmp_path / "cli.py").write_text(WITHOUT_TORCH)
+    options = ("--format", "peft", "--config", "adapter_config.json", "--adapter", "other")
+    job = start("cli.py", "adapters.h5", "out", *options, "--json").wait()
+    assert job.code == 0, job.stderr
+    told = json.loads(job.stdout)
+    assert (told["format"], told["tensors"], told["bytes"]) == ("peft", 1, 12)
+    (tensor,) = load_file(told["files"][0]).values()
+    assert torch.equal(tensor, adapter["other"].weight)
+
+
 def test_the_commands_of_the_page_run(hpcfsdp, saved, tmp_path):
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 10
     (tmp_path / "step-00000007.h5").write_bytes(saved.read_bytes())
+    adapter = save_adapter(tmp_path)
     for command in COMMANDS:
         done = hpcfsdp(*shlex.split(command))
         assert done.code == 0, (command, done.stderr)
@@ -31,6 +56,9 @@ def test_the_commands_of_the_page_run(hpcfsdp, saved, tmp_path):
         facts = json.loads(hpcfsdp("show", name, "--json").stdout)
         assert (facts["step"], facts["optimizer tensors"] > 0) == (7, has_optimizer)
     assert set(load_file(tmp_path / "first.safetensors")) == {"0.weight", "0.bias"}
+    found = load_file(tmp_path / "my_adapter/adapter_model.safetensors")
+    assert torch.equal(found.pop("base_model.model.lora_A.weight"), adapter["default"].weight)
+    assert not found
 
 
 def test_the_example_in_python_runs(start, saved, tmp_path):
@@ -91,6 +119,18 @@ def test_tables_name_files_and_ties(hpcfsdp, saved, tmp_path):
         ("export flipped.h5 out.safetensors", 4, "do not have their checksum"),
         ("export flipped.h5 out --format dcp", 4, "do not have their checksum"),
         ("export missing.h5 out.pt", 1, "o such file"),
+        ("export adapters.h5 out --format peft", 2, "needs --config adapter_config.json, which peft_model.peft_config"),
+        (f"export adapters.h5 out {AS_PEFT} --adapter third", 1, "adapters.h5: has no LoRA adapter 'third'"),
+        (f"export saved.h5 out {AS_PEFT}", 1, "saved.h5: has no LoRA adapter 'default'"),
+        (f"export adapters.h5 there.pt {AS_PEFT}", 1, "there.pt: is a file; give the name of a folder"),
+        (f"export adapters.h5 there {AS_PEFT}", 1, "adapter_config.json: exists already (--force replaces it)"),
+        (
+            "export adapters.h5 out --format peft --config deep.json",
+            1,
+            "deep.json: cannot be read as the configuration",
+        ),
+        (f"export adapters.h5 out {AS_PEFT} --names 0.*", 2, "--names is not for --format peft"),
+        ("export adapters.h5 out.pt --adapter default", 2, "--adapter is for --format peft"),
         ("import there.pt out.h5", 4, "there.pt: damaged, or not a file of torch.save"),
         ("import missing.pt out.h5", 1, "missing.pt: No such file or directory"),
         ("import there.xyz out.h5", 1, "o such file"),
@@ -106,6 +146,10 @@ def test_bad_input_is_told_and_leaves_nothing(saved, tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     data = saved.read_bytes()
     (tmp_path / "saved.h5").write_bytes(data)
+    save_adapter(tmp_path)
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/adapter_config.json").write_text("precious")
     (tmp_path / "damaged.h5").write_bytes(data[:3000])
     index = open_index(saved)
     place = int(index.rows_of("model/0.weight")["byte_offset"][0]) + 5
@@ -116,12 +160,12 @@ def test_bad_input_is_told_and_leaves_nothing(saved, tmp_path, monkeypatch, caps
     net = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters())
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "usual.pt")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     assert main(arguments.split()) == code
     told = capsys.readouterr()
     assert message in told.err
     assert told.out == ""
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
 
 def test_the_model_alone_of_a_file_with_an_optimizer(saved, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """What ranks compare when a model is wrapped, and modules that are odd to wrap."""
 
+import copy
 import warnings
 
 import pytest
@@ -161,3 +162,38 @@ def test_a_sharded_model_is_no_module_of_ddp(comm, original):
     model = shard(make_net(), use_orig_params=original)
     with pytest.raises(EngineError, match=r"DistributedDataParallel, or Accelerator.prepare, was .*HYBRID_SHARD"):
         DistributedDataParallel(model)
+
+
+def around(inner):
+    torch.manual_seed(1)
+    return nn.Sequential(inner, nn.Linear(4, 2))
+
+
+@ORIGINAL
+def test_a_module_of_ddp_has_no_sharded_model_inside(comm, original):
+    model = around(shard(nn.Linear(4, 4), use_orig_params=original))
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(EngineError, match=r"a Sequential in which .* has wrapped '0': .* shard of '0\._f"):
+        DistributedDataParallel(model)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@ORIGINAL
+def test_ddp_may_leave_the_sharded_model_inside_alone(comm, original):
+    def train(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            torch.manual_seed(10 * step + comm.rank)
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.module.state_dict()
+
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4)
+    model = around(shard(copy.deepcopy(plain), use_orig_params=original))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, [name for name, _ in model.named_parameters() if name.startswith("0.")]
+    )
+    expected = train(DistributedDataParallel(around(plain)))
+    torch.testing.assert_close(train(DistributedDataParallel(model)), expected)

@@ -1,12 +1,17 @@
 """accelerate and transformers' Trainer, which take the process group that hpcfsdp has made: their DDP over hpcmpi."""
 
+import warnings
+
+import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from hpcfsdp.errors import EngineError
 from tests.programs.loops import copied, shard
 from tests.programs.test_transformers import GPT2, LENGTH, VOCABULARY, gpt2
 
@@ -89,11 +94,41 @@ def test_accelerate_beside_a_sharded_model(world):
     close((losses, copied(model.state_dict())), alone())
 
 
-def test_trainer(world, shared_path):
-    arguments = hf.TrainingArguments(
-        output_dir=str(shared_path),
+def test_a_sharded_model_is_not_prepared(world):
+    accelerator = Accelerator(cpu=True)
+    model = shard(GPT2, build(), use_orig_params=True)
+    mistake = r"Accelerator\.prepare, was called with a model that .* prepare the optimizer and the data loader without"
+    with pytest.raises(EngineError, match=mistake):
+        accelerator.prepare(model, adam(model), DataLoader(Texts(), batch_size=1))
+    with pytest.raises(EngineError, match=mistake):
+        accelerator.prepare_model(model)
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+
+
+def test_an_accelerator_that_counts_one_process(world, monkeypatch):
+    """As accelerate does on CPUs where it is not asked for them: then it leaves the model as it is, and the data."""
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+    accelerator = Accelerator()
+    assert accelerator.num_processes == 1
+    model = shard(GPT2, build(), use_orig_params=True)
+    optimizer = adam(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+    assert prepared is model
+    text = f"sharded over {world.size} ranks, and accelerate counts one process: it gives every rank the same data"
+    assert [text in str(warning.message) for warning in caught] == [True] * (world.size > 1)
+    loader = DataLoader(Texts(), batch_size=BATCH)
+    losses = train(accelerator, prepared, optimizer, loader, lambda: model.clip_grad_norm_(1.0))
+    close((losses, copied(model.state_dict())), alone())
+
+
+def arguments_for(folder, ranks):
+    return hf.TrainingArguments(
+        output_dir=str(folder),
         use_cpu=True,
-        per_device_train_batch_size=BATCH // world.size,
+        per_device_train_batch_size=BATCH // ranks,
         num_train_epochs=1,
         learning_rate=1e-3,
         adam_epsilon=1e-4,
@@ -105,9 +140,18 @@ def test_trainer(world, shared_path):
         disable_tqdm=True,
     )
 
-    trainer = hf.Trainer(build(), arguments, train_dataset=Texts())
+
+def test_trainer(world, shared_path):
+    trainer = hf.Trainer(build(), arguments_for(shared_path, world.size), train_dataset=Texts())
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     expected, state = alone()
     close(losses, expected)
     close(copied(trainer.model.state_dict()), state)
+
+
+def test_trainer_is_given_no_sharded_model(world, shared_path):
+    model = shard(GPT2, build(), use_orig_params=True)
+    trainer = hf.Trainer(model, arguments_for(shared_path, world.size), train_dataset=Texts())
+    with pytest.raises(EngineError, match="transformers' Trainer takes the plain model"):
+        trainer.train()

@@ -9,6 +9,7 @@ import transformers as hf
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from hpcfsdp import checkpoint
+from hpcfsdp.errors import EngineError
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
 from hpcfsdp.wrap import transformer_auto_wrap_policy
 from tests.programs.loops import STEPS, Program, alone, close, shard, together
@@ -154,6 +155,9 @@ def test_generates(world, program):
     plain, sharded = program.build(), shard(program)
     batch = program.batch(torch.Generator().manual_seed(world.rank))
     prompt = {name: value for name, value in batch.items() if name != "labels"}
+    for model in (sharded, sharded.module):
+        with pytest.raises(EngineError, match=r"within FullyShardedDataParallel.summon_full_params"):
+            model.generate(**prompt, max_new_tokens=5, do_sample=False)
     with FSDP.summon_full_params(sharded, recurse=False), torch.no_grad():
         got = sharded.module.eval().generate(**prompt, max_new_tokens=5, do_sample=False)
     assert torch.equal(got, plain.eval().generate(**prompt, max_new_tokens=5, do_sample=False))

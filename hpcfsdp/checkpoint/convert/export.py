@@ -32,7 +32,7 @@ class Exported:
     """What an export has written.
 
     Attributes:
-        format: one of ``FORMATS``.
+        format: one of ``FORMATS``, or "peft".
         files: all of them.
         tensors: how many.
         nbytes: of the tensors.
@@ -159,7 +159,7 @@ def _to_safetensors(
         for path in paths:
             files.write(fds[path], [memoryview(heads[path])], 0)
             for entry in entries[path]:
-                _copy(reader.blocks(with_prefix[entry.name]), files, fds[path], entry.begin, step)
+                copy_blocks(reader.blocks(with_prefix[entry.name]), files, fds[path], entry.begin, step)
         if listing:
             files.write(fds[target / safetensors.INDEX_NAME], [memoryview(listing)], 0)
     return Exported("safetensors", tuple(sizes), len(names), selection.nbytes, ties)
@@ -193,7 +193,8 @@ def _optimizer_metadata(selection: Selection) -> dict[str, str]:
     }
 
 
-def _copy(blocks: Iterable[np.ndarray], files: Files, fd: int, begin: int, step: Step) -> None:
+def copy_blocks(blocks: Iterable[np.ndarray], files: Files, fd: int, begin: int, step: Step) -> None:
+    """Write blocks into a file, one after the other."""
     for block in blocks:
         files.write(fd, [memoryview(block.view(np.uint8))], begin)
         begin += block.nbytes

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.convert import safetensors
-from hpcfsdp.checkpoint.convert.output import absolute, new_files
+from hpcfsdp.checkpoint.convert.export import Exported, copy_blocks
+from hpcfsdp.checkpoint.convert.output import Progress, absolute, new_files, no_progress
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
@@ -55,30 +56,50 @@ def export_peft(
             already, or it cannot be written.
         CheckpointCorruptError: the checkpoint is damaged.
     """
+    weights, description = export_adapter(source, folder, config, adapter=adapter, force=force, files=files).files
+    return weights, description
+
+
+def export_adapter(
+    source: str | os.PathLike[str] | CheckpointIndex,
+    folder: str | os.PathLike[str],
+    config: Any,
+    *,
+    adapter: str = "default",
+    force: bool = False,
+    progress: Progress = no_progress,
+    files: Files | None = None,
+) -> Exported:
+    """What ``export_peft`` does, and what it has written; not collective."""
     settings = _settings(config)
     index = source if isinstance(source, CheckpointIndex) else open_index(os.path.expanduser(source))
     paths = [path for path in (*index.tensors, *index.links) if path.startswith(_MODEL)]
     names = adapter_names([path.removeprefix(_MODEL) for path in paths], adapter)
     if not names:
         raise CheckpointError(
-            f"{index.info.path}: has no LoRA adapter {adapter!r}: no name in it has {_LAYER!r} and {adapter!r}"
+            f"{index.info.path}: has no LoRA adapter {adapter!r}: no name in it has {_LAYER!r} and {adapter!r}; "
+            "`hpcfsdp ls` shows the names"
         )
     target, files = absolute(folder), files or Files()
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target}: is a file; give the name of a folder")
     weights, description = target / WEIGHTS_NAME, target / CONFIG_NAME
     tensors = [(outside, index.resolve(_MODEL + name)) for name, outside in names.items()]
     head, entries = safetensors.pack(tensors, {"format": "pt"})
     inside = {outside: _MODEL + name for name, outside in names.items()}
     text = json.dumps(settings, indent=2, sort_keys=True).encode()
-    sizes = {weights: len(head) + sum(entry.nbytes for entry in entries), description: len(text)}
-    with BlockReader(index, files) as reader, new_files(files, sizes, force=force) as fds:
+    nbytes = sum(entry.nbytes for entry in entries)
+    sizes = {weights: len(head) + nbytes, description: len(text)}
+    with (
+        progress("exporting", nbytes) as step,
+        BlockReader(index, files) as reader,
+        new_files(files, sizes, force=force) as fds,
+    ):
         files.write(fds[weights], [memoryview(head)], 0)
         for entry in entries:
-            begin = entry.begin
-            for block in reader.blocks(inside[entry.name]):
-                files.write(fds[weights], [memoryview(block).cast("B")], begin)
-                begin += block.nbytes
+            copy_blocks(reader.blocks(inside[entry.name]), files, fds[weights], entry.begin, step)
         files.write(fds[description], [memoryview(text)], 0)
-    return weights, description
+    return Exported("peft", (weights, description), len(names), nbytes, {})
 
 
 def adapter_names(names: Iterable[str], adapter: str) -> dict[str, str]:
@@ -113,7 +134,7 @@ def _settings(config: Any) -> dict[str, Any]:
     if isinstance(config, (str, os.PathLike)):
         try:
             config = json.loads(Path(config).read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{config}: cannot be read as the configuration of an adapter: {error}") from error
     elif hasattr(config, "to_dict"):
         config = config.to_dict()
