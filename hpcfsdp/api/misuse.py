@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from hpcfsdp.errors import EngineError
+from hpcfsdp.launch.calls import public_call
 from hpcfsdp.runtime.state import Phase
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def guarded(wrapper: FullyShardedDataParallel, name: str, method: Any) -> Any:
     if not callable(method):
         return method
 
+    @public_call(name)
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         unit = wrapper._unit

@@ -56,9 +56,7 @@ Steps = Generator[Condition, None, None]
 class Running:
     """A collective that has been begun. See ``Work`` in communicator.py."""
 
-    def __init__(
-        self, steps: Steps, label: str, rank: int, timeout_s: float, owner: Owner, number: Any = None
-    ) -> None:
+    def __init__(self, steps: Steps, label: str, rank: int, timeout_s: float, owner: Owner, number: Any = None) -> None:
         self.label = label
         self.owner = owner
         self.number = number

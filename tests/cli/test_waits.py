@@ -6,14 +6,14 @@ import re
 import pytest
 
 SCRIPT = """
-import itertools, logging, os, sys, time
+import copy, itertools, logging, os, sys, time
 import torch, torch.nn as nn
 import hpcfsdp
 from hpcfsdp import checkpoint
 from hpcfsdp.comm import waits
 from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.comm.topology import Topology
-from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
+from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP, ShardedGradScaler
 from hpcfsdp.wrap import ModuleWrapPolicy
 
 waits.LOOK_AFTER_S, waits.SETTLE_S, waits._LOOK_EVERY_S = 0.05, 0.3, (0.05, 0.5)
@@ -31,6 +31,14 @@ def summon(model, optimizer, loss):
     with FSDP.summon_full_params(model):
         pass
 
+def load_around(model):
+    nn.Sequential(model).load_state_dict(nn.Sequential(Net()).state_dict())
+
+def scale(optimizer):
+    scaler = ShardedGradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
 CALLS = {
     "checkpoint.save": lambda model, optimizer, loss: checkpoint.save("x.h5", model=model, optimizer=optimizer),
     "checkpoint.load": lambda model, optimizer, loss: checkpoint.load("ok.h5", model=model, optimizer=optimizer),
@@ -40,6 +48,10 @@ CALLS = {
     "summon_full_params": summon,
     "forward": lambda model, optimizer, loss: model(torch.ones(2, 8)),
     "backward": lambda model, optimizer, loss: loss.backward(),
+    "load_state_dict": lambda model, optimizer, loss: load_around(model),
+    "copy.deepcopy": lambda model, optimizer, loss: copy.deepcopy(nn.Sequential(model)),
+    "apply": lambda model, optimizer, loss: model.apply(lambda module: None),
+    "ShardedGradScaler.unscale_": lambda model, optimizer, loss: scale(optimizer),
     "hpcfsdp.finalize": lambda model, optimizer, loss: hpcfsdp.finalize(),
 }
 
@@ -75,6 +87,7 @@ for one, other, nodes, passes in PAIRS:
 """
 
 COLLECTIVE = ["checkpoint.save", "checkpoint.load", "state_dict", "optim_state_dict", "clip_grad_norm_"]
+OTHERS = ["load_state_dict", "copy.deepcopy", "apply", "ShardedGradScaler.unscale_"]
 TRAINED = "fb"
 """Passes so far: forward and backward."""
 NEW_END, NEW_BACKWARD = "fb f", "f"
@@ -85,6 +98,7 @@ WITH_STEPS = [
 OF_TWO = [
     *WITH_STEPS,
     *((one, other, 1, TRAINED) for one, other in itertools.combinations(COLLECTIVE, 2)),
+    *((one, "forward", 1, TRAINED) for one in OTHERS),
     ("checkpoint.save", "forward", 2, TRAINED),
     ("forward", "clip_grad_norm_", 2, TRAINED),
     ("forward", "checkpoint.save", 2, NEW_END),
