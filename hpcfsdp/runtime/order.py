@@ -57,16 +57,16 @@ class _Turn:
 class _Arrivals:
     """The ranks that have come to a new turn, as the store knows them: a ``Condition``."""
 
-    def __init__(self, store: Any, key: str, comm: Communicator, left: str) -> None:
+    def __init__(self, store: Any, key: str, comm: Communicator, label: str) -> None:
         """
         Args:
             key: of the turn, unlike that of any other.
-            left: what this rank has done, for a message.
+            label: what this rank comes to, for a message.
         """
         self.keys = [f"{key}/{word}" for word in range(-(-comm.size // _RANKS_IN_A_WORD))]
         self._store = store
         self._comm = comm
-        self._left = left
+        self._label = label
         self._began_s = self._ask_s = time.monotonic()
         self._words = [0] * len(self.keys)
 
@@ -86,9 +86,9 @@ class _Arrivals:
             missing = self.missing()
         if missing and waited_s > PATIENCE_S:
             raise DisagreementError(
-                f"{self._left}; {len(missing)} of {self._comm.size} ranks do not. All ranks must call the same modules "
-                "in the same order, and equally often: give every rank the same number of batches, and take branches "
-                "that depend on data on all ranks or on none"
+                f"rank {self._comm.rank} comes to {self._label}; {len(missing)} of {self._comm.size} ranks do not. All "
+                "ranks must call the same modules in the same order, and equally often: give every rank the same "
+                "number of batches, and take branches that depend on data on all ranks or on none"
             )
         return not missing
 
@@ -196,11 +196,11 @@ class Order:
             return waits.NOTHING_YET if step > self._passes else waits.UNKNOWN
         if depth > self._here.depth:
             is_next = self._confirming is not None and depth == self._here.depth + 1
-            return self._text(self._confirming, depth) if is_next else waits.NOTHING_YET
+            return self._label_of(self._confirming, self._here) if is_next else waits.NOTHING_YET
         turn = self._here
         while turn.depth > depth and turn.before is not None:
             turn = turn.before
-        return self._text(turn.event, depth)
+        return self._label_of(turn.event, turn.before or turn)
 
     def departed(self) -> set[int]:
         """Not collective. The ranks of which it is known that they have left the program."""
@@ -209,6 +209,11 @@ class Order:
     def _text(self, event: Event, depth: int) -> str:
         return f"{_told(event)} (turn {depth} of step {self._passes})"
 
+    def _label_of(self, event: Event, before: _Turn) -> str:
+        """Of the wait for a turn that is new; the same on all ranks that come to it, then and later."""
+        expected = " or ".join(_told(known) for known in before.following if known != event) or "nothing"
+        return f"{self._text(event, before.depth + 1)}, where in earlier steps it came to {expected}"
+
     def _have_confirmed(self, event: Event) -> None:
         depth = self._here.depth + 1
         text = self._text(event, depth)
@@ -216,18 +221,14 @@ class Order:
         if store is None:
             self._compare(text)
             return
-        expected = " or ".join(map(_told, self._here.following)) or "nothing"
-        left = f"rank {self._comm.rank} comes to {text}, where in earlier steps it came to {expected}"
+        label = self._label_of(event, self._here)
         digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         key = f"hpcfsdp/order/{self._label}/{self._passes}/{depth}/{digest}"
-        arrivals = _Arrivals(store, key, self._comm, left)
+        arrivals = _Arrivals(store, key, self._comm, label)
         self._confirming = event
         try:
             steps, number = arrivals.steps(), (self._passes, depth)
-            run(steps, text, self._comm.rank, float("inf"), False, self, number)
-        except CrossedCallsError as error:
-            error.args = (f"{error.args[0]}; {left}",)
-            raise
+            run(steps, label, self._comm.rank, float("inf"), False, self, number)
         finally:
             self._confirming = None
         self._drop_keys(store, arrivals.keys)

@@ -199,7 +199,8 @@ def test_a_long_wait_is_logged_as_others_are_before_it_is_given_up(store, monkey
         order.note(B)
     (record,) = caplog.records
     assert re.fullmatch(
-        r"rank 0 has waited 0 s in the forward of 'b' \(turn 1 of step 2\) for rank\(s\) 1(, \d+)*( and 53 more)?",
+        r"rank 0 has waited 0 s in the forward of 'b' \(turn 1 of step 2\), where in earlier steps it came to the "
+        r"forward of 'a' for rank\(s\) 1(, \d+)*( and 53 more)?",
         record.getMessage(),
     )
     assert len(store.counts) == -(-size // 32)
@@ -229,7 +230,7 @@ def test_ranks_of_several_words_are_confirmed_when_all_have_come(store):
 def test_a_rank_answers_what_it_has_come_to_in_a_turn(store):
     order, _ = alone()
     go(order, A, B)
-    assert order.called((1, 2)) == "the forward of 'b' (turn 2 of step 1)"
+    assert order.called((1, 2)) == "the forward of 'b' (turn 2 of step 1), where in earlier steps it came to nothing"
     assert order.called((1, 3)) == order.called((2, 1)) == waits.NOTHING_YET
     order.begin()
     assert order.called((1, 1)) is waits.UNKNOWN
@@ -237,7 +238,9 @@ def test_a_rank_answers_what_it_has_come_to_in_a_turn(store):
     came, asked = order.called((2, 1)), []
     store.add = lambda key, amount: asked.append([order.called((2, depth)) for depth in (1, 2, 3)]) or 3
     order.note(C)
-    assert asked == [[came, "the backward of 'b' (turn 2 of step 2)", waits.NOTHING_YET]]
+    label = "the backward of 'b' (turn 2 of step 2), where in earlier steps it came to the forward of 'b'"
+    assert asked == [[came, label, waits.NOTHING_YET]]
+    assert order.called((2, 2)) == label
 
 
 def test_without_a_store_ranks_meet_at_each_new_turn(no_store):
