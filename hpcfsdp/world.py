@@ -91,6 +91,7 @@ class World:
     def num_nodes(self) -> int:
         return self.topology.num_nodes
 
+    @public_call("World.mesh")
     def mesh(self, **dimensions: Extent) -> DeviceMesh:
         """Collective over all ranks. A torch ``DeviceMesh`` that follows the nodes.
 
@@ -147,6 +148,7 @@ def current_world() -> World | None:
     return _world
 
 
+@public_call("hpcfsdp.init")
 def init(
     device: str | torch.device | None = None,
     *,

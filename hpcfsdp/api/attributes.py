@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from hpcfsdp import _compat
+from hpcfsdp.launch.calls import public_call
 from hpcfsdp.runtime.state import Phase
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class PublicAttributes:
         return self._given["limit_all_gathers"]
 
     @property
+    @public_call("process_group")
     def process_group(self) -> dist.ProcessGroup:
         """That over which the unit is sharded, under ``NO_SHARD`` that over which it is replicated.
 

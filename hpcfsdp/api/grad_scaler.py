@@ -10,6 +10,7 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
 from hpcfsdp.comm import Communicator, communicator_for
+from hpcfsdp.launch.calls import public_call
 
 
 class ShardedGradScaler(TorchShardedGradScaler):
@@ -56,11 +57,13 @@ class ShardedGradScaler(TorchShardedGradScaler):
             process_group=process_group,
         )
 
+    @public_call("ShardedGradScaler.unscale_")
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Collective over the process group. Divide the gradients of an optimizer by the scale."""
         # Not torch's sharded one, which agrees after _unscale_grads_: here that has been done.
         GradScaler.unscale_(self, optimizer)
 
+    @public_call("ShardedGradScaler.step")
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Collective over the process group. Step the optimizer unless a rank has an inf or a NaN."""
         return super().step(optimizer, *args, **kwargs)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import _compat
 from hpcfsdp.errors import EngineError
+from hpcfsdp.launch.calls import public_call
 from hpcfsdp.runtime.state import Phase
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def guarded(wrapper: FullyShardedDataParallel, name: str, method: Any) -> Any:
     if not callable(method):
         return method
 
+    @public_call(name)
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         unit = wrapper._unit

@@ -369,6 +369,7 @@ class StateDictMethods:
         return found
 
 
+@public_call("load_state_dict")
 def load_when_known(wrapper: Any, _incompatible_keys: Any) -> None:
     """Read a unit's part, if a module around it loads a state dict; all units are loaded at the end of that.
 
@@ -387,6 +388,7 @@ WAITING = "_hpcfsdp_waiting"
 """Where a module that loads a state dict keeps the units inside of it that are to be loaded."""
 
 
+@public_call("load_state_dict")
 def load_waiting(root: nn.Module, _incompatible_keys: Any) -> None:
     """Collective over the ranks of the units in `root`, when it has loaded a state dict. Load them, all or none.
 

@@ -232,6 +232,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             _compat.set_compiler(compiler)
         return outputs
 
+    @public_call("check_is_root")
     def check_is_root(self) -> bool:
         """Whether this wrapper is the outermost one; decides it, if nothing has been called yet."""
         if self._unit.engine is None:
@@ -239,6 +240,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         return self._is_root
 
     @contextlib.contextmanager
+    @public_call("no_sync")
     def no_sync(self) -> Iterator[None]:
         """Keep gradients back without communication, until a backward outside of this context reduces their sum.
 
@@ -302,6 +304,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             note_unchanged(param.grad)
         return norm
 
+    @public_call("register_comm_hook")
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Have `hook` reduce gradients instead; for the root only, before training.
 
@@ -373,6 +376,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             with_grads=with_grads,
         )
 
+    @public_call("apply")
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Collective over the process group. Call `fn` on every module, inner ones first, with whole parameters."""
         with self.summon_full_params(self, recurse=False, writeback=True):
@@ -425,6 +429,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         refuse_mistakes(self)
         return {"module": WRAPPED}
 
+    @public_call("copy.deepcopy")
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         """Collective over the ranks of the model. A copy that shares process groups alone, see ``api.copying``."""
         return copying.copy_wrapper(self, memo)

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -56,9 +56,7 @@ Steps = Generator[Condition, None, None]
 class Running:
     """A collective that has been begun. See ``Work`` in communicator.py."""
 
-    def __init__(
-        self, steps: Steps, label: str, rank: int, timeout_s: float, owner: Owner, number: int | None = None
-    ) -> None:
+    def __init__(self, steps: Steps, label: str, rank: int, timeout_s: float, owner: Owner, number: Any = None) -> None:
         self.label = label
         self.owner = owner
         self.number = number
@@ -223,7 +221,7 @@ def run(
     timeout_s: float,
     async_op: bool,
     owner: Owner,
-    number: int | None = None,
+    number: Any = None,
 ) -> Running | None:
     """Begin a collective of `owner`, its call of that number, and complete it unless `async_op`."""
     work = Running(steps, label, rank, timeout_s, owner, number)

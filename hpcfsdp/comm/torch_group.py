@@ -47,6 +47,7 @@ class TorchGroupCommunicator(PlainMemory):
         self.group = group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
+        self.world_ranks = tuple(dist.get_process_group_ranks(group))
         self.device = device or _compat.device_of_group(group)
 
     def __eq__(self, other: object) -> bool:

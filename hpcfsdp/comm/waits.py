@@ -41,18 +41,23 @@ _LOG_AT = (1, 3, 6, 12, 30)
 _MOST_LOGGING = 16
 """Ranks up to which every one of a group logs; in larger ones the lowest that waits does."""
 
-Place = tuple[Any, int]
-"""A collective: the communicator's key, and which of its calls."""
+Place = tuple[Any, Any]
+"""A collective: the key of its ``Member``, and which of its calls."""
 UNKNOWN, NOTHING_YET = None, ""
 
 
 class Member(Protocol):
-    """What has collectives whose calls are counted: a communicator. See ``MpiCommunicator``."""
+    """What has collectives whose calls are counted: a communicator, or an order of units.
+
+    Attributes:
+        key: by which all ranks know it.
+        world_ranks: its ranks in the world; None where these are not known, and only the log hears of waits.
+    """
 
     key: Any
-    world_ranks: Sequence[int]
+    world_ranks: Sequence[int] | None
 
-    def called(self, number: int) -> str | None:
+    def called(self, number: Any) -> str | None:
         """What this rank has called as its `number`-th collective: ``NOTHING_YET``, ``UNKNOWN``, or its label."""
 
 
@@ -159,7 +164,7 @@ def _key(rank: int) -> str:
 _board = _Board()
 _serials = itertools.count(1)
 _members: dict[Any, weakref.ref[Member]] = {}
-"""Communicators of this process, by key."""
+"""Those of this process, by key."""
 _made: collections.Counter[Sequence[int]] = collections.Counter()
 
 
@@ -167,8 +172,13 @@ def key_of(member: Member, world_ranks: Sequence[int]) -> Any:
     """Not collective. By what all ranks know a communicator: who is in it, and how many of these were made before."""
     _made[world_ranks] += 1
     key = (hashlib.blake2b(repr(world_ranks).encode(), digest_size=8).hexdigest(), _made[world_ranks])
-    _members[key] = weakref.ref(member)
+    register(key, member)
     return key
+
+
+def register(key: Any, member: Member) -> None:
+    """Not collective. Have ranks answered that wait for this one in a call of `member`, which all know by `key`."""
+    _members[key] = weakref.ref(member)
 
 
 def same_call(gathered: Sequence[tuple[str, Any]]) -> list[Any]:
@@ -191,7 +201,7 @@ def same_call(gathered: Sequence[tuple[str, Any]]) -> list[Any]:
 class Watch:
     """One wait, looked after from its first second on by the thread that waits."""
 
-    def __init__(self, label: str, owner: Any, number: int | None, *, firm: bool) -> None:
+    def __init__(self, label: str, owner: Any, number: Any, *, firm: bool) -> None:
         """
         Args:
             owner: of the collective: a ``Member``, or another one, of which only the log hears.

@@ -139,7 +139,11 @@ class _Waiting:
         self.units: list[LoadWithin] = []
 
     def load(self) -> None:
-        """Collective over the ranks of the units. Load all of them, or change nothing in any of them."""
+        """Collective over the ranks of the units. Load all of them, or change nothing in any of them.
+
+        What modules raise when values are loaded, extra states and hooks, undoes nothing, as in a unit by itself: all
+        units are loaded then, too.
+        """
         problem: Exception | None = None
         agreed: list[Agreed] = []
         for unit in self.units:
@@ -157,7 +161,12 @@ class _Waiting:
         for unit in self.units:
             unit.commit()
         for unit, each in zip(self.units, agreed, strict=True):
-            unit.finish(each)
+            try:
+                unit.finish(each)
+            except Exception as error:  # the others are to have their extra states, and may lie on other ranks
+                problem = problem or error
+        if problem is not None:
+            raise problem
 
 
 def load_later(unit: LoadWithin, root: nn.Module | None, call: object) -> None:

@@ -36,6 +36,10 @@ def named(model):
     return {parity.plain_name(name): tensor.detach() for name, tensor in model.named_parameters()}
 
 
+def shapes_of(model):
+    return [parameter.shape for parameter in model.parameters()]
+
+
 def state_dict(kind):
     def call(engine, model, _optimizer, plain):
         with engine.cls.state_dict_type(model, kind):
@@ -121,6 +125,7 @@ def test_each_call_in_each_part_of_a_step(engines, carrier, strategy, original):
         for optimizer in optimizers:
             optimizer.step()
 
+    at_rest = shapes_of(model)
     train([0])
     step()
     for name in CALLS:
@@ -131,6 +136,8 @@ def test_each_call_in_each_part_of_a_step(engines, carrier, strategy, original):
         check("after a backward")
         loss = parity.loss_of(model, parity.inputs(0, rank, torch.float64, 1))
         check("before a backward")
+        if name not in ("no_sync", "clip"):  # which do not look at parameters
+            assert shapes_of(model) == at_rest, name
         loss.backward()
         backward_of_all(plain, ranks, 1)
         train([2], held=True)
@@ -139,3 +146,25 @@ def test_each_call_in_each_part_of_a_step(engines, carrier, strategy, original):
         step()
         check("after a step")
         torch.testing.assert_close(engine.whole(model), named(plain), **EXACT, msg=lambda text: f"{name}: {text}")  # noqa: B023
+
+
+@ORIGINAL
+@pytest.mark.parametrize("write", ["load", "summon"])
+@pytest.mark.parametrize("carrier", ["hpcfsdp", "messages"])
+def test_parameters_show_what_is_written_between_a_forward_and_its_backward(engines, carrier, write, original):
+    engine = parity.under_test(engines, carrier)
+    engine.beyond_torch("loads between a forward and its backward")
+    plain = parity.build(parity.Around, seed=1)
+    shown = []
+    for forwards in (0, 1):
+        model = engine.shard(parity.build(parity.Around), strategy="SHARD_GRAD_OP", use_orig_params=original)
+        for part in range(forwards):
+            parity.loss_of(model, parity.inputs(0, engine.comm.rank, torch.float64, part))
+        if write == "load":
+            model.load_state_dict(plain.state_dict())
+        else:
+            with engine.cls.summon_full_params(model):
+                for name, parameter in named(model).items():
+                    parameter.copy_(named(plain)[name])
+        shown.append([parameter.detach().clone() for parameter in model.parameters()])
+    torch.testing.assert_close(shown[1], shown[0], rtol=0, atol=0)

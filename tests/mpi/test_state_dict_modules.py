@@ -1,5 +1,6 @@
 """State dicts of models whose modules have hooks, extra state, or ways of their own to save and load."""
 
+import contextlib
 import copy
 import warnings
 from collections import OrderedDict
@@ -232,18 +233,41 @@ def test_a_module_that_fails_to_load_on_one_rank_is_told_to_all(engines, several
         else:
             inner.set_extra_state = fail
     state = saved(engine, root)
-    before = memory(models[0])
+    before, other = memory(models[0]), models[1].module.unit.module
+    other.memory = "old"
     state = {key: value + 1 if isinstance(value, torch.Tensor) else value for key, value in state.items()}
     with pytest.raises(ZeroDivisionError if several.rank == 1 else HpcfsdpError, match="no luck") as caught:
         root.load_state_dict(state)
     assert several.rank == 1 or str(caught.value).startswith("rank 1: ")
     if where == "before":
         unchanged(models[0], before)
-    if around:  # all units are loaded, or none
+    if around:  # all units are loaded, or none: what fails after loading leaves what is loaded, as in a unit alone
         plain = build(WithMemory).state_dict()
+        assert other.memory == ("old" if where == "before" else "new")
         if where != "before":
             plain = {key: value + 1 if isinstance(value, torch.Tensor) else value for key, value in plain.items()}
         same_tensors(saved(engine, models[1]), plain)
+
+
+def test_a_unit_that_fails_after_loading_keeps_no_other_from_it_where_that_lies_on_more_ranks(several):
+    some = list(range(several.size - 1))
+    units = {"everywhere": FullyShardedDataParallel(build(WithMemory), several)}
+    if several.rank in some:
+
+        def fail(*_):
+            raise ZeroDivisionError("no luck")
+
+        units = {"somewhere": FullyShardedDataParallel(build(WithMemory), several.subgroup(some)), **units}
+        units["somewhere"].module.unit.set_extra_state = fail
+    plain = build(WithMemory, seed=1).state_dict()
+    plain["unit._extra_state"] = {"memory": "other"}
+    state = {f"{unit}.{name}": value for unit in units for name, value in plain.items()}
+    with pytest.raises(ZeroDivisionError) if several.rank in some else contextlib.nullcontext():
+        nn.ModuleDict(units).load_state_dict(state)
+    assert units["everywhere"].module.unit.memory == "other"
+    for name, unit in units.items():
+        if name == "everywhere" or several.size > 2:
+            same_tensors(unit.state_dict(), dict(plain))
 
 
 @ORIGINAL

@@ -1,11 +1,14 @@
 import itertools
 import logging
 import random
+import re
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
+from hpcfsdp.comm import waits
 from hpcfsdp.errors import CommunicationError, DisagreementError
 from hpcfsdp.runtime import order as orders
 from hpcfsdp.runtime.order import Order
@@ -120,7 +123,7 @@ def test_a_new_path_is_confirmed_in_the_store_once_all_ranks_come_to_it(run_rank
 
     # The second time only the end of the new path was left to confirm.
     assert run_ranks(3, body) == [([], [1, 2, 2, 2])] * 3
-    assert set(store.counts.values()) == {3}
+    assert set(store.counts.values()) == {0b111}
 
 
 def test_a_rank_that_leaves_the_known_path_alone_is_told_what_it_did_before(store):
@@ -185,18 +188,59 @@ def test_the_same_turn_of_another_step_or_engine_is_another_turn(store):
     assert [len(found) for found in keys] == [1, 2, 3, 4]
 
 
-def test_a_long_wait_is_logged_before_it_is_given_up(store, monkeypatch, caplog):
-    monkeypatch.setattr(orders, "_WARN_AFTER_S", 0.05)
-    order, _ = alone()
+@pytest.mark.parametrize("size", [2, 70])
+def test_a_long_wait_is_logged_as_others_are_before_it_is_given_up(store, monkeypatch, caplog, size):
+    monkeypatch.setattr(waits, "LOOK_AFTER_S", 0.02)
+    monkeypatch.setenv("HPCFSDP_WAIT_LOG_S", "0.15")
+    order, _ = alone(size)
     go(order, A)
     order.begin()
-    with caplog.at_level(logging.WARNING, "hpcfsdp.order"), pytest.raises(DisagreementError):
+    with caplog.at_level(logging.WARNING, "hpcfsdp.comm"), pytest.raises(DisagreementError):
         order.note(B)
     (record,) = caplog.records
-    assert record.getMessage() == (
-        "rank 0 comes to the forward of 'b' (turn 1 of step 2), where in earlier steps it came to the forward of 'a'; "
-        "1 of 2 ranks do not yet"
+    assert re.fullmatch(
+        r"rank 0 has waited 0 s in the forward of 'b' \(turn 1 of step 2\), where in earlier steps it came to the "
+        r"forward of 'a' for rank\(s\) 1(, \d+)*( and 53 more)?",
+        record.getMessage(),
     )
+    assert len(store.counts) == -(-size // 32)
+
+
+def test_ranks_of_several_words_are_confirmed_when_all_have_come(store):
+    came = threading.Thread(target=lambda: [store.add(store_key(place), 1 << place % 32) for place in range(1, 70)])
+
+    def store_key(place):
+        while not (found := [key for key in store.keys if key.endswith(f"/{place // 32}")]):
+            time.sleep(0.001)
+        return found[0]
+
+    order, _ = alone(size=70)
+    go(order, A)
+    order.begin()
+    came.start()
+    order.note(B)
+    came.join()
+    assert set(store.counts.values()) == {2**32 - 1, 2**6 - 1}
+    order.forget()
+    order.begin()
+    with pytest.raises(DisagreementError, match="69 of 70 ranks do not"):
+        order.note(C)
+
+
+def test_a_rank_answers_what_it_has_come_to_in_a_turn(store):
+    order, _ = alone()
+    go(order, A, B)
+    assert order.called((1, 2)) == "the forward of 'b' (turn 2 of step 1), where in earlier steps it came to nothing"
+    assert order.called((1, 3)) == order.called((2, 1)) == waits.NOTHING_YET
+    order.begin()
+    assert order.called((1, 1)) is waits.UNKNOWN
+    order.note(A)
+    came, asked = order.called((2, 1)), []
+    store.add = lambda key, amount: asked.append([order.called((2, depth)) for depth in (1, 2, 3)]) or 3
+    order.note(C)
+    label = "the backward of 'b' (turn 2 of step 2), where in earlier steps it came to the forward of 'b'"
+    assert asked == [[came, label, waits.NOTHING_YET]]
+    assert order.called((2, 2)) == label
 
 
 def test_without_a_store_ranks_meet_at_each_new_turn(no_store):
