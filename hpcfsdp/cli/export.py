@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES, Exported, export_checkpoint
-from hpcfsdp.checkpoint.convert.peft import CONFIG_NAME, export_adapter
+from hpcfsdp.checkpoint.convert.peft import CONFIG_NAME, FORMAT as PEFT, export_peft
 from hpcfsdp.cli.arguments import Parser, print_json, print_table, readable_bytes
 from hpcfsdp.cli.progress import progress
 from hpcfsdp.errors import UsageError
-
-PEFT = "peft"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -81,4 +79,4 @@ def _export(options: argparse.Namespace) -> Exported:
             f"--format {PEFT} needs --config {CONFIG_NAME}, which peft_model.peft_config['default']"
             ".save_pretrained(folder) writes"
         )
-    return export_adapter(options.file, options.out, options.config, adapter=options.adapter or "default", **ways)
+    return export_peft(options.file, options.out, options.config, adapter=options.adapter or "default", **ways)

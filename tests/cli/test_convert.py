@@ -34,9 +34,9 @@ def test_an_adapter_is_exported_without_torch_and_mpi(start, tmp_path):
     options = ("--format", "peft", "--config", "adapter_config.json", "--adapter", "other")
     job = start("cli.py", "adapters.h5", "out", *options, "--json").wait()
     assert job.code == 0, job.stderr
-    told = json.loads(job.stdout)
-    assert (told["format"], told["tensors"], told["bytes"]) == ("peft", 1, 12)
-    (tensor,) = load_file(told["files"][0]).values()
+    facts = json.loads(job.stdout)
+    assert (facts["format"], facts["tensors"], facts["bytes"]) == ("peft", 1, 12)
+    (tensor,) = load_file(facts["files"][0]).values()
     assert torch.equal(tensor, adapter["other"].weight)
 
 

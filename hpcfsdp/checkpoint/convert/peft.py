@@ -17,6 +17,7 @@ from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
 from hpcfsdp.errors import CheckpointError
 
+FORMAT = "peft"
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
 """What ``PeftModel.from_pretrained`` looks for in a folder."""
@@ -37,8 +38,9 @@ def export_peft(
     *,
     adapter: str = "default",
     force: bool = False,
+    progress: Progress = no_progress,
     files: Files | None = None,
-) -> tuple[Path, Path]:
+) -> Exported:
     """Write a LoRA or DoRA adapter, with whole modules that were trained beside it; not collective.
 
     Args:
@@ -47,30 +49,16 @@ def export_peft(
         config: ``model.peft_config[adapter]``, or the same as a dict, or the path of an ``adapter_config.json``.
         adapter: its name in the model.
         force: replace what is there.
+        progress: of the bytes of tensors, as for ``export_checkpoint``.
 
     Returns:
-        The paths of the weights and of the configuration.
+        What has been written; its ``files`` are the weights and the configuration.
 
     Raises:
         CheckpointError: the configuration is not one of LoRA, the checkpoint has no such adapter, something is there
             already, or it cannot be written.
         CheckpointCorruptError: the checkpoint is damaged.
     """
-    weights, description = export_adapter(source, folder, config, adapter=adapter, force=force, files=files).files
-    return weights, description
-
-
-def export_adapter(
-    source: str | os.PathLike[str] | CheckpointIndex,
-    folder: str | os.PathLike[str],
-    config: Any,
-    *,
-    adapter: str = "default",
-    force: bool = False,
-    progress: Progress = no_progress,
-    files: Files | None = None,
-) -> Exported:
-    """What ``export_peft`` does, and what it has written; not collective."""
     settings = _settings(config)
     index = source if isinstance(source, CheckpointIndex) else open_index(os.path.expanduser(source))
     paths = [path for path in (*index.tensors, *index.links) if path.startswith(_MODEL)]
@@ -99,7 +87,7 @@ def export_adapter(
         for entry in entries:
             copy_blocks(reader.blocks(inside[entry.name]), files, fds[weights], entry.begin, step)
         files.write(fds[description], [memoryview(text)], 0)
-    return Exported("peft", (weights, description), len(names), nbytes, {})
+    return Exported(FORMAT, (weights, description), len(names), nbytes, {})
 
 
 def adapter_names(names: Iterable[str], adapter: str) -> dict[str, str]:

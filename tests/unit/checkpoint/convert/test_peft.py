@@ -51,12 +51,12 @@ def saved(tmp_path):
 
 def test_an_adapter_and_its_configuration(saved, tmp_path):
     model, path = saved
-    weights, config = export_peft(path, tmp_path / "out", CONFIG)
+    weights, config = export_peft(path, tmp_path / "out", CONFIG).files
     found = load_file(weights)
     assert list(found) == ["base_model.model.0.lora_A.weight"]
     assert torch.equal(found["base_model.model.0.lora_A.weight"], model[0].lora_A["default"].weight)
     assert json.loads(config.read_text()) == {**CONFIG, "target_modules": ["a", "b"], "inference_mode": True}
-    other, _ = export_peft(path, tmp_path / "other", config, adapter="other")
+    other, _ = export_peft(path, tmp_path / "other", config, adapter="other").files
     assert torch.equal(load_file(other)["base_model.model.0.lora_A.weight"], model[0].lora_A["other"].weight)
     with pytest.raises(CheckpointError, match="exists"):
         export_peft(path, tmp_path / "out", CONFIG)
