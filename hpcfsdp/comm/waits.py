@@ -51,7 +51,7 @@ class Member(Protocol):
 
     Attributes:
         key: by which all ranks know it.
-        world_ranks: its ranks in the world; None where these are not known, and only the log hears of waits.
+        world_ranks: its ranks in the world; None where these are not known: then waits are only logged.
     """
 
     key: Any

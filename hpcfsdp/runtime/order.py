@@ -5,7 +5,7 @@ rank remembers the orders that all ranks have gone through together, as a tree: 
 nothing. A new turn is confirmed by all ranks before anything is sent. In the first pass all ranks meet at every turn;
 later on a rank that leaves the known paths says so in the store of torch.distributed and waits for the others there,
 because those that do not leave it are on their way into the collective already. That wait is one like those of
-collectives: others hear of it, and it ends early where a rank that is missing waits for this one elsewhere.
+collectives: others are shown it, and it ends early where a rank that is missing waits for this one elsewhere.
 
 A model that leaves out layers at random takes another path in each step. So the paths that were taken last are
 remembered, and no others; all ranks forget the same ones, since they have taken the same.
