@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from hpcfsdp import env
 from hpcfsdp.errors import LaunchError, nearest
-from hpcfsdp.launch.bootstrap import load_mpi
 from hpcfsdp.launch.calls import public_call
+from hpcfsdp.launch.job import DEFAULT_TIMEOUT_S, current_job
+from hpcfsdp.launch.topology import Topology
 
 if TYPE_CHECKING:
     import torch
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from hpcfsdp.comm.communicator import Communicator
     from hpcfsdp.comm.mesh import Extent
     from hpcfsdp.comm.mpi import MpiCommunicator
-    from hpcfsdp.comm.topology import Topology
-
-DEFAULT_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -109,38 +106,13 @@ class World:
         Raises:
             LaunchError: the product is not the number of ranks, or nodes differ where "nodes" or "node" is asked.
         """
-        from hpcfsdp.comm.mesh import make_mesh, plan_mesh
+        from hpcfsdp.comm.mesh import make_mesh, plan_mesh  # loads torch
 
         return make_mesh(plan_mesh(self.topology, dimensions or {"shard": None}), self.device.type)
 
 
-@dataclass(frozen=True)
-class Job:
-    """What MPI says of the job, before there is any process group."""
-
-    comm: MPI.Intracomm
-    topology: Topology
-
-
 _world: World | None = None
 _before_finalize: list[Callable[[], None]] = []
-
-
-@functools.cache
-def job() -> Job:
-    """Collective over all processes of the job, the first time. Start MPI, find the nodes, guard against failures."""
-    mpi = load_mpi()
-    from hpcfsdp.comm.topology import Topology
-    from hpcfsdp.launch import abort, farewell, forks
-
-    comm = mpi.COMM_WORLD.Dup()
-    node = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    topology = Topology.from_labels(comm.allgather(node.bcast(comm.rank)))
-    node.Free()
-    abort.install(comm)
-    farewell.install(comm.Dup())
-    forks.install(comm)
-    return Job(comm, topology)
 
 
 def current_world() -> World | None:
@@ -182,26 +154,27 @@ def init(
         return _world
     if not timeout_s > 0:
         raise LaunchError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
-    comm = job().comm
-    import torch.distributed as dist
+    job = current_job()
+    comm = job.comm
+    import torch.distributed as dist  # torch after MPI, as what follows, which loads it
 
-    from hpcfsdp.comm import backend as hpcmpi
+    from hpcfsdp.comm import backend as hpcmpi, select
     from hpcfsdp.comm.mpi import MpiCommunicator
     from hpcfsdp.comm.torch_group import TorchGroupCommunicator
-    from hpcfsdp.launch import abort, device as devices, farewell, rendezvous
+    from hpcfsdp.launch import abort, device as devices, rendezvous, shutdown
 
     hpcmpi.register()
-    farewell.part_in_peace(False)
+    shutdown.mark_clean(False)
     topology, wanted = _agreed(settings)
-    node = comm.Split(job().topology.node_rank(comm.rank), comm.rank)
+    node = comm.Split(job.topology.node_rank(comm.rank), comm.rank)
     chosen = devices.bind(wanted, node, exclusive="nccl" in (backend or "nccl"))
     node.Free()
     made = not dist.is_initialized()
 
     if not dist.is_initialized():
         backend = backend or ("nccl" if chosen.type == "cuda" else hpcmpi.NAME)
-        store, address = rendezvous.open_store(comm, single_node=job().topology.num_nodes == 1, timeout_s=timeout_s)
-        export_ranks(topology, comm.rank, address, store.port)
+        store, address = rendezvous.open_store(comm, single_node=job.topology.num_nodes == 1, timeout_s=timeout_s)
+        job.export(topology, address, store.port)
         timeout = datetime.timedelta(seconds=timeout_s)
         options = topology if backend == hpcmpi.NAME else None
         dist.init_process_group(
@@ -229,6 +202,7 @@ def init(
         settings=settings,
         made_process_group=made,
     )
+    select.set_default(_world.communicator)
     return _world
 
 
@@ -237,23 +211,23 @@ def _agreed(settings: _Settings) -> tuple[Topology, torch.device]:
 
     One node with a broken driver would else compute on its CPUs and leave the others waiting in NCCL.
     """
-    from hpcfsdp.launch import device as devices
+    from hpcfsdp.launch import device as devices  # loads torch
 
-    this = job()
-    topology, chosen, problem = this.topology, None, None
+    job = current_job()
+    topology, chosen, problem = job.topology, None, None
     try:
         _check_backend(settings.backend)
         env.wait_log_s()
         if settings.split_nodes != 1:
             topology = topology.split(settings.split_nodes)
-        chosen = devices.choose(settings.device, this.topology.local_rank(this.comm.rank))
+        chosen = devices.choose(settings.device, job.topology.local_rank(job.comm.rank))
     except (LaunchError, ValueError, ZeroDivisionError) as error:
         problem = str(error)
     mine = (settings.backend, settings.timeout_s, settings.split_nodes, chosen.type if chosen else None)
-    everyone = this.comm.allgather((env.host_name(), problem, mine))
+    everyone = job.comm.allgather((env.host_name(), problem, mine))
     for rank, (host, trouble, _) in enumerate(everyone):
         if trouble:
-            raise _together(trouble if this.comm.size == 1 else f"rank {rank} on {host}: {trouble}")
+            raise _together(trouble if job.comm.size == 1 else f"rank {rank} on {host}: {trouble}")
     for rank, (host, _, theirs) in enumerate(everyone):
         if theirs != everyone[0][2]:
             raise _together(
@@ -283,20 +257,6 @@ def _check_backend(backend: str | None) -> None:
             )
         if name == "hpcmpi" and part != backend:
             raise LaunchError(f"backend {backend!r}: hpcmpi serves a whole group, not one device of it; give 'hpcmpi'")
-
-
-def export_ranks(topology: Topology, rank: int, address: str, port: int) -> None:
-    """Set the variables by which third-party code finds its rank and the store, only where they are unset."""
-    env.export_rendezvous(
-        {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(topology.size),
-            "LOCAL_RANK": str(topology.local_rank(rank)),
-            "LOCAL_WORLD_SIZE": str(len(topology.node_of(rank))),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-        }
-    )
 
 
 def before_finalize(finish: Callable[[], None]) -> None:
@@ -334,18 +294,20 @@ def finalize() -> None:
         return
     import torch.distributed as dist
 
+    from hpcfsdp.comm import select  # torch is loaded by now
     from hpcfsdp.comm.backend import carries
-    from hpcfsdp.launch import farewell
+    from hpcfsdp.launch import shutdown
 
     leaving = sys.exc_info()[0] is not None
     problem = None if leaving else _finish_others()
     world, _world = _world, None
+    select.set_default(None)
     own_host = world.made_process_group or not carries(world.process_group)
     if leaving:
         world.host.abandon()
         return
     world.host.barrier()
-    farewell.part_in_peace()
+    shutdown.mark_clean()
     try:
         if world.made_process_group and dist.is_initialized():
             dist.destroy_process_group()

@@ -19,10 +19,10 @@ from hpcfsdp import _compat, env
 from hpcfsdp.comm import Communicator, communicator_for
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.mesh import plan_mesh
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import DisagreementError, LaunchError
 from hpcfsdp.flat.layout import TensorBlock
+from hpcfsdp.launch.topology import Topology
 from hpcfsdp.world import current_world
 
 log = logging.getLogger("hpcfsdp.groups")

@@ -24,7 +24,7 @@ from hpcfsdp.checkpoint.parts import part_path
 from hpcfsdp.checkpoint.plan import SavePlan
 from hpcfsdp.checkpoint.writer import PosixWriter
 from hpcfsdp.comm import Communicator, raise_together
-from hpcfsdp.comm.topology import Topology
+from hpcfsdp.launch.topology import Topology
 
 LEAST_BYTES = 1 << 16
 """Of a tensor that goes to the nodes' files. Smaller ones stay in the checkpoint itself: HDF5 opens each file that a

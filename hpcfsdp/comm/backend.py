@@ -19,10 +19,10 @@ import torch.distributed as dist
 from hpcfsdp import _compat, env
 from hpcfsdp.comm.communicator import ReduceOp
 from hpcfsdp.comm.progress import Running, Steps, run
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import CommunicationError, LaunchError
-from hpcfsdp.launch import farewell, rendezvous
-from hpcfsdp.world import DEFAULT_TIMEOUT_S, export_ranks, job
+from hpcfsdp.launch import rendezvous, shutdown
+from hpcfsdp.launch.job import DEFAULT_TIMEOUT_S, current_job
+from hpcfsdp.launch.topology import Topology
 
 if TYPE_CHECKING:
     from hpcfsdp.comm.mpi import MpiCommunicator
@@ -50,44 +50,44 @@ def register() -> None:
 
 def _rendezvous(url: str, timeout: datetime.timedelta | None = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
     """Collective over all processes of the job. Ranks from MPI, and a store whose address goes over MPI."""
-    this, parts = job(), urlsplit(url)
+    job, parts = current_job(), urlsplit(url)
     given = dict(parse_qsl(parts.query))  # torch puts what init_process_group was given there
-    known = {"rank": str(this.comm.rank), "world_size": str(this.comm.size)}
+    known = {"rank": str(job.comm.rank), "world_size": str(job.comm.size)}
     if parts.netloc or parts.path.strip("/") or set(given) - set(known):
         raise LaunchError(f"init_method {url!r}: 'mpi://' takes nothing more, ranks and addresses come from MPI")
     for name, value in given.items():
         if value != known[name]:
             raise LaunchError(
-                f"init_process_group was given {name}={value}, but MPI has this process as rank {this.comm.rank} of "
-                f"{this.comm.size}: leave rank and world_size out, 'mpi://' takes both from MPI"
+                f"init_process_group was given {name}={value}, but MPI has this process as rank {job.comm.rank} of "
+                f"{job.comm.size}: leave rank and world_size out, 'mpi://' takes both from MPI"
             )
     seconds = DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
-    store, address = rendezvous.open_store(this.comm, single_node=this.topology.num_nodes == 1, timeout_s=seconds)
-    export_ranks(this.topology, this.comm.rank, address, store.port)
-    yield store, this.comm.rank, this.comm.size
+    store, address = rendezvous.open_store(job.comm, single_node=job.topology.num_nodes == 1, timeout_s=seconds)
+    job.export(job.topology, address, store.port)
+    yield store, job.comm.rank, job.comm.size
     raise LaunchError("an MPI job cannot be joined again: start a new one")
 
 
 def _create_group(options: Any, topology: Topology | None) -> MpiProcessGroup:
     """What torch calls on the members of a new group; `topology` is given as ``pg_options``."""
-    this = job()
+    job = current_job()
     from hpcfsdp.comm.mpi import MpiCommunicator, members_only  # starts MPI where nothing has yet
 
     timeout_s = options.timeout.total_seconds()
-    ranks = list(options.global_ranks_in_group) or list(range(this.comm.size))
-    if len(ranks) != options.group_size or ranks[options.group_rank] != this.comm.rank:
+    ranks = list(options.global_ranks_in_group) or list(range(job.comm.size))
+    if len(ranks) != options.group_size or ranks[options.group_rank] != job.comm.rank:
         raise LaunchError(
             f"torch.distributed has this process as rank {options.group_rank} of {options.group_size}, MPI as rank "
-            f"{this.comm.rank} of {this.comm.size}: use init_method='mpi://', which takes both from MPI"
+            f"{job.comm.rank} of {job.comm.size}: use init_method='mpi://', which takes both from MPI"
         )
     if topology is None:
         parent = dist.group.WORLD if dist.is_initialized() else None
-        topology = (parent.communicator if carries(parent) else this).topology.restrict(ranks)
+        topology = (parent.communicator if carries(parent) else job).topology.restrict(ranks)
     if options.global_ranks_in_group:
-        _meet(options.store, this.comm.rank, ranks, timeout_s)
-        comm = members_only(this.comm, ranks)
+        _meet(options.store, job.comm.rank, ranks, timeout_s)
+        comm = members_only(job.comm, ranks)
     else:
-        comm = this.comm.Dup()
+        comm = job.comm.Dup()
     return MpiProcessGroup(MpiCommunicator(comm, topology, timeout_s=timeout_s, compare_calls=env.compare_calls()))
 
 
@@ -145,7 +145,7 @@ class _Meeting:
         return [rank for rank in self._ranks if not self._store.check([f"here/{rank}"])]
 
     def departed(self) -> set[int]:
-        return farewell.departed()
+        return shutdown.departed()
 
     def end(self, outcome: str) -> None:
         """Not collective. Write down how the meeting ends, unless that is known already."""

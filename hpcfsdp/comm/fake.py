@@ -19,8 +19,8 @@ from hpcfsdp.comm.communicator import (
     refuse_op,
 )
 from hpcfsdp.comm.progress import Finished
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import CommunicationError
+from hpcfsdp.launch.topology import Topology
 
 
 class FakeCommunicator(PlainMemory):

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import LaunchError
+from hpcfsdp.launch.topology import Topology
 
 Extent = int | Literal["nodes", "node"] | None
 

@@ -33,11 +33,11 @@ from hpcfsdp.comm.messages import Call, Inbox, Mail
 from hpcfsdp.comm.progress import Running, Steps, complete, run
 from hpcfsdp.comm.reduce import Reduction
 from hpcfsdp.comm.shared import Place
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.comm.waits import key_of, same_call
 from hpcfsdp.comm.window import Window, window_at
 from hpcfsdp.errors import CommunicationError, CrossedCallsError, DifferentCallsError
-from hpcfsdp.launch import calls, farewell
+from hpcfsdp.launch import calls, shutdown
+from hpcfsdp.launch.topology import Topology
 
 _TAGS = 1 << 13
 """Collectives under way at a time that can be told apart; tags above are those of ``send`` and ``recv``."""
@@ -393,7 +393,7 @@ class MpiCommunicator:
 
     def departed(self) -> set[int]:
         """Not collective. The ranks of which it is known that they have left the program."""
-        gone = sorted(farewell.departed())
+        gone = sorted(shutdown.departed())
         if not gone:
             return set()
         everyone, members = MPI.COMM_WORLD.Get_group(), self.comm.Get_group()

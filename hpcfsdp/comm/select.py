@@ -11,7 +11,14 @@ from hpcfsdp.comm.backend import carries
 from hpcfsdp.comm.communicator import Communicator
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
-from hpcfsdp.world import World, current_world
+
+_default: Communicator | None = None
+
+
+def set_default(communicator: Communicator | None) -> None:
+    """What carries tensors between all ranks on the device of this one, from ``hpcfsdp.init`` to ``finalize``."""
+    global _default
+    _default = communicator
 
 
 def communicator_for(group: dist.ProcessGroup | Communicator | None, *, required: bool) -> Communicator:
@@ -25,13 +32,12 @@ def communicator_for(group: dist.ProcessGroup | Communicator | None, *, required
         group: a process group of torch.distributed, a communicator, or None for the world.
         required: raise where there is no world yet; otherwise this process stands alone.
     """
-    world = current_world()
     if isinstance(group, dist.ProcessGroup):
-        return _over(group, world)
+        return _over(group)
     if group is not None:
         return _checked(group)
-    if world is not None:
-        return world.communicator
+    if _default is not None:
+        return _default
     if dist.is_initialized():
         return communicator_for(dist.group.WORLD, required=required)
     if required:
@@ -41,10 +47,10 @@ def communicator_for(group: dist.ProcessGroup | Communicator | None, *, required
     return FakeCommunicator()
 
 
-def _over(group: dist.ProcessGroup, world: World | None) -> Communicator:
+def _over(group: dist.ProcessGroup) -> Communicator:
     if carries(group):
-        on_gpu = world is not None and world.device.type == "cuda"
-        return TorchGroupCommunicator(group, world.device) if on_gpu else group.communicator
+        on_gpu = _default is not None and _default.device.type == "cuda"
+        return TorchGroupCommunicator(group, _default.device) if on_gpu else group.communicator
     if dist.get_backend(group) == "fake":  # torch's own, for planning and tests: its collectives move nothing
         return FakeCommunicator(group.rank(), group.size(), device=_compat.device_of_group(group))
     return TorchGroupCommunicator(group)

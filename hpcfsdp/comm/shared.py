@@ -14,9 +14,9 @@ import torch
 from hpcfsdp.comm.messages import Call, Heeding
 from hpcfsdp.comm.progress import Condition, Steps
 from hpcfsdp.comm.reduce import Reduction, reduce_into
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.comm.window import Window
 from hpcfsdp.errors import CommunicationError
+from hpcfsdp.launch.topology import Topology
 
 
 @dataclass(frozen=True)

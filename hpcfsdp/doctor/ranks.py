@@ -16,12 +16,13 @@ from hpcfsdp.doctor import bandwidth, installed
 from hpcfsdp.doctor.spans import spans
 from hpcfsdp.errors import HpcfsdpError, LaunchError
 from hpcfsdp.launch import device as devices, rendezvous
+from hpcfsdp.launch.job import current_job
 
 
 def steps(limit_s: float) -> Iterator[dict[str, Any]]:
     """Collective over all processes of the job. Facts, each stage announced; equal on all ranks."""
     yield {"stage": "finding the nodes"}
-    job = worlds.job()
+    job = current_job()
     topology = job.topology
     table = job.comm.allgather(_of_this_rank(topology.local_rank(job.comm.rank)))
     yield {"nodes": [list(node) for node in topology.nodes], "ranks": table}

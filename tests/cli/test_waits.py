@@ -12,7 +12,7 @@ import hpcfsdp
 from hpcfsdp import checkpoint
 from hpcfsdp.comm import waits
 from hpcfsdp.comm.mpi import MpiCommunicator
-from hpcfsdp.comm.topology import Topology
+from hpcfsdp.launch.topology import Topology
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP, ShardedGradScaler
 from hpcfsdp.wrap import ModuleWrapPolicy
 

@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from hpcfsdp.comm import communicator_for
 from hpcfsdp.comm.mpi import MpiCommunicator
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
+from hpcfsdp.launch.topology import Topology
 from tests.mpi import parity
 from tests.under_mpi import *  # noqa: F403
 

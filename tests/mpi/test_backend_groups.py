@@ -164,7 +164,7 @@ def test_a_group_cannot_be_split_by_torch_on_the_cpu(world):
 
 
 def test_a_topology_may_be_given_with_a_group(world):
-    from hpcfsdp.comm.topology import Topology
+    from hpcfsdp.launch.topology import Topology
 
     group = dist.new_group(pg_options=Topology.regular(world.size, 1))
     assert group.communicator.topology.num_nodes == world.size

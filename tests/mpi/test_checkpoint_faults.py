@@ -15,9 +15,9 @@ from hpcfsdp.checkpoint.catalog import partial_path
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.reader import BlockReader, open_index
 from hpcfsdp.comm.mpi import MpiCommunicator
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.launch.topology import Topology
 from tests.disks import Cut, Failing, Logged, Watched, folder_of, power_cuts
 
 CODES = (errno.ENOSPC, errno.EIO, errno.EDQUOT)

@@ -5,8 +5,8 @@ from hpcfsdp.comm import assert_same, messages, raise_together
 from hpcfsdp.comm.communicator import accumulate_dtype, refuse_op, segment
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.mpi import MpiCommunicator
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import CommunicationError, DisagreementError, HpcfsdpError, UsageError
+from hpcfsdp.launch.topology import Topology
 
 pytestmark = pytest.mark.transport
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hpcfsdp.comm import messages
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import CommunicationError
+from hpcfsdp.launch.topology import Topology
 
 pytestmark = pytest.mark.transport
 

@@ -14,9 +14,9 @@ from hpcfsdp.api import groups as module
 from hpcfsdp.api.groups import resolve_groups
 from hpcfsdp.comm import communicator_for
 from hpcfsdp.comm.mpi import MpiCommunicator
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import DisagreementError, LaunchError
+from hpcfsdp.launch.topology import Topology
 
 pytestmark = pytest.mark.transport
 

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
+from hpcfsdp.launch.topology import Topology
 from tests.mpi.models import adamw, make_net, shard, train_plain, train_sharded
 
 pytestmark = pytest.mark.transport

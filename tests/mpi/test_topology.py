@@ -5,8 +5,8 @@ from mpi4py import MPI
 
 from hpcfsdp.comm import communicator_for
 from hpcfsdp.comm.mesh import make_mesh, plan_mesh
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import LaunchError
+from hpcfsdp.launch.topology import Topology
 
 pytestmark = pytest.mark.transport
 

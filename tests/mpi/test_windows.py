@@ -18,8 +18,8 @@ import torch
 from hpcfsdp.comm import messages, shared, window as windows
 from hpcfsdp.comm.communicator import segment
 from hpcfsdp.comm.mpi import MpiCommunicator
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import CommunicationError
+from hpcfsdp.launch.topology import Topology
 
 pytestmark = pytest.mark.transport
 

@@ -11,10 +11,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hpcfsdp.world
 from hpcfsdp.api.groups import Groups, resolve_groups
-from hpcfsdp.comm import communicator_for
+from hpcfsdp.comm import communicator_for, select
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import DisagreementError, LaunchError
+from hpcfsdp.launch.topology import Topology
 
 HYBRID = [Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2]
 PLAIN = [Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP]
@@ -43,10 +43,16 @@ def make_world(monkeypatch, fake_torch):
 
     def make(rank, topology):
         fake_torch(rank, topology.size)
-        monkeypatch.setattr(hpcfsdp.world, "_world", World(rank, topology))
-        return hpcfsdp.world.current_world()
+        return enter(World(rank, topology), monkeypatch)
 
     return make
+
+
+def enter(world, monkeypatch):
+    """Have it be the current world for the rest of the test."""
+    monkeypatch.setattr(hpcfsdp.world, "_world", world)
+    monkeypatch.setattr(select, "_default", world.communicator)
+    return world
 
 
 class Spy(FakeCommunicator):
@@ -225,11 +231,11 @@ def test_the_groups_of_the_nodes_are_made_once_for_a_world(make_world, fake_torc
     first, second = (resolve_groups(None, None, strategy) for strategy in HYBRID)
     assert first.shard is second.shard
     assert first.replicate is second.replicate
-    monkeypatch.setattr(hpcfsdp.world, "_world", World(1, Topology.regular(1, 4)))
+    enter(World(1, Topology.regular(1, 4)), monkeypatch)
     assert places(resolve_groups(None, None, Strategy.HYBRID_SHARD).shard) == (1, 4)
     dist.destroy_process_group()
     fake_torch(1, 4)
-    monkeypatch.setattr(hpcfsdp.world, "_world", World(1, Topology.regular(2, 2)))
+    enter(World(1, Topology.regular(2, 2)), monkeypatch)
     assert resolve_groups(None, None, Strategy.HYBRID_SHARD).shard is not first.shard
 
 

@@ -12,7 +12,7 @@ from hpcfsdp.checkpoint.mpio import BLOCKS_AT_ONCE, calls_by_tensor
 from hpcfsdp.checkpoint.parts import is_part, part_path
 from hpcfsdp.checkpoint.plan import BLOCK_DTYPE, SavePlan, plan_save
 from hpcfsdp.checkpoint.subfiles import divide, sources_of
-from hpcfsdp.comm.topology import Topology
+from hpcfsdp.launch.topology import Topology
 from hpcfsdp.state.tensors import Runs, StateTensor
 
 

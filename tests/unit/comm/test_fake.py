@@ -4,8 +4,8 @@ import torch
 from hpcfsdp.comm.communicator import accumulate_dtype, refuse_op
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.reduce import reduce_into
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import CommunicationError
+from hpcfsdp.launch.topology import Topology
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.complex64),

@@ -1,8 +1,8 @@
 import pytest
 
 from hpcfsdp.comm.mesh import plan_mesh
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import LaunchError
+from hpcfsdp.launch.topology import Topology
 
 TWO_OF_FOUR = Topology.regular(2, 4)
 

@@ -3,8 +3,8 @@ from types import SimpleNamespace
 import pytest
 
 from hpcfsdp.comm.mesh import plan_mesh
-from hpcfsdp.comm.topology import Topology
 from hpcfsdp.errors import LaunchError
+from hpcfsdp.launch.topology import Topology
 from hpcfsdp.train.config import MeshConfig
 from hpcfsdp.train.parallel import Share, make_mesh, share_of
 

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from hpcfsdp.comm.topology import Topology
+from hpcfsdp.launch.topology import Topology
 
 machines = st.lists(st.integers(0, 5), min_size=1, max_size=14).map(Topology.from_labels)
 

@@ -33,7 +33,7 @@ _process = 0
 _last: weakref.ref[_Exit] | None = None
 _code: int = 0
 """The error code with which this process ends, 0 if it does without error or if that is not known."""
-_in_peace = False
+_is_clean = False
 _gone: set[int] = set()
 
 
@@ -67,10 +67,10 @@ def install(comm: Any) -> None:
     atexit.register(_leave)
 
 
-def part_in_peace(parted: bool = True) -> None:
+def mark_clean(clean: bool = True) -> None:
     """Not collective. All ranks have come to the end of their common work: what each does then is its own matter."""
-    global _in_peace
-    _in_peace = parted
+    global _is_clean
+    _is_clean = clean
 
 
 def departed() -> set[int]:
@@ -102,12 +102,12 @@ def _leave() -> None:
     if os.getpid() != _process or MPI.Is_finalized():
         return
     error = uncaught()
-    if error is not None and not _in_peace:
+    if error is not None and not _is_clean:
         abort("ended the job after an uncaught error", exit_code(error))
     gc.collect()  # an error that was caught, and lives on in a circle with its own traceback
     alive = _last() if _last is not None else None
     code = _code or (_code_of(alive) if alive is not None else 0)
-    if _in_peace:
+    if _is_clean:
         code = 0
     arrival, began_s, told = _comm.Ibarrier(), time.monotonic(), []
     while not arrival.Test():
