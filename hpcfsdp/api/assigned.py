@@ -10,10 +10,10 @@ from torch import nn
 
 from hpcfsdp.api import stale, taken
 from hpcfsdp.api.flatten import OwnParam
+from hpcfsdp.engine.phase import Phase
+from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.runtime.state import Phase
-from hpcfsdp.runtime.unit import Unit
 
 
 def watch_assignments(unit: Unit, flat: FlatParam, entries: Sequence[OwnParam]) -> None:

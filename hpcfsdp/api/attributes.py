@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from hpcfsdp import _compat
+from hpcfsdp.engine.phase import Phase
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.runtime.state import Phase
 
 if TYPE_CHECKING:
     from hpcfsdp.api.groups import Groups
-    from hpcfsdp.runtime.unit import Unit
+    from hpcfsdp.engine.unit import Unit
 
 
 class PublicAttributes:

@@ -18,12 +18,12 @@ from hpcfsdp.api.groups import Groups
 from hpcfsdp.api.same_model import check_same_model, warn_of_values
 from hpcfsdp.api.tensor_parallel import TensorView
 from hpcfsdp.comm import Communicator, raise_together_over
+from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.flat.sync import sync_params_and_buffers
-from hpcfsdp.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from hpcfsdp.api.wrapper import FullyShardedDataParallel

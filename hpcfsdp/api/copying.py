@@ -14,8 +14,8 @@ from hpcfsdp.api.flatten import OwnParam, OwnParams
 from hpcfsdp.api.guard import guard_modules
 from hpcfsdp.api.ignored import Ignored
 from hpcfsdp.api.unshard import WRAPPED, check_at_rest
+from hpcfsdp.engine.unit import Unit
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from hpcfsdp.api.wrapper import FullyShardedDataParallel

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from hpcfsdp import _compat
+from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError, StateDictError
-from hpcfsdp.runtime.state import Phase
 
 if TYPE_CHECKING:
     from hpcfsdp.api.wrapper import FullyShardedDataParallel

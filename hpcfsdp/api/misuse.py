@@ -8,9 +8,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import _compat
+from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.runtime.state import Phase
 
 if TYPE_CHECKING:
     from hpcfsdp.api.wrapper import FullyShardedDataParallel

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
-from hpcfsdp.runtime.containers import apply_to_tensors, cast_forward_inputs
-from hpcfsdp.runtime.hooks import tensors_in
+from hpcfsdp.engine.containers import apply_to_tensors, cast_forward_inputs
+from hpcfsdp.engine.hooks import tensors_in
 
 
 def modules_outside(root: nn.Module, stop_at: type[nn.Module]) -> Iterator[nn.Module]:

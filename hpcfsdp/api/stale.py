@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hpcfsdp.api.local_clip import look_for_local_clipping
 from hpcfsdp.api.taken import hidden_fqn, is_replaced, whole_shape
+from hpcfsdp.engine.root import Engine
 from hpcfsdp.errors import EngineError
-from hpcfsdp.runtime.engine import Engine
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()

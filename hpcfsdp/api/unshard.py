@@ -17,11 +17,11 @@ from torch import nn
 
 from hpcfsdp.api.tensor_parallel import dtensors_shown
 from hpcfsdp.comm import raise_together_over
+from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.held import set_grad
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.runtime.state import Phase
 
 if TYPE_CHECKING:
     from hpcfsdp.api.wrapper import FullyShardedDataParallel

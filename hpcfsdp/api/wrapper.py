@@ -33,15 +33,15 @@ from hpcfsdp.api.state_dicts import StateDictMethods
 from hpcfsdp.api.tensor_parallel import check_apart, replicated_grad, with_tensor_ranks
 from hpcfsdp.api.unshard import WRAPPED
 from hpcfsdp.comm import Communicator, raise_together_over
+from hpcfsdp.engine.clip import clip_grad_norm
+from hpcfsdp.engine.phase import Phase
+from hpcfsdp.engine.root import Engine
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.gradient import note_unchanged
 from hpcfsdp.flat.names import get_root_modules
 from hpcfsdp.flat.sync import sync_params_and_buffers
 from hpcfsdp.launch import calls
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.runtime.clip import clip_grad_norm
-from hpcfsdp.runtime.engine import Engine
-from hpcfsdp.runtime.state import Phase
 from hpcfsdp.world import current_world
 
 

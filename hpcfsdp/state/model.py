@@ -10,10 +10,10 @@ from torch import nn
 from hpcfsdp.api.groups import Groups, Team
 from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.comm import Communicator, communicator_for
+from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.runtime.state import Phase
 from hpcfsdp.state.blocks import Blocks, FileForm
 from hpcfsdp.state.ranks import units_of
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor, unsharded

@@ -7,7 +7,7 @@ import pytest
 SCRIPT = """
 import torch, torch.nn as nn
 import hpcfsdp
-import hpcfsdp.runtime.order as order
+import hpcfsdp.engine.order as order
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
 from hpcfsdp.wrap import ModuleWrapPolicy
 

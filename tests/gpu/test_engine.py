@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hpcfsdp.engine.streams import CudaStreams
 from hpcfsdp.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -14,7 +15,6 @@ from hpcfsdp.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
-from hpcfsdp.runtime.streams import CudaStreams
 from hpcfsdp.wrap import ModuleWrapPolicy
 
 WIDTH = 64
@@ -121,7 +121,7 @@ def test_streams_that_run_late_change_nothing(world, monkeypatch):
 
         return slowed
 
-    from hpcfsdp.runtime.streams import Queue
+    from hpcfsdp.engine.streams import Queue
 
     _, mine = zip(*(inputs(step, world) for step in range(3)), strict=True)
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from hpcfsdp import checkpoint
 from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.engine.call import Call
 from hpcfsdp.errors import CommunicationError, DisagreementError, EngineError
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from hpcfsdp.runtime.call import Call
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi.models import (
     ORIGINAL,
@@ -172,7 +172,7 @@ def test_an_input_that_is_passed_on_leaves_no_cycle(groups, comm, carrier, monke
     torch.manual_seed(0)
     plain, calls = Passes(), []
     sharded = wrap(plain_copy(plain), groups[carrier], Passing)
-    monkeypatch.setattr("hpcfsdp.runtime.unit.Call", noted)
+    monkeypatch.setattr("hpcfsdp.engine.unit.Call", noted)
     gc.disable()
     try:
         assert_trains_alike(plain, sharded, comm)

@@ -19,7 +19,7 @@ LAYERS = [
     {"launch", "observe"},
     {"comm", "mpi", "world"},
     {"flat"},
-    {"runtime", "tensor"},
+    {"engine", "tensor"},
     {"api", "state", "fsdp", "state_dict", "wrap"},
     {"checkpoint"},
     {"bench", "cli", "doctor", "train", "__main__", ""},

@@ -12,9 +12,9 @@ from torch import nn
 
 from hpcfsdp.api.unshard import walk_full_params
 from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from hpcfsdp.runtime.state import Phase
 from hpcfsdp.wrap import ModuleWrapPolicy
 
 summon = FullyShardedDataParallel.summon_full_params

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 import hpcfsdp
 from hpcfsdp import wrap
 from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import DisagreementError, EngineError
 from hpcfsdp.fsdp import (
     BackwardPrefetch,
@@ -16,7 +17,6 @@ from hpcfsdp.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
-from hpcfsdp.runtime.state import Phase
 
 
 def shard(module, comm=None, **arguments):

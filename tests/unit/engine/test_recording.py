@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hpcfsdp.runtime.recording import RaceError, RecordingStreams
-from hpcfsdp.runtime.streams import Queue, Wait
-from tests.unit.runtime.accesses import Watch
+from hpcfsdp.engine.recording import RaceError, RecordingStreams
+from hpcfsdp.engine.streams import Queue, Wait
+from tests.unit.engine.accesses import Watch
 
 SHARD, OTHER_SHARD = (1, "shard"), (2, "shard")
 VALUES, OTHER_VALUES, MORE_VALUES = (1, "values"), (2, "values"), (3, "values")

@@ -9,12 +9,12 @@ import torch
 
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.progress import Finished
+from hpcfsdp.engine.recording import RecordingStreams, Site, where
+from hpcfsdp.engine.streams import CudaStreams, HostStreams, Queue, Wait, streams_for
 from hpcfsdp.errors import CommunicationError
-from hpcfsdp.runtime.recording import RecordingStreams, Site, where
-from hpcfsdp.runtime.streams import CudaStreams, HostStreams, Queue, Wait, streams_for
-from tests.unit.runtime import scenarios
-from tests.unit.runtime.accesses import Watch
-from tests.unit.runtime.scenarios import SCENARIOS, Late, LateCommunicator, Program, flats_of
+from tests.unit.engine import scenarios
+from tests.unit.engine.accesses import Watch
+from tests.unit.engine.scenarios import SCENARIOS, Late, LateCommunicator, Program, flats_of
 
 RECORDS_ACCESSES = True
 
@@ -41,7 +41,7 @@ def run_recorded(scenario, patch, *, watched=True, ignore=None):
     streams = DeclaredStreams(ignore=ignore)
     watch = Watch(streams)
     with patch.context() as inner:
-        inner.setattr("hpcfsdp.runtime.engine.streams_for", lambda device: streams)
+        inner.setattr("hpcfsdp.engine.root.streams_for", lambda device: streams)
         if watched:
             with watch:
                 scenario(Program(streams, watch=watch, patch=inner))
@@ -70,7 +70,7 @@ def run_on_cpu(scenario, patch, comm, ignore=lambda site: False):
     """What all shards hold after the program has run on the queues of the CPU."""
     streams = ForgetfulStreams(ignore)
     with patch.context() as inner:
-        inner.setattr("hpcfsdp.runtime.engine.streams_for", lambda device: streams)
+        inner.setattr("hpcfsdp.engine.root.streams_for", lambda device: streams)
         program = Program(streams, comm=comm)
         scenario(program)
     return [flat.parameter.detach().clone() for model in program.models for flat in flats_of(model)]

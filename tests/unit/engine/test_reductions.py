@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.engine.reductions import Reductions
+from hpcfsdp.engine.streams import HostStreams
 from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.flat.precision import Dtypes
-from hpcfsdp.runtime.grads import Reductions
-from hpcfsdp.runtime.streams import HostStreams
 
 
 class Late:

@@ -12,17 +12,17 @@ import torch
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
+from hpcfsdp.engine.order import Order
+from hpcfsdp.engine.param_hooks import run_hooks
+from hpcfsdp.engine.phase import Phase
+from hpcfsdp.engine.reductions import Reductions, place
+from hpcfsdp.engine.streams import Place, Queue, Streams, Wait, streams_for
 from hpcfsdp.errors import CrossedCallsError, DifferentCallsError, DisagreementError, EngineError
 from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.launch import calls
-from hpcfsdp.runtime.grads import Reductions, place
-from hpcfsdp.runtime.order import Order
-from hpcfsdp.runtime.param_hooks import run_hooks
-from hpcfsdp.runtime.state import Phase
-from hpcfsdp.runtime.streams import Place, Queue, Streams, Wait, streams_for
 
 if TYPE_CHECKING:
-    from hpcfsdp.runtime.unit import Unit
+    from hpcfsdp.engine.unit import Unit
 
 
 class Engine:

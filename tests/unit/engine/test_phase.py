@@ -3,14 +3,14 @@ import torch
 from torch import nn
 
 from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.engine.phase import TRANSITIONS, Phase
+from hpcfsdp.engine.root import Engine
+from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.runtime.engine import Engine
-from hpcfsdp.runtime.state import TRANSITIONS, Phase
-from hpcfsdp.runtime.unit import Unit
 
 LEGAL = {
     (Phase.IDLE, Phase.FORWARD),

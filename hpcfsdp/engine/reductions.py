@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from hpcfsdp.comm import Communicator
+from hpcfsdp.engine.streams import Place, Queue, Streams, Wait
 from hpcfsdp.flat.gradient import FlatGrad
-from hpcfsdp.runtime.streams import Place, Queue, Streams, Wait
 
 
 @dataclass(eq=False)

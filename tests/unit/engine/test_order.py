@@ -10,8 +10,6 @@ import pytest
 
 from hpcfsdp.comm import waits
 from hpcfsdp.errors import CommunicationError, DisagreementError
-from hpcfsdp.runtime import order as orders
-from hpcfsdp.runtime.order import Order
 
 A, B, C = ("forward", "a"), ("forward", "b"), ("backward", "b")
 

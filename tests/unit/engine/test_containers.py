@@ -11,8 +11,8 @@ from torch.distributed import utils as stock
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree
 
-from hpcfsdp.runtime import containers
-from hpcfsdp.runtime.containers import (
+from hpcfsdp.engine import containers
+from hpcfsdp.engine.containers import (
     apply_to_tensors,
     cast_forward_inputs,
     pack_kwargs,
@@ -20,7 +20,7 @@ from hpcfsdp.runtime.containers import (
     to_kwargs,
     unpack_kwargs,
 )
-from hpcfsdp.runtime.hooks import tensors_in
+from hpcfsdp.engine.hooks import tensors_in
 
 A, B, C = torch.zeros(1), torch.ones(2), torch.full((3,), 2.0)
 

@@ -8,8 +8,8 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from torch.utils.checkpoint import checkpoint
 
 from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.engine.streams import Queue
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.runtime.streams import Queue
 from hpcfsdp.wrap import ModuleWrapPolicy
 
 WIDTH = 4

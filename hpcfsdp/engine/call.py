@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from hpcfsdp.engine.objects import Visit, warn_of_opaque
 from hpcfsdp.flat.gradient import FlatGrad
-from hpcfsdp.runtime.objects import Visit, warn_of_opaque
 
 Leaf = tuple[FlatGrad, int]
 """A leaf by the gradient that it has a part in, and its index there."""

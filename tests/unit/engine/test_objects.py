@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils import _pytree
 
 from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.engine import objects
+from hpcfsdp.engine.objects import Visit, warn_of_opaque
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.runtime import objects
-from hpcfsdp.runtime.objects import Visit, warn_of_opaque
 
 A, B = torch.zeros(1), torch.ones(2)
 

@@ -6,8 +6,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcfsdp.runtime.recording import RecordingStreams
-from hpcfsdp.runtime.streams import Queue
+from hpcfsdp.engine.recording import RecordingStreams
+from hpcfsdp.engine.streams import Queue
 
 RECORDS_ACCESSES = True
 """Places in this file are not where anything is done."""

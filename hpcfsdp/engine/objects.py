@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.rnn import PackedSequence
 
 from hpcfsdp import _compat
-from hpcfsdp.runtime.containers import rebuild
+from hpcfsdp.engine.containers import rebuild
 
 MOST_OBJECTS = 20_000
 """How many objects one visit looks into."""

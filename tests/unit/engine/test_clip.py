@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.runtime.clip import clip_grad_norm
+from hpcfsdp.engine.clip import clip_grad_norm
 
 GRADS = [[3.0, -4.0, 0.0], [12.0], [0.5, 0.25]]
 ALL = [3.0, -4.0, 0.0, 12.0, 0.5, 0.25]

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from hpcfsdp import _compat
+from hpcfsdp.engine.call import Arguments, Call, Leaf, needs_hook
+from hpcfsdp.engine.hooks import tensors_in
+from hpcfsdp.engine.objects import Visit, warn_of_opaque
+from hpcfsdp.engine.param_hooks import OwnHook, check_flat_parameter, defer_hooks
+from hpcfsdp.engine.phase import TRANSITIONS, Phase
+from hpcfsdp.engine.root import Engine
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.runtime.call import Arguments, Call, Leaf, needs_hook
-from hpcfsdp.runtime.engine import Engine
-from hpcfsdp.runtime.hooks import tensors_in
-from hpcfsdp.runtime.objects import Visit, warn_of_opaque
-from hpcfsdp.runtime.param_hooks import OwnHook, check_flat_parameter, defer_hooks
-from hpcfsdp.runtime.state import TRANSITIONS, Phase
 
 
 class ComputedView(Protocol):

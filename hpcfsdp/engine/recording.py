@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcfsdp.runtime.streams import Begin, Place, Queue, Wait
+from hpcfsdp.engine.streams import Begin, Place, Queue, Wait
 
 Clock = dict[Queue, int]
 """How much of each queue has been done for certain."""
