@@ -50,6 +50,7 @@ def copy_wrapper(wrapper: FullyShardedDataParallel, memo: Memo) -> FullyShardedD
         "_flat_owner": copy.deepcopy(wrapper._flat_owner, memo),
         "_own": own,
         "_unit": unit,
+        "_root": None,
         "_is_root": False,
         "_ignored": _copy_ignored(wrapper._ignored, memo),
     }

@@ -24,9 +24,8 @@ def follow_eval_mode(root: FullyShardedDataParallel, units: Iterable[FullySharde
         wrapper._unit.input_dtype = mixed.param_dtype if casts and not full else None
         if full == wrapper._computes_in_full:
             continue
-        engine = wrapper._unit.engine
-        if engine is not None:
-            engine.rest()
+        if wrapper._root is not None:
+            wrapper._root.rest()
         for flat in wrapper._unit.flats:
             flat.compute_in(flat.dtypes.kept if full else flat.dtypes.compute)
         wrapper._computes_in_full = full

@@ -16,10 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hpcfsdp.api.local_clip import look_for_local_clipping
 from hpcfsdp.api.taken import hidden_fqn, is_replaced, whole_shape
-from hpcfsdp.engine.root import Engine
+from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_roots: weakref.WeakSet[Root] = weakref.WeakSet()
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -29,9 +29,9 @@ def watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_check)
 
 
-def watch_engine(engine: Engine) -> None:
+def watch_root(root: Root) -> None:
     """Have parameters that a forward without a backward has left whole resharded before an optimizer steps them."""
-    _engines.add(engine)
+    _roots.add(root)
 
 
 def check_again() -> None:
@@ -40,11 +40,11 @@ def check_again() -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    for engine in _engines:
-        engine.rest()
-        if engine.holds_grads:
+    for root in _roots:
+        root.rest()
+        if root.holds_grads:
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            engine.refuse_held(f"a step of {type(optimizer).__name__}", params)
+            root.refuse_held(f"a step of {type(optimizer).__name__}", params)
     look_for_local_clipping(optimizer)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _checked.get(optimizer) == count:

@@ -79,19 +79,19 @@ def check_at_rest(wrapper: FullyShardedDataParallel, what: str) -> None:
     Raises:
         EngineError: with what the unit is doing, and what to do.
     """
-    unit = wrapper._unit
-    if unit.engine is not None:
-        unit.engine.recover()
+    unit, root = wrapper._unit, wrapper._root
+    if root is not None:
+        root.recover()
     if unit.phase is Phase.SUMMON:
         mend = "do not nest" if what == "summon_full_params" else f"call {what} outside of"
         raise EngineError(f"{unit.name}: its parameters are whole already: {mend} summon_full_params")
-    if unit.phase is not Phase.IDLE or (unit.engine is not None and unit.engine.is_busy):
+    if unit.phase is not Phase.IDLE or (root is not None and root.is_busy):
         doing = unit.phase.value if unit.phase is not Phase.IDLE else "a forward or backward of the model"
         raise EngineError(
             f"{unit.name}: {what} was called during {doing}: call it before the forward or after the backward"
         )
-    if unit.engine is not None:
-        unit.engine.rest()
+    if root is not None:
+        root.rest()
     for flat in unit.flats:
         flat.take_back()  # while what users have assigned can be distinguished from what summon_full_params registers
 
@@ -397,10 +397,10 @@ def _any_rank(flat: FlatParam, here: bool) -> bool:
 
 def _refuse_held(wrapper: FullyShardedDataParallel) -> None:
     """Collective over the wrapper's process groups where ``no_sync`` has kept gradients back."""
-    unit = wrapper._unit
-    if unit.engine is not None and any(grad.held.is_owed for grad in unit.grads):
+    root = wrapper._root
+    if root is not None and any(grad.held.is_owed for grad in wrapper._unit.grads):
         with raise_together_over(wrapper._groups.connecting()):
-            unit.engine.refuse_held("summon_full_params with with_grads=True")
+            root.refuse_held("summon_full_params with with_grads=True")
 
 
 def _shard_grad(flat: FlatParam) -> torch.Tensor:

@@ -28,14 +28,14 @@ from hpcfsdp.api.ignored import resolve_ignored
 from hpcfsdp.api.materialize import materialize
 from hpcfsdp.api.misuse import PAST_FORWARD, RefusesOtherWrappers, guarded, refuse_ddp_around
 from hpcfsdp.api.same_model import check_same_model
-from hpcfsdp.api.stale import watch_engine, watch_optimizers
+from hpcfsdp.api.stale import watch_optimizers, watch_root
 from hpcfsdp.api.state_dicts import StateDictMethods
 from hpcfsdp.api.tensor_parallel import check_apart, replicated_grad, with_tensor_ranks
 from hpcfsdp.api.unshard import WRAPPED
 from hpcfsdp.comm import Communicator, raise_together_over
 from hpcfsdp.engine.clip import clip_grad_norm
 from hpcfsdp.engine.phase import Phase
-from hpcfsdp.engine.root import Engine
+from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.gradient import note_unchanged
 from hpcfsdp.flat.names import get_root_modules
@@ -134,6 +134,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         self._full_in_eval = env.full_precision_in_eval()
         self._computes_in_full = False
         self._prepare_state_dicts()
+        self._root: Root | None = None  # of all units under the outermost one; made when that is first called
         self._is_root = False
         self._use_orig_params = use_orig_params
         self._offload = cpu_offload is not None and cpu_offload.offload_params
@@ -209,33 +210,21 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
     @_compat.run_as_written
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Collective over the process group. Run the wrapped module with gathered parameters."""
-        unit = self._unit
         compiler = _compat.set_compiler(None)  # torch.compile may work on what is inside, not on the engine
         outermost = calls.begin(f'forward of "{self._unit.name}"')
         try:
-            if unit.engine is None:
-                self._become_root()
-            if self._full_in_eval and not unit.engine.is_busy:
+            root = self._root or self._become_root()
+            if self._full_in_eval and not root.is_busy:
                 follow_eval_mode(self, self.fsdp_modules(self))
-            call, args, kwargs = unit.pre_forward(args, kwargs)
-            try:
-                _compat.set_compiler(compiler)
-                outputs = self._fsdp_wrapped_module(*args, **kwargs)
-            except BaseException:
-                _compat.set_compiler(None)
-                unit.leave_forward(broken=True)
-                raise
-            _compat.set_compiler(None)
-            outputs = unit.post_forward(call, outputs)
+            return root.forward(self._unit, self._fsdp_wrapped_module, args, kwargs, compiler)
         finally:
             calls.end(outermost)
             _compat.set_compiler(compiler)
-        return outputs
 
     @public_call("check_is_root")
     def check_is_root(self) -> bool:
         """Whether this wrapper is the outermost one; decides it, if nothing has been called yet."""
-        if self._unit.engine is None:
+        if self._root is None:
             self._become_root()
         return self._is_root
 
@@ -251,12 +240,8 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         Raises:
             EngineError: called on a unit inside of another one, or during forward or backward.
         """
-        engine = self._root_engine("no_sync")
-        before, engine.sync_grads = engine.sync_grads, False
-        try:
+        with self._as_root("no_sync").no_sync():
             yield
-        finally:
-            engine.sync_grads = before
 
     @public_call("clip_grad_norm_")
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
@@ -271,10 +256,10 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             EngineError: called on a unit inside of another one, or during forward or backward; ``no_sync`` holds
                 gradients that have not been reduced.
         """
-        engine = self._root_engine("clip_grad_norm_")
-        if engine.holds_grads:
+        root = self._as_root("clip_grad_norm_")
+        if root.holds_grads:
             with raise_together_over(self._groups.connecting()):
-                engine.refuse_held("clip_grad_norm_")
+                root.refuse_held("clip_grad_norm_")
         num_ranks = self._groups.shard.size * self._groups.num_replicas
         tensor = self._groups.tensor
         num_blocks = 1 if tensor is None else tensor.comm.size
@@ -318,7 +303,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         """
         if not callable(hook):
             raise TypeError(f"a communication hook must be a function, not {type(hook).__name__}")
-        self._root_engine("register_comm_hook")
+        self._as_root("register_comm_hook")
         wrappers = self.fsdp_modules(self)
         if any(wrapper._groups.is_hybrid for wrapper in wrappers):
             raise EngineError("communication hooks are not supported under hybrid strategies, which reduce twice")
@@ -453,17 +438,20 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         """The communicators that together connect all ranks."""
         return [comm for comm in (self._groups.shard, self._groups.replicate) if comm is not None and comm.size > 1]
 
-    def _root_engine(self, what: str) -> Engine:
-        if self._unit.engine is not None and not self._is_root:
+    def _as_root(self, what: str) -> Root:
+        """The units under this one, at rest.
+
+        Raises:
+            EngineError: it is not the root, or some unit is at work; with `what` the user has called.
+        """
+        if self._root is not None and not self._is_root:
             raise EngineError(f"{what} is to be called on the root FullyShardedDataParallel")
-        self.check_is_root()
-        engine = self._unit.engine
-        assert engine is not None
-        engine.recover()
-        busy = [unit for unit in engine.units if unit.phase is not Phase.IDLE]
+        root = self._root or self._become_root()
+        root.recover()
+        busy = [unit for unit in root.units if unit.phase is not Phase.IDLE]
         if busy:
             raise EngineError(f"{what} was called while {busy[0].name} is in {busy[0].phase.value}")
-        return engine
+        return root
 
     def _wrap_children(self, module: nn.Module, policy: Any, **arguments: Any) -> None:
         if FullyShardedDataParallel.fsdp_modules(module):
@@ -500,7 +488,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
 
     @torch.inference_mode(False)  # of the first call: what is made here is used in training, too
     @torch.no_grad()
-    def _become_root(self) -> None:
+    def _become_root(self) -> Root:
         wrappers = self.fsdp_modules(self)
         # Of blocks the largest counts: all ranks come to the same number.
         slots = [slot for wrapper in wrappers for flat in wrapper._unit.flats for slot in flat.layout.slots]
@@ -532,11 +520,12 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
                 )
                 dtypes = {**before, **dtypes}
         label = self._comm.broadcast_object(uuid.uuid4().hex)
-        engine = Engine([wrapper._unit for wrapper in wrappers], self._comm, label, host=_host_of(self._comm))
-        watch_engine(engine)
+        root = Root([wrapper._unit for wrapper in wrappers], self._comm, label, host=_host_of(self._comm))
+        watch_root(root)
         for wrapper in wrappers:
-            wrapper._unit.engine = engine
+            wrapper._root = root
             wrapper._buffer_dtypes = dtypes
+        return root
 
 
 def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:

@@ -26,6 +26,7 @@ class Call:
         "accumulators",
         "backward",
         "ends_at_inputs",
+        "has_backward",
         "inputs",
         "inputs_pending",
         "is_open",
@@ -35,6 +36,8 @@ class Call:
     def __init__(self) -> None:
         self.inputs: list[Any] = []
         """Nodes through which gradients leave the call towards what was computed before it."""
+        self.has_backward = False
+        """Whether gradients may come to its outputs."""
         self.is_open = False
         """Whether the inputs cannot tell when its backward is through."""
         self.accumulators: list[tuple[Leaf, Any]] = []

@@ -60,9 +60,14 @@ class Ring:
 
 
 class Reductions:
-    """The line of gradients that wait to be complete, and to be reduced."""
+    """The line of gradients that wait to be complete, and to be reduced.
+
+    Attributes:
+        keeps_back: whether gradients wait for a later synchronisation instead, as within ``no_sync``.
+    """
 
     def __init__(self, streams: Streams) -> None:
+        self.keeps_back = False
         self._streams = streams
         self._shared: dict[tuple[Any, torch.dtype], Ring] = {}
         self._rings: dict[FlatGrad, Ring] = {}
@@ -114,19 +119,15 @@ class Reductions:
                 grad.take(index)
         return True
 
-    def advance(self, *, keep_back: bool) -> None:
-        """Collective. Reduce the gradients at the head of the line that are complete.
-
-        Args:
-            keep_back: they wait for a later synchronisation instead.
-        """
+    def advance(self) -> None:
+        """Collective, unless gradients are kept back. Reduce those at the head of the line that are complete."""
         while self._line:
             grad, slot = next(iter(self._line.items()))
             if grad.outstanding:
                 return
             if grad.buffer is None:
                 self._begin(grad, slot)
-            if keep_back:
+            if self.keeps_back:
                 grad.keep_back()
                 self._vacate(slot)
             else:

@@ -1,7 +1,7 @@
 """One unit: parameters that are gathered before use, freed after it, and whose gradients are reduced when complete.
 
-The methods stand in the order of a step: ``pre_forward, post_forward, pre_backward, post_backward``. What happens on
-which event is told in docs/design/step.md.
+The methods stand in the order of a step: ``pre_forward, post_forward, pre_backward, post_backward``. The root calls
+them. docs/design/step.md lists what happens on which event.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import torch
 from torch import nn
 
 from hpcfsdp import _compat
-from hpcfsdp.engine.call import Arguments, Call, Leaf, needs_hook
+from hpcfsdp.engine.call import Arguments, Call, Hook, Leaf, needs_hook
+from hpcfsdp.engine.context import Context, Values
 from hpcfsdp.engine.hooks import tensors_in
 from hpcfsdp.engine.objects import Visit, warn_of_opaque
 from hpcfsdp.engine.param_hooks import OwnHook, check_flat_parameter, defer_hooks
 from hpcfsdp.engine.phase import TRANSITIONS, Phase
-from hpcfsdp.engine.root import Engine
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.flat.param import FlatParam
+
+BeforeBackward = Callable[["Unit", Call], None]
 
 
 class ComputedView(Protocol):
@@ -45,14 +47,12 @@ class Unit:
         calls_at_rest: refuses calls of modules that would compute with shards; shown as the views are.
         flats: one for each dtype and ``requires_grad`` among the parameters; empty if children own all of them.
         grads: of those flat parameters that may get gradients.
-        gathers: the flat parameters that are gathered, and not resident.
         inside: other units that the module holds.
         phase: what the unit is doing; changed by ``_enter`` alone.
-        is_gathered: whether memory for the values of ``gathers`` is taken.
-        gathered: the event that the values are there.
+        values: of the flat parameters, while they are gathered.
         owes_grads: whether a forward has been run whose gradients have not been reduced yet.
         num_calls: with a backward to come; several forwards may have made them.
-        engine: shared with all units under the same root; set when the root is first called.
+        context: shared with all units under the same root, None until that is first called.
         input_dtype: floating inputs are cast to it, None to leave them.
         reshard_after_forward: whether the values are freed between forward and backward.
         prefetch_forward, prefetch_backward: gather the unit that comes next; "pre": before, "post": after the
@@ -77,10 +77,8 @@ class Unit:
         self.prefetch_forward = False
         self.prefetch_backward: str | None = None
         self.phase = Phase.IDLE
-        self.engine: Engine | None = None
-        self.gathers = tuple(flat for flat in self.flats if not flat.is_here)
-        self.is_gathered = False
-        self.gathered: Any = None
+        self.context: Context | None = None
+        self.values = Values(self.flats)
         self.owes_grads = False
         self.num_calls = 0
         self.grads = tuple(FlatGrad(flat) for flat in self.flats if flat.is_differentiable)
@@ -105,67 +103,68 @@ class Unit:
         # A leaf has one such node as long as someone holds it and the leaf's dtype and device stay.
         self._accumulators: list[tuple[Leaf, Any]] | None = None
 
-    @property
-    def is_unsharded(self) -> bool:
-        return any(flat.is_unsharded for flat in self.flats)
+    def attach(self, context: Context) -> None:
+        """Not collective. Work in what the units under a root share."""
+        self.context = context
+        for index, grad in enumerate(self.grads):
+            grad.name = f"{self.name}[{index}]" if index else self.name
+            context.reductions.plan(grad)
 
     # The life of a step
 
+    def begin_forward(self) -> None:
+        """Not collective. A call of the module begins.
+
+        Raises:
+            EngineError: the unit is called from inside of its own forward.
+        """
+        self._enter(Phase.RECOMPUTE if self.phase is Phase.BACKWARD else Phase.FORWARD)
+
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Any, ...], Any]:
         """Collective. Gather the parameters; from here on the module may compute, with the arguments that return."""
-        engine = self.engine
-        assert engine is not None
-        engine.enter(self)
-        call = Call()
-        try:
-            self._enter(Phase.RECOMPUTE if self.phase is Phase.BACKWARD else Phase.FORWARD)
-        except BaseException:
-            engine.leave(self, broken=True)
-            raise
-        try:
-            if self.flats:
-                self._hear_leaves()
-                engine.order.note(("forward", self.name))
-                engine.unshard(self)
-                if self.prefetch_forward:
-                    engine.gather_ahead("forward")
-                engine.await_unshard(self)
-                self._show()
-            hook = _input_hook(self, call) if self.flats and torch.is_grad_enabled() else None
-            if hook is not None or self.input_dtype is not None:
-                self._arguments = Arguments(self.name, self.input_dtype, hook)
-                args, kwargs = self._arguments.lend(args, kwargs)
-        except BaseException:
-            self.leave_forward(broken=True)
-            raise
+        call, context = Call(), self.context
+        if self.flats:
+            self._follow_leaves()
+            context.order.note(("forward", self.name))
+            context.unshard(self.values)
+            if self.prefetch_forward:
+                context.gather_ahead("forward")
+            context.await_unshard(self.values)
+            self._show()
+        hook = _input_hook(self, call) if self.flats and torch.is_grad_enabled() else None
+        if hook is not None or self.input_dtype is not None:
+            self._arguments = Arguments(self.name, self.input_dtype, hook)
+            args, kwargs = self._arguments.lend(args, kwargs)
         return call, args, kwargs
 
-    def post_forward(self, call: Call, outputs: Any) -> Any:
-        """Collective at the end of the outermost call. Wait for gradients at the outputs, free the parameters.
+    def post_forward(self, call: Call, outputs: Any, before_backward: BeforeBackward) -> Any:
+        """Not collective. Wait for gradients at the outputs.
+
+        Args:
+            before_backward: called with this unit and `call` when gradients come to the outputs.
 
         Returns:
             The outputs, in which inputs that the module has passed on are views of their own.
         """
-        broken = True
-        try:
-            arguments, self._arguments = self._arguments, None
-            written = [] if arguments is None else arguments.take_back()
-            if self.flats:
-                if torch.is_grad_enabled():
-                    arguments = arguments or Arguments(self.name, None, None)  # the module has switched gradients on
-                    outputs = self._watch_outputs(call, arguments, written, outputs)
-                else:
-                    for tensor in tensors_in(outputs):
-                        self._check_owner(tensor)
-                _compat.forget_autocast_casts(self.flats[0].device.type)
-            broken = False
-        finally:
-            self.leave_forward(broken=broken)
+        arguments, self._arguments = self._arguments, None
+        written = [] if arguments is None else arguments.take_back()
+        if self.flats:
+            if torch.is_grad_enabled():
+                arguments = arguments or Arguments(self.name, None, None)  # the module has switched gradients on
+                hook = _output_hook(self, call, before_backward)
+                outputs = self._watch_outputs(call, arguments, written, outputs, hook)
+            else:
+                for tensor in tensors_in(outputs):
+                    self._check_owner(tensor)
+            _compat.forget_autocast_casts(self.flats[0].device.type)
         return outputs
 
-    def leave_forward(self, *, broken: bool) -> None:
-        """End the forward, also one that an exception broke off."""
-        assert self.engine is not None
+    def end_forward(self, *, broken: bool) -> None:
+        """Not collective. A call of the module ends; free the parameters, unless its backward wants them.
+
+        Args:
+            broken: by an exception.
+        """
         if self._arguments is not None:
             self._arguments.take_back()
             self._arguments = None
@@ -176,23 +175,46 @@ class Unit:
         else:
             self._enter(Phase.IDLE)
             if self.reshard_after_forward or broken or not torch.is_grad_enabled():
-                self.engine.reshard(self)
-        self.engine.leave(self, broken=broken)
+                self.context.reshard(self.values)
+
+    def expect_backward(self, *, later: bool) -> None:
+        """Not collective. A call has ended with outputs that gradients may come to.
+
+        Args:
+            later: than the end of a backward that is running.
+        """
+        self.owes_grads = True
+        self.num_calls += later
+
+    @property
+    def expected(self) -> tuple[bool, int]:
+        """What is expected of backwards, for ``expect_again``."""
+        return self.owes_grads, self.num_calls
+
+    def expect_again(self, expected: tuple[bool, int]) -> None:
+        """Not collective. Forget what has been called since this was `expected`."""
+        self.owes_grads, self.num_calls = expected
+
+    def check_versions(self, call: Call) -> None:
+        """Not collective. Refuse gradients at other values than those of the forward, as torch does where it saved any.
+
+        What has no part in this backward may have been changed: by another optimizer, say, whose loss is through.
+        """
+        for grad, before in zip(self.grads, call.versions, strict=True):
+            now = grad.flat.versions
+            if now == before:
+                continue
+            for (own, index), node in call.accumulators:
+                place = index if grad.flat.use_orig_params else 0
+                if own is grad and now[place] != before[place] and _compat.will_run(node):
+                    raise EngineError(
+                        f"{self.name}: {grad.flat.layout.slots[index].fqn!r} was changed after the forward whose "
+                        "backward has come (by optimizer.step(), or in place in another way), so the gradients would "
+                        "be wrong: run the backward before the step, or the forward again after it"
+                    )
 
     def pre_backward(self, call: Call) -> None:
-        """Collective when it is the first for this unit. Gather the parameters before gradients flow through."""
-        engine = self.engine
-        assert engine is not None
-        if self.phase is Phase.FORWARD:
-            raise EngineError(f"{self.name}: backward ran through the unit while its forward was still running")
-        engine.begin_backward()
-        if call.backward == engine.backwards:  # another output of the same call
-            return
-        call.backward = engine.backwards
-        self._check_versions(call)
-        if self.phase is Phase.IDLE:
-            engine.take_turn(self)
-            self.begin_backward()
+        """Collective if nothing else follows. Gradients have come to a call: see which leaves will get some of them."""
         self._calls.append(call)
         call.inputs_pending = sum(map(_compat.will_run, call.inputs))
         call.ends_at_inputs = call.inputs_pending > 0
@@ -213,14 +235,14 @@ class Unit:
 
     def post_backward(self) -> None:
         """Collective. Nothing more flows through this unit: its gradients are complete, free its parameters."""
-        assert self.engine is not None
+        context = self.context
         self._hide()
         self._enter(Phase.IDLE)
         self._forget_calls()
-        self.engine.reshard(self)
-        self.engine.reduce_complete()
+        context.reshard(self.values)
+        context.reductions.advance()
         if self.prefetch_backward == "post":
-            self.engine.gather_ahead("backward")
+            context.gather_ahead("backward")
 
     def join_at_the_end(self) -> None:
         """The backward is over: gradients that were too long in coming to hold up those of other units join now."""
@@ -228,7 +250,15 @@ class Unit:
             self._joins_at_the_end = False
             self._join()
 
-    def be_absent(self) -> None:
+    def end_backward(self) -> None:
+        """Not collective. The backward is over for all units."""
+        self.num_calls = 0
+
+    def settle(self) -> None:
+        """Not collective. All gradients of the unit have been reduced."""
+        self.owes_grads = False
+
+    def run_unused_backward(self) -> None:
         """Collective. Take part in what other ranks do with this unit in a backward that does not come to it here."""
         self.begin_backward()
         self.post_backward()
@@ -244,24 +274,22 @@ class Unit:
 
     def reset(self) -> None:
         """Back to rest after a backward that was broken off by an exception."""
-        assert self.engine is not None
         self._hide()
         self.phase = Phase.IDLE
         self._forget_calls()
         self.owes_grads, self.num_calls, self._joins_at_the_end = False, 0, False
         for grad in self.grads:
             grad.drop()
-        self.engine.reshard(self)
+        self.context.reshard(self.values)
 
     # Parts of it
 
     def begin_backward(self) -> None:
         """Collective. Gather the parameters, and make way for gradients."""
-        engine = self.engine
-        assert engine is not None
+        context = self.context
         self._enter(Phase.BACKWARD)
         self.owes_grads = True
-        engine.order.note(("backward", self.name))
+        context.order.note(("backward", self.name))
         for grad in self.grads:
             if grad.flat.use_orig_params:
                 defer_hooks(grad.flat.leaves, self._detached)
@@ -270,10 +298,10 @@ class Unit:
             self._joins_at_the_end = True
         else:
             self._join()
-        engine.unshard(self)
+        context.unshard(self.values)
         if self.prefetch_backward == "pre":
-            engine.gather_ahead("backward")
-        engine.await_unshard(self)
+            context.gather_ahead("backward")
+        context.await_unshard(self.values)
         self._show_in_backward()
 
     def _show(self) -> None:
@@ -293,10 +321,9 @@ class Unit:
             self.calls_at_rest.hide()
 
     def _join(self) -> None:
-        assert self.engine is not None
         for grad in reversed(self.grads):  # the last parameters get their gradients first
             if grad.flat.requires_grad or grad.has_waiting:
-                self.engine.reductions.join(grad)
+                self.context.reductions.join(grad)
 
     def _enter(self, phase: Phase) -> None:
         if phase not in TRANSITIONS[self.phase]:
@@ -316,7 +343,7 @@ class Unit:
         for grad in self.grads:
             grad.outstanding = 0
 
-    def _hear_leaves(self) -> None:
+    def _follow_leaves(self) -> None:
         """Follow what users have done to ``requires_grad`` since the last time."""
         for flat in self.flats:
             if flat.use_orig_params:
@@ -345,7 +372,9 @@ class Unit:
                 leaf.register_post_accumulate_grad_hook(OwnHook(_leaf_hook(self, grad, index)))
                 self._hooked.add(leaf)
 
-    def _watch_outputs(self, call: Call, arguments: Arguments, written: list[torch.Tensor], outputs: Any) -> Any:
+    def _watch_outputs(
+        self, call: Call, arguments: Arguments, written: list[torch.Tensor], outputs: Any, hook: Hook
+    ) -> Any:
         """Wait for gradients at what the module has computed: its outputs, and what it put into its arguments."""
         # Gradients come to an input that is passed on before the unit hears of it as an output.
         passed_on: dict[int, torch.Tensor] = {}
@@ -365,19 +394,14 @@ class Unit:
         visit = Visit(seen)
         outputs = visit(outputs)
         warn_of_opaque(visit.opaque, self.name)
-        hook = None
         for tensor in found.values():
             self._check_owner(tensor)
             if needs_hook(tensor):
-                hook = hook or _output_hook(self, call)
                 tensor.register_hook(hook)
-        if hook is None:
-            return outputs
-        call.accumulators = self._accumulators_now()
-        call.versions = [grad.flat.versions for grad in self.grads]
-        if self.phase is not Phase.RECOMPUTE:
-            assert self.engine is not None
-            self.engine.expect_backward(self)
+                call.has_backward = True
+        if call.has_backward:
+            call.accumulators = self._accumulators_now()
+            call.versions = [grad.flat.versions for grad in self.grads]
         return outputs
 
     def _check_owner(self, tensor: torch.Tensor) -> None:
@@ -405,24 +429,6 @@ class Unit:
                     "reduced gradient of the shard, or take the node within the forward"
                 )
 
-    def _check_versions(self, call: Call) -> None:
-        """Refuse gradients at other values than those of the forward, as torch does where it has saved them.
-
-        What has no part in this backward may have been changed: by another optimizer, say, whose loss is through.
-        """
-        for grad, before in zip(self.grads, call.versions, strict=True):
-            now = grad.flat.versions
-            if now == before:
-                continue
-            for (own, index), node in call.accumulators:
-                place = index if grad.flat.use_orig_params else 0
-                if own is grad and now[place] != before[place] and _compat.will_run(node):
-                    raise EngineError(
-                        f"{self.name}: {grad.flat.layout.slots[index].fqn!r} was changed after the forward whose "
-                        "backward has come (by optimizer.step(), or in place in another way), so the gradients would "
-                        "be wrong: run the backward before the step, or the forward again after it"
-                    )
-
     def _input_done(self, call: Call) -> None:
         call.inputs_pending -= 1
         self._finish_when_complete()
@@ -434,8 +440,7 @@ class Unit:
                 f"{self.phase.value}; parameters of a unit may be used only through a call of the unit, and what a "
                 "unit returns must not be changed in place where it is a view: use x = x + y instead of x += y"
             )
-        assert self.engine is not None
-        if not self.engine.reductions.take(grad, index) and not self._joins_at_the_end:
+        if not self.context.reductions.take(grad, index) and not self._joins_at_the_end:
             raise EngineError(
                 f"{self.name}: a gradient of {grad.flat.layout.slots[index].fqn!r} arrived when those of the unit had "
                 "been reduced: autograd has come to it in a way that the engine did not foresee; wrap a larger module"
@@ -448,7 +453,7 @@ class Unit:
             self._num_outstanding -= 1
             grad.outstanding -= 1
             if grad.outstanding == 0:
-                self.engine.reduce_complete()
+                self.context.reductions.advance()
             self._finish_when_complete()
 
     def _finish_when_complete(self) -> None:
@@ -475,19 +480,19 @@ class Unit:
         self.post_backward()
 
 
-def _output_hook(unit: Unit, call: Call) -> Callable[[torch.Tensor], None]:
-    def before_backward(_grad: torch.Tensor) -> None:
+def _output_hook(unit: Unit, call: Call, before_backward: BeforeBackward) -> Hook:
+    def gradient_comes(_grad: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             raise EngineError(
                 f"{unit.name}: backward was called with create_graph=True: gradients of gradients of sharded "
                 "parameters are not supported; compute them with the plain module"
             )
-        unit.pre_backward(call)
+        before_backward(unit, call)
 
-    return before_backward
+    return gradient_comes
 
 
-def _input_hook(unit: Unit, call: Call) -> Callable[[torch.Tensor], None]:
+def _input_hook(unit: Unit, call: Call) -> Hook:
     weak_unit, weak_call = weakref.ref(unit), weakref.ref(call)
 
     def input_done(_grad: torch.Tensor) -> None:

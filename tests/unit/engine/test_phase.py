@@ -4,7 +4,7 @@ from torch import nn
 
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.engine.phase import TRANSITIONS, Phase
-from hpcfsdp.engine.root import Engine
+from hpcfsdp.engine.root import Root
 from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
@@ -71,62 +71,62 @@ def test_a_unit_that_calls_itself_is_refused_and_can_be_used_afterwards():
 
 @pytest.fixture
 def broken_off():
-    """An engine whose backward an exception broke off; the values of its unit are gathered, its gradient begun."""
+    """A root whose backward an exception broke off; the values of its unit are gathered, its gradient begun."""
     leaf = nn.Parameter(torch.ones(2))
     lowered = Dtypes.plan(torch.float32, param=torch.bfloat16)
     layout = FlatLayout.plan([("w", (2,), ())], torch.float32, 1)
     unit = Unit("blocks.0", [FlatParam([leaf], layout, FakeCommunicator(), dtypes=lowered)])
-    engine = unit.engine = Engine([unit], FakeCommunicator(), "0")
-    engine.unshard(unit)
-    engine.await_unshard(unit)
-    engine.reductions.join(unit.grads[0])
+    root = Root([unit], FakeCommunicator(), "0")
+    root.context.unshard(unit.values)
+    root.context.await_unshard(unit.values)
+    root.context.reductions.join(unit.grads[0])
     leaf.grad = torch.ones_like(leaf)
-    engine.reductions.take(unit.grads[0], 0)
+    root.context.reductions.take(unit.grads[0], 0)
     unit.phase = Phase.BACKWARD
-    engine.in_backward = True
+    root.in_backward = True
     assert unit.flats[0].unsharded_bytes > 0
     assert unit.grads[0].held_bytes > 0
-    return engine, unit
+    return root, unit
 
 
 def test_recover_brings_units_of_a_broken_backward_to_rest(broken_off):
-    engine, unit = broken_off
+    root, unit = broken_off
     unit.owes_grads = True
-    engine.order.note(("forward", "blocks.0"))
-    engine.recover()
-    assert not engine.in_backward
-    assert not engine.is_busy
+    root.context.order.note(("forward", "blocks.0"))
+    root.recover()
+    assert not root.in_backward
+    assert not root.is_busy
     assert unit.phase is Phase.IDLE
-    assert not unit.is_gathered
+    assert not unit.values.is_gathered
     assert not unit.owes_grads
     assert unit.flats[0].unsharded_bytes == 0
     assert unit.grads[0].held_bytes == 0
     assert unit.flats[0].parameter.grad is None
     assert unit.flats[0].leaves[0].grad is None
-    assert engine.order.path() == []
+    assert root.context.order.path() == []
 
 
 def test_recover_leaves_a_backward_alone_that_is_still_running(broken_off, monkeypatch):
-    engine, unit = broken_off
+    root, unit = broken_off
     monkeypatch.setattr("hpcfsdp._compat.in_backward", lambda: True)
-    engine.recover()
-    assert engine.is_busy
+    root.recover()
+    assert root.is_busy
     assert unit.phase is Phase.BACKWARD
     assert unit.flats[0].is_unsharded
 
 
 def test_recover_does_nothing_outside_of_a_backward(broken_off):
-    engine, unit = broken_off
-    engine.in_backward = False
-    engine.recover()
+    root, unit = broken_off
+    root.in_backward = False
+    root.recover()
     assert unit.phase is Phase.BACKWARD
 
 
 def test_a_gradient_that_comes_when_those_of_its_unit_have_been_reduced_is_not_dropped(broken_off):
-    engine, unit = broken_off
+    root, unit = broken_off
     unit.grads[0].prepare()
     unit._leaf_done(unit.grads[0], 0)
-    engine.reduce_complete()
+    root.context.reductions.advance()
     with pytest.raises(
         EngineError, match=r"^blocks\.0: a gradient of 'w' arrived when those of the unit had been reduced"
     ):

@@ -78,7 +78,7 @@ class Setting:
         leaf.grad = torch.full_like(leaf, value) if leaf.grad is None else leaf.grad + value
         self.line.take(grad, place)
         grad.outstanding -= 1
-        self.line.advance(keep_back=False)
+        self.line.advance()
 
     def complete(self, *indices):
         """Both leaves get one."""
@@ -211,6 +211,7 @@ def test_memory_that_nobody_shares_is_held_by_two_gradients_at_a_time():
 
 def test_a_gradient_that_is_kept_back_holds_no_buffer_and_is_in_the_next_sum():
     setting = Setting(LateComm(shares_memory=True), 4, 4)
+    setting.line.keeps_back = True
     for _ in range(2):
         setting.join(0, 1)
         for index in (1, 0):
@@ -219,8 +220,9 @@ def test_a_gradient_that_is_kept_back_holds_no_buffer_and_is_in_the_next_sum():
                 leaf.grad = torch.full_like(leaf, index + 1.0)
                 setting.line.take(setting.grads[index], place)
             setting.grads[index].outstanding = 0
-            setting.line.advance(keep_back=True)
+            setting.line.advance()
         assert setting.buffers() == [None, None]
+    setting.line.keeps_back = False
     assert setting.comm.log == []
     setting.join(0, 1)
     setting.complete(0, 1)
@@ -234,9 +236,11 @@ def test_a_gradient_that_waits_from_an_earlier_step_is_sent_without_a_new_one():
     leaf.grad = torch.full_like(leaf, 3.0)
     setting.line.take(setting.grads[0], 0)
     setting.grads[0].outstanding = 0
-    setting.line.advance(keep_back=True)
+    setting.line.keeps_back = True
+    setting.line.advance()
+    setting.line.keeps_back = False
     setting.line.join(setting.grads[0])
-    setting.line.advance(keep_back=False)
+    setting.line.advance()
     assert setting.comm.log == ["a"]
     assert setting.settled() == [[3] * 4]
 
@@ -279,7 +283,7 @@ def test_replicas_that_share_memory_reduce_in_it():
     line.take(grad, 0)
     assert comm.allocated == [(4, torch.float32)] * 2
     buffer = grad.buffer
-    line.advance(keep_back=False)
+    line.advance()
     line.settle()
     grad.settle([True])
     buffer.fill_(torch.nan)  # others put theirs together there
