@@ -132,7 +132,7 @@ def test_units_that_return_their_input_are_resharded_in_backward(groups, comm, c
             return x
 
     def look():
-        seen.append([option._unit.is_unsharded for option in sharded.options])
+        seen.append([option._unit.values.is_unsharded for option in sharded.options])
 
     sharded, seen = wrap(Watched(), groups[carrier], Skipping), []
     for step in range(3):

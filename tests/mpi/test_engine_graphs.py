@@ -247,15 +247,15 @@ def test_an_error_in_ending_what_was_begun_leaves_the_units_at_rest(groups, comm
     sharded[0].register_forward_hook(lambda _module, _args, out: out.register_hook(refuse) and None)
     with pytest.raises(ValueError, match="no further"):
         sharded(vectors(0)).sum().backward()
-    engine = sharded._unit.engine
+    root = sharded._root
 
     def fail():
         raise RuntimeError("lost")
 
     with monkeypatch.context() as patched:
-        drain = engine.streams.drain
-        patched.setattr(engine.streams, "drain", lambda: (drain(), fail()))
+        drain = root.context.streams.drain
+        patched.setattr(root.context.streams, "drain", lambda: (drain(), fail()))
         with pytest.raises(RuntimeError, match="lost"):
-            engine.recover()
-    assert {unit.phase.value for unit in engine.units} == {"idle"}
-    assert not any(unit.is_unsharded for unit in engine.units)
+            root.recover()
+    assert {unit.phase.value for unit in root.units} == {"idle"}
+    assert not any(unit.values.is_unsharded for unit in root.units)
