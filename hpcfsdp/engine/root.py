@@ -77,9 +77,7 @@ class Root:
         self._depth = 0
         self._passes = 0
         self._called: dict[Unit, None] = {}  # units with a backward to come, in the order in which their forward ended
-        self._expected: list[
-            tuple[Unit, bool, tuple[bool, int]]
-        ] = []  # of units, before this pass
+        self._expected: list[tuple[Unit, bool, tuple[bool, int]]] = []  # of units, before this pass
         self._due: deque[Unit] = deque()
 
     @property

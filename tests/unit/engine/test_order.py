@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from hpcfsdp.comm import waits
+from hpcfsdp.engine import order as orders
+from hpcfsdp.engine.order import Order
 from hpcfsdp.errors import CommunicationError, DisagreementError
 
 A, B, C = ("forward", "a"), ("forward", "b"), ("backward", "b")
