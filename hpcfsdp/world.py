@@ -156,8 +156,9 @@ def init(
         raise LaunchError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
     job = current_job()
     comm = job.comm
-    import torch.distributed as dist  # torch after MPI, as what follows, which loads it
+    import torch.distributed as dist
 
+    # What loads torch comes after MPI: Cray systems want it so.
     from hpcfsdp.comm import backend as hpcmpi, select
     from hpcfsdp.comm.mpi import MpiCommunicator
     from hpcfsdp.comm.torch_group import TorchGroupCommunicator

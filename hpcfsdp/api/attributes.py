@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,17 +12,13 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from hpcfsdp import _compat
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.launch.calls import public_call
-
-if TYPE_CHECKING:
-    from hpcfsdp.api.groups import Groups
-    from hpcfsdp.engine.unit import Unit
+from hpcfsdp.sharded.unit import ShardedUnit
 
 
 class PublicAttributes:
     """What the wrapper inherits. They can be read only, and come before those of the wrapped module."""
 
-    _groups: Groups
-    _unit: Unit
+    _unit: ShardedUnit
     _given: dict[str, Any]
     """Arguments of the constructor that are shown as they were given."""
 
@@ -33,12 +29,12 @@ class PublicAttributes:
     @property
     def sharding_strategy(self) -> ShardingStrategy:
         """Never None. That which was asked for, on one rank too."""
-        return self._groups.strategy
+        return self._unit.groups.strategy
 
     @property
     def mixed_precision(self) -> MixedPrecision:
         """Never None."""
-        return self._given["mixed_precision"] or MixedPrecision()
+        return self._unit.mixed_precision
 
     @property
     def cpu_offload(self) -> CPUOffload:
@@ -68,23 +64,23 @@ class PublicAttributes:
         Raises:
             RuntimeError: torch.distributed has not been initialised.
         """
-        return self._groups.process_group()
+        return self._unit.groups.process_group()
 
     @property
     def rank(self) -> int:
         """Of this process in `process_group`."""
-        return self._groups.carriers.rank
+        return self._unit.groups.carriers.rank
 
     @property
     def world_size(self) -> int:
         """Of `process_group`."""
-        return self._groups.carriers.size
+        return self._unit.groups.carriers.size
 
     @property
     def compute_device(self) -> torch.device:
         """Where the module computes."""
         flats = self._unit.flats
-        return flats[0].device if flats else self._groups.carriers.device
+        return flats[0].device if flats else self._unit.groups.carriers.device
 
     @property
     def training_state(self) -> Any:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcfsdp import _compat
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError
 from hpcfsdp.launch.calls import public_call
-
-if TYPE_CHECKING:
-    from hpcfsdp.api.wrapper import FullyShardedDataParallel
+from hpcfsdp.sharded.root import become_root
+from hpcfsdp.sharded.unit import ShardedUnit
 
 PAST_FORWARD = frozenset({"generate"})
 """Methods of wrapped modules that run them, of which the wrapper hears nothing: those of transformers."""
 
 
-def guarded(wrapper: FullyShardedDataParallel, name: str, method: Any) -> Any:
+def guarded(unit: ShardedUnit, name: str, method: Any) -> Any:
     """A method of the wrapped module that computes, as the wrapper shows it. Collective, if it is called.
 
     Raises:
@@ -31,14 +30,14 @@ def guarded(wrapper: FullyShardedDataParallel, name: str, method: Any) -> Any:
     @public_call(name)
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        unit = wrapper._unit
         if unit.phase is Phase.IDLE and not all(flat.is_unsharded or flat.shows_whole for flat in unit.flats):
             raise EngineError(
                 f"{unit.name}: {name} runs the wrapped module without the forward of the wrapper, which gathers the "
                 f"parameters that no unit inside has: call it within FullyShardedDataParallel.summon_full_params("
                 "model, recurse=False, writeback=False), where units inside gather their own"
             )
-        wrapper.check_is_root()  # before units inside take themselves for the outermost ones
+        if unit.root is None:
+            become_root(unit)  # before units inside take themselves for the outermost ones
         return method(*args, **kwargs)
 
     return call
@@ -68,7 +67,7 @@ class RefusesOtherWrappers:
         Warns:
             UserWarning: accelerate takes this process for the only one, which the model is not sharded over.
         """
-        size = self._groups.carriers.size  # type: ignore[attr-defined]
+        size = self._unit.groups.carriers.size  # type: ignore[attr-defined]
         accelerate = sys.modules.get("accelerate")
         if accelerate is not None and size > 1 and accelerate.PartialState().num_processes == 1:
             warnings.warn(
@@ -79,7 +78,7 @@ class RefusesOtherWrappers:
         return False
 
 
-def refuse_ddp_around(wrapper: FullyShardedDataParallel) -> None:
+def refuse_ddp_around(unit: ShardedUnit) -> None:
     """Called when a wrapper is asked for parameters of its own: torch's DistributedDataParallel asks all modules.
 
     Raises:
@@ -89,9 +88,9 @@ def refuse_ddp_around(wrapper: FullyShardedDataParallel) -> None:
     if found is None:
         return
     model, ignored = found
-    name = next((name for name, module in model.named_modules() if module is wrapper), "")
-    plain = wrapper._ignored.params
-    sharded = [inner for inner, param in wrapper.named_parameters(prefix=name) if param not in plain]
+    name = next((name for name, module in model.named_modules() if module is unit.wrapper), "")
+    plain = unit.ignored.params
+    sharded = [inner for inner, param in unit.wrapper.named_parameters(prefix=name) if param not in plain]
     taken = [inner for inner in sharded if inner not in ignored]
     if taken:
         raise EngineError(

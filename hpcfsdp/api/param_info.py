@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.errors import EngineError
+from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.wrappers import clean_fqn
 
 
@@ -48,9 +48,9 @@ def param_info(model: nn.Module) -> dict[str, ParamInfo]:
     """
     names: dict[nn.Module, tuple[str, ...]] = {}
     sharded: dict[tuple[nn.Module, str], tuple[torch.Size, torch.dtype, nn.Parameter, nn.Parameter]] = {}
-    for wrapper in FullyShardedDataParallel.fsdp_modules(model):
-        names.update(wrapper._param_names)
-        for group, flat in zip(wrapper._own.groups, wrapper._unit.flats, strict=True):
+    for unit in units_in(model):
+        names.update(unit.param_names)
+        for group, flat in zip(unit.own.groups, unit.flats, strict=True):
             for entry, slot in zip(group, flat.layout.slots, strict=True):
                 stepped = entry.param if flat.use_orig_params else flat.parameter
                 found = torch.Size(slot.whole_shape), flat.layout.dtype, stepped, entry.param

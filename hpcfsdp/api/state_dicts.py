@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,22 +18,19 @@ from torch.distributed.fsdp import (
 
 from hpcfsdp import _compat
 from hpcfsdp.launch.calls import public_call
+from hpcfsdp.sharded.unit import ShardedUnit
+from hpcfsdp.state import settings
+from hpcfsdp.state.load import load_model
+from hpcfsdp.state.optim import load as load_optimizer, rekey, save as save_optimizer
+from hpcfsdp.state.save import save_model
+from hpcfsdp.state.transfer import Form
+from hpcfsdp.state.within import LoadWithin
 
 
 class StateDictMethods:
     """What the wrapper inherits."""
 
-    _state_dict_settings: StateDictSettings
-    _buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype]
-    """Of buffers that mixed precision has cast, by module and name, what they were before."""
-
-    def _prepare_state_dicts(self) -> None:
-        """Called by the constructor."""
-        from hpcfsdp.state.settings import default_settings
-
-        self._state_dict_settings = default_settings()
-        self._buffer_dtypes = {}
-        self.register_load_state_dict_post_hook(load_when_known)  # type: ignore[attr-defined]
+    _unit: ShardedUnit
 
     @public_call("state_dict")
     def state_dict(
@@ -65,10 +62,9 @@ class StateDictMethods:
                 ``LOCAL_STATE_DICT`` with a ``device_mesh``.
             Exception: on every rank of the replica, what a hook has raised on one; elsewhere as an ``HpcfsdpError``.
         """
-        from hpcfsdp.state.save import save
 
         destination, prefix, keep_vars = (*args, *(destination, prefix, keep_vars)[len(args) :])
-        return save(self, destination, prefix, keep_vars=keep_vars)  # type: ignore[arg-type]
+        return save_model(self._unit, destination, prefix, keep_vars=keep_vars)
 
     @public_call("load_state_dict")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -99,9 +95,8 @@ class StateDictMethods:
                 readable values (meta, sparse, quantized), or ranks pass different ones. It is a ``RuntimeError``, too.
             Exception: on every rank, what a module has raised on one; elsewhere as an ``HpcfsdpError``.
         """
-        from hpcfsdp.state.load import load_model
 
-        return load_model(self, state_dict, strict=strict, assign=assign)  # type: ignore[arg-type]
+        return load_model(self, state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(
         self,
@@ -113,12 +108,11 @@ class StateDictMethods:
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Called by a module around this one that loads a state dict; see ``load_when_known``."""
-        from hpcfsdp.state.within import LoadWithin
+        """Called by a module around this one that loads a state dict; see ``state.later``."""
 
         del strict  # always True here: the module around this one knows
         waiting = LoadWithin(
-            self,  # type: ignore[arg-type]
+            self._unit,
             state_dict,
             prefix,
             local_metadata,
@@ -147,9 +141,8 @@ class StateDictMethods:
             TypeError: there is no such kind.
             StateDictError: a configuration is one of another kind, or there is no unit.
         """
-        from hpcfsdp.state.settings import set_kind
 
-        return set_kind(module, state_dict_type, state_dict_config, optim_state_dict_config)[0][1]
+        return settings.set_kind(module, state_dict_type, state_dict_config, optim_state_dict_config)[0][1]
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
@@ -158,27 +151,18 @@ class StateDictMethods:
         Raises:
             StateDictError: they are not set alike, or there are none.
         """
-        from hpcfsdp.state.settings import settings_of
 
-        return settings_of(module)
+        return settings.settings_of(module)
 
     @staticmethod
-    @contextlib.contextmanager
     def state_dict_type(
         module: nn.Module,
         state_dict_type: StateDictType,
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> Iterator[None]:
+    ) -> contextlib.AbstractContextManager[None]:
         """A context in which ``set_state_dict_type`` holds; after it each unit is set as before, whatever happened."""
-        from hpcfsdp.state.settings import set_kind
-
-        before = set_kind(module, state_dict_type, state_dict_config, optim_state_dict_config)
-        try:
-            yield
-        finally:
-            for unit, settings in before:
-                unit._state_dict_settings = settings
+        return settings.state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
     @public_call("full_optim_state_dict")
@@ -198,11 +182,9 @@ class StateDictMethods:
 
         Returns, raises: see ``optim_state_dict``.
         """
-        from hpcfsdp.state.optim import save
-        from hpcfsdp.state.transfer import Form
 
         form = Form(rank0_only=rank0_only, offload_to_cpu=True)
-        return save.optim_state_dict(model, optim, form=form, optim_input=optim_input, group=group)
+        return save_optimizer.optim_state_dict(model, optim, form=form, optim_input=optim_input, group=group)
 
     @staticmethod
     @public_call("sharded_optim_state_dict")
@@ -211,11 +193,9 @@ class StateDictMethods:
 
         Returns, raises: see ``optim_state_dict``.
         """
-        from hpcfsdp.state.optim import save
-        from hpcfsdp.state.transfer import Form
 
         form = Form(sharded=True, offload_to_cpu=True)
-        return save.optim_state_dict(model, optim, form=form, group=group)
+        return save_optimizer.optim_state_dict(model, optim, form=form, group=group)
 
     @staticmethod
     @public_call("shard_full_optim_state_dict")
@@ -232,9 +212,8 @@ class StateDictMethods:
 
         Returns, raises: see ``optim_state_dict_to_load``.
         """
-        from hpcfsdp.state.optim import load
 
-        return load.optim_state_dict_to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
+        return load_optimizer.optim_state_dict_to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
 
     @staticmethod
     @public_call("flatten_sharded_optim_state_dict")
@@ -245,9 +224,8 @@ class StateDictMethods:
 
         Returns, raises: see ``optim_state_dict_to_load``.
         """
-        from hpcfsdp.state.optim import load
 
-        return load.optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
+        return load_optimizer.optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
     @public_call("scatter_full_optim_state_dict")
@@ -267,9 +245,8 @@ class StateDictMethods:
 
         Returns, raises: see ``optim_state_dict_to_load``.
         """
-        from hpcfsdp.state.optim import load
 
-        return load.optim_state_dict_to_load(
+        return load_optimizer.optim_state_dict_to_load(
             model, optim, full_optim_state_dict, rank0_only=True, optim_input=optim_input, group=group
         )
 
@@ -294,7 +271,6 @@ class StateDictMethods:
         Raises:
             StateDictError: names and numbers are mixed, or are not those of the model and the optimizer.
         """
-        from hpcfsdp.state.optim import rekey
 
         return rekey.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
 
@@ -327,9 +303,8 @@ class StateDictMethods:
                 units or ranks are set differently; state has no readable values (meta, sparse, quantized).
             Exception: on every rank, what a hook of the optimizer has raised on one; elsewhere as an ``HpcfsdpError``.
         """
-        from hpcfsdp.state.optim import save
 
-        return save.optim_state_dict(model, optim, optim_state_dict, group=group)
+        return save_optimizer.optim_state_dict(model, optim, optim_state_dict, group=group)
 
     @staticmethod
     @public_call("optim_state_dict_to_load")
@@ -359,45 +334,10 @@ class StateDictMethods:
             StateDictError: on all ranks, if it belongs to another model, lacks state that the optimizer has, has
                 tensors of other shapes than the parameters, groups of other parameters, or differs between ranks.
         """
-        from hpcfsdp.state.optim import load
 
-        found = load.optim_state_dict_to_load(
+        found = load_optimizer.optim_state_dict_to_load(
             model, optim, optim_state_dict, rank0_only=None, is_named_optimizer=is_named_optimizer, group=group
         )
         if load_directly:
             optim.load_state_dict(found)
         return found
-
-
-@public_call("load_state_dict")
-def load_when_known(wrapper: Any, _incompatible_keys: Any) -> None:
-    """Read a unit's part, if a module around it loads a state dict; all units are loaded at the end of that.
-
-    Torch calls it when it has been through all that is inside of the unit, the first of hooks.
-    """
-    from hpcfsdp.state.within import load_later
-
-    within = wrapper.__dict__.pop("_load_within", None)
-    if within is not None:
-        waiting, root, call = within
-        waiting.read()
-        load_later(waiting, root, call)
-
-
-WAITING = "_hpcfsdp_waiting"
-"""Where a module that loads a state dict keeps the units inside of it that are to be loaded."""
-
-
-@public_call("load_state_dict")
-def load_waiting(root: nn.Module, _incompatible_keys: Any) -> None:
-    """Collective over the ranks of the units in `root`, when it has loaded a state dict. Load them, all or none.
-
-    A hook that stays, for torch is going through the hooks when it is called.
-    """
-    waiting = root.__dict__.pop(WAITING, None)
-    if waiting is not None:
-        waiting.load()
-
-
-OWN_HOOKS = (load_when_known, load_waiting)
-"""Hooks for the time after loading that are this package's."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,22 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from hpcfsdp import _compat, env
-from hpcfsdp.api import copying, policies, precision, unshard
-from hpcfsdp.api.arguments import check_module, check_readers, check_types, target_device, warn_of_container
 from hpcfsdp.api.attributes import PublicAttributes
-from hpcfsdp.api.build import make_unit, sync_values, warn_of_units
-from hpcfsdp.api.eval_precision import follow_eval_mode
-from hpcfsdp.api.flatten import move_outside, own_params
-from hpcfsdp.api.groups import Groups, TensorRanks, resolve_groups
-from hpcfsdp.api.guard import guard_modules, refuse_mistakes
-from hpcfsdp.api.ignored import resolve_ignored
-from hpcfsdp.api.materialize import materialize
 from hpcfsdp.api.misuse import PAST_FORWARD, RefusesOtherWrappers, guarded, refuse_ddp_around
-from hpcfsdp.api.same_model import check_same_model
-from hpcfsdp.api.stale import watch_optimizers, watch_root
 from hpcfsdp.api.state_dicts import StateDictMethods
-from hpcfsdp.api.tensor_parallel import check_apart, replicated_grad, with_tensor_ranks
-from hpcfsdp.api.unshard import WRAPPED
 from hpcfsdp.comm import Communicator, raise_together_over
 from hpcfsdp.engine.clip import clip_grad_norm
 from hpcfsdp.engine.phase import Phase
@@ -39,10 +24,23 @@ from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.gradient import note_unchanged
 from hpcfsdp.flat.names import get_root_modules
-from hpcfsdp.flat.sync import sync_params_and_buffers
 from hpcfsdp.launch import calls
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.world import current_world
+from hpcfsdp.sharded import copying, policies, precision, unshard
+from hpcfsdp.sharded.arguments import check_module, check_readers, check_types, target_device, warn_of_container
+from hpcfsdp.sharded.build import join_tensor_ranks, make_unit, sync_values, warn_of_units
+from hpcfsdp.sharded.eval_precision import follow_eval_mode
+from hpcfsdp.sharded.flatten import move_outside, own_params
+from hpcfsdp.sharded.groups import Groups, resolve_groups
+from hpcfsdp.sharded.guard import guard_modules, refuse_mistakes
+from hpcfsdp.sharded.ignored import resolve_ignored
+from hpcfsdp.sharded.materialize import materialize
+from hpcfsdp.sharded.root import become_root
+from hpcfsdp.sharded.stale import watch_optimizers
+from hpcfsdp.sharded.tensor_parallel import replicated_grad, with_tensor_ranks
+from hpcfsdp.sharded.unit import WRAPPED, units_in
+from hpcfsdp.state.later import load_when_known
+from hpcfsdp.state.settings import default_settings
 
 
 class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDictMethods, nn.Module):
@@ -110,52 +108,38 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
     ) -> None:
         super().__init__()
         watch_optimizers()
-        check_module(module, FullyShardedDataParallel)
+        check_module(module)
         check_types(cpu_offload, mixed_precision, backward_prefetch)
         groups = resolve_groups(process_group, device_mesh, sharding_strategy)
-        self._ignored = resolve_ignored(
-            module,
-            ignored_modules,
-            ignored_states,
-            stop_at=FullyShardedDataParallel,
-            inherited=[wrapper._ignored for wrapper in self.fsdp_modules(module)],
-        )
+        ignored = resolve_ignored(module, ignored_modules, ignored_states)
         if not isinstance(process_group, Groups):  # those of an outer unit, which has looked at all of the model
-            name, left = type(module).__name__, self._ignored.params
-            groups = with_tensor_ranks(groups, module, self.fsdp_modules(module), name, left)
-        self._groups = groups
+            meshes = {unit.name: unit.groups.tensor.mesh for unit in units_in(module) if unit.groups.tensor is not None}
+            groups = with_tensor_ranks(groups, module, meshes, type(module).__name__, ignored.params)
         self._show(
-            mixed_precision=mixed_precision,
             cpu_offload=cpu_offload,
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
         )
         self._full_in_eval = env.full_precision_in_eval()
-        self._computes_in_full = False
-        self._prepare_state_dicts()
-        self._root: Root | None = None  # of all units under the outermost one; made when that is first called
-        self._is_root = False
-        self._use_orig_params = use_orig_params
-        self._offload = cpu_offload is not None and cpu_offload.offload_params
+        self.register_load_state_dict_post_hook(load_when_known)
         device = target_device(process_group, device_mesh, device_id)
         fresh = functools.partial(
             materialize,
             module,
             device=device or torch.device("cpu"),
             param_init_fn=param_init_fn,
-            stop_at=FullyShardedDataParallel,
-            ignored=self._ignored,
+            ignored=ignored,
             values_count=not sync_module_states,
         )
         if device is not None:
-            move_outside(module, device, stop_at=FullyShardedDataParallel, ignored=self._ignored)
+            move_outside(module, device, ignored=ignored)
         made = [] if auto_wrap_policy is not None else fresh()
         if auto_wrap_policy is not None:
             self._wrap_children(
                 module,
                 auto_wrap_policy,
-                process_group=self._groups,
+                process_group=groups,
                 cpu_offload=cpu_offload,
                 backward_prefetch=backward_prefetch,
                 mixed_precision=mixed_precision,
@@ -165,35 +149,45 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
                 forward_prefetch=forward_prefetch,
                 limit_all_gathers=limit_all_gathers,
                 use_orig_params=use_orig_params,
-                ignored_states=self._ignored,
+                ignored_states=ignored,
             )
             made = fresh()
-        check_readers(module, FullyShardedDataParallel)
+        check_readers(module)
         apart = precision.ignored_classes(mixed_precision)
-        in_full = precision.find_full_precision(module, apart, stop_at=FullyShardedDataParallel)
+        in_full = precision.find_full_precision(module, apart)
         self._fsdp_wrapped_module = module
-        with raise_together_over(self._groups.connecting()):
-            self._own = own_params(
-                module, stop_at=FullyShardedDataParallel, ignored=self._ignored, apart=apart, tensor=self._groups.tensor
-            )
-        if self._own.groups:
+        with raise_together_over(groups.connecting()):
+            own = own_params(module, ignored=ignored, apart=apart, tensor=groups.tensor)
+        if own.groups:
             warn_of_container(module)
-        outside = dict.fromkeys(precision.modules_outside(module, stop_at=FullyShardedDataParallel))
-        self._param_names = {inner: tuple(inner._parameters) for inner in outside}  # in the order of the plain model
+        outside = dict.fromkeys(precision.modules_outside(module))
+        param_names = {inner: tuple(inner._parameters) for inner in outside}  # in the order of the plain model
         if sync_module_states:
-            sync_values(self._own, self._comms(), self._groups)
-        # Another module may take the place of the wrapped one later, say a checkpoint wrapper around it.
-        self.__dict__["_flat_owner"] = module
-        self._unit, self._differing = make_unit(self, apart, None if sync_module_states else frozenset(made))
-        guard_modules(self)
+            sync_values(own, groups)
+        unit = make_unit(
+            self,
+            module,
+            groups=groups,
+            own=own,
+            ignored=ignored,
+            use_orig_params=use_orig_params,
+            offload=cpu_offload is not None and cpu_offload.offload_params,
+            mixed_precision=mixed_precision or MixedPrecision(),
+            full_precision=apart,
+            made=None if sync_module_states else frozenset(made),
+        )
+        unit.param_names, unit.state_dict_settings = param_names, default_settings()
+        unit.prefetch_forward = forward_prefetch
+        if backward_prefetch is not None:
+            unit.prefetch_backward = "pre" if backward_prefetch is BackwardPrefetch.BACKWARD_PRE else "post"
+        self._unit = unit
+        guard_modules(unit)
         precision.keep_full_precision(in_full)
-        self._apart = apart
-        if self._groups.tensor is not None:
-            for inner in self.fsdp_modules(module):  # those that have no part in it, and were made before
-                if inner._groups.tensor is None:
-                    inner._join(self._groups.tensor, sync_module_states=sync_module_states)
+        for inner in units_in(module):  # those that have no part in tensor parallelism, and were made before
+            if groups.tensor is not None and inner.groups.tensor is None:
+                join_tensor_ranks(inner, groups.tensor, sync_module_states=sync_module_states)
         if not isinstance(process_group, Groups):  # one warning for all units that this call has made
-            self._differing = warn_of_units(self, stacklevel=3)
+            warn_of_units(self, stacklevel=3)
 
     @property
     def module(self) -> nn.Module:
@@ -202,20 +196,15 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
 
     # What follows has names with an underscore, for others are looked up in the wrapped module.
 
-    @property
-    def _comm(self) -> Communicator:
-        """All ranks of this wrapper, replicas too; only the shards of hybrid groups that do not make up the world."""
-        return self._groups.everyone or self._groups.shard
-
     @_compat.run_as_written
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Collective over the process group. Run the wrapped module with gathered parameters."""
         compiler = _compat.set_compiler(None)  # torch.compile may work on what is inside, not on the engine
         outermost = calls.begin(f'forward of "{self._unit.name}"')
         try:
-            root = self._root or self._become_root()
+            root = self._unit.root or become_root(self._unit)
             if self._full_in_eval and not root.is_busy:
-                follow_eval_mode(self, self.fsdp_modules(self))
+                follow_eval_mode(self._unit)
             return root.forward(self._unit, self._fsdp_wrapped_module, args, kwargs, compiler)
         finally:
             calls.end(outermost)
@@ -224,9 +213,9 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
     @public_call("check_is_root")
     def check_is_root(self) -> bool:
         """Whether this wrapper is the outermost one; decides it, if nothing has been called yet."""
-        if self._root is None:
-            self._become_root()
-        return self._is_root
+        if self._unit.root is None:
+            become_root(self._unit)
+        return self._unit.is_root
 
     @contextlib.contextmanager
     @public_call("no_sync")
@@ -258,22 +247,22 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         """
         root = self._as_root("clip_grad_norm_")
         if root.holds_grads:
-            with raise_together_over(self._groups.connecting()):
+            with raise_together_over(self._unit.groups.connecting()):
                 root.refuse_held("clip_grad_norm_")
-        num_ranks = self._groups.shard.size * self._groups.num_replicas
-        tensor = self._groups.tensor
+        groups = self._unit.groups
+        num_ranks, tensor = groups.shard.size * groups.num_replicas, groups.tensor
         num_blocks = 1 if tensor is None else tensor.comm.size
         shares: dict[int, list[torch.Tensor]] = {}
         params: dict[nn.Parameter, None] = {}
         managed: set[nn.Parameter] = set()
-        for wrapper in self.fsdp_modules(self):
-            inner = wrapper._groups
+        for unit in units_in(self):
+            inner = unit.groups
             if inner.shard.size * inner.num_replicas > num_ranks:
                 raise EngineError(
-                    f"{wrapper._unit.name} is sharded over more ranks than the root ({num_ranks}), which cannot know "
+                    f"{unit.name} is sharded over more ranks than the root ({num_ranks}), which cannot know "
                     "the norm of all gradients: wrap the root over all ranks"
                 )
-            for flat in wrapper._unit.flats:
+            for flat in unit.flats:
                 managed.update((flat.parameter, *flat.leaves))
                 params.update(dict.fromkeys(flat.leaves if flat.use_orig_params else (flat.parameter,)))
                 for copies, grad in flat.grad_parts(num_blocks):
@@ -284,7 +273,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
                 if param.grad is not None:
                     copies, grad = replicated_grad(param, tensor)
                     shares.setdefault(num_ranks * copies, []).append(grad)
-        norm = clip_grad_norm(list(params), shares.items(), self._groups.connecting(), max_norm, norm_type)
+        norm = clip_grad_norm(list(params), shares.items(), groups.connecting(), max_norm, norm_type)
         for param in params:
             note_unchanged(param.grad)
         return norm
@@ -304,10 +293,10 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         if not callable(hook):
             raise TypeError(f"a communication hook must be a function, not {type(hook).__name__}")
         self._as_root("register_comm_hook")
-        wrappers = self.fsdp_modules(self)
-        if any(wrapper._groups.is_hybrid for wrapper in wrappers):
+        units = units_in(self)
+        if any(unit.groups.is_hybrid for unit in units):
             raise EngineError("communication hooks are not supported under hybrid strategies, which reduce twice")
-        grads = [grad for wrapper in wrappers for grad in wrapper._unit.grads]
+        grads = [grad for unit in units for grad in unit.grads]
         if any(grad.comm_hook is not None for grad in grads):
             raise EngineError("a communication hook is registered already")
         for grad in grads:
@@ -335,7 +324,6 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         """Collective over the process group. A context in which parameters are whole, see ``api.unshard``."""
         return unshard.unshard_params(
             module,
-            FullyShardedDataParallel,
             recurse=recurse,
             writeback=writeback,
             rank0_only=rank0_only,
@@ -354,7 +342,6 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         """Collective over the process group, at each turn. The units one by one, whole, see ``api.unshard``."""
         return unshard.walk_full_params(
             module,
-            FullyShardedDataParallel,
             writeback=writeback,
             rank0_only=rank0_only,
             offload_to_cpu=offload_to_cpu,
@@ -386,7 +373,8 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             yield (name.replace(f"{WRAPPED}.", "") if summoned else name), tensor
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        for flat in (flat for wrapper in self.fsdp_modules(self) for flat in wrapper._unit.flats):
+        flats = [flat for unit in units_in(self) for flat in unit.flats]
+        for flat in flats:
             probe = torch.empty(0, dtype=flat.parameter.dtype, device=flat.device)
             after = fn(probe)
             if after.device != probe.device or after.dtype != probe.dtype:
@@ -394,7 +382,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
                     f"a sharded model cannot be moved or cast as a whole (from {probe.device}, {probe.dtype} to "
                     f"{after.device}, {after.dtype}): move or cast the module before wrapping it, or pass device_id"
                 )
-        managed = {p for w in self.fsdp_modules(self) for flat in w._unit.flats for p in (flat.parameter, *flat.leaves)}
+        managed = {param for flat in flats for param in (flat.parameter, *flat.leaves)}
         for module in self.modules():
             if not isinstance(module, FullyShardedDataParallel):
                 nn.Module._apply(module, lambda t: t if t in managed else fn(t), recurse=False)
@@ -411,13 +399,13 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch.distributed.checkpoint: the wrapped module's name is in no FQN, and ``module`` is not one in it."""
-        refuse_mistakes(self)
+        refuse_mistakes(self._unit)
         return {"module": WRAPPED}
 
     @public_call("copy.deepcopy")
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         """Collective over the ranks of the model. A copy that shares process groups alone, see ``api.copying``."""
-        return copying.copy_wrapper(self, memo)
+        return copying.copy_wrapper(self._unit, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EngineError(
@@ -434,19 +422,16 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
     def __len__(self) -> int:
         return len(self._fsdp_wrapped_module)
 
-    def _comms(self) -> list[Communicator]:
-        """The communicators that together connect all ranks."""
-        return [comm for comm in (self._groups.shard, self._groups.replicate) if comm is not None and comm.size > 1]
-
     def _as_root(self, what: str) -> Root:
         """The units under this one, at rest.
 
         Raises:
             EngineError: it is not the root, or some unit is at work; with `what` the user has called.
         """
-        if self._root is not None and not self._is_root:
+        unit = self._unit
+        if unit.root is not None and not unit.is_root:
             raise EngineError(f"{what} is to be called on the root FullyShardedDataParallel")
-        root = self._root or self._become_root()
+        root = unit.root or become_root(unit)
         root.recover()
         busy = [unit for unit in root.units if unit.phase is not Phase.IDLE]
         if busy:
@@ -454,13 +439,14 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         return root
 
     def _wrap_children(self, module: nn.Module, policy: Any, **arguments: Any) -> None:
-        if FullyShardedDataParallel.fsdp_modules(module):
+        if units_in(module):
             raise ValueError(
                 f"auto_wrap_policy was given for a {type(module).__name__} that holds FullyShardedDataParallel modules "
                 "already: wrap either by hand or by policy"
             )
-        chosen = policies.choose_units(module, policy, self._ignored)
-        policies.check_ties(module, chosen, self._ignored)
+        ignored = arguments["ignored_states"]
+        chosen = policies.choose_units(module, policy, ignored)
+        policies.check_ties(module, chosen, ignored)
         for child, own_arguments in chosen.items():
             wrapped = FullyShardedDataParallel(child, **{**arguments, **own_arguments})
             # A module may be registered in several places: each of them gets the one wrapper.
@@ -468,64 +454,6 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
                 for name, registered in parent._modules.items():
                     if registered is child and parent is not wrapped:
                         parent._modules[name] = wrapped
-
-    def _join(self, tensor: TensorRanks, *, sync_module_states: bool) -> None:
-        """Collective over the unit's ranks, and over those that are parallel over tensors, which all have it whole."""
-        groups, flats = replace(self._groups, tensor=tensor), self._unit.flats
-        sharing = groups.all_global_ranks()
-        with raise_together_over(groups.connecting()):
-            check_apart(f"the unit around {self._unit.name}", tensor.mesh, self._unit.name, sharing)
-        trained = [flat.requires_grad for flat in flats]
-        with raise_together_over(self._groups.connecting()):
-            names = groups.names_of(tensor.comm)
-            check_same_model(tensor.comm, [flat.layout for flat in flats], trained, names)
-        if sync_module_states:
-            shards = [flat.parameter.data.clone() for flat in flats]  # where memory is shared nothing may be received
-            sync_params_and_buffers(tensor.comm, [*shards, *self._own.buffers_alike])
-            for flat, shard in zip(flats, shards, strict=True):
-                flat.parameter.data.copy_(shard)
-        self._groups = groups
-
-    @torch.inference_mode(False)  # of the first call: what is made here is used in training, too
-    @torch.no_grad()
-    def _become_root(self) -> Root:
-        wrappers = self.fsdp_modules(self)
-        # Of blocks the largest counts: all ranks come to the same number.
-        slots = [slot for wrapper in wrappers for flat in wrapper._unit.flats for slot in flat.layout.slots]
-        numel = sum(slot.numel if slot.block is None else slot.block.largest_numel for slot in slots)
-        if 0 < numel < self._groups.shard.size:
-            raise EngineError(
-                f"the model has {numel} parameter element(s) for {self._groups.shard.size} ranks: nothing to shard for "
-                "some of them; start fewer ranks or use a larger model"
-            )
-        names = {inner: name for name, inner in self.named_modules()}
-        cast_buffers: dict[torch.Tensor, torch.Tensor] = {}
-        # A module in several units has its buffers cast once, and a unit may have been a root before.
-        dtypes = {place: dtype for wrapper in wrappers for place, dtype in wrapper._buffer_dtypes.items()}
-        for wrapper in wrappers:
-            mixed, unit = wrapper.mixed_precision, wrapper._unit
-            wrapper._is_root = wrapper is self
-            unit.name = names[wrapper].replace(f"{WRAPPED}.", "").replace(WRAPPED, "") or unit.name
-            unit.inside = frozenset(inner._unit for inner in self.fsdp_modules(wrapper) if inner is not wrapper)
-            cast_inputs = mixed.cast_root_forward_inputs if wrapper is self else mixed.cast_forward_inputs
-            unit.input_dtype = mixed.param_dtype if cast_inputs else None
-            if mixed.buffer_dtype is not None:
-                before = precision.cast_buffers(
-                    wrapper.module,
-                    mixed.buffer_dtype,
-                    wrapper._apart,
-                    stop_at=FullyShardedDataParallel,
-                    ignored=wrapper._ignored.buffers,
-                    cast=cast_buffers,
-                )
-                dtypes = {**before, **dtypes}
-        label = self._comm.broadcast_object(uuid.uuid4().hex)
-        root = Root([wrapper._unit for wrapper in wrappers], self._comm, label, host=_host_of(self._comm))
-        watch_root(root)
-        for wrapper in wrappers:
-            wrapper._root = root
-            wrapper._buffer_dtypes = dtypes
-        return root
 
 
 def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
@@ -536,11 +464,3 @@ def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
     for child in module.children():
         _apply_below(child, fn)
     fn(module)
-
-
-def _host_of(comm: Communicator) -> Communicator | None:
-    """What connects the same ranks through host memory, None if there is nothing."""
-    if comm.device.type == "cpu":
-        return comm
-    world = current_world()
-    return world.host if world is not None and comm is world.communicator else None

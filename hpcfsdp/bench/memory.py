@@ -28,6 +28,7 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.agree import raise_together
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import HpcfsdpError
+from hpcfsdp.launch import rendezvous
 from hpcfsdp.train.model import Block
 from hpcfsdp.world import World
 
@@ -224,8 +225,6 @@ def _sample(order: _Order, group: Any, comm: Communicator) -> _Samples:
 
 def _sample_elsewhere(order: _Order, world: World) -> _Samples:
     """Collective over all ranks. ``_sample`` in processes that this one and its peers start."""
-    from hpcfsdp.launch import rendezvous
-
     store, address = rendezvous.open_store(world.comm, single_node=world.num_nodes == 1, timeout_s=_STORE_TIMEOUT_S)
     given = {**asdict(order), "store": (address, store.port)}
     with raise_together(world.host):

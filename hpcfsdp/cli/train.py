@@ -9,6 +9,8 @@ from typing import Any
 
 from hpcfsdp import config as configuration, env
 from hpcfsdp.errors import HpcfsdpError
+from hpcfsdp.launch.bootstrap import load_mpi
+from hpcfsdp.launch.signals import StopRequest
 from hpcfsdp.train.config import RunConfig
 
 EXIT_RUN_AGAIN = 75
@@ -21,11 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     """Collective over all processes of the job. Train; the exit code is the same on every rank."""
     if {"-h", "--help", "--print_config"} & set(arguments):
         configuration.parse(RunConfig, arguments, prog=_PROG)
-    from hpcfsdp.launch.bootstrap import load_mpi
-
-    mpi = load_mpi()  # before torch, which everything below imports
-    from hpcfsdp.launch.signals import StopRequest
-
+    mpi = load_mpi()
     comm = mpi.COMM_WORLD
     with StopRequest() as stop:
         try:
@@ -37,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _train(arguments: Sequence[str], comm: Any, stop: Any) -> int:
-    import hpcfsdp
+    from hpcfsdp import world as worlds  # from here on torch, which MPI has to come before
     from hpcfsdp.comm.agree import raise_together
     from hpcfsdp.comm.mpi import MpiCommunicator
     from hpcfsdp.observe import log
@@ -49,12 +47,12 @@ def _train(arguments: Sequence[str], comm: Any, stop: Any) -> int:
             log.set_up(comm.rank, comm.size, env.host_name(), Path(config.run_dir, "logs"))
         except OSError as error:
             raise HpcfsdpError(f"run_dir {config.run_dir}: cannot write there: {error.strerror}") from error
-    world = hpcfsdp.init(None if config.device == "auto" else config.device)
+    world = worlds.init(None if config.device == "auto" else config.device)
     try:
         outcome = train(config, world, stop)
         if world.rank == 0 and outcome.held_out is not None:
             print(_summary(config, outcome))
-        hpcfsdp.finalize()
+        worlds.finalize()
         return EXIT_RUN_AGAIN if outcome.signal else 0
     finally:
         log.close()
@@ -78,7 +76,7 @@ def _end_together(error: HpcfsdpError, comm: Any) -> int:
         # A launcher may kill the other ranks as soon as one ends with an error: not before the message is out.
         comm.Barrier()
     else:
-        from hpcfsdp.launch.abort import abort
+        from hpcfsdp.launch.abort import abort  # loads torch
 
         abort(str(error), error.exit_code)
     return error.exit_code

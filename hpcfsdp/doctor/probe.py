@@ -19,6 +19,7 @@ from typing import Any
 from hpcfsdp.doctor import installed
 from hpcfsdp.doctor.child import DUMP_SIGNAL
 from hpcfsdp.errors import LaunchError
+from hpcfsdp.launch.bootstrap import load_mpi
 
 _PR_SET_PDEATHSIG = 1
 
@@ -58,8 +59,6 @@ def main(arguments: list[str]) -> None:
 def _with_mpi(report: Report, limit_s: float) -> None:
     report.say(stage="initialising MPI")
     try:
-        from hpcfsdp.launch.bootstrap import load_mpi
-
         mpi = load_mpi()  # before torch, which Cray systems want
     except (ImportError, RuntimeError) as error:
         report.say(mpi_error={"kind": type(error).__name__, "text": str(error)})
@@ -72,7 +71,7 @@ def _with_mpi(report: Report, limit_s: float) -> None:
     if mpi.COMM_WORLD.rank == 0:
         for facts in installed.steps(initialise_mpi=True):
             report.say(**facts)
-    from hpcfsdp.doctor import ranks
+    from hpcfsdp.doctor import ranks  # loads torch, which MPI has to come before
 
     for facts in ranks.steps(limit_s):
         report.say(**facts)

@@ -15,8 +15,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from hpcfsdp.api.groups import Groups
 from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor
 from hpcfsdp.tensor.move import MovePlan, batches, move
 from hpcfsdp.tensor.runs import Box, Run, cut_runs, own_runs, run_boxes, shard_runs, whole_box

@@ -22,16 +22,17 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from hpcfsdp.api.taken import unit_fqn
-from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.launch.calls import public_call
+from hpcfsdp.sharded.taken import unit_fqn
+from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.load import load_model
 from hpcfsdp.state.optim import load, save
 from hpcfsdp.state.optim.keys import get_aliases, get_param_to_fqns
 from hpcfsdp.state.optim.values import same
 from hpcfsdp.state.ranks import Grid, ranks_of_model
+from hpcfsdp.state.settings import state_dict_type
 from hpcfsdp.state.transfer import Form
 from hpcfsdp.state.wrappers import clean_fqn
 
@@ -317,7 +318,7 @@ def _of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, given: Map
 
 
 def _is_ours(model: nn.Module) -> bool:
-    return bool(FullyShardedDataParallel.fsdp_modules(model))
+    return bool(units_in(model))
 
 
 def _checked(options: StateDictOptions | None) -> StateDictOptions:
@@ -342,7 +343,7 @@ def _state_dict_type(model: nn.Module, options: StateDictOptions) -> Iterator[No
             ShardedStateDictConfig(offload_to_cpu=offload, _use_dtensor=True),
             ShardedOptimStateDictConfig(offload_to_cpu=offload, _use_dtensor=True),
         )
-    with FullyShardedDataParallel.state_dict_type(model, *chosen):
+    with state_dict_type(model, *chosen):
         yield
 
 

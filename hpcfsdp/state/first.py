@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
-from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.errors import StateDictError
+from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.sources import is_extra_state
 from hpcfsdp.state.transfer import OnFirst
@@ -62,8 +62,8 @@ class First:
             TypeError: it is no state dict, on the first rank.
             Exception: on the first rank, what its mapping has raised; on others as a ``StateDictError``.
         """
-        units, ranks = FullyShardedDataParallel.fsdp_modules(self._module), ranks_of_model(self._module)
-        is_first = units[0]._groups.is_first
+        units, ranks = units_in(self._module), ranks_of_model(self._module)
+        is_first = units[0].groups.is_first
         self._rank = ranks.all_gather_object(is_first).index(True)
         blob, problem = None, None
         announced: dict[str, tuple[bool, Any]] = {}
@@ -80,7 +80,7 @@ class First:
             raise problem or StateDictError(f"rank {self._rank}: {wrong}")
         if not is_first:
             announced, metadata = _unpacked(blob, self._rank)
-        if any(unit._groups.is_first != is_first for unit in units):
+        if any(unit.groups.is_first != is_first for unit in units):
             raise StateDictError(
                 "one rank is to give the state dict to all, but units are sharded over groups with different first "
                 "ranks: pass the whole state dict on every rank"

@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import IncompatibleKeys, ShardedTensor
-from hpcfsdp.api import unshard
-from hpcfsdp.api.groups import Groups
-from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import HpcfsdpError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout, ParamSlot
 from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.sharded import unshard
+from hpcfsdp.sharded.groups import Groups
+from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name
 from hpcfsdp.state.first import FROM_FIRST, First, checked
 from hpcfsdp.state.model import has_extra_state
 from hpcfsdp.state.ranks import ranks_of_model
@@ -37,7 +37,7 @@ class Agreed(NamedTuple):
         names_differ: whether a rank has names on one side alone.
     """
 
-    units: list[FullyShardedDataParallel]
+    units: list[ShardedUnit]
     names_differ: bool
 
 
@@ -120,7 +120,7 @@ def agree(reading: Reading, read: Callable[[], None]) -> Agreed:
             unshard.check_at_rest(unit, "load_state_dict")
     if dist.is_initialized():
         for unit in reading.units:
-            unit._groups.source_ranks()  # known from here on, whatever this rank finds
+            unit.groups.source_ranks()  # known from here on, whatever this rank finds
     problem: Exception | None = None
     try:
         read()
@@ -156,11 +156,11 @@ def _difference(tables: list[dict[str, str]]) -> str:
 def commit(reading: Reading, first: First | None) -> None:
     """Collective over the ranks of the model. Copy what has been found."""
     for unit in reading.units:
-        for flat in unit._unit.flats:
+        for flat in unit.flats:
             if flat in reading.found:
                 _fill(reading.sharded[flat], flat, _one_slot(flat), [reading.found[flat]])
             else:
-                _fill(unit._groups, flat, flat.layout, [reading.found.get(leaf) for leaf in flat.leaves])
+                _fill(unit.groups, flat, flat.layout, [reading.found.get(leaf) for leaf in flat.leaves])
     with torch.no_grad():
         for target, source in reading.found.items():
             if target in reading.sharded:
@@ -230,9 +230,9 @@ def _undoing(reading: Reading) -> Callable[[], None]:
 
     Of non-persistent buffers it holds none: they are no part of a state dict.
     """
-    tensors = [flat.parameter.data for unit in reading.units for flat in unit._unit.flats]
+    tensors = [flat.parameter.data for unit in reading.units for flat in unit.flats]
     before = [(tensor, tensor.detach().clone()) for tensor in (*tensors, *reading.plain)]
-    inside = {module for unit in reading.units for module in unit.modules()}
+    inside = {module for unit in reading.units for module in unit.wrapper.modules()}
     registries: list[dict[str, Any]] = [module._buffers for module in reading.module.modules()]
     registries += [module._parameters for module in reading.module.modules() if module not in inside]
     held = [(registry, dict(registry)) for registry in registries]
@@ -272,5 +272,5 @@ def _fill(groups: Groups, flat: FlatParam, layout: FlatLayout, values: list[Any]
 def _one_slot(flat: FlatParam) -> FlatLayout:
     """The layout of a flat parameter as one parameter."""
     layout = flat.layout
-    slot = ParamSlot(unshard.flat_param_name(0), (flat_numel(layout),), 0)
+    slot = ParamSlot(flat_param_name(0), (flat_numel(layout),), 0)
     return FlatLayout((slot,), layout.dtype, layout.num_shards, layout.shard_numel)

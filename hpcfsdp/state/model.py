@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import nn
 
-from hpcfsdp.api.groups import Groups, Team
-from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.comm import Communicator, communicator_for
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.sharded.groups import Groups, Team
+from hpcfsdp.sharded.unit import ShardedUnit, unit_of
 from hpcfsdp.state.blocks import Blocks, FileForm
 from hpcfsdp.state.ranks import units_of
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor, unsharded
@@ -32,11 +32,11 @@ def communicator_of(model: nn.Module) -> Communicator:
     if not wrappers:
         return communicator_for(group_of(model), required=False)
     team = _largest_team(wrappers)
-    return team.comm if team is not None else wrappers[0]._groups.shard
+    return team.comm if team is not None else wrappers[0].groups.shard
 
 
-def _largest_team(wrappers: Iterable[FullyShardedDataParallel]) -> Team | None:
-    teams = [team for wrapper in wrappers if (team := wrapper._groups.team()) is not None]
+def _largest_team(wrappers: Iterable[ShardedUnit]) -> Team | None:
+    teams = [team for wrapper in wrappers if (team := wrapper.groups.team()) is not None]
     return max(teams, key=lambda team: team.comm.size, default=None)
 
 
@@ -47,20 +47,21 @@ def device_of(model: nn.Module) -> torch.device:
 
 def named_flat_params(
     model: nn.Module, name_of: Callable[[str, str], str] = _IN_STATE_DICTS
-) -> Iterator[tuple[FullyShardedDataParallel, FlatParam, FlatLayout]]:
+) -> Iterator[tuple[ShardedUnit, FlatParam, FlatLayout]]:
     """Each flat parameter, whose it is, and its layout under the names that parameters have in the whole model.
 
     Args:
         name_of: see ``FlatLayout.known_as``; by default the names that a state dict has.
     """
-    paths: dict[FullyShardedDataParallel, list[str]] = {}
+    paths: dict[ShardedUnit, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, FullyShardedDataParallel):
-            paths.setdefault(module, []).append(path)
-    for wrapper, known_as in paths.items():
-        for flat in wrapper._unit.flats:
+        unit = unit_of(module)
+        if unit is not None:
+            paths.setdefault(unit, []).append(path)
+    for unit, known_as in paths.items():
+        for flat in unit.flats:
             flat.take_back()  # what is read or written next is the shard, not what a user has put in its place
-            yield wrapper, flat, flat.layout.known_as(tuple(known_as), name_of)
+            yield unit, flat, flat.layout.known_as(tuple(known_as), name_of)
 
 
 def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, Groups]]:
@@ -72,15 +73,15 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, Group
     """
     largest = _largest_team(units_of(model))
     for wrapper, flat, layout in named_flat_params(model, CleanNames.of(model)):
-        if wrapper._unit.phase is Phase.SUMMON:
+        if wrapper.phase is Phase.SUMMON:
             raise CheckpointError(
-                f"{wrapper._unit.name}: its parameters are whole within summon_full_params, and what is changed there "
+                f"{wrapper.name}: its parameters are whole within summon_full_params, and what is changed there "
                 "is put back at its end: save and load outside of it"
             )
-        team = wrapper._groups.team()
+        team = wrapper.groups.team()
         if team is not None and (team.comm.size, team.comm.rank) != (largest.comm.size, largest.comm.rank):
             raise CheckpointError(
-                f"{wrapper._unit.name} has process groups of its own, over {team.comm.size} ranks, and the model is on "
+                f"{wrapper.name} has process groups of its own, over {team.comm.size} ranks, and the model is on "
                 f"{largest.comm.size}: its parameters may differ between groups, which one name in a file cannot tell; "
                 "save this unit apart from the others, or give all units the same ranks"
             )
@@ -89,7 +90,7 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, Group
                 "the model is sharded over a pair of process groups that do not make up the world: it is not known "
                 "which ranks hold it together; pass a device_mesh, or groups of all ranks"
             )
-        yield flat, layout, wrapper._groups
+        yield flat, layout, wrapper.groups
 
 
 def held_runs(layout: FlatLayout, fqn: str, groups: Groups) -> Runs:
@@ -142,7 +143,7 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
 
 def plain_tensors(model: nn.Module) -> dict[torch.Tensor, list[str]]:
     """Parameters that no unit owns, and persistent buffers, with all their names without those of wrappers."""
-    flats = [flat for wrapper in units_of(model) for flat in wrapper._unit.flats]
+    flats = [flat for wrapper in units_of(model) for flat in wrapper.flats]
     flat_shards = {shard for flat in flats for shard in (flat.parameter, *flat.leaves)}
     name_of = CleanNames.of(model)
     whole: dict[torch.Tensor, list[str]] = {}

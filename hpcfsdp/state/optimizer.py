@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpcfsdp.api.groups import Groups
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.state.blocks import Blocks, FileForm
 from hpcfsdp.state.model import flat_params, held_runs, shard_pieces
 from hpcfsdp.state.optim.compare import (

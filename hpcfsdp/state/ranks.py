@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from hpcfsdp.api.groups import Groups
-from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.comm import Communicator, communicator_for
 from hpcfsdp.errors import StateDictError
+from hpcfsdp.sharded.build import join_tensor_ranks
+from hpcfsdp.sharded.groups import Groups
+from hpcfsdp.sharded.unit import ShardedUnit, units_in
 
 
 class Grid:
@@ -41,17 +42,17 @@ class Grid:
         self._replicate.broadcast(tensor, replica)
 
 
-def units_of(model: nn.Module) -> list[FullyShardedDataParallel]:
+def units_of(model: nn.Module) -> list[ShardedUnit]:
     """Collective over the ranks of the model, the first time. Its units, outer ones first.
 
     Those that have nothing to do with tensor parallelism know of the ranks that others are parallel with, as they do
     where an outer unit holds them all.
     """
-    units = FullyShardedDataParallel.fsdp_modules(model)
-    tensor = next((unit._groups.tensor for unit in units if unit._groups.tensor is not None), None)
+    units = units_in(model)
+    tensor = next((unit.groups.tensor for unit in units if unit.groups.tensor is not None), None)
     for unit in units:
-        if tensor is not None and unit._groups.tensor is None:
-            unit._join(tensor, sync_module_states=False)
+        if tensor is not None and unit.groups.tensor is None:
+            join_tensor_ranks(unit, tensor, sync_module_states=False)
     return units
 
 
@@ -93,4 +94,4 @@ def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:
         )
     if group is not None:
         return communicator_for(group, required=True)
-    return ranks_of(max((unit._groups for unit in units), key=lambda groups: groups.num_ranks))
+    return ranks_of(max((unit.groups for unit in units), key=lambda groups: groups.num_ranks))

@@ -17,13 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from hpcfsdp import _compat
-from hpcfsdp.api import unshard
-from hpcfsdp.api.groups import Groups
-from hpcfsdp.api.state_dicts import OWN_HOOKS
-from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.sharded.groups import Groups
+from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name, unit_of, units_in
 from hpcfsdp.state.first import FROM_FIRST
+from hpcfsdp.state.later import OWN_HOOKS
 from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.registries import Incoming, New, Place, Registries
 from hpcfsdp.state.save import flat_numel, flat_params_shown, orig_params_shown, put_back
@@ -71,7 +70,7 @@ class Reading:
     found: dict[Any, Any] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     states: list[tuple[nn.Module, Any]] = field(default_factory=list)
-    hooks: dict[FullyShardedDataParallel, list[Hook]] = field(default_factory=dict)
+    hooks: dict[ShardedUnit, list[Hook]] = field(default_factory=dict)
     hooks_at_rest: list[Hook] = field(default_factory=list)
     replaced: list[tuple[Callable[[torch.Tensor], None], Incoming]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -84,8 +83,8 @@ class Reading:
     _is_empty: bool = False
 
     @property
-    def units(self) -> list[FullyShardedDataParallel]:
-        return FullyShardedDataParallel.fsdp_modules(self.module)
+    def units(self) -> list[ShardedUnit]:
+        return units_in(self.module)
 
     @functools.cached_property
     def sharded(self) -> dict[Any, Groups]:
@@ -95,9 +94,9 @@ class Reading:
         """
         found: dict[Any, Groups] = {}
         for unit in self.units:
-            for flat in unit._unit.flats:
-                found[flat] = replace(unit._groups, tensor=None)
-                found.update(dict.fromkeys(flat.leaves, unit._groups))
+            for flat in unit.flats:
+                found[flat] = replace(unit.groups, tensor=None)
+                found.update(dict.fromkeys(flat.leaves, unit.groups))
         return found
 
     @property
@@ -123,7 +122,7 @@ class Reading:
             StateDictError: two names are one without those of wrappers.
         """
         for unit in self.units:
-            for flat in unit._unit.flats:
+            for flat in unit.flats:
                 flat.take_back()
         # Versions of wrapped modules come after those of their wrappers, and are the ones that count.
         self._metadata = {clean(path, prefix).rstrip("."): facts for path, facts in (metadata or {}).items()}
@@ -183,7 +182,7 @@ class Reading:
                 lines.append(f"{what} key(s) in state_dict: {quoted}. ")
         if self.missing and self._is_empty:
             lines.append(f"The state dict is empty: {FROM_FIRST}.")
-        flat = unshard.flat_param_name(0)
+        flat = flat_param_name(0)
         lacks, has = (any(key.rpartition(".")[2] == flat for key in keys) for keys in (self.missing, self.unexpected))
         if lacks != has:
             when = "is LOCAL_STATE_DICT, and was not" if lacks else "is not LOCAL_STATE_DICT, and was"
@@ -191,22 +190,22 @@ class Reading:
         return lines
 
     @contextlib.contextmanager
-    def _blank(self, unit: FullyShardedDataParallel) -> Iterator[None]:
+    def _blank(self, unit: ShardedUnit) -> Iterator[None]:
         """A context in which the modules of a unit have parameters without memory or value."""
-        if kind_of(unit, unit._state_dict_settings.state_dict_type) is StateDictType.LOCAL_STATE_DICT:
-            flats = unit._unit.flats
+        if kind_of(unit, unit.state_dict_settings.state_dict_type) is StateDictType.LOCAL_STATE_DICT:
+            flats = unit.flats
             blanks = {flat: _blank_param((flat_numel(flat.layout),), flat.layout.dtype) for flat in flats}
             for index, flat in enumerate(flats):
-                self._shown[unit._flat_owner, unshard.flat_param_name(index)] = _Shown(flat, blanks[flat])
+                self._shown[unit.flat_owner, flat_param_name(index)] = _Shown(flat, blanks[flat])
             with flat_params_shown(unit, blanks):
                 yield
             return
         values = {
             leaf: _blank_param(slot.whole_shape, flat.layout.dtype)
-            for flat in unit._unit.flats
+            for flat in unit.flats
             for leaf, slot in zip(flat.leaves, flat.layout.slots, strict=True)
         }
-        for entry in unit._own.entries:
+        for entry in unit.own.entries:
             for place in entry.places:
                 self._shown[place] = _Shown(entry.param, values[entry.param])
         with orig_params_shown(unit, values):
@@ -250,8 +249,8 @@ class Reading:
         Args:
             hooks: added to: what it would call at once.
         """
-        is_unit = isinstance(module, FullyShardedDataParallel)
-        hooks_inside: list[Hook] = [] if is_unit else hooks
+        unit = unit_of(module)
+        hooks_inside: list[Hook] = hooks if unit is None else []
         wrapped = next((n for n, child in module._modules.items() if child is not None and not clean_fqn(n)), None)
         if wrapped is not None:
             own = _own_keys(module, prefix)
@@ -267,10 +266,10 @@ class Reading:
                 begin = f"{prefix}{name}."
                 inside = {key: value for key, value in given.items() if key.startswith(begin)}
                 self._visit(child, inside, begin, hooks_inside)
-        its_hooks = self.hooks_at_rest if is_unit else hooks
+        its_hooks = hooks if unit is None else self.hooks_at_rest
         its_hooks += [(module, hook) for hook in module._load_state_dict_post_hooks.values() if hook not in OWN_HOOKS]
-        if is_unit:
-            self.hooks.setdefault(module, []).extend(hooks_inside)
+        if unit is not None:
+            self.hooks.setdefault(unit, []).extend(hooks_inside)
 
     def _load_own(self, module: nn.Module, given: dict[str, Any], prefix: str) -> None:
         """Have a module read its own part of what is given, and note what it has put in place of what was shown."""
@@ -283,7 +282,7 @@ class Reading:
             stack.enter_context(self._state_kept(module, f"{prefix}_extra_state" in given, prefix))
             stack.enter_context(self._registries.watched(module))
             stack.enter_context(_told_what_has_no_values(module, prefix))
-            if isinstance(module, FullyShardedDataParallel):  # whose own way is to read with all that is inside
+            if unit_of(module) is not None:  # whose own way is to read with all that is inside
                 nn.Module._load_from_state_dict(module, *arguments)
             else:
                 module._load_from_state_dict(*arguments)
@@ -326,7 +325,7 @@ class Reading:
             shape = now.shape if may_grow else shown.tensor.shape
             check_source(key, source, None if groups else target, shape, groups)
             # Flat parameters of ranks that are parallel over tensors have nothing in common.
-            alike = not isinstance(target, FlatParam) or all(unit._groups.tensor is None for unit in self.units)
+            alike = not isinstance(target, FlatParam) or all(unit.groups.tensor is None for unit in self.units)
             self.facts[key] = facts_of(source, groups) if alike else type(source).__name__
         except StateDictError as error:
             self.errors.append(str(error))

@@ -14,15 +14,15 @@ from torch.distributed.fsdp import StateDictSettings, StateDictType
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
-from hpcfsdp.api import unshard
-from hpcfsdp.api.groups import Groups
-from hpcfsdp.api.guard import showing_state
-from hpcfsdp.api.precision import modules_outside
-from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.sharded import unshard
+from hpcfsdp.sharded.groups import Groups
+from hpcfsdp.sharded.guard import showing_state
+from hpcfsdp.sharded.precision import modules_outside
+from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name, units_in
 from hpcfsdp.state.ranks import Grid, ranks_of_replica
 from hpcfsdp.state.settings import kind_of, settings_of
 from hpcfsdp.state.stand_in import StandIn, shown_for
@@ -46,15 +46,15 @@ class _Call:
 
     settings: StateDictSettings
     keep_vars: bool
-    values: dict[FullyShardedDataParallel, Mapping[Any, torch.Tensor]] = field(default_factory=dict)
+    values: dict[ShardedUnit, Mapping[Any, torch.Tensor]] = field(default_factory=dict)
     copies: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = field(default_factory=dict)
     gathered: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
-    def kind_of(self, unit: FullyShardedDataParallel) -> StateDictType:
+    def kind_of(self, unit: ShardedUnit) -> StateDictType:
         """What the unit gives."""
         return kind_of(unit, self.settings.state_dict_type)
 
-    def form_of(self, unit: FullyShardedDataParallel) -> Form:
+    def form_of(self, unit: ShardedUnit) -> Form:
         config = self.settings.state_dict_config
         sharded = self.kind_of(unit) is StateDictType.SHARDED_STATE_DICT
         return Form(
@@ -64,7 +64,7 @@ class _Call:
             dtensor=getattr(config, "_use_dtensor", False),
         )
 
-    def shown(self, unit: FullyShardedDataParallel, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def shown(self, unit: ShardedUnit, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What a unit shows of a tensor that it does not shard."""
         if self.kind_of(unit) is StateDictType.FULL_STATE_DICT:
             tensor = self.gathered.get(tensor, tensor)
@@ -86,8 +86,8 @@ class _Found(OrderedDict):
 
 
 @torch.no_grad()
-def save(
-    unit: FullyShardedDataParallel, destination: dict[str, Any] | None, prefix: str, *, keep_vars: bool
+def save_model(
+    unit: ShardedUnit, destination: dict[str, Any] | None, prefix: str, *, keep_vars: bool
 ) -> dict[str, Any]:
     """Collective over the ranks of the unit, and of those inside. See ``StateDictMethods.state_dict``.
 
@@ -98,17 +98,17 @@ def save(
     if isinstance(destination, _Found):
         _run_pre_hooks(unit, prefix, keep_vars=keep_vars)
         return _save(unit, destination.call, destination, prefix)
-    units = FullyShardedDataParallel.fsdp_modules(unit)
+    units = units_in(unit.wrapper)
     # Not over replicas: one rank may save by itself what is not sharded.
-    comm = max((ranks_of_replica(inner._groups) for inner in units), key=lambda ranks: ranks.size)
+    comm = max((ranks_of_replica(inner.groups) for inner in units), key=lambda ranks: ranks.size)
     with raise_together(comm):
         for inner in units:
             unshard.check_at_rest(inner, "state_dict")
         _run_pre_hooks(unit, prefix, keep_vars=keep_vars)
-        call = _Call(settings_of(unit), keep_vars)
+        call = _Call(settings_of(unit.wrapper), keep_vars)
         asked = [(call.kind_of(inner).name, call.form_of(inner)) for inner in units]
         for inner in units:
-            for flat in inner._unit.flats:
+            for flat in inner.flats:
                 flat.take_back()
     _check_alike(comm, units, asked)
     with _shards_published(units, call), keeping_scratch():
@@ -124,36 +124,33 @@ def save(
         return _save(unit, call, destination, prefix)
 
 
-def _save(unit: FullyShardedDataParallel, call: _Call, destination: dict[str, Any], prefix: str) -> dict[str, Any]:
+def _save(unit: ShardedUnit, call: _Call, destination: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Have the modules of a unit save what they are shown. Not collective."""
     found = _Found(call)
     with _shown(unit, call):
-        nn.Module._save_to_state_dict(unit, found, prefix, call.keep_vars)  # what is registered on the unit itself
+        nn.Module._save_to_state_dict(unit.wrapper, found, prefix, call.keep_vars)  # what is registered on itself
         unit.module.state_dict(destination=found, prefix=prefix, keep_vars=call.keep_vars)
-    if isinstance(destination, _Found) or call.form_of(unit).is_shown_by(unit._groups):
+    if isinstance(destination, _Found) or call.form_of(unit).is_shown_by(unit.groups):
         _merge(found, destination, prefix)
     metadata = getattr(destination, "_metadata", {}).get(prefix[:-1], {})
-    for hook in list(unit._state_dict_hooks.values()):
-        changed = hook(unit, destination, prefix, metadata)
+    for hook in list(unit.wrapper._state_dict_hooks.values()):
+        changed = hook(unit.wrapper, destination, prefix, metadata)
         if changed is None:
             continue
         if getattr(hook, "_from_public_api", False):  # as torch has it; other hooks may replace the whole
             raise StateDictError(
-                f"a hook of {unit._unit.name} after state_dict returned a value: it should change the state dict in "
-                "place"
+                f"a hook of {unit.name} after state_dict returned a value: it should change the state dict in place"
             )
         destination = changed
     return destination
 
 
-def _run_pre_hooks(unit: FullyShardedDataParallel, prefix: str, *, keep_vars: bool) -> None:
-    for hook in list(unit._state_dict_pre_hooks.values()):
-        hook(unit, prefix, keep_vars)
+def _run_pre_hooks(unit: ShardedUnit, prefix: str, *, keep_vars: bool) -> None:
+    for hook in list(unit.wrapper._state_dict_pre_hooks.values()):
+        hook(unit.wrapper, prefix, keep_vars)
 
 
-def _check_alike(
-    comm: Communicator | Grid, units: list[FullyShardedDataParallel], asked: list[tuple[str, Form]]
-) -> None:
+def _check_alike(comm: Communicator | Grid, units: list[ShardedUnit], asked: list[tuple[str, Form]]) -> None:
     """Collective over `comm`. See that all ranks are to make the same of each unit.
 
     Raises:
@@ -165,7 +162,7 @@ def _check_alike(
             if first == there:
                 continue
             error = StateDictError(
-                f"ranks are set to different state dicts: {unit._unit.name} gives {first} on rank 0, and {there} on "
+                f"ranks are set to different state dicts: {unit.name} gives {first} on rank 0, and {there} on "
                 f"rank {rank}: call set_state_dict_type on all ranks alike"
             )
             error.collective = True
@@ -199,7 +196,7 @@ def _source(key: str, value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _shards_published(units: list[FullyShardedDataParallel], call: _Call) -> Iterator[None]:
+def _shards_published(units: list[ShardedUnit], call: _Call) -> Iterator[None]:
     """Collective over the shards. A context in which ranks may read each other's shards where they share memory.
 
     Nobody leaves it, and goes on to write, before all have read.
@@ -207,11 +204,11 @@ def _shards_published(units: list[FullyShardedDataParallel], call: _Call) -> Ite
     flats = [
         flat
         for unit in units
-        for flat in unit._unit.flats
+        for flat in unit.flats
         if call.kind_of(unit) is StateDictType.FULL_STATE_DICT
-        and call.form_of(unit).is_made_by(unit._groups)
+        and call.form_of(unit).is_made_by(unit.groups)
         and _shows_shards(flat)
-        and unit._groups.tensor is None
+        and unit.groups.tensor is None
     ]
     for flat in flats:
         flat.publish()
@@ -231,7 +228,7 @@ def _shows_shards(flat: FlatParam) -> bool:
 
 
 @contextlib.contextmanager
-def _shown(unit: FullyShardedDataParallel, call: _Call) -> Iterator[None]:
+def _shown(unit: ShardedUnit, call: _Call) -> Iterator[None]:
     """A context in which the modules of a unit have what is to be saved. Not collective."""
     values = call.values[unit]
     if call.kind_of(unit) is StateDictType.LOCAL_STATE_DICT:
@@ -243,18 +240,18 @@ def _shown(unit: FullyShardedDataParallel, call: _Call) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def orig_params_shown(unit: FullyShardedDataParallel, values: Mapping[nn.Parameter, Any]) -> Iterator[None]:
+def orig_params_shown(unit: ShardedUnit, values: Mapping[nn.Parameter, Any]) -> Iterator[None]:
     """A context in which the modules of a unit have `values` as parameters, in the places of the original ones.
 
     Flat parameters are hidden.
     """
     unshard.deregister_flat_param(unit)
     unshard.register_orig_params(unit)
-    places = [(place, entry.param) for entry in unit._own.entries for place in entry.places]
+    places = [(place, entry.param) for entry in unit.own.entries for place in entry.places]
     try:
         for (module, name), param in places:
             module._parameters[name] = values[param]
-        for module, names in unit._param_names.items():
+        for module, names in unit.param_names.items():
             # What was registered again stands behind parameters that had never left.
             for name in (*names, *(name for name in module._parameters if name not in names)):
                 if name in module._parameters:
@@ -282,17 +279,17 @@ def put_back(module: nn.Module, name: str, tensor: Any, shown: Any, registry: di
 
 
 @contextlib.contextmanager
-def flat_params_shown(unit: FullyShardedDataParallel, values: Mapping[FlatParam, Any]) -> Iterator[None]:
+def flat_params_shown(unit: ShardedUnit, values: Mapping[FlatParam, Any]) -> Iterator[None]:
     """A context in which a unit has `values` in place of its flat parameters, and no original ones."""
-    owner: nn.Module = unit._flat_owner
-    before = {module: dict(module._parameters) for e in unit._own.entries for module, _ in e.places}
+    owner: nn.Module = unit.flat_owner
+    before = {module: dict(module._parameters) for e in unit.own.entries for module, _ in e.places}
     before[owner] = dict(owner._parameters)
     try:
-        for entry in unit._own.entries:
+        for entry in unit.own.entries:
             for module, name in entry.places:
                 module._parameters.pop(name, None)
-        for index, flat in enumerate(unit._unit.flats):
-            owner._parameters[unshard.flat_param_name(index)] = values[flat]
+        for index, flat in enumerate(unit.flats):
+            owner._parameters[flat_param_name(index)] = values[flat]
         with showing_state(unit):
             yield
     finally:
@@ -302,10 +299,10 @@ def flat_params_shown(unit: FullyShardedDataParallel, values: Mapping[FlatParam,
 
 
 @contextlib.contextmanager
-def _plain_shown(unit: FullyShardedDataParallel, call: _Call) -> Iterator[None]:
+def _plain_shown(unit: ShardedUnit, call: _Call) -> Iterator[None]:
     """A context in which the modules of a unit have buffers, and parameters that it does not own, as they are shown."""
     shown: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
-    if call.form_of(unit).is_shown_by(unit._groups):
+    if call.form_of(unit).is_shown_by(unit.groups):
         shown = [(*place, tensor, call.shown(unit, tensor, dtype)) for *place, tensor, dtype in _plain(unit)]
     try:
         for registry, name, _, stand in shown:
@@ -317,27 +314,27 @@ def _plain_shown(unit: FullyShardedDataParallel, call: _Call) -> Iterator[None]:
                 registry[name] = tensor
 
 
-def _plain(unit: FullyShardedDataParallel) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, torch.dtype]]:
+def _plain(unit: ShardedUnit) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, torch.dtype]]:
     """What the modules of a unit save that it does not shard: where and under which name they hold which tensor, and
     the dtype in which it is saved."""
-    sharded = {place for entry in unit._own.entries for place in entry.places}
-    sharded |= {(unit._flat_owner, unshard.flat_param_name(index)) for index in range(len(unit._unit.flats))}
-    for module in dict.fromkeys((unit, *modules_outside(unit.module, stop_at=FullyShardedDataParallel))):
+    sharded = {place for entry in unit.own.entries for place in entry.places}
+    sharded |= {(unit.flat_owner, flat_param_name(index)) for index in range(len(unit.flats))}
+    for module in dict.fromkeys((unit.wrapper, *modules_outside(unit.module))):
         for name, param in module._parameters.items():
             if param is not None and (module, name) not in sharded:
                 yield module._parameters, name, param, param.dtype
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield module._buffers, name, buffer, unit._buffer_dtypes.get((module, name), buffer.dtype)
+                yield module._buffers, name, buffer, unit.buffer_dtypes.get((module, name), buffer.dtype)
 
 
-def _values(unit: FullyShardedDataParallel, call: _Call) -> Mapping[Any, torch.Tensor]:
+def _values(unit: ShardedUnit, call: _Call) -> Mapping[Any, torch.Tensor]:
     """Collective over the unit's process groups. What its modules are shown while they save."""
     if call.kind_of(unit) is StateDictType.LOCAL_STATE_DICT:
-        return {flat: StandIn.of(_local(unit, flat, call)) for flat in unit._unit.flats}
+        return {flat: StandIn.of(_local(unit, flat, call)) for flat in unit.flats}
     form, found = call.form_of(unit), {}
-    for flat in unit._unit.flats:
-        values = _values_of(unit._groups, flat, form)
+    for flat in unit.flats:
+        values = _values_of(unit.groups, flat, form)
         for leaf, slot, value in zip(flat.leaves, flat.layout.slots, values, strict=True):
             found[leaf] = _nothing(slot.whole_shape, flat) if value is None else shown_for(value)
     return found
@@ -367,12 +364,12 @@ def flat_numel(layout: FlatLayout) -> int:
     return layout.slots[-1].end
 
 
-def _local(unit: FullyShardedDataParallel, flat: FlatParam, call: _Call) -> ShardedTensor:
+def _local(unit: ShardedUnit, flat: FlatParam, call: _Call) -> ShardedTensor:
     """A flat parameter as a 1-D ``ShardedTensor`` whose shards are the ranks' memory, without padding at the end.
 
     Collective over the shards, the first time.
     """
-    numel, shard_numel, groups = flat_numel(flat.layout), flat.layout.shard_numel, unit._groups
+    numel, shard_numel, groups = flat_numel(flat.layout), flat.layout.shard_numel, unit.groups
     boxes, mine = {}, None
     for place, rank in enumerate(groups.global_ranks()):
         begin, end = min(place * shard_numel, numel), min((place + 1) * shard_numel, numel)

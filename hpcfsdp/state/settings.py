@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import (
@@ -24,9 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from hpcfsdp.errors import StateDictError
-
-if TYPE_CHECKING:
-    from hpcfsdp.api.wrapper import FullyShardedDataParallel
+from hpcfsdp.sharded.unit import ShardedUnit, unit_of
 
 log = logging.getLogger("hpcfsdp.state")
 
@@ -67,7 +67,7 @@ def set_kind(
     kind: StateDictType,
     config: StateDictConfig | None,
     optim_config: OptimStateDictConfig | None,
-) -> list[tuple[FullyShardedDataParallel, StateDictSettings]]:
+) -> list[tuple[ShardedUnit, StateDictSettings]]:
     """Set all units in `module`, which is none itself perhaps; each keeps copies of the configurations.
 
     Returns:
@@ -80,13 +80,29 @@ def set_kind(
     settings = make_settings(kind, config, optim_config)
     before = []
     for _, unit in _units(module):
-        before.append((unit, unit._state_dict_settings))
+        before.append((unit, unit.state_dict_settings))
         own = copy.deepcopy(settings)
-        if unit._groups.device_mesh is not None:
+        if unit.groups.device_mesh is not None:
             set_use_dtensor(own)
             set_optim_use_dtensor(own)
-        unit._state_dict_settings = own
+        unit.state_dict_settings = own
     return before
+
+
+@contextlib.contextmanager
+def state_dict_type(
+    module: nn.Module,
+    kind: StateDictType,
+    config: StateDictConfig | None = None,
+    optim_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """A context in which all units in `module` are set so; after it each is set as before, whatever happened."""
+    before = set_kind(module, kind, config, optim_config)
+    try:
+        yield
+    finally:
+        for unit, settings in before:
+            unit.state_dict_settings = settings
 
 
 def set_use_dtensor(settings: StateDictSettings) -> None:
@@ -108,12 +124,12 @@ def settings_of(module: nn.Module) -> StateDictSettings:
         StateDictError: they are not set alike, or there are none.
     """
     (first, root), *others = _units(module)
-    settings = root._state_dict_settings
+    settings = root.state_dict_settings
     for name, unit in others:
-        if _chosen(unit._state_dict_settings) != _chosen(settings):
+        if _chosen(unit.state_dict_settings) != _chosen(settings):
             raise StateDictError(
                 f"units of one model are set to different state dicts, {first or 'the root'!r} to {settings}, {name!r} "
-                f"to {unit._state_dict_settings}: call set_state_dict_type on the whole model"
+                f"to {unit.state_dict_settings}: call set_state_dict_type on the whole model"
             )
     return settings
 
@@ -130,19 +146,19 @@ def optim_settings_of(module: nn.Module) -> StateDictSettings:
     return settings
 
 
-def kind_of(unit: FullyShardedDataParallel, kind: StateDictType) -> StateDictType:
+def kind_of(unit: ShardedUnit, kind: StateDictType) -> StateDictType:
     """What a unit gives and takes under a setting: whole tensors, if it is not sharded.
 
     Raises:
         StateDictError: flat parameters of a model that was given a mesh.
     """
-    if unit._groups.strategy is ShardingStrategy.NO_SHARD:
+    if unit.groups.strategy is ShardingStrategy.NO_SHARD:
         if kind is not StateDictType.FULL_STATE_DICT:
             _tell_of_whole(kind)
         return StateDictType.FULL_STATE_DICT
-    if kind is StateDictType.LOCAL_STATE_DICT and unit._groups.device_mesh is not None:
+    if kind is StateDictType.LOCAL_STATE_DICT and unit.groups.device_mesh is not None:
         raise StateDictError(
-            f"{unit._unit.name} was given a device_mesh, which LOCAL_STATE_DICT knows nothing of: set "
+            f"{unit.name} was given a device_mesh, which LOCAL_STATE_DICT knows nothing of: set "
             "SHARDED_STATE_DICT, which gives DTensors"
         )
     return kind
@@ -153,10 +169,8 @@ def _tell_of_whole(kind: StateDictType) -> None:
     log.info("units under NO_SHARD give and take whole tensors, also under %s", kind.name)
 
 
-def _units(module: nn.Module) -> list[tuple[str, FullyShardedDataParallel]]:
-    from hpcfsdp.api.wrapper import FullyShardedDataParallel  # which has this module's functions as methods
-
-    found = [(n, inner) for n, inner in module.named_modules() if isinstance(inner, FullyShardedDataParallel)]
+def _units(module: nn.Module) -> list[tuple[str, ShardedUnit]]:
+    found = [(name, unit) for name, inner in module.named_modules() if (unit := unit_of(inner)) is not None]
     if not found:
         raise StateDictError(
             f"there is no FullyShardedDataParallel in this {type(module).__name__}: wrap the model first"

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
-from hpcfsdp.api.groups import Groups
 from hpcfsdp.errors import StateDictError
+from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.state.stand_in import StandIn
 from hpcfsdp.state.transfer import OnFirst, check_blocks, lies_on_carriers
 from hpcfsdp.tensor.sharded import all_boxes, check_readable, properties_of

@@ -8,11 +8,10 @@ from typing import Any
 from torch import nn
 
 from hpcfsdp._compat import IncompatibleKeys
-from hpcfsdp.api import unshard
-from hpcfsdp.api.state_dicts import WAITING, load_waiting
-from hpcfsdp.api.wrapper import WRAPPED, FullyShardedDataParallel
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import StateDictError
+from hpcfsdp.sharded import unshard
+from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit
 from hpcfsdp.state.load import Agreed, agree, commit, finish, refuse_assign
 from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.reading import Reading
@@ -54,7 +53,7 @@ class LoadWithin:
 
     def __init__(
         self,
-        unit: FullyShardedDataParallel,
+        unit: ShardedUnit,
         state_dict: Mapping[str, Any],
         prefix: str,
         metadata: dict[str, Any],
@@ -62,20 +61,22 @@ class LoadWithin:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        self.module, self._prefix, self._keys = unit, prefix, IncompatibleKeys(missing, unexpected)
-        self._reading, self._errors = Reading(unit), errors
+        self.unit, self.module = unit, unit.wrapper
+        self._prefix, self._keys = prefix, IncompatibleKeys(missing, unexpected)
+        self._reading, self._errors = Reading(self.module), errors
         self._problem: Exception | None = None
         self._values = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         self._metadata: dict[str, Any] = {prefix[:-1]: metadata} if metadata else {}
         asking = Asking(self._metadata)
         # Wrappers take their own names out of keys, and some leave them in what is said of modules.
-        for path, _ in unit.named_modules(remove_duplicate=False):
+        for path, _ in self.module.named_modules(remove_duplicate=False):
             asking.add(path)
             asking.add(".".join(part for part in path.split(".") if part != WRAPPED))
             asking.add(clean_fqn(path))
         for key in self._values:
             asking.add(key[len(prefix) :].rpartition(".")[0])
-        self._modules, unit.__dict__["_modules"] = unit.__dict__["_modules"], asking._modules
+        own = self.module.__dict__
+        self._modules, own["_modules"] = own["_modules"], asking._modules
 
     def read(self) -> None:
         """Not collective. Find what goes where, now that torch has been through all that is inside of the unit.
@@ -85,7 +86,7 @@ class LoadWithin:
         """
         self.module.__dict__["_modules"] = self._modules
         try:
-            unshard.check_at_rest(self.module, "load_state_dict")
+            unshard.check_at_rest(self.unit, "load_state_dict")
             if self._metadata.get(self._prefix[:-1], {}).get("assign_to_params_buffers"):
                 refuse_assign()
             self._reading.read(self._values, self._prefix, self._metadata, within=True)
@@ -125,67 +126,3 @@ class LoadWithin:
     def finish(self, agreed: Agreed) -> None:
         """Collective over the ranks of the unit. Give modules their extra states, and call hooks."""
         finish(self._reading, agreed, self._keys)
-
-
-class _Waiting:
-    """The units that one call of ``load_state_dict`` has come to: they are loaded when it has been through all.
-
-    Args:
-        call: an object that all modules are handed by this call alone.
-    """
-
-    def __init__(self, call: object) -> None:
-        self.call = call
-        self.units: list[LoadWithin] = []
-
-    def load(self) -> None:
-        """Collective over the ranks of the units. Load all of them, or change nothing in any of them.
-
-        What modules raise when values are loaded, extra states and hooks, undoes nothing, as in a unit by itself: all
-        units are loaded then, too.
-        """
-        problem: Exception | None = None
-        agreed: list[Agreed] = []
-        for unit in self.units:
-            try:
-                agreed.append(unit.agree())
-            except Exception as error:  # units may lie on other ranks, which are at the next one
-                problem = problem or error
-        for unit in self.units:
-            try:
-                unit.refuse(problem)
-            except Exception as error:
-                problem = problem or error
-        if problem is not None:
-            raise problem
-        for unit in self.units:
-            unit.commit()
-        for unit, each in zip(self.units, agreed, strict=True):
-            try:
-                unit.finish(each)
-            except Exception as error:  # the others are to have their extra states, and may lie on other ranks
-                problem = problem or error
-        if problem is not None:
-            raise problem
-
-
-def load_later(unit: LoadWithin, root: nn.Module | None, call: object) -> None:
-    """Have a unit that has been read be loaded with all others at the end of a call; at once if there are no others.
-
-    Args:
-        root: whose ``load_state_dict`` was called, if it is known.
-        call: see ``_Waiting``.
-    """
-    if root is unit.module:
-        root = None
-    waiting = None if root is None else root.__dict__.get(WAITING)
-    if waiting is None or waiting.call is not call:  # what an earlier call has left, as it failed, is none of ours
-        waiting = _Waiting(call)
-    waiting.units.append(unit)
-    if root is None:
-        waiting.load()
-        return
-    root.__dict__[WAITING] = waiting
-    if load_waiting not in root._load_state_dict_post_hooks.values():
-        handle = root.register_load_state_dict_post_hook(load_waiting)
-        root._load_state_dict_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from hpcfsdp.api.wrapper import WRAPPED
 from hpcfsdp.errors import CheckpointError
+from hpcfsdp.sharded.unit import WRAPPED
 
 CHILD = "module"
 """What wrappers that forward everything to one model call it."""

@@ -221,7 +221,7 @@ def test_a_forward_that_broke_off_at_different_places_on_the_ranks_is_forgotten(
     plain = Failing()
     sharded = wrap(plain_copy(plain), groups["shared memory"], nn.Linear)
     assert sharded.check_is_root()
-    flats = [flat for unit in sharded._root.units for flat in unit.flats]
+    flats = [flat for unit in sharded._unit.root.units for flat in unit.flats]
     if any(flat.comm.size > 1 and not flat.is_resident for flat in flats):
         pytest.skip("ranks on several nodes wait for each other in gathers")
     for short in (False, True):
@@ -247,7 +247,7 @@ def test_an_error_in_ending_what_was_begun_leaves_the_units_at_rest(groups, comm
     sharded[0].register_forward_hook(lambda _module, _args, out: out.register_hook(refuse) and None)
     with pytest.raises(ValueError, match="no further"):
         sharded(vectors(0)).sum().backward()
-    root = sharded._root
+    root = sharded._unit.root
 
     def fail():
         raise RuntimeError("lost")

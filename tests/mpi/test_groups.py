@@ -10,13 +10,13 @@ from torch.distributed.fsdp import ShardingStrategy as Strategy
 
 import hpcfsdp.world
 from hpcfsdp import _compat
-from hpcfsdp.api import groups as module
-from hpcfsdp.api.groups import resolve_groups
 from hpcfsdp.comm import communicator_for
 from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import DisagreementError, LaunchError
 from hpcfsdp.launch.topology import Topology
+from hpcfsdp.sharded import groups as module
+from hpcfsdp.sharded.groups import resolve_groups
 
 pytestmark = pytest.mark.transport
 

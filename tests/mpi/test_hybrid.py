@@ -18,7 +18,7 @@ def two_nodes(world, monkeypatch):
     import dataclasses
 
     from hpcfsdp import world as module
-    from hpcfsdp.api import groups
+    from hpcfsdp.sharded import groups
 
     if world.size != 4:
         pytest.skip("two nodes of two ranks need four ranks")

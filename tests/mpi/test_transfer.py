@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from hpcfsdp import _compat
 from hpcfsdp._compat import ShardedTensor
-from hpcfsdp.api.groups import resolve_groups
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.sharded.groups import resolve_groups
 from hpcfsdp.state import transfer
 from hpcfsdp.state.transfer import Form, OnFirst, Parts, collect, fill
 from hpcfsdp.tensor.runs import Box, chunk_box

@@ -15,21 +15,35 @@ FILES = {
 TREES = {module: ast.parse(path.read_text(), str(path)) for module, path in FILES.items()}
 
 LAYERS = [
-    {"errors", "config", "env", "terminal", "_compat", "_version"},
-    {"launch", "observe"},
-    {"comm", "mpi", "world"},
+    {"_compat", "_version", "terminal"},
+    {"", "errors"},
+    {"env"},
+    {"config", "launch", "observe"},
+    {"comm"},
+    {"mpi", "world"},
     {"flat"},
     {"engine", "tensor"},
-    {"api", "state", "fsdp", "state_dict", "wrap"},
+    {"sharded"},
+    {"state"},
+    {"api"},
+    {"fsdp", "state_dict", "wrap"},
     {"checkpoint"},
-    {"bench", "cli", "doctor", "train", "__main__", ""},
+    {"doctor", "train"},
+    {"bench"},
+    {"cli"},
+    {"__main__"},
 ]
+"""What stands on what. Parts of one layer know nothing of each other."""
+
+
+def part(module):
+    """The part of the package that a module belongs to: its first folder, or the module itself."""
+    return module.removeprefix("hpcfsdp").lstrip(".").split(".")[0]
 
 
 def layer(module):
-    """The layer of a module, by its first part below the package."""
-    part = module.removeprefix("hpcfsdp").lstrip(".").split(".")[0]
-    return next(number for number, parts in enumerate(LAYERS) if part in parts)
+    """The layer of a module's part."""
+    return next(number for number, parts in enumerate(LAYERS) if part(module) in parts)
 
 
 def imported(node):
@@ -44,23 +58,16 @@ def imported(node):
 
 
 def imports(tree):
-    """All imports in a module, those inside of functions too."""
+    """All imports in a module: at its top, inside of functions, and for type checkers alone."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
     return set().union(*map(imported, nodes))
 
 
-def imports_on_load(tree):
-    """Imports that run when the module is loaded."""
-    found, waiting = set(), list(tree.body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            found |= imported(node)
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            waiting += node.orelse
-        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            waiting += list(ast.iter_child_nodes(node))
-    return found
+def imports_in_functions(tree):
+    """The statements that import something of the package where a function runs, and not where it is loaded."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    inside = (node for function in functions for node in ast.walk(function))
+    return [node for node in inside if isinstance(node, (ast.Import, ast.ImportFrom)) and imported(node)]
 
 
 def test_the_source_is_found():
@@ -69,13 +76,13 @@ def test_the_source_is_found():
 
 
 @pytest.mark.parametrize("module", FILES)
-def test_a_module_imports_only_its_own_layer_and_lower_ones(module):
-    above = {name for name in imports(TREES[module]) if layer(name) > layer(module)}
-    assert not above
+def test_a_module_imports_only_its_own_part_and_lower_layers(module):
+    others = {name for name in imports(TREES[module]) if part(name) != part(module)}
+    assert not {name for name in others if layer(name) >= layer(module)}
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    edges = {module: imports_on_load(tree) - {module} for module, tree in TREES.items()}
+    edges = {module: imports(tree) - {module} for module, tree in TREES.items()}
     done = set()
 
     def visit(module, path):
@@ -87,6 +94,20 @@ def test_no_modules_import_each_other_in_a_circle():
 
     for module in edges:
         visit(module, [])
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_an_import_inside_of_a_function_says_why(module):
+    lines = FILES[module].read_text().splitlines()
+    silent = []
+    for node in imports_in_functions(TREES[module]):
+        # Several in a row have one comment, behind the first or above it.
+        first = node.lineno - 1
+        while lines[first - 1].strip().startswith(("from ", "import ")):
+            first -= 1
+        if not any("#" in line for line in (*lines[node.lineno - 1 : node.end_lineno], lines[first], lines[first - 1])):
+            silent.append(f"{module}:{node.lineno}: {lines[node.lineno - 1].strip()}")
+    assert not silent
 
 
 def attributes(tree):

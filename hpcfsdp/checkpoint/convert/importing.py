@@ -164,7 +164,7 @@ def _format_of(path: Path, kind: str | None) -> str:
 def _opened(kind: str, path: Path, files: Files, optimizer: bool) -> contextlib.AbstractContextManager[Source]:
     if kind == "safetensors":
         return open_safetensors(path, files, optimizer=optimizer)
-    from hpcfsdp.checkpoint.convert import torch_source
+    from hpcfsdp.checkpoint.convert import torch_source  # loads torch, which safetensors do without
 
     if kind == "pt":
         return torch_source.open_pt(path, optimizer=optimizer)

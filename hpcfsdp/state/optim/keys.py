@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from hpcfsdp.api.groups import Groups
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import StateDictError, nearest
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.state.model import named_flat_params
 from hpcfsdp.state.wrappers import clean_fqn
 
@@ -92,7 +92,7 @@ def get_fqn_to_fsdp_param_info(model: nn.Module) -> dict[str, FSDPParamInfo]:
     """
     found: dict[str, FSDPParamInfo] = {}
     for wrapper, flat, layout in named_flat_params(model):
-        info = FSDPParamInfo(wrapper._groups, flat, layout)
+        info = FSDPParamInfo(wrapper.groups, flat, layout)
         found.update((slot.fqn, info) for slot in layout.slots)
     return found
 

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import StateDictSettings, StateDictType
 from torch.distributed.tensor import DTensor
 
-from hpcfsdp.api import unshard
-from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.comm import assert_same, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.observe.profile import Phase, SimpleProfiler, profile
+from hpcfsdp.sharded import unshard
+from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.optim.compare import (
     RankState,
     StateInfo,
@@ -288,7 +288,7 @@ def check_at_rest(model: nn.Module, what: str) -> None:
     Raises:
         EngineError: with the unit, and what it does.
     """
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
+    for unit in units_in(model):
         unshard.check_at_rest(unit, what)
 
 

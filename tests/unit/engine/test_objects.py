@@ -243,7 +243,7 @@ def test_a_unit_ends_its_backward_although_it_was_given_what_earlier_ones_have_m
     for wrapper in FullyShardedDataParallel.fsdp_modules(model)[1:]:
         unit = wrapper._unit
         unit.post_backward = lambda unit=unit, end=unit.post_backward: (
-            ended.append((unit.name, len(model._root._due))),
+            ended.append((unit.name, len(model._unit.root._due))),
             end(),
         )
     model(torch.randn(2, 4))[0].backward()

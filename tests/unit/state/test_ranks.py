@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy as Strategy
 
-from hpcfsdp.api.groups import Groups
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.state.ranks import Grid, ranks_of, ranks_of_model
 
 NUM_SHARDS, NUM_REPLICAS = 3, 2

@@ -85,10 +85,10 @@ def test_units_do_not_share_what_they_are_set_to(model):
     config = ShardedStateDictConfig()
     set_kind(model, SHARDED, config, None)
     config.offload_to_cpu = True
-    model._state_dict_settings.state_dict_config._use_dtensor = True
-    assert not model.module[1]._state_dict_settings.state_dict_config.offload_to_cpu
-    assert not model.module[1]._state_dict_settings.state_dict_config._use_dtensor
-    assert settings_of(model) is model._state_dict_settings  # one unit may have a mesh, and another none
+    model._unit.state_dict_settings.state_dict_config._use_dtensor = True
+    assert not model.module[1]._unit.state_dict_settings.state_dict_config.offload_to_cpu
+    assert not model.module[1]._unit.state_dict_settings.state_dict_config._use_dtensor
+    assert settings_of(model) is model._unit.state_dict_settings  # one unit may have a mesh, and another none
 
 
 def test_units_that_are_set_differently_are_named(model):

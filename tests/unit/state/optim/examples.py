@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from hpcfsdp.api.groups import resolve_groups
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.sharded.groups import resolve_groups
 from hpcfsdp.state.optim.keys import FSDPParamInfo, get_fqn_to_fsdp_param_info
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.wrap import ModuleWrapPolicy

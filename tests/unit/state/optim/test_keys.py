@@ -102,7 +102,7 @@ def test_each_sharded_parameter_is_in_a_flat_one_under_its_first_name(original):
     ]
     assert len({id(info) for info in infos.values()}) == len(flats)
     assert infos["block.wide"].layout.dtype is torch.float64
-    assert all(info.groups is model._groups for info in infos.values())
+    assert all(info.groups is model._unit.groups for info in infos.values())
 
 
 def test_a_unit_within_a_plain_model_has_the_names_of_the_whole_model():

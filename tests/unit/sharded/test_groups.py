@@ -10,11 +10,11 @@ from torch.distributed.fsdp import ShardingStrategy as Strategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hpcfsdp.world
-from hpcfsdp.api.groups import Groups, resolve_groups
 from hpcfsdp.comm import communicator_for, select
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import DisagreementError, LaunchError
 from hpcfsdp.launch.topology import Topology
+from hpcfsdp.sharded.groups import Groups, resolve_groups
 
 HYBRID = [Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2]
 PLAIN = [Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP]

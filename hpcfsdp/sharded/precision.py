@@ -12,26 +12,21 @@ from torch.distributed.fsdp import MixedPrecision
 
 from hpcfsdp.engine.containers import apply_to_tensors, cast_forward_inputs
 from hpcfsdp.engine.hooks import tensors_in
+from hpcfsdp.sharded.unit import unit_of
 
 
-def modules_outside(root: nn.Module, stop_at: type[nn.Module]) -> Iterator[nn.Module]:
-    """`root` and the modules below that lie in no module of the type `stop_at`; one in two places comes twice."""
-    if not isinstance(root, stop_at):
+def modules_outside(root: nn.Module) -> Iterator[nn.Module]:
+    """`root` and the modules below that lie in no unit inside; one in two places comes twice."""
+    if unit_of(root) is None:
         yield root
         for child in root.children():
-            yield from modules_outside(child, stop_at)
+            yield from modules_outside(child)
 
 
-def find_full_precision(
-    root: nn.Module, classes: tuple[type[nn.Module], ...], *, stop_at: type[nn.Module]
-) -> dict[nn.Module, torch.dtype]:
-    """The modules of these classes, with the dtype of their parameters, which are not flattened yet.
-
-    Args:
-        stop_at: the type of units, which are not entered.
-    """
+def find_full_precision(root: nn.Module, classes: tuple[type[nn.Module], ...]) -> dict[nn.Module, torch.dtype]:
+    """The modules of these classes outside of units, with the dtype of their parameters, not flattened yet."""
     found = {}
-    for module in modules_outside(root, stop_at):
+    for module in modules_outside(root):
         if isinstance(module, classes):
             floating = [param.dtype for param in module.parameters() if param.is_floating_point()]
             found[module] = floating[0] if floating else torch.float32
@@ -69,14 +64,12 @@ def cast_buffers(
     dtype: torch.dtype,
     classes: tuple[type[nn.Module], ...],
     *,
-    stop_at: type[nn.Module],
     ignored: Set[torch.Tensor],
     cast: dict[torch.Tensor, torch.Tensor],
 ) -> dict[tuple[nn.Module, str], torch.dtype]:
-    """Cast the floating-point buffers that stand below `root` now; modules of `classes` keep theirs.
+    """Cast the floating-point buffers that stand below `root`, outside of units; modules of `classes` keep theirs.
 
     Args:
-        stop_at: the type of units, which are not entered.
         ignored: buffers that are left alone.
         cast: what buffers have been cast to before; added to. One that is registered in several places, or in several
             units, is one afterwards, too.
@@ -85,7 +78,7 @@ def cast_buffers(
         By module and name, the dtype that each buffer had.
     """
     before: dict[tuple[nn.Module, str], torch.dtype] = {}
-    modules = list(modules_outside(root, stop_at))
+    modules = list(modules_outside(root))
     kept = {buffer for module in modules if isinstance(module, classes) for buffer in module.buffers()}
     for module in modules:
         for name, buffer in module._buffers.items():

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from hpcfsdp.api.flatten import own_params
+from hpcfsdp.sharded.flatten import own_params
+from tests.unit.sharded.units import mark_as_unit
 
 
 class Stop(nn.Module):
@@ -12,6 +13,7 @@ class Stop(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 2)
         self.register_buffer("inner", torch.zeros(1))
+        mark_as_unit(self)
 
 
 class Model(nn.Module):
@@ -31,7 +33,7 @@ class Model(nn.Module):
 
 
 def test_parameters_are_grouped_by_dtype_and_requires_grad_in_order_of_the_model():
-    found = own_params(Model(), stop_at=Stop)
+    found = own_params(Model())
     assert [[entry.fqn for entry in group] for group in found.groups] == [
         ["own", "first.weight", "first.bias", "second.bias"],
         ["frozen.weight", "frozen.bias"],
@@ -41,7 +43,7 @@ def test_parameters_are_grouped_by_dtype_and_requires_grad_in_order_of_the_model
 
 def test_a_tied_parameter_is_found_once_with_all_of_its_names_and_places():
     model = Model()
-    entry = own_params(model, stop_at=Stop).groups[0][1]
+    entry = own_params(model).groups[0][1]
     assert (entry.fqn, entry.aliases) == ("first.weight", ("second.weight",))
     assert {(id(module), name) for module, name in entry.places} == {
         (id(model.first), "weight"),
@@ -51,7 +53,7 @@ def test_a_tied_parameter_is_found_once_with_all_of_its_names_and_places():
 
 def test_a_module_registered_twice_has_its_parameters_under_both_names():
     shared = nn.Linear(2, 2)
-    group = own_params(nn.ModuleDict({"a": shared, "b": shared}), stop_at=Stop).groups[0]
+    group = own_params(nn.ModuleDict({"a": shared, "b": shared})).groups[0]
     assert [(entry.fqn, entry.aliases) for entry in group] == [("a.weight", ("b.weight",)), ("a.bias", ("b.bias",))]
     for entry in group:
         entry.deregister()
@@ -60,14 +62,14 @@ def test_a_module_registered_twice_has_its_parameters_under_both_names():
 
 def test_all_buffers_but_those_of_wrapped_units_are_found():
     model = Model()
-    found = own_params(model, stop_at=Stop).buffers
+    found = own_params(model).buffers
     assert [id(buffer) for buffer in found] == [id(model.kept), id(model.scratch)]
 
 
 def test_a_deregistered_parameter_stays_an_attribute_at_every_place():
     model = Model()
     weight = model.first.weight
-    for group in own_params(model, stop_at=Stop).groups:
+    for group in own_params(model).groups:
         for entry in group:
             entry.deregister()
     assert model.first.weight is weight
@@ -77,10 +79,10 @@ def test_a_deregistered_parameter_stays_an_attribute_at_every_place():
 
 def test_a_parameter_that_another_unit_has_taken_is_named():
     model = Model()
-    for entry in own_params(model.first, stop_at=Stop).groups[0]:
+    for entry in own_params(model.first).groups[0]:
         entry.take()
     with pytest.raises(ValueError) as caught:
-        own_params(nn.Sequential(model.second), stop_at=Stop)
+        own_params(nn.Sequential(model.second))
     assert str(caught.value) == (
         "parameter '0.weight' is tied to 'weight', which belongs to a unit that is wrapped already: wrap the smallest "
         "module that holds both instead"
@@ -89,7 +91,7 @@ def test_a_parameter_that_another_unit_has_taken_is_named():
 
 def test_parameters_of_modules_that_stay_in_full_precision_are_grouped_apart():
     model = nn.Sequential(nn.Linear(1, 1), nn.LayerNorm(1), nn.Linear(1, 1))
-    groups = own_params(model, stop_at=Stop, apart=(nn.LayerNorm,)).groups
+    groups = own_params(model, apart=(nn.LayerNorm,)).groups
     assert [[entry.fqn for entry in group] for group in groups] == [
         ["0.weight", "0.bias", "2.weight", "2.bias"],
         ["1.weight", "1.bias"],
@@ -100,7 +102,7 @@ def test_a_parameter_is_hidden_and_shown_wherever_it_is_registered():
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     model[1].weight = model[0].weight
     weight = model[0].weight
-    found = own_params(model, stop_at=Stop)
+    found = own_params(model)
     for _ in range(2):
         for entry in found.entries:
             entry.deregister()
@@ -115,7 +117,7 @@ def test_a_parameter_is_hidden_and_shown_wherever_it_is_registered():
 def test_parameters_on_several_devices_are_named_with_theirs():
     model = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1, device="meta")})
     with pytest.raises(ValueError) as caught:
-        own_params(model, stop_at=Stop)
+        own_params(model)
     assert str(caught.value) == (
         "the parameters of one unit lie on several devices ('a.bias' on cpu, 'b.bias' on meta): move them to one, or "
         "pass device_id"

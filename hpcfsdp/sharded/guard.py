@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
@@ -14,9 +14,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from hpcfsdp import _compat
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError, StateDictError
-
-if TYPE_CHECKING:
-    from hpcfsdp.api.wrapper import FullyShardedDataParallel
+from hpcfsdp.sharded.unit import ShardedUnit
 
 _INSTEAD = (
     "call {0}() of the FullyShardedDataParallel around the whole model, on all ranks, or call it within "
@@ -34,14 +32,14 @@ class _Guard:
     A copy of a module is not sharded: a copy of its hooks guards nothing.
     """
 
-    def __init__(self, unit: FullyShardedDataParallel | None = None) -> None:
+    def __init__(self, unit: ShardedUnit | None = None) -> None:
         self._is_inert = unit is None
         if unit is not None:
             self._unit = weakref.ref(unit)  # a strong one would keep the model until the garbage collector comes
-            blocks = [entry.block for entry in unit._own.entries]
+            blocks = [entry.block for entry in unit.own.entries]
             self._stays_whole = (
-                unit._groups.strategy is ShardingStrategy.NO_SHARD
-                and unit._use_orig_params
+                unit.groups.strategy is ShardingStrategy.NO_SHARD
+                and unit.use_orig_params
                 and all(block is None or block.is_whole for block in blocks)
             )
 
@@ -71,7 +69,7 @@ class _Guard:
         if not self._shows_whole(reading=True) and not self._is_unsharded():
             unit = self._unit()
             raise EngineError(
-                f"{'' if unit is None else f'{unit._unit.name}: '}a {type(module).__name__} was called past the "
+                f"{'' if unit is None else f'{unit.name}: '}a {type(module).__name__} was called past the "
                 "FullyShardedDataParallel around it, which gathers the parameters that are sharded now: call that; a "
                 "method of the wrapped module, on all ranks within FullyShardedDataParallel.summon_full_params(model, "
                 "writeback=False), with recurse=False if units inside are called as they are wrapped"
@@ -79,7 +77,7 @@ class _Guard:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
         unit = None if self._is_inert else self._unit()
-        if (unit is None or id(unit) not in memo) and not self._shows_whole(reading=True):
+        if (unit is None or id(unit.wrapper) not in memo) and not self._shows_whole(reading=True):
             self._refuse(
                 "the parameters of a module within a FullyShardedDataParallel are sharded, and a copy of the module "
                 "alone would hold this rank's part of them as if it were all: copy the FullyShardedDataParallel around "
@@ -103,17 +101,17 @@ class _Guard:
         unit = self._unit()
         if unit is None:
             return False
-        if unit.__dict__.get("_shows_state", False) or unit._unit.phase is Phase.SUMMON:
+        if unit.shows_state or unit.phase is Phase.SUMMON:
             return True
-        return reading and unit._use_orig_params and self._is_unsharded()
+        return reading and unit.use_orig_params and self._is_unsharded()
 
     def _is_unsharded(self) -> bool:
         unit = self._unit()
-        return unit is not None and all(flat.is_unsharded or flat.shows_whole for flat in unit._unit.flats)
+        return unit is not None and all(flat.is_unsharded or flat.shows_whole for flat in unit.flats)
 
     def _refuse(self, message: str) -> NoReturn:
         unit = self._unit()
-        name = "" if unit is None else f"{unit._unit.name}: "
+        name = "" if unit is None else f"{unit.name}: "
         raise StateDictError(f"{name}{message}")
 
 
@@ -137,30 +135,29 @@ class _CallsAtRest:
             hooks[_KEY] = self._hook
 
 
-def guard_modules(unit: FullyShardedDataParallel) -> None:
+def guard_modules(unit: ShardedUnit) -> None:
     """Have the modules whose parameters a unit has taken refuse what would take its shards for weights."""
-    modules = {place: None for entry in unit._own.entries for place, _ in entry.places}
-    if unit._own.entries:
+    modules = {place: None for entry in unit.own.entries for place, _ in entry.places}
+    if unit.own.entries:
         modules[unit.module] = None  # holds the flat parameters
     guard = _Guard(unit)
     for module in modules:
         module.register_state_dict_pre_hook(guard.before_saving)
         module.register_load_state_dict_pre_hook(guard.before_loading)
-    unit._unit.calls_at_rest = _CallsAtRest(modules, guard.before_forward)
+    unit.calls_at_rest = _CallsAtRest(modules, guard.before_forward)
 
 
 @contextmanager
-def showing_state(unit: FullyShardedDataParallel) -> Iterator[None]:
+def showing_state(unit: ShardedUnit) -> Iterator[None]:
     """A context in which the modules of a unit hold what a state dict is to show of their parameters."""
-    before = unit.__dict__.get("_shows_state", False)
-    unit.__dict__["_shows_state"] = True
+    before, unit.shows_state = unit.shows_state, True
     try:
         yield
     finally:
-        unit.__dict__["_shows_state"] = before
+        unit.shows_state = before
 
 
-def refuse_mistakes(unit: FullyShardedDataParallel) -> None:
+def refuse_mistakes(unit: ShardedUnit) -> None:
     """Called while a function of ``torch.distributed.checkpoint.state_dict`` looks at the names of a model.
 
     Raises:
@@ -174,13 +171,15 @@ def refuse_mistakes(unit: FullyShardedDataParallel) -> None:
         )
 
 
-def _mistaken(unit: FullyShardedDataParallel, call: _compat.StockCall) -> str | None:
+def _mistaken(unit: ShardedUnit, call: _compat.StockCall) -> str | None:
     """What a call would take for something else; None where it is right."""
     if call.has_optimizers:
         return "the shards that the optimizer steps for whole parameters"
     if call.function.startswith("set_"):
-        has_flats = not unit._use_orig_params and bool(unit._unit.flats)
+        has_flats = not unit.use_orig_params and bool(unit.flats)
         return "flat parameters for the model's own" if call.options.full_state_dict and has_flats else None
-    is_frozen = call.options.ignore_frozen_params and not all(param.requires_grad for param in unit.parameters())
+    is_frozen = call.options.ignore_frozen_params and not all(
+        param.requires_grad for param in unit.wrapper.parameters()
+    )
     names = "the names of wrappers for parts of the names in a state dict"
     return names if call.has_submodules or is_frozen else None

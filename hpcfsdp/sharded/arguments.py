@@ -9,15 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FSDPModule, MixedPrecision
 
-from hpcfsdp.api.groups import Groups
+from hpcfsdp.sharded.groups import Groups
+from hpcfsdp.sharded.unit import unit_of
 from hpcfsdp.world import current_world
 
 
-def check_module(module: Any, wrapper: type[nn.Module]) -> None:
-    """Refuse what is no module, and a `wrapper`."""
+def check_module(module: Any) -> None:
+    """Refuse what is no module, and what is wrapped already."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"FullyShardedDataParallel wraps a torch.nn.Module, not {type(module).__name__}")
-    if isinstance(module, wrapper):
+    if unit_of(module) is not None:
         raise ValueError("the module is a FullyShardedDataParallel already: wrap a module once")
     for name, inner in module.named_modules():
         if isinstance(inner, FSDPModule):
@@ -52,11 +53,11 @@ def check_types(cpu_offload: Any, mixed_precision: Any, backward_prefetch: Any) 
             raise TypeError(f"mixed_precision: {name} must be a floating-point torch.dtype or None, not {dtype!r}")
 
 
-def check_readers(module: nn.Module, wrapper: type[nn.Module]) -> None:
+def check_readers(module: nn.Module) -> None:
     """Refuse units inside of modules that read the parameters of their children without calling them."""
     for name, reader in module.named_modules():
         if isinstance(reader, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
-            inside = [child for child, m in reader.named_modules() if isinstance(m, wrapper)]
+            inside = [child for child, m in reader.named_modules() if unit_of(m) is not None]
             if inside:
                 kind, where = type(reader).__name__, f" {name!r}" if name else ""
                 raise ValueError(

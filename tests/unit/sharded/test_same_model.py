@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from hpcfsdp.api.same_model import check_same_model, warn_of_values
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import DifferentValuesWarning, DisagreementError
 from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.sharded.same_model import check_same_model, warn_of_values
 
 
 def layouts(*params, dtype=torch.float32):

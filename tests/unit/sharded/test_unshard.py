@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from hpcfsdp.api.unshard import walk_full_params
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from hpcfsdp.sharded.unshard import walk_full_params
 from hpcfsdp.wrap import ModuleWrapPolicy
 
 summon = FullyShardedDataParallel.summon_full_params
@@ -540,7 +540,7 @@ def test_a_walk_shows_one_unit_at_a_time_under_its_own_name(run_ranks, original)
         model = nn.Sequential(shard(make_net(), comm, use_orig_params=original))
         units = [wrapper._unit for wrapper in FullyShardedDataParallel.fsdp_modules(model)]
         seen, whole = [], {}
-        for name, module in walk_full_params(model, FullyShardedDataParallel):
+        for name, module in walk_full_params(model):
             seen.append((name, type(module).__name__, [unit.phase is Phase.SUMMON for unit in units]))
             for inner, param in module.named_parameters():
                 if "_flat_param" not in inner and not (original and "_fsdp_wrapped_module" in inner):
@@ -558,7 +558,7 @@ def test_a_walk_shows_one_unit_at_a_time_under_its_own_name(run_ranks, original)
 def test_a_walk_that_is_left_early_leaves_shards(run_ranks):
     def body(comm):
         model = shard(make_net(), comm)
-        for _ in walk_full_params(model, FullyShardedDataParallel):
+        for _ in walk_full_params(model):
             break
         gc.collect()
         at_rest(model)
@@ -571,7 +571,7 @@ def test_a_walk_may_change_values(run_ranks):
     def body(comm):
         model = shard(make_net(), comm)
         for arguments in ({"writeback": True}, {}):
-            for _, module in walk_full_params(model, FullyShardedDataParallel, **arguments):
+            for _, module in walk_full_params(model, **arguments):
                 with torch.no_grad():
                     for param in module.parameters(recurse=False):
                         param.fill_(4.0 if arguments else 5.0)
@@ -584,7 +584,7 @@ def test_a_walk_may_change_values(run_ranks):
 def test_whole_values_are_gone_afterwards(run_ranks):
     def body(comm):
         model, gone = shard(make_net(), comm), []
-        for _ in walk_full_params(model, FullyShardedDataParallel):
+        for _ in walk_full_params(model):
             assert [ref() for ref in gone] == [None] * len(gone)
             for wrapper in FullyShardedDataParallel.fsdp_modules(model):
                 if wrapper._unit.phase is Phase.SUMMON:

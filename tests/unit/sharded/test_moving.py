@@ -1,7 +1,8 @@
 import torch
 from torch import nn
 
-from hpcfsdp.api.flatten import move_outside
+from hpcfsdp.sharded.flatten import move_outside
+from tests.unit.sharded.units import mark_as_unit
 
 
 class Stop(nn.Module):
@@ -11,6 +12,7 @@ class Stop(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 2)
         self.register_buffer("inner", torch.zeros(1))
+        mark_as_unit(self)
 
 
 class Metric(nn.Module):
@@ -27,7 +29,7 @@ class Metric(nn.Module):
 
 def test_modules_that_move_in_a_way_of_their_own():
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Metric(), nn.LSTM(2, 2)), nn.Sequential(Stop(), Metric()))
-    move_outside(model, torch.device("meta"), stop_at=Stop)
+    move_outside(model, torch.device("meta"))
     moved = [*model[0].parameters(), *model[1].parameters(), model[1][0].state, model[2][1].state]
     assert all(tensor.is_meta for tensor in moved)
     assert not any(tensor.is_meta for tensor in (*model[2][0].parameters(), *model[2][0].buffers()))

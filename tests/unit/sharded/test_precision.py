@@ -3,9 +3,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hpcfsdp.api.precision import cast_buffers, find_full_precision, ignored_classes, keep_full_precision
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision
+from hpcfsdp.sharded.precision import cast_buffers, find_full_precision, ignored_classes, keep_full_precision
+from tests.unit.sharded.units import mark_as_unit
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
@@ -17,6 +18,7 @@ class Stop(nn.Module):
         super().__init__()
         self.norm = Seeing()
         self.register_buffer("inner", torch.zeros(1))
+        mark_as_unit(self)
 
 
 class Seeing(nn.LayerNorm):
@@ -32,7 +34,7 @@ class Seeing(nn.LayerNorm):
 
 
 def apart(module):
-    keep_full_precision(find_full_precision(module, (nn.LayerNorm,), stop_at=Stop))
+    keep_full_precision(find_full_precision(module, (nn.LayerNorm,)))
     return module
 
 
@@ -82,7 +84,7 @@ def test_buffers_of_real_numbers_are_cast_wherever_they_are_registered():
     model[0].register_buffer("other", torch.ones(1))
     model[0].register_buffer("missing", None)
     cast = {}
-    cast_buffers(model, BF16, (_BatchNorm,), stop_at=Stop, ignored={model[0].other}, cast=cast)
+    cast_buffers(model, BF16, (_BatchNorm,), ignored={model[0].other}, cast=cast)
     assert model[0].shared is model[1].shared
     assert (model[0].shared.dtype, model[0].shared.item()) == (BF16, 1)
     assert [model[0].count.dtype, model[0].other.dtype, model[2].running_mean.dtype] == [torch.int64, F32, F32]
@@ -90,7 +92,7 @@ def test_buffers_of_real_numbers_are_cast_wherever_they_are_registered():
     assert model[3].inner.dtype == F32
     unit = nn.Linear(1, 1)
     unit.register_buffer("shared", shared)
-    cast_buffers(unit, BF16, (), stop_at=Stop, ignored=set(), cast=cast)
+    cast_buffers(unit, BF16, (), ignored=set(), cast=cast)
     assert unit.shared is model[0].shared
     assert "shared" not in model.state_dict()
 

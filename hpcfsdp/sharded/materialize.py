@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from hpcfsdp.api.ignored import Ignored
+from hpcfsdp.sharded.own import Ignored
+from hpcfsdp.sharded.unit import unit_of
 from hpcfsdp.tensor.whole import fill_block
 
 _WITHOUT_VALUES = {
@@ -50,11 +51,10 @@ def materialize(
     *,
     device: torch.device,
     param_init_fn: Callable[[nn.Module], Any] | None,
-    stop_at: type[nn.Module],
     ignored: Ignored | None = None,
     values_count: bool = True,
 ) -> list[str]:
-    """Give memory and values to all parameters and buffers on the meta device below `module`; others are not touched.
+    """Give memory and values to parameters and buffers on the meta device below `module`, outside of units inside.
 
     Without `param_init_fn` each module that owns some gets memory on `device`, and its ``reset_parameters()`` is
     called, inner modules before outer ones: that is the order in which they are built, so the same seed mostly gives
@@ -74,7 +74,6 @@ def materialize(
     byte and ``bool`` have no such mark: they are zero where nobody initialises them.
 
     Args:
-        stop_at: the type of units, which are not entered.
         ignored: modules that are not entered, and parameters that do not make a module one to materialise.
         values_count: False where another rank's values are taken afterwards (``sync_module_states``): then memory
             is enough.
@@ -88,7 +87,7 @@ def materialize(
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(f"param_init_fn must be a function of a module, not {type(param_init_fn).__name__}")
-    reached = list(_reached(module, stop_at, ignored or Ignored()))
+    reached = list(_reached(module, ignored or Ignored()))
     owners = [owner for fqn, found in reached if (owner := _owner(fqn, found, ignored or Ignored())) is not None]
     if not owners:
         return []
@@ -101,12 +100,12 @@ def materialize(
     return list(dict(name for owner in owners for name in owner.names()))
 
 
-def _reached(root: nn.Module, stop_at: type[nn.Module], ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
+def _reached(root: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
     """All modules to look at and their FQNs, inner ones before outer ones, each once."""
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, fqn: str) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or module in ignored.modules or isinstance(module, stop_at):
+        if module in seen or module in ignored.modules or unit_of(module) is not None:
             return
         seen.add(module)
         for name, child in module.named_children():

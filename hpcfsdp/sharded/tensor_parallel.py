@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,22 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hpcfsdp import _compat
-from hpcfsdp.api import taken
-from hpcfsdp.api.groups import Groups, TensorRanks, tensor_ranks
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.errors import EngineError, ShardingError
 from hpcfsdp.flat.held import set_grad
 from hpcfsdp.flat.layout import Box, TensorBlock
+from hpcfsdp.sharded import taken
+from hpcfsdp.sharded.groups import Groups, TensorRanks, tensor_ranks
 from hpcfsdp.tensor.whole import whole_of
-
-if TYPE_CHECKING:
-    from hpcfsdp.api.wrapper import FullyShardedDataParallel
 
 
 def with_tensor_ranks(
     groups: Groups,
     module: nn.Module,
-    units: Iterable[FullyShardedDataParallel],
+    meshes: Mapping[str, DeviceMesh],
     unit: str,
     ignored: Collection[torch.Tensor] = (),
 ) -> Groups:
@@ -38,7 +34,7 @@ def with_tensor_ranks(
 
     Args:
         groups: of the unit that `module` is to become.
-        units: inside of it, made before.
+        meshes: of units inside of it, made before, by their names.
         ignored: parameters that may be DTensors on any ranks.
 
     Raises:
@@ -47,13 +43,13 @@ def with_tensor_ranks(
     """
     sharing = groups.all_global_ranks() if dist.is_initialized() else ()
     with raise_together_over(groups.connecting()):
-        mesh = _mesh_of(module, units, unit, sharing, ignored)
+        mesh = _mesh_of(module, meshes, unit, sharing, ignored)
     return groups if mesh is None else replace(groups, tensor=tensor_ranks(mesh))
 
 
 def _mesh_of(
     module: nn.Module,
-    units: Iterable[FullyShardedDataParallel],
+    inner: Mapping[str, DeviceMesh],
     unit: str,
     sharing: Sequence[int],
     ignored: Collection[torch.Tensor],
@@ -61,6 +57,7 @@ def _mesh_of(
     """The mesh of a module's DTensors, None if there are none.
 
     Args:
+        inner: the meshes of units inside, by their names.
         sharing: the ranks that the unit is sharded over.
         ignored: parameters that do not count where there are others, and may lie on the ranks of `sharing`.
     """
@@ -69,7 +66,7 @@ def _mesh_of(
         named = [(fqn, param) for fqn, param in named if param not in ignored]
     else:  # the unit is alike on ranks that are parallel over the tensors of others
         named = [(fqn, param) for fqn, param in named if _is_apart(param.device_mesh, sharing)][:1]
-    meshes = [(f"the unit {inner._unit.name}", inner._groups.tensor.mesh) for inner in units if inner._groups.tensor]
+    meshes = [(f"the unit {name}", mesh) for name, mesh in inner.items()]
     meshes += [(repr(fqn), param.device_mesh) for fqn, param in named]
     if not meshes:
         return None

@@ -8,8 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hpcfsdp.api.ignored import Ignored, resolve_ignored
-from hpcfsdp.api.materialize import materialize
+from hpcfsdp.sharded.ignored import resolve_ignored
+from hpcfsdp.sharded.materialize import materialize
+from hpcfsdp.sharded.own import Ignored
+from tests.unit.sharded.units import mark_as_unit
 
 CPU = torch.device("cpu")
 
@@ -20,6 +22,7 @@ class Unit(nn.Module):
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
+        mark_as_unit(self)
 
 
 class Rotary(nn.Module):
@@ -58,7 +61,7 @@ def build(kind=Net, device="meta", seed=1):
 
 def make(module, param_init_fn=None, seed=1, device=CPU, **options):
     torch.manual_seed(seed)
-    return materialize(module, device=device, param_init_fn=param_init_fn, stop_at=Unit, **options)
+    return materialize(module, device=device, param_init_fn=param_init_fn, **options)
 
 
 def reset(module):
@@ -178,7 +181,7 @@ def test_what_is_not_on_the_meta_device_is_left_alone():
 def test_units_and_ignored_modules_are_not_entered():
     module = build()
     module.blocks[1] = Unit(module.blocks[1])
-    ignored = resolve_ignored(module, [module.memory], None, stop_at=Unit)
+    ignored = resolve_ignored(module, [module.memory], None)
     names = make(module, ignored=ignored)
     on_meta = {name for name, tensor in states(module).items() if tensor.is_meta}
     assert on_meta == {name for name in states(module) if name.startswith(("memory.", "blocks.1."))}

@@ -4,48 +4,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from hpcfsdp.api import taken
-
-
-@dataclass(frozen=True)
-class Ignored:
-    """What is neither sharded nor gathered nor reduced nor cast.
-
-    Attributes:
-        modules: those given and all inside of them, down to units, which remain units.
-        params: those given, and those of the modules.
-        buffers: of the modules.
-    """
-
-    modules: frozenset[nn.Module] = frozenset()
-    params: frozenset[nn.Parameter] = frozenset()
-    buffers: frozenset[torch.Tensor] = frozenset()
-
-    def __bool__(self) -> bool:
-        return bool(self.modules or self.params)
+from hpcfsdp.sharded import taken
+from hpcfsdp.sharded.own import Ignored
+from hpcfsdp.sharded.unit import unit_of, units_in
 
 
 def resolve_ignored(
     root: nn.Module,
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | Ignored | None,
-    *,
-    stop_at: type[nn.Module],
-    inherited: Iterable[Ignored] = (),
 ) -> Ignored:
     """What the wrapper of `root` is to ignore. Modules and parameters outside of `root` are welcome in the lists.
+
+    What units within `root` ignore, `root` ignores too, in whatever place it is tied to. A unit inside of an ignored
+    module is a unit as before.
 
     Args:
         ignored_modules: modules.
         ignored_states: instead of them: modules, or parameters, or what an outer wrapper ignores.
-        stop_at: the type of units. One inside of an ignored module is a unit as before.
-        inherited: what units within `root` ignore: `root` ignores it too, in whatever place it is tied to.
 
     Raises:
         TypeError: an entry is no module (or parameter), or the argument is not iterable.
@@ -56,7 +36,7 @@ def resolve_ignored(
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError("ignored_modules and ignored_states were both given: pass ignored_states alone")
-    others = list(inherited)
+    others = [unit.ignored for unit in units_in(root)]
     if isinstance(ignored_states, Ignored):
         others.append(ignored_states)
         ignored_states = None
@@ -73,8 +53,8 @@ def resolve_ignored(
         frozenset().union(*(other.params for other in others)),
         frozenset().union(*(other.buffers for other in others)),
     )
-    modules, params = _not_sharded(root, modules, params, before, stop_at)
-    inside = dict.fromkeys(found for module in modules for found in _below(module, stop_at))
+    modules, params = _not_sharded(root, modules, params, before)
+    inside = dict.fromkeys(found for module in modules for found in _below(module))
     if root in inside:
         warnings.warn(
             f"the {type(root).__name__} that is to be wrapped is to be ignored itself: none of it is sharded",
@@ -92,7 +72,6 @@ def _not_sharded(
     modules: list[nn.Module],
     params: list[nn.Parameter],
     before: Ignored,
-    stop_at: type[nn.Module],
 ) -> tuple[list[nn.Module], list[nn.Parameter]]:
     """What can be ignored: without what units within `root` have sharded, which stays sharded as in torch's FSDP.
 
@@ -100,14 +79,14 @@ def _not_sharded(
         ValueError: an entry is a unit.
     """
     for module in modules:
-        if isinstance(module, stop_at):
+        if unit_of(module) is not None:
             raise ValueError(
                 f"a {type(module).__name__} is to be ignored, but is sharded already: have it ignore its own modules, "
                 "or wrap from the outside in with auto_wrap_policy"
             )
-    units = [unit for unit in root.modules() if isinstance(unit, stop_at)]
-    sharded: set[Any] = {module for unit in units for module in unit.modules()} - before.modules
-    sharded |= {param for unit in units for param in unit.parameters()}
+    wrappers = [unit.wrapper for unit in units_in(root)]
+    sharded: set[Any] = {module for wrapper in wrappers for module in wrapper.modules()} - before.modules
+    sharded |= {param for wrapper in wrappers for param in wrapper.parameters()}
     sharded |= {param for param in params if taken.unit_fqn(param) is not None}
     sharded -= before.params
     left = [entry for entry in (*modules, *params) if entry in sharded]
@@ -138,11 +117,11 @@ def _entries(argument: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
     return entries
 
 
-def _below(module: nn.Module, stop_at: type[nn.Module]) -> Iterator[nn.Module]:
+def _below(module: nn.Module) -> Iterator[nn.Module]:
     yield module
     for child in module.children():
-        if not isinstance(child, stop_at):
-            yield from _below(child, stop_at)
+        if unit_of(child) is None:
+            yield from _below(child)
 
 
 def _own(modules: Iterable[nn.Module], registry: str) -> list[Any]:

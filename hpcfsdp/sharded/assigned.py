@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from hpcfsdp.api import stale, taken
-from hpcfsdp.api.flatten import OwnParam
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.sharded import stale, taken
+from hpcfsdp.sharded.own import OwnParam
 
 
 def watch_assignments(unit: Unit, flat: FlatParam, entries: Sequence[OwnParam]) -> None:

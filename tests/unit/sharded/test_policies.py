@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from hpcfsdp import wrap
-from hpcfsdp.api.policies import check_ties, choose_units
+from hpcfsdp.sharded.policies import check_ties, choose_units
 
 
 class Block(nn.Module):

@@ -1,32 +1,28 @@
-"""The unit of a wrapper: ranks compare what they wrap, parameters become flat ones and leave their modules."""
+"""Units are made: ranks compare what they wrap, parameters become flat ones and leave their modules."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from hpcfsdp import _compat
-from hpcfsdp.api import unshard
-from hpcfsdp.api.assigned import watch_assignments
-from hpcfsdp.api.flatten import OwnParams
-from hpcfsdp.api.groups import Groups
-from hpcfsdp.api.same_model import check_same_model, warn_of_values
-from hpcfsdp.api.tensor_parallel import TensorView
 from hpcfsdp.comm import Communicator, raise_together_over
-from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.flat.sync import sync_params_and_buffers
-
-if TYPE_CHECKING:
-    from hpcfsdp.api.wrapper import FullyShardedDataParallel
+from hpcfsdp.sharded.assigned import watch_assignments
+from hpcfsdp.sharded.groups import Groups, TensorRanks
+from hpcfsdp.sharded.own import Ignored, OwnParams
+from hpcfsdp.sharded.same_model import check_same_model, warn_of_values
+from hpcfsdp.sharded.tensor_parallel import TensorView, check_apart
+from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit, flat_param_name, units_in
 
 _CHUNK_NUMEL = 1 << 20
 """Of a flat parameter where ranks read each other's memory: the buffers of gradients are as large as the largest one,
@@ -35,28 +31,36 @@ _KEEPS_VALUES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_
 _WARNED = "this has been warned of"
 
 
-def sync_values(own: OwnParams, comms: Iterable[Communicator], groups: Groups) -> None:
+def sync_values(own: OwnParams, groups: Groups) -> None:
     """Collective over the unit's ranks. Have all begin with the values of the first."""
-    for comm in comms:
+    for comm in _lines(groups):
         sync_params_and_buffers(comm, own.tensors)
     if groups.tensor is not None:
         sync_params_and_buffers(groups.tensor.comm, own.params_alike + own.buffers_alike)
 
 
 def make_unit(
-    wrapper: FullyShardedDataParallel, apart: tuple[type[nn.Module], ...], made: frozenset[str] | None
-) -> tuple[Unit, str | None]:
-    """Collective over the unit's ranks. The unit of what the wrapper owns.
+    wrapper: nn.Module,
+    module: nn.Module,
+    *,
+    groups: Groups,
+    own: OwnParams,
+    ignored: Ignored,
+    use_orig_params: bool,
+    offload: bool,
+    mixed_precision: MixedPrecision,
+    full_precision: tuple[type[nn.Module], ...],
+    made: frozenset[str] | None,
+) -> ShardedUnit:
+    """Collective over the unit's ranks. The unit of what is owned below a module.
 
     Args:
-        apart: types of modules that compute in full precision.
+        wrapper: of `module`.
+        offload: keep shards in host memory.
+        full_precision: types of modules that compute in full precision.
         made: names of parameters that got their values here; None if all ranks have the same values.
-
-    Returns:
-        The unit, and what ranks begin with different values of, see ``check_same_model``.
     """
-    own, groups, original = wrapper._own, wrapper._groups, wrapper._use_orig_params
-    if any(comm.shares_memory for comm in wrapper._comms()):
+    if any(comm.shares_memory for comm in _lines(groups)):
         own.split(_CHUNK_NUMEL)
     layouts = [
         FlatLayout.plan(
@@ -78,43 +82,78 @@ def make_unit(
             layout,
             groups.shard,
             replicas=groups.replicate if groups.num_replicas > 1 else None,
-            dtypes=_dtypes(wrapper.mixed_precision, layout.dtype, isinstance(group[0].places[0][0], apart)),
-            use_orig_params=original,
-            offload=wrapper._offload,
+            dtypes=_dtypes(mixed_precision, layout.dtype, isinstance(group[0].places[0][0], full_precision)),
+            use_orig_params=use_orig_params,
+            offload=offload,
             always_whole=groups.strategy is ShardingStrategy.NO_SHARD,
         )
         for entry in group:
-            if not original:
+            if not use_orig_params:
                 entry.deregister()
-        if not original:
-            wrapper._flat_owner.register_parameter(unshard.flat_param_name(index), flat.parameter)
+        if not use_orig_params:
+            module.register_parameter(flat_param_name(index), flat.parameter)
         flats.append(flat)
-    name = type(wrapper._flat_owner).__name__
+    name = type(module).__name__
     for entry in own.entries:
-        for module, _ in entry.places:
-            _compat.refuse_parallelizing(module, functools.partial(_too_late, name, entry.fqn))
+        for place, _ in entry.places:
+            _compat.refuse_parallelizing(place, functools.partial(_too_late, name, entry.fqn))
     views = [
-        TensorView(entry.param, entry.block, groups.tensor.mesh, entry.places, original)
+        TensorView(entry.param, entry.block, groups.tensor.mesh, entry.places, use_orig_params)
         for entry in own.entries
         if entry.block is not None
     ]
-    unit = Unit(name, flats, views, reshard_after_forward=groups.strategy not in _KEEPS_VALUES)
+    unit = ShardedUnit(
+        wrapper,
+        name,
+        flats,
+        views,
+        groups=groups,
+        own=own,
+        ignored=ignored,
+        use_orig_params=use_orig_params,
+        mixed_precision=mixed_precision,
+        full_precision=full_precision,
+        flat_owner=module,
+        reshard_after_forward=groups.strategy not in _KEEPS_VALUES,
+    )
+    unit.differing = differing
     for flat, group in zip(flats, own.groups, strict=True):
         watch_assignments(unit, flat, group)
-    unit.prefetch_forward = wrapper.forward_prefetch
-    if wrapper.backward_prefetch is not None:
-        unit.prefetch_backward = "pre" if wrapper.backward_prefetch is BackwardPrefetch.BACKWARD_PRE else "post"
-    return unit, differing
+    return unit
 
 
-def warn_of_units(root: FullyShardedDataParallel, stacklevel: int) -> str | None:
-    """Warn once of values that differ between ranks in units within `root`; what is to be remembered of it."""
-    found = {name: unit._differing for name, unit in root.named_modules() if getattr(unit, "_differing", None)}
+def join_tensor_ranks(unit: ShardedUnit, tensor: TensorRanks, *, sync_module_states: bool) -> None:
+    """Collective over the unit's ranks, and over those that are parallel over tensors, which all have it whole."""
+    groups, flats = replace(unit.groups, tensor=tensor), unit.flats
+    sharing = groups.all_global_ranks()
+    with raise_together_over(groups.connecting()):
+        check_apart(f"the unit around {unit.name}", tensor.mesh, unit.name, sharing)
+    trained = [flat.requires_grad for flat in flats]
+    with raise_together_over(unit.groups.connecting()):
+        check_same_model(tensor.comm, [flat.layout for flat in flats], trained, groups.names_of(tensor.comm))
+    if sync_module_states:
+        shards = [flat.parameter.data.clone() for flat in flats]  # where memory is shared nothing may be received
+        sync_params_and_buffers(tensor.comm, [*shards, *unit.own.buffers_alike])
+        for flat, shard in zip(flats, shards, strict=True):
+            flat.parameter.data.copy_(shard)
+    unit.groups = groups
+
+
+def warn_of_units(root: nn.Module, stacklevel: int) -> None:
+    """Warn once of values that differ between ranks in units within `root`."""
+    names = {module: name for name, module in root.named_modules()}
+    found = {unit: unit.differing for unit in units_in(root) if unit.differing is not None}
     if found and _WARNED not in found.values():
-        name, what = next(iter(found.items()))
-        unit = ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
-        warn_of_values(f"in the unit {unit!r}, {what}" if unit else what, stacklevel=stacklevel)
-    return _WARNED if found else None
+        unit, what = next(iter(found.items()))
+        name = ".".join(part for part in names[unit.wrapper].split(".") if part != WRAPPED)
+        warn_of_values(f"in the unit {name!r}, {what}" if name else what, stacklevel=stacklevel)
+    if found:
+        next(iter(found)).differing = _WARNED
+
+
+def _lines(groups: Groups) -> list[Communicator]:
+    """The communicators that together connect all ranks of a unit."""
+    return [comm for comm in (groups.shard, groups.replicate) if comm is not None and comm.size > 1]
 
 
 def _compare(own: OwnParams, layouts: Sequence[FlatLayout], groups: Groups, made: frozenset[str] | None) -> str | None:

@@ -14,10 +14,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hpcfsdp.api.local_clip import look_for_local_clipping
-from hpcfsdp.api.taken import hidden_fqn, is_replaced, whole_shape
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
+from hpcfsdp.sharded.local_clip import look_for_local_clipping
+from hpcfsdp.sharded.taken import hidden_fqn, is_replaced, whole_shape
 
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()

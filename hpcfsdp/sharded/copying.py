@@ -4,66 +4,43 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import nn
 
-from hpcfsdp.api.assigned import watch_assignments
-from hpcfsdp.api.flatten import OwnParam, OwnParams
-from hpcfsdp.api.guard import guard_modules
-from hpcfsdp.api.ignored import Ignored
-from hpcfsdp.api.unshard import WRAPPED, check_at_rest
-from hpcfsdp.engine.unit import Unit
 from hpcfsdp.flat.param import FlatParam
-
-if TYPE_CHECKING:
-    from hpcfsdp.api.wrapper import FullyShardedDataParallel
+from hpcfsdp.sharded.assigned import watch_assignments
+from hpcfsdp.sharded.guard import guard_modules
+from hpcfsdp.sharded.own import Ignored, OwnParam, OwnParams
+from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit, units_in
+from hpcfsdp.sharded.unshard import check_at_rest
 
 Memo = dict[int, Any]
 
-_SHARED = ("_groups", "_given", "_apart", "_state_dict_settings")
-"""Attributes of the wrapper that do not change."""
 
-
-def copy_wrapper(wrapper: FullyShardedDataParallel, memo: Memo) -> FullyShardedDataParallel:
-    """Collective over the ranks of the units in `wrapper`. A copy with shards, views and hooks of its own.
+def copy_wrapper(unit: ShardedUnit, memo: Memo) -> nn.Module:
+    """Collective over the ranks of the units in a wrapper. A copy with shards, views and hooks of its own.
 
     As of other modules, gradients and hooks on parameters are not copied. Communicators are shared.
 
     Args:
+        unit: of the wrapper.
         memo: that of ``copy.deepcopy``.
 
     Raises:
         EngineError: a forward or backward is running, or parameters are summoned.
     """
-    for unit in wrapper.fsdp_modules(wrapper):
-        check_at_rest(unit, "copy.deepcopy")
+    wrapper = unit.wrapper
+    for inner in units_in(wrapper):
+        check_at_rest(inner, "copy.deepcopy")
     made = wrapper.__class__.__new__(wrapper.__class__)
     memo[id(wrapper)] = made
-    flats = [_copy_flat(flat, memo) for flat in wrapper._unit.flats]
-    module = copy.deepcopy(wrapper.__dict__["_modules"][WRAPPED], memo)  # inner units, too
-    own = _copy_own(wrapper._own, memo)
-    unit = memo[id(wrapper._unit)] = _copy_unit(wrapper._unit, flats, own, memo)
-    own_state = {
-        "_modules": {WRAPPED: module},
-        "_flat_owner": copy.deepcopy(wrapper._flat_owner, memo),
-        "_own": own,
-        "_unit": unit,
-        "_root": None,
-        "_is_root": False,
-        "_ignored": _copy_ignored(wrapper._ignored, memo),
-    }
+    flats = [_copy_flat(flat, memo) for flat in unit.flats]
+    module = copy.deepcopy(unit.module, memo)  # inner units, too
+    copied = {"_modules": {WRAPPED: module}, "_unit": _copy_unit(unit, made, flats, memo)}
     for name, value in wrapper.__dict__.items():
-        if name in own_state:
-            made.__dict__[name] = own_state[name]
-        elif name in _SHARED:
-            made.__dict__[name] = value
-        elif isinstance(value, dict) and any(isinstance(_module_in(key), nn.Module) for key in value):
-            made.__dict__[name] = {_copied(key, memo): entry for key, entry in value.items()}
-        else:
-            made.__dict__[name] = copy.deepcopy(value, memo)
-    guard_modules(made)  # copies of the hooks guard nothing
+        made.__dict__[name] = copied[name] if name in copied else copy.deepcopy(value, memo)
+    guard_modules(made.__dict__["_unit"])  # copies of the hooks guard nothing
     return made
 
 
@@ -90,16 +67,34 @@ def _copy_own(own: OwnParams, memo: Memo) -> OwnParams:
     return OwnParams(groups, buffers, list(own.buffer_fqns))
 
 
-def _copy_unit(unit: Unit, flats: list[FlatParam], own: OwnParams, memo: Memo) -> Unit:
+def _copy_unit(unit: ShardedUnit, wrapper: nn.Module, flats: list[FlatParam], memo: Memo) -> ShardedUnit:
     views = []
     for view in unit.views:
         places = [(copy.deepcopy(module, memo), name) for module, name in view.places]
         views.append(replace(view, leaf=memo[id(view.leaf)], places=places))
-    made = Unit(unit.name, flats, views, reshard_after_forward=unit.reshard_after_forward)
+    made = ShardedUnit(
+        wrapper,
+        unit.name,
+        flats,
+        views,
+        groups=unit.groups,
+        own=_copy_own(unit.own, memo),
+        ignored=_copy_ignored(unit.ignored, memo),
+        use_orig_params=unit.use_orig_params,
+        mixed_precision=unit.mixed_precision,
+        full_precision=unit.full_precision,
+        flat_owner=copy.deepcopy(unit.flat_owner, memo),
+        reshard_after_forward=unit.reshard_after_forward,
+    )
     made.prefetch_forward, made.prefetch_backward = unit.prefetch_forward, unit.prefetch_backward
+    made.state_dict_settings, made.differing = unit.state_dict_settings, unit.differing
+    made.computes_in_full = unit.computes_in_full
+    made.param_names = {memo.get(id(module), module): names for module, names in unit.param_names.items()}
+    for own, copied in ((unit.buffer_dtypes, made.buffer_dtypes), (unit.lowered_buffers, made.lowered_buffers)):
+        copied.update(((memo.get(id(module), module), name), dtype) for (module, name), dtype in own.items())
     for grad, other in zip(unit.grads, made.grads, strict=True):
         other.comm_hook = grad.comm_hook
-    for flat, group in zip(flats, own.groups, strict=True):
+    for flat, group in zip(flats, made.own.groups, strict=True):
         watch_assignments(made, flat, group)
     return made
 
@@ -109,13 +104,3 @@ def _copy_ignored(ignored: Ignored, memo: Memo) -> Ignored:
         return frozenset(memo.get(id(entry), entry) for entry in entries)
 
     return Ignored(copied(ignored.modules), copied(ignored.params), copied(ignored.buffers))
-
-
-def _module_in(key: Any) -> Any:
-    return key[0] if isinstance(key, tuple) and key else key
-
-
-def _copied(key: Any, memo: Memo) -> Any:
-    if isinstance(key, tuple):
-        return (memo.get(id(key[0]), key[0]), *key[1:])
-    return memo.get(id(key), key) if isinstance(key, (nn.Module, torch.Tensor)) else key

@@ -10,30 +10,18 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from hpcfsdp.api.tensor_parallel import dtensors_shown
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.held import set_grad
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.launch.calls import public_call
-
-if TYPE_CHECKING:
-    from hpcfsdp.api.wrapper import FullyShardedDataParallel
-
-
-WRAPPED = "_fsdp_wrapped_module"
-"""The name that a wrapper has for its module."""
-
-
-def flat_param_name(index: int) -> str:
-    """Under which a unit's flat parameters are registered in its module."""
-    return f"_flat_param_{index}" if index else "_flat_param"
+from hpcfsdp.sharded.tensor_parallel import dtensors_shown
+from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit, flat_param_name, units_in
 
 
 @dataclass(frozen=True)
@@ -70,7 +58,7 @@ class _Whole:
     grad: torch.Tensor | None = None
 
 
-def check_at_rest(wrapper: FullyShardedDataParallel, what: str) -> None:
+def check_at_rest(unit: ShardedUnit, what: str) -> None:
     """Refuse a unit that is at work or summoned already; reshard what a forward has left whole for its backward.
 
     Args:
@@ -79,7 +67,7 @@ def check_at_rest(wrapper: FullyShardedDataParallel, what: str) -> None:
     Raises:
         EngineError: with what the unit is doing, and what to do.
     """
-    unit, root = wrapper._unit, wrapper._root
+    root = unit.root
     if root is not None:
         root.recover()
     if unit.phase is Phase.SUMMON:
@@ -96,16 +84,16 @@ def check_at_rest(wrapper: FullyShardedDataParallel, what: str) -> None:
         flat.take_back()  # while what users have assigned can be distinguished from what summon_full_params registers
 
 
-def validate_unshard_params_args(args: UnshardArgs, wrapper: FullyShardedDataParallel) -> None:
+def validate_unshard_params_args(args: UnshardArgs, unit: ShardedUnit) -> None:
     """Collective under `with_grads`. Refuse a unit that is at work or summoned already; warn of what costs memory.
 
     Raises:
         EngineError: with what the unit is doing, and what to do.
     """
-    check_at_rest(wrapper, "summon_full_params")
+    check_at_rest(unit, "summon_full_params")
     if args.with_grads:
-        _refuse_held(wrapper)
-    if args.offload_to_cpu and not args.rank0_only and wrapper._comm.size > 1:
+        _refuse_held(unit)
+    if args.offload_to_cpu and not args.rank0_only and unit.comm.size > 1:
         warnings.warn(
             "offload_to_cpu without rank0_only puts a copy of the whole model into host memory for each rank of the "
             "node: with rank0_only there is one",
@@ -117,7 +105,6 @@ def validate_unshard_params_args(args: UnshardArgs, wrapper: FullyShardedDataPar
 @public_call("summon_full_params")
 def unshard_params(
     module: nn.Module,
-    kind: type[FullyShardedDataParallel],
     *,
     recurse: bool = True,
     writeback: bool = True,
@@ -134,7 +121,6 @@ def unshard_params(
     written back. An exception within the context leaves nothing unsharded.
 
     Args:
-        kind: the type of wrappers.
         recurse: units inside of `module`, too; otherwise `module` itself, which is a unit.
         writeback: take over what has been changed, gradients too if `with_grads`. With `rank0_only` rank 0's changes
             are scattered.
@@ -147,21 +133,20 @@ def unshard_params(
             `with_grads` asks for them; a parameter has another shape than before when it is written back.
     """
     args = UnshardArgs(writeback, rank0_only, offload_to_cpu, with_grads)
-    wrappers = kind.fsdp_modules(module)
+    units = units_in(module)
     if not recurse:
-        wrappers = [wrapper for wrapper in wrappers if wrapper is module]
-    for wrapper in wrappers:
-        validate_unshard_params_args(args, wrapper)
+        units = [unit for unit in units if unit.wrapper is module]
+    for unit in units:
+        validate_unshard_params_args(args, unit)
     with contextlib.ExitStack() as stack:
-        for wrapper in wrappers:
-            stack.enter_context(unshard_params_for_summon(wrapper, args))
+        for unit in units:
+            stack.enter_context(unshard_params_for_summon(unit, args))
         yield
 
 
 @public_call("walk_full_params")
 def walk_full_params(
     module: nn.Module,
-    kind: type[FullyShardedDataParallel],
     *,
     writeback: bool = False,
     rank0_only: bool = False,
@@ -177,22 +162,21 @@ def walk_full_params(
     """
     names = {inner: name for name, inner in module.named_modules()}
     args = UnshardArgs(writeback, rank0_only, offload_to_cpu, with_grads)
-    for wrapper in kind.fsdp_modules(module):
-        validate_unshard_params_args(args, wrapper)
-        with unshard_params_for_summon(wrapper, args):
-            parts = [part for part in names[wrapper].split(".") if part != "_fsdp_wrapped_module"]
-            yield ".".join(parts), wrapper.module
+    for unit in units_in(module):
+        validate_unshard_params_args(args, unit)
+        with unshard_params_for_summon(unit, args):
+            parts = [part for part in names[unit.wrapper].split(".") if part != WRAPPED]
+            yield ".".join(parts), unit.module
 
 
 @contextlib.contextmanager
-def unshard_params_for_summon(wrapper: FullyShardedDataParallel, args: UnshardArgs) -> Iterator[None]:
+def unshard_params_for_summon(unit: ShardedUnit, args: UnshardArgs) -> Iterator[None]:
     """Collective over the wrapper's process groups. One unit whole, as its modules' own parameters."""
-    unit = wrapper._unit
     unit.begin_summon()
     try:
-        wholes = unshard_fsdp_state_params(wrapper, args)
+        wholes = unshard_fsdp_state_params(unit, args)
         try:
-            with unflatten_as_params(wrapper, wholes):
+            with unflatten_as_params(unit, wholes):
                 yield
         finally:
             try:
@@ -210,10 +194,10 @@ def unshard_params_for_summon(wrapper: FullyShardedDataParallel, args: UnshardAr
 
 
 @torch.no_grad()
-def unshard_fsdp_state_params(wrapper: FullyShardedDataParallel, args: UnshardArgs) -> list[_Whole]:
+def unshard_fsdp_state_params(unit: ShardedUnit, args: UnshardArgs) -> list[_Whole]:
     """Collective over the wrapper's process groups. Gather the flat parameters of one unit, and their gradients."""
     wholes = []
-    for flat in wrapper._unit.flats:
+    for flat in unit.flats:
         flat.take_back()
         first = flat.comm.rank == 0 and (flat.replicas is None or flat.replicas.rank == 0)
         at_rest = [(leaf.data, leaf.grad) for leaf in flat.leaves]
@@ -226,49 +210,49 @@ def unshard_fsdp_state_params(wrapper: FullyShardedDataParallel, args: UnshardAr
 
 
 @contextlib.contextmanager
-def unflatten_as_params(wrapper: FullyShardedDataParallel, wholes: list[_Whole]) -> Iterator[None]:
+def unflatten_as_params(unit: ShardedUnit, wholes: list[_Whole]) -> Iterator[None]:
     """Have the original parameters show the whole values, as parameters of their modules."""
     for whole in wholes:
         if whole.present:
             _show(whole)
-    deregister_flat_param(wrapper)
-    register_orig_params(wrapper)
+    deregister_flat_param(unit)
+    register_orig_params(unit)
     present = {leaf for whole in wholes if whole.present for leaf in whole.flat.leaves}
     try:
-        with dtensors_shown([view for view in wrapper._unit.views if view.leaf in present]):
+        with dtensors_shown([view for view in unit.views if view.leaf in present]):
             yield
     finally:
-        _take_over_replaced(wrapper)
-        deregister_orig_params(wrapper)
-        register_flat_param(wrapper)
+        _take_over_replaced(unit)
+        deregister_orig_params(unit)
+        register_flat_param(unit)
 
 
-def deregister_flat_param(wrapper: FullyShardedDataParallel) -> None:
+def deregister_flat_param(unit: ShardedUnit) -> None:
     """Hide the flat parameters from ``parameters()``."""
-    for flat in wrapper._unit.flats:
-        for name, param in list(wrapper._flat_owner._parameters.items()):
+    for flat in unit.flats:
+        for name, param in list(unit.flat_owner._parameters.items()):
             if param is flat.parameter:
-                del wrapper._flat_owner._parameters[name]
+                del unit.flat_owner._parameters[name]
 
 
-def register_flat_param(wrapper: FullyShardedDataParallel) -> None:
+def register_flat_param(unit: ShardedUnit) -> None:
     """Show the flat parameters in ``parameters()``, unless the original ones are there."""
-    for index, flat in enumerate(wrapper._unit.flats):
+    for index, flat in enumerate(unit.flats):
         if not flat.use_orig_params:
-            wrapper._flat_owner._parameters[flat_param_name(index)] = flat.parameter
+            unit.flat_owner._parameters[flat_param_name(index)] = flat.parameter
 
 
-def register_orig_params(wrapper: FullyShardedDataParallel) -> None:
+def register_orig_params(unit: ShardedUnit) -> None:
     """Show the original parameters in ``parameters()``, where they are not, in their original order."""
-    if not wrapper._use_orig_params:
-        for entry in sorted(wrapper._own.entries, key=lambda entry: entry.index):
+    if not unit.use_orig_params:
+        for entry in sorted(unit.own.entries, key=lambda entry: entry.index):
             entry.register()
 
 
-def deregister_orig_params(wrapper: FullyShardedDataParallel) -> None:
+def deregister_orig_params(unit: ShardedUnit) -> None:
     """Hide the original parameters from ``parameters()``, unless it is they that the optimizer steps."""
-    if not wrapper._use_orig_params:
-        for entry in wrapper._own.entries:
+    if not unit.use_orig_params:
+        for entry in unit.own.entries:
             entry.deregister()
 
 
@@ -369,9 +353,9 @@ def _reshard(whole: _Whole) -> None:
         set_grad(leaf, grad)
 
 
-def _take_over_replaced(wrapper: FullyShardedDataParallel) -> None:
+def _take_over_replaced(unit: ShardedUnit) -> None:
     """Take the values of parameters that were assigned in place of the original ones, and put these back."""
-    for entry in wrapper._own.entries:
+    for entry in unit.own.entries:
         for module, name in entry.places:
             now = module._parameters.get(name)
             if now is not entry.param:
@@ -395,11 +379,11 @@ def _any_rank(flat: FlatParam, here: bool) -> bool:
     return bool(found)
 
 
-def _refuse_held(wrapper: FullyShardedDataParallel) -> None:
+def _refuse_held(unit: ShardedUnit) -> None:
     """Collective over the wrapper's process groups where ``no_sync`` has kept gradients back."""
-    root = wrapper._root
-    if root is not None and any(grad.held.is_owed for grad in wrapper._unit.grads):
-        with raise_together_over(wrapper._groups.connecting()):
+    root = unit.root
+    if root is not None and any(grad.held.is_owed for grad in unit.grads):
+        with raise_together_over(unit.groups.connecting()):
             root.refuse_held("summon_full_params with with_grads=True")
 
 

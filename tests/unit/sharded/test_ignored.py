@@ -2,15 +2,18 @@ import pytest
 import torch
 from torch import nn
 
-from hpcfsdp.api.ignored import Ignored, resolve_ignored
+from hpcfsdp.sharded.ignored import resolve_ignored
+from hpcfsdp.sharded.own import Ignored
+from tests.unit.sharded.units import mark_as_unit
 
 
 class Unit(nn.Module):
     """Stands for the wrapper."""
 
-    def __init__(self, inner):
+    def __init__(self, inner, ignored=None):
         super().__init__()
         self.inner = inner
+        mark_as_unit(self, ignored)
 
 
 class Gate(nn.Module):
@@ -33,8 +36,8 @@ class Model(nn.Module):
         self.down = nn.Linear(2, 2)
 
 
-def resolve(root, modules=None, states=None, inherited=()):
-    return resolve_ignored(root, modules, states, stop_at=Unit, inherited=inherited)
+def resolve(root, modules=None, states=None):
+    return resolve_ignored(root, modules, states)
 
 
 def test_nothing_is_ignored_by_default():
@@ -79,13 +82,13 @@ def test_a_unit_inside_of_an_ignored_module_remains_a_unit():
 def test_what_units_inside_ignore_is_ignored_by_the_outer_one():
     model = Model()
     own = resolve(model.gate, modules=[model.gate.layers])
-    model.gate = Unit(model.gate)
-    assert resolve(model, inherited=[own]) == own
-    both = resolve(model, states=[model.up.weight], inherited=[own])
+    model.gate = Unit(model.gate, own)
+    assert resolve(model) == own
+    both = resolve(model, states=[model.up.weight])
     assert both == Ignored(own.modules, own.params | {model.up.weight}, own.buffers)
-    again = resolve(model, modules=[model.gate.inner.layers, model.up], inherited=[own])
+    again = resolve(model, modules=[model.gate.inner.layers, model.up])
     assert again.modules == own.modules | {model.up}
-    assert resolve(model, states=[*own.params], inherited=[own]).params == own.params
+    assert resolve(model, states=[*own.params]).params == own.params
 
 
 def test_what_the_outer_one_ignores_is_ignored_inside():

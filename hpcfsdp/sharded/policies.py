@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hpcfsdp import _compat
-from hpcfsdp.api.ignored import Ignored
+from hpcfsdp.sharded.own import Ignored
 
 Policy = Callable[..., Any]
 

@@ -1,0 +1,133 @@
+"""The parameters that a unit is to own: found in the module tree, grouped and named."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+
+from hpcfsdp.sharded import taken
+from hpcfsdp.sharded.groups import TensorRanks
+from hpcfsdp.sharded.own import Ignored, OwnParam, OwnParams
+from hpcfsdp.sharded.tensor_parallel import block_of, leaf_of
+from hpcfsdp.sharded.unit import unit_of, units_in
+
+
+def own_params(
+    root: nn.Module,
+    *,
+    ignored: Ignored | None = None,
+    apart: tuple[type[nn.Module], ...] = (),
+    tensor: TensorRanks | None = None,
+) -> OwnParams:
+    """Parameters and buffers below `root` that lie in no unit inside.
+
+    Args:
+        ignored: what not to own.
+        apart: types of modules whose parameters are not grouped with those of others.
+        tensor: the ranks of DTensors among them, of which it takes this rank's blocks.
+
+    Raises:
+        ShardingError: a DTensor has placements that are no blocks of it.
+        ValueError: they lie on several devices, or one is tied to a parameter that another unit has taken.
+    """
+    found: dict[nn.Parameter, OwnParam] = {}
+    is_apart: dict[nn.Parameter, bool] = {}
+    left = ignored or Ignored()
+    buffers: dict[torch.Tensor, str] = {}
+
+    def visit(module: nn.Module, prefix: str, counted: str) -> None:
+        if unit_of(module) is not None:
+            return
+        for name, param in [*module._parameters.items(), *_taken_from(module)]:
+            if param is None or param in left.params:
+                continue
+            if taken.unit_fqn(param) is not None:
+                raise ValueError(
+                    f"parameter {prefix + name!r} is tied to {taken.unit_fqn(param)!r}, which belongs to a unit that "
+                    "is wrapped already: wrap the smallest module that holds both instead"
+                )
+            _check_kind(param, prefix + name, module)
+            is_apart[param] = is_apart.get(param, False) or isinstance(module, apart)
+            if param not in found:
+                found[param] = _own_param(param, prefix + name, len(found), tensor)
+                found[param].counted_fqn = counted + name
+            entry = found[param]
+            if entry.places:
+                entry.aliases += (prefix + name,)
+            if (module, name) not in entry.places:  # a module may be registered in several places
+                entry.places.append((module, name))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer not in left.buffers:
+                buffers.setdefault(buffer, prefix + name)
+        number = 0
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{prefix}{name}.", f"{counted}{number if name.isdecimal() else name}.")
+            number += child not in left.modules
+
+    visit(root, "", "")
+    devices = {entry.param.device: entry.fqn for entry in found.values()}
+    if len(devices) > 1:
+        places = ", ".join(f"{fqn!r} on {device}" for device, fqn in devices.items())
+        raise ValueError(
+            f"the parameters of one unit lie on several devices ({places}): move them to one, or pass device_id"
+        )
+    groups: dict[tuple[torch.dtype, bool, bool], list[OwnParam]] = {}
+    for param, entry in found.items():
+        kind = (param.dtype, param.requires_grad, is_apart[param])
+        groups.setdefault(kind, []).append(entry)
+    return OwnParams(list(groups.values()), list(buffers), list(buffers.values()))
+
+
+def _own_param(param: nn.Parameter, fqn: str, index: int, tensor: TensorRanks | None) -> OwnParam:
+    if not isinstance(param, DTensor):
+        return OwnParam(param, fqn, [], index=index)
+    assert tensor is not None
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        warnings.warn(
+            f"hooks of the DTensor {fqn!r} will not be called: its unit keeps this rank's block in its place; register "
+            "them after wrapping, with use_orig_params=True",
+            stacklevel=5,
+        )
+    return OwnParam(leaf_of(param), fqn, [], index=index, block=block_of(fqn, param, tensor), whole=param)
+
+
+def _check_kind(param: nn.Parameter, fqn: str, module: nn.Module) -> None:
+    if isinstance(param, UninitializedParameter):
+        raise ValueError(
+            f"parameter {fqn!r} of a lazy {type(module).__name__} has no shape yet: run a forward of the module before "
+            "wrapping it"
+        )
+
+
+def _taken_from(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters of a module that a wrapper elsewhere in the model has taken, see ``OwnParam.deregister``."""
+    attributes = module.__dict__.items()
+    return [(name, value) for name, value in attributes if isinstance(value, nn.Parameter) and taken.hidden_fqn(value)]
+
+
+def move_outside(root: nn.Module, device: torch.device, *, ignored: Ignored | None = None) -> None:
+    """Move what lies in no unit inside to a device; those have been moved already.
+
+    What is ignored stays, and what is on the meta device.
+    """
+    left = ignored or Ignored()
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_meta or tensor in left.params or tensor in left.buffers else tensor.to(device)
+
+    def visit(module: nn.Module) -> None:
+        if unit_of(module) is not None:
+            return
+        if not units_in(module):
+            module._apply(moved)  # a class may have its own, which moves more than tensors that torch knows of
+            return
+        nn.Module._apply(module, moved, recurse=False)
+        for child in module.children():
+            visit(child)
+
+    visit(root)

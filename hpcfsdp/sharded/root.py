@@ -1,0 +1,65 @@
+"""The outermost unit of a model: found when it is first called, it makes what all units inside share."""
+
+from __future__ import annotations
+
+import uuid
+
+import torch
+
+from hpcfsdp.comm import Communicator
+from hpcfsdp.engine.root import Root
+from hpcfsdp.errors import EngineError
+from hpcfsdp.sharded import precision
+from hpcfsdp.sharded.stale import watch_root
+from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit, units_in
+from hpcfsdp.world import current_world
+
+
+@torch.inference_mode(False)  # of the first call: what is made here is used in training, too
+@torch.no_grad()
+def become_root(unit: ShardedUnit) -> Root:
+    """Collective over the unit's ranks. Have a unit be the outermost one of those inside.
+
+    Raises:
+        EngineError: the model has fewer elements than ranks.
+    """
+    units = units_in(unit.wrapper)
+    # Of blocks the largest counts: all ranks come to the same number.
+    slots = [slot for each in units for flat in each.flats for slot in flat.layout.slots]
+    numel = sum(slot.numel if slot.block is None else slot.block.largest_numel for slot in slots)
+    if 0 < numel < unit.groups.shard.size:
+        raise EngineError(
+            f"the model has {numel} parameter element(s) for {unit.groups.shard.size} ranks: nothing to shard for "
+            "some of them; start fewer ranks or use a larger model"
+        )
+    names = {module: name for name, module in unit.wrapper.named_modules()}
+    cast: dict[torch.Tensor, torch.Tensor] = {}
+    # A module in several units has its buffers cast once, and a unit may have been a root before.
+    dtypes = {place: dtype for each in units for place, dtype in each.buffer_dtypes.items()}
+    for each in units:
+        mixed = each.mixed_precision
+        each.is_root = each is unit
+        each.name = names[each.wrapper].replace(f"{WRAPPED}.", "").replace(WRAPPED, "") or each.name
+        each.inside = frozenset(inner for inner in units_in(each.wrapper) if inner is not each)
+        cast_inputs = mixed.cast_root_forward_inputs if each is unit else mixed.cast_forward_inputs
+        each.input_dtype = mixed.param_dtype if cast_inputs else None
+        if mixed.buffer_dtype is not None:
+            before = precision.cast_buffers(
+                each.module, mixed.buffer_dtype, each.full_precision, ignored=each.ignored.buffers, cast=cast
+            )
+            dtypes = {**before, **dtypes}
+    label = unit.comm.broadcast_object(uuid.uuid4().hex)
+    root = Root(units, unit.comm, label, host=_host_of(unit.comm))
+    watch_root(root)
+    for each in units:
+        each.root = root
+        each.buffer_dtypes = dtypes
+    return root
+
+
+def _host_of(comm: Communicator) -> Communicator | None:
+    """What connects the same ranks through host memory, None if there is nothing."""
+    if comm.device.type == "cpu":
+        return comm
+    world = current_world()
+    return world.host if world is not None and comm is world.communicator else None

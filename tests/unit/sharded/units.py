@@ -1,0 +1,24 @@
+"""Modules that are units, without ranks that shard them."""
+
+from torch.distributed.fsdp import MixedPrecision
+
+from hpcfsdp.sharded.own import Ignored, OwnParams
+from hpcfsdp.sharded.unit import ShardedUnit
+
+
+def mark_as_unit(module, ignored=None):
+    """Have a module be the wrapper of a unit that owns nothing."""
+    module.__dict__["_unit"] = ShardedUnit(
+        module,
+        "unit",
+        [],
+        [],
+        groups=None,
+        own=OwnParams(),
+        ignored=ignored or Ignored(),
+        use_orig_params=True,
+        mixed_precision=MixedPrecision(),
+        full_precision=(),
+        flat_owner=module,
+        reshard_after_forward=True,
+    )
