@@ -360,7 +360,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; within ``summon_full_params`` without the names of wrappers."""
         if kwargs.get("recurse") is False:
-            refuse_ddp_around(self)
+            refuse_ddp_around(self._unit)
         return self._named(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -395,7 +395,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             if name == WRAPPED:  # not set yet: an attribute is missing while the constructor runs
                 raise
             found = getattr(self._fsdp_wrapped_module, name)
-            return guarded(self, name, found) if name in PAST_FORWARD else found
+            return guarded(self._unit, name, found) if name in PAST_FORWARD else found
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch.distributed.checkpoint: the wrapped module's name is in no FQN, and ``module`` is not one in it."""

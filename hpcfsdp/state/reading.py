@@ -362,7 +362,7 @@ class Reading:
 
     def _find_new(self, new: list[New]) -> None:
         """Take over what modules have registered where they had nothing."""
-        in_units = {module for unit in self.units for module in unit.modules()}
+        in_units = {module for unit in self.units for module in unit.wrapper.modules()}
         device = ranks_of_model(self.module).device
         found: dict[torch.Tensor, Incoming | None] = {}
         for each in new:

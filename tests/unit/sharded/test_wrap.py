@@ -79,8 +79,8 @@ def test_arguments_of_the_module_come_before_those_of_the_context():
     with wrap.enable_wrap(
         wrapper_cls=FSDP, process_group=comm, device_id="cpu", sharding_strategy=ShardingStrategy.FULL_SHARD
     ):
-        assert wrap.wrap(nn.Linear(2, 2))._comm is comm
-        assert wrap.wrap(nn.Linear(2, 2), process_group=other)._comm is other
+        assert wrap.wrap(nn.Linear(2, 2))._unit.comm is comm
+        assert wrap.wrap(nn.Linear(2, 2), process_group=other)._unit.comm is other
     assert type(wrap.wrap(nn.Linear(2, 2))) is nn.Linear
 
 

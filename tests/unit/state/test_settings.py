@@ -76,9 +76,9 @@ def test_every_unit_is_set_and_tells_what_it_was_before(model):
     config = FullStateDictConfig(rank0_only=True)
     outer = nn.ModuleList([model])
     before = set_kind(outer, FULL, config, None)
-    assert before == [(model, default_settings()), (model.module[1], default_settings())]
+    assert before == [(model._unit, default_settings()), (model.module[1]._unit, default_settings())]
     assert settings_of(outer) == settings_of(model.module[1]) == make_settings(FULL, config, None)
-    assert set_kind(model, LOCAL, None, None)[0] == (model, make_settings(FULL, config, None))
+    assert set_kind(model, LOCAL, None, None)[0] == (model._unit, make_settings(FULL, config, None))
 
 
 def test_units_do_not_share_what_they_are_set_to(model):
