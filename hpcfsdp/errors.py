@@ -17,7 +17,7 @@ class HpcfsdpError(RuntimeError):
     """
 
     exit_code = 1
-    collective = False
+    raised_on_all_ranks = False
     """Set on an error that every rank is known to raise at the same place: the ranks can then end in good order."""
 
     def __str__(self) -> str:

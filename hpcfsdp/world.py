@@ -240,7 +240,7 @@ def _agreed(settings: _Settings) -> tuple[Topology, torch.device]:
 
 def _together(message: str) -> LaunchError:
     error = LaunchError(message)
-    error.collective = True
+    error.raised_on_all_ranks = True
     return error
 
 

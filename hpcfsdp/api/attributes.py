@@ -69,18 +69,18 @@ class PublicAttributes:
     @property
     def rank(self) -> int:
         """Of this process in `process_group`."""
-        return self._unit.groups.carriers.rank
+        return self._unit.groups.dtensor_ranks.rank
 
     @property
     def world_size(self) -> int:
         """Of `process_group`."""
-        return self._unit.groups.carriers.size
+        return self._unit.groups.dtensor_ranks.size
 
     @property
     def compute_device(self) -> torch.device:
         """Where the module computes."""
         flats = self._unit.flats
-        return flats[0].device if flats else self._unit.groups.carriers.device
+        return flats[0].device if flats else self._unit.groups.dtensor_ranks.device
 
     @property
     def training_state(self) -> Any:

@@ -23,7 +23,7 @@ from hpcfsdp.state import settings
 from hpcfsdp.state.load import load_model
 from hpcfsdp.state.optim import load as load_optimizer, rekey, save as save_optimizer
 from hpcfsdp.state.save import save_model
-from hpcfsdp.state.transfer import Form
+from hpcfsdp.state.transfer import StateDictFormat
 from hpcfsdp.state.within import LoadWithin
 
 
@@ -183,7 +183,7 @@ class StateDictMethods:
         Returns, raises: see ``optim_state_dict``.
         """
 
-        form = Form(rank0_only=rank0_only, offload_to_cpu=True)
+        form = StateDictFormat(rank0_only=rank0_only, offload_to_cpu=True)
         return save_optimizer.optim_state_dict(model, optim, form=form, optim_input=optim_input, group=group)
 
     @staticmethod
@@ -194,7 +194,7 @@ class StateDictMethods:
         Returns, raises: see ``optim_state_dict``.
         """
 
-        form = Form(sharded=True, offload_to_cpu=True)
+        form = StateDictFormat(sharded=True, offload_to_cpu=True)
         return save_optimizer.optim_state_dict(model, optim, form=form, group=group)
 
     @staticmethod

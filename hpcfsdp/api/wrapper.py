@@ -28,7 +28,7 @@ from hpcfsdp.launch import calls
 from hpcfsdp.launch.calls import public_call
 from hpcfsdp.sharded import copying, policies, precision, unshard
 from hpcfsdp.sharded.arguments import check_module, check_readers, check_types, target_device, warn_of_container
-from hpcfsdp.sharded.build import join_tensor_ranks, make_unit, sync_values, warn_of_units
+from hpcfsdp.sharded.build import join_tp_group, make_unit, sync_values, warn_of_units
 from hpcfsdp.sharded.eval_precision import follow_eval_mode
 from hpcfsdp.sharded.flatten import move_outside, own_params
 from hpcfsdp.sharded.groups import Groups, resolve_groups
@@ -37,7 +37,7 @@ from hpcfsdp.sharded.ignored import resolve_ignored
 from hpcfsdp.sharded.materialize import materialize
 from hpcfsdp.sharded.root import become_root
 from hpcfsdp.sharded.stale import watch_optimizers
-from hpcfsdp.sharded.tensor_parallel import replicated_grad, with_tensor_ranks
+from hpcfsdp.sharded.tensor_parallel import replicated_grad, with_tp_group
 from hpcfsdp.sharded.unit import WRAPPED, units_in
 from hpcfsdp.state.later import load_when_known
 from hpcfsdp.state.settings import default_settings
@@ -114,7 +114,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         if not isinstance(process_group, Groups):  # those of an outer unit, which has looked at all of the model
             meshes = {unit.name: unit.groups.tensor.mesh for unit in units_in(module) if unit.groups.tensor is not None}
-            groups = with_tensor_ranks(groups, module, meshes, type(module).__name__, ignored.params)
+            groups = with_tp_group(groups, module, meshes, type(module).__name__, ignored.params)
         self._show(
             cpu_offload=cpu_offload,
             backward_prefetch=backward_prefetch,
@@ -185,7 +185,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         precision.keep_full_precision(in_full)
         for inner in units_in(module):  # those that have no part in tensor parallelism, and were made before
             if groups.tensor is not None and inner.groups.tensor is None:
-                join_tensor_ranks(inner, groups.tensor, sync_module_states=sync_module_states)
+                join_tp_group(inner, groups.tensor, sync_module_states=sync_module_states)
         if not isinstance(process_group, Groups):  # one warning for all units that this call has made
             warn_of_units(self, stacklevel=3)
 

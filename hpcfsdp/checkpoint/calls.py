@@ -72,7 +72,7 @@ def enter(comm: Communicator, call: str, facts: Callable[[], Facts]) -> Facts:
     if len(set(calls)) > 1:
         where = ", ".join(f"{_ranks(ranks)} in {name}" for name, ranks in _by_value(calls))
         error = DifferentCallsError(f"{where}: all ranks of a model make the same calls, in the same order")
-        error.collective = True
+        error.raised_on_all_ranks = True
         raise error
     compare(call, [given for _, given in everyone])
     return everyone[0][1]
@@ -98,7 +98,7 @@ def compare(call: str, everyone: Sequence[Facts]) -> None:
                 f"{call}: {key} differs between ranks: rank 0 has {_shown(values[0])}, {_ranks(alike, 'has', 'have')} "
                 f"{_shown(other)}"
             )
-            error.collective = True
+            error.raised_on_all_ranks = True
             raise error
 
 

@@ -118,7 +118,7 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is None or getattr(error, "collective", False):  # then all ranks come here
+        if kind is None or getattr(error, "raised_on_all_ranks", False):  # then all ranks come here
             self.close()
             return
         if self._pending is not None and not self._pending.ended:
@@ -267,7 +267,7 @@ class CheckpointManager:
         if found:
             lines = "".join(f"\n  {path.name}: {reason}" for path, reason in self.passed_over)
             error = CheckpointCorruptError(f"{self.directory}: none of its checkpoints can be loaded:{lines}")
-            error.collective = True
+            error.raised_on_all_ranks = True
             raise error
         return None
 

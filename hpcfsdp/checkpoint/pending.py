@@ -255,7 +255,7 @@ class PendingSave:
                     f"{self.path}: rank {rank} has laid the file out otherwise than rank 0: have all ranks run the "
                     'same versions of hpcfsdp, h5py and HDF5, or save without "asynchronous"'
                 )
-                error.collective = True
+                error.raised_on_all_ranks = True
                 raise error
         if self._comm.rank == 0:
             self._commit_task = Task(self.path, lambda: self._commit([sums for _, sums in everyone]))

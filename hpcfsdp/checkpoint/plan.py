@@ -35,7 +35,7 @@ class SavePlan:
     Attributes:
         specs: in file order.
         blocks: of ``BLOCK_DTYPE``, sorted by tensor and start; together every element once.
-        links: (further path, path of the tensor).
+        links: (alias, path of the tensor).
         num_ranks: that write.
     """
 
@@ -180,7 +180,7 @@ def plan_alone(
 
     Args:
         specs: in file order.
-        links: (further path, path of the tensor).
+        links: (alias, path of the tensor).
 
     Raises:
         CheckpointError: a name that cannot stand in a file, or a dtype that is not supported.
@@ -194,7 +194,7 @@ def check_names(specs: Sequence[TensorSpec], links: Sequence[tuple[str, str]]) -
     """Raise if a file cannot hold tensors of these names and dtypes.
 
     Args:
-        links: (further path, path of the tensor).
+        links: (alias, path of the tensor).
 
     Raises:
         CheckpointError: a name that cannot stand in a file, or a dtype that is not supported.

@@ -55,7 +55,7 @@ class CheckpointIndex:
 
     Attributes:
         tensors: by path in the file ("model/<fqn>", "optim/state/<fqn>/<key>"), in file order.
-        links: further path of a (tied) tensor -> its path.
+        links: alias of a (tied) tensor -> its path.
         extents: the table of runs, sorted by tensor and start.
         param_groups, scalars: of the optimizer; None where none was saved.
         rng: states of random number generators by kind, one row for each rank that wrote.
@@ -88,7 +88,7 @@ class CheckpointIndex:
         return self.seal is not None and self.state_dict is None and bool(self.rng)
 
     def resolve(self, path: str) -> TensorSpec:
-        """The tensor under a path or a further path of it.
+        """The tensor under a path or a alias of it.
 
         Raises:
             KeyError: there is none.
@@ -96,7 +96,7 @@ class CheckpointIndex:
         return self.tensors[self.links.get(path, path)]
 
     def rows_of(self, path: str) -> np.ndarray:
-        """The rows of `extents` of a tensor, by a path or a further path of it."""
+        """The rows of `extents` of a tensor, by a path or a alias of it."""
         first, end = self.first_rows[self.links.get(path, path)]
         return self.extents[first:end]
 
@@ -357,8 +357,8 @@ class BlockReader:
             number = int(row["file"])
             of = f" of {self._index.parts[number - 1].name}" if number else ""
             raise CheckpointCorruptError(
-                f"{self._path}: damaged: {_said(row)} of {spec.path} (written by rank {int(row['rank'])}, bytes from "
-                f"{int(row['byte_offset'])}{of}) do not have their checksum"
+                f"{self._path}: damaged: {_describe(row)} of {spec.path} (written by rank {int(row['rank'])}, bytes "
+                f"from {int(row['byte_offset'])}{of}) do not have their checksum"
             )
 
 
@@ -389,7 +389,7 @@ def _check_part(master: Path, part: PartFile, path: Path, files: Files, fd: int)
         raise CheckpointCorruptError(f"{path}: damaged, or not the part that {master.name} was written with")
 
 
-def _said(row: np.void) -> str:
+def _describe(row: np.void) -> str:
     start, numel, count, stride = (int(row[name]) for name in ("start", "numel", "count", "stride"))
     more = f", and {count - 1} more of as many every {stride}," if count > 1 else ""
     return f"elements {start} to {start + numel}{more}"

@@ -39,7 +39,7 @@ def write_alone(
         path: of the file, which appears there when it is whole.
         specs: the tensors, by their paths in the file.
         read: where their elements come from; asked for each element once, in the order of the file.
-        links: (further path, path of the tensor).
+        links: (alias, path of the tensor).
         step, extra, config: as ``save`` takes them.
         groups, scalars: of the optimizer, see ``content.small_values``; None: there is none.
 

@@ -42,8 +42,8 @@ def _print_as_text(diagnosis: Diagnosis) -> None:
         _print_on_terminal(diagnosis.findings)
     else:
         for finding in diagnosis.findings:
-            mend = f" -> {finding.mend}" if finding.mend else ""
-            line = f"{finding.level:{_LEVEL_WIDTH}}{finding.area:{_AREA_WIDTH}}{finding.what}{mend}"
+            hint = f" -> {finding.hint}" if finding.hint else ""
+            line = f"{finding.level:{_LEVEL_WIDTH}}{finding.area:{_AREA_WIDTH}}{finding.what}{hint}"
             print_line(line.replace("\n", " "))
     print(summary(diagnosis.findings), flush=True)
 
@@ -58,7 +58,7 @@ def _print_on_terminal(findings: Sequence[Finding]) -> None:
     table.add_column(overflow="fold")
     for finding in findings:
         what = Text(shown_lines(finding.what))
-        if finding.mend:
-            what.append(f"\n-> {shown_lines(finding.mend)}", style="bold")
+        if finding.hint:
+            what.append(f"\n-> {shown_lines(finding.hint)}", style="bold")
         table.add_row(Text(finding.level, style=_STYLES[finding.level]), Text(finding.area), what)
     console().print(table)

@@ -102,7 +102,7 @@ def _told() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; its exit code. Errors that users can mend are printed, others propagate."""
+    """Run one command; its exit code. Errors that users can hint are printed, others propagate."""
     try:
         return _run(arguments)
     except HpcfsdpError as error:

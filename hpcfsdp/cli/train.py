@@ -70,7 +70,7 @@ def _summary(config: RunConfig, outcome: Any) -> str:
 
 def _end_together(error: HpcfsdpError, comm: Any) -> int:
     """Print the error once where all ranks have it; otherwise end the job, since the others wait for this one."""
-    if error.collective:
+    if error.raised_on_all_ranks:
         if comm.rank == 0:
             print(f"hpcfsdp: {error}", file=sys.stderr, flush=True)
         # A launcher may kill the other ranks as soon as one ends with an error: not before the message is out.

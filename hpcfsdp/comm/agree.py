@@ -23,7 +23,7 @@ def raise_together(comm: Communicator) -> Iterator[None]:
         yield
     except Exception as error:
         mine = error
-    told = None if mine is None else (type(mine).__name__, str(mine), getattr(mine, "collective", False))
+    told = None if mine is None else (type(mine).__name__, str(mine), getattr(mine, "raised_on_all_ranks", False))
     everyone = comm.all_gather_object(told)
     for rank, error in enumerate(everyone):
         if error is None:
@@ -33,7 +33,7 @@ def raise_together(comm: Communicator) -> Iterator[None]:
         raised = mine or rebuild(kind, f"{who}{message}")
         if raised is not mine and type(raised) is HpcfsdpError:
             raised = HpcfsdpError(f"{who}{kind}: {message}")
-        raised.collective = True
+        raised.raised_on_all_ranks = True
         raise raised
 
 
@@ -52,5 +52,5 @@ def assert_same(comm: Communicator, value: Any, what: str) -> None:
     for rank, other in enumerate(values):
         if other != values[0]:
             error = DisagreementError(f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {other}")
-            error.collective = True
+            error.raised_on_all_ranks = True
             raise error

@@ -21,7 +21,7 @@ from hpcfsdp.launch.topology import Topology
 
 @dataclass(frozen=True)
 class Place:
-    """A rank among its neighbours, who share `window`, and the stewards that stand for it on other nodes."""
+    """A rank among its neighbours, who share `window`, and the proxies that stand for it on other nodes."""
 
     window: Window
     topology: Topology
@@ -35,11 +35,11 @@ class Place:
     def has_neighbours(self) -> bool:
         return len(self.topology.nodes[self.home]) > 1
 
-    def stewards(self) -> Iterator[tuple[int, int]]:
+    def proxies(self) -> Iterator[tuple[int, int]]:
         """Every other node with the rank there that exchanges with this one."""
         for node in range(self.topology.num_nodes):
             if node != self.home:
-                yield node, self.topology.steward(self.rank, node)
+                yield node, self.topology.proxy(self.rank, node)
 
     def after(self, call: Call, turn: Condition) -> Condition:
         """What ranks wait for that take turns; where nodes exchange messages, a call may fail on another rank."""
@@ -47,7 +47,7 @@ class Place:
 
     def keeper(self, rank: int) -> int:
         """The local rank of the neighbour that handles the piece of `rank`."""
-        return self.topology.local_rank(self.topology.steward(rank, self.home))
+        return self.topology.local_rank(self.topology.proxy(rank, self.home))
 
 
 def claim(window: Window) -> Steps:
@@ -80,10 +80,10 @@ def all_gather(call: Call, place: Place, whole: torch.Tensor, shard: torch.Tenso
         window.epoch += 1
         if place.topology.num_nodes > 1:
             mail = call.mail()
-            for ward in place.topology.wards(place.rank):
-                mail.receive(whole[numel * ward : numel * (ward + 1)], ward)
-            for _, steward in place.stewards():
-                mail.send(mine, steward)
+            for client in place.topology.clients(place.rank):
+                mail.receive(whole[numel * client : numel * (client + 1)], client)
+            for _, proxy in place.proxies():
+                mail.send(mine, proxy)
             yield mail
         window.arrive(call.label)
         yield place.after(call, window.all_arrived())
@@ -106,10 +106,10 @@ def all_reduce(call: Call, place: Place, pieces: Sequence[torch.Tensor], how: Re
         # In place: this rank alone reads its piece, in every neighbour's region and in its own.
         yield from _reduce_mine(call, place, pieces, mine, how)
         mail = call.mail()
-        for ward in place.topology.wards(place.rank):
-            mail.receive(pieces[ward], ward)
-        for _, steward in place.stewards():
-            mail.send(mine, steward)
+        for client in place.topology.clients(place.rank):
+            mail.receive(pieces[client], client)
+        for _, proxy in place.proxies():
+            mail.send(mine, proxy)
         yield mail
         window.epoch += 1
         window.arrive(call.label)
@@ -125,26 +125,26 @@ def all_reduce(call: Call, place: Place, pieces: Sequence[torch.Tensor], how: Re
 def _reduce_mine(
     call: Call, place: Place, pieces: Sequence[torch.Tensor], output: torch.Tensor, how: Reduction
 ) -> Steps:
-    """Each node reduces the pieces of all ranks, its own and its wards'; a rank then reduces what the nodes found.
+    """Each node reduces the pieces of all ranks, its own and its clients'; a rank then reduces what the nodes found.
 
     What a node has reduced travels in the accumulation dtype, so each value is rounded once, whatever the nodes are.
     """
     window, nodes = place.window, place.topology.nodes
     mail = call.mail()
     found: list[torch.Tensor] = [output] * len(nodes)
-    for node, steward in place.stewards():
+    for node, proxy in place.proxies():
         found[node] = torch.empty_like(output, dtype=how.accumulate if len(nodes[node]) > 1 else how.wire)
-        mail.receive(found[node], steward)
+        mail.receive(found[node], proxy)
     window.epoch += 1
     window.arrive(call.label)
     yield place.after(call, window.all_arrived())
-    for ward in place.topology.wards(place.rank):
+    for client in place.topology.clients(place.rank):
         if place.has_neighbours:
-            partial = torch.empty_like(pieces[ward], dtype=how.accumulate)
-            reduce_into(partial, _everywhere(window, pieces[ward]), how.op, how.accumulate, wire=how.wire)
+            partial = torch.empty_like(pieces[client], dtype=how.accumulate)
+            reduce_into(partial, _everywhere(window, pieces[client]), how.op, how.accumulate, wire=how.wire)
         else:
-            partial = pieces[ward].to(how.wire)
-        mail.send(partial, ward)
+            partial = pieces[client].to(how.wire)
+        mail.send(partial, client)
     mine = _everywhere(window, pieces[place.rank])
     if len(nodes) == 1:
         reduce_into(output, mine, how.op, how.accumulate, divisor=how.divisor, wire=how.wire)

@@ -94,7 +94,7 @@ class TorchGroupCommunicator(PlainMemory):
                     output.copy_(total)
 
             return _ended(work, async_op, keep)
-        # Values travel in the wire dtype, and are summed here in another: as many bytes as a sum on the way would take.
+        # Values travel in the reduce dtype, and are summed here in another: as many bytes as a sum on the way takes.
         travelling = full.detach().to(wire).view(-1)
         arriving = torch.empty_like(travelling)
         work = dist.all_to_all_single(_bytes(arriving), _bytes(travelling), group=self.group, async_op=async_op)

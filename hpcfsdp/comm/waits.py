@@ -193,7 +193,7 @@ def same_call(gathered: Sequence[tuple[str, Any]]) -> list[Any]:
             error = DifferentCallsError(
                 f"rank 0 is in {first}, rank {rank} in {other}: all ranks must make the same calls in the same order"
             )
-            error.collective = True
+            error.raised_on_all_ranks = True
             raise error
     return [value for _, value in gathered]
 

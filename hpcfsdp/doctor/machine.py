@@ -53,7 +53,7 @@ def judge_devices(nodes: list[list[int]], table: Rows) -> list[Finding]:
     if without:
         what = f"{named(without)} see no GPU, the others do"
         return [Finding("devices", "problem", what, "ask for GPUs on every node, or train with --device cpu")]
-    found, mend = [], "at most one rank per GPU; or let each rank see another one: srun --gpus-per-task=1"
+    found, hint = [], "at most one rank per GPU; or let each rank see another one: srun --gpus-per-task=1"
     for node in nodes:
         owners: dict[str, list[int]] = {}
         for rank in node:
@@ -61,7 +61,7 @@ def judge_devices(nodes: list[list[int]], table: Rows) -> list[Finding]:
         for rank, *twins in owners.values():
             if twins:
                 what = f"{named([rank, *twins])} on {table[rank]['host']} share one GPU, which NCCL refuses"
-                found.append(Finding("devices", "problem", what, mend))
+                found.append(Finding("devices", "problem", what, hint))
         visible = table[node[0]]["gpus_visible"]
         if visible > len(node) > 0 and len(owners) == len(node):
             what = f"{table[node[0]]['host']} has {visible} visible GPUs for {len(node)} rank(s): some are idle"
@@ -84,14 +84,14 @@ def judge_binding(nodes: list[list[int]], cores: list[set[int]]) -> list[Finding
     for node in nodes:
         usable = set().union(*(cores[rank] for rank in node))
         if len(node) > len(usable):
-            mend = "fewer ranks on each node, or more cores (srun --cpus-per-task, mpirun --map-by slot:PE=N)"
-            found.append(Finding("binding", "warning", f"{named(node)} share {len(usable)} core(s)", mend))
+            hint = "fewer ranks on each node, or more cores (srun --cpus-per-task, mpirun --map-by slot:PE=N)"
+            found.append(Finding("binding", "warning", f"{named(node)} share {len(usable)} core(s)", hint))
             continue
         poor = [rank for rank in node if core_share(rank, node, cores) < 1 - 1e-9]
         if poor:
             what = f"{named(poor)} are pinned to the same core(s) {spans(set().union(*(cores[r] for r in poor)))}"
-            mend = "mpirun --bind-to none, or --map-by slot:PE=N with N cores for each rank; srun --cpus-per-task=N"
-            found.append(Finding("binding", "warning", f"{what}, while others are free", mend))
+            hint = "mpirun --bind-to none, or --map-by slot:PE=N with N cores for each rank; srun --cpus-per-task=N"
+            found.append(Finding("binding", "warning", f"{what}, while others are free", hint))
         everyone += [len(cores[rank]) for rank in node]
     if found:
         return found
@@ -115,7 +115,7 @@ def judge_threads(nodes: list[list[int]], table: Rows) -> list[Finding]:
             chosen = table[node[0]]["omp_num_threads"]
             origin = f"OMP_NUM_THREADS={chosen}" if chosen else "torch's default"
             what = f"{named(node)} run {threads} threads ({origin}) on {len(usable)} core(s)"
-            mend = f"export OMP_NUM_THREADS={max(1, len(usable) // len(node))}, or leave it unset"
-            return [Finding("threads", "warning", what, mend)]
+            hint = f"export OMP_NUM_THREADS={max(1, len(usable) // len(node))}, or leave it unset"
+            return [Finding("threads", "warning", what, hint)]
     counts = sorted({row["threads"] for row in table})
     return [Finding("threads", "ok", f"{' or '.join(map(str, counts))} on each rank")]

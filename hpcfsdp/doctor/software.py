@@ -32,8 +32,8 @@ def judge_version(area: str, version: str, where: str = "") -> Finding:
     text = f"{version} ({where})" if where else version
     if numbers(version) >= OLDEST[area]:
         return Finding(area, "ok", text)
-    mend = "use a newer python3 for the environment" if area == "python" else f"pip install '{area}>={oldest}'"
-    return Finding(area, "problem", f"{text} is older than {oldest}", mend)
+    hint = "use a newer python3 for the environment" if area == "python" else f"pip install '{area}>={oldest}'"
+    return Finding(area, "problem", f"{text} is older than {oldest}", hint)
 
 
 def judge_package(area: str, version: str | None, error: str | None = None) -> Finding:
@@ -100,8 +100,8 @@ def judge_ranks(table: list[dict[str, Any]]) -> list[Finding]:
         if len(where) > 1:
             level: Level = "problem" if name in ("torch", "mpi4py") else "warning"
             text = "; ".join(f"{version or 'none'} on {named(ranks)}" for version, ranks in where.items())
-            mend = "start all ranks with the same environment, on a file system that all nodes see"
-            found.append(Finding(name, level, f"ranks differ: {text}", mend))
+            hint = "start all ranks with the same environment, on a file system that all nodes see"
+            found.append(Finding(name, level, f"ranks differ: {text}", hint))
     return found
 
 

@@ -35,10 +35,10 @@ def judge_address(network: dict[str, Any] | None, first: dict[str, Any], *, seve
         return []
     outside = [address for addresses in first["interfaces"].values() for address in addresses if not _loopback(address)]
     if network["error"] is not None:
-        mend = "allow TCP between the nodes; see `ip addr` on the node of rank 0"
+        hint = "allow TCP between the nodes; see `ip addr` on the node of rank 0"
         if not outside:
-            mend = "bring up a network interface on that node; `ip addr` lists them"
-        return [Finding("network", "problem", network["error"], mend)]
+            hint = "bring up a network interface on that node; `ip addr` lists them"
+        return [Finding("network", "problem", network["error"], hint)]
     address = network["address"]
     name = next((name for name, addresses in first["interfaces"].items() if address in addresses), None)
     text = f"rank 0 is reached at {address}" + (f" (interface {name})" if name else "")
@@ -55,8 +55,8 @@ def judge_nccl_interface(
     if wanted is None:
         address = (network or {}).get("address")
         chosen = next((name for name, found in table[0]["interfaces"].items() if address in found), None)
-        mend = f"if NCCL cannot connect: export NCCL_SOCKET_IFNAME={chosen}" if chosen else ""
-        return [Finding("nccl", "note", "NCCL_SOCKET_IFNAME is not set: NCCL chooses among the interfaces", mend)]
+        hint = f"if NCCL cannot connect: export NCCL_SOCKET_IFNAME={chosen}" if chosen else ""
+        return [Finding("nccl", "note", "NCCL_SOCKET_IFNAME is not set: NCCL chooses among the interfaces", hint)]
     if wanted.startswith("^"):
         return [Finding("nccl", "ok", f"NCCL_SOCKET_IFNAME={wanted}")]
     prefixes = tuple(part.lstrip("=") for part in wanted.split(",") if part)
@@ -70,8 +70,8 @@ def judge_nccl_interface(
 def judge_memory(memory: dict[str, Any], size: int) -> Finding:
     """Whether the ranks of a node can share memory."""
     if memory["error"] is not None:
-        mend = "start all ranks of a node as one user in one container, with a /dev/shm that is large enough"
-        return Finding("memory", "problem", f"ranks cannot share memory: {memory['error']}", mend)
+        hint = "start all ranks of a node as one user in one container, with a /dev/shm that is large enough"
+        return Finding("memory", "problem", f"ranks cannot share memory: {memory['error']}", hint)
     if memory["way"] == "file":
         what = "ranks share memory by a file in /dev/shm, since they do not see each other in /proc"
         return Finding("memory", "note", what, "start all ranks of a node in one container; else keep /dev/shm large")
@@ -95,8 +95,8 @@ def judge_shm(table: list[dict[str, Any]]) -> list[Finding]:
 def judge_bandwidth(measured: dict[str, dict[str, Any]]) -> list[Finding]:
     """A line for each collective."""
     if not measured:
-        mend = "to measure: mpirun -n 2 python -m hpcfsdp doctor"
-        return [Finding("bandwidth", "note", "one process: nothing to send", mend)]
+        hint = "to measure: mpirun -n 2 python -m hpcfsdp doctor"
+        return [Finding("bandwidth", "note", "one process: nothing to send", hint)]
     found = []
     for name, result in measured.items():
         speed, size, took = result["gb_per_s"], f"{result['bytes'] / (1 << 20):.0f} MiB", result["seconds"] * 1e3
@@ -105,13 +105,13 @@ def judge_bandwidth(measured: dict[str, dict[str, Any]]) -> list[Finding]:
         else:
             text = f"{name}: {speed:.2f} GB/s per rank ({size} from others in {took:.1f} ms)"
         if not result["correct"]:
-            mend = "do not train here; try another transport of MPI (Open MPI: --mca pml ob1; UCX: UCX_TLS=tcp,self,sm)"
-            found.append(Finding("bandwidth", "problem", f"{name}: the result is wrong", mend))
+            hint = "do not train here; try another transport of MPI (Open MPI: --mca pml ob1; UCX: UCX_TLS=tcp,self,sm)"
+            found.append(Finding("bandwidth", "problem", f"{name}: the result is wrong", hint))
         elif speed is not None and speed < SLOW_GB_PER_S:
-            mend = (
+            hint = (
                 "several nodes: does MPI use the fast network? One node: more ranks than cores, or bound to one core?"
             )
-            found.append(Finding("bandwidth", "warning", f"{text} is very slow", mend))
+            found.append(Finding("bandwidth", "warning", f"{text} is very slow", hint))
         else:
             found.append(Finding("bandwidth", "ok", text))
     return found

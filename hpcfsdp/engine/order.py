@@ -163,7 +163,7 @@ class Order:
         """What this rank has done since the pass began."""
         found, turn = [], self._here
         while turn.before is not None:
-            found.append(_told(turn.event))
+            found.append(_describe(turn.event))
             turn = turn.before
         return found[::-1]
 
@@ -207,11 +207,11 @@ class Order:
         return self._comm.departed() if hasattr(self._comm, "departed") else set()
 
     def _text(self, event: Event, depth: int) -> str:
-        return f"{_told(event)} (turn {depth} of step {self._passes})"
+        return f"{_describe(event)} (turn {depth} of step {self._passes})"
 
     def _label_of(self, event: Event, before: _Turn) -> str:
         """Of the wait for a turn that is new; the same on all ranks that come to it, then and later."""
-        expected = " or ".join(_told(known) for known in before.following if known != event) or "nothing"
+        expected = " or ".join(_describe(known) for known in before.following if known != event) or "nothing"
         return f"{self._text(event, before.depth + 1)}, where in earlier steps it came to {expected}"
 
     def _have_confirmed(self, event: Event) -> None:
@@ -253,10 +253,10 @@ class Order:
                 f"ranks run modules in different orders: rank 0 comes to {texts[0]}, rank {rank} comes to "
                 f"{texts[rank]}. All ranks must call the same modules in the same order, and equally often"
             )
-            raised.collective = True
+            raised.raised_on_all_ranks = True
             raise raised from error
 
 
-def _told(event: Event) -> str:
+def _describe(event: Event) -> str:
     kind, name = event
     return f"the {kind} of {name!r}" if name else f"the {kind} of a step"

@@ -79,8 +79,8 @@ class Reductions:
         flat = grad.flat
         comm = flat.comm if flat.comm.size > 1 else flat.replicas
         comm = comm if comm is not None and comm.shares_memory else None
-        wire = flat.dtypes.wire
-        ring = self._rings[grad] = self._shared.setdefault((comm, wire), Ring(comm, wire))
+        dtype = flat.dtypes.reduce
+        ring = self._rings[grad] = self._shared.setdefault((comm, dtype), Ring(comm, dtype))
         ring.numel = max(ring.numel, flat.layout.padded_numel)
 
     def alloc(self) -> None:

@@ -256,7 +256,7 @@ class Root:
                         f"{first}, rank {rank} has {other}. All ranks must call the same modules in the same order, "
                         "and equally often"
                     )
-                    found.collective = True
+                    found.raised_on_all_ranks = True
                     return found
         return error
 

@@ -85,7 +85,7 @@ class Unit:
         self._hooked: set[nn.Parameter] = set()
         self._detached: set[nn.Parameter] = set()  # leaves whose optimizers in backward wait for reduced gradients
         self.look_at_leaves()
-        self._changes_dtype = any(flat.dtypes.compute != flat.dtypes.kept for flat in self.flats)
+        self._changes_dtype = any(flat.dtypes.compute != flat.dtypes.param for flat in self.flats)
         self._calls: list[Call] = []  # those whose backward has begun
         self._counted: set[Any] = set()  # accumulators that will run, or have run, in this backward
         # How often each leaf is still to get a gradient, by run of autograd: reentrant checkpoints have their own.

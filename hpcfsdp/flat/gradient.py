@@ -23,7 +23,7 @@ class FlatGrad:
         name: for messages; the same on all ranks.
         held: what backwards without synchronisation (``no_sync``) have left.
         outstanding: how many gradients of leaves are still to come; kept by who knows.
-        buffer: the full gradient in the wire dtype while it is put together, None otherwise.
+        buffer: the full gradient in the reduce dtype while it is put together, None otherwise.
         comm_hook: what reduces the gradient instead, with its state; None for averaging.
     """
 
@@ -78,7 +78,7 @@ class FlatGrad:
                 leaf.grad = None
 
     def begin(self, buffer: torch.Tensor) -> None:
-        """Put the gradient together in `buffer`, 1-D, ``padded_numel`` elements of the wire dtype.
+        """Put the gradient together in `buffer`, 1-D, ``padded_numel`` elements of the reduce dtype.
 
         What has come already is taken.
         """
@@ -89,7 +89,7 @@ class FlatGrad:
             self.take(index)
 
     def take(self, index: int) -> None:
-        """Move the gradient that autograd left on one leaf to its place in the buffer, cast to the wire dtype."""
+        """Move the gradient that autograd left on one leaf to its place in the buffer, cast to the reduce dtype."""
         leaf = self.flat.leaves[index]
         grad, leaf.grad = leaf.grad, None
         if grad is None:
@@ -134,7 +134,7 @@ class FlatGrad:
         if self.comm_hook is not None:
             state, hook = self.comm_hook
             if sharded:
-                self._arriving = self._empty_shard(dtypes.wire)
+                self._arriving = self._empty_shard(dtypes.reduce)
                 hook(state, full, self._arriving)
             else:
                 self._arriving = full

@@ -44,7 +44,7 @@ class HeldGrad:
         return [param for param, shown in pairs if shown is not None and param.grad is shown[0]]
 
     def add(self, buffer: torch.Tensor) -> None:
-        """Add a whole gradient of the wire dtype."""
+        """Add a whole gradient of the reduce dtype."""
         self.is_owed = True
         if self.whole is None:
             self.whole = buffer.to(self._flat.dtypes.accumulate, copy=True)

@@ -153,7 +153,7 @@ def _agree(comm: Communicator, described: dict[str, str]) -> None:
     if len(set(comm.all_gather_object(digest))) == 1:
         return
     error = DisagreementError(_difference(comm.all_gather_object(described)))
-    error.collective = True
+    error.raised_on_all_ranks = True
     raise error
 
 

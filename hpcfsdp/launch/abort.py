@@ -60,7 +60,7 @@ class _EndOfJob:
             return
         _EndOfJob._is_running = True
         try:
-            if self._rank and getattr(error, "collective", False):
+            if self._rank and getattr(error, "raised_on_all_ranks", False):
                 time.sleep(TOGETHER_S)
             message = "ended the job after an uncaught error"
             if self.before is sys.__excepthook__:  # in one piece: other ranks print, too

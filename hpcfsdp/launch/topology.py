@@ -86,7 +86,7 @@ class Topology:
         """All ranks on the node of `rank`."""
         return self.nodes[self._places[rank][0]]
 
-    def steward(self, rank: int, node: int) -> int:
+    def proxy(self, rank: int, node: int) -> int:
         """The rank on `node` that exchanges with `rank` on its own node's behalf; `rank` itself on its own node.
 
         Ranks take each other's place by local rank, so each of a node's N ranks carries 1/N of what crosses nodes.
@@ -95,11 +95,11 @@ class Topology:
             return rank
         return self.nodes[node][self.local_rank(rank) % len(self.nodes[node])]
 
-    def wards(self, rank: int) -> tuple[int, ...]:
-        """The ranks of other nodes whose steward on this rank's node it is."""
+    def clients(self, rank: int) -> tuple[int, ...]:
+        """The ranks of other nodes whose proxy on this rank's node it is."""
         home = self.node_rank(rank)
         step, first = len(self.nodes[home]), self.local_rank(rank)
-        return tuple(ward for n, node in enumerate(self.nodes) if n != home for ward in node[first::step])
+        return tuple(client for n, node in enumerate(self.nodes) if n != home for client in node[first::step])
 
     def restrict(self, ranks: Sequence[int]) -> Topology:
         """The topology of a sub-group: its member ``ranks[i]`` is rank i there."""

@@ -18,7 +18,7 @@ from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.flat.sync import sync_params_and_buffers
 from hpcfsdp.sharded.assigned import watch_assignments
-from hpcfsdp.sharded.groups import Groups, TensorRanks
+from hpcfsdp.sharded.groups import Groups, TPGroup
 from hpcfsdp.sharded.own import Ignored, OwnParams
 from hpcfsdp.sharded.same_model import check_same_model, warn_of_values
 from hpcfsdp.sharded.tensor_parallel import TensorView, check_apart
@@ -122,7 +122,7 @@ def make_unit(
     return unit
 
 
-def join_tensor_ranks(unit: ShardedUnit, tensor: TensorRanks, *, sync_module_states: bool) -> None:
+def join_tp_group(unit: ShardedUnit, tensor: TPGroup, *, sync_module_states: bool) -> None:
     """Collective over the unit's ranks, and over those that are parallel over tensors, which all have it whole."""
     groups, flats = replace(unit.groups, tensor=tensor), unit.flats
     sharing = groups.all_global_ranks()

@@ -22,7 +22,7 @@ def follow_eval_mode(root: ShardedUnit) -> None:
         if unit.root is not None:
             unit.root.rest()
         for flat in unit.flats:
-            flat.compute_in(flat.dtypes.kept if full else flat.dtypes.compute)
+            flat.compute_in(flat.dtypes.param if full else flat.dtypes.compute)
         unit.computes_in_full = full
     _cast_buffers(root, full=not root.module.training)
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from hpcfsdp.sharded import taken
-from hpcfsdp.sharded.groups import TensorRanks
+from hpcfsdp.sharded.groups import TPGroup
 from hpcfsdp.sharded.own import Ignored, OwnParam, OwnParams
 from hpcfsdp.sharded.tensor_parallel import block_of, leaf_of
 from hpcfsdp.sharded.unit import unit_of, units_in
@@ -21,7 +21,7 @@ def own_params(
     *,
     ignored: Ignored | None = None,
     apart: tuple[type[nn.Module], ...] = (),
-    tensor: TensorRanks | None = None,
+    tensor: TPGroup | None = None,
 ) -> OwnParams:
     """Parameters and buffers below `root` that lie in no unit inside.
 
@@ -83,7 +83,7 @@ def own_params(
     return OwnParams(list(groups.values()), list(buffers), list(buffers.values()))
 
 
-def _own_param(param: nn.Parameter, fqn: str, index: int, tensor: TensorRanks | None) -> OwnParam:
+def _own_param(param: nn.Parameter, fqn: str, index: int, tensor: TPGroup | None) -> OwnParam:
     if not isinstance(param, DTensor):
         return OwnParam(param, fqn, [], index=index)
     assert tensor is not None

@@ -31,8 +31,8 @@ _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 @dataclass(frozen=True)
-class TensorRanks:
-    """The ranks over which the tensors of a model are cut, one block each. See ``tensor_ranks``.
+class TPGroup:
+    """The ranks over which the tensors of a model are cut, one block each. See ``tp_group``.
 
     Attributes:
         mesh: of the DTensors.
@@ -51,7 +51,7 @@ class Holders:
 
     Attributes:
         comm: over all of them.
-        places: by its ranks, the rank among the carriers of the unit, and among the ranks that are parallel over
+        places: by its ranks, the rank among the dtensor_ranks of the unit, and among the ranks that are parallel over
             tensors.
         global_ranks: those of `comm`, as torch's default group calls them.
     """
@@ -97,7 +97,7 @@ class Groups:
     """int64, shards x replicas: the ranks in `everyone` that have each shard; None where `everyone` is."""
     device_mesh: DeviceMesh | None = field(default=None, compare=False)
     """What the user gave. Its last dimension is `shard`, and under ``NO_SHARD`` its only one is `replicate`."""
-    tensor: TensorRanks | None = field(default=None, compare=False)
+    tensor: TPGroup | None = field(default=None, compare=False)
     """The ranks that the model is parallel over tensors with, each of which has these groups with others; None where
     it is not."""
 
@@ -139,17 +139,17 @@ class Groups:
         return _Made.current().global_ranks(comm) if dist.is_initialized() else tuple(range(comm.size))
 
     @property
-    def carriers(self) -> Communicator:
+    def dtensor_ranks(self) -> Communicator:
         """The ranks that a distributed tensor of the unit lies on: those of `shard`, under ``NO_SHARD`` all of them."""
         return self.replicate if self.strategy is ShardingStrategy.NO_SHARD and self.replicate else self.shard
 
     def global_ranks(self) -> tuple[int, ...]:
-        """Collective over `carriers`, the first time. What they are called in torch's default group.
+        """Collective over `dtensor_ranks`, the first time. What they are called in torch's default group.
 
         Raises:
             RuntimeError: torch.distributed has not been initialised.
         """
-        return _Made.current().global_ranks(self.carriers)
+        return _Made.current().global_ranks(self.dtensor_ranks)
 
     def all_global_ranks(self) -> tuple[int, ...]:
         """Collective over the unit's groups, the first time. All ranks of `shard` and of `replicate`, as above."""
@@ -164,7 +164,7 @@ class Groups:
             RuntimeError: torch.distributed has not been initialised.
         """
         assert self.tensor is not None
-        return _Made.current().holders(self.carriers, self.tensor)
+        return _Made.current().holders(self.dtensor_ranks, self.tensor)
 
     def team(self) -> Team | None:
         """Collective over all ranks that have parts of the unit, the first time.
@@ -203,20 +203,20 @@ class Groups:
         return joined, [placed[name] for name in joined.mesh_dim_names]
 
     def process_group(self) -> dist.ProcessGroup:
-        """Collective over `carriers`, the first time. Torch's process group over them.
+        """Collective over `dtensor_ranks`, the first time. Torch's process group over them.
 
         Raises:
             RuntimeError: torch.distributed has not been initialised.
         """
-        return _Made.current().process_group(self.carriers)
+        return _Made.current().process_group(self.dtensor_ranks)
 
     def mesh(self) -> DeviceMesh:
-        """Collective over `carriers`, the first time. The user's mesh, or one of a single dimension, these ranks.
+        """Collective over `dtensor_ranks`, the first time. The user's mesh, or one of a single dimension, these ranks.
 
         Raises:
             RuntimeError: torch.distributed has not been initialised.
         """
-        return self.device_mesh or _Made.current().mesh(self.carriers)
+        return self.device_mesh or _Made.current().mesh(self.dtensor_ranks)
 
 
 def resolve_groups(
@@ -427,9 +427,9 @@ class _Made:
             self._global_ranks[comm] = tuple(comm.all_gather_object(dist.get_rank()))
         return self._global_ranks[comm]
 
-    def holders(self, carriers: Communicator, tensor: TensorRanks) -> Holders:
+    def holders(self, dtensor_ranks: Communicator, tensor: TPGroup) -> Holders:
         """Collective over all ranks that have these with each other, the first time."""
-        key = self.global_ranks(carriers), tensor.global_ranks
+        key = self.global_ranks(dtensor_ranks), tensor.global_ranks
         if key not in self._holders:
             lines = tensor.comm.all_gather_object(key[0])
             places = {rank: (place, block) for block, line in enumerate(lines) for place, rank in enumerate(line)}
@@ -445,8 +445,8 @@ class _Made:
             lines = groups.tensor.comm.all_gather_object(key[0])
             ranks = tuple(sorted(rank for line in lines for rank in line))
             places = {rank: place for place, rank in enumerate(ranks)}
-            holders = self.holders(groups.carriers, groups.tensor)
-            one_each = groups.carriers is groups.everyone
+            holders = self.holders(groups.dtensor_ranks, groups.tensor)
+            one_each = groups.dtensor_ranks is groups.everyone
             having = np.arange(groups.everyone.size)[:, None] if one_each else groups.copies
             self._teams[key] = Team(
                 self.subgroup(communicator_for(None, required=True), ranks),
@@ -481,7 +481,7 @@ class _Made:
             self._meshes[group.group_name] = DeviceMesh.from_group(group, comm.device.type)
         return self._meshes[group.group_name]
 
-    def joined_mesh(self, outer: DeviceMesh, tensor: TensorRanks) -> DeviceMesh:
+    def joined_mesh(self, outer: DeviceMesh, tensor: TPGroup) -> DeviceMesh:
         """Collective over ``tensor.comm``, the first time. A mesh of the dimensions of both, which are not of one."""
         key = repr((outer.mesh.tolist(), tensor.mesh.mesh.tolist()))
         if key not in self._meshes:
@@ -519,10 +519,10 @@ def _members_of(mesh: DeviceMesh) -> Communicator:
     return _Made.current().subgroup(everyone, tuple(sorted(mesh.mesh.flatten().tolist())))
 
 
-def tensor_ranks(mesh: DeviceMesh) -> TensorRanks:
+def tp_group(mesh: DeviceMesh) -> TPGroup:
     """Collective over the ranks of `mesh`, the first time. What DTensors on it are parallel over."""
     comm = communicator_for(mesh.get_group(), required=True) if mesh.ndim == 1 else _members_of(mesh)
-    return TensorRanks(mesh, comm, _Made.current().global_ranks(comm))
+    return TPGroup(mesh, comm, _Made.current().global_ranks(comm))
 
 
 def _node_groups() -> tuple[Communicator, Communicator]:

@@ -143,7 +143,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 def _differing(what: str) -> DisagreementError:
     error = DisagreementError(f"ranks wrap different models: {what}")
-    error.collective = True
+    error.raised_on_all_ranks = True
     return error
 
 

@@ -58,14 +58,14 @@ def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
                     "the module since: build the optimizer after that, or change the parameter in place"
                 )
             if fqn is not None:
-                mend = "build the optimizer from model.parameters() after wrapping the model"
+                hint = "build the optimizer from model.parameters() after wrapping the model"
                 if isinstance(param, DTensor):  # of which units keep the block
-                    mend += ", outside of summon_full_params"
+                    hint += ", outside of summon_full_params"
                 else:
-                    mend += ", or wrap it with use_orig_params=True"
+                    hint += ", or wrap it with use_orig_params=True"
                 raise EngineError(
                     f"the {type(optimizer).__name__} steps {fqn!r}, which has been sharded since and gets no gradient: "
-                    + mend
+                    + hint
                 )
     _warn_of_decay(optimizer)
     _checked[optimizer] = count

@@ -19,11 +19,11 @@ from hpcfsdp.errors import EngineError, ShardingError
 from hpcfsdp.flat.held import set_grad
 from hpcfsdp.flat.layout import Box, TensorBlock
 from hpcfsdp.sharded import taken
-from hpcfsdp.sharded.groups import Groups, TensorRanks, tensor_ranks
+from hpcfsdp.sharded.groups import Groups, TPGroup, tp_group
 from hpcfsdp.tensor.whole import whole_of
 
 
-def with_tensor_ranks(
+def with_tp_group(
     groups: Groups,
     module: nn.Module,
     meshes: Mapping[str, DeviceMesh],
@@ -44,7 +44,7 @@ def with_tensor_ranks(
     sharing = groups.all_global_ranks() if dist.is_initialized() else ()
     with raise_together_over(groups.connecting()):
         mesh = _mesh_of(module, meshes, unit, sharing, ignored)
-    return groups if mesh is None else replace(groups, tensor=tensor_ranks(mesh))
+    return groups if mesh is None else replace(groups, tensor=tp_group(mesh))
 
 
 def _mesh_of(
@@ -74,11 +74,11 @@ def _mesh_of(
     for other, its_mesh in meshes:
         if its_mesh != mesh:
             raise ShardingError(
-                f"{what} lies on the ranks {_said(mesh)}, and {other} on {_said(its_mesh)}: parallelize all of a model "
-                "over one mesh"
+                f"{what} lies on the ranks {_describe(mesh)}, and {other} on {_describe(its_mesh)}: parallelize all "
+                "of a model over one mesh"
             )
     if mesh.get_coordinate() is None:
-        raise ShardingError(f"{what} is a DTensor on the ranks {_said(mesh)}, and this rank is not one of them")
+        raise ShardingError(f"{what} is a DTensor on the ranks {_describe(mesh)}, and this rank is not one of them")
     check_apart(what, mesh, unit, sharing)
     return mesh
 
@@ -101,17 +101,17 @@ def check_apart(what: str, mesh: DeviceMesh, unit: str, sharing: Sequence[int]) 
     both = sorted(set(mesh.mesh.flatten().tolist()).intersection(sharing))
     if len(both) > 1:
         raise ShardingError(
-            f"{what} is parallel over the ranks {_said(mesh)}, and {unit} is to be sharded over {both} of them too: "
-            "make one mesh, as hpcfsdp.init().mesh(shard=None, tensor=2), parallelize over mesh['tensor'], and pass "
-            "device_mesh=mesh['shard']"
+            f"{what} is parallel over the ranks {_describe(mesh)}, and {unit} is to be sharded over {both} of them "
+            "too: make one mesh, as hpcfsdp.init().mesh(shard=None, tensor=2), parallelize over mesh['tensor'], and "
+            "pass device_mesh=mesh['shard']"
         )
 
 
-def _said(mesh: DeviceMesh) -> str:
+def _describe(mesh: DeviceMesh) -> str:
     return f"{mesh.mesh.tolist()}" + (f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else "")
 
 
-def block_of(fqn: str, param: DTensor, ranks: TensorRanks) -> TensorBlock:
+def block_of(fqn: str, param: DTensor, ranks: TPGroup) -> TensorBlock:
     """Which part of a parameter this rank has, and the others of the mesh. Not collective.
 
     Raises:
@@ -148,7 +148,7 @@ def as_dtensor(leaf: torch.Tensor, block: TensorBlock, mesh: DeviceMesh) -> DTen
     return DTensor.from_local(leaf, mesh, block.placements, run_check=False, shape=shape, stride=block.stride)
 
 
-def replicated_grad(param: nn.Parameter, tensor: TensorRanks | None) -> tuple[int, torch.Tensor]:
+def replicated_grad(param: nn.Parameter, tensor: TPGroup | None) -> tuple[int, torch.Tensor]:
     """Collective over the mesh of a ``DTensor``, unless it is that of `tensor` and its gradient is no sum to come.
 
     The gradient of a parameter that no unit has, as far as it is here, with how many of the ranks of `tensor` have the
@@ -252,8 +252,8 @@ def _local(view: TensorView, tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != view.mesh:
             raise EngineError(
-                f"{taken.unit_fqn(view.leaf)!r} was given a DTensor on the ranks {_said(tensor.device_mesh)} within "
-                f"summon_full_params, and lies on {_said(view.mesh)}: give it one on the same mesh"
+                f"{taken.unit_fqn(view.leaf)!r} was given a DTensor on the ranks {_describe(tensor.device_mesh)} "
+                f"within summon_full_params, and lies on {_describe(view.mesh)}: give it one on the same mesh"
             )
         if tensor.placements != view.block.placements:
             tensor = tensor.redistribute(view.mesh, view.block.placements)

@@ -71,8 +71,8 @@ def check_at_rest(unit: ShardedUnit, what: str) -> None:
     if root is not None:
         root.recover()
     if unit.phase is Phase.SUMMON:
-        mend = "do not nest" if what == "summon_full_params" else f"call {what} outside of"
-        raise EngineError(f"{unit.name}: its parameters are whole already: {mend} summon_full_params")
+        hint = "do not nest" if what == "summon_full_params" else f"call {what} outside of"
+        raise EngineError(f"{unit.name}: its parameters are whole already: {hint} summon_full_params")
     if unit.phase is not Phase.IDLE or (root is not None and root.is_busy):
         doing = unit.phase.value if unit.phase is not Phase.IDLE else "a forward or backward of the model"
         raise EngineError(

@@ -167,7 +167,7 @@ def scatter_blocks(
         move(comm, part, source, target, dtype)
 
 
-class FileForm:
+class FileStaging:
     """Parameters, or what is laid out like them, in stretches of the whole, as a file has them.
 
     Attributes:

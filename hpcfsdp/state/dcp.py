@@ -33,7 +33,7 @@ from hpcfsdp.state.optim.keys import get_aliases, get_param_to_fqns
 from hpcfsdp.state.optim.values import same
 from hpcfsdp.state.ranks import Grid, ranks_of_model
 from hpcfsdp.state.settings import state_dict_type
-from hpcfsdp.state.transfer import Form
+from hpcfsdp.state.transfer import StateDictFormat
 from hpcfsdp.state.wrappers import clean_fqn
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -86,7 +86,7 @@ def get_optimizer_state_dict(
         return stock.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
     _refuse_submodules(submodules)
     options = _checked(options)
-    form = Form(
+    form = StateDictFormat(
         sharded=not options.full_state_dict,
         rank0_only=options.full_state_dict and options.cpu_offload,
         offload_to_cpu=options.cpu_offload,
@@ -133,7 +133,7 @@ def set_model_state_dict(
     if not _is_ours(model):
         return stock.set_model_state_dict(model, model_state_dict, options=options)
     options = _checked(options)
-    return load_model(model, model_state_dict, strict=options.strict, from_first=options.broadcast_from_rank0)
+    return load_model(model, model_state_dict, strict=options.strict, from_rank0=options.broadcast_from_rank0)
 
 
 @public_call("set_optimizer_state_dict")

@@ -19,13 +19,13 @@ from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded import unshard
 from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name
-from hpcfsdp.state.first import FROM_FIRST, First, checked
 from hpcfsdp.state.model import has_extra_state
+from hpcfsdp.state.rank0 import FROM_RANK0, Rank0Source, checked
 from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.reading import Hook, Reading, equal
 from hpcfsdp.state.registries import Incoming, put_all_back
 from hpcfsdp.state.save import flat_numel
-from hpcfsdp.state.transfer import OnFirst, Parts, fill
+from hpcfsdp.state.transfer import LocalShards, Rank0Tensor, fill
 from hpcfsdp.tensor.whole import fill_block
 
 
@@ -55,7 +55,7 @@ def load_model(
     *,
     strict: bool = True,
     assign: bool = False,
-    from_first: bool = False,
+    from_rank0: bool = False,
 ) -> Any:
     """Collective over the ranks of the model. Load a state dict, or change nothing on any rank.
 
@@ -67,7 +67,7 @@ def load_model(
         state_dict: see ``StateDictMethods.load_state_dict``.
         strict: all names must be there, and no others.
         assign: not supported.
-        from_first: the first rank alone has the state dict, of whole tensors; what others pass does not count.
+        from_rank0: the first rank alone has the state dict, of whole tensors; what others pass does not count.
 
     Returns:
         A named tuple of missing_keys and unexpected_keys.
@@ -76,7 +76,7 @@ def load_model(
         EngineError: a unit is at work, or summoned.
         StateDictError: on every rank, see ``StateDictMethods.load_state_dict``; or there is no unit.
     """
-    reading, first = Reading(module), First(module) if from_first else None
+    reading, first = Reading(module), Rank0Source(module) if from_rank0 else None
 
     def read() -> None:
         if assign:
@@ -84,7 +84,7 @@ def load_model(
         if first is not None:
             values, metadata = first.announce(state_dict)
         else:
-            values, metadata = checked(state_dict, FROM_FIRST), getattr(state_dict, "_metadata", None)
+            values, metadata = checked(state_dict, FROM_RANK0), getattr(state_dict, "_metadata", None)
         reading.read(values, "", metadata)
         # Hooks may forgive names, and are called when everything is loaded.
         reading.check(names=strict and not reading.has_hooks)
@@ -135,7 +135,7 @@ def agree(reading: Reading, read: Callable[[], None]) -> Agreed:
             wrong = _difference(ranks.all_gather_object(reading.facts))
         problem = None if wrong is None else StateDictError(wrong)
     if isinstance(problem, HpcfsdpError):
-        problem.collective = True
+        problem.raised_on_all_ranks = True
     if problem is not None:
         raise problem
     called = {turn for _, _, turns, _ in everyone for turn in turns}
@@ -153,7 +153,7 @@ def _difference(tables: list[dict[str, str]]) -> str:
     return f"ranks load different state dicts: for {key!r} rank 0 has {first}, rank {rank} has {other}"
 
 
-def commit(reading: Reading, first: First | None) -> None:
+def commit(reading: Reading, first: Rank0Source | None) -> None:
     """Collective over the ranks of the model. Copy what has been found."""
     for unit in reading.units:
         for flat in unit.flats:
@@ -177,15 +177,15 @@ def commit(reading: Reading, first: First | None) -> None:
             put(arrived[incoming])
 
 
-def _whole(source: Any, first: First | None) -> torch.Tensor:
+def _whole(source: Any, first: Rank0Source | None) -> torch.Tensor:
     """Collective over the ranks of the model, or of a mesh, unless `source` is a plain tensor."""
-    if isinstance(source, OnFirst):
+    if isinstance(source, Rank0Tensor):
         assert first is not None
         return first.broadcast(source)
     return source.full_tensor() if isinstance(source, DTensor) else source
 
 
-def _arrived(incoming: Incoming, first: First | None) -> torch.Tensor:
+def _arrived(incoming: Incoming, first: Rank0Source | None) -> torch.Tensor:
     """Collective as ``_whole``, unless it is here. What modules are to hold."""
     tensor = incoming.source
     if not incoming.is_here:  # made whole, it may still be the caller's memory
@@ -261,10 +261,13 @@ def _copied(state: Any) -> Any:
 
 def _fill(groups: Groups, flat: FlatParam, layout: FlatLayout, values: list[Any]) -> None:
     """Collective over the ranks of `groups`. Copy values into the shard, cut as `layout` says."""
-    shard, moves = flat.parameter.data, any(isinstance(value, (ShardedTensor, DTensor, OnFirst)) for value in values)
+    shard, moves = (
+        flat.parameter.data,
+        any(isinstance(value, (ShardedTensor, DTensor, Rank0Tensor)) for value in values),
+    )
     # Nothing may be received in memory that ranks share.
     target = shard.clone() if moves and flat.is_resident else shard
-    fill(groups, Parts.of_shard(layout, target), values)
+    fill(groups, LocalShards.of_shard(layout, target), values)
     if target is not shard:
         shard.copy_(target)
 

@@ -14,7 +14,7 @@ from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded.groups import Groups, Team
 from hpcfsdp.sharded.unit import ShardedUnit, unit_of
-from hpcfsdp.state.blocks import Blocks, FileForm
+from hpcfsdp.state.blocks import Blocks, FileStaging
 from hpcfsdp.state.ranks import units_of
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor, unsharded
 from hpcfsdp.state.wrappers import CleanNames, group_of
@@ -127,7 +127,7 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
     taken: set[str] = set()
     for flat, layout, groups in flat_params(model):
         shard = flat.parameter.data
-        form = FileForm(Blocks(groups, layout, whole_shard=True), are_read_by_others=flat.is_resident)
+        form = FileStaging(Blocks(groups, layout, whole_shard=True), are_read_by_others=flat.is_resident)
         for index, slot in enumerate(layout.slots):
             if slot.is_cut:
                 form.add(index, shard)

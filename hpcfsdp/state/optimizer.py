@@ -15,7 +15,7 @@ from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.sharded.groups import Groups
-from hpcfsdp.state.blocks import Blocks, FileForm
+from hpcfsdp.state.blocks import Blocks, FileStaging
 from hpcfsdp.state.model import flat_params, held_runs, shard_pieces
 from hpcfsdp.state.optim.compare import (
     RankState,
@@ -24,14 +24,14 @@ from hpcfsdp.state.optim.compare import (
     convert_all_state_info,
 )
 from hpcfsdp.state.optim.flatten import TORCH_SCALARS
-from hpcfsdp.state.optim.values import Untold
+from hpcfsdp.state.optim.values import Unpicklable
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, replicated, unsharded
 from hpcfsdp.state.wrappers import CleanNames
 
 Scalar = bool | int | float
 
 
-Forms = dict[tuple[int, str, torch.dtype], FileForm]
+Forms = dict[tuple[int, str, torch.dtype], FileStaging]
 """By the identity of a layout, the name of a state, and its dtype."""
 
 
@@ -80,7 +80,7 @@ class TrainedParam:
         if self.layout.by_name[fqn].is_cut:
             index, kind = self.layout.places[fqn], (id(self.layout), key, value.dtype)
             if kind not in forms:
-                forms[kind] = FileForm(Blocks(self.groups, self.layout, whole_shard=not self.is_run))
+                forms[kind] = FileStaging(Blocks(self.groups, self.layout, whole_shard=not self.is_run))
             forms[kind].add(index, value.view(-1))
             return forms[kind].state_tensor(index, name)
         runs = held_runs(self.layout, fqn, self.groups)
@@ -190,7 +190,7 @@ def optimizer_state(
                         tensors.append(member.state_tensor(fqn, key, value, forms))
                     elif isinstance(value, (bool, int, float)):
                         scalars[f"{fqn}/{key}"] = value
-                    elif isinstance(value, Untold):
+                    elif isinstance(value, Unpicklable):
                         raise CheckpointError(f"optimizer state {key!r} of {fqn!r} is {value}")
                     elif value is not None:
                         raise CheckpointError(

@@ -8,7 +8,7 @@ from torch import nn
 
 from hpcfsdp.comm import Communicator, communicator_for
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.sharded.build import join_tensor_ranks
+from hpcfsdp.sharded.build import join_tp_group
 from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.sharded.unit import ShardedUnit, units_in
 
@@ -52,7 +52,7 @@ def units_of(model: nn.Module) -> list[ShardedUnit]:
     tensor = next((unit.groups.tensor for unit in units if unit.groups.tensor is not None), None)
     for unit in units:
         if tensor is not None and unit.groups.tensor is None:
-            join_tensor_ranks(unit, tensor, sync_module_states=False)
+            join_tp_group(unit, tensor, sync_module_states=False)
     return units
 
 
@@ -73,7 +73,7 @@ def ranks_of_replica(groups: Groups) -> Communicator | Grid:
     """Collective over them, the first time. The ranks that together have all of a unit, once."""
     if groups.tensor is None:
         return groups.shard
-    return groups.holders().comm if groups.carriers is groups.shard else Grid(groups.shard, groups.tensor.comm)
+    return groups.holders().comm if groups.dtensor_ranks is groups.shard else Grid(groups.shard, groups.tensor.comm)
 
 
 def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:

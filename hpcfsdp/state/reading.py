@@ -21,8 +21,8 @@ from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name, unit_of, units_in
-from hpcfsdp.state.first import FROM_FIRST
 from hpcfsdp.state.later import OWN_HOOKS
+from hpcfsdp.state.rank0 import FROM_RANK0
 from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.registries import Incoming, New, Place, Registries
 from hpcfsdp.state.save import flat_numel, flat_params_shown, orig_params_shown, put_back
@@ -113,7 +113,7 @@ class Reading:
         """Find what of `values` goes where. Not collective.
 
         Args:
-            values: tensors, ``ShardedTensor``, ``DTensor`` or ``OnFirst`` by name, and extra states.
+            values: tensors, ``ShardedTensor``, ``DTensor`` or ``Rank0Tensor`` by name, and extra states.
             prefix: of the module's names.
             metadata: versions of modules, as ``nn.Module.state_dict`` attaches them; None if there are none.
             within: a module around this one loads, which calls the hooks of this one that run after loading.
@@ -181,7 +181,7 @@ class Reading:
                 quoted = ", ".join(f'"{key}"' for key in keys)
                 lines.append(f"{what} key(s) in state_dict: {quoted}. ")
         if self.missing and self._is_empty:
-            lines.append(f"The state dict is empty: {FROM_FIRST}.")
+            lines.append(f"The state dict is empty: {FROM_RANK0}.")
         flat = flat_param_name(0)
         lacks, has = (any(key.rpartition(".")[2] == flat for key in keys) for keys in (self.missing, self.unexpected))
         if lacks != has:

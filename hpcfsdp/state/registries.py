@@ -19,7 +19,7 @@ class Incoming:
     """A tensor that is to stand in a module, at one place or several.
 
     Attributes:
-        source: the tensor itself, which nobody else has; or a ``DTensor`` or ``OnFirst`` of the state dict.
+        source: the tensor itself, which nobody else has; or a ``DTensor`` or ``Rank0Tensor`` of the state dict.
         is_here: whether it is the former; ranks make the latter whole together.
         device, dtype: of what modules get.
         requires_grad: that of a parameter, None for a buffer.

@@ -26,7 +26,7 @@ from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name, units_in
 from hpcfsdp.state.ranks import Grid, ranks_of_replica
 from hpcfsdp.state.settings import kind_of, settings_of
 from hpcfsdp.state.stand_in import StandIn, shown_for
-from hpcfsdp.state.transfer import Form, Parts, collect, keeping_scratch
+from hpcfsdp.state.transfer import LocalShards, StateDictFormat, collect, keeping_scratch
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.tensor.runs import Box
 from hpcfsdp.tensor.sharded import create_sharded_tensor
@@ -54,10 +54,10 @@ class _Call:
         """What the unit gives."""
         return kind_of(unit, self.settings.state_dict_type)
 
-    def form_of(self, unit: ShardedUnit) -> Form:
+    def form_of(self, unit: ShardedUnit) -> StateDictFormat:
         config = self.settings.state_dict_config
         sharded = self.kind_of(unit) is StateDictType.SHARDED_STATE_DICT
-        return Form(
+        return StateDictFormat(
             sharded,
             rank0_only=getattr(config, "rank0_only", False),
             offload_to_cpu=config.offload_to_cpu,
@@ -150,7 +150,7 @@ def _run_pre_hooks(unit: ShardedUnit, prefix: str, *, keep_vars: bool) -> None:
         hook(unit.wrapper, prefix, keep_vars)
 
 
-def _check_alike(comm: Communicator | Grid, units: list[ShardedUnit], asked: list[tuple[str, Form]]) -> None:
+def _check_alike(comm: Communicator | Grid, units: list[ShardedUnit], asked: list[tuple[str, StateDictFormat]]) -> None:
     """Collective over `comm`. See that all ranks are to make the same of each unit.
 
     Raises:
@@ -165,7 +165,7 @@ def _check_alike(comm: Communicator | Grid, units: list[ShardedUnit], asked: lis
                 f"ranks are set to different state dicts: {unit.name} gives {first} on rank 0, and {there} on "
                 f"rank {rank}: call set_state_dict_type on all ranks alike"
             )
-            error.collective = True
+            error.raised_on_all_ranks = True
             raise error
 
 
@@ -340,7 +340,7 @@ def _values(unit: ShardedUnit, call: _Call) -> Mapping[Any, torch.Tensor]:
     return found
 
 
-def _values_of(groups: Groups, flat: FlatParam, form: Form) -> list[Any]:
+def _values_of(groups: Groups, flat: FlatParam, form: StateDictFormat) -> list[Any]:
     if not form.sharded and _shows_shards(flat) and groups.tensor is None:
         if not form.is_shown_by(groups):
             return [None] * len(flat.leaves)
@@ -348,7 +348,7 @@ def _values_of(groups: Groups, flat: FlatParam, form: Form) -> list[Any]:
         return [view.to(device, copy=True) for view in flat.views(flat.full)]
     if not form.is_made_by(groups):
         return [None] * len(flat.leaves)
-    parts = Parts.of_shard(flat.layout, flat.parameter.data)
+    parts = LocalShards.of_shard(flat.layout, flat.parameter.data)
     return collect(groups, parts, flat.layout.dtype, flat.device, form)
 
 

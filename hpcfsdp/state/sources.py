@@ -14,7 +14,7 @@ from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.state.stand_in import StandIn
-from hpcfsdp.state.transfer import OnFirst, check_blocks, lies_on_carriers
+from hpcfsdp.state.transfer import Rank0Tensor, check_blocks, lies_on_dtensor_ranks
 from hpcfsdp.tensor.sharded import all_boxes, check_readable, properties_of
 
 
@@ -44,7 +44,7 @@ def check_source(
     """See that a value can be loaded. Not collective, once the ranks of `groups` know each other's names.
 
     Args:
-        source: a tensor, ``ShardedTensor``, ``DTensor`` or ``OnFirst``.
+        source: a tensor, ``ShardedTensor``, ``DTensor`` or ``Rank0Tensor``.
         target: the tensor that it is loaded into; None for a part of a flat parameter.
         shape: that of the whole.
         groups: over which the parameter is sharded, None where it is not.
@@ -77,11 +77,11 @@ def facts_of(source: Any, groups: Groups | None) -> str:
     """
     shape, dtype = _properties(source)
     is_distributed = isinstance(source, (ShardedTensor, DTensor))
-    kind = type(source).__name__ if is_distributed or isinstance(source, OnFirst) else "tensor"
+    kind = type(source).__name__ if is_distributed or isinstance(source, Rank0Tensor) else "tensor"
     facts = f"a {kind} {list(shape)} of {str(dtype).removeprefix('torch.')}"
     if is_distributed and groups is not None and math.prod(shape):
         boxes, ranks, where = all_boxes(source), groups.source_ranks(), ""
-        if groups.tensor is not None and lies_on_carriers(groups, source):
+        if groups.tensor is not None and lies_on_dtensor_ranks(groups, source):
             ranks, where = groups.global_ranks(), " on the ranks that have the same block"
         facts += f" in blocks {digest_of([boxes.get(rank) for rank in ranks])}{where}"
     elif isinstance(source, DTensor):
@@ -95,4 +95,4 @@ def digest_of(value: Any) -> str:
 
 
 def _properties(source: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    return (source.shape, source.dtype) if isinstance(source, OnFirst) else properties_of(source)
+    return (source.shape, source.dtype) if isinstance(source, Rank0Tensor) else properties_of(source)

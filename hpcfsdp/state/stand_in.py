@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
-from hpcfsdp.state.transfer import OnFirst
+from hpcfsdp.state.transfer import Rank0Tensor
 from hpcfsdp.tensor.sharded import properties_of
 
 
@@ -22,8 +22,8 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def of(cls, source: Any) -> StandIn:
-        """In place of a ``ShardedTensor``, a ``DTensor`` or an ``OnFirst``."""
-        shape, dtype = (source.shape, source.dtype) if isinstance(source, OnFirst) else properties_of(source)
+        """In place of a ``ShardedTensor``, a ``DTensor`` or an ``Rank0Tensor``."""
+        shape, dtype = (source.shape, source.dtype) if isinstance(source, Rank0Tensor) else properties_of(source)
         made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
         made.source = source
         return made
@@ -38,6 +38,6 @@ class StandIn(torch.Tensor):
 
 def shown_for(value: Any) -> Any:
     """What modules are shown of a value; torch warns when a ``ShardedTensor`` itself is detached."""
-    if isinstance(value, (ShardedTensor, DTensor, OnFirst)):
+    if isinstance(value, (ShardedTensor, DTensor, Rank0Tensor)):
         return StandIn.of(value)
     return value.detach() if isinstance(value, torch.Tensor) else value

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hpcfsdp._compat import local_of
-from hpcfsdp.tensor.whole import WholeForm, is_cut
+from hpcfsdp.tensor.whole import WholeStaging, is_cut
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def unsharded(name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) ->
     """A tensor that no unit shards: kept whole by all ranks, or a ``DTensor``, which is made whole for the file."""
     if not is_cut(tensor):
         return replicated(name, local_of(tensor).detach(), aliases)
-    form = WholeForm(tensor)
+    form = WholeStaging(tensor)
     return replace(replicated(name, form.memory, aliases), staged=form)
 
 

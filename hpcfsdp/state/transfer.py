@@ -37,7 +37,7 @@ _BATCH_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True)
-class Form:
+class StateDictFormat:
     """How a state dict shows tensors.
 
     Attributes:
@@ -67,7 +67,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Parts:
+class LocalShards:
     """A rank's memory of tensors that are sharded as a layout says.
 
     Attributes:
@@ -81,12 +81,12 @@ class Parts:
     whole_shard: bool
 
     @classmethod
-    def of_shard(cls, layout: FlatLayout, shard: torch.Tensor) -> Parts:
+    def of_shard(cls, layout: FlatLayout, shard: torch.Tensor) -> LocalShards:
         """All slots in one tensor that is laid out like the shard."""
         return cls(layout, [shard] * len(layout.slots), whole_shard=True)
 
     @classmethod
-    def of_runs(cls, layout: FlatLayout, runs: Sequence[torch.Tensor | None]) -> Parts:
+    def of_runs(cls, layout: FlatLayout, runs: Sequence[torch.Tensor | None]) -> LocalShards:
         """Each slot in a tensor of its own, which may be empty."""
         return cls(layout, runs, whole_shard=False)
 
@@ -112,7 +112,9 @@ class Parts:
 
 
 @torch.no_grad()
-def collect(groups: Groups, parts: Parts, dtype: torch.dtype, device: torch.device, form: Form) -> list[Any]:
+def collect(
+    groups: Groups, parts: LocalShards, dtype: torch.dtype, device: torch.device, form: StateDictFormat
+) -> list[Any]:
     """Collective over a replica of the unit. What a state dict shows of `parts`, for each slot; None for nothing.
 
     Results are new memory. Beyond it this takes memory for one gathered flat parameter where all ranks get whole
@@ -130,7 +132,9 @@ def collect(groups: Groups, parts: Parts, dtype: torch.dtype, device: torch.devi
     return _joined(groups, parts, _whole(groups, parts, dtype, groups.tensor.comm.device, form), target, form)
 
 
-def _whole(groups: Groups, parts: Parts, dtype: torch.dtype, target: torch.device, form: Form) -> list[Any]:
+def _whole(
+    groups: Groups, parts: LocalShards, dtype: torch.dtype, target: torch.device, form: StateDictFormat
+) -> list[Any]:
     """Collective over ``groups.shard``. Whole tensors, or whole blocks of them."""
     comm = groups.shard
     if not form.rank0_only:
@@ -146,7 +150,9 @@ def _whole(groups: Groups, parts: Parts, dtype: torch.dtype, target: torch.devic
     return found
 
 
-def _joined(groups: Groups, parts: Parts, blocks: list[Any], target: torch.device, form: Form) -> list[Any]:
+def _joined(
+    groups: Groups, parts: LocalShards, blocks: list[Any], target: torch.device, form: StateDictFormat
+) -> list[Any]:
     """Collective over the ranks that are parallel over tensors, where they have `blocks`. The tensors of these."""
     assert groups.tensor is not None
     comm = groups.tensor.comm
@@ -172,7 +178,7 @@ def _joined(groups: Groups, parts: Parts, blocks: list[Any], target: torch.devic
     return blocks
 
 
-def _everywhere(comm: Communicator, parts: Parts, dtype: torch.dtype, target: torch.device) -> list[Any]:
+def _everywhere(comm: Communicator, parts: LocalShards, dtype: torch.dtype, target: torch.device) -> list[Any]:
     layout = parts.layout
     found: list[Any] = [None] * len(layout.slots)
     if not parts.present:
@@ -213,7 +219,9 @@ def _scratch(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return kept[device][:nbytes].view(dtype)
 
 
-def _chunks(groups: Groups, parts: Parts, dtype: torch.dtype, target: torch.device, form: Form) -> list[Any]:
+def _chunks(
+    groups: Groups, parts: LocalShards, dtype: torch.dtype, target: torch.device, form: StateDictFormat
+) -> list[Any]:
     comm, slots = groups.shard, parts.layout.slots
     shapes = [slot.shape for slot in slots]
     found: list[Any] = [None] * len(slots)
@@ -247,14 +255,14 @@ def _chunks(groups: Groups, parts: Parts, dtype: torch.dtype, target: torch.devi
     return found
 
 
-def _without_cut(parts: Parts) -> Parts:
+def _without_cut(parts: LocalShards) -> LocalShards:
     slots = zip(parts.layout.slots, parts.tensors, strict=True)
     return replace(parts, tensors=[None if slot.is_cut else tensor for slot, tensor in slots])
 
 
 def _gather_chunks(
     groups: Groups,
-    parts: Parts,
+    parts: LocalShards,
     cut: Mapping[int, ParamSlot],
     found: list[Any],
     dtype: torch.dtype,
@@ -276,7 +284,7 @@ def _gather_chunks(
     gather_blocks(Blocks(groups, parts.layout, parts.whole_shard), shards, _held_by(boxes), targets, dtype)
 
 
-def _move(comm: Communicator, parts: Parts, wanted: RunsOf, found: Sequence[Any], dtype: torch.dtype) -> None:
+def _move(comm: Communicator, parts: LocalShards, wanted: RunsOf, found: Sequence[Any], dtype: torch.dtype) -> None:
     plan = MovePlan.make(comm.rank, comm.size, parts.runs, wanted)
     target = [None if tensor is None else tensor.view(-1) for tensor in found]
     for part in plan.parts(_batches(parts.layout)):
@@ -284,7 +292,7 @@ def _move(comm: Communicator, parts: Parts, wanted: RunsOf, found: Sequence[Any]
 
 
 @dataclass(frozen=True)
-class OnFirst:
+class Rank0Tensor:
     """A tensor that only the first rank of the shards has, of the first replica.
 
     Attributes:
@@ -298,13 +306,14 @@ class OnFirst:
 
 
 @torch.no_grad()
-def fill(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
+def fill(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> None:
     """Collective over the ranks of `groups`, unless all of `values` are plain tensors. The way back from ``collect``.
 
     Args:
         parts: filled, converting to their dtype. What belongs to no slot is left alone.
         values: for each slot a tensor that every rank has whole, a ``ShardedTensor`` or ``DTensor`` over
-            ``groups.carriers``, an ``OnFirst``, or None to leave it alone; on all ranks alike, of the slot's shape.
+            ``groups.dtensor_ranks``, a ``Rank0Tensor``, or None to leave it alone; on all ranks alike, of the slot's
+            shape.
 
     Raises:
         StateDictError: a distributed tensor lies on other ranks, or not all of it on these, or it is a ``DTensor`` of
@@ -321,23 +330,23 @@ def fill(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
             part = _flat(values[run.index])[run.start : run.start + run.numel]
             _place(parts, run).copy_(part)
     if blocks is not None:
-        _fill_from_blocks(groups.carriers, parts, values, blocks)
-    if any(_kind(value) is OnFirst for value in values):
+        _fill_from_blocks(groups.dtensor_ranks, parts, values, blocks)
+    if any(_kind(value) is Rank0Tensor for value in values):
         _fill_from_first(groups, parts, values)
 
 
-def _own_blocks(groups: Groups, parts: Parts, values: Sequence[Any]) -> list[Any]:
+def _own_blocks(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> list[Any]:
     """Collective over the ranks that are parallel over tensors. What there is for this rank's blocks.
 
-    Distributed tensors are put in place already, and None is left of them, but for those that lie on the carriers.
+    Distributed tensors are put in place already, and None is left of them, but for those that lie on the dtensor_ranks.
     """
     found: list[Any] = list(values)
-    across = [None if is_distributed(value) and lies_on_carriers(groups, value) else value for value in values]
+    across = [None if is_distributed(value) and lies_on_dtensor_ranks(groups, value) else value for value in values]
     _scatter_distributed(groups, parts, across)
     for index, (slot, value) in enumerate(zip(parts.layout.slots, values, strict=True)):
         if is_distributed(value):
             found[index] = None if across[index] is not None else value
-        elif _kind(value) is OnFirst:
+        elif _kind(value) is Rank0Tensor:
             found[index] = _block_from_first(groups, slot, value)
         elif value is not None and slot.is_cut:
             found[index] = value[slot.block.box.slices]
@@ -353,15 +362,15 @@ def is_distributed(value: Any) -> bool:
     return isinstance(value, (ShardedTensor, DTensor))
 
 
-def lies_on_carriers(groups: Groups, value: ShardedTensor | DTensor) -> bool:
-    """Whether a distributed tensor lies on the carriers alone, and on those of other blocks there are others like it.
+def lies_on_dtensor_ranks(groups: Groups, value: ShardedTensor | DTensor) -> bool:
+    """Whether a distributed tensor lies on ``groups.dtensor_ranks`` alone, with others like it for other blocks.
 
-    Not collective, once the carriers know each other's names.
+    Not collective, once these ranks know each other's names.
     """
     return set(groups.global_ranks()).issuperset(ranks_of_tensor(value))
 
 
-def _scatter_distributed(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
+def _scatter_distributed(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> None:
     for dtype, chosen in _by_dtype(values, (ShardedTensor, DTensor)).items():
         holders = groups.holders()
         boxes: list[dict[int, list[Box]]] = [{} for _ in holders.global_ranks]
@@ -378,12 +387,12 @@ def _scatter_distributed(groups: Groups, parts: Parts, values: Sequence[Any]) ->
         scatter_blocks(Blocks(groups, parts.layout, parts.whole_shard), shards, _held_by(boxes), sources, dtype)
 
 
-def _block_from_first(groups: Groups, slot: ParamSlot, value: OnFirst) -> OnFirst:
+def _block_from_first(groups: Groups, slot: ParamSlot, value: Rank0Tensor) -> Rank0Tensor:
     """Collective over the ranks that are parallel over tensors. This rank's block, from the first of them."""
     assert groups.tensor is not None
     shape = torch.Size(slot.shape)
     if groups.shard.rank or not groups.is_first_replica:
-        return OnFirst(shape, value.dtype)
+        return Rank0Tensor(shape, value.dtype)
     comm = groups.tensor.comm
     mine = torch.empty(shape, dtype=value.dtype, device=comm.device)
     inputs = None
@@ -392,7 +401,7 @@ def _block_from_first(groups: Groups, slot: ParamSlot, value: OnFirst) -> OnFirs
         whole = value.tensor.detach().to(comm.device)
         inputs = [whole[box.slices].contiguous() for box in boxes]
     comm.scatter(mine, inputs, 0)
-    return OnFirst(shape, value.dtype, mine)
+    return Rank0Tensor(shape, value.dtype, mine)
 
 
 def check_blocks(key: str, value: ShardedTensor | DTensor, ranks: Sequence[int]) -> None:
@@ -425,9 +434,9 @@ def _local_if_replicated(groups: Groups, value: Any) -> Any:
     return value
 
 
-def _blocks_by_rank(groups: Groups, parts: Parts, values: Sequence[Any]) -> list[list[Run]]:
+def _blocks_by_rank(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> list[list[Run]]:
     """By rank, the runs of distributed tensors that this rank has to know of for its plan."""
-    comm, places = groups.carriers, {rank: place for place, rank in enumerate(groups.global_ranks())}
+    comm, places = groups.dtensor_ranks, {rank: place for place, rank in enumerate(groups.global_ranks())}
     wanted = {run.index for run in parts.runs(groups.shard.rank)}
     found: list[list[Run]] = [[] for _ in range(comm.size)]
     for index, value in enumerate(values):
@@ -439,7 +448,7 @@ def _blocks_by_rank(groups: Groups, parts: Parts, values: Sequence[Any]) -> list
     return found
 
 
-def _fill_from_blocks(comm: Communicator, parts: Parts, values: Sequence[Any], blocks: list[list[Run]]) -> None:
+def _fill_from_blocks(comm: Communicator, parts: LocalShards, values: Sequence[Any], blocks: list[list[Run]]) -> None:
     for dtype, chosen in _by_dtype(values, (ShardedTensor, DTensor)).items():
 
         def sources(rank: int, chosen: set[int] = chosen) -> list[Run]:
@@ -448,10 +457,10 @@ def _fill_from_blocks(comm: Communicator, parts: Parts, values: Sequence[Any], b
         _receive(comm, parts, sources, lambda index: _held(values[index]), dtype, chosen)
 
 
-def _fill_from_first(groups: Groups, parts: Parts, values: Sequence[Any]) -> None:
+def _fill_from_first(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> None:
     comm = groups.shard
     shapes = [slot.shape for slot in parts.layout.slots]
-    for dtype, chosen in _by_dtype(values, (OnFirst,)).items():
+    for dtype, chosen in _by_dtype(values, (Rank0Tensor,)).items():
         if groups.is_first_replica:
             whole = [run for run in whole_runs(shapes) if run.index in chosen]
 
@@ -460,11 +469,11 @@ def _fill_from_first(groups: Groups, parts: Parts, values: Sequence[Any]) -> Non
 
             _receive(comm, parts, sources, lambda index: _flat(values[index].tensor), dtype, chosen)
     if groups.num_replicas > 1:
-        chosen = {index for index, value in enumerate(values) if _kind(value) is OnFirst}
+        chosen = {index for index, value in enumerate(values) if _kind(value) is Rank0Tensor}
         _copy_from_first_replica(groups, parts, chosen)
 
 
-def _copy_from_first_replica(groups: Groups, parts: Parts, chosen: Collection[int]) -> None:
+def _copy_from_first_replica(groups: Groups, parts: LocalShards, chosen: Collection[int]) -> None:
     """Collective over ``groups.replicate``. The runs of `chosen` slots, a batch at a time."""
     replicate, runs = groups.replicate, [run for run in parts.runs(groups.shard.rank) if run.index in chosen]
     by_dtype: dict[torch.dtype, list[Run]] = {}
@@ -481,7 +490,7 @@ def _copy_from_first_replica(groups: Groups, parts: Parts, chosen: Collection[in
 
 def _receive(
     comm: Communicator,
-    parts: Parts,
+    parts: LocalShards,
     sources: RunsOf,
     held: Callable[[int], torch.Tensor | None],
     dtype: torch.dtype,
@@ -544,13 +553,13 @@ def _by_dtype(values: Sequence[Any], kinds: tuple[type, ...]) -> dict[torch.dtyp
     found: dict[torch.dtype, set[int]] = {}
     for index, value in enumerate(values):
         if _kind(value) in kinds:
-            dtype = value.dtype if isinstance(value, OnFirst) else properties_of(value)[1]
+            dtype = value.dtype if isinstance(value, Rank0Tensor) else properties_of(value)[1]
             found.setdefault(dtype, set()).add(index)
     return found
 
 
 def _kind(value: Any) -> type | None:
-    for kind in (ShardedTensor, DTensor, OnFirst, torch.Tensor):
+    for kind in (ShardedTensor, DTensor, Rank0Tensor, torch.Tensor):
         if isinstance(value, kind):
             return kind
     return None
@@ -560,12 +569,12 @@ def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.detach().reshape(-1)
 
 
-def _place(parts: Parts, run: Run) -> torch.Tensor:
+def _place(parts: LocalShards, run: Run) -> torch.Tensor:
     """The memory of a run, as a view."""
     return parts.tensors[run.index][run.offset : run.offset + run.numel]
 
 
-def _whole_runs(parts: Parts) -> list[Run]:
+def _whole_runs(parts: LocalShards) -> list[Run]:
     shapes = [slot.shape for slot in parts.layout.slots]
     return [run for run in whole_runs(shapes) if parts.tensors[run.index] is not None]
 

@@ -205,7 +205,9 @@ def boxes_placements(
         raise ShardingError(f"rank(s) {strangers} have blocks, and are not in the mesh of {list(ranks.shape)} ranks")
     several = next((rank for rank, boxes in held.items() if len(boxes) > 1), None)
     if several is not None:
-        raise ShardingError(f"rank {several} has {_said(held[several])}, and a rank of a mesh has one block at most")
+        raise ShardingError(
+            f"rank {several} has {_describe(held[several])}, and a rank of a mesh has one block at most"
+        )
     origin = held.get(int(ranks.flatten()[0]), [])
     placements: list[Placement] = []
     sizes = list(shape)
@@ -223,7 +225,8 @@ def boxes_placements(
         if has != should:
             raise ShardingError(
                 f"the blocks are no cut of a tensor of shape {list(shape)} over a mesh of {list(ranks.shape)}: as the "
-                f"first ranks are placed, {placements}, rank {rank} would have {_said(should)}, and has {_said(has)}"
+                f"first ranks are placed, {placements}, rank {rank} would have {_describe(should)}, and has "
+                f"{_describe(has)}"
             )
     return tuple(placements)
 
@@ -247,7 +250,7 @@ def boxes_extents(fqn: str, shape: Sequence[int], held: Held) -> tuple[ShardExte
     outside = find_outside(shape, [box for _, box in blocks])
     if outside is not None:
         rank, box = blocks[outside]
-        raise ShardingError(f"{_said([box])} on rank {rank} is not within a tensor of shape {list(shape)}")
+        raise ShardingError(f"{_describe([box])} on rank {rank} is not within a tensor of shape {list(shape)}")
     runs = ((rank, run) for rank, boxes in held.items() for run in held_runs(0, shape, boxes))
     offsets: dict[int, int] = {}
     found = []
@@ -373,6 +376,6 @@ def _placement_between(one: Sequence[Box], other: Sequence[Box], sizes: Sequence
     return Replicate()
 
 
-def _said(boxes: Sequence[Box]) -> str:
+def _describe(boxes: Sequence[Box]) -> str:
     said = [f"the block at {list(box.offsets)} of size {list(box.sizes)}" for box in boxes]
     return " and ".join(said) or "nothing"

@@ -225,16 +225,16 @@ def _check_owners(present: Sequence[tuple[int, ShardedTensorMetadata]]) -> None:
             holder, first = _holder_of(shard), metadata.shards_metadata[0]
             if holder is None:
                 raise ShardingError(
-                    f"{_said(shard)}, which rank {rank} of the group lists, is on no rank by its metadata"
+                    f"{_describe(shard)}, which rank {rank} of the group lists, is on no rank by its metadata"
                 )
             if holder != _holder_of(first):
                 raise ShardingError(
-                    f"rank {rank} of the group lists {_said(first)} and {_said(shard)}: a rank has its own"
+                    f"rank {rank} of the group lists {_describe(first)} and {_describe(shard)}: a rank has its own"
                 )
             lister, other = owners.setdefault(holder, (rank, shard))
             if lister != rank:
                 raise ShardingError(
-                    f"{_said(shard)} is listed by rank {rank} of the group, and {_said(other)} of the same "
+                    f"{_describe(shard)} is listed by rank {rank} of the group, and {_describe(other)} of the same "
                     f"placement by rank {lister}: one of them has the wrong rank in its metadata"
                 )
 
@@ -264,7 +264,7 @@ def validate_tiling(metadata: ShardedTensorMetadata) -> None:
             "shards do not cover the tensor"
         )
     one, other = (metadata.shards_metadata[number] for number in fault.blocks)
-    raise ShardingError(f"{_said(one)} and {_said(other)} overlap: both have element {element}")
+    raise ShardingError(f"{_describe(one)} and {_describe(other)} overlap: both have element {element}")
 
 
 def recalc_global_sharded_tensor_metadata(
@@ -287,18 +287,20 @@ def recalc_global_sharded_tensor_metadata(
     first = shards[0]
     dims = len(first.shard_sizes)
     if not -dims <= sharded_dim < dims:
-        raise ShardingError(f"{_said(first)} has {dims} dimension(s), and no dimension {sharded_dim} to be cut along")
+        raise ShardingError(
+            f"{_describe(first)} has {dims} dimension(s), and no dimension {sharded_dim} to be cut along"
+        )
     sharded_dim %= dims
     for shard in shards:
         if shard.placement is None or shard.placement.rank() is None:
             raise ShardingError(
-                f"{_said(shard)} is on no rank by its metadata: its place among the others is not known"
+                f"{_describe(shard)} is on no rank by its metadata: its place among the others is not known"
             )
         if min(shard.shard_sizes, default=0) < 0:
-            raise ShardingError(f"{_said(shard)} has a negative size")
+            raise ShardingError(f"{_describe(shard)} has a negative size")
         across = [size for dim, size in enumerate(shard.shard_sizes) if dim != sharded_dim]
         if len(shard.shard_sizes) != dims or across != [s for d, s in enumerate(first.shard_sizes) if d != sharded_dim]:
-            raise ShardingError(f"{_said(first)} and {_said(shard)} differ beside dimension {sharded_dim}")
+            raise ShardingError(f"{_describe(first)} and {_describe(shard)} differ beside dimension {sharded_dim}")
     in_order = sorted(shards, key=lambda shard: shard.placement.rank())  # stable
     ends = list(itertools.accumulate((shard.shard_sizes[sharded_dim] for shard in in_order), initial=0))
     for shard, begin in zip(in_order, ends[:-1], strict=True):
@@ -318,7 +320,7 @@ def _check_within(size: torch.Size, shards: Sequence[ShardMetadata]) -> list[_Bl
     blocks = [_Block(shard.shard_offsets, shard.shard_sizes) for shard in shards]
     outside = find_outside(size, blocks)
     if outside is not None:
-        raise ShardingError(f"{_said(shards[outside])} is not within a tensor of size {list(size)}")
+        raise ShardingError(f"{_describe(shards[outside])} is not within a tensor of size {list(size)}")
     return blocks
 
 
@@ -329,5 +331,5 @@ def _copied(shard: ShardMetadata) -> ShardMetadata:
     return copied
 
 
-def _said(shard: ShardMetadata) -> str:
+def _describe(shard: ShardMetadata) -> str:
     return f"the shard at {list(shard.shard_offsets)} of size {list(shard.shard_sizes)} on {shard.placement}"

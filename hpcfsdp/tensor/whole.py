@@ -47,7 +47,7 @@ def fill_block(target: torch.Tensor, whole: torch.Tensor) -> None:
         target.detach().copy_(whole)
 
 
-class WholeForm:
+class WholeStaging:
     """A ``DTensor`` that is cut, whole on each rank for the time that it goes to a file, or comes from one.
 
     Attributes:

@@ -304,7 +304,7 @@ def _diverged(what: str) -> HpcfsdpError:
         f"{what}: training has diverged; the last checkpoint is from before. Try a lower optim.lr or a longer "
         "optim.warmup_steps"
     )
-    error.collective = True
+    error.raised_on_all_ranks = True
     return error
 
 

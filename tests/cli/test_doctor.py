@@ -64,7 +64,7 @@ def test_json_of_a_plain_process(hpcfsdp):
     assert (done.code, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     assert set(report) == {"findings", "facts", "ranks"}
-    assert set(of(report, "mpi")) == {"area", "level", "what", "mend"}
+    assert set(of(report, "mpi")) == {"area", "level", "what", "hint"}
     assert report["facts"]["world"] == {"rank": 0, "size": 1}
     (rank,) = report["ranks"]
     assert (rank["rank"], rank["packages"]) == (0, report["facts"]["packages"])
@@ -123,8 +123,8 @@ def test_a_login_node_where_mpi_aborts(hpcfsdp, fake):
     report = json.loads(done.stdout)
     finding = of(report, "mpi")
     assert finding["what"] == ("initialising MPI ended the process (signal 6, SIGABRT); it printed: no fabric here")
-    assert "login node" in finding["mend"]
-    assert "srun -n 2 python -m hpcfsdp doctor" in finding["mend"]
+    assert "login node" in finding["hint"]
+    assert "srun -n 2 python -m hpcfsdp doctor" in finding["hint"]
     assert {("torch", "ok"), ("h5py", "ok")} <= levels(report)  # told all the same
     assert report["ranks"] == []
 
@@ -178,7 +178,7 @@ def test_one_rank_that_fails_is_named_and_rank_0_still_reports(start, fake, acti
     finding = of(json.loads(job.stdout), "mpi")
     assert finding["level"] == "problem"
     assert "gave no answer within 8 s" in finding["what"]
-    assert "other ranks" in finding["mend"]
+    assert "other ranks" in finding["hint"]
     assert not survivors(family)
 
 

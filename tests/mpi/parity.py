@@ -527,7 +527,7 @@ def plain_name(name):
 
 @contextlib.contextmanager
 def engines(world) -> Iterator[dict[str, Engine]]:
-    """Collective over all ranks. hpcfsdp over several carriers, and torch; groups are taken down at the end."""
+    """Collective over all ranks. hpcfsdp over several dtensor_ranks, and torch; groups are taken down at the end."""
     made: list[dist.ProcessGroup] = []
 
     def new_gloo(ranks=None):

@@ -157,7 +157,7 @@ def test_ranks_that_lay_the_file_out_differently_commit_nothing(comm, shared_pat
                 CheckpointError, match=rf"rank {comm.size - 1} has laid the file out otherwise"
             ) as caught:
                 manager.wait()
-            assert caught.value.collective
+            assert caught.value.raised_on_all_ranks
     barrier(comm)
     assert names(shared_path) == ([] if comm.size > 1 else ["step-00000001.h5"])
 
@@ -223,7 +223,7 @@ def test_a_step_that_is_none_is_refused_on_all_ranks(comm, shared_path, trained,
     with checkpoint.CheckpointManager(shared_path, asynchronous=asynchronous) as manager:
         with pytest.raises(UsageError, match=f"step must be {text}") as caught:
             manager.save(step if comm.rank == comm.size - 1 else 1, model=trained[0])
-        assert caught.value.collective
+        assert caught.value.raised_on_all_ranks
     assert names(shared_path) == []
 
 
@@ -371,7 +371,7 @@ def test_a_failure_on_any_rank_is_everyones_at_the_same_call(comm, shared_path, 
         text = str(caught.value)
         assert f"{checkpoint_path(shared_path, 2)}: cannot write the checkpoint: No space left on device" in text
         assert comm.rank == failing or f"rank {failing}: " in text
-        assert caught.value.collective
+        assert caught.value.raised_on_all_ranks
         assert len(set(comm.all_gather_object(calls))) == 1
         barrier(comm)
         assert names(shared_path) == [good.name]
@@ -568,7 +568,7 @@ def test_a_folder_in_which_all_is_damaged_is_an_error_and_an_empty_one_is_none(c
             CheckpointCorruptError, match=r"none of its.*\n  step-0+2\.h5: .*\n  step-0+1\.h5: "
         ) as caught:
             manager.load_latest(model=model)
-    assert caught.value.collective
+    assert caught.value.raised_on_all_ranks
     assert [path.name for path, _ in manager.passed_over] == ["step-00000002.h5", "step-00000001.h5"]
 
 

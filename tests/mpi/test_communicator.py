@@ -51,7 +51,7 @@ class Carrier:
 
 
 @pytest.fixture(scope="module")
-def carriers(world, gloo):
+def dtensor_ranks(world, gloo):
     return {
         "messages": Carrier(MpiCommunicator(world.comm.Dup()), False),
         "shared memory": Carrier(MpiCommunicator(world.comm.Dup(), Topology.regular(1, world.size)), True),
@@ -60,14 +60,14 @@ def carriers(world, gloo):
 
 
 @pytest.fixture(params=["messages", "shared memory", "gloo"])
-def carrier(request, carriers):
-    return carriers[request.param]
+def carrier(request, dtensor_ranks):
+    return dtensor_ranks[request.param]
 
 
 @pytest.fixture(params=["messages", "gloo"])
-def comm(request, carriers):
+def comm(request, dtensor_ranks):
     """For what does not depend on the memory."""
-    return carriers[request.param].comm
+    return dtensor_ranks[request.param].comm
 
 
 def numbers(rank, numel, dtype, seed=0):
@@ -241,8 +241,8 @@ def test_shapes_do_not_matter(carrier):
     assert scalar.item() == sum(range(carrier.size))
 
 
-def test_a_list_of_unequal_pieces_is_reduced_to_one_each(carriers):
-    comm = carriers["messages"].comm
+def test_a_list_of_unequal_pieces_is_reduced_to_one_each(dtensor_ranks):
+    comm = dtensor_ranks["messages"].comm
     for factor in (1, 150000):
         given = [
             [numbers(rank, factor * piece, torch.float32, piece) for piece in range(comm.size)]
@@ -415,10 +415,10 @@ def test_buffers_stay_resizable_after_a_collective(comm):
 
 
 @pytest.mark.parametrize("numel", [0, 7, 10, 11])
-def test_long_messages_go_in_parts(carriers, monkeypatch, numel):
+def test_long_messages_go_in_parts(dtensor_ranks, monkeypatch, numel):
     monkeypatch.setattr(messages, "_INLINE_BYTES", 0)
     monkeypatch.setattr(messages, "_PART_BYTES", 10)
-    comm = carriers["messages"].comm
+    comm = dtensor_ranks["messages"].comm
     output, mine = torch.empty(numel * comm.size, dtype=torch.int16), torch.full((numel,), comm.rank, dtype=torch.int16)
     comm.all_gather_into_tensor(output, mine)
     assert output.tolist() == [rank for rank in range(comm.size) for _ in range(numel)]
@@ -514,8 +514,8 @@ def test_a_communicator_completes_what_is_under_way_before_it_closes(make_comm):
 # Messages between two ranks
 
 
-def test_messages_go_round_by_tag_and_tell_where_they_come_from(carriers):
-    comm = carriers["messages"].comm
+def test_messages_go_round_by_tag_and_tell_where_they_come_from(dtensor_ranks):
+    comm = dtensor_ranks["messages"].comm
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if comm.size == 1:
         right = left = 0
@@ -584,8 +584,8 @@ def test_a_rank_may_be_in_groups_that_overlap(several, make_comm):
 
 
 @pytest.mark.parametrize("ranks", [[], [1, 0], [0, 0, 1], [0, 99], [-1, 0]], ids=str)
-def test_a_group_is_of_ascending_ranks_of_the_communicator(several, carriers, ranks):
-    comm = carriers["messages"].comm
+def test_a_group_is_of_ascending_ranks_of_the_communicator(several, dtensor_ranks, ranks):
+    comm = dtensor_ranks["messages"].comm
     with pytest.raises(CommunicationError, match=rf"subgroup on rank {comm.rank} of {comm.size}: .* ascending ranks"):
         comm.subgroup(ranks)
 
@@ -640,8 +640,8 @@ def test_a_rank_that_is_not_there_is_refused_by_every_operation(comm):
             call()
 
 
-def test_an_own_part_of_another_size_is_refused_by_messages(carriers):
-    comm = carriers["messages"].comm
+def test_an_own_part_of_another_size_is_refused_by_messages(dtensor_ranks):
+    comm = dtensor_ranks["messages"].comm
     outputs, one = [torch.empty(2)] * comm.size, torch.empty(1)
     for call in (
         lambda: comm.all_gather(outputs, one),
@@ -699,7 +699,7 @@ def test_one_ranks_error_is_everyones(comm, culprit):
     with pytest.raises(UsageError, match="no such thing") as caught, raise_together(comm):
         if comm.rank == failing:
             raise UsageError("no such thing")
-    assert caught.value.collective
+    assert caught.value.raised_on_all_ranks
     assert comm.rank == failing or f"rank {failing}: " in str(caught.value)
 
 

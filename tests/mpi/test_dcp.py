@@ -93,16 +93,16 @@ def test_a_plain_model_has_the_same_whole_state_dicts(world):
     assert stock.get_model_state_dict(plain).keys() == weights.keys()
 
 
-@pytest.mark.parametrize("from_first", [False, True])
-def test_torchs_own_function_loads_whole_tensors_into_original_parameters(world, from_first):
+@pytest.mark.parametrize("from_rank0", [False, True])
+def test_torchs_own_function_loads_whole_tensors_into_original_parameters(world, from_rank0):
     model, _ = make(use_orig_params=True)
     weights, other = (
         parity.build(parity.Around, seed=2).state_dict(),
         torch.nn.Sequential(make(use_orig_params=True)[0]),
     )
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
     for root, prefix in ((model, ""), (other, "0.")):
-        given = {prefix + name: value for name, value in weights.items()} if world.rank == 0 or not from_first else {}
+        given = {prefix + name: value for name, value in weights.items()} if world.rank == 0 or not from_rank0 else {}
         stock.set_model_state_dict(root, given, options=options)
         assert_equal(dict(stock.get_model_state_dict(root)), {prefix + name: weights[name] for name in weights})
 

@@ -1,4 +1,4 @@
-"""What the engine refuses, with the mend, and what it recovers from."""
+"""What the engine refuses, with the hint, and what it recovers from."""
 
 import pytest
 import torch

@@ -283,7 +283,7 @@ def test_a_group_can_be_made_again_when_one_of_the_same_ranks_is_gone(world):
 def test_under_no_shard_distributed_tensors_lie_on_all_ranks(world):
     groups = resolve_groups(None, None, Strategy.NO_SHARD)
     assert groups.shard.size == 1
-    assert groups.carriers.size == world.size
+    assert groups.dtensor_ranks.size == world.size
     assert groups.global_ranks() == tuple(range(world.size))
     assert groups.process_group() is dist.group.WORLD
 

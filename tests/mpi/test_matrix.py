@@ -41,8 +41,8 @@ def carried(engines, carrier):
     return parity.under_test(engines, carrier)
 
 
-def over(*carriers):
-    return pytest.mark.parametrize("carrier", ["hpcfsdp", *carriers])
+def over(*dtensor_ranks):
+    return pytest.mark.parametrize("carrier", ["hpcfsdp", *dtensor_ranks])
 
 
 def check_plain(engine, model_type, recipe, tolerance, **options):

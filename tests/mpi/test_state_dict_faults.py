@@ -344,7 +344,7 @@ def test_what_the_first_rank_cannot_tell_is_an_error_on_every_rank(engines, seve
     kind, message = UNSENT[change]
     before = memory(model)
     with pytest.raises(kind if several.rank == 0 else StateDictError, match=message):
-        load_model(model, change(state) if several.rank == 0 else None, from_first=True)
+        load_model(model, change(state) if several.rank == 0 else None, from_rank0=True)
     unchanged(model, before)
-    load_model(model, state if several.rank == 0 else None, from_first=True)
+    load_model(model, state if several.rank == 0 else None, from_rank0=True)
     same({**saved(engine, model), "unit._extra_state": torch.ones(1)}, {**state, "unit._extra_state": torch.ones(1)})

@@ -243,7 +243,7 @@ def test_one_rank_gives_all_of_it_to_the_others(engines, strategy):
     state = build(parity.Normed, seed=1).state_dict()
     state["norm.running_mean"] += 3
     given = state if engine.comm.rank == 0 else None
-    assert load_model(model, given, from_first=True) == ([], [])
+    assert load_model(model, given, from_rank0=True) == ([], [])
     same(saved(engine, model), state)
     before = memory(model)
     unreadable = {**state, "last.bias": state["last.bias"].to("meta")}
@@ -254,5 +254,5 @@ def test_one_rank_gives_all_of_it_to_the_others(engines, strategy):
         (unreadable, r"'last\.bias' is on the meta device"),
     ):
         with pytest.raises((StateDictError, TypeError), match=message):
-            load_model(model, wrong if engine.comm.rank == 0 else None, from_first=True)
+            load_model(model, wrong if engine.comm.rank == 0 else None, from_rank0=True)
         unchanged(model, before)

@@ -439,7 +439,7 @@ def test_buffers_grow_whoever_has_what_they_become(engines, carrier, given):
         sent["unit.level"] = sent["unit.twin"] = spread.redistribute(line_mesh(), [Shard(0)])
     before = memory(model)
     wrong = {**sent, "last.bias": torch.ones(9)}
-    first = {"from_first": True} if given == "first" else {}
+    first = {"from_rank0": True} if given == "first" else {}
     with pytest.raises(StateDictError, match=r"size mismatch for last\.bias"):
         load_model(model, wrong if not first or engine.comm.rank == 0 else None, **first)
     unchanged(model, before)
@@ -456,7 +456,7 @@ def test_modules_that_read_what_a_rank_does_not_have_are_told_so(engine, several
     before = memory(model)
     # Writing copies to a buffer by itself.
     with pytest.raises(StateDictError, match=r"Writing at 'unit' reads or writes values .*pass the whole state dict"):
-        load_model(model, state if several.rank == 0 else None, from_first=True)
+        load_model(model, state if several.rank == 0 else None, from_rank0=True)
     unchanged(model, before)
 
 
@@ -504,7 +504,7 @@ def test_buffers_that_modules_register_when_they_load_are_the_models_own(engines
     unit = model.module.unit.module
 
     def load(values):
-        return load_model(model, values if engine.comm.rank == 0 or not first else None, from_first=first)
+        return load_model(model, values if engine.comm.rank == 0 or not first else None, from_rank0=first)
 
     before = memory(model)
     with pytest.raises(StateDictError, match=r"size mismatch for last\.bias"):
@@ -663,7 +663,7 @@ def test_extra_states_that_are_tensors_arrive_as_they_are(engines, carrier, give
         assert model.load_state_dict(state) == ([], [])
         assert model.module.unit.module.state is extra
         return
-    assert load_model(model, state if engine.comm.rank == 0 else None, from_first=True) == ([], [])
+    assert load_model(model, state if engine.comm.rank == 0 else None, from_rank0=True) == ([], [])
     found = model.module.unit.module.state
     (found,) = found if given == "in a list" else (found,)
     assert type(found) is torch.Tensor

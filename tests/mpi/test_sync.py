@@ -125,7 +125,7 @@ def test_differences_are_raised_on_every_rank_and_the_communicator_goes_on(comm)
         with pytest.raises(DisagreementError) as caught:
             call()
         assert str(caught.value) == expected
-        assert caught.value.collective
+        assert caught.value.raised_on_all_ranks
     assert torch.equal(net.weight, before)
     value = torch.full((1,), float(comm.rank))
     sync_params_and_buffers(comm, [value], src=last)

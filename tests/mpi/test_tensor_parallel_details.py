@@ -35,7 +35,7 @@ from tests.mpi.mesh_cases import (
 from tests.mpi.models import ORIGINAL
 from tests.mpi.state_dict_cases import FULL, SHARDED
 
-WHOLE, FROM_FIRST = (
+WHOLE, FROM_RANK0 = (
     StateDictOptions(full_state_dict=True),
     StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
 )
@@ -114,7 +114,7 @@ def test_what_no_unit_owns_is_whole_in_full_states_and_loads_again(world, shape,
     equal(again[1]["state"], state["state"])
     first = mixed(at, 2, original)
     mine = (weights, state) if world.rank == 0 else ({}, {})
-    set_state_dict(*first, model_state_dict=mine[0], optim_state_dict=mine[1], options=FROM_FIRST)
+    set_state_dict(*first, model_state_dict=mine[0], optim_state_dict=mine[1], options=FROM_RANK0)
     equal(get_state_dict(*first, options=WHOLE)[1]["state"], state["state"])
 
 

@@ -1,4 +1,4 @@
-"""What is refused of models that are parallel over tensors: on all ranks, with the mend, and with nothing lost."""
+"""What is refused of models that are parallel over tensors: on all ranks, with the hint, and with nothing lost."""
 
 import pytest
 import torch

@@ -70,10 +70,10 @@ def test_each_segment_arrives_on_every_node_once_when_stewards_exchange(world):
     # The exchange that windows make, with rank numbers in place of tensors.
     for labels in ("aabb", "abab", "abbb", "abcd", "aaba"):
         topology = Topology.from_labels(labels[: world.size])
-        stewards = [topology.steward(world.rank, node) for node in range(topology.num_nodes)]
-        sent = [rank in stewards and rank != world.rank for rank in range(world.size)]
+        proxies = [topology.proxy(world.rank, node) for node in range(topology.num_nodes)]
+        sent = [rank in proxies and rank != world.rank for rank in range(world.size)]
         arrived = [rank for rank, came in enumerate(world.comm.alltoall(sent)) if came]
-        assert arrived == sorted(topology.wards(world.rank))
+        assert arrived == sorted(topology.clients(world.rank))
         node = topology.node_of(world.rank)
         everyone = world.comm.allgather(arrived)
         assert sorted([*node, *(rank for place in node for rank in everyone[place])]) == list(range(world.size))

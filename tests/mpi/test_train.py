@@ -340,7 +340,7 @@ def test_divergence_is_an_error_on_every_rank_and_is_never_saved(world, make_con
     monkeypatch.setattr(loop, "learning_rate", lambda *_: next(rates))
     with pytest.raises(HpcfsdpError, match=text) as caught:
         run(config, world)
-    assert caught.value.collective
+    assert caught.value.raised_on_all_ranks
     saved = [path.name for path in checkpoint.checkpoint_files(f"{config.run_dir}/checkpoints")]
     assert saved == ["step-00000001.h5"][:every]
 
@@ -430,7 +430,7 @@ def test_a_mesh_that_does_not_fit_is_refused_on_every_rank(world, make_config):
     ):
         with pytest.raises(UsageError, match=text) as caught:
             run(make_config(**values), world)
-        assert caught.value.collective
+        assert caught.value.raised_on_all_ranks
         assert caught.value.exit_code == 2
 
 

@@ -18,7 +18,7 @@ from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.sharded.groups import resolve_groups
 from hpcfsdp.state import transfer
-from hpcfsdp.state.transfer import Form, OnFirst, Parts, collect, fill
+from hpcfsdp.state.transfer import LocalShards, Rank0Tensor, StateDictFormat, collect, fill
 from hpcfsdp.tensor.runs import Box, chunk_box
 from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, local_blocks, properties_of
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.transport
 
 CPU = torch.device("cpu")
 SHAPES = {"a": (5, 3), "scalar": (), "b": (7,), "no rows": (0, 2), "c": (2, 3, 4), "d": (1, 9), "empty": (0,)}
-FORMS = [Form(), Form(rank0_only=True), Form(sharded=True)]
+FORMS = [StateDictFormat(), StateDictFormat(rank0_only=True), StateDictFormat(sharded=True)]
 FORMS += [dataclasses.replace(form, offload_to_cpu=True) for form in FORMS]
 OWN_MEMORY = pytest.mark.parametrize("own", [False, True], ids=["one shard", "own memory"])
 UNTOUCHED = 77.0
@@ -54,7 +54,7 @@ class Example:
             # An empty run begins where others do, as it does for whoever makes views of one shard.
             begin, end = (extent.shard_offset, extent.shard_offset + extent.numel) if extent else (0, 0)
             tensors.append(None if index in left_out else shard[begin:end] if own else shard)
-        return Parts(layout, tensors, whole_shard=not own), shard
+        return LocalShards(layout, tensors, whole_shard=not own), shard
 
     def check_filled(self, own, values, expected=None, *, left_alone=()):
         """That ``fill`` brings `values` where they belong, and touches nothing else."""
@@ -171,7 +171,7 @@ def test_parameters_show_values_without_a_history(plain, form, own):
 def test_chunks_are_dtensors_where_there_is_a_mesh(world, own):
     groups = resolve_groups(None, world.mesh(), None)
     example = Example(groups)
-    found = collect(groups, example.parts(own, example.values)[0], torch.float32, CPU, Form(sharded=True))
+    found = collect(groups, example.parts(own, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
     check_chunks(groups, found, example.values, DTensor, world.rank)
     assert all(tensor.placements == (Shard(0),) for tensor in found if isinstance(tensor, DTensor))
     assert all(same(t.full_tensor(), v) for t, v in zip(found, example.values, strict=True) if v.shape and v.numel())
@@ -183,7 +183,7 @@ def test_chunks_are_replicated_dtensors_on_a_mesh_of_two_dimensions(world, own):
     mesh = world.mesh(replicate=None, shard=2 if world.size % 2 == 0 else 1)
     groups = resolve_groups(None, mesh, Strategy.HYBRID_SHARD)
     example = Example(groups)
-    found = collect(groups, example.parts(own, example.values)[0], torch.float32, CPU, Form(sharded=True))
+    found = collect(groups, example.parts(own, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
     check_chunks(groups, found, example.values, DTensor, world.rank)
     assert all(t.placements == (Replicate(), Shard(0)) for t in found if isinstance(t, DTensor))
     assert all(same(t.full_tensor(), v) for t, v in zip(found, example.values, strict=True) if v.shape and v.numel())
@@ -194,21 +194,21 @@ def test_chunks_are_replicated_dtensors_on_a_mesh_of_two_dimensions(world, own):
 def test_without_shards_a_sharded_form_is_whole(world, with_mesh):
     groups = resolve_groups(None, world.mesh() if with_mesh else None, Strategy.NO_SHARD)
     example = Example(groups)
-    found = collect(groups, example.parts(False, example.values)[0], torch.float32, CPU, Form(sharded=True))
+    found = collect(groups, example.parts(False, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
     assert all(map(same, found, example.values))
 
 
 @OWN_MEMORY
 def test_chunks_of_one_replica_name_its_ranks(world, hybrid, own):
     example = Example(hybrid)
-    found = collect(hybrid, example.parts(own, example.values)[0], torch.float32, CPU, Form(sharded=True))
+    found = collect(hybrid, example.parts(own, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
     check_chunks(hybrid, found, example.values, ShardedTensor, world.rank)
     assert {rank for t in found if isinstance(t, ShardedTensor) for rank in all_boxes(t)} <= {*hybrid.global_ranks()}
     example.check_filled(own, found)
 
 
 def test_the_first_rank_of_the_first_replica_alone_is_given_all(world, hybrid):
-    example, form = Example(hybrid), Form(rank0_only=True)
+    example, form = Example(hybrid), StateDictFormat(rank0_only=True)
     parts, _ = example.parts(False, example.values)
     assert form.is_made_by(hybrid) == (world.rank < world.size // 2)
     assert form.is_shown_by(hybrid) == (world.rank == 0)
@@ -275,7 +275,7 @@ def test_the_way_back_of_each_form(over, form, own):
     example = Example(over)
     found = collect(over, example.parts(own, example.values)[0], torch.float32, CPU, form)
     if form.rank0_only:
-        found = [OnFirst(v.shape, v.dtype, t) for t, v in zip(found, example.values, strict=True)]
+        found = [Rank0Tensor(v.shape, v.dtype, t) for t, v in zip(found, example.values, strict=True)]
     example.check_filled(own, found)
     example.check_filled(not own, found)
 
@@ -367,10 +367,10 @@ def test_a_few_parameters_at_a_time_are_in_memory(world, plain, monkeypatch, bat
     watch = HeldBack(plain.shard)
     groups = dataclasses.replace(plain, shard=watch)
     example = Example(groups, shapes=shapes)
-    form, bound = Form(sharded=True), max(batch, 25)
+    form, bound = StateDictFormat(sharded=True), max(batch, 25)
     chunks = collect(groups, example.parts(True, example.values)[0], torch.float32, CPU, form)
-    collect(groups, example.parts(False, example.values)[0], torch.float32, CPU, Form(rank0_only=True))
-    first = [OnFirst(value.shape, value.dtype, value if world.rank == 0 else None) for value in example.values]
+    collect(groups, example.parts(False, example.values)[0], torch.float32, CPU, StateDictFormat(rank0_only=True))
+    first = [Rank0Tensor(value.shape, value.dtype, value if world.rank == 0 else None) for value in example.values]
     blocks = [sharded_in_blocks(value, 3, range(world.size)) for value in example.values]
     columns = [distribute_tensor(value, world.mesh(), [Shard(1)]) for value in example.values]
     for values in (chunks, first, blocks, columns):
@@ -409,7 +409,7 @@ def test_copies_of_blocks_are_made_when_their_turn_comes(world, plain, monkeypat
 def test_tensors_of_the_first_rank_alone(world, over, own, dtype):
     example = Example(over)
     given = [value.to(dtype) for value in example.values]
-    values = [OnFirst(v.shape, v.dtype, v if world.rank == 0 else None) for v in given]
+    values = [Rank0Tensor(v.shape, v.dtype, v if world.rank == 0 else None) for v in given]
     example.check_filled(own, values, given)
     example.check_filled(own, [*values[:4], None, *values[5:]], given, left_alone={4})
 
@@ -417,7 +417,7 @@ def test_tensors_of_the_first_rank_alone(world, over, own, dtype):
 @OWN_MEMORY
 def test_tensors_of_the_first_rank_reach_all_replicas(world, hybrid, own):
     example = Example(hybrid)
-    values = [OnFirst(v.shape, v.dtype, v if world.rank == 0 else None) for v in example.values]
+    values = [Rank0Tensor(v.shape, v.dtype, v if world.rank == 0 else None) for v in example.values]
     example.check_filled(own, values)
     example.check_filled(own, [*values[:4], None, *values[5:]], left_alone={4})
     example.check_filled(own, [*values[:2], *example.values[2:]])
@@ -429,7 +429,7 @@ def test_other_replicas_keep_what_is_left_alone(world, hybrid):
     parts, shard = example.parts(False)
     shard.fill_(float(world.rank))
     values: list = [None] * len(SHAPES)
-    values[2] = OnFirst(example.values[2].shape, torch.float32, example.values[2] if world.rank == 0 else None)
+    values[2] = Rank0Tensor(example.values[2].shape, torch.float32, example.values[2] if world.rank == 0 else None)
     fill(hybrid, parts, values)
     expected = torch.full_like(shard, float(world.rank))
     extent = example.layout.param_extent("b", hybrid.shard.rank)
@@ -446,7 +446,7 @@ def test_kinds_and_dtypes_may_differ_from_slot_to_slot(world, over, own):
     given = [value.to(dtype) for value, dtype in zip(example.values, dtypes, strict=True)]
 
     def on_first(value):
-        return OnFirst(value.shape, value.dtype, value if world.rank == 0 else None)
+        return Rank0Tensor(value.shape, value.dtype, value if world.rank == 0 else None)
 
     a, scalar, b, no_rows, c, d, empty = given
     backwards = [*reversed(range(world.size))]
@@ -479,7 +479,7 @@ def test_memory_with_gaps_between_values(world, over, own):
     def spread(value):
         return value.repeat_interleave(2, dim=-1)[..., ::2]
 
-    first = OnFirst(a.shape, a.dtype, spread(a) if world.rank == 0 else None)
+    first = Rank0Tensor(a.shape, a.dtype, spread(a) if world.rank == 0 else None)
     distributed = [[], []]
     for values, value in zip(distributed, (b, c), strict=True):
         box = chunk_box(value.shape, world.size, world.rank)

@@ -26,7 +26,7 @@ CARRIERS = pytest.mark.parametrize("carrier", ["shared memory", "messages", "glo
 @pytest.fixture(scope="module")
 def groups(world):
     """Groups by what carries their messages; for hybrid strategies pairs (shard, replicate), two replicas if it can."""
-    carriers = {
+    dtensor_ranks = {
         "shared memory": MpiCommunicator(world.comm.Dup(), Topology.regular(1, world.size)),
         "messages": MpiCommunicator(world.comm.Dup(), Topology.regular(world.size, 1)),
         "gloo": world.process_group,
@@ -35,7 +35,7 @@ def groups(world):
 
     shards = world.size // (2 if world.size % 2 == 0 else 1)
     found = {}
-    for name, group in carriers.items():
+    for name, group in dtensor_ranks.items():
         comm = communicator_for(group, required=True)
         replica, place = divmod(world.rank, shards)
         pair = (

@@ -38,7 +38,7 @@ def test_each_error_has_its_exit_code_and_the_common_base(name, code):
     error = getattr(errors, name)("text")
     assert isinstance(error, HpcfsdpError)
     assert isinstance(error, RuntimeError)  # what torch raises for misuse, and what programs catch
-    assert (error.exit_code, error.collective, str(error)) == (code, False, "text")
+    assert (error.exit_code, error.raised_on_all_ranks, str(error)) == (code, False, "text")
 
 
 def test_errors_of_checkpoints_are_checkpoint_errors():
@@ -66,8 +66,8 @@ def test_a_foreign_name_is_rebuilt_as_the_base(name):
 
 def test_marking_one_error_as_collective_leaves_the_others():
     error = HpcfsdpError("text")
-    error.collective = True
-    assert not HpcfsdpError("other").collective
+    error.raised_on_all_ranks = True
+    assert not HpcfsdpError("other").raised_on_all_ranks
 
 
 def test_what_holds_is_not_spoken_of(capsys):

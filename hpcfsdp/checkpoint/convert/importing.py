@@ -34,7 +34,7 @@ class Imported:
         step: of the checkpoint.
         tensors: how many, of the model and of the optimizer.
         nbytes: of the tensors.
-        ties: (further path, path of the tensor).
+        ties: (alias, path of the tensor).
         has_optimizer: whether it holds one.
         extra: names of the values that were kept beside them.
     """

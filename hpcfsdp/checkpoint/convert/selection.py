@@ -22,7 +22,7 @@ class Selection:
 
     Attributes:
         tensors: by path, each once, in file order.
-        ties: further path of a tensor -> its path in `tensors`.
+        ties: alias of a tensor -> its path in `tensors`.
         groups, scalars: of the optimizer; None if it stays behind.
     """
 
@@ -51,8 +51,8 @@ def select(index: CheckpointIndex, patterns: Sequence[str] = (), *, optimizer: b
     wanted = (MODEL, OPTIM) if optimizer else (MODEL,)
     paths = [path for path in matching(index, patterns) if path.startswith(wanted)]
     if not paths:
-        mend = "holds no model" if not patterns else "only the optimizer's state has such names: add --optimizer"
-        raise CheckpointError(f"{index.info.path}: {mend}")
+        hint = "holds no model" if not patterns else "only the optimizer's state has such names: add --optimizer"
+        raise CheckpointError(f"{index.info.path}: {hint}")
     tensors: dict[str, TensorSpec] = {}
     ties: dict[str, str] = {}
     kept: dict[str, str] = {}  # a tensor that was asked for by a further name alone goes out under that

@@ -22,7 +22,7 @@ class Source:
     Attributes:
         specs: the tensors, by their paths in the checkpoint.
         read: where their elements come from.
-        links: (further path, path of the tensor).
+        links: (alias, path of the tensor).
         groups, scalars: of the optimizer; None: there is none.
         extra: values beside the tensors, as ``save`` takes them.
         step: that the source tells, if it does.

@@ -40,7 +40,7 @@ class Parts:
 
     Attributes:
         tensors: by path in a checkpoint of ours.
-        links: (further path, path of the tensor).
+        links: (alias, path of the tensor).
         groups, scalars: of the optimizer; None: there is none.
         extra: everything else.
         step: an integer that stands beside the model as "step".

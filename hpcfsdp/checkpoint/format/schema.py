@@ -85,7 +85,7 @@ def tensor_table_dtype(longest_path: int) -> np.dtype:
 
 
 def link_table_dtype(longest_path: int) -> np.dtype:
-    """A row of meta/links: a further path of a tensor, and its index in meta/tensors."""
+    """A row of meta/links: a alias of a tensor, and its index in meta/tensors."""
     return np.dtype([("path", f"S{max(1, longest_path)}"), ("tensor", "<u8")])
 
 

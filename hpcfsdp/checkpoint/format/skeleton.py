@@ -93,7 +93,7 @@ def build_skeleton(
     """Have HDF5 lay a file out.
 
     Args:
-        links: (further path, path of the tensor).
+        links: (alias, path of the tensor).
         num_extents: rows of the table of extents.
         attributes: of the root group: numbers and strings.
         small: further datasets by path: arrays, or ASCII text as bytes. They are put behind the tensors: `offsets` and

@@ -23,7 +23,7 @@ def matching(index: CheckpointIndex, patterns: Iterable[str] = ()) -> list[str]:
             written out matches itself, whatever characters it has. None at all: everything matches.
 
     Returns:
-        Paths in the order of the file, further paths of tied tensors (``index.links``) behind all others; each once.
+        Paths in the order of the file, aliases of tied tensors (``index.links``) behind all others; each once.
 
     Raises:
         CheckpointError: a pattern matches nothing; names the nearest.

@@ -16,8 +16,8 @@ import torch
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.observe.profile import Phase, profile
 from hpcfsdp.state.optim.keys import check_missing_keys_on_rank, sorted_items
-from hpcfsdp.state.optim.values import digest, same, tellable
-from hpcfsdp.state.transfer import OnFirst
+from hpcfsdp.state.optim.values import digest, picklable, same
+from hpcfsdp.state.transfer import Rank0Tensor
 from hpcfsdp.tensor.sharded import properties_of
 
 
@@ -55,7 +55,7 @@ class StateInfo:
             elif is_zero_dim_tensor(value):
                 info.scalar_tensors[name] = value.detach().cpu()
             else:
-                info.non_tensors[name] = tellable(value)
+                info.non_tensors[name] = picklable(value)
         return info
 
     def kinds(self, *, with_shapes: bool) -> dict[str, tuple[Any, ...]]:
@@ -84,7 +84,7 @@ class Ranks(Protocol):
 
 def describe(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
     """Shape and dtype of a state value, the whole of it where it is distributed; None for what is no tensor."""
-    if isinstance(value, OnFirst):
+    if isinstance(value, Rank0Tensor):
         return tuple(value.shape), value.dtype
     return properties_of(value) if isinstance(value, torch.Tensor) else None
 
@@ -362,10 +362,10 @@ def _check_same(name: str, ranks: tuple[int, int], first: StateInfo, other: Stat
         one, two = here.get(key), there.get(key)
         if not same(one, two):
             raise StateDictError(
-                f"optimizer state {key!r} of {name!r} differs between ranks: rank {ranks[0]} has {_said(one)}, rank "
-                f"{ranks[1]} has {_said(two)}"
+                f"optimizer state {key!r} of {name!r} differs between ranks: rank {ranks[0]} has {_describe(one)}, "
+                f"rank {ranks[1]} has {_describe(two)}"
             )
 
 
-def _said(kind: tuple[Any, ...] | None) -> str:
+def _describe(kind: tuple[Any, ...] | None) -> str:
     return "none" if kind is None else " ".join(map(str, kind))

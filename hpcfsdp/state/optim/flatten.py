@@ -19,7 +19,7 @@ from hpcfsdp.observe.profile import Phase, profile
 from hpcfsdp.state.optim.compare import describe
 from hpcfsdp.state.optim.keys import FSDPParamInfo
 from hpcfsdp.state.optim.values import deep_copy, same
-from hpcfsdp.state.transfer import Parts, fill
+from hpcfsdp.state.transfer import LocalShards, fill
 
 TORCH_SCALARS = {"step", "mu_product", "eta", "mu"}
 """State that torch's optimizers have once for each parameter: it has no dimensions, whatever the parameter has."""
@@ -100,8 +100,8 @@ def plan_flat_state(
         if len(set(kinds)) > 1:
             odd = next(index for index, kind in enumerate(kinds) if kind != kinds[0])
             raise StateDictError(
-                f"state {name!r} of {fqns[0]!r} is {_said(values[0])}, of {fqns[odd]!r} {_said(values[odd])}, which "
-                "share one flat parameter here"
+                f"state {name!r} of {fqns[0]!r} is {_describe(values[0])}, of {fqns[odd]!r} {_describe(values[odd])}, "
+                "which share one flat parameter here"
             )
         if kinds[0] == "tensor":
             _check_tensors(info, name, values)
@@ -143,7 +143,7 @@ def _kind(info: FSDPParamInfo, index: int, name: str, value: Any, elementwise: s
     return "tensor" if not info.layout.slots[index].shape and name in elementwise else "scalar"
 
 
-def _said(value: Any) -> str:
+def _describe(value: Any) -> str:
     described = describe(value)
     if described is None:
         return f"a {type(value).__name__} ({value!r})"
@@ -218,7 +218,7 @@ def flatten_tensor_optim_state(info: FSDPParamInfo, values: Sequence[Any]) -> to
     for gap, end in info.layout.gaps():
         shard[max(gap - begin, 0) : max(end - begin, 0)].zero_()
     with profile(Phase.RESHARDING, shard.nbytes):
-        fill(info.groups, Parts.of_shard(info.layout, shard), values)
+        fill(info.groups, LocalShards.of_shard(info.layout, shard), values)
     return shard
 
 
@@ -254,7 +254,7 @@ def shard_orig_param_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) 
             runs[index] = torch.empty(extent.numel if extent else 0, dtype=describe(value)[1], device=device)
             found[fqn][name] = runs[index].view(layout.slots[index].shape) if info.keeps_shapes else runs[index]
         with profile(Phase.RESHARDING, sum(run.nbytes for run in runs if run is not None)):
-            fill(info.groups, Parts.of_runs(layout, runs), values)
+            fill(info.groups, LocalShards.of_runs(layout, runs), values)
     return found
 
 

@@ -12,8 +12,8 @@ from hpcfsdp.errors import StateDictError
 from hpcfsdp.observe.profile import Phase, profile
 from hpcfsdp.state.optim.compare import StateInfo, is_zero_dim_tensor
 from hpcfsdp.state.optim.keys import FSDPParamInfo, sorted_items
-from hpcfsdp.state.optim.values import Untold
-from hpcfsdp.state.transfer import Form, Parts, collect
+from hpcfsdp.state.optim.values import Unpicklable
+from hpcfsdp.state.transfer import LocalShards, StateDictFormat, collect
 
 
 @dataclass
@@ -32,7 +32,7 @@ class ConsolidatedOptimState:
 
 
 def communicate_optim_state(
-    info: FSDPParamInfo, flat_param_state: Mapping[str, Any], form: Form
+    info: FSDPParamInfo, flat_param_state: Mapping[str, Any], form: StateDictFormat
 ) -> ConsolidatedOptimState:
     """Collective over a replica of the unit. The state of a flat parameter, of which each rank holds its shard.
 
@@ -44,7 +44,7 @@ def communicate_optim_state(
         if is_zero_dim_tensor(value):
             state.zero_dim_tensor_state[name] = value.detach().to(form.device(value.device), copy=True)
         elif isinstance(value, torch.Tensor):
-            parts = Parts.of_shard(info.layout, value.detach())
+            parts = LocalShards.of_shard(info.layout, value.detach())
             with profile(Phase.TENSOR_ALL_GATHER, value.nbytes):
                 state.tensor_state[name] = collect(info.groups, parts, value.dtype, info.flat.parameter.device, form)
         else:
@@ -83,7 +83,7 @@ def allgather_orig_param_states(
     name: str,
     dtype: torch.dtype,
     states: Mapping[str, Mapping[str, Any]],
-    form: Form,
+    form: StateDictFormat,
 ) -> dict[str, Any]:
     """Collective over a replica of the unit. One state of several parameters of a flat parameter, stepped one by one.
 
@@ -100,14 +100,14 @@ def allgather_orig_param_states(
     for fqn in fqns:
         value = states.get(fqn, {}).get(name)
         runs[info.param_indices[fqn]] = nothing if value is None else value.detach().reshape(-1)
-    parts = Parts.of_runs(info.layout, runs)
+    parts = LocalShards.of_runs(info.layout, runs)
     with profile(Phase.TENSOR_ALL_GATHER, sum(run.nbytes for run in runs if run is not None)):
         found = collect(info.groups, parts, dtype, nothing.device, form)
     return {info.layout.slots[index].fqn: found[index] for index in parts.present}
 
 
 def gather_all_orig_param_state(
-    info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], merged: Mapping[str, StateInfo], form: Form
+    info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], merged: Mapping[str, StateInfo], form: StateDictFormat
 ) -> dict[str, ConsolidatedOptimState]:
     """Collective over a replica of the unit. The states of the parameters of one flat parameter, stepped one by one.
 
@@ -126,7 +126,7 @@ def gather_all_orig_param_state(
             value = own.get(name, scalar)
             state.zero_dim_tensor_state[name] = value.detach().to(form.device(value.device), copy=True)
         for name, told in merged[fqn].non_tensors.items():
-            state.non_tensor_state[name] = (held if isinstance(told, Untold) else own).get(name, told)
+            state.non_tensor_state[name] = (held if isinstance(told, Unpicklable) else own).get(name, told)
         for name, described in merged[fqn].tensors.items():
             if info.shows_whole(fqn):  # nothing is sharded, so state may have any shape
                 state.tensor_state[name] = [own[name].detach().to(device, copy=True)]

@@ -325,22 +325,23 @@ def check_is_state_dict(value: Any) -> None:
         StateDictError: with what it is.
     """
     if not isinstance(value, Mapping):
-        raise StateDictError(f"an optimizer's state dict is a dict, not {said(value)}")
+        raise StateDictError(f"an optimizer's state dict is a dict, not {describe(value)}")
     if "state" not in value:
         raise StateDictError(
             f"an optimizer's state dict has the key 'state', this one has {sorted(map(str, value))[:5]}: pass what "
             "optim_state_dict, or the state_dict of an optimizer, returned"
         )
     if not isinstance(value["state"], Mapping):
-        raise StateDictError(f"'state' of an optimizer's state dict is a dict, not {said(value['state'])}")
+        raise StateDictError(f"'state' of an optimizer's state dict is a dict, not {describe(value['state'])}")
     groups = value.get("param_groups", [])
     if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
         raise StateDictError(
-            f"'param_groups' of an optimizer's state dict is a list of dicts with the key 'params', not {said(groups)}"
+            f"'param_groups' of an optimizer's state dict is a list of dicts with the key 'params', not "
+            f"{describe(groups)}"
         )
 
 
-def said(value: Any) -> str:
+def describe(value: Any) -> str:
     """What a value is, in words."""
     shown = repr(value)
     return f"a {type(value).__name__}" + (f" ({shown})" if len(shown) < 60 else "")

@@ -49,10 +49,10 @@ from hpcfsdp.state.optim.keys import (
 from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
 from hpcfsdp.state.optim.save import check_at_rest, form_of
 from hpcfsdp.state.optim.scatter import broadcast_processed_state, broadcast_state
-from hpcfsdp.state.optim.values import deep_copy, tellable
+from hpcfsdp.state.optim.values import deep_copy, picklable
 from hpcfsdp.state.ranks import Grid, ranks_of_model
 from hpcfsdp.state.settings import optim_settings_of
-from hpcfsdp.state.transfer import OnFirst, check_blocks
+from hpcfsdp.state.transfer import Rank0Tensor, check_blocks
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.tensor.sharded import check_readable, local_blocks, properties_of
 from hpcfsdp.tensor.whole import fill_block, whole_of
@@ -260,14 +260,14 @@ class _Plan:
             if isinstance(value, _DISTRIBUTED)
         ]
 
-    def told(self) -> RankState:
+    def to_message(self) -> RankState:
         """What other ranks are to know."""
         sharded = set(self.infos)
         names_of = {own_key: key.unflat_param_names for key, own_key in self.keys.items()}
         groups = [
             (
                 [name for key in group["params"] for name in names_of[key] if name in sharded],
-                {key: tellable(value) for key, value in group.items() if key != "params"},
+                {key: picklable(value) for key, value in group.items() if key != "params"},
             )
             for group in self.groups or ()
         ]
@@ -310,7 +310,7 @@ def _own_but_tensors(what: str, value: Any) -> Any:
     Raises:
         StateDictError: see ``deep_copy``.
     """
-    return value if isinstance(value, (torch.Tensor, OnFirst)) else deep_copy(what, value)
+    return value if isinstance(value, (torch.Tensor, Rank0Tensor)) else deep_copy(what, value)
 
 
 def _entry_but_tensors(what: str, value: Any) -> Any:
@@ -322,7 +322,7 @@ def _entry_but_tensors(what: str, value: Any) -> Any:
 
 def _loaded(ranks: Communicator | Grid, value: Any) -> Any:
     """Collective over `ranks` where rank 0 alone has tensors. What ``_own_but_tensors`` gave, as new memory."""
-    if isinstance(value, OnFirst):
+    if isinstance(value, Rank0Tensor):
         return broadcast_state(ranks, value, ranks.device)
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
@@ -442,7 +442,7 @@ def optim_state_dict_to_load(
                 warnings.warn(
                     f"optimizer state {key!r} belongs to no parameter of the model: it is copied", stacklevel=4
                 )
-            told = plan.told().packed()
+            told = plan.to_message().packed()
         gathered = allgather_state_info(ranks, told)
         with raise_together(ranks):
             check_same_groups(gathered)

@@ -32,12 +32,12 @@ from hpcfsdp.state.optim.keys import (
     OptimStateKey,
     ParamKey,
     check_is_state_dict,
+    describe,
     get_fqn_to_fsdp_param_info,
     get_param_to_fqns,
     is_named_optimizer,
     map_param_key_to_optim_keys,
     resolve_param_keys,
-    said,
 )
 from hpcfsdp.state.optim.unflatten import (
     States,
@@ -46,10 +46,10 @@ from hpcfsdp.state.optim.unflatten import (
     copied,
     unflatten_param_groups,
 )
-from hpcfsdp.state.optim.values import Untold, check_nested, deep_copy, tellable
+from hpcfsdp.state.optim.values import Unpicklable, check_nested, deep_copy, picklable
 from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.settings import optim_settings_of
-from hpcfsdp.state.transfer import Form, keeping_scratch
+from hpcfsdp.state.transfer import StateDictFormat, keeping_scratch
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.tensor.sharded import check_readable
 from hpcfsdp.tensor.whole import whole_of
@@ -57,10 +57,10 @@ from hpcfsdp.tensor.whole import whole_of
 log = logging.getLogger("hpcfsdp.optim")
 
 
-def form_of(settings: StateDictSettings) -> Form:
+def form_of(settings: StateDictSettings) -> StateDictFormat:
     """How tensors are shown under a model's settings."""
     config = settings.optim_state_dict_config
-    return Form(
+    return StateDictFormat(
         sharded=settings.state_dict_type is not StateDictType.FULL_STATE_DICT,
         rank0_only=getattr(config, "rank0_only", False),
         offload_to_cpu=config.offload_to_cpu,
@@ -139,19 +139,19 @@ class _Own:
         """Refuse values that this rank would have to show, and that the ranks which have them could not tell it."""
         for fqn in sorted(empty):
             for name, value in merged[fqn].non_tensors.items() if fqn in merged else ():
-                if isinstance(value, Untold) and name not in self.states.get(fqn, {}):
+                if isinstance(value, Unpicklable) and name not in self.states.get(fqn, {}):
                     raise StateDictError(
                         f"optimizer state {name!r} of {fqn!r} is {value}, and of this parameter rank "
                         f"{self.infos[fqn].comm.rank} holds nothing: let the class be pickled, or use "
                         "use_orig_params=False"
                     )
 
-    def told(self) -> RankState:
+    def to_message(self) -> RankState:
         """What other ranks are to know."""
         groups = []
         for group in self.groups or ():
             names = [name for key in group["params"] for name in self.fqns[self.params[key]] if name in self.infos]
-            groups.append((names, {key: tellable(value) for key, value in group.items() if key != "params"}))
+            groups.append((names, {key: picklable(value) for key, value in group.items() if key != "params"}))
         empty = {
             name
             for name, info in self.infos.items()
@@ -179,7 +179,7 @@ def optim_state_dict(
     model: nn.Module,
     optim: torch.optim.Optimizer | None,
     optim_state_dict: Mapping[str, Any] | None = None,
-    form: Form | None = None,
+    form: StateDictFormat | None = None,
     *,
     optim_input: OptimInput = None,
     group: Any = None,
@@ -218,7 +218,7 @@ def optim_state_dict(
             own = _Own(model, optim, optim_state_dict, optim_input)
             if form.rank0_only and ranks.rank == 0:
                 own.check_is_first()
-            told = own.told()
+            told = own.to_message()
             packed = told.packed()
         gathered = allgather_state_info(ranks, packed)
         with raise_together(ranks):
@@ -236,7 +236,7 @@ def optim_state_dict(
             return _gathered(own, merged, form, is_shown=not form.rank0_only or ranks.rank == 0)
 
 
-def _gathered(own: _Own, merged: Mapping[str, StateInfo], form: Form, *, is_shown: bool) -> dict[str, Any]:
+def _gathered(own: _Own, merged: Mapping[str, StateInfo], form: StateDictFormat, *, is_shown: bool) -> dict[str, Any]:
     """Collective over all ranks. The state dict, once ranks agree."""
     states: States = {}
     for info in {id(info): info for info in own.infos.values()}.values():
@@ -307,5 +307,6 @@ def _copied(names: tuple[Any, ...], value: Any) -> Any:
 def _check_is_mapping(state: Any, key: OptimStateKey) -> None:
     if not isinstance(state, Mapping):
         raise StateDictError(
-            f"the optimizer's state of {key.unflat_param_names[0]!r} is a dict of names and values, not {said(state)}"
+            f"the optimizer's state of {key.unflat_param_names[0]!r} is a dict of names and values, not "
+            f"{describe(state)}"
         )

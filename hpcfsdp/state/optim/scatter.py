@@ -14,7 +14,7 @@ from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.state.optim.values import on_host
 from hpcfsdp.state.ranks import Grid
-from hpcfsdp.state.transfer import OnFirst
+from hpcfsdp.state.transfer import Rank0Tensor
 from hpcfsdp.tensor.sharded import check_readable
 
 
@@ -50,24 +50,24 @@ def _check_travels(what: str, value: Any) -> None:
     """Refuse a value of which other ranks cannot be sent a copy. Subclasses of plain types may be local ones, too."""
     if type(value) in _PLAIN:
         return
-    mend = "leave it out, or have all ranks load the state dict without rank0_only"
+    hint = "leave it out, or have all ranks load the state dict without rank0_only"
     try:
         packed = pickle.dumps(on_host(value))
     except Exception as error:  # whatever a class of a user's own raises
         raise StateDictError(
-            f"{what} is a {type(value).__name__} that cannot be pickled, and so not be sent to other ranks: {mend}"
+            f"{what} is a {type(value).__name__} that cannot be pickled, and so not be sent to other ranks: {hint}"
         ) from error
     try:
         pickle.loads(packed)
     except Exception as error:
         raise StateDictError(
             f"{what} is a {type(value).__name__} that cannot be made again from its pickle ({error}), and so not be "
-            f"sent to other ranks: {mend}"
+            f"sent to other ranks: {hint}"
         ) from error
 
 
 def broadcast_processed_state(ranks: Communicator | Grid, optim_state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Collective over `ranks`. What rank 0 has, in which an ``OnFirst`` stands for each tensor with dimensions.
+    """Collective over `ranks`. What rank 0 has, in which an ``Rank0Tensor`` stands for each tensor with dimensions.
 
     Args:
         optim_state_dict: on rank 0; ignored elsewhere. ``state`` and ``param_groups`` are sent, and nothing else.
@@ -111,7 +111,7 @@ def _processed(optim_state_dict: Mapping[str, Any], *, with_tensors: bool) -> di
     def stand_in(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return on_host(value)
-        return OnFirst(value.shape, value.dtype, value.detach() if with_tensors else None)
+        return Rank0Tensor(value.shape, value.dtype, value.detach() if with_tensors else None)
 
     state = {
         key: {name: stand_in(value) for name, value in entry.items()} if isinstance(entry, Mapping) else stand_in(entry)
@@ -124,7 +124,7 @@ def _processed(optim_state_dict: Mapping[str, Any], *, with_tensors: bool) -> di
 
 
 def broadcast_state(ranks: Communicator | Grid, value: Any, device: torch.device) -> Any:
-    """Collective over `ranks` for an ``OnFirst``, or a dict of them: they become tensors on all ranks.
+    """Collective over `ranks` for an ``Rank0Tensor``, or a dict of them: they become tensors on all ranks.
 
     All else is as it is.
 
@@ -133,7 +133,7 @@ def broadcast_state(ranks: Communicator | Grid, value: Any, device: torch.device
     """
     if isinstance(value, Mapping):
         return {key: broadcast_state(ranks, inner, device) for key, inner in sorted(value.items(), key=repr)}
-    if not isinstance(value, OnFirst):
+    if not isinstance(value, Rank0Tensor):
         return value
     tensor = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
     if ranks.rank == 0:

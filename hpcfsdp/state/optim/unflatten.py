@@ -13,13 +13,13 @@ from hpcfsdp.observe.profile import Phase, profile
 from hpcfsdp.state.optim.compare import StateInfo
 from hpcfsdp.state.optim.gather import ConsolidatedOptimState, communicate_optim_state, gather_all_orig_param_state
 from hpcfsdp.state.optim.keys import FSDPParamInfo, ParamKey, sorted_items
-from hpcfsdp.state.transfer import Form
+from hpcfsdp.state.transfer import StateDictFormat
 
 States = dict[str, dict[str, Any]]
 """The state of each parameter, by its name in the model."""
 
 
-def unflatten_optim_state(info: FSDPParamInfo, flat_param_state: Mapping[str, Any], form: Form) -> States:
+def unflatten_optim_state(info: FSDPParamInfo, flat_param_state: Mapping[str, Any], form: StateDictFormat) -> States:
     """Collective over a replica of the unit. The state of a flat parameter by the names of its parameters.
 
     Ranks that the form leaves out get nothing.
@@ -57,7 +57,7 @@ def unflatten_orig_param_states(found: Mapping[str, ConsolidatedOptimState]) -> 
 
 
 def convert_state_with_flat_params(
-    info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], merged: Mapping[str, StateInfo], form: Form
+    info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], merged: Mapping[str, StateInfo], form: StateDictFormat
 ) -> States:
     """Collective over a replica of the unit. The state of a flat parameter that the optimizer steps as one.
 
@@ -70,7 +70,7 @@ def convert_state_with_flat_params(
 
 
 def convert_state_with_orig_params(
-    info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], merged: Mapping[str, StateInfo], form: Form
+    info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], merged: Mapping[str, StateInfo], form: StateDictFormat
 ) -> States:
     """Collective over a replica of the unit. The state of a flat parameter whose parameters are stepped one by one.
 
@@ -101,7 +101,7 @@ def unflatten_param_groups(
     return groups
 
 
-def copied(state: Mapping[str, Any], form: Form) -> dict[str, Any]:
+def copied(state: Mapping[str, Any], form: StateDictFormat) -> dict[str, Any]:
     """The state of a parameter that is not sharded, as new memory. DTensors stay what they are."""
     return {
         name: value.detach().to(form.device(value.device), copy=True)

@@ -119,11 +119,11 @@ def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())  # noqa: PLR0124
 
 
-class Untold(str):
+class Unpicklable(str):
     """Stands for a value that cannot be sent to other ranks."""
 
 
-def tellable(value: Any) -> Any:
+def picklable(value: Any) -> Any:
     """What other ranks are told of a value: a user's own that cannot be pickled, or unpickled, by the name of its type.
 
     Tensors in it are brought to host memory: a pickle would bring them to the device that they were on.
@@ -135,7 +135,7 @@ def tellable(value: Any) -> Any:
             value = on_host(value)
         pickle.loads(pickle.dumps(value))
     except Exception:  # whatever a class of a user's own raises
-        return Untold(f"<{type(value).__qualname__}, which cannot be pickled>")
+        return Unpicklable(f"<{type(value).__qualname__}, which cannot be pickled>")
     return value
 
 

@@ -422,7 +422,7 @@ def test_an_error_of_one_rank_is_every_ranks_error(tmp_path, run_ranks, failing,
     assert [(type(error), str(error)) for error in results] == [
         (CheckpointError, message if rank == failing else f"rank {failing}: {message}") for rank in range(3)
     ]
-    assert all(error.collective for error in results)
+    assert all(error.raised_on_all_ranks for error in results)
     assert_kept(path)
 
 

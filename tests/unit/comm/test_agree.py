@@ -26,7 +26,7 @@ def test_every_rank_raises_the_class_of_the_rank_that_failed_and_names_it(run_ra
     results = run_ranks(3, failing({culprit: mine}))
     assert [type(error) for error in results] == [CheckpointCorruptError] * 3
     assert [error.exit_code for error in results] == [4, 4, 4]
-    assert [error.collective for error in results] == [True, True, True]
+    assert [error.raised_on_all_ranks for error in results] == [True, True, True]
     assert results[culprit] is mine
     assert str(mine) == "bad file"
     assert {str(error) for error in results if error is not mine} == {f"rank {culprit}: bad file"}
@@ -48,7 +48,7 @@ def test_a_foreign_error_reaches_the_others_by_class_and_message(run_ranks):
         assert type(error) is HpcfsdpError
         assert str(error) == "rank 1: FileNotFoundError: no such file"
         assert error.exit_code == 1
-    assert [error.collective for error in results] == [True, True, True]
+    assert [error.raised_on_all_ranks for error in results] == [True, True, True]
 
 
 def test_a_subclass_that_others_do_not_know_reaches_them_as_the_base_class(run_ranks):
@@ -69,7 +69,7 @@ def test_assert_same_names_what_differs_and_the_first_rank_where_it_does(run_ran
     for error in results:
         assert type(error) is DisagreementError
         assert str(error) == "the plan differs between ranks: rank 0 has a, rank 1 has b"
-        assert error.collective
+        assert error.raised_on_all_ranks
 
 
 def test_an_error_reaches_all_ranks_of_a_grid(run_ranks):

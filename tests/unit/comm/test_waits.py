@@ -167,7 +167,7 @@ def test_values_of_ranks_in_different_calls_are_refused():
     assert same_call([("save", 1), ("save", 2)]) == [1, 2]
     with pytest.raises(DifferentCallsError, match=r"rank 0 is in save, rank 2 in no call of hpcfsdp") as caught:
         same_call([("save", 1), ("save", 2), ("", 3)])
-    assert caught.value.collective
+    assert caught.value.raised_on_all_ranks
 
 
 def test_the_outermost_call_counts():

@@ -76,30 +76,30 @@ def test_the_mpirun_in_path_must_fit_the_library(library, mpirun, launched, leve
     )
     assert finding.level == level
     assert "/usr/bin/mpirun" in finding.what
-    assert ("/env/mpirun" in finding.mend) == (level != "ok")
+    assert ("/env/mpirun" in finding.hint) == (level != "ok")
 
 
 def test_no_mpirun():
     (finding,) = launcher.judge_mpirun(OPEN_MPI, None, None, launched=True)
     assert finding.level == "note"
     (finding,) = launcher.judge_mpirun(OPEN_MPI, None, "/env/bin/mpirun", launched=False)
-    assert finding.mend == "use /env/bin/mpirun"
+    assert finding.hint == "use /env/bin/mpirun"
 
 
 def test_a_launcher_that_is_not_heard_is_told_in_the_words_of_the_error():
     error = {"kind": "LaunchError", "text": "the launcher started 4 processes, but"}
     finding = launcher.judge_start(facts(mpi_error=error))
-    assert (finding.level, finding.what, finding.mend) == ("problem", error["text"], "")
+    assert (finding.level, finding.what, finding.hint) == ("problem", error["text"], "")
 
 
 def test_an_mpi_library_that_is_not_there():
     finding = launcher.judge_start(facts(mpi_error={"kind": "ImportError", "text": "libmpi.so.40: no such file"}))
     assert finding.level == "problem"
-    assert "install an MPI" in finding.mend
+    assert "install an MPI" in finding.hint
 
 
 @pytest.mark.parametrize(
-    ("changed", "mend"),
+    ("changed", "hint"),
     [
         ({"world": None}, "on a login node that is usual: run it inside of an allocation (srun -n 2 "),
         ({"world": None, "environment": {"SLURM_JOB_ID": "7"}}, "this is an allocation, but not a step of it: srun -n"),
@@ -108,7 +108,7 @@ def test_an_mpi_library_that_is_not_there():
         ({}, "look for the cause in what it printed"),
     ],
 )
-def test_a_child_that_dies(changed, mend):
+def test_a_child_that_dies(changed, hint):
     given = facts(
         failure="ended the process (signal 6, SIGABRT)", stage="initialising MPI", output=["a", "b"], **changed
     )
@@ -117,7 +117,7 @@ def test_a_child_that_dies(changed, mend):
     finding = launcher.judge_start(given)
     assert finding.level == "problem"
     assert finding.what == "initialising MPI ended the process (signal 6, SIGABRT); it printed: a | b"
-    assert mend in finding.mend
+    assert hint in finding.hint
 
 
 def test_what_a_living_child_printed_is_a_note():
@@ -138,7 +138,7 @@ def test_thread_levels(level, problem):
 def test_slurm():
     assert launcher.judge_slurm({}) == []
     (note,) = launcher.judge_slurm({"SLURM_JOB_ID": "42"})
-    assert (note.level, "job 42" in note.what, "srun -n 2" in note.mend) == ("note", True, True)
+    assert (note.level, "job 42" in note.what, "srun -n 2" in note.hint) == ("note", True, True)
     (step,) = launcher.judge_slurm({"SLURM_JOB_ID": "42", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_ID": "1"})
     assert (step.level, step.what) == ("ok", "job 42, started by step 1 of 8 task(s)")
     (mpirun,) = launcher.judge_slurm({"SLURM_JOB_ID": "42", "OMPI_COMM_WORLD_SIZE": "8"})
@@ -149,7 +149,7 @@ def test_root():
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     (finding,) = launcher.judge_root(OPEN_MPI, {}, root=True)
     assert finding.level == "warning"
-    assert all(name in finding.mend for name in allowed)
+    assert all(name in finding.hint for name in allowed)
     assert launcher.judge_root(OPEN_MPI, {"OMPI_ALLOW_RUN_AS_ROOT": "1"}, root=True)
     assert launcher.judge_root(OPEN_MPI, allowed, root=True) == []
     assert launcher.judge_root(OPEN_MPI, {}, root=False) == []
@@ -163,5 +163,5 @@ def test_root():
 def test_gpu_support_of_cray_mpich_beside_nccl():
     given = {"environment": {"MPICH_GPU_SUPPORT_ENABLED": "1"}, "torch": {"gpu_files": 4}}
     assert launcher.judge(facts(**given))[-1].level == "warning"
-    assert "MPICH_GPU_SUPPORT_ENABLED=0" in launcher.judge(facts(**given))[-1].mend
+    assert "MPICH_GPU_SUPPORT_ENABLED=0" in launcher.judge(facts(**given))[-1].hint
     assert levels(launcher.judge(facts(**given | {"torch": {"gpu_files": 0}}))) == [("mpi", "ok"), ("mpirun", "ok")]

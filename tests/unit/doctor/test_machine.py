@@ -42,7 +42,7 @@ def test_devices():
 def test_two_ranks_on_one_gpu_are_a_problem():
     (finding,) = machine.judge_devices([[0, 1, 2]], [gpu_row("a"), gpu_row("b"), gpu_row("a")])
     assert (finding.level, finding.what) == ("problem", "ranks 0,2 on n1 share one GPU, which NCCL refuses")
-    assert "--gpus-per-task=1" in finding.mend
+    assert "--gpus-per-task=1" in finding.hint
 
 
 def test_ranks_without_a_gpu_beside_ranks_with_one():
@@ -86,7 +86,7 @@ def test_ranks_pinned_to_one_core_while_others_are_free():
     (finding,) = machine.judge_binding([[0, 1, 2]], [{0}, {0}, {1, 2, 3}])
     assert finding.level == "warning"
     assert finding.what == "ranks 0-1 are pinned to the same core(s) 0, while others are free"
-    assert "--bind-to none" in finding.mend
+    assert "--bind-to none" in finding.hint
 
 
 def test_equal_cores_of_different_nodes_are_different_cores():
@@ -101,7 +101,7 @@ def test_threads():
     (finding,) = machine.judge_threads([[0, 1]], rows(4, "4"))
     assert finding.level == "warning"
     assert finding.what == "ranks 0-1 run 8 threads (OMP_NUM_THREADS=4) on 4 core(s)"
-    assert "OMP_NUM_THREADS=2" in finding.mend
+    assert "OMP_NUM_THREADS=2" in finding.hint
     assert machine.judge_threads([[0]], [{"cores": "0"}]) == []
 
 

@@ -9,7 +9,7 @@ from hpcfsdp.cli import doctor
 from hpcfsdp.doctor.examine import Diagnosis
 from hpcfsdp.doctor.finding import Finding
 
-FINDINGS = [Finding("torch", "ok", "2.13.0"), Finding("mpi", "problem", "does not\nstart", "mend it")]
+FINDINGS = [Finding("torch", "ok", "2.13.0"), Finding("mpi", "problem", "does not\nstart", "hint it")]
 REPORT = Diagnosis(FINDINGS, {"host": "n1"}, [{"rank": 0}])
 
 
@@ -38,7 +38,7 @@ def test_a_pipe_gets_one_line_for_each_finding(capsys):
     doctor._print_as_text(REPORT)
     assert capsys.readouterr().out.splitlines() == [
         "ok       torch      2.13.0",
-        "problem  mpi        does not start -> mend it",
+        "problem  mpi        does not start -> hint it",
         "1 problem: a training would break here",
     ]
 
@@ -46,20 +46,20 @@ def test_a_pipe_gets_one_line_for_each_finding(capsys):
 def test_json(capsys):
     doctor._print_as_json(REPORT)
     report = json.loads(capsys.readouterr().out)
-    assert report["findings"][0] == {"area": "torch", "level": "ok", "what": "2.13.0", "mend": ""}
+    assert report["findings"][0] == {"area": "torch", "level": "ok", "what": "2.13.0", "hint": ""}
     assert (report["facts"], report["ranks"]) == ({"host": "n1"}, [{"rank": 0}])
 
 
 def test_on_a_terminal_what_to_do_stands_below_in_colour(on_terminal):
     text = on_terminal()
     assert "\x1b[32mok" in text
-    assert any("-> mend it" in line and "mpi" not in line for line in text.splitlines())
+    assert any("-> hint it" in line and "mpi" not in line for line in text.splitlines())
 
 
 def test_no_color(on_terminal, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     text = on_terminal()
-    assert "-> mend it" in text
+    assert "-> hint it" in text
     assert "\x1b[3" not in text
 
 

@@ -28,12 +28,12 @@ def levels(findings):
 def test_old_versions_are_problems(area, version, level):
     finding = software.judge_version(area, version)
     assert (finding.level, version in finding.what) == (level, True)
-    assert bool(finding.mend) == (level == "problem")
+    assert bool(finding.hint) == (level == "problem")
 
 
 def test_a_missing_package_and_one_that_does_not_load():
     missing = software.judge_package("h5py", None)
-    assert (missing.level, missing.mend) == ("problem", "pip install 'h5py>=3.11'")
+    assert (missing.level, missing.hint) == ("problem", "pip install 'h5py>=3.11'")
     broken = software.judge_package("torch", "2.13.0", "ImportError: libcudart.so.13")
     assert broken.level == "problem"
     assert "libcudart.so.13" in broken.what

@@ -32,9 +32,9 @@ def test_no_way_to_rank_0():
     network = {"address": None, "error": "no address of rank 0's host (10.1.0.4) is reached by every rank"}
     (finding,) = traffic.judge_address(network, FIRST, several_nodes=True)
     assert (finding.level, finding.what) == ("problem", network["error"])
-    assert "allow TCP" in finding.mend
+    assert "allow TCP" in finding.hint
     (finding,) = traffic.judge_address(network, {"interfaces": {"lo": ["127.0.0.1"]}}, several_nodes=True)
-    assert "bring up a network interface" in finding.mend
+    assert "bring up a network interface" in finding.hint
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_interface_that_nccl_is_told(wanted, level):
     (finding,) = traffic.judge_nccl_interface(wanted, {"address": "10.1.0.4"}, table)
     assert finding.level == level
     if wanted is None:
-        assert "NCCL_SOCKET_IFNAME=ib0" in finding.mend
+        assert "NCCL_SOCKET_IFNAME=ib0" in finding.hint
     if wanted == "eth0":
         assert finding.what.endswith("on n1, n2")
 

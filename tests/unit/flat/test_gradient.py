@@ -15,7 +15,7 @@ def put_together(grad, values, buffer=None):
     grad.prepare()
     flat.unshard()
     if buffer is None:
-        buffer = torch.full((flat.layout.padded_numel,), NAN, dtype=flat.dtypes.wire)
+        buffer = torch.full((flat.layout.padded_numel,), NAN, dtype=flat.dtypes.reduce)
     grad.begin(buffer)
     for index, value in values:
         flat.leaves[index].grad = torch.as_tensor(value, dtype=flat.dtypes.compute)

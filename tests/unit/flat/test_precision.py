@@ -32,4 +32,4 @@ def test_each_dtype_is_chosen_apart_from_the_others(kept, param, reduce, keep_lo
 @pytest.mark.parametrize("kept", [torch.int64, torch.bool, torch.uint8, torch.complex64, torch.complex128])
 def test_what_is_no_real_number_is_never_cast(kept):
     found = Dtypes.plan(kept, param=BF16, reduce=F16, keep_low_precision_grads=True)
-    assert {found.kept, found.compute, found.wire, found.accumulate, found.grad} == {kept}
+    assert {found.param, found.compute, found.reduce, found.accumulate, found.grad} == {kept}

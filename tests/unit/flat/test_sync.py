@@ -48,7 +48,7 @@ def on_ranks(run_ranks):
 def raised_everywhere(results, kind):
     """The message that all ranks raised."""
     assert [type(result) for result in results] == [kind] * len(results)
-    assert all(error.collective for error in results)
+    assert all(error.raised_on_all_ranks for error in results)
     messages = {str(error) for error in results}
     assert len(messages) == 1
     return messages.pop()

@@ -136,7 +136,7 @@ def test_what_all_ranks_raise_is_left_to_rank_0(hook, monkeypatch):
     slept = []
     monkeypatch.setattr(abort.time, "sleep", slept.append)
     error = CheckpointCorruptError("x")
-    error.collective = True
+    error.raised_on_all_ranks = True
     for rank in (2, 0):
         abort.install(SimpleNamespace(rank=rank, size=3))
         sys.excepthook(CheckpointCorruptError, error, None)

@@ -85,18 +85,18 @@ def test_nodes_are_split_into_imagined_ones():
 @given(machines)
 def test_each_segment_of_another_node_arrives_on_each_node_exactly_once(topology):
     for home, node in enumerate(topology.nodes):
-        arriving = [ward for rank in node for ward in topology.wards(rank)]
+        arriving = [client for rank in node for client in topology.clients(rank)]
         assert sorted(arriving) == [rank for rank in range(topology.size) if topology.node_rank(rank) != home]
 
 
 @given(machines)
 def test_a_ward_is_who_has_this_rank_as_steward(topology):
     for rank in range(topology.size):
-        assert topology.steward(rank, topology.node_rank(rank)) == rank
+        assert topology.proxy(rank, topology.node_rank(rank)) == rank
         for other in range(topology.size):
             home = topology.node_rank(other)
-            is_steward = home != topology.node_rank(rank) and topology.steward(rank, home) == other
-            assert (rank in topology.wards(other)) == is_steward
+            is_proxy = home != topology.node_rank(rank) and topology.proxy(rank, home) == other
+            assert (rank in topology.clients(other)) == is_proxy
 
 
 @given(machines)
@@ -104,7 +104,7 @@ def test_stewards_share_the_load_evenly(topology):
     for node in topology.nodes:
         for other in topology.nodes:
             if other is not node:
-                counts = [len(set(topology.wards(rank)) & set(other)) for rank in node]
+                counts = [len(set(topology.clients(rank)) & set(other)) for rank in node]
                 assert max(counts) - min(counts) <= 1
 
 

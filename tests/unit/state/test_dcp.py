@@ -12,7 +12,7 @@ from hpcfsdp.errors import StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 
 FULL = StateDictOptions(full_state_dict=True)
-FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 TRAINED = StateDictOptions(ignore_frozen_params=True)
 
 
@@ -37,7 +37,7 @@ OF_OPTIMIZERS = {
 
 @pytest.mark.parametrize("around", [False, True], ids=["unit", "plain module"])
 @pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
-@pytest.mark.parametrize("options", [None, FULL, FROM_FIRST], ids=["none", "full", "from rank 0"])
+@pytest.mark.parametrize("options", [None, FULL, FROM_RANK0], ids=["none", "full", "from rank 0"])
 @pytest.mark.parametrize("name", OF_OPTIMIZERS)
 def test_shards_that_an_optimizer_steps_are_not_taken_for_parameters(name, options, original, around):
     model, optimizer = make(around=around, original=original)
@@ -50,7 +50,7 @@ def test_shards_that_an_optimizer_steps_are_not_taken_for_parameters(name, optio
 
 
 @pytest.mark.parametrize("around", [False, True], ids=["unit", "plain module"])
-@pytest.mark.parametrize("options", [FULL, FROM_FIRST], ids=["full", "from rank 0"])
+@pytest.mark.parametrize("options", [FULL, FROM_RANK0], ids=["full", "from rank 0"])
 def test_flat_parameters_are_not_taken_for_the_models_own(options, around):
     model, _ = make(around=around, original=False)
     with pytest.raises(StateDictError, match=r"take flat parameters .* hpcfsdp\.state_dict\.set_model_state_dict,"):

@@ -7,7 +7,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp._compat import at_its_storage, within
 from hpcfsdp.errors import ShardingError
-from hpcfsdp.tensor.whole import WholeForm, fill_block, forget_memory, is_cut, take_memory, whole_of
+from hpcfsdp.tensor.whole import WholeStaging, fill_block, forget_memory, is_cut, take_memory, whole_of
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_plain_tensors_and_replicas_are_filled_whole(mesh):
 
 def test_the_form_for_a_file_has_memory_when_it_is_asked_for(mesh):
     tensor = dtensor(mesh, torch.zeros(2), Shard(0), (5,))
-    form = WholeForm(tensor)
+    form = WholeStaging(tensor)
     assert form.memory.shape == (5,)
     assert form.memory.untyped_storage().nbytes() == 4
     form.alloc()

@@ -25,13 +25,13 @@ from hpcfsdp.state.optim.compare import (
     is_zero_dim_tensor,
 )
 from hpcfsdp.state.optim.values import same
-from hpcfsdp.state.transfer import OnFirst
+from hpcfsdp.state.transfer import Rank0Tensor
 from tests.unit.state.optim.examples import Incomparable, Odd, Unreadable, values
 
 NAN = float("nan")
 
 
-ON_FIRST = OnFirst(torch.Size((4, 2)), torch.bfloat16)
+ON_FIRST = Rank0Tensor(torch.Size((4, 2)), torch.bfloat16)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_what_is_told_of_a_parameter_in_the_order_of_names():
         {"sum": torch.ones(2, 3), "first": ON_FIRST, "step": step, "lock": lock, "kind": "mean", "none": None, "n": 7}
     )
     assert list(info.tensors.items()) == [
-        ("first", PosDimTensorInfo((4, 2), torch.bfloat16, "OnFirst")),
+        ("first", PosDimTensorInfo((4, 2), torch.bfloat16, "Rank0Tensor")),
         ("sum", PosDimTensorInfo((2, 3), torch.float32, "Tensor")),
     ]
     assert list(info.scalar_tensors) == ["step"]

@@ -24,7 +24,7 @@ from hpcfsdp.state.optim.flatten import (
     shard_orig_param_state,
 )
 from hpcfsdp.state.optim.unflatten import convert_state_with_orig_params, unflatten_optim_state
-from hpcfsdp.state.transfer import Form, OnFirst
+from hpcfsdp.state.transfer import Rank0Tensor, StateDictFormat
 from tests.unit.state.optim.examples import (
     NO_SHARD,
     SHAPES,
@@ -58,7 +58,7 @@ def flat_plan(states, shapes=TWO):
     ("states", "names"),
     [
         ({"a": {"avg": torch.ones(5, 3), "step": torch.tensor(1.0)}}, {"avg"}),
-        ({"a": {"avg": OnFirst(torch.Size((5, 3)), torch.float32)}}, {"avg"}),
+        ({"a": {"avg": Rank0Tensor(torch.Size((5, 3)), torch.float32)}}, {"avg"}),
         ({"scalar": {"avg": torch.tensor(1.0), "step": torch.tensor(1.0)}}, {"avg"}),
         ({"scalar": {"avg": torch.tensor(1.0), "step": torch.tensor(1.0), "mu": torch.tensor(1.0)}}, {"avg"}),
         ({"scalar": {"total": torch.tensor(1.0)}, "a": {"total": torch.tensor(1.0)}}, set()),
@@ -258,7 +258,7 @@ SIZES = pytest.mark.parametrize("size", [1, 2, 4])
 
 
 def on_first(comm, value):
-    return OnFirst(value.shape, value.dtype, value if comm.rank == 0 else None)
+    return Rank0Tensor(value.shape, value.dtype, value if comm.rank == 0 else None)
 
 
 @SIZES
@@ -355,7 +355,7 @@ def test_state_of_a_flat_parameter_comes_back(run_ranks, size, shapes, dtype, st
         plan = plan_flat_state(info, states, set(state_dtypes))
         if first:
             plan.tensors = {name: [on_first(comm, v) for v in values] for name, values in plan.tensors.items()}
-        return unflatten_optim_state(info, flatten_optim_state(info, plan), Form())
+        return unflatten_optim_state(info, flatten_optim_state(info, plan), StateDictFormat())
 
     for found in run_ranks(size, body):
         assert same(found, states), found
@@ -378,7 +378,7 @@ def test_state_of_parameters_that_are_stepped_one_by_one_comes_back(
         empty = {name for name in shapes if info.is_empty_on(name, comm.rank)}
         told = RankState([], {name: StateInfo.of(state) for name, state in own.items()}, empty)
         merged = convert_all_state_info(allgather_state_info(comm, told.packed()))
-        return convert_state_with_orig_params(info, own, merged, Form())
+        return convert_state_with_orig_params(info, own, merged, StateDictFormat())
 
     for found in run_ranks(size, body):
         assert same(found, states), found

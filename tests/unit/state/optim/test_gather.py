@@ -17,7 +17,7 @@ from hpcfsdp.state.optim.gather import (
     gather_all_orig_param_state,
 )
 from hpcfsdp.state.optim.values import same
-from hpcfsdp.state.transfer import Form
+from hpcfsdp.state.transfer import StateDictFormat
 from tests.unit.state.optim.examples import NO_SHARD, SHAPES, Odd, make_info, run_of, shard_of, values_of
 
 values = st.recursive(
@@ -56,7 +56,9 @@ def test_state_of_a_whole_parameter_may_have_any_shape():
 # Tensors
 
 
-FORMS = pytest.mark.parametrize("form", [Form(), Form(rank0_only=True), Form(offload_to_cpu=True)], ids=str)
+FORMS = pytest.mark.parametrize(
+    "form", [StateDictFormat(), StateDictFormat(rank0_only=True), StateDictFormat(offload_to_cpu=True)], ids=str
+)
 
 
 @FORMS
@@ -134,7 +136,7 @@ def test_the_states_of_parameters_that_are_stepped_one_by_one(run_ranks, size):
         }
         told = RankState([], {name: StateInfo.of(state) for name, state in own.items()}, empty)
         merged = convert_all_state_info(allgather_state_info(comm, told.packed()))
-        found = gather_all_orig_param_state(info, own, merged, Form())
+        found = gather_all_orig_param_state(info, own, merged, StateDictFormat())
         return {
             name: {**state.tensor_state, **state.zero_dim_tensor_state, **state.non_tensor_state}
             for name, state in found.items()
@@ -156,7 +158,7 @@ def test_state_is_that_of_a_rank_which_holds_something_of_the_parameter(run_rank
         own = {"p": {"step": torch.tensor(1.0 if is_empty else 3.0), "count": 1 if is_empty else 3}}
         told = RankState([], {"p": StateInfo.of(own["p"])}, {"p"} if is_empty else set())
         merged = convert_all_state_info(allgather_state_info(comm, told.packed()))
-        found = gather_all_orig_param_state(info, own, merged, Form())["p"]
+        found = gather_all_orig_param_state(info, own, merged, StateDictFormat())["p"]
         return found.zero_dim_tensor_state["step"].item(), found.non_tensor_state["count"]
 
     assert run_ranks(3, body) == [(3.0, 3)] * 3
@@ -166,6 +168,6 @@ def test_whole_parameters_keep_state_of_any_shape_as_new_memory():
     info = make_info(FakeCommunicator(1, 3), original=True, strategy=NO_SHARD)
     own = {"a": {"row": torch.ones(5), "cube": torch.ones(2, 2, 2, dtype=torch.int8), "avg": torch.ones(5, 3)}}
     merged = {"a": StateInfo.of(own["a"])}
-    found = gather_all_orig_param_state(info, own, merged, Form(sharded=True))["a"].tensor_state
+    found = gather_all_orig_param_state(info, own, merged, StateDictFormat(sharded=True))["a"].tensor_state
     assert same(found, {name: [value] for name, value in own["a"].items()})
     assert all(value.data_ptr() != own["a"][name].data_ptr() for name, [value] in found.items())

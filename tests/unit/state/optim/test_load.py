@@ -15,7 +15,7 @@ from hpcfsdp.state.optim.compare import same
 from hpcfsdp.state.optim.keys import get_param_to_fqns
 from hpcfsdp.state.optim.load import optim_state_dict_to_load
 from hpcfsdp.state.optim.scatter import broadcast_state
-from hpcfsdp.state.transfer import OnFirst
+from hpcfsdp.state.transfer import Rank0Tensor
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.unit.state.optim.examples import (
@@ -696,7 +696,7 @@ def test_tensors_that_rank_0_sends_whole_are_held_one_unit_at_a_time(run_ranks, 
 
     def noting(ranks, value, device):
         result = broadcast_state(ranks, value, device)
-        if isinstance(value, OnFirst):
+        if isinstance(value, Rank0Tensor):
             sent.append(weakref.ref(result))
             most.append(sum(tensor() is not None for tensor in sent))
         return result

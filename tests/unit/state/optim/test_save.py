@@ -21,12 +21,12 @@ from hpcfsdp.state.optim.keys import get_param_to_fqns
 from hpcfsdp.state.optim.save import check_is_state_dict, form_of, optim_state_dict, with_keys_of
 from hpcfsdp.state.optim.values import same
 from hpcfsdp.state.settings import make_settings
-from hpcfsdp.state.transfer import Form
+from hpcfsdp.state.transfer import StateDictFormat
 from hpcfsdp.state.wrappers import clean_fqn
 from tests.unit.state.optim.examples import NO_SHARD, Block, Net, copied, give, raised, shard, whole_states
 
 KINDS = StateDictType
-ALL, FIRST = Form(), Form(rank0_only=True, offload_to_cpu=True)
+ALL, FIRST = StateDictFormat(), StateDictFormat(rank0_only=True, offload_to_cpu=True)
 ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 
@@ -270,16 +270,16 @@ def test_entries_that_belong_to_no_parameter(run_ranks):
 @pytest.mark.parametrize(
     ("kind", "config", "form"),
     [
-        (KINDS.FULL_STATE_DICT, None, Form(offload_to_cpu=True)),
-        (KINDS.FULL_STATE_DICT, FullOptimStateDictConfig(offload_to_cpu=False), Form()),
+        (KINDS.FULL_STATE_DICT, None, StateDictFormat(offload_to_cpu=True)),
+        (KINDS.FULL_STATE_DICT, FullOptimStateDictConfig(offload_to_cpu=False), StateDictFormat()),
         (
             KINDS.FULL_STATE_DICT,
             FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True),
-            Form(rank0_only=True),
+            StateDictFormat(rank0_only=True),
         ),
-        (KINDS.SHARDED_STATE_DICT, None, Form(sharded=True, offload_to_cpu=True)),
-        (KINDS.SHARDED_STATE_DICT, ShardedOptimStateDictConfig(offload_to_cpu=False), Form(sharded=True)),
-        (KINDS.LOCAL_STATE_DICT, LocalOptimStateDictConfig(offload_to_cpu=False), Form(sharded=True)),
+        (KINDS.SHARDED_STATE_DICT, None, StateDictFormat(sharded=True, offload_to_cpu=True)),
+        (KINDS.SHARDED_STATE_DICT, ShardedOptimStateDictConfig(offload_to_cpu=False), StateDictFormat(sharded=True)),
+        (KINDS.LOCAL_STATE_DICT, LocalOptimStateDictConfig(offload_to_cpu=False), StateDictFormat(sharded=True)),
     ],
 )
 def test_the_form_that_settings_ask_for(kind, config, form):

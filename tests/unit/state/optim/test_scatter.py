@@ -9,7 +9,7 @@ import torch
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.state.optim.compare import same
 from hpcfsdp.state.optim.scatter import broadcast_processed_state, broadcast_state
-from hpcfsdp.state.transfer import OnFirst
+from hpcfsdp.state.transfer import Rank0Tensor
 from tests.unit.state.optim.examples import Odd, raised
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def test_what_the_first_rank_has_is_told_without_tensors(run_ranks, size):
         assert list(state) == ["a.weight", "b"]
         for fqn, value in (("a.weight", BIG), ("b", EMPTY)):
             stand_in = state[fqn]["avg"]
-            assert type(stand_in) is OnFirst
+            assert type(stand_in) is Rank0Tensor
             assert (stand_in.shape, stand_in.dtype) == (value.shape, value.dtype)
             assert (stand_in.tensor is None) is (rank > 0)
             if rank == 0:
@@ -182,7 +182,7 @@ def test_what_another_rank_cannot_read_is_an_error_on_all_ranks(run_ranks):
 @pytest.mark.parametrize("tensor", [BIG, EMPTY, BIG.bfloat16(), BIG.t(), BIG > 2], ids=str)
 def test_a_tensor_goes_to_all_ranks(run_ranks, tensor):
     def body(comm):
-        given = OnFirst(tensor.shape, tensor.dtype, tensor if comm.rank == 0 else None)
+        given = Rank0Tensor(tensor.shape, tensor.dtype, tensor if comm.rank == 0 else None)
         return broadcast_state(comm, given, CPU)
 
     for found in run_ranks(3, body):

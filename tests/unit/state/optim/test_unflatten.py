@@ -15,10 +15,12 @@ from hpcfsdp.state.optim.unflatten import (
     unflatten_param_groups,
 )
 from hpcfsdp.state.optim.values import same
-from hpcfsdp.state.transfer import Form
+from hpcfsdp.state.transfer import StateDictFormat
 from tests.unit.state.optim.examples import SHAPES, Net, make_info, run_of, shard, shard_of, values_of
 
-FORMS = pytest.mark.parametrize("form", [Form(), Form(rank0_only=True, offload_to_cpu=True)], ids=["all", "rank 0"])
+FORMS = pytest.mark.parametrize(
+    "form", [StateDictFormat(), StateDictFormat(rank0_only=True, offload_to_cpu=True)], ids=["all", "rank 0"]
+)
 
 
 def whole():
@@ -86,8 +88,8 @@ def test_parameters_without_state_are_left_out():
     info = make_info(original=True)
     states = {"b": {"avg": torch.ones(7)}, "one": {}}
     merged = {name: StateInfo.of(state) for name, state in states.items()}
-    assert same(convert_state_with_orig_params(info, states, merged, Form()), {"b": states["b"], "one": {}})
-    assert convert_state_with_orig_params(info, {}, {}, Form()) == {}
+    assert same(convert_state_with_orig_params(info, states, merged, StateDictFormat()), {"b": states["b"], "one": {}})
+    assert convert_state_with_orig_params(info, {}, {}, StateDictFormat()) == {}
 
 
 def test_each_parameter_has_a_scalar_of_its_own():
@@ -139,7 +141,7 @@ def test_groups_go_by_the_names_of_the_model(original, names):
 
 def test_state_that_is_not_sharded_is_copied():
     state = {"step": torch.tensor(3.0), "avg": torch.ones(2, requires_grad=True), "list": [1], "none": None}
-    found = copied(state, Form(offload_to_cpu=True))
+    found = copied(state, StateDictFormat(offload_to_cpu=True))
     assert list(found) == ["avg", "list", "none", "step"]
     assert same(found, {key: value.detach() if key == "avg" else value for key, value in state.items()})
     found["avg"].zero_()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch import nn
 
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.state.optim.values import Untold, check_nested, digest, on_host, same, tellable
+from hpcfsdp.state.optim.values import Unpicklable, check_nested, digest, on_host, picklable, same
 from tests.unit.state.optim.examples import Incomparable, Odd, Unreadable, values
 
 NAN = float("nan")
@@ -122,8 +122,8 @@ ODD_TENSORS = [
 @pytest.mark.parametrize("tensor", ODD_TENSORS, ids=["sparse", "meta"])
 def test_tensors_whose_elements_cannot_be_read_are_told_and_compared(tensor):
     for value in (tensor, [tensor], {"a": (tensor,)}):
-        told = tellable(value)
-        assert not isinstance(told, Untold)
+        told = picklable(value)
+        assert not isinstance(told, Unpicklable)
         received = pickle.loads(pickle.dumps(told))
         assert same(received, told)
         assert same(received, value)
@@ -198,16 +198,16 @@ def test_everything_equals_a_copy_of_itself(value):
 
 def test_what_other_ranks_are_told_of_a_value():
     for value in (True, 3, 2.5, "x", None, (1, 2), {"a": [1.5]}, Odd(3)):
-        assert tellable(value) is value
-    assert tellable(lambda: 3) == "<function, which cannot be pickled>"
-    assert tellable([threading.Lock()]) == "<list, which cannot be pickled>"
+        assert picklable(value) is value
+    assert picklable(lambda: 3) == "<function, which cannot be pickled>"
+    assert picklable([threading.Lock()]) == "<list, which cannot be pickled>"
 
     class Refuses:
         def __reduce__(self):
             raise KeyError("no")
 
-    assert tellable(Refuses()).endswith("Refuses, which cannot be pickled>")
-    assert tellable(Unreadable()) == "<Unreadable, which cannot be pickled>"
+    assert picklable(Refuses()).endswith("Refuses, which cannot be pickled>")
+    assert picklable(Unreadable()) == "<Unreadable, which cannot be pickled>"
 
 
 @pytest.mark.parametrize("base", [int, float, str])
@@ -218,10 +218,10 @@ def test_a_number_or_text_of_a_class_that_cannot_be_pickled_is_not_told(base):
         ONE = base(1)
 
     for value in (Local.ONE, [Local.ONE], {"a": Local.ONE}):
-        assert isinstance(tellable(value), Untold)
-    assert tellable(Level.LOW) is Level.LOW
+        assert isinstance(picklable(value), Unpicklable)
+    assert picklable(Level.LOW) is Level.LOW
     text = Text("a")
-    assert tellable(text) is text
+    assert picklable(text) is text
 
 
 def test_values_with_large_tensors_in_them_are_refused():
@@ -231,7 +231,7 @@ def test_values_with_large_tensors_in_them_are_refused():
 
 
 def test_tensors_in_what_is_told_lie_in_host_memory():
-    told = tellable({"lr": torch.ones(2, requires_grad=True), "more": [1, (torch.ones(1),)]})
+    told = picklable({"lr": torch.ones(2, requires_grad=True), "more": [1, (torch.ones(1),)]})
     assert same(told["more"], [1, (torch.ones(1),)])
     assert same(told["lr"], torch.ones(2))
     assert not told["lr"].requires_grad

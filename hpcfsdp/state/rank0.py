@@ -16,35 +16,35 @@ from hpcfsdp.errors import StateDictError
 from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.sources import is_extra_state
-from hpcfsdp.state.transfer import OnFirst
+from hpcfsdp.state.transfer import Rank0Tensor
 from hpcfsdp.tensor.sharded import check_readable
 
-FROM_FIRST = (
+FROM_RANK0 = (
     "if rank 0 alone has the state dict, load it with hpcfsdp.state_dict.set_model_state_dict and the options "
     "full_state_dict=True, broadcast_from_rank0=True"
 )
 """How to load what other ranks do not have."""
 
 
-def checked(state_dict: Any, mend: str = "") -> Mapping[str, Any]:
+def checked(state_dict: Any, hint: str = "") -> Mapping[str, Any]:
     """The state dict itself.
 
     Args:
-        mend: what to do if there is none.
+        hint: what to do if there is none.
 
     Raises:
         TypeError: it is none.
     """
     if not isinstance(state_dict, Mapping):
-        mend = f": {mend}" if mend and state_dict is None else ""
-        raise TypeError(f"a state dict must be a mapping of names to tensors, not {type(state_dict).__name__}{mend}")
+        hint = f": {hint}" if hint and state_dict is None else ""
+        raise TypeError(f"a state dict must be a mapping of names to tensors, not {type(state_dict).__name__}{hint}")
     for key in state_dict:
         if not isinstance(key, str):
             raise TypeError(f"the names in a state dict must be str, not {key!r} of type {type(key).__name__}")
     return state_dict
 
 
-class First:
+class Rank0Source:
     """The first rank of a model, that alone has what is to be loaded."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -86,12 +86,12 @@ class First:
                 "ranks: pass the whole state dict on every rank"
             )
         values = {
-            key: OnFirst(*value, state_dict[key] if is_first else None) if is_tensor else value
+            key: Rank0Tensor(*value, state_dict[key] if is_first else None) if is_tensor else value
             for key, (is_tensor, value) in announced.items()
         }
         return values, metadata
 
-    def broadcast(self, source: OnFirst) -> torch.Tensor:
+    def broadcast(self, source: Rank0Tensor) -> torch.Tensor:
         """Collective over the ranks of the model. The tensor, on all of them."""
         ranks = ranks_of_model(self._module)
         if source.tensor is None:
