@@ -35,8 +35,8 @@ from hpcfsdp.sharded.groups import Groups, resolve_groups
 from hpcfsdp.sharded.guard import guard_modules, refuse_mistakes
 from hpcfsdp.sharded.ignored import resolve_ignored
 from hpcfsdp.sharded.materialize import materialize
+from hpcfsdp.sharded.optimizer_check import watch_optimizers
 from hpcfsdp.sharded.root import become_root
-from hpcfsdp.sharded.stale import watch_optimizers
 from hpcfsdp.sharded.tensor_parallel import replicated_grad, with_tp_group
 from hpcfsdp.sharded.unit import WRAPPED, units_in
 from hpcfsdp.state.later import load_when_known

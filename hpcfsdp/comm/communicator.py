@@ -134,7 +134,7 @@ class Communicator(Protocol):
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait for all ranks."""
 
-    def meet(self, note: str) -> None:
+    def labelled_barrier(self, note: str) -> None:
         """Wait for all ranks, and raise on each of them, naming both, if one came with another note.
 
         Raises:

@@ -106,7 +106,7 @@ def broadcast(call: Call, tensor: torch.Tensor, src: int) -> Steps:
 def barrier(call: Call) -> Steps:
     """Wait for all ranks."""
     if call.size <= _ALL_PAIRS:
-        yield from meet(call, range(call.size))
+        yield from wait_for(call, range(call.size))
         return
     nothing, distance = torch.empty(0), 1
     while distance < call.size:  # each round a rank hears of twice as many
@@ -117,7 +117,7 @@ def barrier(call: Call) -> Steps:
         distance *= 2
 
 
-def meet(call: Call, ranks: Sequence[int]) -> Steps:
+def wait_for(call: Call, ranks: Sequence[int]) -> Steps:
     """Wait for all of `ranks`. Those that do not come are known, and those that come for something else."""
     nothing, mail = torch.empty(0), call.mail()
     for peer in ranks:

@@ -132,7 +132,7 @@ class FakeCommunicator(PlainMemory):
     def barrier(self, *, async_op: bool = False) -> Finished | None:
         return _work(async_op)
 
-    def meet(self, note: str) -> None:
+    def labelled_barrier(self, note: str) -> None:
         pass
 
     def all_gather_object(self, value: Any) -> list[Any]:

@@ -93,7 +93,7 @@ class MpiCommunicator:
         self._closed = False
         self._node: MPI.Intracomm | None = None
         self._windows: dict[int, Window] = {}  # by address
-        self._turnstile: Window | None = None  # where `meet` exchanges notes
+        self._barrier_window: Window | None = None  # where `meet` exchanges notes
 
     @property
     def calls(self) -> int:
@@ -292,9 +292,9 @@ class MpiCommunicator:
         self._check_open("barrier")
         return self._run("barrier", async_op, exchange.barrier)
 
-    def meet(self, note: str) -> None:
+    def labelled_barrier(self, note: str) -> None:
         try:
-            self._meet(f"{_MEETING}{note}")
+            self._labelled_barrier(f"{_MEETING}{note}")
         except CommunicationError as error:
             (text,) = error.args
             error.args = (text.replace(_MEETING, ""),)
@@ -302,18 +302,26 @@ class MpiCommunicator:
                 raise CrossedCallsError(*error.args) from None  # the other rank is elsewhere: it cannot be asked
             raise
 
-    def _meet(self, note: str) -> None:
-        self._check_open("meet")
+    def _labelled_barrier(self, note: str) -> None:
+        self._check_open("labelled_barrier")
         if self.size == 1:
             return
         if self.topology.num_nodes > 1:
             call = self._call(note)
             run(exchange.barrier(call), note, self.rank, self.timeout_s, False, self, call.sequence)
             return
-        if self._turnstile is None:
-            self._turnstile = self._window_of(self.alloc(self.size, torch.uint8, gathered=True), gathered=True)
+        if self._barrier_window is None:
+            self._barrier_window = self._window_of(self.alloc(self.size, torch.uint8, gathered=True), gathered=True)
         self._count(note)
-        run(shared.meet(self._turnstile, note), note, self.rank, self.timeout_s, False, self, self._calls)
+        run(
+            shared.labelled_barrier(self._barrier_window, note),
+            note,
+            self.rank,
+            self.timeout_s,
+            False,
+            self,
+            self._calls,
+        )
 
     # Messages between two ranks
 
@@ -367,7 +375,7 @@ class MpiCommunicator:
         ranks = check_members(self, ranks)
         label = f"subgroup of ranks {ranks}"
         call = Call(self._inbox, label, _TAG_MEET)
-        run(exchange.meet(call, ranks), label, self.rank, self.timeout_s, False, self)
+        run(exchange.wait_for(call, ranks), label, self.rank, self.timeout_s, False, self)
         comm = members_only(self.comm, ranks)
         return MpiCommunicator(
             comm, self.topology.restrict(ranks), timeout_s=self.timeout_s, compare_calls=self.compare_calls
@@ -493,7 +501,7 @@ class MpiCommunicator:
 
 def _compared(call: Call, steps: Steps) -> Steps:
     """The steps, after all ranks have compared what they call."""
-    yield from exchange.meet(call, range(call.size))
+    yield from exchange.wait_for(call, range(call.size))
     yield from steps
 
 

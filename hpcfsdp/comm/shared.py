@@ -57,7 +57,7 @@ def claim(window: Window) -> Steps:
         yield window.all_done()
 
 
-def meet(window: Window, note: str) -> Steps:
+def labelled_barrier(window: Window, note: str) -> Steps:
     """Wait until all neighbours are here, with the same note."""
     with _exclusive(window):
         window.done()

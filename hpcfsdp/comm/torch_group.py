@@ -200,7 +200,7 @@ class TorchGroupCommunicator(PlainMemory):
     def barrier(self, *, async_op: bool = False) -> _Work | Finished | None:
         return _ended(dist.barrier(self.group, async_op), async_op)
 
-    def meet(self, note: str) -> None:
+    def labelled_barrier(self, note: str) -> None:
         digest = int.from_bytes(hashlib.blake2b(note.encode(), digest_size=7).digest(), "little")
         mine = torch.tensor([digest], device=self.device)
         everyone = torch.empty(self.size, dtype=mine.dtype, device=self.device)

@@ -76,19 +76,19 @@ class Arguments:
         self._holders: list[Any] = []
 
     def lend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments to call the module with. ``take_back`` has to follow."""
+        """The arguments to call the module with. ``restore`` has to follow."""
         visit = Visit(self._give)
         self._holders = visit.holders
         try:
             args, kwargs = visit(args), {name: visit(value) for name, value in kwargs.items()}
         except BaseException:
-            self.take_back()
+            self.restore()
             raise
         if self._hook is not None:
             warn_of_opaque(visit.opaque, self._unit)
         return args, kwargs
 
-    def take_back(self) -> list[torch.Tensor]:
+    def restore(self) -> list[torch.Tensor]:
         """The module has run. Give objects their own tensors back.
 
         Returns:

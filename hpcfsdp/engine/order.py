@@ -243,7 +243,7 @@ class Order:
     def _compare(self, text: str) -> None:
         """Collective. Raise on every rank unless all have come to the same."""
         try:
-            self._comm.meet(text)
+            self._comm.labelled_barrier(text)
         except CrossedCallsError:  # the others are elsewhere
             raise
         except DifferentCallsError as error:

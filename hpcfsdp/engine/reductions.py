@@ -1,9 +1,9 @@
-"""Gradients on their way to being reduced: a line in an order that is the same on all ranks, and its two buffers.
+"""Gradients on their way to being reduced: a queue in an order that is the same on all ranks, and its two buffers.
 
 Which parameters get gradients in a backward, and when, may differ between ranks. The order of reductions may not: a
-gradient joins the line when the backward of its unit begins, and is reduced when it is complete and all before it have
-been. Two buffers are used in turn, so that one is reduced while the other is filled; gradients that come before their
-buffer is free wait on their leaves.
+gradient enters the queue when the backward of its unit begins, and is reduced when it is complete and all before it
+have been. Two buffers are used in turn, so that one is reduced while the other is filled; gradients that come before
+their buffer is free wait on their leaves.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Ring:
 
 
 class Reductions:
-    """The line of gradients that wait to be complete, and to be reduced.
+    """The queue of gradients that wait to be complete, and to be reduced.
 
     Attributes:
         keeps_back: whether gradients wait for a later synchronisation instead, as within ``no_sync``.
@@ -71,7 +71,7 @@ class Reductions:
         self._streams = streams
         self._shared: dict[tuple[Any, torch.dtype], Ring] = {}
         self._rings: dict[FlatGrad, Ring] = {}
-        self._line: dict[FlatGrad, Slot] = {}
+        self._queue: dict[FlatGrad, Slot] = {}
         self._last: dict[FlatGrad, Any] = {}
 
     def plan(self, grad: FlatGrad) -> None:
@@ -91,25 +91,25 @@ class Reductions:
                     slot.memory = ring.comm.alloc(ring.numel, ring.dtype)
                     weakref.finalize(slot, ring.comm.free, slot.memory).atexit = False
 
-    def join(self, grad: FlatGrad) -> None:
-        """Not collective, but in the same order on all ranks. Put `grad` at the end of the line, unless it is there."""
-        if grad in self._line:
+    def enqueue(self, grad: FlatGrad) -> None:
+        """Not collective, but in the same order on all ranks. Put `grad` at the end of the queue, once."""
+        if grad in self._queue:
             return
         ring = self._rings[grad]
         slot = ring.slots[ring.turn]
         ring.turn = 1 - ring.turn
         slot.waiting.append(grad)
-        self._line[grad] = slot
+        self._queue[grad] = slot
 
     def take(self, grad: FlatGrad, index: int) -> bool:
         """A leaf has got a gradient: move it to the buffer if it can.
 
-        Gradients that do not stand in the line stay on their leaves.
+        Gradients that do not stand in the queue stay on their leaves.
 
         Returns:
-            Whether `grad` stands in the line.
+            Whether `grad` stands in the queue.
         """
-        slot = self._line.get(grad)
+        slot = self._queue.get(grad)
         if slot is None:
             return False
         if slot.waiting[0] is grad:
@@ -120,9 +120,9 @@ class Reductions:
         return True
 
     def advance(self) -> None:
-        """Collective, unless gradients are kept back. Reduce those at the head of the line that are complete."""
-        while self._line:
-            grad, slot = next(iter(self._line.items()))
+        """Collective, unless gradients are kept back. Reduce those at the head of the queue that are complete."""
+        while self._queue:
+            grad, slot = next(iter(self._queue.items()))
             if grad.outstanding:
                 return
             if grad.buffer is None:
@@ -132,7 +132,7 @@ class Reductions:
                 self._vacate(slot)
             else:
                 self._reduce(grad, slot)
-            del self._line[grad]
+            del self._queue[grad]
             slot.waiting.popleft()
             if slot.waiting and slot.waiting[0].has_waiting:
                 self._begin(slot.waiting[0], slot)
@@ -146,7 +146,7 @@ class Reductions:
 
     def drop(self) -> None:
         """Let go of all buffers after a backward that was broken off."""
-        self._line.clear()
+        self._queue.clear()
         self._last.clear()
         for ring in self._shared.values():
             ring.turn = 0

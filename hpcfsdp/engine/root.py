@@ -226,7 +226,7 @@ class Root:
         self._order.begin()
         for each in self.units:
             for flat in each.flats if each.phase is Phase.IDLE else ():
-                flat.take_back()
+                flat.adopt_user_data()
         for flat in self._resident:
             flat.publish()
         self._meet("forward", unit)
@@ -239,7 +239,7 @@ class Root:
         note = f"{what}{where}{mode}, step {self._passes}, order {self._order.digest or 'new'}"
         for comm in self._meeting:
             try:
-                comm.meet(note)
+                comm.labelled_barrier(note)
             except CrossedCallsError:  # the others are elsewhere
                 raise
             except DifferentCallsError as error:
@@ -323,7 +323,7 @@ class Root:
         self._reshard_ahead()
         self.context.free_retired(keep=0)
         for unit in self.units:
-            unit.join_at_the_end()
+            unit.enqueue_at_the_end()
         self.context.reductions.advance()
         streams.wait(Queue.COMPUTE, streams.record(Queue.REDUCE), Wait.GRADS_REDUCED)
         if self._offloads:

@@ -93,7 +93,7 @@ class Unit:
         self._num_outstanding = 0
         self._held: set[FlatGrad] = set()  # gradients that are not complete before the unit is
         self._arrived: set[Leaf] = set()  # leaves that have had a gradient in this backward
-        self._joins_at_the_end = False
+        self._enqueues_at_the_end = False
         self._arguments: Arguments | None = None  # of the forward that is running
 
     def look_at_leaves(self) -> None:
@@ -147,7 +147,7 @@ class Unit:
             The outputs, in which inputs that the module has passed on are views of their own.
         """
         arguments, self._arguments = self._arguments, None
-        written = [] if arguments is None else arguments.take_back()
+        written = [] if arguments is None else arguments.restore()
         if self.flats:
             if torch.is_grad_enabled():
                 arguments = arguments or Arguments(self.name, None, None)  # the module has switched gradients on
@@ -166,7 +166,7 @@ class Unit:
             broken: by an exception.
         """
         if self._arguments is not None:
-            self._arguments.take_back()
+            self._arguments.restore()
             self._arguments = None
         self._hide()
         if self.phase is Phase.RECOMPUTE:
@@ -244,11 +244,11 @@ class Unit:
         if self.prefetch_backward == "post":
             context.gather_ahead("backward")
 
-    def join_at_the_end(self) -> None:
+    def enqueue_at_the_end(self) -> None:
         """The backward is over: gradients that were too long in coming to hold up those of other units join now."""
-        if self._joins_at_the_end:
-            self._joins_at_the_end = False
-            self._join()
+        if self._enqueues_at_the_end:
+            self._enqueues_at_the_end = False
+            self._enqueue()
 
     def end_backward(self) -> None:
         """Not collective. The backward is over for all units."""
@@ -277,7 +277,7 @@ class Unit:
         self._hide()
         self.phase = Phase.IDLE
         self._forget_calls()
-        self.owes_grads, self.num_calls, self._joins_at_the_end = False, 0, False
+        self.owes_grads, self.num_calls, self._enqueues_at_the_end = False, 0, False
         for grad in self.grads:
             grad.drop()
         self.context.reshard(self.values)
@@ -295,9 +295,9 @@ class Unit:
                 defer_hooks(grad.flat.leaves, self._detached)
             grad.prepare()
         if self.inside or self.num_calls > 1:
-            self._joins_at_the_end = True
+            self._enqueues_at_the_end = True
         else:
-            self._join()
+            self._enqueue()
         context.unshard(self.values)
         if self.prefetch_backward == "pre":
             context.gather_ahead("backward")
@@ -320,10 +320,10 @@ class Unit:
         if self.calls_at_rest is not None:
             self.calls_at_rest.hide()
 
-    def _join(self) -> None:
+    def _enqueue(self) -> None:
         for grad in reversed(self.grads):  # the last parameters get their gradients first
             if grad.flat.requires_grad or grad.has_waiting:
-                self.context.reductions.join(grad)
+                self.context.reductions.enqueue(grad)
 
     def _enter(self, phase: Phase) -> None:
         if phase not in TRANSITIONS[self.phase]:
@@ -440,7 +440,7 @@ class Unit:
                 f"{self.phase.value}; parameters of a unit may be used only through a call of the unit, and what a "
                 "unit returns must not be changed in place where it is a view: use x = x + y instead of x += y"
             )
-        if not self.context.reductions.take(grad, index) and not self._joins_at_the_end:
+        if not self.context.reductions.take(grad, index) and not self._enqueues_at_the_end:
             raise EngineError(
                 f"{self.name}: a gradient of {grad.flat.layout.slots[index].fqn!r} arrived when those of the unit had "
                 "been reduced: autograd has come to it in a way that the engine did not foresee; wrap a larger module"

@@ -66,11 +66,11 @@ class FlatGrad:
         """Make way on the leaves for the gradients that are to come.
 
         Raises:
-            EngineError: the program has changed a gradient that is held, see ``HeldGrad.take_back``.
+            EngineError: the program has changed a gradient that is held, see ``HeldGrad.end_show``.
         """
         if self.held.is_shown:
             assert self._set_aside is not None
-            self.held.take_back(self._set_aside, self.used)
+            self.held.end_show(self._set_aside, self.used)
         elif self.flat.use_orig_params and self._set_aside is None:
             # They have the shape of the shard, to which autograd cannot add what comes now.
             self._set_aside = [leaf.grad for leaf in self.flat.leaves]

@@ -32,7 +32,7 @@ class HeldGrad:
 
     @property
     def is_shown(self) -> bool:
-        """Whether ``show`` was called, and ``take_back`` is to follow."""
+        """Whether ``show`` was called, and ``end_show`` is to follow."""
         return self._shown is not None
 
     @property
@@ -60,7 +60,7 @@ class HeldGrad:
         """Forget what is held, also where parameters show it.
 
         Args:
-            averaged: as for ``take_back``.
+            averaged: as for ``end_show``.
         """
         if self._shown is not None and averaged is not None:
             for index, (param, shown) in enumerate(zip(self._flat.stepped, self._shown, strict=True)):
@@ -82,7 +82,7 @@ class HeldGrad:
             set_grad(param, part.data if is_held else before)
             self._shown.append((param.grad, param.grad._version) if is_held and param.grad is not None else None)
 
-    def take_back(self, averaged: list[torch.Tensor | None], used: list[bool]) -> None:
+    def end_show(self, averaged: list[torch.Tensor | None], used: list[bool]) -> None:
         """Take ``grad`` off the parameters, with what the program has done to it.
 
         Args:

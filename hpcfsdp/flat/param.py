@@ -36,7 +36,7 @@ class FlatParam:
         device: where the module computes; the shard lies there, too, unless it is offloaded.
         is_unsharded: whether the leaves hold their full values.
         trained: the ``requires_grad`` of all leaves, as far as is known; with `use_orig_params` each has its own.
-        before_taking_back: called first by ``take_back``; may call ``replace_leaf``.
+        before_adopting: called first by ``adopt_user_data``; may call ``replace_leaf``.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class FlatParam:
     def _come_to_rest(self, shard: torch.Tensor) -> None:
         """Have the leaves show what they do at rest; buffer and parameter are there."""
         self._others: dict[torch.dtype, tuple[Buffer, tuple[torch.Tensor, ...]]] = {}  # and their views
-        self.before_taking_back: Callable[[FlatParam], None] | None = None
+        self.before_adopting: Callable[[FlatParam], None] | None = None
         self._shard = shard  # as the optimizer should find it; a user may have put something else in its place
         self._nothing_value = torch.nan if self.layout.dtype.is_floating_point or self.layout.dtype.is_complex else 0
         self._nothing = torch.full(
@@ -227,18 +227,18 @@ class FlatParam:
         if not self.is_unsharded:
             self.publish()
             if self.is_resident:
-                self.comm.meet("unshard")
+                self.comm.labelled_barrier("unshard")
             self.gather()
             self.bind()
 
-    def take_back(self) -> None:
+    def adopt_user_data(self) -> None:
         """Copy what a user has put in place of the shard (``param.data = ...``) into it.
 
         Raises:
             EngineError: it has another number of elements.
         """
-        if self.before_taking_back is not None and not self.is_unsharded:
-            self.before_taking_back(self)
+        if self.before_adopting is not None and not self.is_unsharded:
+            self.before_adopting(self)
         if self.parameter.data_ptr() != self._shard.data_ptr() or self.parameter.numel() != self._shard.numel():
             self._replace(self._shard, self.parameter.data, "the flat parameter")
             self.parameter.data = self._shard

@@ -12,7 +12,7 @@ from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded import stale, taken
+from hpcfsdp.sharded import managed, optimizer_check
 from hpcfsdp.sharded.own import OwnParam
 
 
@@ -22,7 +22,7 @@ def watch_assignments(unit: Unit, flat: FlatParam, entries: Sequence[OwnParam]) 
     Args:
         entries: where each of its leaves is registered, in their order.
     """
-    flat.before_taking_back = functools.partial(_take_over, weakref.ref(unit), entries)  # the unit holds it
+    flat.before_adopting = functools.partial(_take_over, weakref.ref(unit), entries)  # the unit holds it
 
 
 def _take_over(unit_ref: weakref.ref[Unit], entries: Sequence[OwnParam], flat: FlatParam) -> None:
@@ -64,7 +64,7 @@ def _take_over(unit_ref: weakref.ref[Unit], entries: Sequence[OwnParam], flat: F
 def _adopt(unit: Unit, flat: FlatParam, index: int, entry: OwnParam, assigned: nn.Parameter) -> None:
     flat.replace_leaf(index, assigned)
     unit.look_at_leaves()
-    taken.replace(entry.param)
-    taken.take(assigned, entry.fqn, flat.layout.slots[index].whole_shape)
+    managed.replace(entry.param)
+    managed.mark(assigned, entry.fqn, flat.layout.slots[index].whole_shape)
     entry.param = assigned
-    stale.check_again()
+    optimizer_check.check_again()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from hpcfsdp.sharded import taken
+from hpcfsdp.sharded import managed
 from hpcfsdp.sharded.groups import TPGroup
 from hpcfsdp.sharded.own import Ignored, OwnParam, OwnParams
 from hpcfsdp.sharded.tensor_parallel import block_of, leaf_of
@@ -45,9 +45,9 @@ def own_params(
         for name, param in [*module._parameters.items(), *_taken_from(module)]:
             if param is None or param in left.params:
                 continue
-            if taken.unit_fqn(param) is not None:
+            if managed.unit_fqn(param) is not None:
                 raise ValueError(
-                    f"parameter {prefix + name!r} is tied to {taken.unit_fqn(param)!r}, which belongs to a unit that "
+                    f"parameter {prefix + name!r} is tied to {managed.unit_fqn(param)!r}, which belongs to a unit that "
                     "is wrapped already: wrap the smallest module that holds both instead"
                 )
             _check_kind(param, prefix + name, module)
@@ -107,7 +107,9 @@ def _check_kind(param: nn.Parameter, fqn: str, module: nn.Module) -> None:
 def _taken_from(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters of a module that a wrapper elsewhere in the model has taken, see ``OwnParam.deregister``."""
     attributes = module.__dict__.items()
-    return [(name, value) for name, value in attributes if isinstance(value, nn.Parameter) and taken.hidden_fqn(value)]
+    return [
+        (name, value) for name, value in attributes if isinstance(value, nn.Parameter) and managed.hidden_fqn(value)
+    ]
 
 
 def move_outside(root: nn.Module, device: torch.device, *, ignored: Ignored | None = None) -> None:

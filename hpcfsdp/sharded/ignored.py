@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hpcfsdp.sharded import taken
+from hpcfsdp.sharded import managed
 from hpcfsdp.sharded.own import Ignored
 from hpcfsdp.sharded.unit import unit_of, units_in
 
@@ -87,7 +87,7 @@ def _not_sharded(
     wrappers = [unit.wrapper for unit in units_in(root)]
     sharded: set[Any] = {module for wrapper in wrappers for module in wrapper.modules()} - before.modules
     sharded |= {param for wrapper in wrappers for param in wrapper.parameters()}
-    sharded |= {param for param in params if taken.unit_fqn(param) is not None}
+    sharded |= {param for param in params if managed.unit_fqn(param) is not None}
     sharded -= before.params
     left = [entry for entry in (*modules, *params) if entry in sharded]
     if left:

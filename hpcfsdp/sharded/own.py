@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp.flat.layout import TensorBlock
-from hpcfsdp.sharded import taken
+from hpcfsdp.sharded import managed
 from hpcfsdp.tensor.whole import is_cut
 
 
@@ -59,24 +59,24 @@ class OwnParam:
         if self.whole is not None:
             for module, name in self.places:
                 module._parameters[name] = self.param
-            taken.take(self.whole, self.fqn, tuple(self.whole.shape))  # it may be tied to one elsewhere
-            taken.hide(self.whole)
+            managed.mark(self.whole, self.fqn, tuple(self.whole.shape))  # it may be tied to one elsewhere
+            managed.hide(self.whole)
             self.whole = None  # which shares the memory that is to be given up
 
     def take(self) -> None:
         """Mark the parameter as one that belongs to a unit."""
-        taken.take(self.param, self.fqn, tuple(self.param.shape) if self.block is None else self.block.shape)
+        managed.mark(self.param, self.fqn, tuple(self.param.shape) if self.block is None else self.block.shape)
 
     def deregister(self) -> None:
         """Keep the parameter as a plain attribute, so that modules find it and ``parameters()`` does not."""
-        taken.hide(self.param)
+        managed.hide(self.param)
         for module, name in self.places:
             del module._parameters[name]
             module.__dict__[name] = self.param
 
     def register(self) -> None:
         """The way back from ``deregister``."""
-        taken.show(self.param)
+        managed.show(self.param)
         for module, name in self.places:
             del module.__dict__[name]
             module._parameters[name] = self.param

@@ -10,7 +10,7 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
 from hpcfsdp.sharded import precision
-from hpcfsdp.sharded.stale import watch_root
+from hpcfsdp.sharded.optimizer_check import watch_root
 from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit, units_in
 from hpcfsdp.world import current_world
 

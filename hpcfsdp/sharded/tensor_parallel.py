@@ -18,7 +18,7 @@ from hpcfsdp.comm import raise_together_over
 from hpcfsdp.errors import EngineError, ShardingError
 from hpcfsdp.flat.held import set_grad
 from hpcfsdp.flat.layout import Box, TensorBlock
-from hpcfsdp.sharded import taken
+from hpcfsdp.sharded import managed
 from hpcfsdp.sharded.groups import Groups, TPGroup, tp_group
 from hpcfsdp.tensor.whole import whole_of
 
@@ -228,7 +228,7 @@ def _shown(view: TensorView, block: torch.Tensor) -> DTensor:
 
 def _put_back(view: TensorView, shown: nn.Parameter) -> nn.Parameter | None:
     """Have modules hold the leaf again. What has been assigned in place of what was shown, None if nothing was."""
-    taken.hide(shown)
+    managed.hide(shown)
     assigned = None
     for module, name in view.places:
         now = module._parameters.get(name)
@@ -252,7 +252,7 @@ def _local(view: TensorView, tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != view.mesh:
             raise EngineError(
-                f"{taken.unit_fqn(view.leaf)!r} was given a DTensor on the ranks {_describe(tensor.device_mesh)} "
+                f"{managed.unit_fqn(view.leaf)!r} was given a DTensor on the ranks {_describe(tensor.device_mesh)} "
                 f"within summon_full_params, and lies on {_describe(view.mesh)}: give it one on the same mesh"
             )
         if tensor.placements != view.block.placements:

@@ -81,7 +81,7 @@ def check_at_rest(unit: ShardedUnit, what: str) -> None:
     if root is not None:
         root.rest()
     for flat in unit.flats:
-        flat.take_back()  # while what users have assigned can be distinguished from what summon_full_params registers
+        flat.adopt_user_data()  # while what users have assigned is not mixed with what summon_full_params registers
 
 
 def validate_unshard_params_args(args: UnshardArgs, unit: ShardedUnit) -> None:
@@ -198,7 +198,7 @@ def unshard_fsdp_state_params(unit: ShardedUnit, args: UnshardArgs) -> list[_Who
     """Collective over the wrapper's process groups. Gather the flat parameters of one unit, and their gradients."""
     wholes = []
     for flat in unit.flats:
-        flat.take_back()
+        flat.adopt_user_data()
         first = flat.comm.rank == 0 and (flat.replicas is None or flat.replicas.rank == 0)
         at_rest = [(leaf.data, leaf.grad) for leaf in flat.leaves]
         whole = _Whole(flat, first or not args.rank0_only, at_rest)

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.sharded.taken import unit_fqn
+from hpcfsdp.sharded.managed import unit_fqn
 from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.load import load_model
 from hpcfsdp.state.optim import load, save

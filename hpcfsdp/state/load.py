@@ -25,7 +25,7 @@ from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.reading import Hook, Reading, equal
 from hpcfsdp.state.registries import Incoming, put_all_back
 from hpcfsdp.state.save import flat_numel
-from hpcfsdp.state.transfer import LocalShards, Rank0Tensor, fill
+from hpcfsdp.state.transfer import LocalShards, Rank0Tensor, scatter
 from hpcfsdp.tensor.whole import fill_block
 
 
@@ -267,7 +267,7 @@ def _fill(groups: Groups, flat: FlatParam, layout: FlatLayout, values: list[Any]
     )
     # Nothing may be received in memory that ranks share.
     target = shard.clone() if moves and flat.is_resident else shard
-    fill(groups, LocalShards.of_shard(layout, target), values)
+    scatter(groups, LocalShards.of_shard(layout, target), values)
     if target is not shard:
         shard.copy_(target)
 

@@ -60,7 +60,7 @@ def named_flat_params(
             paths.setdefault(unit, []).append(path)
     for unit, known_as in paths.items():
         for flat in unit.flats:
-            flat.take_back()  # what is read or written next is the shard, not what a user has put in its place
+            flat.adopt_user_data()  # what is read or written next is the shard, not what a user has put in its place
             yield unit, flat, flat.layout.known_as(tuple(known_as), name_of)
 
 

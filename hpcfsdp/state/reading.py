@@ -123,7 +123,7 @@ class Reading:
         """
         for unit in self.units:
             for flat in unit.flats:
-                flat.take_back()
+                flat.adopt_user_data()
         # Versions of wrapped modules come after those of their wrappers, and are the ones that count.
         self._metadata = {clean(path, prefix).rstrip("."): facts for path, facts in (metadata or {}).items()}
         given: dict[str, Any] = {}

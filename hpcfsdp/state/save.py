@@ -26,7 +26,7 @@ from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name, units_in
 from hpcfsdp.state.ranks import Grid, ranks_of_replica
 from hpcfsdp.state.settings import kind_of, settings_of
 from hpcfsdp.state.stand_in import StandIn, shown_for
-from hpcfsdp.state.transfer import LocalShards, StateDictFormat, collect, keeping_scratch
+from hpcfsdp.state.transfer import LocalShards, StateDictFormat, gather, keeping_scratch
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.tensor.runs import Box
 from hpcfsdp.tensor.sharded import create_sharded_tensor
@@ -109,7 +109,7 @@ def save_model(
         asked = [(call.kind_of(inner).name, call.form_of(inner)) for inner in units]
         for inner in units:
             for flat in inner.flats:
-                flat.take_back()
+                flat.adopt_user_data()
     _check_alike(comm, units, asked)
     with _shards_published(units, call), keeping_scratch():
         for inner in units:
@@ -214,12 +214,12 @@ def _shards_published(units: list[ShardedUnit], call: _Call) -> Iterator[None]:
         flat.publish()
     comms = dict.fromkeys(flat.comm for flat in flats)
     for comm in comms:
-        comm.meet("state_dict")
+        comm.labelled_barrier("state_dict")
     try:
         yield
     finally:
         for comm in comms:
-            comm.meet("end of state_dict")
+            comm.labelled_barrier("end of state_dict")
 
 
 def _shows_shards(flat: FlatParam) -> bool:
@@ -349,7 +349,7 @@ def _values_of(groups: Groups, flat: FlatParam, form: StateDictFormat) -> list[A
     if not form.is_made_by(groups):
         return [None] * len(flat.leaves)
     parts = LocalShards.of_shard(flat.layout, flat.parameter.data)
-    return collect(groups, parts, flat.layout.dtype, flat.device, form)
+    return gather(groups, parts, flat.layout.dtype, flat.device, form)
 
 
 def _nothing(shape: tuple[int, ...], flat: FlatParam) -> torch.Tensor:

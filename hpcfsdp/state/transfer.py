@@ -112,7 +112,7 @@ class LocalShards:
 
 
 @torch.no_grad()
-def collect(
+def gather(
     groups: Groups, parts: LocalShards, dtype: torch.dtype, device: torch.device, form: StateDictFormat
 ) -> list[Any]:
     """Collective over a replica of the unit. What a state dict shows of `parts`, for each slot; None for nothing.
@@ -306,8 +306,8 @@ class Rank0Tensor:
 
 
 @torch.no_grad()
-def fill(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> None:
-    """Collective over the ranks of `groups`, unless all of `values` are plain tensors. The way back from ``collect``.
+def scatter(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> None:
+    """Collective over the ranks of `groups`, unless all of `values` are plain tensors. The way back from ``gather``.
 
     Args:
         parts: filled, converting to their dtype. What belongs to no slot is left alone.

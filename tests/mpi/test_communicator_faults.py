@@ -36,7 +36,7 @@ def test_ranks_meet_when_all_are_there_however_often(world, meeting):
         if dice.random() < 0.3:
             time.sleep(dice.random() * 0.003)
         arrived_s = time.monotonic()
-        meeting.meet(f"turn {turn}")
+        meeting.labelled_barrier(f"turn {turn}")
         left_s = time.monotonic()
         assert max(world.comm.allgather(arrived_s)) <= left_s
 
@@ -45,33 +45,33 @@ def test_ranks_meet_when_all_are_there_however_often(world, meeting):
 @pytest.mark.parametrize("letter", ["x", "ü"])
 def test_notes_may_be_of_any_length(meeting, length, letter):
     for turn in range(3):
-        meeting.meet(letter * length + str(turn))
+        meeting.labelled_barrier(letter * length + str(turn))
 
 
 @pytest.mark.parametrize("common", [0, 100, 1000])
 def test_ranks_with_another_note_are_named_with_it_on_every_rank(several, world, meeting, common):
     odd = world.size - 1
-    meeting.meet("all is well")
+    meeting.labelled_barrier("all is well")
     notes = [f"{'odd' if rank == odd else 'even'} " for rank in range(world.size)]
     # Where they are too long to be told in full, they differ in what is cut off.
     notes = ["." * common + note for note in notes] if common > 200 else [note + "." * common for note in notes]
     with pytest.raises(CommunicationError) as caught:
-        meeting.meet(notes[world.rank])
+        meeting.labelled_barrier(notes[world.rank])
     others = range(odd) if world.rank == odd else [odd]
     told = str(caught.value)
     assert told.startswith(f"rank {world.rank} calls {notes[world.rank][:20].rstrip()}")
     assert any(f", but rank {other} calls {notes[other][:20].rstrip()}" in told for other in others)
     world.comm.Barrier()
-    meeting.meet("and it is again")
+    meeting.labelled_barrier("and it is again")
 
 
 def test_a_rank_that_does_not_come_to_a_meeting_is_named(several, world, make_comm):
     for topology in (Topology.regular(1, world.size), Topology.regular(world.size, 1)):
         comm, missing = make_comm(topology, timeout_s=0.5), world.size - 1
-        comm.meet("all are here")
+        comm.labelled_barrier("all are here")
         if world.rank != missing:
             with pytest.raises(CommunicationError) as caught:
-                comm.meet("one is not")
+                comm.labelled_barrier("one is not")
             assert str(caught.value).startswith(f"one is not on rank {world.rank}: waited 0.5 s")
             assert named(caught.value, missing)
         world.comm.Barrier()
@@ -82,7 +82,7 @@ def test_ranks_meet_while_other_work_is_under_way(make_comm):
     memory = comm.alloc(4 * comm.size, torch.float32).fill_(1.0)
     output = torch.empty(4)
     works = [comm.reduce_scatter_tensor(output, memory, "sum", async_op=True), comm.barrier(async_op=True)]
-    comm.meet("meanwhile")
+    comm.labelled_barrier("meanwhile")
     for work in works:
         work.wait()
     assert output.tolist() == [comm.size] * 4

@@ -18,7 +18,7 @@ from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.sharded.groups import resolve_groups
 from hpcfsdp.state import transfer
-from hpcfsdp.state.transfer import LocalShards, Rank0Tensor, StateDictFormat, collect, fill
+from hpcfsdp.state.transfer import LocalShards, Rank0Tensor, StateDictFormat, gather, scatter
 from hpcfsdp.tensor.runs import Box, chunk_box
 from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, local_blocks, properties_of
 
@@ -57,9 +57,9 @@ class Example:
         return LocalShards(layout, tensors, whole_shard=not own), shard
 
     def check_filled(self, own, values, expected=None, *, left_alone=()):
-        """That ``fill`` brings `values` where they belong, and touches nothing else."""
+        """That ``scatter`` brings `values` where they belong, and touches nothing else."""
         parts, shard = self.parts(own, left_out=left_alone if own else ())
-        fill(self.groups, parts, values)
+        scatter(self.groups, parts, values)
         wanted = [value.to(self.dtype) for value in expected or self.values]
         for index in left_alone:
             wanted[index] = torch.full_like(wanted[index], UNTOUCHED)
@@ -120,7 +120,7 @@ def test_what_each_form_shows(world, over, form, own, dtype):
     example = Example(over, dtype)
     parts, shard = example.parts(own, example.values)
     before = shard.clone()
-    found = collect(over, parts, dtype, CPU, form)
+    found = gather(over, parts, dtype, CPU, form)
     if form.sharded:
         check_chunks(over, found, example.values, ShardedTensor, world.rank)
         assert all(all_boxes(tensor) for tensor in found if isinstance(tensor, ShardedTensor))
@@ -142,7 +142,7 @@ def test_what_each_form_shows(world, over, form, own, dtype):
 def test_slots_that_are_left_out(world, over, form, own, left_out):
     example = Example(over)
     parts, _ = example.parts(own, example.values, left_out)
-    found = collect(over, parts, torch.float32, CPU, form)
+    found = gather(over, parts, torch.float32, CPU, form)
     for index in left_out:
         assert found[index] is None
     kept = [index for index in range(len(SHAPES)) if index not in left_out]
@@ -160,10 +160,10 @@ def test_parameters_show_values_without_a_history(plain, form, own):
     parts, _ = example.parts(own, example.values)
     tensors = {id(tensor): torch.nn.Parameter(tensor) for tensor in parts.tensors}
     parts = dataclasses.replace(parts, tensors=[tensors[id(tensor)] for tensor in parts.tensors])
-    for tensor in collect(plain, parts, torch.float32, CPU, form):
+    for tensor in gather(plain, parts, torch.float32, CPU, form):
         for block in [b for _, b in local_blocks(tensor)] if isinstance(tensor, ShardedTensor) else [tensor]:
             assert block is None or not block.requires_grad
-    fill(plain, parts, example.values)
+    scatter(plain, parts, example.values)
     assert all(tensor.is_leaf and tensor.requires_grad for tensor in tensors.values())
 
 
@@ -171,7 +171,7 @@ def test_parameters_show_values_without_a_history(plain, form, own):
 def test_chunks_are_dtensors_where_there_is_a_mesh(world, own):
     groups = resolve_groups(None, world.mesh(), None)
     example = Example(groups)
-    found = collect(groups, example.parts(own, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
+    found = gather(groups, example.parts(own, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
     check_chunks(groups, found, example.values, DTensor, world.rank)
     assert all(tensor.placements == (Shard(0),) for tensor in found if isinstance(tensor, DTensor))
     assert all(same(t.full_tensor(), v) for t, v in zip(found, example.values, strict=True) if v.shape and v.numel())
@@ -183,7 +183,7 @@ def test_chunks_are_replicated_dtensors_on_a_mesh_of_two_dimensions(world, own):
     mesh = world.mesh(replicate=None, shard=2 if world.size % 2 == 0 else 1)
     groups = resolve_groups(None, mesh, Strategy.HYBRID_SHARD)
     example = Example(groups)
-    found = collect(groups, example.parts(own, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
+    found = gather(groups, example.parts(own, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
     check_chunks(groups, found, example.values, DTensor, world.rank)
     assert all(t.placements == (Replicate(), Shard(0)) for t in found if isinstance(t, DTensor))
     assert all(same(t.full_tensor(), v) for t, v in zip(found, example.values, strict=True) if v.shape and v.numel())
@@ -194,14 +194,14 @@ def test_chunks_are_replicated_dtensors_on_a_mesh_of_two_dimensions(world, own):
 def test_without_shards_a_sharded_form_is_whole(world, with_mesh):
     groups = resolve_groups(None, world.mesh() if with_mesh else None, Strategy.NO_SHARD)
     example = Example(groups)
-    found = collect(groups, example.parts(False, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
+    found = gather(groups, example.parts(False, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
     assert all(map(same, found, example.values))
 
 
 @OWN_MEMORY
 def test_chunks_of_one_replica_name_its_ranks(world, hybrid, own):
     example = Example(hybrid)
-    found = collect(hybrid, example.parts(own, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
+    found = gather(hybrid, example.parts(own, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
     check_chunks(hybrid, found, example.values, ShardedTensor, world.rank)
     assert {rank for t in found if isinstance(t, ShardedTensor) for rank in all_boxes(t)} <= {*hybrid.global_ranks()}
     example.check_filled(own, found)
@@ -213,8 +213,8 @@ def test_the_first_rank_of_the_first_replica_alone_is_given_all(world, hybrid):
     assert form.is_made_by(hybrid) == (world.rank < world.size // 2)
     assert form.is_shown_by(hybrid) == (world.rank == 0)
     if form.is_made_by(hybrid):  # the others need not call it
-        assert (collect(hybrid, parts, torch.float32, CPU, form)[0] is None) == (world.rank != 0)
-    found = collect(hybrid, parts, torch.float32, CPU, form)
+        assert (gather(hybrid, parts, torch.float32, CPU, form)[0] is None) == (world.rank != 0)
+    found = gather(hybrid, parts, torch.float32, CPU, form)
     if world.rank == 0:
         assert all(map(same, found, example.values))
     else:
@@ -273,7 +273,7 @@ def test_sharded_tensors_of_any_blocks(world, over, own, cuts, dtype):
 @OWN_MEMORY
 def test_the_way_back_of_each_form(over, form, own):
     example = Example(over)
-    found = collect(over, example.parts(own, example.values)[0], torch.float32, CPU, form)
+    found = gather(over, example.parts(own, example.values)[0], torch.float32, CPU, form)
     if form.rank0_only:
         found = [Rank0Tensor(v.shape, v.dtype, t) for t, v in zip(found, example.values, strict=True)]
     example.check_filled(own, found)
@@ -368,8 +368,8 @@ def test_a_few_parameters_at_a_time_are_in_memory(world, plain, monkeypatch, bat
     groups = dataclasses.replace(plain, shard=watch)
     example = Example(groups, shapes=shapes)
     form, bound = StateDictFormat(sharded=True), max(batch, 25)
-    chunks = collect(groups, example.parts(True, example.values)[0], torch.float32, CPU, form)
-    collect(groups, example.parts(False, example.values)[0], torch.float32, CPU, StateDictFormat(rank0_only=True))
+    chunks = gather(groups, example.parts(True, example.values)[0], torch.float32, CPU, form)
+    gather(groups, example.parts(False, example.values)[0], torch.float32, CPU, StateDictFormat(rank0_only=True))
     first = [Rank0Tensor(value.shape, value.dtype, value if world.rank == 0 else None) for value in example.values]
     blocks = [sharded_in_blocks(value, 3, range(world.size)) for value in example.values]
     columns = [distribute_tensor(value, world.mesh(), [Shard(1)]) for value in example.values]
@@ -430,7 +430,7 @@ def test_other_replicas_keep_what_is_left_alone(world, hybrid):
     shard.fill_(float(world.rank))
     values: list = [None] * len(SHAPES)
     values[2] = Rank0Tensor(example.values[2].shape, torch.float32, example.values[2] if world.rank == 0 else None)
-    fill(hybrid, parts, values)
+    scatter(hybrid, parts, values)
     expected = torch.full_like(shard, float(world.rank))
     extent = example.layout.param_extent("b", hybrid.shard.rank)
     if extent is not None:
@@ -516,7 +516,7 @@ def test_a_sharded_tensor_of_other_ranks_is_refused_by_all(world, comm):
     with pytest.raises(
         StateDictError, match=f"'a': its ShardedTensor lies on the ranks {there}.*over \\({here}\\): load"
     ):
-        fill(groups, parts, [example.values[0], a])
+        scatter(groups, parts, [example.values[0], a])
     assert torch.equal(shard, torch.full_like(shard, UNTOUCHED))
 
 
@@ -528,5 +528,5 @@ def test_a_dtensor_that_is_pending_is_refused(world, plain):
     with pytest.raises(
         StateDictError, match=r"'c': a DTensor with placements \(Partial\(sum\),\) has no values of its"
     ):
-        fill(plain, parts, values)
+        scatter(plain, parts, values)
     assert torch.equal(shard, torch.full_like(shard, UNTOUCHED))

@@ -548,11 +548,11 @@ def test_ranks_that_meet_around_each_use_may_write_in_place(world, make, delays)
         expected = torch.cat([held(rank, numel, turn) for rank in range(comm.size)])
         delays.sleep()
         segment(full, comm).copy_(held(comm.rank, numel, turn))
-        comm.meet(f"written {turn}")
+        comm.labelled_barrier(f"written {turn}")
         assert torch.equal(full, expected), turn
         delays.sleep(1.0)
         assert torch.equal(full, expected), turn
-        comm.meet(f"used {turn}")
+        comm.labelled_barrier(f"used {turn}")
 
 
 def waits():
@@ -749,11 +749,11 @@ def use_what_the_late_rank_has_not_written(stage, turn):
     """As parameters that stay in memory that ranks share: written by everyone, then used by everyone."""
     comm = stage.machine("one node")
     full = comm.alloc(NUMEL * comm.size, torch.float32, gathered=True)
-    comm.meet("before")
+    comm.labelled_barrier("before")
     stage.world.comm.Barrier()
     stage.hold()
     segment(full, comm).copy_(held(comm.rank, NUMEL, turn))
-    comm.meet(f"turn {turn}")
+    comm.labelled_barrier(f"turn {turn}")
     right = torch.equal(full, all_of(comm, turn))
     stage.signal()
     return right

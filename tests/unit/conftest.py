@@ -98,7 +98,7 @@ class ThreadComm(PlainMemory):
         self._exchange(None)
         return Finished() if async_op else None
 
-    def meet(self, note):
+    def labelled_barrier(self, note):
         notes = self._exchange(note)
         for rank, other in enumerate(notes):
             if other != notes[0]:

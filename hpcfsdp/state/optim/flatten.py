@@ -19,7 +19,7 @@ from hpcfsdp.observe.profile import Phase, profile
 from hpcfsdp.state.optim.compare import describe
 from hpcfsdp.state.optim.keys import FSDPParamInfo
 from hpcfsdp.state.optim.values import deep_copy, same
-from hpcfsdp.state.transfer import LocalShards, fill
+from hpcfsdp.state.transfer import LocalShards, scatter
 
 TORCH_SCALARS = {"step", "mu_product", "eta", "mu"}
 """State that torch's optimizers have once for each parameter: it has no dimensions, whatever the parameter has."""
@@ -218,7 +218,7 @@ def flatten_tensor_optim_state(info: FSDPParamInfo, values: Sequence[Any]) -> to
     for gap, end in info.layout.gaps():
         shard[max(gap - begin, 0) : max(end - begin, 0)].zero_()
     with profile(Phase.RESHARDING, shard.nbytes):
-        fill(info.groups, LocalShards.of_shard(info.layout, shard), values)
+        scatter(info.groups, LocalShards.of_shard(info.layout, shard), values)
     return shard
 
 
@@ -254,7 +254,7 @@ def shard_orig_param_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) 
             runs[index] = torch.empty(extent.numel if extent else 0, dtype=describe(value)[1], device=device)
             found[fqn][name] = runs[index].view(layout.slots[index].shape) if info.keeps_shapes else runs[index]
         with profile(Phase.RESHARDING, sum(run.nbytes for run in runs if run is not None)):
-            fill(info.groups, LocalShards.of_runs(layout, runs), values)
+            scatter(info.groups, LocalShards.of_runs(layout, runs), values)
     return found
 
 

@@ -49,7 +49,7 @@ def no_store(monkeypatch):
 def alone(size=2, confirm=True):
     """The order of rank 0, and the notes with which it meets the others."""
     notes = []
-    return Order(SimpleNamespace(rank=0, size=size, meet=notes.append), "7", confirm=confirm), notes
+    return Order(SimpleNamespace(rank=0, size=size, labelled_barrier=notes.append), "7", confirm=confirm), notes
 
 
 def go(order, *events):
@@ -113,7 +113,7 @@ def test_a_new_path_is_confirmed_in_the_store_once_all_ranks_come_to_it(run_rank
         order, met, known = Order(comm, "7", confirm=True), [], []
         go(order, A, B)
         go(order, A, B)
-        comm.meet = met.append
+        comm.labelled_barrier = met.append
         for path in ((A, C), (A, C), (A, B), (A, C)):
             go(order, *path)
             comm.barrier()
@@ -177,7 +177,7 @@ def test_a_pass_that_goes_on_where_others_ended_is_told(store):
 def test_the_same_turn_of_another_step_or_engine_is_another_turn(store):
     keys = []
     for label in ("7", "8"):
-        order = Order(SimpleNamespace(rank=0, size=2, meet=lambda note: None), label, confirm=True)
+        order = Order(SimpleNamespace(rank=0, size=2, labelled_barrier=lambda note: None), label, confirm=True)
         go(order, A)
         for _ in range(2):
             order.begin()

@@ -79,7 +79,7 @@ def broken_off():
     root = Root([unit], FakeCommunicator(), "0")
     root.context.unshard(unit.values)
     root.context.await_unshard(unit.values)
-    root.context.reductions.join(unit.grads[0])
+    root.context.reductions.enqueue(unit.grads[0])
     leaf.grad = torch.ones_like(leaf)
     root.context.reductions.take(unit.grads[0], 0)
     unit.phase = Phase.BACKWARD

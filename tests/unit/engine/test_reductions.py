@@ -53,7 +53,7 @@ class Setting:
     """Gradients a, b, c, ... of two parameters of so many elements each, on a rank that holds the first of them."""
 
     def __init__(self, comm, *numels, wire=None):
-        self.comm, self.line = comm, Reductions(HostStreams())
+        self.comm, self.queue = comm, Reductions(HostStreams())
         self.grads = []
         for index, numel in enumerate(numels):
             leaves = [nn.Parameter(torch.zeros(numel)), nn.Parameter(torch.zeros(numel))]
@@ -61,14 +61,14 @@ class Setting:
             dtypes = Dtypes.plan(torch.float32, reduce=wire[index] if wire else None)
             self.grads.append(FlatGrad(FlatParam(leaves, layout, comm, dtypes=dtypes)))
             self.grads[-1].name = "abcdef"[index]
-            self.line.plan(self.grads[-1])
-        self.line.alloc()
+            self.queue.plan(self.grads[-1])
+        self.queue.alloc()
 
     def join(self, *indices):
         """The backward of units begins: both of their leaves are to get a gradient."""
         for index in indices:
             self.grads[index].outstanding = 2
-            self.line.join(self.grads[index])
+            self.queue.enqueue(self.grads[index])
 
     @torch.no_grad()
     def come(self, index, value, place=0):
@@ -76,9 +76,9 @@ class Setting:
         grad = self.grads[index]
         leaf = grad.flat.leaves[place]
         leaf.grad = torch.full_like(leaf, value) if leaf.grad is None else leaf.grad + value
-        self.line.take(grad, place)
+        self.queue.take(grad, place)
         grad.outstanding -= 1
-        self.line.advance()
+        self.queue.advance()
 
     def complete(self, *indices):
         """Both leaves get one."""
@@ -91,10 +91,10 @@ class Setting:
 
     def settled(self):
         """This rank's part of each gradient at the end of the backward."""
-        streams = self.line._streams
+        streams = self.queue._streams
         for queue in streams._pending:
             streams.wait(queue, streams.record(queue), None)
-        self.line.settle()
+        self.queue.settle()
         for grad in self.grads:
             grad.settle([True, True])
         return [grad.flat.parameter.grad.tolist() for grad in self.grads if grad.flat.parameter.grad is not None]
@@ -211,18 +211,18 @@ def test_memory_that_nobody_shares_is_held_by_two_gradients_at_a_time():
 
 def test_a_gradient_that_is_kept_back_holds_no_buffer_and_is_in_the_next_sum():
     setting = Setting(LateComm(shares_memory=True), 4, 4)
-    setting.line.keeps_back = True
+    setting.queue.keeps_back = True
     for _ in range(2):
         setting.join(0, 1)
         for index in (1, 0):
             for place in range(2):
                 leaf = setting.grads[index].flat.leaves[place]
                 leaf.grad = torch.full_like(leaf, index + 1.0)
-                setting.line.take(setting.grads[index], place)
+                setting.queue.take(setting.grads[index], place)
             setting.grads[index].outstanding = 0
-            setting.line.advance()
+            setting.queue.advance()
         assert setting.buffers() == [None, None]
-    setting.line.keeps_back = False
+    setting.queue.keeps_back = False
     assert setting.comm.log == []
     setting.join(0, 1)
     setting.complete(0, 1)
@@ -234,13 +234,13 @@ def test_a_gradient_that_waits_from_an_earlier_step_is_sent_without_a_new_one():
     setting.join(0)
     leaf = setting.grads[0].flat.leaves[0]
     leaf.grad = torch.full_like(leaf, 3.0)
-    setting.line.take(setting.grads[0], 0)
+    setting.queue.take(setting.grads[0], 0)
     setting.grads[0].outstanding = 0
-    setting.line.keeps_back = True
-    setting.line.advance()
-    setting.line.keeps_back = False
-    setting.line.join(setting.grads[0])
-    setting.line.advance()
+    setting.queue.keeps_back = True
+    setting.queue.advance()
+    setting.queue.keeps_back = False
+    setting.queue.enqueue(setting.grads[0])
+    setting.queue.advance()
     assert setting.comm.log == ["a"]
     assert setting.settled() == [[3] * 4]
 
@@ -275,16 +275,16 @@ def test_replicas_that_share_memory_reduce_in_it():
     leaf = nn.Parameter(torch.zeros(4))
     layout = FlatLayout.plan([("p", (4,), ())], torch.float32, 1)
     grad = FlatGrad(FlatParam([leaf], layout, FakeCommunicator(), replicas=comm, always_whole=True))
-    line = Reductions(HostStreams())
-    line.plan(grad)
-    line.alloc()
-    line.join(grad)
+    queue = Reductions(HostStreams())
+    queue.plan(grad)
+    queue.alloc()
+    queue.enqueue(grad)
     leaf.grad = torch.ones(4)
-    line.take(grad, 0)
+    queue.take(grad, 0)
     assert comm.allocated == [(4, torch.float32)] * 2
     buffer = grad.buffer
-    line.advance()
-    line.settle()
+    queue.advance()
+    queue.settle()
     grad.settle([True])
     buffer.fill_(torch.nan)  # others put theirs together there
     assert grad.flat.parameter.grad.tolist() == [1] * 4
@@ -295,7 +295,7 @@ def test_what_was_broken_off_holds_no_place_and_no_buffer(shares_memory):
     setting = Setting(LateComm(shares_memory), 4, 4, 4)
     setting.join(0, 1)
     setting.come(1, 1.0)
-    setting.line.drop()
+    setting.queue.drop()
     for grad in setting.grads:
         grad.drop()
     setting.join(2, 1)

@@ -93,7 +93,7 @@ def test_ranks_that_share_memory_and_meet_for_other_reasons_are_told(run_ranks, 
         if comm.rank == 0:
             flat.unshard()
         else:
-            comm.meet("something else")
+            comm.labelled_barrier("something else")
 
     errors = run_ranks(2, body, shares_memory=True)
     assert [type(error) for error in errors] == [CommunicationError] * 2
@@ -197,7 +197,7 @@ def test_a_shard_that_was_replaced_is_taken_over_into_the_memory_that_ranks_know
     flat = make_flat(torch.zeros(4))
     place = flat.parameter.data_ptr()
     flat.parameter.data = torch.arange(4.0)
-    flat.take_back()
+    flat.adopt_user_data()
     flat.unshard()
     assert flat.leaves[0].tolist() == [0, 1, 2, 3]
     assert flat.parameter.data_ptr() == place
@@ -208,9 +208,9 @@ def test_a_run_that_was_replaced_is_taken_over_when_its_size_is_right(run_ranks,
         flat = make_flat(torch.zeros(2, 3), torch.zeros(3), comm=comm, use_orig_params=True)
         for leaf in flat.leaves:
             leaf.data = torch.full_like(leaf, comm.rank + 1.0)
-        flat.take_back()
+        flat.adopt_user_data()
         flat.unshard()
-        flat.take_back()  # has nothing to do while they are whole
+        flat.adopt_user_data()  # has nothing to do while they are whole
         return [leaf.tolist() for leaf in flat.leaves]
 
     assert run_ranks(2, body) == [[[[1, 1, 1], [1, 1, 1]], [2, 2, 2]]] * 2
@@ -224,7 +224,7 @@ def test_a_replacement_of_another_size_is_named(make_flat, use_orig_params, what
     replaced = flat.leaves[0] if use_orig_params else flat.parameter
     replaced.data = torch.zeros(5)
     with pytest.raises(EngineError) as caught:
-        flat.take_back()
+        flat.adopt_user_data()
     assert str(caught.value) == (
         f"rank 0: {what} was replaced by a tensor of shape (5,), but this rank's shard of it has 4 element(s): assign "
         "values for the shard, or assign whole parameters within FullyShardedDataParallel.summon_full_params(model)"

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from torch import nn
 
-_TAKEN = "_hpcfsdp_unit_fqn"
+_UNIT_FQN = "_hpcfsdp_unit_fqn"
 _HIDDEN = "_hpcfsdp_hidden"
 _SHAPE = "_hpcfsdp_whole_shape"
 _REPLACED = "_hpcfsdp_replaced"
 
 
-def take(param: nn.Parameter, fqn: str, shape: tuple[int, ...]) -> None:
+def mark(param: nn.Parameter, fqn: str, shape: tuple[int, ...]) -> None:
     """Mark a parameter as one that a unit has.
 
     Args:
         fqn: its name in the unit.
         shape: of the whole parameter.
     """
-    setattr(param, _TAKEN, fqn)
+    setattr(param, _UNIT_FQN, fqn)
     setattr(param, _SHAPE, shape)
 
 
@@ -38,7 +38,7 @@ def show(param: nn.Parameter) -> None:
 
 def unit_fqn(param: nn.Parameter) -> str | None:
     """The name that a parameter has in a unit, None if no unit has it."""
-    return getattr(param, _TAKEN, None)
+    return getattr(param, _UNIT_FQN, None)
 
 
 def hidden_fqn(param: nn.Parameter) -> str | None:

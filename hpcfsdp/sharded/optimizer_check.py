@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
 from hpcfsdp.sharded.local_clip import look_for_local_clipping
-from hpcfsdp.sharded.taken import hidden_fqn, is_replaced, whole_shape
+from hpcfsdp.sharded.managed import hidden_fqn, is_replaced, whole_shape
 
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
