@@ -55,7 +55,7 @@ _TENSORS = (
     "gather",
     "scatter",
 )
-_OBJECTS = ("all_gather_object", "broadcast_object", "meet")
+_OBJECTS = ("all_gather_object", "broadcast_object", "labelled_barrier")
 
 
 @pytest.fixture

@@ -761,7 +761,7 @@ def use_what_the_late_rank_has_not_written(stage, turn):
 
 RACES = [
     (("claim", 1), write_while_the_late_rank_reads),
-    (("meet", 1), use_what_the_late_rank_has_not_written),
+    (("labelled_barrier", 1), use_what_the_late_rank_has_not_written),
     (("all_gather", 1), gather_another_shard_while_the_late_rank_reads),
     (("all_gather", 1), receive_from_other_nodes_while_the_late_rank_reads),
     (("all_gather", 2), read_before_other_nodes_have_sent),
@@ -785,7 +785,7 @@ def test_without_any_one_wait_values_are_wrong(several, world, make, monkeypatch
         right = race(Stage(world, make, patch, patience_s=0.05), turn=1)
     assert world.comm.allreduce(right) == world.size
     with monkeypatch.context() as patch:
-        for name in ("claim", "meet", "all_gather", "reduce_scatter", "all_reduce"):
+        for name in ("claim", "labelled_barrier", "all_gather", "reduce_scatter", "all_reduce"):
             patch.setattr(shared, name, leaving_out(site, getattr(shared, name)))
         right = race(Stage(world, make, patch, patience_s=5.0), turn=3)
         assert world.comm.allreduce(right) < world.size
