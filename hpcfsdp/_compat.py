@@ -5,6 +5,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -133,32 +134,28 @@ def device_of_group(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def run_of_autograd() -> int:
-    """A number for the run of the autograd engine that the calling thread is inside of, -1 outside of any."""
-    return torch._C._current_graph_task_id()
+# The engine calls these in each step, straight.
+
+run_of_autograd: Callable[[], int] = torch._C._current_graph_task_id
+"""A number for the run of the autograd engine that the calling thread is inside of, -1 outside of any."""
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the backward that is running will come to a node of the graph. A RuntimeError for a leaf whose gradient goes
+to the caller of torch.autograd.grad."""
+call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Has the autograd engine call a function at the end of the backward pass that is running."""
+hooks_after_accumulation: Callable[[torch.Tensor], dict[int, Any] | None] = operator.attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+"""The hooks of a leaf that run when autograd has added to its gradient."""
+hooks_on_gradient: Callable[[torch.Tensor], dict[int, Any] | None] = operator.attrgetter("_backward_hooks")
+"""The hooks of a tensor that run when a gradient comes to it."""
+STEPPED_IN_BACKWARD = "_in_backward_optimizers"
+"""The attribute in which torch notes the optimizers that step a parameter as soon as it has its gradient."""
 
 
 def in_backward() -> bool:
     """Whether the calling thread is inside a run of the autograd engine."""
     return run_of_autograd() != -1
-
-
-def will_run(node: Any) -> bool:
-    """Whether the backward that is running will come to a node of the graph."""
-    if node is None:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf for which torch.autograd.grad was asked: its gradient goes to the caller
-        return False
-
-
-def accumulator_of(leaf: torch.Tensor) -> Any:
-    """The node of the graph that adds to the gradient of a leaf, None for a leaf that wants none."""
-    if not leaf.requires_grad:
-        return None
-    with torch.enable_grad():
-        return leaf.view_as(leaf).grad_fn.next_functions[0][0]
 
 
 def forget_accumulator(leaf: torch.Tensor) -> None:
@@ -172,12 +169,6 @@ def forget_accumulator(leaf: torch.Tensor) -> None:
 def shape_of_accumulator(node: Any) -> tuple[int, ...]:
     """The shape of the gradients that such a node takes: that which its leaf had when it was made."""
     return tuple(node._input_metadata[0].shape)
-
-
-def forget_autocast_casts(device_type: str) -> None:
-    """Free the casts of weights that autocast has kept for further use: the weights themselves are freed, too."""
-    if torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled():
-        torch.clear_autocast_cache()
 
 
 def default_store() -> Any:
@@ -207,11 +198,6 @@ def hook_behind_torch(hook: Any) -> Any:
     if getattr(hook, "__module__", "") != "torch.distributed.distributed_c10d":
         return None
     return inspect.getclosurevars(hook).nonlocals.get("old_hook")
-
-
-def call_after_backward(callback: Callable[[], None]) -> None:
-    """Have the autograd engine call `callback` at the end of the backward pass that is running."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def run_wrap_policy(policy: Any, root: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]]:

@@ -200,14 +200,17 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Collective over the process group. Run the wrapped module with gathered parameters."""
         compiler = _compat.set_compiler(None)  # torch.compile may work on what is inside, not on the engine
-        outermost = calls.begin(f'forward of "{self._unit.name}"')
+        unit, outermost = self._unit, not calls.here.call
+        if outermost:
+            calls.here.call = f'forward of "{unit.name}"'
         try:
-            root = self._unit.root or become_root(self._unit)
+            root = unit.root or become_root(unit)
             if self._full_in_eval and not root.is_busy:
-                follow_eval_mode(self._unit)
-            return root.forward(self._unit, self._fsdp_wrapped_module, args, kwargs, compiler)
+                follow_eval_mode(unit)
+            return root.forward(unit, self._fsdp_wrapped_module, args, kwargs, compiler)
         finally:
-            calls.end(outermost)
+            if outermost:
+                calls.here.call = ""
             _compat.set_compiler(compiler)
 
     @public_call("check_is_root")

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -42,10 +42,32 @@ def unpack_kwargs(flat_args: tuple[Any, ...], kwarg_keys: tuple[str, ...]) -> tu
     return tuple(flat_args[:begin]), dict(zip(kwarg_keys, flat_args[begin:], strict=True))
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples, lists, sets, mappings, dataclasses, packed sequences and pytree nodes.
+
+    Passes over objects of other types, into which ``objects.Visit`` looks, too.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, PackedSequence):
+        yield value.data
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for entry in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, entry.name))
+    else:
+        yield from _compat.tensors_of(value) or ()
+
+
 def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
     """`container` with each tensor in it replaced by what `fn` makes of it.
 
-    Looks into what ``hooks.tensors_in`` looks into: tuples, lists, sets and mappings with their subclasses,
+    Looks into what ``tensors_in`` looks into: tuples, lists, sets and mappings with their subclasses,
     dataclasses, the data of packed sequences, and types that are registered with ``torch.utils._pytree``. Anything else
     is passed on as it is, modules too, and so are the keys of mappings.
 

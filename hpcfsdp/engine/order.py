@@ -1,14 +1,10 @@
-"""The order in which units are gathered: remembered, to gather ahead of time, and compared between ranks.
+"""Turns of units that are new: ranks confirm them with each other before anything is sent.
 
-Ranks that gather different units at a time would wait for each other without end, or mix up values of equal size. Each
-rank remembers the orders that all ranks have gone through together, as a tree: a step that follows a known path costs
-nothing. A new turn is confirmed by all ranks before anything is sent. In the first pass all ranks meet at every turn;
-later on a rank that leaves the known paths says so in the store of torch.distributed and waits for the others there,
-because those that do not leave it are on their way into the collective already. That wait is one like those of
-collectives: others are shown it, and it ends early where a rank that is missing waits for this one elsewhere.
-
-A model that leaves out layers at random takes another path in each step. So the paths that were taken last are
-remembered, and no others; all ranks forget the same ones, since they have taken the same.
+Ranks that gather different units at a time would wait for each other without end, or mix up values of equal size. In
+the first pass all ranks compare every turn in a barrier. Later on a rank that leaves the known paths writes so into the
+store of torch.distributed and waits there for the others, because ranks that do not leave them are on their way into the
+collective already. Other ranks see that wait as they see those in collectives, and it ends early where a rank that is
+missing waits for this one elsewhere.
 """
 
 from __future__ import annotations
@@ -30,27 +26,23 @@ _ASK_EVERY_S = (0.001, 0.1)
 """Between two questions to the store, at first and after a second: all ranks ask the same one."""
 _RANKS_IN_A_WORD = 32
 """The store has counters of 64 bits, with a sign."""
-MOST_PATHS = 64
-"""How many orders are remembered: training and evaluation have a few each, layers that are left out at random all."""
-
 Event = tuple[str, str]
 """What a unit does, and its name."""
-END: Event = ("end", "")
 
 
 @dataclass(eq=False)
-class _Turn:
+class Turn:
     """A place in the tree of known orders."""
 
     event: Event
     depth: int
     digest: str
-    before: _Turn | None
-    following: dict[Event, _Turn] = field(default_factory=dict)
+    before: Turn | None
+    following: dict[Event, Turn] = field(default_factory=dict)
 
-    def follow(self, event: Event) -> _Turn:
+    def follow(self, event: Event) -> Turn:
         digest = hashlib.blake2b(f"{self.digest} {event}".encode(), digest_size=6).hexdigest()
-        turn = self.following[event] = _Turn(event, self.depth + 1, digest, self)
+        turn = self.following[event] = Turn(event, self.depth + 1, digest, self)
         return turn
 
 
@@ -103,142 +95,90 @@ class _Arrivals:
         self._words[word] = self._store.add(self.keys[word], mine)
 
 
-class Order:
-    """What the units of one engine have done in this pass (a forward with its backward), against passes before."""
+@dataclass
+class Position:
+    """Where this rank is.
 
-    def __init__(self, comm: Communicator, label: str, *, confirm: bool) -> None:
+    Attributes:
+        turn: the last one of this pass that it has come to.
+        passes: how many have begun.
+    """
+
+    turn: Turn
+    passes: int = 0
+
+    def text(self, event: Event, depth: int) -> str:
+        """An event of this pass, for messages."""
+        return f"{describe(event)} (turn {depth} of step {self.passes})"
+
+
+class Confirmation:
+    """Compares turns that are new between ranks: a ``waits.Member``."""
+
+    def __init__(self, comm: Communicator, label: str, position: Position) -> None:
         """Not collective.
 
         Args:
             comm: all ranks that have to keep the same order.
             label: of the engine, the same on all ranks, unlike that of any other.
-            confirm: have the ranks confirm each new turn; else it is for others to compare ``digest``.
+            position: of this rank; it moves on.
         """
         self._comm = comm
         self._label = label
-        self._confirm = confirm and comm.size > 1
-        self._root = self._here = _Turn(("begin", ""), 0, "", None)
-        self._ends: dict[_Turn, None] = {}  # of the paths that are remembered, the one taken last at the end
-        self._confirmed: Sequence[str] = ()  # the keys in the store that the last new turn was confirmed with
-        self._confirming: Event | None = None
-        self._passes = 0
+        self._position = position
+        self._keys: Sequence[str] = ()  # in the store, of the last new turn
+        self._event: Event | None = None  # that is being confirmed
         self.key = label
         self.world_ranks: Sequence[int] | None = getattr(comm, "world_ranks", None)
         waits.register(label, self)
 
-    @property
-    def digest(self) -> str:
-        """A short text that ranks share when they have done the same since the pass began."""
-        return self._here.digest
-
-    def begin(self) -> None:
-        """Collective where the last pass ended in a new way. Begin a pass."""
-        if self._here is not self._root:
-            self.note(END)
-        self._close()
-        self._passes += 1
-
-    def note(self, event: Event) -> None:
-        """Collective where the turn is new. This rank is about to do `event`.
+    def confirm(self, event: Event) -> None:
+        """Collective. All ranks come to the same new turn.
 
         Raises:
             DisagreementError: another rank does something else; both are named.
         """
-        known = self._here.following.get(event)
-        if known is None:
-            if self._confirm:
-                self._have_confirmed(event)
-            known = self._here.follow(event)
-        self._here = known
-
-    def upcoming(self, kind: str) -> str | None:
-        """The unit that will do `kind` next, if it is known from passes before."""
-        following = self._here.following
-        if len(following) != 1:
-            return None
-        known, name = next(iter(following))
-        return name if known == kind else None
-
-    def path(self) -> list[str]:
-        """What this rank has done since the pass began."""
-        found, turn = [], self._here
-        while turn.before is not None:
-            found.append(_describe(turn.event))
-            turn = turn.before
-        return found[::-1]
-
-    def forget(self) -> None:
-        """Not collective. Begin anew after a pass that an exception broke off."""
-        self._close()
-
-    def _close(self) -> None:
-        """Remember the path of this pass, and forget the one that was taken longest ago if there are too many."""
-        end, self._here = self._here, self._root
-        if end is self._root:
+        at = self._position
+        depth = at.turn.depth + 1
+        text = at.text(event, depth)
+        store = _compat.default_store() if at.passes > 1 else None
+        if store is None:
+            self._compare(text)
             return
-        self._ends.pop(end, None)
-        self._ends[end] = None
-        if len(self._ends) > MOST_PATHS:
-            self._forget_path(next(iter(self._ends)))
-
-    def _forget_path(self, end: _Turn) -> None:
-        """Take a path out of the tree, as far as no other one goes along it."""
-        del self._ends[end]
-        turn = end
-        while turn.before is not None and not turn.following and turn not in self._ends:
-            del turn.before.following[turn.event]
-            turn = turn.before
+        label = self._label_of(event, at.turn)
+        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        arrivals = _Arrivals(store, f"hpcfsdp/order/{self._label}/{at.passes}/{depth}/{digest}", self._comm, label)
+        self._event = event
+        try:
+            run(arrivals.steps(), label, self._comm.rank, float("inf"), False, self, (at.passes, depth))
+        finally:
+            self._event = None
+        if self._comm.rank == 0:  # all have come to the new keys, and need those before no more
+            for key in self._keys:
+                store.delete_key(key)
+        self._keys = arrivals.keys
 
     def called(self, number: tuple[int, int]) -> str | None:
         """What this rank has come to in a turn of a pass, see ``waits.Member``."""
         step, depth = number
-        if step != self._passes:
-            return waits.NOTHING_YET if step > self._passes else waits.UNKNOWN
-        if depth > self._here.depth:
-            is_next = self._confirming is not None and depth == self._here.depth + 1
-            return self._label_of(self._confirming, self._here) if is_next else waits.NOTHING_YET
-        turn = self._here
+        turn, passes = self._position.turn, self._position.passes
+        if step != passes:
+            return waits.NOTHING_YET if step > passes else waits.UNKNOWN
+        if depth > turn.depth:
+            is_next = self._event is not None and depth == turn.depth + 1
+            return self._label_of(self._event, turn) if is_next else waits.NOTHING_YET
         while turn.depth > depth and turn.before is not None:
             turn = turn.before
         return self._label_of(turn.event, turn.before or turn)
 
     def departed(self) -> set[int]:
-        """Not collective. The ranks of which it is known that they have left the program."""
+        """Not collective. The ranks that are known to have left the program."""
         return self._comm.departed() if hasattr(self._comm, "departed") else set()
 
-    def _text(self, event: Event, depth: int) -> str:
-        return f"{_describe(event)} (turn {depth} of step {self._passes})"
-
-    def _label_of(self, event: Event, before: _Turn) -> str:
-        """Of the wait for a turn that is new; the same on all ranks that come to it, then and later."""
-        expected = " or ".join(_describe(known) for known in before.following if known != event) or "nothing"
-        return f"{self._text(event, before.depth + 1)}, where in earlier steps it came to {expected}"
-
-    def _have_confirmed(self, event: Event) -> None:
-        depth = self._here.depth + 1
-        text = self._text(event, depth)
-        store = _compat.default_store() if self._passes > 1 else None
-        if store is None:
-            self._compare(text)
-            return
-        label = self._label_of(event, self._here)
-        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        key = f"hpcfsdp/order/{self._label}/{self._passes}/{depth}/{digest}"
-        arrivals = _Arrivals(store, key, self._comm, label)
-        self._confirming = event
-        try:
-            steps, number = arrivals.steps(), (self._passes, depth)
-            run(steps, label, self._comm.rank, float("inf"), False, self, number)
-        finally:
-            self._confirming = None
-        self._drop_keys(store, arrivals.keys)
-
-    def _drop_keys(self, store: Any, keys: Sequence[str]) -> None:
-        """Delete the keys before: who has come to the new ones, as all have, has no more need of them."""
-        if self._comm.rank == 0:
-            for key in self._confirmed:
-                store.delete_key(key)
-        self._confirmed = keys
+    def _label_of(self, event: Event, before: Turn) -> str:
+        """Names the wait for a new turn; the same on all ranks that come to it, then and later."""
+        expected = " or ".join(describe(known) for known in before.following if known != event) or "nothing"
+        return f"{self._position.text(event, before.depth + 1)}, where in earlier steps it came to {expected}"
 
     def _compare(self, text: str) -> None:
         """Collective. Raise on every rank unless all have come to the same."""
@@ -257,6 +197,7 @@ class Order:
             raise raised from error
 
 
-def _describe(event: Event) -> str:
+def describe(event: Event) -> str:
+    """An event for messages."""
     kind, name = event
     return f"the {kind} of {name!r}" if name else f"the {kind} of a step"

@@ -14,14 +14,10 @@ from torch import nn
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
-from hpcfsdp.engine.call import Call
-from hpcfsdp.engine.context import Context
-from hpcfsdp.engine.order import Order
-from hpcfsdp.engine.param_hooks import run_hooks
+from hpcfsdp.engine.context import Context, Order, place
 from hpcfsdp.engine.phase import Phase
-from hpcfsdp.engine.reductions import place
 from hpcfsdp.engine.streams import Queue, Streams, Wait, streams_for
-from hpcfsdp.engine.unit import Unit
+from hpcfsdp.engine.unit import Call, Unit
 from hpcfsdp.errors import CrossedCallsError, DifferentCallsError, DisagreementError, EngineError
 from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.launch import calls
@@ -62,6 +58,7 @@ class Root:
         self._streams = streams or streams_for(flats[0].device if flats else everyone.device)
         self.in_backward = False
         self._backwards = 0  # how many have begun
+        self._is_running = functools.partial(_runs_backward, weakref.ref(self))
         self._offloads = any(flat.is_offloaded for flat in flats)
         resident = [flat for flat in flats if flat.is_resident]
         self._resident = resident
@@ -75,7 +72,6 @@ class Root:
         for unit in units:
             unit.attach(self.context)
         self._depth = 0
-        self._passes = 0
         self._called: dict[Unit, None] = {}  # units with a backward to come, in the order in which their forward ended
         self._expected: list[tuple[Unit, bool, tuple[bool, int]]] = []  # of units, before this pass
         self._due: deque[Unit] = deque()
@@ -88,7 +84,7 @@ class Root:
     @property
     def holds_grads(self) -> bool:
         """Whether ``no_sync`` has kept gradients back that have not been reduced since; the same on all ranks."""
-        return any(grad.held.is_owed for unit in self.units for grad in unit.grads)
+        return any(grad.held is not None for unit in self.units for grad in unit.grads)
 
     def refuse_held(self, what: str, params: Iterable[torch.Tensor] | None = None) -> None:
         """Not collective. Refuse what needs gradients that are averaged over ranks while ``no_sync`` holds others.
@@ -105,7 +101,8 @@ class Root:
         wanted = None if params is None else set(params)
         for unit in self.units:
             for grad in unit.grads:
-                if any(wanted is None or param in wanted for param in grad.held.shown_on):
+                held_by = grad.held.shown_on if grad.held is not None else []
+                if any(wanted is None or param in wanted for param in held_by):
                     raise EngineError(
                         f"{what} would take gradients of {grad.name!r} that are those of rank {grad.flat.comm.rank} "
                         "alone, held by no_sync: run the last backward before it outside of no_sync, or throw the "
@@ -222,7 +219,6 @@ class Root:
                 raise EngineError(f"{each.name}: the model was called within summon_full_params: leave that first")
         self._reshard(self.units)  # left over from a forward without a backward
         self._expected = [(each, each in self._called, each.expected) for each in self.units]
-        self._passes += 1
         self._order.begin()
         for each in self.units:
             for flat in each.flats if each.phase is Phase.IDLE else ():
@@ -234,9 +230,11 @@ class Root:
 
     def _meet(self, what: str, unit: Unit | None = None) -> None:
         """Collective. Wait for all ranks; they have done the same since the pass began, or all of them raise."""
+        if not self._meeting:
+            return
         where = f" of {unit.name!r}" if unit is not None else ""
         mode = "" if torch.is_grad_enabled() or self.in_backward else " without gradients"
-        note = f"{what}{where}{mode}, step {self._passes}, order {self._order.digest or 'new'}"
+        note = f"{what}{where}{mode}, step {self._order.passes}, order {self._order.digest or 'new'}"
         for comm in self._meeting:
             try:
                 comm.labelled_barrier(note)
@@ -252,7 +250,7 @@ class Root:
             for turn, (first, other) in enumerate(_zip_longest(paths[0], path)):
                 if first != other:
                     found = DisagreementError(
-                        f"ranks run modules in different orders: as turn {turn + 1} of step {self._passes} rank 0 has "
+                        f"ranks run modules in different orders: as turn {turn + 1} of step {self._order.passes} rank 0 has "
                         f"{first}, rank {rank} has {other}. All ranks must call the same modules in the same order, "
                         "and equally often"
                     )
@@ -291,7 +289,8 @@ class Root:
             return
         self.in_backward = True
         self._backwards += 1
-        calls.begin_backward(self.units[0].name, functools.partial(_runs_backward, weakref.ref(self)))
+        calls.backward.label = f'backward of "{self.units[0].name}"'
+        calls.backward.is_running = self._is_running
         _compat.call_after_backward(self._finish_backward)
         self._due = deque(reversed(self._called))
         self.context.reductions.alloc()
@@ -336,8 +335,7 @@ class Root:
             unit.end_backward()
         self.in_backward = False
         for unit in self.units:
-            for grad in unit.grads:
-                run_hooks(grad.take_handed())
+            unit.run_hooks()
 
     def _settle(self) -> None:
         owing = [unit for unit in self.units if unit.owes_grads]

@@ -15,17 +15,56 @@ import torch
 from torch import nn
 
 from hpcfsdp import _compat
-from hpcfsdp.engine.call import Arguments, Call, Hook, Leaf, needs_hook
+from hpcfsdp.engine.containers import tensors_in
 from hpcfsdp.engine.context import Context, Values
-from hpcfsdp.engine.hooks import tensors_in
-from hpcfsdp.engine.objects import Visit, warn_of_opaque
-from hpcfsdp.engine.param_hooks import OwnHook, check_flat_parameter, defer_hooks
+from hpcfsdp.engine.objects import Arguments, Hook, Visit, needs_hook, warn_of_opaque
+from hpcfsdp.engine.param_hooks import OwnHook, defer_hooks, run_hooks
 from hpcfsdp.engine.phase import TRANSITIONS, Phase
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.flat.param import FlatParam
 
-BeforeBackward = Callable[["Unit", Call], None]
+Leaf = tuple[FlatGrad, int]
+"""A leaf by the gradient that it has a part in, and its index there."""
+BeforeBackward = Callable[["Unit", "Call"], None]
+HOOK_KEY = "hpcfsdp"
+"""Of the engine's hook among those of a module; torch's keys are numbers."""
+
+
+class Call:
+    """One forward call of a unit, as far as its backward has to know.
+
+    Lives as long as the graph that the call made: the hooks on its outputs hold it, those on its inputs do not.
+
+    Attributes:
+        inputs: nodes through which gradients leave the call towards what was computed before it.
+        has_backward: whether gradients may come to its outputs.
+        is_open: whether its inputs do not show when its backward is through.
+        accumulators: nodes that add to the gradients of the unit's leaves.
+        versions: of what it computed with, see ``FlatParam.versions``, by the unit's gradients.
+        inputs_pending: how many of `inputs` have not had their gradient in this backward.
+        ends_at_inputs: whether gradients leave it in this backward; a module may detach what it is given.
+        backward: the root's number of the last backward that has come to it; several may go through one graph.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "accumulators",
+        "backward",
+        "ends_at_inputs",
+        "has_backward",
+        "inputs",
+        "inputs_pending",
+        "is_open",
+        "versions",
+    )
+
+    def __init__(self) -> None:
+        self.inputs: list[Any] = []
+        self.accumulators: list[tuple[Leaf, Any]] = []
+        self.versions: list[list[int]] = []
+        self.has_backward = self.is_open = self.ends_at_inputs = False
+        self.inputs_pending = self.backward = 0
 
 
 class ComputedView(Protocol):
@@ -44,7 +83,9 @@ class Unit:
     Attributes:
         name: of the wrapped module within the root, for messages; unlike any other's under the root.
         views: what modules have in place of leaves while they compute, where that is not the leaves themselves.
-        calls_at_rest: refuses calls of modules that would compute with shards; shown as the views are.
+        registries: of hooks before forward, of the modules that hold parameters; `hook_at_rest` is in them at rest,
+            and nothing of the engine's while the modules compute.
+        hook_at_rest: refuses calls of modules that would compute with shards.
         flats: one for each dtype and ``requires_grad`` among the parameters; empty if children own all of them.
         grads: of those flat parameters that may get gradients.
         inside: other units that the module holds.
@@ -70,7 +111,8 @@ class Unit:
         self.name = name
         self.flats = tuple(flats)
         self.views = tuple(views)
-        self.calls_at_rest: ComputedView | None = None
+        self.registries: list[dict[Any, Any]] = []
+        self.hook_at_rest: Callable[..., Any] | None = None
         self.reshard_after_forward = reshard_after_forward
         self.inside: frozenset[Unit] = frozenset()
         self.input_dtype: torch.dtype | None = None
@@ -156,7 +198,8 @@ class Unit:
             else:
                 for tensor in tensors_in(outputs):
                     self._check_owner(tensor)
-            _compat.forget_autocast_casts(self.flats[0].device.type)
+            if torch.is_autocast_enabled(self.flats[0].device.type) and torch.is_autocast_cache_enabled():
+                torch.clear_autocast_cache()  # casts of weights, which are freed, too
         return outputs
 
     def end_forward(self, *, broken: bool) -> None:
@@ -206,7 +249,7 @@ class Unit:
                 continue
             for (own, index), node in call.accumulators:
                 place = index if grad.flat.use_orig_params else 0
-                if own is grad and now[place] != before[place] and _compat.will_run(node):
+                if own is grad and now[place] != before[place] and _will_run(node):
                     raise EngineError(
                         f"{self.name}: {grad.flat.layout.slots[index].fqn!r} was changed after the forward whose "
                         "backward has come (by optimizer.step(), or in place in another way), so the gradients would "
@@ -216,13 +259,13 @@ class Unit:
     def pre_backward(self, call: Call) -> None:
         """Collective if nothing else follows. Gradients have come to a call: see which leaves will get some of them."""
         self._calls.append(call)
-        call.inputs_pending = sum(map(_compat.will_run, call.inputs))
+        call.inputs_pending = sum(map(_will_run, call.inputs))
         call.ends_at_inputs = call.inputs_pending > 0
         run = _compat.run_of_autograd()
         for leaf, node in call.accumulators:
             if node in self._counted:
                 continue
-            if _compat.will_run(node):
+            if _will_run(node):
                 self._counted.add(node)
                 self._outstanding[run, leaf] += 1
                 self._num_outstanding += 1
@@ -292,7 +335,7 @@ class Unit:
         context.order.note(("backward", self.name))
         for grad in self.grads:
             if grad.flat.use_orig_params:
-                defer_hooks(grad.flat.leaves, self._detached)
+                self._defer_hooks(grad.flat)
             grad.prepare()
         if self.inside or self.num_calls > 1:
             self._enqueues_at_the_end = True
@@ -307,8 +350,8 @@ class Unit:
     def _show(self) -> None:
         for view in self.views:
             view.show()
-        if self.calls_at_rest is not None:
-            self.calls_at_rest.show()
+        for hooks in self.registries:
+            hooks.pop(HOOK_KEY, None)
 
     def _show_in_backward(self) -> None:
         with torch.enable_grad():  # checkpoints inside may compute once more
@@ -317,8 +360,8 @@ class Unit:
     def _hide(self) -> None:
         for view in self.views:
             view.hide()
-        if self.calls_at_rest is not None:
-            self.calls_at_rest.hide()
+        for hooks in self.registries:
+            hooks[HOOK_KEY] = self.hook_at_rest
 
     def _enqueue(self) -> None:
         for grad in reversed(self.grads):  # the last parameters get their gradients first
@@ -347,10 +390,15 @@ class Unit:
         """Follow what users have done to ``requires_grad`` since the last time."""
         for flat in self.flats:
             if flat.use_orig_params:
-                if defer_hooks(flat.leaves, self._detached):
+                if self._defer_hooks(flat):
                     self._accumulators = None
                 continue
-            check_flat_parameter(flat.parameter, self.name)
+            if _compat.hooks_on_gradient(flat.parameter):
+                raise EngineError(
+                    f"{self.name}: register_hook was called on a flat parameter, which has no part in the graph: use "
+                    "register_post_accumulate_grad_hook, which is called with the reduced gradient of the shard, or "
+                    "wrap with use_orig_params=True"
+                )
             if flat.parameter.requires_grad != flat.trained:
                 flat.trained = flat.parameter.requires_grad
                 for leaf in flat.leaves:
@@ -371,6 +419,29 @@ class Unit:
             if trained and leaf not in self._hooked:
                 leaf.register_post_accumulate_grad_hook(OwnHook(_leaf_hook(self, grad, index)))
                 self._hooked.add(leaf)
+
+    def guard(self, registries: list[dict[Any, Any]], hook: Callable[..., Any]) -> None:
+        """Not collective, at rest. Have modules call `hook` before their forward whenever the unit is at rest."""
+        self.registries, self.hook_at_rest = registries, hook
+        self._hide()
+
+    def _has_hooks(self, param: nn.Parameter) -> bool:
+        """Whether hooks of users, or optimizers, wait for the gradient of a parameter."""
+        hooks = _compat.hooks_after_accumulation(param)
+        own = param in self._hooked
+        return bool(hooks and len(hooks) > own) or hasattr(param, _compat.STEPPED_IN_BACKWARD)
+
+    def _defer_hooks(self, flat: FlatParam) -> bool:
+        """Keep users' hooks from autograd; whether other nodes than before add to the gradients of leaves."""
+        found = [leaf for leaf in flat.leaves if self._has_hooks(leaf)]
+        return any([defer_hooks(leaf, self._detached) for leaf in found])
+
+    def run_hooks(self) -> None:
+        """Call users' hooks for the gradients that a backward has reduced."""
+        for grad in self.grads:
+            for param in grad.take_handed():
+                if self._has_hooks(param):
+                    run_hooks(param)
 
     def _watch_outputs(
         self, call: Call, arguments: Arguments, written: list[torch.Tensor], outputs: Any, hook: Hook
@@ -406,7 +477,8 @@ class Unit:
 
     def _check_owner(self, tensor: torch.Tensor) -> None:
         for flat in self.flats:
-            if any(map(flat.owns_memory_of, _compat.within(tensor))):
+            parts = (tensor,) if type(tensor) is torch.Tensor else _compat.within(tensor)
+            if any(map(flat.owns_memory_of, parts)):
                 raise EngineError(
                     f"{self.name}: its forward returns a view of one of its own parameters (shape "
                     f"{tuple(tensor.shape)}), whose memory is freed when the unit is left; return a clone"
@@ -415,7 +487,8 @@ class Unit:
     def _accumulators_now(self) -> list[tuple[Leaf, Any]]:
         """The nodes that add to the gradients of the leaves in the graph that has just been made."""
         if self._accumulators is None or self._changes_dtype:
-            self._accumulators = [((grad, index), _compat.accumulator_of(leaf)) for grad, index, leaf in self._leaves]
+            with torch.enable_grad():
+                self._accumulators = [((grad, index), _accumulator_of(leaf)) for grad, index, leaf in self._leaves]
             self._check_accumulators(self._accumulators)
         return self._accumulators
 
@@ -478,6 +551,19 @@ class Unit:
             if self.inside or frozen or hidden:
                 return
         self.post_backward()
+
+
+def _accumulator_of(leaf: torch.Tensor) -> Any:
+    """The node of the graph that adds to the gradient of a leaf, None for a leaf that wants none."""
+    return leaf.view_as(leaf).grad_fn.next_functions[0][0] if leaf.requires_grad else None
+
+
+def _will_run(node: Any) -> bool:
+    """Whether the backward that is running will come to a node of the graph."""
+    try:
+        return node is not None and _compat.will_run(node)
+    except RuntimeError:  # a leaf for which torch.autograd.grad was asked: its gradient goes to the caller
+        return False
 
 
 def _output_hook(unit: Unit, call: Call, before_backward: BeforeBackward) -> Hook:

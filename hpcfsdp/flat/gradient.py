@@ -9,8 +9,8 @@ import torch
 
 from hpcfsdp.comm.communicator import Work
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.held import HeldGrad, set_grad
-from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.flat.held import HeldGrad
+from hpcfsdp.flat.param import FlatParam, set_grad
 
 CommHook = Callable[..., Any]
 
@@ -21,7 +21,9 @@ class FlatGrad:
     Attributes:
         flat: the parameter.
         name: for messages; the same on all ranks.
-        held: what backwards without synchronisation (``no_sync``) have left.
+        held: what backwards without synchronisation (``no_sync``) have left; None if there has been none since the
+            last reduction, which is the same on all ranks.
+        numel: elements of the full gradient, with padding.
         outstanding: how many gradients of leaves are still to come; kept by who knows.
         buffer: the full gradient in the reduce dtype while it is put together, None otherwise.
         comm_hook: what reduces the gradient instead, with its state; None for averaging.
@@ -30,6 +32,8 @@ class FlatGrad:
     def __init__(self, flat: FlatParam) -> None:
         self.flat = flat
         self.name = ""
+        self.numel = flat.layout.padded_numel
+        self.held: HeldGrad | None = None
         self.outstanding = 0
         self.buffer: torch.Tensor | None = None
         self.comm_hook: tuple[Any, CommHook] | None = None
@@ -37,8 +41,8 @@ class FlatGrad:
         """Leaves that have had a gradient on this rank since the last ``settle``."""
         self._targets: Sequence[torch.Tensor] = ()
         self._filled = [False] * len(flat.leaves)
-        self._gaps = flat.layout.gaps()
-        self.held = HeldGrad(flat)
+        self._ranges = [slice(slot.offset, slot.end) for slot in flat.layout.slots]
+        self._gaps = [slice(begin, end) for begin, end in flat.layout.gaps()]
         self._sent: torch.Tensor | None = None  # the buffer that is being reduced
         self._arriving: torch.Tensor | None = None  # this rank's part of the result
         self._reduced: torch.Tensor | None = None
@@ -49,7 +53,7 @@ class FlatGrad:
     @property
     def held_bytes(self) -> int:
         """Bytes of full gradients that are put together, on their way, or wait."""
-        held = (self.buffer, self._sent, self.held.whole)
+        held = (self.buffer, self._sent, self.held and self.held.whole)
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
     @property
@@ -60,7 +64,7 @@ class FlatGrad:
     @property
     def has_waiting(self) -> bool:
         """Whether there are gradients on leaves, or there were any of backwards that were not synchronised."""
-        return self.held.is_owed or any(leaf.grad is not None for leaf in self.flat.leaves)
+        return self.held is not None or any(leaf.grad is not None for leaf in self.flat.leaves)
 
     def prepare(self) -> None:
         """Make way on the leaves for the gradients that are to come.
@@ -68,7 +72,7 @@ class FlatGrad:
         Raises:
             EngineError: the program has changed a gradient that is held, see ``HeldGrad.end_show``.
         """
-        if self.held.is_shown:
+        if self.held is not None and self.held.is_shown:
             assert self._set_aside is not None
             self.held.end_show(self._set_aside, self.used)
         elif self.flat.use_orig_params and self._set_aside is None:
@@ -110,16 +114,17 @@ class FlatGrad:
         if self.buffer is None:
             return
         self._complete()
+        if self.held is None:
+            self.held = HeldGrad(self.flat)
         self.held.add(self.buffer)
         self._drop_buffer()
 
     def complete(self) -> None:
         """Zeros where no gradient came, and what was kept back. All of it on the queue that allocated the memory."""
         self._complete()
-        if self.held.whole is not None:
-            assert self.buffer is not None
+        if self.held is not None and self.held.whole is not None:
             self.buffer.copy_(self.held.whole.add_(self.buffer))
-        self.held.clear()
+        self.held = None
 
     def reduce(self, label: str, *, async_op: bool) -> Work | None:
         """Collective. Begin to average the buffer, which is complete, over all ranks; ``arrive`` when the work is done.
@@ -191,7 +196,7 @@ class FlatGrad:
 
     def show_held(self) -> None:
         """Have the parameters show what ``no_sync`` has kept back, until the next backward begins."""
-        if self.held.whole is None:
+        if self.held is None or self.held.whole is None:
             self.pause()
         elif not self.held.is_shown:
             if self._set_aside is None:
@@ -235,7 +240,9 @@ class FlatGrad:
         """
         self._drop_buffer()
         self._sent = self._arriving = self._reduced = None
-        self.held.drop(self._set_aside)
+        if self.held is not None:
+            self.held.drop(self._set_aside)
+            self.held = None
         self._landing.clear()
         self._handed.clear()
         self.used = [False] * len(self.used)
@@ -247,11 +254,11 @@ class FlatGrad:
     def _complete(self) -> None:
         """Zeros where no gradient came."""
         assert self.buffer is not None
-        for filled, slot in zip(self._filled, self.flat.layout.slots, strict=True):
+        for filled, elements in zip(self._filled, self._ranges, strict=True):
             if not filled:
-                self.buffer[slot.offset : slot.end].zero_()
-        for begin, end in self._gaps:
-            self.buffer[begin:end].zero_()
+                self.buffer[elements].zero_()
+        for elements in self._gaps:
+            self.buffer[elements].zero_()
 
     def _drop_buffer(self) -> None:
         self.buffer = None

@@ -12,22 +12,19 @@ import torch
 from torch import nn
 
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.flat.param import FlatParam, set_grad
 
 
 class HeldGrad:
     """The gradient that one flat parameter has of backwards that were not synchronised.
 
     Attributes:
-        whole: 1-D, ``padded_numel`` elements of the accumulation dtype; None if nothing is held.
-        is_owed: whether there has been such a backward since the last ``clear``, thrown away or not: the same on all
-            ranks.
+        whole: 1-D, ``padded_numel`` elements of the accumulation dtype; None if the program has thrown all away.
     """
 
     def __init__(self, flat: FlatParam) -> None:
         self._flat = flat
         self.whole: torch.Tensor | None = None
-        self.is_owed = False
         self._shown: list[tuple[torch.Tensor, int] | None] | None = None  # on each parameter, with its version
 
     @property
@@ -45,19 +42,13 @@ class HeldGrad:
 
     def add(self, buffer: torch.Tensor) -> None:
         """Add a whole gradient of the reduce dtype."""
-        self.is_owed = True
         if self.whole is None:
             self.whole = buffer.to(self._flat.dtypes.accumulate, copy=True)
         else:
             self.whole.add_(buffer)
 
-    def clear(self) -> None:
-        """Nothing is held any more."""
-        self.whole = self._shown = None
-        self.is_owed = False
-
     def drop(self, averaged: list[torch.Tensor | None] | None) -> None:
-        """Forget what is held, also where parameters show it.
+        """Take ``grad`` off the parameters; what is held is forgotten.
 
         Args:
             averaged: as for ``end_show``.
@@ -66,7 +57,6 @@ class HeldGrad:
             for index, (param, shown) in enumerate(zip(self._flat.stepped, self._shown, strict=True)):
                 if shown is None or param.grad is not shown[0]:
                     averaged[index] = param.grad
-        self.clear()
 
     def show(self, used: Sequence[bool], averaged: Sequence[torch.Tensor | None]) -> None:
         """Have the parameters show what is held of them.
@@ -133,15 +123,3 @@ class HeldGrad:
     def _parts(self) -> Sequence[torch.Tensor]:
         assert self.whole is not None
         return self._flat.views(self.whole) if self._flat.use_orig_params else (self.whole,)
-
-
-def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Give a parameter a gradient, which may have another dtype or shape."""
-    if grad is None or (grad.dtype == param.dtype and grad.shape == param.shape):
-        param.grad = grad
-        return
-    # The setter refuses it; what the gradient holds may be exchanged all the same.
-    values = grad.data
-    grad.data = torch.empty_like(param)
-    param.grad = grad
-    grad.data = values

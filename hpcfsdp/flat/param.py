@@ -18,9 +18,9 @@ from torch import nn
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work, segment
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.buffer import Buffer, Resident, Transient, Whole
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.precision import Dtypes
+from hpcfsdp.flat.storage import Buffer, Resident, Transient, Whole
 
 
 class FlatParam:
@@ -36,7 +36,8 @@ class FlatParam:
         device: where the module computes; the shard lies there, too, unless it is offloaded.
         is_unsharded: whether the leaves hold their full values.
         trained: the ``requires_grad`` of all leaves, as far as is known; with `use_orig_params` each has its own.
-        before_adopting: called first by ``adopt_user_data``; may call ``replace_leaf``.
+        places: of each leaf, the modules that should hold it, with its name there, where users may assign another.
+        on_assigned: called by ``adopt_user_data`` where a module holds another one; may call ``replace_leaf``.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class FlatParam:
         self.is_unsharded = False
         self.trained = any(leaf.requires_grad for leaf in self.leaves)
         self._places = [(slot.shape, _row_major(slot.shape), slot.offset) for slot in layout.slots]
+        extents = [layout.param_extent(slot.fqn, comm.rank) for slot in layout.slots]
+        self._runs = [slice(e.shard_offset, e.shard_offset + e.numel) if e else slice(0, 0) for e in extents]
 
         full = self._flattened()
         self._buffer, shard = self._place(full, torch.device("cpu") if offload else self.device)
@@ -78,7 +81,8 @@ class FlatParam:
     def _come_to_rest(self, shard: torch.Tensor) -> None:
         """Have the leaves show what they do at rest; buffer and parameter are there."""
         self._others: dict[torch.dtype, tuple[Buffer, tuple[torch.Tensor, ...]]] = {}  # and their views
-        self.before_adopting: Callable[[FlatParam], None] | None = None
+        self.places: Sequence[Sequence[tuple[nn.Module, str]]] = ()
+        self.on_assigned: Callable[[], None] | None = None
         self._shard = shard  # as the optimizer should find it; a user may have put something else in its place
         self._nothing_value = torch.nan if self.layout.dtype.is_floating_point or self.layout.dtype.is_complex else 0
         self._nothing = torch.full(
@@ -237,8 +241,8 @@ class FlatParam:
         Raises:
             EngineError: it has another number of elements.
         """
-        if self.before_adopting is not None and not self.is_unsharded:
-            self.before_adopting(self)
+        if self.on_assigned is not None and not self.is_unsharded and self._is_assigned():
+            self.on_assigned()
         if self.parameter.data_ptr() != self._shard.data_ptr() or self.parameter.numel() != self._shard.numel():
             self._replace(self._shard, self.parameter.data, "the flat parameter")
             self.parameter.data = self._shard
@@ -248,6 +252,14 @@ class FlatParam:
             if leaf.data_ptr() != resting.data_ptr() or leaf.numel() != resting.numel():
                 self._replace(resting, leaf.data, f"{slot.fqn!r}")
                 leaf.data = resting
+
+    def _is_assigned(self) -> bool:
+        for leaf, places in zip(self.leaves, self.places):  # noqa: B905 (each forward of the unit comes here)
+            for module, name in places:
+                found = module._parameters.get(name)
+                if found is not None and found is not leaf:
+                    return True
+        return False
 
     def replace_leaf(self, index: int, leaf: nn.Parameter) -> None:
         """Not collective, at rest, with `use_orig_params`. Have another parameter in place of a leaf, and its values.
@@ -339,12 +351,7 @@ class FlatParam:
         return tuple([full.as_strided(shape, stride, begin + offset) for shape, stride, offset in self._places])
 
     def _runs_of(self, shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = []
-        for slot in self.layout.slots:
-            extent = self.layout.param_extent(slot.fqn, self.comm.rank)
-            begin, numel = (extent.shard_offset, extent.numel) if extent else (0, 0)
-            found.append(shard[begin : begin + numel])
-        return tuple(found)
+        return tuple([shard[run] for run in self._runs])
 
     @torch.no_grad()
     def _replace(self, target: torch.Tensor, values: torch.Tensor, what: str) -> None:
@@ -363,3 +370,15 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(1, extent)
     return tuple(reversed(strides))
+
+
+def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Give a parameter a gradient, which may have another dtype or shape."""
+    if grad is None or (grad.dtype == param.dtype and grad.shape == param.shape):
+        param.grad = grad
+        return
+    # The setter refuses it; what the gradient holds may be exchanged all the same.
+    values = grad.data
+    grad.data = torch.empty_like(param)
+    param.grad = grad
+    grad.data = values

@@ -14,39 +14,38 @@ from typing import Any, TypeVar
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class _Here(threading.local):
+class Here(threading.local):
+    """Where this thread is.
+
+    Attributes:
+        call: the outermost public call that the thread is in, "" outside of all of them.
+    """
+
     call = ""
 
 
-_here = _Here()
-_backward: tuple[Callable[[], bool], str] | None = None
+class Backward:
+    """The last backward of a model.
 
+    Attributes:
+        label: of it.
+        is_running: whether the calling thread is in it.
+    """
 
-def begin(call: str) -> bool:
-    """This thread enters a public call; whether it is the outermost one, for ``end``."""
-    if _here.call:
+    label = ""
+
+    @staticmethod
+    def is_running() -> bool:
         return False
-    _here.call = call
-    return True
 
 
-def end(outermost: bool) -> None:
-    """This thread leaves the call that ``begin`` has returned `outermost` for."""
-    if outermost:
-        _here.call = ""
-
-
-def begin_backward(model: str, is_running: Callable[[], bool]) -> None:
-    """Autograd has come to a model, in whatever thread; `is_running` says whether it still is in that backward."""
-    global _backward
-    _backward = is_running, f'backward of "{model}"'
+here = Here()
+backward = Backward()
 
 
 def current() -> str:
     """The public call that this thread is in, "" outside of all of them."""
-    if _backward is not None and _backward[0]():
-        return _backward[1]
-    return _here.call
+    return backward.label if backward.is_running() else here.call
 
 
 def within(label: str) -> str:
@@ -69,11 +68,13 @@ def public_call(name: str) -> Callable[[Function], Function]:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            outermost = begin(name)
+            if here.call:
+                return function(*args, **kwargs)
+            here.call = name
             try:
                 return function(*args, **kwargs)
             finally:
-                end(outermost)
+                here.call = ""
 
         return call  # type: ignore[return-value]
 
@@ -100,8 +101,10 @@ class _Steps(Generator):
         self.close()
 
     def _labelled(self, step: Callable[..., Any], *args: Any) -> Any:
-        outermost = begin(self._name)
+        if here.call:
+            return step(*args)
+        here.call = self._name
         try:
             return step(*args)
         finally:
-            end(outermost)
+            here.call = ""

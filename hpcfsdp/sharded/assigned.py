@@ -17,31 +17,28 @@ from hpcfsdp.sharded.own import OwnParam
 
 
 def watch_assignments(unit: Unit, flat: FlatParam, entries: Sequence[OwnParam]) -> None:
-    """Have a flat parameter look for assigned parameters whenever it takes back what users have put in its place.
+    """Have a flat parameter look for assigned parameters whenever it adopts what users have put in its place.
 
     Args:
         entries: where each of its leaves is registered, in their order.
     """
-    flat.before_adopting = functools.partial(_take_over, weakref.ref(unit), entries)  # the unit holds it
+    flat.places = [entry.places for entry in entries]
+    flat.on_assigned = functools.partial(_take_over, weakref.ref(unit), weakref.ref(flat), entries)  # they hold it
 
 
-def _take_over(unit_ref: weakref.ref[Unit], entries: Sequence[OwnParam], flat: FlatParam) -> None:
+def _take_over(unit_ref: weakref.ref[Unit], flat_ref: weakref.ref[FlatParam], entries: Sequence[OwnParam]) -> None:
     """Not collective. With `use_orig_params`, what modules hold becomes the leaf, as in torch's FSDP.
 
     Raises:
         EngineError: without `use_orig_params`; a tied parameter was replaced in one of its places alone; what was
             assigned has another number of elements than this rank's shard.
     """
-    unit = unit_ref()
-    if unit is None or unit.phase is not Phase.IDLE:
+    unit, flat = unit_ref(), flat_ref()
+    if unit is None or flat is None or unit.phase is not Phase.IDLE:
         return
     for index, entry in enumerate(entries):
-        assigned = None
-        for module, name in entry.places:  # each forward of the unit comes here
-            found = module._parameters.get(name)
-            if found is not None and found is not entry.param:
-                assigned = found
-                break
+        held = [module._parameters.get(name) for module, name in entry.places]
+        assigned = next((param for param in held if param is not None and param is not entry.param), None)
         if assigned is None:
             continue
         what = f"{unit.name}: another parameter of shape {tuple(assigned.shape)} was assigned to {entry.fqn!r}"
@@ -50,13 +47,12 @@ def _take_over(unit_ref: weakref.ref[Unit], entries: Sequence[OwnParam], flat: F
                 f"{what}, whose values the flat parameter has: assign it within "
                 "FullyShardedDataParallel.summon_full_params(model), or wrap with use_orig_params=True"
             )
-        if any(module._parameters.get(name) is not assigned for module, name in entry.places):
+        if any(param is not assigned for param in held):
             places = ", ".join(map(repr, (entry.fqn, *entry.aliases)))
             raise EngineError(f"{what}, which is tied: assign the same one to all of {places}")
         if unit.views and entry.block is not None:
             raise EngineError(
-                f"{what}, which is parallel over tensors: assign it within "
-                "FullyShardedDataParallel.summon_full_params(model)"
+                f"{what}, which is tensor-parallel: assign it within FullyShardedDataParallel.summon_full_params(model)"
             )
         _adopt(unit, flat, index, entry, assigned)
 

@@ -4,7 +4,7 @@ torch's functions for state dicts."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -20,10 +20,6 @@ _INSTEAD = (
     "call {0}() of the FullyShardedDataParallel around the whole model, on all ranks, or call it within "
     "FullyShardedDataParallel.summon_full_params(model)"
 )
-
-
-_KEY = "hpcfsdp"
-"""Of the hook among those of a module; numbers are torch's."""
 
 
 class _Guard:
@@ -115,26 +111,6 @@ class _Guard:
         raise StateDictError(f"{name}{message}")
 
 
-class _CallsAtRest:
-    """A hook that modules have before their forward while their unit is at rest alone.
-
-    It raises if their parameters are sharded. In calls of the unit, where they are not, hooks would cost time.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any], None]) -> None:
-        self._hook = hook
-        self._registries = [_compat.hooks_before_forward(module) for module in modules]
-        self.hide()
-
-    def show(self) -> None:
-        for hooks in self._registries:
-            hooks.pop(_KEY, None)
-
-    def hide(self) -> None:
-        for hooks in self._registries:
-            hooks[_KEY] = self._hook
-
-
 def guard_modules(unit: ShardedUnit) -> None:
     """Have the modules whose parameters a unit has taken refuse what would take its shards for weights."""
     modules = {place: None for entry in unit.own.entries for place, _ in entry.places}
@@ -144,7 +120,7 @@ def guard_modules(unit: ShardedUnit) -> None:
     for module in modules:
         module.register_state_dict_pre_hook(guard.before_saving)
         module.register_load_state_dict_pre_hook(guard.before_loading)
-    unit.calls_at_rest = _CallsAtRest(modules, guard.before_forward)
+    unit.guard([_compat.hooks_before_forward(module) for module in modules], guard.before_forward)
 
 
 @contextmanager

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
-from hpcfsdp.engine.containers import apply_to_tensors, cast_forward_inputs
-from hpcfsdp.engine.hooks import tensors_in
+from hpcfsdp.engine.containers import apply_to_tensors, cast_forward_inputs, tensors_in
 from hpcfsdp.sharded.unit import unit_of
 
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from hpcfsdp import _compat
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.errors import EngineError, ShardingError
-from hpcfsdp.flat.held import set_grad
 from hpcfsdp.flat.layout import Box, TensorBlock
+from hpcfsdp.flat.param import set_grad
 from hpcfsdp.sharded import managed
 from hpcfsdp.sharded.groups import Groups, TPGroup, tp_group
 from hpcfsdp.tensor.whole import whole_of

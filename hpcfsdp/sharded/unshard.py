@@ -17,8 +17,7 @@ from torch import nn
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.held import set_grad
-from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.flat.param import FlatParam, set_grad
 from hpcfsdp.launch.calls import public_call
 from hpcfsdp.sharded.tensor_parallel import dtensors_shown
 from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit, flat_param_name, units_in
@@ -382,7 +381,7 @@ def _any_rank(flat: FlatParam, here: bool) -> bool:
 def _refuse_held(unit: ShardedUnit) -> None:
     """Collective over the wrapper's process groups where ``no_sync`` has kept gradients back."""
     root = unit.root
-    if root is not None and any(grad.held.is_owed for grad in unit.grads):
+    if root is not None and any(grad.held is not None for grad in unit.grads):
         with raise_together_over(unit.groups.connecting()):
             root.refuse_held("summon_full_params with with_grads=True")
 

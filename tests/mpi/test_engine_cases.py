@@ -10,7 +10,7 @@ from torch import nn
 
 from hpcfsdp import checkpoint
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.engine.call import Call
+from hpcfsdp.engine.unit import Call
 from hpcfsdp.errors import CommunicationError, DisagreementError, EngineError
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.wrap import ModuleWrapPolicy

@@ -213,10 +213,9 @@ def test_a_call_that_fails_is_left():
 
 def test_a_backward_counts_while_autograd_runs(monkeypatch):
     running = [True]
-    monkeypatch.setattr(calls, "_backward", None)
-    calls.begin_backward("Net", lambda: running[0])
-    outermost = calls.begin("forward")  # computed again for the backward
+    monkeypatch.setattr(calls.backward, "label", 'backward of "Net"')
+    monkeypatch.setattr(calls.backward, "is_running", lambda: running[0])
+    monkeypatch.setattr(calls.here, "call", "forward")  # computed again for the backward
     assert calls.current() == 'backward of "Net"'
     running[0] = False
     assert calls.current() == "forward"
-    calls.end(outermost)

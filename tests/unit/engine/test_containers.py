@@ -17,10 +17,10 @@ from hpcfsdp.engine.containers import (
     cast_forward_inputs,
     pack_kwargs,
     recursive_to,
+    tensors_in,
     to_kwargs,
     unpack_kwargs,
 )
-from hpcfsdp.engine.hooks import tensors_in
 
 A, B, C = torch.zeros(1), torch.ones(2), torch.full((3,), 2.0)
 

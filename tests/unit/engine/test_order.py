@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from hpcfsdp.comm import waits
-from hpcfsdp.engine import order as orders
-from hpcfsdp.engine.order import Order
+from hpcfsdp.engine import context, order as orders
+from hpcfsdp.engine.context import Order
 from hpcfsdp.errors import CommunicationError, DisagreementError
 
 A, B, C = ("forward", "a"), ("forward", "b"), ("backward", "b")
@@ -230,17 +230,20 @@ def test_ranks_of_several_words_are_confirmed_when_all_have_come(store):
 def test_a_rank_answers_what_it_has_come_to_in_a_turn(store):
     order, _ = alone()
     go(order, A, B)
-    assert order.called((1, 2)) == "the forward of 'b' (turn 2 of step 1), where in earlier steps it came to nothing"
-    assert order.called((1, 3)) == order.called((2, 1)) == waits.NOTHING_YET
+    assert (
+        order.confirmation.called((1, 2))
+        == "the forward of 'b' (turn 2 of step 1), where in earlier steps it came to nothing"
+    )
+    assert order.confirmation.called((1, 3)) == order.confirmation.called((2, 1)) == waits.NOTHING_YET
     order.begin()
-    assert order.called((1, 1)) is waits.UNKNOWN
+    assert order.confirmation.called((1, 1)) is waits.UNKNOWN
     order.note(A)
-    came, asked = order.called((2, 1)), []
-    store.add = lambda key, amount: asked.append([order.called((2, depth)) for depth in (1, 2, 3)]) or 3
+    came, asked = order.confirmation.called((2, 1)), []
+    store.add = lambda key, amount: asked.append([order.confirmation.called((2, depth)) for depth in (1, 2, 3)]) or 3
     order.note(C)
     label = "the backward of 'b' (turn 2 of step 2), where in earlier steps it came to the forward of 'b'"
     assert asked == [[came, label, waits.NOTHING_YET]]
-    assert order.called((2, 2)) == label
+    assert order.confirmation.called((2, 2)) == label
 
 
 def test_without_a_store_ranks_meet_at_each_new_turn(no_store):
@@ -335,7 +338,7 @@ def test_layers_left_out_at_random_do_not_fill_the_memory(no_store):
     for step in range(2000):
         go(order, *dropped_layers(step))
         sizes.append(len(turns_of(order)))
-    most = orders.MOST_PATHS * (2 * 12 + 1)
+    most = context.MOST_PATHS * (2 * 12 + 1)
     assert max(sizes) < most
     assert sum(sizes[100:200]) * 0.9 < sum(sizes[-100:]) < sum(sizes[100:200]) * 1.1
 
@@ -352,7 +355,7 @@ def test_a_path_that_is_taken_again_and_again_is_never_forgotten(no_store):
 
 
 def test_ranks_forget_the_same_paths_and_leave_nothing_in_the_store(run_ranks, store, monkeypatch):
-    monkeypatch.setattr(orders, "MOST_PATHS", 5)
+    monkeypatch.setattr(context, "MOST_PATHS", 5)
 
     def body(comm):
         order = Order(comm, "7", confirm=True)
@@ -368,7 +371,7 @@ def test_ranks_forget_the_same_paths_and_leave_nothing_in_the_store(run_ranks, s
 
 
 def test_a_path_that_an_error_broke_off_may_be_forgotten_while_others_go_on_from_its_end(no_store, monkeypatch):
-    monkeypatch.setattr(orders, "MOST_PATHS", 2)
+    monkeypatch.setattr(context, "MOST_PATHS", 2)
     order, notes = alone()
     order.begin()
     order.note(A)

@@ -6,7 +6,7 @@ import torch
 from hpcfsdp.comm.communicator import segment
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.progress import Finished
-from hpcfsdp.flat.buffer import Resident, Transient, Whole
+from hpcfsdp.flat.storage import Resident, Transient, Whole
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.engine.reductions import Reductions
+from hpcfsdp.engine.context import Reductions
 from hpcfsdp.engine.streams import HostStreams
 from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.flat.layout import FlatLayout
