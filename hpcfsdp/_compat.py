@@ -149,6 +149,8 @@ hooks_after_accumulation: Callable[[torch.Tensor], dict[int, Any] | None] = oper
 """The hooks of a leaf that run when autograd has added to its gradient."""
 hooks_on_gradient: Callable[[torch.Tensor], dict[int, Any] | None] = operator.attrgetter("_backward_hooks")
 """The hooks of a tensor that run when a gradient comes to it."""
+inputs_of_node: Callable[[Any], list[Any]] = operator.attrgetter("_input_metadata")
+"""What a node of the graph takes; the one that adds to a leaf has kept the shape that the leaf had at the time."""
 STEPPED_IN_BACKWARD = "_in_backward_optimizers"
 """The attribute in which torch notes the optimizers that step a parameter as soon as it has its gradient."""
 
@@ -159,16 +161,11 @@ def in_backward() -> bool:
 
 
 def forget_accumulator(leaf: torch.Tensor) -> None:
-    """Have a leaf get another such node, and with it none of the hooks of the one that it has."""
+    """Have a leaf get another node that adds to its gradient, and with it none of the hooks of the one that it has."""
     data = leaf.data
     other = torch.float32 if data.dtype != torch.float32 else torch.float64
     leaf.data = torch.empty(0, dtype=other, device=data.device)  # of another dtype: autograd has no use for the node
     leaf.data = data
-
-
-def shape_of_accumulator(node: Any) -> tuple[int, ...]:
-    """The shape of the gradients that such a node takes: that which its leaf had when it was made."""
-    return tuple(node._input_metadata[0].shape)
 
 
 def default_store() -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpcfsdp import env
 from hpcfsdp.errors import LaunchError, nearest
+from hpcfsdp.launch import shutdown
 from hpcfsdp.launch.calls import public_call
 from hpcfsdp.launch.job import DEFAULT_TIMEOUT_S, current_job
 from hpcfsdp.launch.topology import Topology
@@ -162,7 +163,7 @@ def init(
     from hpcfsdp.comm import backend as hpcmpi, select
     from hpcfsdp.comm.mpi import MpiCommunicator
     from hpcfsdp.comm.torch_group import TorchGroupCommunicator
-    from hpcfsdp.launch import abort, device as devices, rendezvous, shutdown
+    from hpcfsdp.launch import device as devices, rendezvous
 
     hpcmpi.register()
     shutdown.mark_clean(False)
@@ -181,7 +182,7 @@ def init(
         dist.init_process_group(
             backend, store=store, rank=comm.rank, world_size=comm.size, timeout=timeout, pg_options=options
         )
-        abort.install(comm)  # again: torch has put a hook in front, which holds output back until ours returns
+        shutdown.catch_errors(comm)  # again: torch has put a hook in front, which holds output back until ours returns
     elif backend is not None and backend != dist.get_backend():
         raise LaunchError(f"backend {backend!r} was asked for, but torch.distributed runs on {dist.get_backend()!r}")
     elif dist.get_world_size() != comm.size or dist.get_rank() != comm.rank:
@@ -297,7 +298,6 @@ def finalize() -> None:
 
     from hpcfsdp.comm import select  # torch is loaded by now
     from hpcfsdp.comm.backend import carries
-    from hpcfsdp.launch import shutdown
 
     leaving = sys.exc_info()[0] is not None
     problem = None if leaving else _finish_others()

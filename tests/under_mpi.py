@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hpcfsdp
-from hpcfsdp.launch.bootstrap import load_mpi
+from hpcfsdp.launch.job import load_mpi
 
 __all__ = [
     "pytest_collection_modifyitems",

@@ -21,7 +21,7 @@ from hpcfsdp.checkpoint.plan import SavePlan
 from hpcfsdp.checkpoint.writer import PosixWriter, by_stage
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.launch.bootstrap import load_mpi
+from hpcfsdp.launch.job import load_mpi
 from hpcfsdp.state.tensors import StateTensor, staged_of
 
 BLOCKS_AT_ONCE = (64 << 20) // schema.BLOCK_BYTES

@@ -13,7 +13,7 @@ from typing import Any
 from hpcfsdp import env
 from hpcfsdp.cli.arguments import Parser, plain_value, print_json, print_markdown
 from hpcfsdp.errors import UsageError
-from hpcfsdp.launch.bootstrap import load_mpi
+from hpcfsdp.launch.job import load_mpi
 
 _TOGETHER = ("collectives", "backends", "step", "memory", "optim-state", "checkpoint")
 """What is measured on several ranks."""

@@ -9,7 +9,8 @@ from typing import Any
 
 from hpcfsdp import config as configuration, env
 from hpcfsdp.errors import HpcfsdpError
-from hpcfsdp.launch.bootstrap import load_mpi
+from hpcfsdp.launch.job import load_mpi
+from hpcfsdp.launch.shutdown import abort
 from hpcfsdp.launch.signals import StopRequest
 from hpcfsdp.train.config import RunConfig
 
@@ -76,7 +77,5 @@ def _end_together(error: HpcfsdpError, comm: Any) -> int:
         # A launcher may kill the other ranks as soon as one ends with an error: not before the message is out.
         comm.Barrier()
     else:
-        from hpcfsdp.launch.abort import abort  # loads torch
-
         abort(str(error), error.exit_code)
     return error.exit_code

@@ -19,7 +19,7 @@ from typing import Any
 from hpcfsdp.doctor import installed
 from hpcfsdp.doctor.child import DUMP_SIGNAL
 from hpcfsdp.errors import LaunchError
-from hpcfsdp.launch.bootstrap import load_mpi
+from hpcfsdp.launch.job import load_mpi
 
 _PR_SET_PDEATHSIG = 1
 

@@ -86,11 +86,8 @@ class Visit:
         if isinstance(value, _ATOMS):
             return value
         kind = type(value)
-        if kind is tuple:  # as in every call
-            items = tuple(map(self, value))
-            return value if all(map(operator.is_, items, value)) else items
         if isinstance(value, _REBUILT):
-            return rebuild(self, value)
+            return self._tuple(value) if kind is tuple else rebuild(self, value)
         if id(value) in self._seen or not self._is_open(kind):
             return value
         if len(self._seen) >= MOST_OBJECTS or self._depth >= _MOST_DEPTH:
@@ -107,6 +104,10 @@ class Visit:
         finally:
             self._depth -= 1
             self._within -= not is_container
+
+    def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        items = tuple(map(self, value))
+        return value if all(map(operator.is_, items, value)) else items
 
     def _inside(self, value: Any) -> Any:
         found = False

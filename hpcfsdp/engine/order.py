@@ -2,9 +2,9 @@
 
 Ranks that gather different units at a time would wait for each other without end, or mix up values of equal size. In
 the first pass all ranks compare every turn in a barrier. Later on a rank that leaves the known paths writes so into the
-store of torch.distributed and waits there for the others, because ranks that do not leave them are on their way into the
-collective already. Other ranks see that wait as they see those in collectives, and it ends early where a rank that is
-missing waits for this one elsewhere.
+store of torch.distributed and waits there for the others: ranks that do not leave the paths are on their way into the
+collective already. Other ranks see that wait as they see those in collectives, and it ends early where a missing rank
+waits for this one elsewhere.
 """
 
 from __future__ import annotations

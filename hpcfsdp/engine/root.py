@@ -250,9 +250,9 @@ class Root:
             for turn, (first, other) in enumerate(_zip_longest(paths[0], path)):
                 if first != other:
                     found = DisagreementError(
-                        f"ranks run modules in different orders: as turn {turn + 1} of step {self._order.passes} rank 0 has "
-                        f"{first}, rank {rank} has {other}. All ranks must call the same modules in the same order, "
-                        "and equally often"
+                        f"ranks run modules in different orders: as turn {turn + 1} of step {self._order.passes} "
+                        f"rank 0 has {first}, rank {rank} has {other}. All ranks must call the same modules "
+                        "in the same order, and equally often"
                     )
                     found.raised_on_all_ranks = True
                     return found

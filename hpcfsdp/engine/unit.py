@@ -433,8 +433,10 @@ class Unit:
 
     def _defer_hooks(self, flat: FlatParam) -> bool:
         """Keep users' hooks from autograd; whether other nodes than before add to the gradients of leaves."""
-        found = [leaf for leaf in flat.leaves if self._has_hooks(leaf)]
-        return any([defer_hooks(leaf, self._detached) for leaf in found])
+        changed = False
+        for leaf in flat.leaves:
+            changed |= self._has_hooks(leaf) and defer_hooks(leaf, self._detached)
+        return changed
 
     def run_hooks(self) -> None:
         """Call users' hooks for the gradients that a backward has reduced."""
@@ -495,7 +497,7 @@ class Unit:
     def _check_accumulators(self, nodes: list[tuple[Leaf, Any]]) -> None:
         for (grad, index), node in nodes:
             slot = grad.flat.layout.slots[index]
-            if node is not None and _compat.shape_of_accumulator(node) != slot.shape:
+            if node is not None and tuple(_compat.inputs_of_node(node)[0].shape) != slot.shape:
                 raise EngineError(
                     f"{self.name}: the AccumulateGrad node of {slot.fqn!r} was taken while the parameter was sharded, "
                     "and cannot take whole gradients: use register_post_accumulate_grad_hook, which is called with the "

@@ -1,4 +1,4 @@
-"""Memory behind a tensor, taken and given back while the tensor stays; where gathered values of a flat parameter lie."""
+"""Memory behind a tensor, taken and given back while the tensor stays; the memory of gathered values."""
 
 from __future__ import annotations
 

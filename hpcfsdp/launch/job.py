@@ -1,13 +1,16 @@
-"""The job as MPI sees it, before there is any process group: all processes, and which of them share a node."""
+"""The job as MPI sees it, before torch is loaded: all processes, and which of them share a node."""
 
 from __future__ import annotations
 
 import functools
+import os
+import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
-from hpcfsdp.launch.bootstrap import load_mpi
+from hpcfsdp.errors import LaunchError
+from hpcfsdp.launch import shutdown
 from hpcfsdp.launch.topology import Topology
 
 if TYPE_CHECKING:
@@ -47,17 +50,58 @@ class Job:
         )
 
 
+def load_mpi() -> Any:
+    """Initialise MPI, if that has not happened, and return ``mpi4py.MPI``.
+
+    On Cray systems mpi4py has to be loaded before torch: commands call this first of all.
+
+    Raises:
+        LaunchError: MPI has been finalised already, or the launcher started several processes that this MPI library
+            takes for one each.
+    """
+    with env.singleton_mpi():
+        from mpi4py import MPI
+    if MPI.Is_finalized():
+        raise LaunchError("MPI has been finalised in this process and cannot start again; call hpcfsdp.init() earlier")
+    launched = env.launcher_size()
+    if launched is not None and launched[1] > 1 and MPI.COMM_WORLD.size == 1:
+        variable, count = launched
+        library = MPI.Get_library_version().splitlines()[0].strip("\x00 ")
+        raise LaunchError(
+            f"the launcher started {count} processes ({variable}={count}), but the MPI library that mpi4py loaded "
+            f"({library}) does not hear it: every process would be rank 0 of 1. Start with that library's own mpirun, "
+            "choose its plug-in (srun --mpi=pmix or --mpi=pmi2), or install mpi4py for the launcher's MPI"
+        )
+    return MPI
+
+
 @functools.cache
 def current_job() -> Job:
     """Collective over all processes of the job, the first time. Start MPI, find the nodes, guard against failures."""
     mpi = load_mpi()
-    from hpcfsdp.launch import abort, forks, shutdown  # these load torch, or start MPI: load_mpi comes before both
-
     comm = mpi.COMM_WORLD.Dup()
     node = comm.Split_type(mpi.COMM_TYPE_SHARED)
     topology = Topology.from_labels(comm.allgather(node.bcast(comm.rank)))
     node.Free()
-    abort.install(comm)
-    shutdown.install(comm.Dup())
-    forks.install(comm)
+    shutdown.install(comm)
+    if comm.size > 1:
+        _warn_of_forks(mpi)
     return Job(comm, topology)
+
+
+def _warn_of_forks(mpi: Any) -> None:
+    """Warn the first time that this process forks, as a DataLoader does for its workers by default on Linux."""
+    process, warned = os.getpid(), []  # a forked process is not watched
+
+    def warn_once() -> None:
+        if os.getpid() != process or warned or mpi.Is_finalized():
+            return
+        warned.append(True)
+        warnings.warn(
+            "this process forks after MPI has started: MPI may hang or fail in the child, and in this process, too. "
+            'For a DataLoader with workers give multiprocessing_context="spawn" or "forkserver", or num_workers=0',
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    os.register_at_fork(before=warn_once)

@@ -1,31 +1,44 @@
-"""Ranks leave together: one that ends the program early is noticed, by itself or by those that wait for it.
+"""Ranks leave together: one that fails ends the whole job within seconds, one that leaves early is noticed.
 
-An uncaught exception ends the job at once (abort.py). Leaving through ``sys.exit`` is not an exception to Python, and
-without more the process would wait in ``MPI_Finalize`` for the others, and these for it in a collective.
-
-- A rank that leaves with an error code waits ``GRACE_S`` for the others to leave, too (all may have found the same
-  error), then ends the job. Not after ``hpcfsdp.finalize()``, to which all have come.
-- A rank that leaves in any other way, and finds itself alone, says so to the others. Whoever waits for it in a
+- An uncaught exception prints its traceback with rank and host, and aborts all processes: the others would wait for
+  this one in a collective.
+- ``sys.exit`` is no exception to Python, and without more the process would wait in ``MPI_Finalize`` for the others,
+  and these for it in a collective. A rank that leaves with an error code waits ``GRACE_S`` for the others to leave, too
+  (all may have found the same error), then ends the job. Not after ``hpcfsdp.finalize()``, to which all have come.
+- A rank that leaves in any other way, and finds itself alone, sends the others a message. A rank that waits for it in a
   collective raises an error instead (``departed``).
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
+import io
 import os
 import sys
 import threading
 import time
+import traceback
 import weakref
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any, NoReturn
 
-from hpcfsdp.launch.abort import abort, exit_code, uncaught
+from hpcfsdp import env
+from hpcfsdp.errors import HpcfsdpError
+from hpcfsdp.terminal import shown_lines
 
+OUTPUT_GRACE_S = 0.5
+"""Launchers drop output that has not reached them when the abort does."""
+TOGETHER_S = 3.0
+"""How long other ranks leave it to rank 0 to print an error that all of them raise, and to end the job."""
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 GRACE_S = 4.0
-SAY_AFTER_S = 1.0
-MOST_TOLD = 128
-"""Ranks up to which one tells all others. In larger jobs those that wait for it go by their timeout."""
+SEND_AFTER_S = 1.0
+MOST_RANKS = 128
+"""Up to so many ranks one sends its message to all others. In larger jobs ranks that wait for it run into a timeout."""
 _TAG = 1
 
 _comm: Any = None
@@ -35,6 +48,96 @@ _code: int = 0
 """The error code with which this process ends, 0 if it does without error or if that is not known."""
 _is_clean = False
 _gone: set[int] = set()
+
+
+def catch_errors(comm: Any) -> None:
+    """Not collective. From now on an uncaught exception prints its traceback, with rank and host, and ends the job.
+
+    A hook that the user has set prints in place of this one. May be called again, to be in front of hooks that torch
+    has put there since.
+    """
+    if comm.size > 1:
+        sys.excepthook = _EndOfJob(_hook_of_user(sys.excepthook), comm.rank)
+
+
+def _hook_of_user(hook: Hook) -> Hook:
+    """What prints exceptions behind the hooks of torch and of this module."""
+    while True:
+        behind = None
+        if isinstance(hook, _EndOfJob):
+            behind = hook.before
+        elif getattr(hook, "__module__", "").startswith("torch."):
+            from hpcfsdp import _compat  # loads torch, which has to come after MPI: here it is loaded
+
+            behind = _compat.hook_behind_torch(hook)
+        if behind is None:
+            return hook
+        hook = behind
+
+
+class _EndOfJob:
+    """The exception hook of a rank."""
+
+    _is_running = False
+
+    def __init__(self, before: Hook, rank: int) -> None:
+        self.before = before
+        self._rank = rank
+        self._process = os.getpid()
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # A forked child is no rank: its parent is. And a hook that was set later may call this one, from within it.
+        if os.getpid() != self._process or _EndOfJob._is_running:
+            self.before(kind, error, trace)
+            return
+        _EndOfJob._is_running = True
+        try:
+            if self._rank and getattr(error, "raised_on_all_ranks", False):
+                time.sleep(TOGETHER_S)
+            message = "ended the job after an uncaught error"
+            if self.before is sys.__excepthook__:  # in one piece: other ranks print, too
+                message += "\n" + "".join(traceback.format_exception(kind, error, trace))
+                abort(message, exit_code(error))
+            else:
+                abort(message, exit_code(error), lambda: self.before(kind, error, trace))
+        finally:
+            _EndOfJob._is_running = False
+
+
+def exit_code(error: BaseException) -> int:
+    """The code with which a job ends after this error."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return error.exit_code if isinstance(error, HpcfsdpError) else 1
+
+
+def uncaught() -> BaseException | None:
+    """What has ended this program, if a hook that the user has set later has printed it: that lets the job go on."""
+    return None if isinstance(sys.excepthook, _EndOfJob) else getattr(sys, "last_value", None)
+
+
+def abort(message: str, exit_code: int, show: Callable[[], Any] = lambda: None) -> None:
+    """Print a message with rank and host, and end all processes of the job. Does not return, while MPI runs.
+
+    Args:
+        show: prints more to stderr.
+    """
+    from mpi4py import MPI
+
+    running = not MPI.Is_finalized()
+    who = f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} on " if running else ""
+    with contextlib.suppress(Exception):  # closed, or not there: the job has to end all the same
+        sys.stdout.flush()
+    with contextlib.suppress(BaseException):
+        # torch's own exception hook collects what is printed until ours returns, which it does not.
+        stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ else sys.stderr
+        with contextlib.redirect_stderr(stream):
+            stream.write(f"hpcfsdp: {who}{env.host_name()}: {shown_lines(message.rstrip())}\n")
+            show()
+            stream.flush()
+    if running:
+        time.sleep(OUTPUT_GRACE_S)
+        MPI.COMM_WORLD.Abort(exit_code & 0xFF or 1)
 
 
 class _Exit(SystemExit):
@@ -54,15 +157,12 @@ def _code_of(error: SystemExit) -> int:
 
 
 def install(comm: Any) -> None:
-    """Not collective. Have this process say farewell to the ranks of `comm` when it ends; for once in its life.
-
-    Args:
-        comm: an mpi4py communicator of all ranks, used for this alone.
-    """
+    """Collective over `comm`, an mpi4py communicator of all ranks. Watch how this process ends; once in its life."""
     global _comm, _process
     if comm.size == 1 or _comm is not None:
         return
-    _comm, _process = comm, os.getpid()
+    catch_errors(comm)
+    _comm, _process = comm.Dup(), os.getpid()
     sys.exit = _exit
     atexit.register(_leave)
 
@@ -74,12 +174,12 @@ def mark_clean(clean: bool = True) -> None:
 
 
 def departed() -> set[int]:
-    """Not collective. The ranks that have said that they left the program."""
+    """Not collective. The ranks that are known to have left the program."""
     from mpi4py import MPI
 
     status = MPI.Status()
-    while _comm is not None and (letter := _comm.Improbe(tag=_TAG, status=status)) is not None:
-        letter.Recv(bytearray(1))
+    while _comm is not None and (message := _comm.Improbe(tag=_TAG, status=status)) is not None:
+        message.Recv(bytearray(1))
         _gone.add(status.Get_source())
     return _gone
 
@@ -109,16 +209,16 @@ def _leave() -> None:
     code = _code or (_code_of(alive) if alive is not None else 0)
     if _is_clean:
         code = 0
-    arrival, began_s, told = _comm.Ibarrier(), time.monotonic(), []
+    arrival, began_s, sent = _comm.Ibarrier(), time.monotonic(), []
     while not arrival.Test():
         waited_s = time.monotonic() - began_s
         if code and waited_s > GRACE_S:
             abort(f"left the program with exit code {code}, while other ranks are still inside of it", code)
-        if waited_s > SAY_AFTER_S and not told and not code and _comm.size <= MOST_TOLD:
-            told = [_comm.Isend(bytearray(1), peer, _TAG) for peer in range(_comm.size) if peer != _comm.rank]
+        if waited_s > SEND_AFTER_S and not sent and not code and _comm.size <= MOST_RANKS:
+            sent = [_comm.Isend(bytearray(1), peer, _TAG) for peer in range(_comm.size) if peer != _comm.rank]
         time.sleep(0.001)
-    # All are here. What was said and not heard must be taken, or MPI would end with messages under way.
-    for rank, has_told in enumerate(_comm.allgather(bool(told))):
-        if has_told and rank != _comm.rank and rank not in _gone:
+    # All are here. Messages that nobody has received must be, or MPI would end with messages under way.
+    for rank, has_sent in enumerate(_comm.allgather(bool(sent))):
+        if has_sent and rank != _comm.rank and rank not in _gone:
             _comm.Recv(bytearray(1), rank, _TAG)
-    MPI.Request.Waitall(told)
+    MPI.Request.Waitall(sent)

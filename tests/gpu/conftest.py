@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hpcfsdp
-from hpcfsdp.launch.bootstrap import load_mpi
+from hpcfsdp.launch.job import load_mpi
 
 COMM = load_mpi().COMM_WORLD
 

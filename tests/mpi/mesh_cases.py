@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 import hpcfsdp
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
-from hpcfsdp.launch.bootstrap import load_mpi
+from hpcfsdp.launch.job import load_mpi
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi.models import ORIGINAL
 from tests.mpi.parity import plain_name

@@ -4,7 +4,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from hpcfsdp.errors import LaunchError
-from hpcfsdp.launch import bootstrap
+from hpcfsdp.launch import job
 
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -30,7 +30,7 @@ def mpi(monkeypatch):
 
 def test_a_process_that_no_launcher_started_is_a_world_of_one(mpi):
     library = mpi(1)
-    assert bootstrap.load_mpi() is library
+    assert job.load_mpi() is library
 
 
 @pytest.mark.parametrize("variable", LAUNCHER_VARIABLES)
@@ -38,7 +38,7 @@ def test_a_launcher_that_the_mpi_library_does_not_hear_is_told(mpi, monkeypatch,
     mpi(1)
     monkeypatch.setenv(variable, "4")
     with pytest.raises(LaunchError) as caught:
-        bootstrap.load_mpi()
+        job.load_mpi()
     assert str(caught.value) == (
         f"the launcher started 4 processes ({variable}=4), but the MPI library that mpi4py loaded (MPICH Version: 4.2) "
         "does not hear it: every process would be rank 0 of 1. Start with that library's own mpirun, choose its "
@@ -50,26 +50,26 @@ def test_a_launcher_that_the_mpi_library_does_not_hear_is_told(mpi, monkeypatch,
 def test_a_launcher_that_the_mpi_library_hears_is_fine(mpi, monkeypatch):
     library = mpi(4)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    assert bootstrap.load_mpi() is library
+    assert job.load_mpi() is library
 
 
 def test_a_launcher_of_one_process_is_fine(mpi, monkeypatch):
     library = mpi(1)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert bootstrap.load_mpi() is library
+    assert job.load_mpi() is library
 
 
 def test_mpirun_inside_of_a_larger_allocation_goes_by_its_own_size(mpi, monkeypatch):
     library = mpi(1)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
-    assert bootstrap.load_mpi() is library
+    assert job.load_mpi() is library
 
 
 def test_mpi_cannot_start_again_after_its_end(mpi):
     mpi(1, finalized=True)
     with pytest.raises(LaunchError) as caught:
-        bootstrap.load_mpi()
+        job.load_mpi()
     assert str(caught.value) == (
         "MPI has been finalised in this process and cannot start again; call hpcfsdp.init() earlier"
     )

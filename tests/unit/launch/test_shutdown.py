@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp import env
 from hpcfsdp.errors import CheckpointCorruptError
-from hpcfsdp.launch import abort
+from hpcfsdp.launch import shutdown
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def hook(monkeypatch):
     """The exception hook before, and the exit codes with which MPI was aborted."""
     codes = []
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    monkeypatch.setattr(abort, "OUTPUT_GRACE_S", 0)
+    monkeypatch.setattr(shutdown, "OUTPUT_GRACE_S", 0)
     world = SimpleNamespace(rank=2, size=3, Abort=codes.append)
     monkeypatch.setitem(
         sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=world, Is_finalized=lambda: False))
@@ -29,7 +29,7 @@ def hook(monkeypatch):
     ("error", "code"), [(ValueError("x"), 1), (CheckpointCorruptError("x"), 4), (KeyboardInterrupt(), 130)]
 )
 def test_an_uncaught_error_is_printed_with_its_rank_and_ends_the_job_with_its_exit_code(hook, capsys, error, code):
-    abort.install(SimpleNamespace(rank=2, size=3))
+    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
     sys.excepthook(type(error), error, None)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith(f"hpcfsdp: rank 2 of 3 on {env.host_name()}: ")
@@ -39,7 +39,7 @@ def test_an_uncaught_error_is_printed_with_its_rank_and_ends_the_job_with_its_ex
 
 def test_an_exit_code_is_one_that_says_error(hook):
     for code in (0, 256, 3):
-        abort.abort("x", code)
+        shutdown.abort("x", code)
     assert hook[1] == [1, 1, 3]
 
 
@@ -47,13 +47,13 @@ def test_only_errors_of_this_project_choose_their_exit_code(hook):
     class Foreign(Exception):
         exit_code = 0
 
-    abort.install(SimpleNamespace(rank=2, size=3))
+    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
     sys.excepthook(Foreign, Foreign(), None)
     assert hook[1] == [1]
 
 
 def test_the_job_ends_though_nothing_can_be_printed(hook, monkeypatch):
-    abort.install(SimpleNamespace(rank=2, size=3))
+    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
     sys.excepthook(ValueError, ValueError("x"), None)
@@ -61,12 +61,12 @@ def test_the_job_ends_though_nothing_can_be_printed(hook, monkeypatch):
 
 
 def test_a_single_process_keeps_its_hook(hook):
-    abort.install(SimpleNamespace(rank=0, size=1))
+    shutdown.catch_errors(SimpleNamespace(rank=0, size=1))
     assert sys.excepthook is hook[0]
 
 
 def test_the_traceback_is_not_lost_in_another_hook_that_collects_output(hook, capsys, monkeypatch):
-    abort.install(SimpleNamespace(rank=2, size=3))
+    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
     monkeypatch.setattr(sys, "__stderr__", sys.stderr)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     sys.excepthook(ValueError, ValueError("x"), None)
@@ -74,7 +74,7 @@ def test_the_traceback_is_not_lost_in_another_hook_that_collects_output(hook, ca
 
 
 def test_a_forked_child_prints_its_traceback_and_leaves_the_job_alone(hook, capsys, monkeypatch):
-    abort.install(SimpleNamespace(rank=2, size=3))
+    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
     monkeypatch.setattr(os, "getpid", lambda: -1)
     sys.excepthook(ValueError, ValueError("x"), None)
     assert "ValueError: x" in capsys.readouterr().err
@@ -84,7 +84,7 @@ def test_a_forked_child_prints_its_traceback_and_leaves_the_job_alone(hook, caps
 def test_a_hook_of_the_user_prints_in_place_of_the_traceback_and_then_the_job_ends(hook, capsys, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: print(f"mine: {error}", file=sys.stderr))
     for _ in range(2):  # torch's hook comes in between
-        abort.install(SimpleNamespace(rank=2, size=3))
+        shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
     sys.excepthook(ValueError, ValueError("x"), None)
     header, *lines = capsys.readouterr().err.splitlines()
     assert header == f"hpcfsdp: rank 2 of 3 on {env.host_name()}: ended the job after an uncaught error"
@@ -98,13 +98,13 @@ def test_a_hook_that_fails_does_not_keep_the_job_from_ending(hook, monkeypatch, 
         raise raised
 
     monkeypatch.setattr(sys, "excepthook", broken)
-    abort.install(SimpleNamespace(rank=2, size=3))
+    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
     sys.excepthook(ValueError, ValueError("x"), None)
     assert hook[1] == [1]
 
 
 def test_a_hook_that_was_set_later_and_calls_the_one_before_ends_the_job_once(hook, capsys):
-    abort.install(SimpleNamespace(rank=2, size=3))
+    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
     before = sys.excepthook
 
     def later(*args):
@@ -112,7 +112,7 @@ def test_a_hook_that_was_set_later_and_calls_the_one_before_ends_the_job_once(ho
         before(*args)
 
     sys.excepthook = later
-    abort.install(SimpleNamespace(rank=2, size=3))
+    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
     sys.excepthook(ValueError, ValueError("x"), None)
     text = capsys.readouterr().err
     assert (text.count("later"), text.count("ValueError: x"), text.count("ended the job")) == (1, 1, 1)
@@ -121,11 +121,11 @@ def test_a_hook_that_was_set_later_and_calls_the_one_before_ends_the_job_once(ho
 
 def test_the_hook_of_torch_is_looked_through(hook, capsys, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: print(f"mine: {error}", file=sys.stderr))
-    abort.install(SimpleNamespace(rank=2, size=3))
+    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
-        assert not isinstance(sys.excepthook, abort._EndOfJob)
-        abort.install(SimpleNamespace(rank=2, size=3))
+        assert not isinstance(sys.excepthook, shutdown._EndOfJob)
+        shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
         sys.excepthook(ValueError, ValueError("x"), None)
     finally:
         dist.destroy_process_group()
@@ -134,18 +134,18 @@ def test_the_hook_of_torch_is_looked_through(hook, capsys, monkeypatch):
 
 def test_what_all_ranks_raise_is_left_to_rank_0(hook, monkeypatch):
     slept = []
-    monkeypatch.setattr(abort.time, "sleep", slept.append)
+    monkeypatch.setattr(shutdown.time, "sleep", slept.append)
     error = CheckpointCorruptError("x")
     error.raised_on_all_ranks = True
     for rank in (2, 0):
-        abort.install(SimpleNamespace(rank=rank, size=3))
+        shutdown.catch_errors(SimpleNamespace(rank=rank, size=3))
         sys.excepthook(CheckpointCorruptError, error, None)
-    assert slept == [abort.TOGETHER_S, abort.OUTPUT_GRACE_S, abort.OUTPUT_GRACE_S]
+    assert slept == [shutdown.TOGETHER_S, shutdown.OUTPUT_GRACE_S, shutdown.OUTPUT_GRACE_S]
 
 
 def test_an_error_that_a_hook_set_later_has_printed_is_known(hook, monkeypatch):
     error = ValueError("x")
     monkeypatch.setattr(sys, "last_value", error, raising=False)
-    assert abort.uncaught() is error
-    abort.install(SimpleNamespace(rank=2, size=3))
-    assert abort.uncaught() is None
+    assert shutdown.uncaught() is error
+    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
+    assert shutdown.uncaught() is None

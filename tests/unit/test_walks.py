@@ -1,0 +1,102 @@
+"""Through how many files of the package a walk leads, measured by a profile of calls: bounds on its structure."""
+
+import inspect
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hpcfsdp
+from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision
+
+ROOT = f"{Path(hpcfsdp.__file__).parent}/"
+
+INIT = """
+import hpcfsdp
+init = hpcfsdp.init
+sys.setprofile(files)
+init()
+sys.setprofile(None)
+print(json.dumps(files.calls))
+hpcfsdp.finalize()
+"""
+
+
+class Files:
+    """A profiler that counts calls of the package's functions by file.
+
+    What a transport calls of its own folder counts as the file through which the engine has come into it: below the
+    protocol of communicators each transport has a walk of its own.
+
+    Args:
+        until: stop as soon as this module begins to load.
+    """
+
+    def __init__(self, root, until=None):
+        self.root, self.until = root, until
+        self.calls = {}
+
+    def __call__(self, frame, event, _argument):
+        if self.until in sys.modules:
+            sys.setprofile(None)
+        elif event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # no class, no module
+            file, caller = self.file(frame), frame.f_back
+            while caller is not None and not self.file(caller):
+                caller = caller.f_back
+            within = caller is not None and file.startswith("comm/") and self.file(caller).startswith("comm/")
+            if file and not within:
+                self.calls[file] = self.calls.get(file, 0) + 1
+
+    def file(self, frame):
+        name = frame.f_code.co_filename
+        return name[len(self.root) :] if name.startswith(self.root) else ""
+
+
+def files_of(action):
+    """How often `action` calls functions of each file."""
+    files = Files(ROOT)
+    sys.setprofile(files)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return files.calls
+
+
+def check(walk, calls, most):
+    listed = "\n".join(f"  {file}: {count} calls" for file, count in calls.items())
+    assert 0 < len(calls) <= most, f"{walk} leads through {len(calls)} files, of at most {most}:\n{listed}"
+
+
+def test_a_file_counts_once_and_a_transport_as_the_file_through_which_it_is_entered():
+    comm = FakeCommunicator(0, 2)
+    full = torch.zeros(4)
+    calls = files_of(lambda: [comm.all_gather_into_tensor(full, full[:2].clone()) for _ in range(2)])
+    assert calls == {"comm/fake.py": 2}
+
+
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+@pytest.mark.parametrize("mixed", [None, MixedPrecision(torch.bfloat16)], ids=["float32", "bfloat16"])
+def test_forward_and_backward_of_a_unit(original, mixed):
+    model = FullyShardedDataParallel(
+        nn.Linear(4, 4), process_group=FakeCommunicator(0, 2), use_orig_params=original, mixed_precision=mixed
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(torch.ones(2, 4)).sum().backward()
+
+    for _ in range(2):  # which makes what later steps find: the first has no order of units yet, nor a step before
+        step()
+        optimizer.step()
+        optimizer.zero_grad()
+    check("a step", files_of(step), 10)
+
+
+def test_init_before_torch(run_python):
+    code = f"import inspect, json, sys\n{inspect.getsource(Files)}\nfiles = Files({ROOT!r}, until='torch')\n{INIT}"
+    check("init", json.loads(run_python(code)), 6)
