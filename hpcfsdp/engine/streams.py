@@ -1,8 +1,8 @@
-"""Queues of work on a device, and the waits between them: one face for GPUs, for the CPU, and for tests.
+"""Queues of work on a device, and the waits between them: one interface for GPUs, for the CPU, and for tests.
 
-The engine has four queues. It launches work on them, says which memory that reads and writes, and makes one queue wait
-for what another has done. Every wait has a name (``Wait``) and a reason; docs/design/streams.md tells them all. What is
-read and written matters to ``recording.py`` alone, which proves that no wait is missing.
+The engine has four queues. It launches work on them, declares which memory that reads and writes, and makes one queue
+wait for what another has done. Every wait has a name (``Wait``) and a reason, see docs/design/streams.md. What is read
+and written matters to tests alone, whose own queues prove that no wait is missing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Place = tuple[int, str]
 """Memory by name: the flat parameter that it belongs to, and which part of it."""
 
 Begin = Callable[[bool], Work | None]
-"""Starts work; told whether it may go on behind the caller's back, it then returns the work to wait for."""
+"""Starts work. Called with whether the work may go on in the background; then it returns the work to wait for."""
 
 
 class Streams(Protocol):
@@ -87,8 +87,18 @@ class Streams(Protocol):
         """Collective. End what has been begun on all queues, and forget what was to be done after it."""
 
 
-class HostStreams:
-    """The queues of the CPU. Collectives go on behind the caller's back, everything else is done where it stands."""
+class _Unobserved:
+    """Queues to which it does not matter what memory is used."""
+
+    def touch(self, queue: Queue, *, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> None:
+        pass
+
+    def free(self, *places: Place) -> None:
+        pass
+
+
+class HostStreams(_Unobserved):
+    """The queues of the CPU. Collectives go on in the background, everything else is done at once."""
 
     overlap = False
 
@@ -96,15 +106,8 @@ class HostStreams:
         self._pending: dict[Queue, deque[_Pending]] = {queue: deque() for queue in Queue}
 
     def launch(
-        self,
-        queue: Queue,
-        begin: Begin,
-        finish: Callable[[], None] | None = None,
-        *,
-        reads: Iterable[Place] = (),
-        writes: Iterable[Place] = (),
+        self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None, **_places: Iterable[Place]
     ) -> _Pending | None:
-        del reads, writes
         waiting = self._pending[queue]
         work = begin(True)
         work = None if isinstance(work, Finished) else work
@@ -130,12 +133,6 @@ class HostStreams:
             if finish is not None:
                 finish()
 
-    def touch(self, queue: Queue, *, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> None:
-        pass
-
-    def free(self, *places: Place) -> None:
-        pass
-
     def drain(self) -> None:
         for waiting in self._pending.values():
             while waiting:
@@ -152,7 +149,7 @@ class _Pending:
         self.queue, self.work, self.finish, self.done = queue, work, finish, False
 
 
-class CudaStreams:
+class CudaStreams(_Unobserved):
     """The queues of a GPU: CUDA streams, of which COMPUTE is the one that is current."""
 
     overlap = True
@@ -165,15 +162,8 @@ class CudaStreams:
         }
 
     def launch(
-        self,
-        queue: Queue,
-        begin: Begin,
-        finish: Callable[[], None] | None = None,
-        *,
-        reads: Iterable[Place] = (),
-        writes: Iterable[Place] = (),
+        self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None, **_places: Iterable[Place]
     ) -> torch.cuda.Event:
-        del reads, writes
         with torch.cuda.stream(self._stream(queue)):
             begin(False)
             if finish is not None:
@@ -193,12 +183,6 @@ class CudaStreams:
             event.synchronize()
         else:
             self._stream(queue).wait_event(event)
-
-    def touch(self, queue: Queue, *, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> None:
-        pass
-
-    def free(self, *places: Place) -> None:
-        pass
 
     def drain(self) -> None:
         for stream in self._streams.values():  # the program waits, too: it may free or write host memory next
