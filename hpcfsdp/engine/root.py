@@ -7,6 +7,7 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -234,20 +235,20 @@ class Root:
             return
         where = f" of {unit.name!r}" if unit is not None else ""
         mode = "" if torch.is_grad_enabled() or self.in_backward else " without gradients"
-        note = f"{what}{where}{mode}, step {self._order.passes}, order {self._order.digest or 'new'}"
+        label = f"{what}{where}{mode}, step {self._order.passes}, order {self._order.digest or 'new'}"
         for comm in self._meeting:
             try:
-                comm.labelled_barrier(note)
+                comm.labelled_barrier(label)
             except CrossedCallsError:  # the others are elsewhere
                 raise
             except DifferentCallsError as error:
                 raise self._explained(comm, error) from None
 
     def _explained(self, comm: Communicator, error: DifferentCallsError) -> Exception:
-        """Collective. What ranks that met with different notes have done, unit by unit."""
+        """Collective. What ranks that met with different labels have done, unit by unit."""
         paths = comm.all_gather_object(self._order.path())
         for rank, path in enumerate(paths):
-            for turn, (first, other) in enumerate(_zip_longest(paths[0], path)):
+            for turn, (first, other) in enumerate(zip_longest(paths[0], path, fillvalue="nothing more")):
                 if first != other:
                     found = DisagreementError(
                         f"ranks run modules in different orders: as turn {turn + 1} of step {self._order.passes} "
@@ -372,22 +373,14 @@ def _used_anywhere(grads: Sequence[FlatGrad]) -> list[list[bool]]:
         flat = grads[members[0]].flat
         mine = [used for index in members for used in grads[index].used]
         wanted = [leaf.requires_grad for index in members for leaf in grads[index].flat.leaves]
-        told = torch.tensor(mine, dtype=torch.uint8, device=flat.comm.device)
+        anywhere = torch.tensor(mine, dtype=torch.uint8, device=flat.comm.device)
         for comm in (flat.comm, flat.replicas):
             if comm is not None and comm.size > 1:
-                comm.all_reduce(told, "max")
+                comm.all_reduce(anywhere, "max")
         if all(used or not want for used, want in zip(mine, wanted, strict=True)):
             continue  # no need to wait for the device
-        everyone = [bool(used) for used in told.tolist()]
+        everyone = [bool(used) for used in anywhere.tolist()]
         for index in members:
             count = len(grads[index].used)
             found[index], everyone = everyone[:count], everyone[count:]
     return found
-
-
-def _zip_longest(left: Sequence[str], right: Sequence[str]) -> Iterable[tuple[str, str]]:
-    for turn in range(max(len(left), len(right))):
-        yield (
-            left[turn] if turn < len(left) else "nothing more",
-            right[turn] if turn < len(right) else "nothing more",
-        )

@@ -6,6 +6,7 @@ them. docs/design/step.md lists what happens on which event.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ class Call:
 
     Attributes:
         inputs: nodes through which gradients leave the call towards what was computed before it.
-        has_backward: whether gradients may come to its outputs.
+        has_backward: whether its outputs may get gradients.
         is_open: whether its inputs do not show when its backward is through.
         accumulators: nodes that add to the gradients of the unit's leaves.
         versions: of what it computed with, see ``FlatParam.versions``, by the unit's gradients.
@@ -173,7 +174,7 @@ class Unit:
                 context.gather_ahead("forward")
             context.await_unshard(self.values)
             self._show()
-        hook = _input_hook(self, call) if self.flats and torch.is_grad_enabled() else None
+        hook = _weak_hook(Unit._input_done, self, call) if self.flats and torch.is_grad_enabled() else None
         if hook is not None or self.input_dtype is not None:
             self._arguments = Arguments(self.name, self.input_dtype, hook)
             args, kwargs = self._arguments.lend(args, kwargs)
@@ -221,7 +222,7 @@ class Unit:
                 self.context.reshard(self.values)
 
     def expect_backward(self, *, later: bool) -> None:
-        """Not collective. A call has ended with outputs that gradients may come to.
+        """Not collective. A call has ended with outputs that may get gradients.
 
         Args:
             later: than the end of a backward that is running.
@@ -241,7 +242,7 @@ class Unit:
     def check_versions(self, call: Call) -> None:
         """Not collective. Refuse gradients at other values than those of the forward, as torch does where it saved any.
 
-        What has no part in this backward may have been changed: by another optimizer, say, whose loss is through.
+        Parameters without a part in this backward may have been changed, for instance by another optimizer.
         """
         for grad, before in zip(self.grads, call.versions, strict=True):
             now = grad.flat.versions
@@ -257,7 +258,7 @@ class Unit:
                     )
 
     def pre_backward(self, call: Call) -> None:
-        """Collective if nothing else follows. Gradients have come to a call: see which leaves will get some of them."""
+        """Collective if nothing else follows. Gradients reach a call: count the leaves that will get some of them."""
         self._calls.append(call)
         call.inputs_pending = sum(map(_will_run, call.inputs))
         call.ends_at_inputs = call.inputs_pending > 0
@@ -288,7 +289,7 @@ class Unit:
             context.gather_ahead("backward")
 
     def enqueue_at_the_end(self) -> None:
-        """The backward is over: gradients that were too long in coming to hold up those of other units join now."""
+        """The backward is over: enqueue gradients that would have held up those of other units."""
         if self._enqueues_at_the_end:
             self._enqueues_at_the_end = False
             self._enqueue()
@@ -302,7 +303,7 @@ class Unit:
         self.owes_grads = False
 
     def run_unused_backward(self) -> None:
-        """Collective. Take part in what other ranks do with this unit in a backward that does not come to it here."""
+        """Collective. Take part in the backward of other ranks; this rank's backward does not reach the unit."""
         self.begin_backward()
         self.post_backward()
 
@@ -417,7 +418,8 @@ class Unit:
             self._trained[place] = trained
             self._accumulators = None
             if trained and leaf not in self._hooked:
-                leaf.register_post_accumulate_grad_hook(OwnHook(_leaf_hook(self, grad, index)))
+                done = functools.partial(Unit._leaf_done, index=index)
+                leaf.register_post_accumulate_grad_hook(OwnHook(_weak_hook(done, self, grad)))
                 self._hooked.add(leaf)
 
     def guard(self, registries: list[dict[Any, Any]], hook: Callable[..., Any]) -> None:
@@ -449,7 +451,7 @@ class Unit:
         self, call: Call, arguments: Arguments, written: list[torch.Tensor], outputs: Any, hook: Hook
     ) -> Any:
         """Wait for gradients at what the module has computed: its outputs, and what it put into its arguments."""
-        # Gradients come to an input that is passed on before the unit hears of it as an output.
+        # The gradient of an input that the module returns would reach the input before the output's hook runs.
         passed_on: dict[int, torch.Tensor] = {}
         found = {id(tensor): tensor for tensor in written}
 
@@ -580,24 +582,14 @@ def _output_hook(unit: Unit, call: Call, before_backward: BeforeBackward) -> Hoo
     return gradient_comes
 
 
-def _input_hook(unit: Unit, call: Call) -> Hook:
-    weak_unit, weak_call = weakref.ref(unit), weakref.ref(call)
+def _weak_hook(function: Callable[..., None], *owners: Any) -> Hook:
+    """A hook that calls `function` with objects that it does not keep alive, as long as all of them live."""
+    # A leaf belongs to the flat parameter and that to the unit: a strong reference back would keep all of them.
+    references = [weakref.ref(owner) for owner in owners]
 
-    def input_done(_grad: torch.Tensor) -> None:
-        unit, call = weak_unit(), weak_call()
-        if unit is not None and call is not None:
-            unit._input_done(call)
+    def hook(_tensor: torch.Tensor) -> None:
+        found = [reference() for reference in references]
+        if None not in found:
+            function(*found)
 
-    return input_done
-
-
-def _leaf_hook(unit: Unit, grad: FlatGrad, index: int) -> Callable[[nn.Parameter], None]:
-    # The leaf belongs to the flat parameter and that to the unit: a strong reference back would keep all of them.
-    weak_unit, weak_grad = weakref.ref(unit), weakref.ref(grad)
-
-    def gradient_ready(_leaf: nn.Parameter) -> None:
-        unit, grad = weak_unit(), weak_grad()
-        if unit is not None and grad is not None:
-            unit._leaf_done(grad, index)
-
-    return gradient_ready
+    return hook

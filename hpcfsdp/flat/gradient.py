@@ -24,7 +24,7 @@ class FlatGrad:
         held: what backwards without synchronisation (``no_sync``) have left; None if there has been none since the
             last reduction, which is the same on all ranks.
         numel: elements of the full gradient, with padding.
-        outstanding: how many gradients of leaves are still to come; kept by who knows.
+        outstanding: how many gradients of leaves are still to come; counted by the unit.
         buffer: the full gradient in the reduce dtype while it is put together, None otherwise.
         comm_hook: what reduces the gradient instead, with its state; None for averaging.
     """
@@ -181,7 +181,7 @@ class FlatGrad:
             self._hand_over(self.used)
 
     def settle(self, used_anywhere: Sequence[bool]) -> None:
-        """Hand what was reduced to the optimizer; leaves that nobody had a gradient for keep the one they had."""
+        """Hand what was reduced to the optimizer; leaves without a gradient on any rank keep the one they had."""
         self._hand_over(used_anywhere)
         self.used = [False] * len(self.used)
         self.pause()

@@ -154,7 +154,7 @@ class Resident:
     """Memory that all ranks share, of which each has one segment: gathered as soon as everyone has written its own.
 
     No byte moves, and a node holds every value once. The price is that a segment may be written only while no rank
-    computes with it: whoever uses this has the ranks meet before the first and after the last use.
+    computes with it: the ranks meet before its first and after its last use.
     """
 
     resident = True

@@ -15,8 +15,8 @@ from hpcfsdp.errors import DisagreementError, EngineError
 from hpcfsdp.flat.storage import data_ptr_allocated
 
 BUCKET_BYTES = 250 << 20
-_TOLD = 3
-"""Differences that a message tells."""
+_MOST_DIFFERENCES = 3
+"""In one message."""
 
 
 def verify_param_shape_across_processes(comm: Communicator, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -159,17 +159,17 @@ def _agree(comm: Communicator, described: dict[str, str]) -> None:
 
 def _difference(everyone: Sequence[dict[str, str]]) -> str:
     """What differs between the descriptions of all ranks."""
-    told = []
+    found = []
     for name in dict.fromkeys(name for described in everyone for name in described):
         message = _by_value(name, [described.get(name, "missing") for described in everyone])
         if message:
-            told.append(message)
-    if not told:  # all have the same, in another order
+            found.append(message)
+    if not found:  # all have the same, in another order
         orders = zip(*everyone, strict=True)
-        told = [_by_value(f"number {place + 1} of them", list(names)) for place, names in enumerate(orders)]
-        told = [message for message in told if message][:1]
-    more = f"; and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
-    return "; ".join(told[:_TOLD]) + more
+        found = [_by_value(f"number {place + 1} of them", list(names)) for place, names in enumerate(orders)]
+        found = [message for message in found if message][:1]
+    more = f"; and {len(found) - _MOST_DIFFERENCES} more" if len(found) > _MOST_DIFFERENCES else ""
+    return "; ".join(found[:_MOST_DIFFERENCES]) + more
 
 
 def _by_value(name: str, values: Sequence[str]) -> str:
