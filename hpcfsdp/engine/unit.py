@@ -582,14 +582,14 @@ def _output_hook(unit: Unit, call: Call, before_backward: BeforeBackward) -> Hoo
     return gradient_comes
 
 
-def _weak_hook(function: Callable[..., None], *owners: Any) -> Hook:
-    """A hook that calls `function` with objects that it does not keep alive, as long as all of them live."""
+def _weak_hook(function: Callable[[Any, Any], None], first: Any, second: Any) -> Hook:
+    """A hook that calls `function` with two objects that it does not keep alive, as long as both live."""
     # A leaf belongs to the flat parameter and that to the unit: a strong reference back would keep all of them.
-    references = [weakref.ref(owner) for owner in owners]
+    weak_first, weak_second = weakref.ref(first), weakref.ref(second)
 
     def hook(_tensor: torch.Tensor) -> None:
-        found = [reference() for reference in references]
-        if None not in found:
-            function(*found)
+        first, second = weak_first(), weak_second()
+        if first is not None and second is not None:
+            function(first, second)
 
     return hook

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 ALIGNMENT_BYTES = 16
+"""Of each parameter and each shard in the flat buffer: vector instructions and GPU loads work on whole words of it."""
 _KEPT_SHARDS = 1024
 """Up to so many shards the edges of parameters are kept for the next save; with more they take many megabytes."""
-"""Of each parameter and each shard in the flat buffer: vector instructions and GPU loads work on whole words of it."""
 
 
 class Box(NamedTuple):
@@ -48,11 +48,11 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """Of a parameter that is cut, or replicated, over ranks which are parallel over tensors: what each of them has.
+    """Of a parameter that is cut, or replicated, over tensor-parallel ranks: what each of them has.
 
     Attributes:
         shape: of the whole.
-        boxes: by rank of the ranks that are parallel over tensors; equal ones for replicas.
+        boxes: by tensor-parallel rank; equal ones for replicas.
         rank: that of them whose block it is.
         placements: torch's, in the dimensions of the mesh of these ranks.
     """
@@ -113,7 +113,7 @@ class ParamSlot:
 
     @property
     def is_cut(self) -> bool:
-        """Whether ranks that are parallel over tensors have different parts of it."""
+        """Whether tensor-parallel ranks have different parts of it."""
         return self.block is not None and not self.block.is_whole
 
     @property
@@ -231,13 +231,7 @@ class FlatLayout:
         """
         if self.num_shards > _KEPT_SHARDS:
             return self._edges_of(self.by_name[fqn])
-        if fqn not in self._param_edges:
-            self._param_edges[fqn] = self._edges_of(self.by_name[fqn])
-        return self._param_edges[fqn]
-
-    @cached_property
-    def _param_edges(self) -> dict[str, tuple[int, np.ndarray]]:
-        return {}
+        return self._kept("edges", fqn, lambda: self._edges_of(self.by_name[fqn]))
 
     def _edges_of(self, slot: ParamSlot) -> tuple[int, np.ndarray]:
         if slot.numel == 0:
@@ -289,24 +283,16 @@ class FlatLayout:
         Args:
             join: the name of a parameter below a path.
         """
-        if (paths, join) not in self._known_as:
-            first, *others = (self.renamed(functools.partial(join, path)) for path in paths)
-            self._known_as[paths, join] = first.aliased(others)
-        return self._known_as[paths, join]
 
-    @cached_property
-    def _known_as(self) -> dict[tuple[tuple[str, ...], Callable[[str, str], str]], FlatLayout]:
-        return {}
+        def rename() -> FlatLayout:
+            first, *others = (self.renamed(functools.partial(join, path)) for path in paths)
+            return first.aliased(others)
+
+        return self._kept("names", (paths, join), rename)
 
     def of_tensor_rank(self, rank: int) -> FlatLayout:
-        """The layout that another of the ranks which are parallel over tensors has of its own blocks."""
-        if rank not in self._of_tensor_ranks:
-            self._of_tensor_ranks[rank] = self._planned_for(rank)
-        return self._of_tensor_ranks[rank]
-
-    @cached_property
-    def _of_tensor_ranks(self) -> dict[int, FlatLayout]:
-        return {}
+        """The layout that another tensor-parallel rank has of its own blocks."""
+        return self._kept("tensor rank", rank, lambda: self._planned_for(rank))
 
     def _planned_for(self, rank: int) -> FlatLayout:
         if all(slot.block is None or slot.block.rank == rank for slot in self.slots):
@@ -314,6 +300,16 @@ class FlatLayout:
         blocks = {s.fqn: dataclasses.replace(s.block, rank=rank) for s in self.slots if s.block is not None}
         params = [(s.fqn, blocks[s.fqn].box.sizes if s.block else s.shape, s.aliases) for s in self.slots]
         return FlatLayout.plan(params, self.dtype, self.num_shards, blocks)
+
+    def _kept(self, what: str, key: Any, make: Callable[[], Any]) -> Any:
+        """What has been made before for a key, or is made now."""
+        if (what, key) not in self._made:
+            self._made[what, key] = make()
+        return self._made[what, key]
+
+    @cached_property
+    def _made(self) -> dict[tuple[str, Any], Any]:
+        return {}
 
     def fingerprint(self) -> str:
         """A short text that two layouts share when they are equal."""
