@@ -15,7 +15,7 @@ import warnings
 import weakref
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from enum import Enum
 from typing import Any
 
@@ -180,7 +180,7 @@ class Arguments:
 
         def keep(tensor: torch.Tensor, _in_object: bool) -> torch.Tensor:
             tensor = self._originals.get(id(tensor), tensor)
-            if needs_hook(tensor) and not self.is_unchanged(tensor):
+            if needs_hook(tensor) and not self._is_unchanged(tensor):
                 written[id(tensor)] = tensor
             return tensor
 
@@ -190,16 +190,40 @@ class Arguments:
         self._holders = []
         return list(written.values())
 
+    def computed(self, outputs: Any, written: Iterable[torch.Tensor]) -> tuple[Any, Iterable[torch.Tensor]]:
+        """Find what the module has computed, in its outputs and in its arguments.
+
+        Args:
+            written: what ``restore`` has returned.
+
+        Returns:
+            The outputs, in which inputs that the module returns are views of their own, and all tensors found.
+        """
+        # The gradient of an input that the module returns would reach the input before the output's hook runs.
+        passed_on: dict[int, torch.Tensor] = {}
+        found = {id(tensor): tensor for tensor in written}
+
+        def seen(tensor: torch.Tensor, in_object: bool) -> torch.Tensor:
+            if id(tensor) in self._originals:
+                view = passed_on.get(id(tensor))
+                tensor = passed_on[id(tensor)] = tensor.view_as(tensor) if view is None else view
+            elif self._is_unchanged(tensor):
+                return tensor
+            if not (in_object and isinstance(tensor, nn.Parameter)):
+                found[id(tensor)] = tensor
+            return tensor
+
+        visit = Visit(seen)
+        outputs = visit(outputs)
+        warn_of_opaque(visit.opaque, self._unit)
+        return outputs, found.values()
+
     def nodes(self) -> tuple[list[Any], bool]:
         """The nodes of the views, and whether an operation in place has taken one of them out of the graph."""
         nodes = [node for _, node in self._views]
         return nodes, any(view.grad_fn is not node for view, node in self._views)
 
-    def is_view(self, tensor: torch.Tensor) -> bool:
-        """Whether the module was given this tensor in place of another one."""
-        return id(tensor) in self._originals
-
-    def is_unchanged(self, tensor: torch.Tensor) -> bool:
+    def _is_unchanged(self, tensor: torch.Tensor) -> bool:
         """Whether the module was given a view of this tensor, and has not changed it."""
         return id(tensor) in self._nodes and self._nodes[id(tensor)] is tensor.grad_fn
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from hpcfsdp import _compat
 from hpcfsdp.engine.containers import tensors_in
 from hpcfsdp.engine.context import Context, Values
-from hpcfsdp.engine.objects import Arguments, Hook, Visit, needs_hook, warn_of_opaque
+from hpcfsdp.engine.objects import Arguments, Hook, needs_hook
 from hpcfsdp.engine.param_hooks import OwnHook, defer_hooks, run_hooks
 from hpcfsdp.engine.phase import TRANSITIONS, Phase
 from hpcfsdp.errors import EngineError
@@ -194,8 +194,9 @@ class Unit:
         if self.flats:
             if torch.is_grad_enabled():
                 arguments = arguments or Arguments(self.name, None, None)  # the module has switched gradients on
-                hook = _output_hook(self, call, before_backward)
-                outputs = self._watch_outputs(call, arguments, written, outputs, hook)
+                call.inputs, call.is_open = arguments.nodes()
+                outputs, computed = arguments.computed(outputs, written)
+                self._watch(call, computed, _output_hook(self, call, before_backward))
             else:
                 for tensor in tensors_in(outputs):
                     self._check_owner(tensor)
@@ -447,29 +448,9 @@ class Unit:
                 if self._has_hooks(param):
                     run_hooks(param)
 
-    def _watch_outputs(
-        self, call: Call, arguments: Arguments, written: list[torch.Tensor], outputs: Any, hook: Hook
-    ) -> Any:
-        """Wait for gradients at what the module has computed: its outputs, and what it put into its arguments."""
-        # The gradient of an input that the module returns would reach the input before the output's hook runs.
-        passed_on: dict[int, torch.Tensor] = {}
-        found = {id(tensor): tensor for tensor in written}
-
-        def seen(tensor: torch.Tensor, in_object: bool) -> torch.Tensor:
-            if arguments.is_view(tensor):
-                view = passed_on.get(id(tensor))
-                tensor = passed_on[id(tensor)] = tensor.view_as(tensor) if view is None else view
-            elif arguments.is_unchanged(tensor):
-                return tensor
-            if not (in_object and isinstance(tensor, nn.Parameter)):
-                found[id(tensor)] = tensor
-            return tensor
-
-        call.inputs, call.is_open = arguments.nodes()
-        visit = Visit(seen)
-        outputs = visit(outputs)
-        warn_of_opaque(visit.opaque, self.name)
-        for tensor in found.values():
+    def _watch(self, call: Call, computed: Iterable[torch.Tensor], hook: Hook) -> None:
+        """Wait for gradients at what a call has computed."""
+        for tensor in computed:
             self._check_owner(tensor)
             if needs_hook(tensor):
                 tensor.register_hook(hook)
@@ -477,7 +458,6 @@ class Unit:
         if call.has_backward:
             call.accumulators = self._accumulators_now()
             call.versions = [grad.flat.versions for grad in self.grads]
-        return outputs
 
     def _check_owner(self, tensor: torch.Tensor) -> None:
         for flat in self.flats:
