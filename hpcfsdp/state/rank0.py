@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, raise_together
-from hpcfsdp.errors import StateDictError
+from hpcfsdp.errors import HpcfsdpError, StateDictError
 from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.ranks import Grid, ranks_of_model
 from hpcfsdp.state.sources import is_extra_state
@@ -51,13 +51,20 @@ def broadcast_values(ranks: Communicator | Grid, values_of: Callable[[], Any], s
 
     Raises:
         StateDictError: on all ranks, if a value cannot be pickled, or not be unpickled on a rank.
-        Exception: on rank `src`, what `values_of` has raised; on others as an ``HpcfsdpError``.
+        Exception: on rank `src`, what `values_of` has raised; on others as a ``StateDictError``.
     """
     values = packed = None
-    with raise_together(ranks):
-        if ranks.rank == src:
-            values = values_of()
-            packed = _packed(values)
+    try:
+        with raise_together(ranks):
+            if ranks.rank == src:
+                values = values_of()
+                packed = _packed(values)
+    except HpcfsdpError as error:
+        if type(error) is not HpcfsdpError:
+            raise
+        known = StateDictError(str(error))  # of a class of its own that other ranks do not know
+        known.raised_on_all_ranks = True
+        raise known from None
     # Ranks broadcast bytes: an object that fails as it is packed or read would leave the others waiting.
     packed = ranks.broadcast_object(packed, src)
     with raise_together(ranks):
@@ -139,7 +146,7 @@ class Rank0Source:
             StateDictError: it is not all whole tensors, units do not have their first rank in common, or an extra state
                 cannot be sent.
             TypeError: it is no state dict, on the first rank.
-            Exception: on the first rank, what its mapping has raised; on others as an ``HpcfsdpError``.
+            Exception: on the first rank, what its mapping has raised; on others as a ``StateDictError``.
         """
         units, ranks = units_in(self._module), ranks_of_model(self._module)
         is_first = units[0].groups.is_first
