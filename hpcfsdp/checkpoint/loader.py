@@ -19,8 +19,9 @@ from hpcfsdp.checkpoint.calls import Facts, GivenPath, enter
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
+from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.match import FileNames, Match, check_patterns, match_model
-from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.checkpoint.retention import reading
 from hpcfsdp.checkpoint.shares import rows_needed, share_of
 from hpcfsdp.checkpoint.values import rebuilt

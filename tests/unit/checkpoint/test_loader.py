@@ -13,7 +13,7 @@ from torch import nn
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint import loader
 from hpcfsdp.checkpoint.files import Files, System
-from hpcfsdp.checkpoint.reader import open_index
+from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import (
     CheckpointCorruptError,

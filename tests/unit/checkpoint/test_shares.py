@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from hpcfsdp.checkpoint import shares
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.reader import CheckpointIndex
+from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.checkpoint.shares import rows_needed, share_of
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.state.shards import LocalShards
@@ -55,6 +55,7 @@ def index_of(shapes, blocks):
         param_groups=None,
         scalars=None,
         rng={},
+        seal=None,
         first_rows=first_rows,
     )
 
