@@ -15,7 +15,7 @@ _PUBLIC = {
     "latest": "hpcfsdp.checkpoint.catalog",
     "load": "hpcfsdp.checkpoint.loader",
     "open": "hpcfsdp.checkpoint.lazy",
-    "open_index": "hpcfsdp.checkpoint.reader",
+    "open_index": "hpcfsdp.checkpoint.index",
     "save": "hpcfsdp.checkpoint.writer",
 }
 

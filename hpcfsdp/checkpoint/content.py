@@ -25,8 +25,7 @@ from hpcfsdp.checkpoint.values import plain
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.state.model import device_of, model_tensors, stateful_modules
-from hpcfsdp.state.optim.compare import StateInfo
-from hpcfsdp.state.optimizer import optimizer_state, state_elsewhere
+from hpcfsdp.state.optim.in_file import OptimizerState, local_state, optimizer_state, state_elsewhere
 from hpcfsdp.state.sources import digest_of
 from hpcfsdp.state.tensors import LocalPiece, StateTensor
 from hpcfsdp.state.wrappers import settle
@@ -163,10 +162,13 @@ def collect(comm: Communicator, given: Given) -> tuple[Content, list[StateTensor
         DisagreementError: ranks hold different models or optimizers, or give different values.
     """
     model, optimizer, leaves = given.model, given.optimizer, {}
-    elsewhere = None if optimizer is None else state_elsewhere(comm, model, optimizer)
     with raise_together(comm):
         settle(model)
-        tensors, small = _tensors_and_small(given, elsewhere)
+        own = None if optimizer is None else local_state(model, optimizer)
+    elsewhere = {} if own is None else state_elsewhere(comm, own)
+    with raise_together(comm):
+        state = None if own is None else optimizer_state(own, elsewhere)
+        tensors, small = _tensors_and_small(given, state)
         plan = plan_save(tensors, comm.size)
         states = rng.capture(device_of(model))
         leaves = _leaves(given, small) if comm.size > 1 else {}
@@ -201,12 +203,11 @@ def _leaves(given: Given, small: Mapping[str, np.ndarray | bytes]) -> dict[str, 
 
 
 def _tensors_and_small(
-    given: Given, elsewhere: Mapping[str, StateInfo] | None
+    given: Given, state: OptimizerState | None
 ) -> tuple[list[tuple[str, StateTensor]], dict[str, np.ndarray | bytes]]:
     """Tensors with the group each goes to, and the small datasets that are the same on all ranks."""
     model, found = given.model, model_tensors(given.model)
     modules, groups, scalars = stateful_modules(model), None, None
-    state = None if given.optimizer is None else optimizer_state(model, given.optimizer, elsewhere)
     if given.names is not None:
         found, modules, chosen = chosen_of(found, modules, given.names)
         state = None if state is None else state.only(chosen)

@@ -31,7 +31,6 @@ def check_extents(
     regions: list[tuple[int, int]],
     size: int,
     part_sizes: Sequence[int] = (),
-    most_bytes: int = schema.BLOCK_BYTES,
 ) -> dict[str, tuple[int, int]]:
     """Prove that the extents tile every tensor, lie inside of the file, and on nothing else; the rows of each tensor.
 
@@ -39,7 +38,6 @@ def check_extents(
         regions: (first byte, end) of what is no tensor.
         size: of the file.
         part_sizes: of the files beside it.
-        most_bytes: of an extent. To check it, all of it is read.
 
     Raises:
         CheckpointCorruptError: they do not.
@@ -57,7 +55,7 @@ def check_extents(
         raise CheckpointCorruptError(f"{path}: damaged: {paths[error.tensor]}: {error}") from None
     if untiled is not None:
         raise CheckpointCorruptError(f"{path}: damaged: the runs of {paths[untiled]} do not tile it")
-    _check_lengths(path, specs, rows, most_bytes)
+    _check_lengths(path, specs, rows)
     sizes = np.array([size, *part_sizes], np.int64)
     if len(rows) and rows["file"].max() >= len(sizes):
         raise CheckpointCorruptError(f"{path}: damaged: its table of extents has files that it does not name")
@@ -66,15 +64,15 @@ def check_extents(
     return {name: (edges[index], edges[index + 1]) for index, name in enumerate(paths)}
 
 
-def _check_lengths(path: Path, specs: dict[str, TensorSpec], rows: np.ndarray, most_bytes: int) -> None:
-    """Raise if a row, of those that tile the tensors, has too many bytes."""
+def _check_lengths(path: Path, specs: dict[str, TensorSpec], rows: np.ndarray) -> None:
+    """Raise if a row, of those that tile the tensors, has too many bytes: to check it, all of it is read."""
     itemsizes = np.array([spec.itemsize for spec in specs.values()], np.int64)
     lengths = rows["count"].astype(np.int64) * rows["numel"].astype(np.int64) * itemsizes[rows["tensor"]]
-    long = np.flatnonzero(lengths > most_bytes)
+    long = np.flatnonzero(lengths > schema.BLOCK_BYTES)
     if len(long):
         name = list(specs)[rows["tensor"][long[0]]]
         raise CheckpointCorruptError(
-            f"{path}: damaged: {name} has an extent of {lengths[long[0]]} bytes; there are {most_bytes} at most"
+            f"{path}: damaged: {name} has an extent of {lengths[long[0]]} bytes; there are {schema.BLOCK_BYTES} at most"
         )
 
 

@@ -14,8 +14,9 @@ import numpy as np
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
+from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.inspect.numbers import decoded
-from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import nearest
 
 

@@ -19,8 +19,9 @@ from hpcfsdp.checkpoint.calls import Facts, GivenPath, enter
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
+from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.match import FileNames, Match, check_patterns, match_model
-from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.checkpoint.retention import reading
 from hpcfsdp.checkpoint.shares import rows_needed, share_of
 from hpcfsdp.checkpoint.values import rebuilt
@@ -34,8 +35,8 @@ from hpcfsdp.errors import (
 from hpcfsdp.launch.calls import public_call
 from hpcfsdp.state.materialize import materialized
 from hpcfsdp.state.model import communicator_of, device_of, model_tensors, stateful_modules
-from hpcfsdp.state.optimizer import OptimizerRestore, SavedTensor, check_saved
-from hpcfsdp.state.tensors import LocalPiece, StateTensor, staged_of
+from hpcfsdp.state.optim.in_file import OptimizerRestore, check_saved
+from hpcfsdp.state.tensors import LocalPiece, StateTensor, TensorInfo, staged_of
 from hpcfsdp.state.wrappers import settle
 
 _TRIES = 5
@@ -242,7 +243,7 @@ def _plan_optimizer(in_file: FileNames, model: nn.Module, optimizer: torch.optim
         )
     prefix = f"{schema.OPTIM_STATE}/"
     saved = {
-        in_file.in_model(path.removeprefix(prefix)): SavedTensor(spec.shape, getattr(torch, spec.dtype))
+        in_file.in_model(path.removeprefix(prefix)): TensorInfo(spec.shape, getattr(torch, spec.dtype))
         for path, spec in index.tensors.items()
         if path.startswith(prefix)
     }

@@ -12,8 +12,8 @@ import numpy as np
 from torch import nn
 
 from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.checkpoint.inspect.names import hits, matching
-from hpcfsdp.checkpoint.reader import CheckpointIndex
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, nearest
 from hpcfsdp.state.tensors import StateTensor
 from hpcfsdp.state.wrappers import CHILD, NUM_AVERAGED
@@ -154,7 +154,7 @@ def match_model(
     """
     index = files.index
     there = {path for path in (*index.tensors, *index.links) if path.startswith(_MODEL)}
-    # Files of format 0.1, and of torch.distributed.checkpoint, know nothing of such states.
+    # Files of torch.distributed.checkpoint know nothing of such states.
     known_states = set(map(files.in_model, index.module_states)) if index.keeps_module_states else set(states)
     states, targets = set(states), list(tensors)
     if names is not None:

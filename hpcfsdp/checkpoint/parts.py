@@ -15,7 +15,7 @@ from pathlib import Path
 from hpcfsdp.checkpoint.catalog import ABANDONED_AFTER_S
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format.seal import Seal, read_seal
-from hpcfsdp.checkpoint.reader import open_index
+from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.errors import CheckpointError
 
 _NAME = re.compile(r"(?P<stem>.+)\.[0-9a-f]{8}\.node-\d+\.h5")

@@ -1,138 +1,20 @@
-"""The index of a checkpoint file, checked before it is believed, and verified reads of runs of its tensors.
-
-Needs numpy and h5py alone. No byte of a file is ever executed.
-"""
+"""Verified reads of runs of a checkpoint's tensors. Needs numpy and h5py alone."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-import h5py
 import numpy as np
 
-from hpcfsdp.checkpoint import kinds
-from hpcfsdp.checkpoint.access import Room, damage, hdf5_of, opened, seal_of
-from hpcfsdp.checkpoint.dcp import names as dcp_names
-from hpcfsdp.checkpoint.extents import check_extents, union
+from hpcfsdp.checkpoint.access import damage, opened, seal_of
 from hpcfsdp.checkpoint.files import Files, reason
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.schema import CheckpointInfo, Digest, TensorSpec
-from hpcfsdp.checkpoint.format.seal import Seal, packed_bytes
-from hpcfsdp.checkpoint.small import (
-    Values,
-    check_kind,
-    further_links,
-    read_extra,
-    read_json,
-    read_links,
-    read_metrics,
-    read_parts,
-    read_small,
-    read_specs,
-    required,
-    text,
-)
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.index import CheckpointIndex, PartFile
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
-
-
-@dataclass(frozen=True)
-class PartFile:
-    """A file beside the checkpoint that holds elements of tensors: its name, bytes, and the digest of its seal."""
-
-    name: str
-    nbytes: int
-    digest: int
-
-
-@dataclass(frozen=True)
-class CheckpointIndex:
-    """Everything of a checkpoint but the tensors' elements.
-
-    Attributes:
-        tensors: by path in the file ("model/<fqn>", "optim/state/<fqn>/<key>"), in file order.
-        links: alias of a (tied) tensor -> its path.
-        extents: the table of runs, sorted by tensor and start.
-        param_groups, scalars: of the optimizer; None where none was saved.
-        rng: states of random number generators by kind, one row for each rank that wrote.
-        module_states: what modules keep beside tensors (``get_extra_state``), by name: ``values.plain`` of it.
-        metrics: numbers that training has noted, by name: steps (int64) and values (float64), both 1-D.
-        seal: of the file; None for one of format 0.1.
-        parts: files beside this one in which elements of tensors stand; number n in `extents` is the one at n - 1.
-        state_dict: where the entries of the state dict stand that ``torch.distributed.checkpoint`` has saved, see
-            ``dcp.names.Entry``; None for a file that it did not write.
-    """
-
-    info: CheckpointInfo
-    tensors: dict[str, TensorSpec]
-    links: dict[str, str]
-    extents: np.ndarray
-    param_groups: list[dict[str, Any]] | None
-    scalars: dict[str, Any] | None
-    rng: dict[str, np.ndarray]
-    first_rows: dict[str, tuple[int, int]] = field(repr=False)
-    """First row and end of each tensor's runs in `extents`."""
-    metrics: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
-    module_states: dict[str, Any] = field(default_factory=dict)
-    seal: Seal | None = None
-    parts: tuple[PartFile, ...] = ()
-    state_dict: list[dict[str, Any]] | None = None
-
-    @property
-    def keeps_module_states(self) -> bool:
-        """Whether a state that is not in `module_states` is one that no module had."""
-        return self.seal is not None and self.state_dict is None and bool(self.rng)
-
-    def resolve(self, path: str) -> TensorSpec:
-        """The tensor under a path or a alias of it.
-
-        Raises:
-            KeyError: there is none.
-        """
-        return self.tensors[self.links.get(path, path)]
-
-    def rows_of(self, path: str) -> np.ndarray:
-        """The rows of `extents` of a tensor, by a path or a alias of it."""
-        first, end = self.first_rows[self.links.get(path, path)]
-        return self.extents[first:end]
-
-
-def open_index(path: str | os.PathLike[str], files: Files | None = None) -> CheckpointIndex:
-    """Read the index of a checkpoint; not collective.
-
-    Args:
-        files: what operates on the disk, for tests that have it fail.
-
-    Raises:
-        CheckpointError: there is no such file, it cannot be opened, or it is of a newer format.
-        CheckpointCorruptError: it is no checkpoint, was never finished, or is damaged.
-    """
-    files = files or Files()
-    path = Path(path)
-    with opened(files, path) as fd:
-        return read_index(files, fd, path)
-
-
-def read_index(files: Files, fd: int, path: Path) -> CheckpointIndex:
-    """The index of an open file, see ``open_index``. HDF5 gets to see what has its checksum, and nothing else."""
-    seal = seal_of(files, fd, path)
-    try:
-        with hdf5_of(files, fd, path, seal) as file:
-            with damage(path):
-                room = Room.of(files, fd)
-            if seal is None:
-                return _read_unsealed(path, file, files.size(fd), room)
-            return _read_sealed(path, file, seal, room)
-    except CheckpointError:
-        raise
-    except Exception as error:  # h5py raises half a dozen types on damaged files
-        what = error.args[0] if isinstance(error, KeyError) and error.args else str(error) or type(error).__name__
-        raise CheckpointCorruptError(f"{path}: damaged, or not an HDF5 file ({what})") from error
-
 
 _KEPT_BYTES = 64 << 20
 """Most bytes of rows that a reader keeps, to give parts of them, unless one alone has more."""
@@ -393,103 +275,3 @@ def _describe(row: np.void) -> str:
     start, numel, count, stride = (int(row[name]) for name in ("start", "numel", "count", "stride"))
     more = f", and {count - 1} more of as many every {stride}," if count > 1 else ""
     return f"elements {start} to {start + numel}{more}"
-
-
-def _read_sealed(path: Path, file: h5py.File, seal: Seal, room: Room) -> CheckpointIndex:
-    check_kind(path, file)
-    regions = [(begin, begin + nbytes) for begin, nbytes in seal.regions]
-    values = Values(path, file, seal.file_bytes - packed_bytes(len(regions)), room)
-    small = read_small(values)
-    specs = read_specs(small[schema.TENSORS], small[schema.SHAPES])
-    links = read_links(small[schema.LINKS], specs)
-    rows = values.read(schema.EXTENTS, regions)
-    if rows.ndim != 1 or rows.dtype != schema.EXTENT_DTYPE:
-        raise ValueError(f"{schema.EXTENTS} is no table of extents")
-    parts = tuple(PartFile(*part) for part in read_parts(values, regions))
-    taken = union([*regions, *values.places])
-    first_rows = check_extents(path, specs, rows, taken, seal.file_bytes, [part.nbytes for part in parts])
-    return replace(_index(path, file, small, specs, links, rows, first_rows, seal), parts=parts)
-
-
-def _read_unsealed(path: Path, file: h5py.File, size: int, room: Room) -> CheckpointIndex:
-    """The index of a file of format 0.1: a digest over the small values, and no table of shapes."""
-    version = check_kind(path, file)
-    if not required(file, "committed", int):
-        raise CheckpointCorruptError(f"{path}: was never finished: its writer stopped before the commit mark")
-    if version != "0.1":
-        raise CheckpointCorruptError(f"{path}: damaged: the seal that ends a file of format {version} is missing")
-    values = Values(path, file, size, room)
-    small = read_small(values)
-    old = values.read(schema.EXTENTS)
-    digest = Digest()
-    for name in sorted(small):
-        digest.add(name, small[name])
-    digest.add(schema.EXTENTS, old)
-    if digest.value() != required(file, "digest", np.uint64):
-        raise CheckpointCorruptError(f"{path}: damaged: its tables or small values do not have their checksum")
-    datasets = {name.decode(): values.get(name.decode()) for name in small[schema.TENSORS].tolist()}
-    specs = {name: _spec_of(name, dataset) for name, dataset in datasets.items()}
-    rows = np.zeros(len(old), schema.EXTENT_DTYPE)
-    for name in old.dtype.names:
-        rows[name] = old[name]
-    rows["count"], rows["stride"] = 1, old["numel"]
-    first_rows = check_extents(path, specs, rows, [], size, most_bytes=schema.OLD_BLOCK_BYTES)
-    for name, (first, end) in first_rows.items():
-        # Another tool may have written a tensor anew: the old bytes, which the table knows, can still be there.
-        if end > first and datasets[name].id.get_offset() != rows["byte_offset"][first]:
-            raise CheckpointCorruptError(f"{path}: {name} is not where it was written (rewritten by another tool?)")
-    return _index(path, file, small, specs, further_links(file, list(specs)), rows, first_rows, None)
-
-
-def _spec_of(name: str, dataset: Any) -> TensorSpec:
-    if not isinstance(dataset, h5py.Dataset) or dataset.shape is None:
-        raise ValueError(f"{name!r} is no dataset")
-    return TensorSpec(name, dataset.shape, schema.torch_dtype(dataset))
-
-
-def _index(
-    path: Path,
-    file: h5py.File,
-    small: dict[str, Any],
-    specs: dict[str, TensorSpec],
-    links: dict[str, str],
-    rows: np.ndarray,
-    first_rows: dict[str, tuple[int, int]],
-    seal: Seal | None,
-) -> CheckpointIndex:
-    extra, config = read_extra(small, schema.EXTRA_VALUES), read_json(small, schema.CONFIG)
-    groups, scalars, state_dict = (
-        read_json(small, name) if name in small else None
-        for name in (schema.PARAM_GROUPS, schema.OPTIM_SCALARS, schema.STATE_DICT)
-    )
-    states = read_extra(small, schema.MODULE_STATES) if schema.MODULE_STATES in small else {}
-    kinds.check_object(config, schema.CONFIG)
-    kinds.check_optimizer(groups, scalars, named=schema.STATE_DICT not in small)
-    kinds.check_module_states(states)
-    if schema.STATE_DICT in small:
-        by_kind = {dcp_names.GROUP: groups, dcp_names.SCALAR: scalars, dcp_names.EXTRA: extra}
-        kinds.check_entries(state_dict, {**specs, **links}, by_kind)
-    info = CheckpointInfo(
-        path=path,
-        step=required(file, "step", int),
-        world_size=required(file, "world_size", int),
-        date=required(file, "date", text),
-        software_version=required(file, "software_version", text),
-        format_version=required(file, "format_version", text),
-        extra=extra,
-        config=config,
-    )
-    return CheckpointIndex(
-        info=info,
-        tensors=specs,
-        links=links,
-        extents=rows,
-        param_groups=groups,
-        scalars=scalars,
-        rng={name.rsplit("/", 1)[1]: value for name, value in small.items() if name.startswith(f"{schema.RNG}/")},
-        first_rows=first_rows,
-        metrics=read_metrics(small),
-        module_states=states,
-        seal=seal,
-        state_dict=state_dict,
-    )

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from hpcfsdp.checkpoint.catalog import abandoned_partials, checkpoint_files, step_of
 from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.parts import abandoned_parts, remove_checkpoint
-from hpcfsdp.checkpoint.reader import BlockReader, open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointError, UsageError
 
 _PARTIAL_NAME = re.compile(r"\.(.+)\.[^.]+\.partial")

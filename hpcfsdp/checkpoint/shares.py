@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from hpcfsdp.checkpoint.reader import CheckpointIndex
+from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.state.tensors import StateTensor
 
 _STRETCH_BYTES = 64 << 20

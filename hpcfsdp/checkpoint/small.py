@@ -60,7 +60,7 @@ def check_kind(path: Path, file: h5py.File) -> str:
     """The version of the format, if it is one that is known.
 
     Raises:
-        CheckpointError: the file is of a newer version, or a part of a checkpoint.
+        CheckpointError: the file is of another version, or a part of a checkpoint.
         CheckpointCorruptError: it is no checkpoint.
     """
     kind = text(schema.attribute(file, "format"))
@@ -70,9 +70,13 @@ def check_kind(path: Path, file: h5py.File) -> str:
     if kind != schema.FORMAT:
         raise CheckpointCorruptError(f"{path}: an HDF5 file, but not an hpcfsdp checkpoint")
     version = required(file, "format_version", text)
-    if int(version.split(".")[0]) > int(schema.FORMAT_VERSION.split(".")[0]):
+    major, known = (int(each.split(".")[0]) for each in (version, schema.FORMAT_VERSION))
+    if major < 0:
+        raise ValueError(f"{version!r} is no version of a format")
+    if major != known:
         raise CheckpointError(
-            f"{path}: has format version {version}, this hpcfsdp reads {schema.FORMAT_VERSION}: use a newer hpcfsdp"
+            f"{path}: has format version {version}, this hpcfsdp reads {schema.FORMAT_VERSION}: use "
+            f"{'a newer' if major > known else 'an older'} hpcfsdp"
         )
     return version
 
@@ -281,41 +285,3 @@ def read_metrics(small: dict[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarra
             )
         found[path.removeprefix(f"{schema.METRICS}/")] = steps, values
     return found
-
-
-def further_links(file: h5py.File, names: list[str]) -> dict[str, str]:
-    """Further path of a tensor -> its path, in a file without a table of them."""
-    addresses = {
-        f"{schema.MODEL}/{path}": h5py.h5o.get_info(item.id).addr
-        for path, item in datasets_below(file, schema.MODEL)
-        if item is not None
-    }
-    by_address = {addresses[name]: name for name in names if name in addresses}
-    return {name: by_address[addresses[name]] for name in sorted(set(addresses).difference(names))}
-
-
-def datasets_below(file: h5py.File, top: str) -> Iterator[tuple[str, h5py.Dataset | None]]:
-    """All datasets of a group and those in it, by all of their paths; None for soft and external links.
-
-    Raises:
-        ValueError: there are two paths to a group. A few groups that hold each other twice have any number of paths.
-    """
-    # Not h5py's visit: it passes over the further names of a dataset.
-    start = file.get(top) if isinstance(file.get(top, getlink=True), h5py.HardLink) else None
-    waiting = [("", start)] if isinstance(start, h5py.Group) else []
-    seen: dict[int, str] = {}
-    while waiting:
-        prefix, group = waiting.pop()
-        address = h5py.h5o.get_info(group.id).addr
-        if address in seen:
-            one, other = (f"{top}/{path}".rstrip("/") for path in (seen[address], prefix))
-            raise ValueError(f"{one} and {other} are one group")
-        seen[address] = prefix
-        inner = []
-        for name in group:
-            item = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
-            if isinstance(item, h5py.Group):
-                inner.append((f"{prefix}{name}/", item))
-            else:
-                yield f"{prefix}{name}", item
-        waiting += reversed(inner)

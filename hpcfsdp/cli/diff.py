@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.inspect.diff import ABSENT, Difference, compare, to_compare
 from hpcfsdp.checkpoint.inspect.numbers import json_number
-from hpcfsdp.checkpoint.reader import open_index
 from hpcfsdp.cli.arguments import (
     PATTERN_HELP,
     Parser,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.inspect.names import matching
-from hpcfsdp.checkpoint.reader import open_index
 from hpcfsdp.cli.arguments import PATTERN_HELP, Parser, print_json, print_table, readable_bytes, readable_shape
 from hpcfsdp.cli.folders import checkpoints_in, size_of
 from hpcfsdp.errors import CheckpointError, UsageError

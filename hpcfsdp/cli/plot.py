@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.inspect import plots
 from hpcfsdp.checkpoint.inspect.names import tensors_matching
 from hpcfsdp.checkpoint.inspect.walk import nbytes_of
-from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.cli.arguments import PATTERN_HELP, Parser, print_json, print_line
 from hpcfsdp.cli.progress import progress
 from hpcfsdp.errors import UsageError

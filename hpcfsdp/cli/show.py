@@ -10,9 +10,10 @@ import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.inspect.numbers import decoded, json_number
 from hpcfsdp.checkpoint.inspect.stats import file_statistics
-from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.cli.arguments import Parser, plain_value, print_json, print_table, readable_bytes, readable_shape
 from hpcfsdp.errors import CheckpointError, nearest
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.inspect.names import tensors_matching
 from hpcfsdp.checkpoint.inspect.numbers import json_number
 from hpcfsdp.checkpoint.inspect.stats import Statistics, file_statistics
 from hpcfsdp.checkpoint.inspect.walk import nbytes_of
-from hpcfsdp.checkpoint.reader import BlockReader, open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.cli.arguments import (
     PATTERN_HELP,
     Parser,

@@ -25,7 +25,9 @@ from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.reading import Hook, Reading, equal
 from hpcfsdp.state.registries import Incoming, put_all_back
 from hpcfsdp.state.save import flat_numel
-from hpcfsdp.state.transfer import LocalShards, Rank0Tensor, scatter
+from hpcfsdp.state.shards import LocalShards
+from hpcfsdp.state.tensors import Rank0Tensor
+from hpcfsdp.state.transfer import scatter
 from hpcfsdp.tensor.whole import fill_block
 
 

@@ -14,9 +14,9 @@ from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded.groups import Groups, Team
 from hpcfsdp.sharded.unit import ShardedUnit, unit_of
-from hpcfsdp.state.blocks import Blocks, FileStaging
 from hpcfsdp.state.ranks import units_of
-from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor, unsharded
+from hpcfsdp.state.shards import LocalShards
+from hpcfsdp.state.tensors import StateTensor, unsharded
 from hpcfsdp.state.wrappers import CleanNames, group_of
 
 EXTRA_STATE = "_extra_state"
@@ -93,20 +93,6 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, Group
         yield flat, layout, wrapper.groups
 
 
-def held_runs(layout: FlatLayout, fqn: str, groups: Groups) -> Runs:
-    """The runs of a parameter, with the ranks that have their shards."""
-    first, edges = layout.of_tensor_rank(0).param_edges(fqn)
-    return Runs(edges, groups.team().copies[first : first + len(edges) - 1])
-
-
-def shard_pieces(layout: FlatLayout, fqn: str, shard_rank: int, shard: torch.Tensor) -> tuple[LocalPiece, ...]:
-    """This rank's run of a parameter as a view of a 1-D tensor laid out like the shard; empty where it has none."""
-    extent = layout.param_extent(fqn, shard_rank)
-    if extent is None:
-        return ()
-    return (LocalPiece(extent.start, shard[extent.shard_offset : extent.shard_offset + extent.numel]),)
-
-
 def model_tensors(model: nn.Module) -> list[StateTensor]:
     """Every parameter and persistent buffer, in the order of the model; not collective.
 
@@ -115,30 +101,19 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
     Raises:
         CheckpointError: two tensors would have the same name.
     """
-    found: dict[str, StateTensor] = {}
-
-    def add(tensor: StateTensor) -> None:
+    found: list[StateTensor] = []
+    for flat, layout, groups in flat_params(model):
+        parts = LocalShards.of_shard(layout, flat.parameter.data)
+        names = [slot.fqn for slot in layout.slots]
+        found += parts.in_file(groups, names, with_aliases=True, are_read_by_others=flat.is_resident)
+    found += [unsharded(name, tensor, tuple(aliases)) for tensor, (name, *aliases) in plain_tensors(model).items()]
+    taken: set[str] = set()
+    for tensor in found:
         for name in (tensor.name, *tensor.aliases):
             if name in taken:
                 raise CheckpointError(f"two tensors of the model are called {name!r} without the names of wrappers")
             taken.add(name)
-        found[tensor.name] = tensor
-
-    taken: set[str] = set()
-    for flat, layout, groups in flat_params(model):
-        shard = flat.parameter.data
-        form = FileStaging(Blocks(groups, layout, whole_shard=True), are_read_by_others=flat.is_resident)
-        for index, slot in enumerate(layout.slots):
-            if slot.is_cut:
-                form.add(index, shard)
-                add(form.state_tensor(index, slot.fqn, slot.aliases))
-                continue
-            pieces = shard_pieces(layout, slot.fqn, flat.comm.rank, shard)
-            runs = held_runs(layout, slot.fqn, groups)
-            add(StateTensor(slot.fqn, slot.shape, layout.dtype, runs, pieces, slot.aliases))
-    for tensor, (name, *aliases) in plain_tensors(model).items():
-        add(unsharded(name, tensor, tuple(aliases)))
-    return list(found.values())
+    return found
 
 
 def plain_tensors(model: nn.Module) -> dict[torch.Tensor, list[str]]:

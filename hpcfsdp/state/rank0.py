@@ -1,10 +1,10 @@
-"""A state dict that the first rank of a model alone has, for all others to load."""
+"""What rank 0 of a model alone has, for all ranks to load: small values at once, each tensor when its turn comes."""
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
-from hpcfsdp.errors import StateDictError
+from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.errors import HpcfsdpError, StateDictError
 from hpcfsdp.sharded.unit import units_in
-from hpcfsdp.state.ranks import ranks_of_model
+from hpcfsdp.state.ranks import Grid, ranks_of_model
 from hpcfsdp.state.sources import is_extra_state
-from hpcfsdp.state.transfer import Rank0Tensor
+from hpcfsdp.state.tensors import Rank0Tensor
 from hpcfsdp.tensor.sharded import check_readable
 
 FROM_RANK0 = (
@@ -25,27 +26,112 @@ FROM_RANK0 = (
 )
 """How to load what other ranks do not have."""
 
+_INSTEAD = "leave it out, make it of tensors and plain data, or pass the whole state dict on every rank"
 
-def checked(state_dict: Any, hint: str = "") -> Mapping[str, Any]:
-    """The state dict itself.
 
-    Args:
-        hint: what to do if there is none.
+def rank0_tensor(key: str, value: torch.Tensor) -> Rank0Tensor:
+    """What stands for a tensor of rank 0.
 
     Raises:
-        TypeError: it is none.
+        StateDictError: it is distributed, or has no readable values.
     """
-    if not isinstance(state_dict, Mapping):
-        hint = f": {hint}" if hint and state_dict is None else ""
-        raise TypeError(f"a state dict must be a mapping of names to tensors, not {type(state_dict).__name__}{hint}")
-    for key in state_dict:
-        if not isinstance(key, str):
-            raise TypeError(f"the names in a state dict must be str, not {key!r} of type {type(key).__name__}")
-    return state_dict
+    if isinstance(value, (ShardedTensor, DTensor)):
+        raise StateDictError(
+            f"{key!r} is a {type(value).__name__}: where rank 0 has the state dict for all, it has to have whole "
+            "tensors; gather them, or pass the state dict on every rank"
+        )
+    check_readable(key, value)
+    return Rank0Tensor(value.shape, value.dtype, value.detach())
+
+
+def broadcast_values(ranks: Communicator | Grid, values_of: Callable[[], Any], src: int = 0) -> Any:
+    """Collective over `ranks`. What `values_of` returns on rank `src`, where alone it is called.
+
+    Tensors that a ``Rank0Tensor`` stands for stay there. Others lie in host memory on the other ranks.
+
+    Raises:
+        StateDictError: on all ranks, if a value cannot be pickled, or not be unpickled on a rank.
+        Exception: on rank `src`, what `values_of` has raised; on others as a ``StateDictError``.
+    """
+    values = packed = None
+    try:
+        with raise_together(ranks):
+            if ranks.rank == src:
+                values = values_of()
+                packed = _packed(values)
+    except HpcfsdpError as error:
+        if type(error) is not HpcfsdpError:
+            raise
+        known = StateDictError(str(error))  # of a class of its own that other ranks do not know
+        known.raised_on_all_ranks = True
+        raise known from None
+    # Ranks broadcast bytes: an object that fails as it is packed or read would leave the others waiting.
+    packed = ranks.broadcast_object(packed, src)
+    with raise_together(ranks):
+        return values if ranks.rank == src else _unpacked(packed, src)
+
+
+def broadcast_tensor(ranks: Communicator | Grid, value: Rank0Tensor, src: int = 0) -> torch.Tensor:
+    """Collective over `ranks`. The tensor, as new memory on all of them."""
+    tensor = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
+    if value.tensor is not None:
+        tensor.copy_(value.tensor)
+    ranks.broadcast(tensor, src)
+    return tensor
+
+
+class _Pickler(pickle.Pickler):
+    """Has tensors arrive in host memory: a device of this rank may be none of another one, or another rank's own."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Rank0Tensor):
+            return Rank0Tensor, (value.shape, value.dtype)
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _packed(values: Any) -> bytes:
+    packed, error = _sendable(values)
+    if error is None:
+        return packed
+    path: list[Any] = []
+    while isinstance(values, (Mapping, list, tuple)):
+        items = values.items() if isinstance(values, Mapping) else enumerate(values)
+        found = next(((key, value, wrong) for key, value in items if (wrong := _sendable(value)[1])), None)
+        if found is None:
+            break
+        key, values, error = found
+        path.append(key)
+    raise StateDictError(
+        f"{' of '.join(map(repr, reversed(path))) or 'the state dict'} is a {type(values).__name__} that cannot be "
+        f"pickled and unpickled ({error}), and so not be sent to other ranks: {_INSTEAD}"
+    ) from error
+
+
+def _sendable(value: Any) -> tuple[bytes, Exception | None]:
+    """The pickle of a value, or what is raised when it is pickled or unpickled."""
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+        pickle.loads(buffer.getvalue())
+    except Exception as error:  # whatever a class of a user's own raises
+        return b"", error
+    return buffer.getvalue(), None
+
+
+def _unpacked(packed: bytes, src: int) -> Any:
+    try:
+        return pickle.loads(packed)
+    except Exception as error:
+        raise StateDictError(
+            f"a value in the state dict of rank {src} cannot be unpickled here ({type(error).__name__}: {error}): let "
+            f"this rank import the same classes, {_INSTEAD}"
+        ) from error
 
 
 class Rank0Source:
-    """The first rank of a model, that alone has what is to be loaded."""
+    """The first rank of a model, that alone has the model's state dict."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -65,101 +151,42 @@ class Rank0Source:
         units, ranks = units_in(self._module), ranks_of_model(self._module)
         is_first = units[0].groups.is_first
         self._rank = ranks.all_gather_object(is_first).index(True)
-        blob, problem = None, None
-        announced: dict[str, tuple[bool, Any]] = {}
-        metadata = None
-        if is_first:
-            try:  # the other ranks wait: whatever is wrong has to be told to them
-                announced = {key: _described(key, value) for key, value in checked(state_dict).items()}
-                metadata = getattr(state_dict, "_metadata", None)
-                blob = _packed(announced, metadata)
-            except Exception as error:
-                problem = error
-        blob, wrong = ranks.broadcast_object((blob, None if problem is None else str(problem)), self._rank)
-        if wrong is not None:
-            raise problem or StateDictError(f"rank {self._rank}: {wrong}")
-        if not is_first:
-            announced, metadata = _unpacked(blob, self._rank)
+
+        def values_of() -> dict[str, Any]:
+            found = {key: _announced(key, value) for key, value in checked(state_dict).items()}
+            return {"state_dict": found, "_metadata": getattr(state_dict, "_metadata", None)}
+
+        found = broadcast_values(ranks, values_of, self._rank)
         if any(unit.groups.is_first != is_first for unit in units):
             raise StateDictError(
                 "one rank is to give the state dict to all, but units are sharded over groups with different first "
                 "ranks: pass the whole state dict on every rank"
             )
-        values = {
-            key: Rank0Tensor(*value, state_dict[key] if is_first else None) if is_tensor else value
-            for key, (is_tensor, value) in announced.items()
-        }
-        return values, metadata
+        return found["state_dict"], found["_metadata"]
 
     def broadcast(self, source: Rank0Tensor) -> torch.Tensor:
         """Collective over the ranks of the model. The tensor, on all of them."""
-        ranks = ranks_of_model(self._module)
-        if source.tensor is None:
-            there = torch.empty(source.shape, dtype=source.dtype, device=ranks.device)
-        else:
-            there = source.tensor.detach().to(ranks.device).contiguous()
-        ranks.broadcast(there, self._rank)
-        return there
+        return broadcast_tensor(ranks_of_model(self._module), source, self._rank)
 
 
-def _described(key: str, value: Any) -> tuple[bool, Any]:
-    """Whether a value is a tensor to be loaded, and its shape and dtype if it is; the value itself otherwise."""
-    if isinstance(value, (ShardedTensor, DTensor)):
-        raise StateDictError(
-            f"{key!r} is a {type(value).__name__}: where one rank has the state dict for all, it has to have whole "
-            "tensors"
-        )
-    if is_extra_state(key) or not isinstance(value, torch.Tensor):
-        return False, value
-    check_readable(key, value)
-    return True, (value.shape, value.dtype)
+def _announced(key: str, value: Any) -> Any:
+    is_tensor = isinstance(value, torch.Tensor) and not is_extra_state(key)
+    return rank0_tensor(key, value) if is_tensor else value
 
 
-class _OntoHost(pickle.Pickler):
-    """Has tensors arrive in host memory: a device of this rank may be none of another one, or another rank's own."""
+def checked(state_dict: Any, hint: str = "") -> Mapping[str, Any]:
+    """The state dict itself.
 
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
-            return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return NotImplemented
-
-
-def _pickled(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    _OntoHost(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
-    return buffer.getvalue()
-
-
-def _packed(announced: Mapping[str, tuple[bool, Any]], metadata: Any) -> bytes:
-    """What other ranks are told, as bytes.
+    Args:
+        hint: what to do if there is none.
 
     Raises:
-        StateDictError: pickle does not take all of it, with the name of what it does not take.
+        TypeError: it is none.
     """
-    try:
-        return _pickled((announced, metadata))
-    except Exception as error:
-        for name, value in [*announced.items(), ("_metadata", metadata)]:
-            try:
-                _pickled(value)
-            except Exception as reason:
-                raise StateDictError(
-                    f"{name!r} cannot be sent to the other ranks, as it cannot be pickled ({reason}): make it of "
-                    "tensors and plain data, or pass the whole state dict on every rank"
-                ) from error
-        raise
-
-
-def _unpacked(blob: bytes, rank: int) -> tuple[dict[str, tuple[bool, Any]], Any]:
-    """What `_packed` has made on another rank.
-
-    Raises:
-        StateDictError: a class or function in it is not known here, or refuses.
-    """
-    try:
-        return pickle.loads(blob)
-    except Exception as error:
-        raise StateDictError(
-            f"an extra state in the state dict of rank {rank} cannot be unpickled here ({type(error).__name__}: "
-            f"{error}): make it of tensors and plain data, or pass the whole state dict on every rank"
-        ) from error
+    if not isinstance(state_dict, Mapping):
+        hint = f": {hint}" if hint and state_dict is None else ""
+        raise TypeError(f"a state dict must be a mapping of names to tensors, not {type(state_dict).__name__}{hint}")
+    for key in state_dict:
+        if not isinstance(key, str):
+            raise TypeError(f"the names in a state dict must be str, not {key!r} of type {type(key).__name__}")
+    return state_dict

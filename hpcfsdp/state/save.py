@@ -25,8 +25,9 @@ from hpcfsdp.sharded.precision import modules_outside
 from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name, units_in
 from hpcfsdp.state.ranks import Grid, ranks_of_replica
 from hpcfsdp.state.settings import kind_of, settings_of
+from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.stand_in import StandIn, shown_for
-from hpcfsdp.state.transfer import LocalShards, StateDictFormat, gather, keeping_scratch
+from hpcfsdp.state.transfer import StateDictFormat, gather, keeping_scratch
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.tensor.runs import Box
 from hpcfsdp.tensor.sharded import create_sharded_tensor

@@ -14,8 +14,9 @@ from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.state.stand_in import StandIn
-from hpcfsdp.state.transfer import Rank0Tensor, check_blocks, lies_on_dtensor_ranks
-from hpcfsdp.tensor.sharded import all_boxes, check_readable, properties_of
+from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
+from hpcfsdp.state.transfer import check_blocks, lies_on_dtensor_ranks
+from hpcfsdp.tensor.sharded import all_boxes, check_readable
 
 
 def is_extra_state(key: str) -> bool:
@@ -52,7 +53,7 @@ def check_source(
     Raises:
         StateDictError: it has another shape, no values that can be read here, or it lies on other ranks.
     """
-    found, _ = _properties(source)
+    found, _ = shape_and_dtype(source)
     if tuple(found) != tuple(shape):
         raise StateDictError(
             f"{key!r}: its module has put a tensor of shape {list(found)} in place of one of {list(shape)}; a sharded "
@@ -75,7 +76,7 @@ def facts_of(source: Any, groups: Groups | None) -> str:
 
     Blocks are those of the ranks of ``groups.shard`` in their order: what replicas have lies on other ranks.
     """
-    shape, dtype = _properties(source)
+    shape, dtype = shape_and_dtype(source)
     is_distributed = isinstance(source, (ShardedTensor, DTensor))
     kind = type(source).__name__ if is_distributed or isinstance(source, Rank0Tensor) else "tensor"
     facts = f"a {kind} {list(shape)} of {str(dtype).removeprefix('torch.')}"
@@ -92,7 +93,3 @@ def facts_of(source: Any, groups: Groups | None) -> str:
 def digest_of(value: Any) -> str:
     """A short text that is the same for what is written alike."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
-
-
-def _properties(source: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    return (source.shape, source.dtype) if isinstance(source, Rank0Tensor) else properties_of(source)

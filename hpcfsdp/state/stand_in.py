@@ -8,8 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
-from hpcfsdp.state.transfer import Rank0Tensor
-from hpcfsdp.tensor.sharded import properties_of
+from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
 
 
 class StandIn(torch.Tensor):
@@ -23,7 +22,7 @@ class StandIn(torch.Tensor):
     @classmethod
     def of(cls, source: Any) -> StandIn:
         """In place of a ``ShardedTensor``, a ``DTensor`` or an ``Rank0Tensor``."""
-        shape, dtype = (source.shape, source.dtype) if isinstance(source, Rank0Tensor) else properties_of(source)
+        shape, dtype = shape_and_dtype(source)
         made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
         made.source = source
         return made

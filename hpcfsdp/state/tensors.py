@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from hpcfsdp._compat import local_of
+from hpcfsdp.tensor.sharded import properties_of
 from hpcfsdp.tensor.whole import WholeStaging, is_cut
 
 
@@ -97,6 +98,32 @@ class StateTensor:
             if piece.start <= start < piece.start + piece.numel:
                 return piece
         raise LookupError(f"this rank does not have element {start} of {self.name}")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor that is known by its shape and dtype, and is not here."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Rank0Tensor(TensorInfo):
+    """A tensor that rank 0 of a model alone has, which is the first rank of the first replica.
+
+    Attributes:
+        tensor: on that rank; None on others.
+    """
+
+    tensor: torch.Tensor | None = None
+
+
+def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Those of a tensor, of the whole where it is distributed, or of a ``TensorInfo``; None for what is no tensor."""
+    if isinstance(value, TensorInfo):
+        return tuple(value.shape), value.dtype
+    return properties_of(value) if isinstance(value, torch.Tensor) else None
 
 
 class Staged(Protocol):

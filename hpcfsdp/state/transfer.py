@@ -21,8 +21,10 @@ from hpcfsdp.flat.layout import FlatLayout, ParamSlot
 from hpcfsdp.observe.profile import Phase, profile
 from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.state.blocks import Blocks, BoxesOf, gather_blocks, scatter_blocks
+from hpcfsdp.state.shards import LocalShards
+from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
 from hpcfsdp.tensor.move import MovePlan, RunsOf, batches, move
-from hpcfsdp.tensor.runs import Box, Run, chunk_box, chunk_runs, cut_runs, own_runs, shard_runs, whole_box, whole_runs
+from hpcfsdp.tensor.runs import Box, Run, chunk_box, chunk_runs, cut_runs, whole_box, whole_runs
 from hpcfsdp.tensor.sharded import (
     all_boxes,
     create_chunk_dtensor,
@@ -64,51 +66,6 @@ class StateDictFormat:
     def device(self, device: torch.device) -> torch.device:
         """Where the result lies of what lies on `device`."""
         return torch.device("cpu") if self.offload_to_cpu else device
-
-
-@dataclass(frozen=True)
-class LocalShards:
-    """A rank's memory of tensors that are sharded as a layout says.
-
-    Attributes:
-        layout: whose slots the tensors are.
-        tensors: 1-D, one for each slot; None for slots that are left out, on all ranks alike.
-        whole_shard: whether each of them is the whole shard, or this rank's run of its own parameter.
-    """
-
-    layout: FlatLayout
-    tensors: Sequence[torch.Tensor | None]
-    whole_shard: bool
-
-    @classmethod
-    def of_shard(cls, layout: FlatLayout, shard: torch.Tensor) -> LocalShards:
-        """All slots in one tensor that is laid out like the shard."""
-        return cls(layout, [shard] * len(layout.slots), whole_shard=True)
-
-    @classmethod
-    def of_runs(cls, layout: FlatLayout, runs: Sequence[torch.Tensor | None]) -> LocalShards:
-        """Each slot in a tensor of its own, which may be empty."""
-        return cls(layout, runs, whole_shard=False)
-
-    @property
-    def present(self) -> list[int]:
-        """The slots that are not left out."""
-        return [index for index, tensor in enumerate(self.tensors) if tensor is not None]
-
-    def runs(self, rank: int) -> list[Run]:
-        """The runs of a rank, at their places in its tensors."""
-        found = shard_runs(self.layout, rank) if self.whole_shard else own_runs(self.layout, rank)
-        return [run for run in found if self.tensors[run.index] is not None]
-
-    def assembled(self, rank: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """One tensor laid out like the shard; what no slot owns may be anything."""
-        if self.whole_shard:
-            return self.tensors[self.present[0]].to(device, dtype).contiguous()
-        shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
-        for run, place in zip(own_runs(self.layout, rank), shard_runs(self.layout, rank), strict=True):
-            if self.tensors[run.index] is not None:
-                shard[place.offset : place.offset + run.numel].copy_(self.tensors[run.index])
-        return shard
 
 
 @torch.no_grad()
@@ -183,10 +140,16 @@ def _everywhere(comm: Communicator, parts: LocalShards, dtype: torch.dtype, targ
     found: list[Any] = [None] * len(layout.slots)
     if not parts.present:
         return found
-    full = parts.assembled(comm.rank, comm.device, dtype)
-    if comm.size > 1:
-        shard, full = full, _scratch(layout.padded_numel, dtype, comm.device)
-        comm.all_gather_into_tensor(full, shard)
+    if comm.size == 1:
+        pieces = parts.pieces(0)
+        for index in parts.present:
+            shape = layout.slots[index].shape
+            found[index] = torch.empty(shape, dtype=dtype, device=target)
+            if index in pieces:
+                found[index].copy_(pieces[index].tensor.view(shape))
+        return found
+    shard, full = parts.assembled(comm.rank, comm.device, dtype), _scratch(layout.padded_numel, dtype, comm.device)
+    comm.all_gather_into_tensor(full, shard)
     with profile(Phase.DEVICE_TO_HOST, full.nbytes) if target.type != full.device.type else contextlib.nullcontext():
         for index in parts.present:
             slot = layout.slots[index]
@@ -289,20 +252,6 @@ def _move(comm: Communicator, parts: LocalShards, wanted: RunsOf, found: Sequenc
     target = [None if tensor is None else tensor.view(-1) for tensor in found]
     for part in plan.parts(_batches(parts.layout)):
         move(comm, part, parts.tensors, target, dtype)
-
-
-@dataclass(frozen=True)
-class Rank0Tensor:
-    """A tensor that only the first rank of the shards has, of the first replica.
-
-    Attributes:
-        shape, dtype: of it, known to all ranks.
-        tensor: on that rank.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    tensor: torch.Tensor | None = None
 
 
 @torch.no_grad()
@@ -553,8 +502,7 @@ def _by_dtype(values: Sequence[Any], kinds: tuple[type, ...]) -> dict[torch.dtyp
     found: dict[torch.dtype, set[int]] = {}
     for index, value in enumerate(values):
         if _kind(value) in kinds:
-            dtype = value.dtype if isinstance(value, Rank0Tensor) else properties_of(value)[1]
-            found.setdefault(dtype, set()).add(index)
+            found.setdefault(shape_and_dtype(value)[1], set()).add(index)
     return found
 
 

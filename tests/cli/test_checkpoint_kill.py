@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from hpcfsdp.checkpoint.catalog import ABANDONED_AFTER_S, latest
-from hpcfsdp.checkpoint.reader import BlockReader, open_index
+from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointCorruptError
 from tests.cli.conftest import ROOT, survivors
 

@@ -363,7 +363,7 @@ def test_files_of_the_first_version_can_be_looked_into(hpcfsdp, verb):
     from tests.cli.conftest import ROOT
 
     name, *rest = verb
-    done = hpcfsdp(name, ROOT / "tests" / "golden" / "format-0.1.h5", *rest)
+    done = hpcfsdp(name, ROOT / "tests" / "golden" / "format-1.0.h5", *rest)
     assert done.code == 0, done.stderr
     assert done.stdout
 

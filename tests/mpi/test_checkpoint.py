@@ -13,7 +13,8 @@ from torch import nn
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.catalog import ABANDONED_AFTER_S, partial_path
 from hpcfsdp.checkpoint.files import Files, System
-from hpcfsdp.checkpoint.reader import BlockReader, open_index
+from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.errors import (
     CheckpointCorruptError,
@@ -229,7 +230,7 @@ def test_an_optimizer_that_was_not_saved_or_has_other_groups_is_refused(comm, sh
     checkpoint.save(shared_path / "one_group.h5", model=model, optimizer=optimizer)
     first, *rest = model.parameters()
     two_groups = torch.optim.AdamW([{"params": [first]}, {"params": rest, "lr": 0.5}])
-    with pytest.raises(CheckpointMismatchError, match=r"has 2 group\(s\).*checkpoint 1"):
+    with pytest.raises(CheckpointMismatchError, match="no group of the checkpoint has these"):
         checkpoint.load(shared_path / "one_group.h5", model=model, optimizer=two_groups)
     stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(CheckpointError, match="after wrapping the model"):

@@ -13,7 +13,8 @@ from torch import nn
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.catalog import partial_path
 from hpcfsdp.checkpoint.files import Files
-from hpcfsdp.checkpoint.reader import BlockReader, open_index
+from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 from hpcfsdp.fsdp import FullyShardedDataParallel

@@ -13,7 +13,8 @@ from hpcfsdp.checkpoint import parts, subfiles
 from hpcfsdp.checkpoint.catalog import ABANDONED_AFTER_S, checkpoint_files
 from hpcfsdp.checkpoint.files import Files, System
 from hpcfsdp.checkpoint.format.seal import packed_bytes
-from hpcfsdp.checkpoint.reader import BlockReader, open_index
+from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 from hpcfsdp.launch.topology import Topology
 from tests.mpi.models import adamw, make_net, shard, train_sharded

@@ -18,7 +18,8 @@ from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.sharded.groups import resolve_groups
 from hpcfsdp.state import transfer
-from hpcfsdp.state.transfer import LocalShards, Rank0Tensor, StateDictFormat, gather, scatter
+from hpcfsdp.state.shards import LocalShards
+from hpcfsdp.state.transfer import Rank0Tensor, StateDictFormat, gather, scatter
 from hpcfsdp.tensor.runs import Box, chunk_box
 from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, local_blocks, properties_of
 

@@ -218,7 +218,7 @@ def same():
             kinds = [(tensor.dtype, tensor.shape, tensor.requires_grad) for tensor in (a, b)]
             return kinds[0] == kinds[1] and torch.equal(a, b)
         if isinstance(a, dict):
-            return list(a) == list(b) and all(compare(a[key], b[key]) for key in a)
+            return a.keys() == b.keys() and all(compare(a[key], b[key]) for key in a)
         if isinstance(a, (list, tuple)):
             return len(a) == len(b) and all(compare(x, y) for x, y in zip(a, b, strict=True))
         return a == b

@@ -14,7 +14,8 @@ from hpcfsdp.checkpoint.convert.output import Progress, Step, absolute, new_file
 from hpcfsdp.checkpoint.convert.selection import MODEL, Selection, select
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
+from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointError, UsageError
 
 FORMATS = ("safetensors", "pt", "dcp")

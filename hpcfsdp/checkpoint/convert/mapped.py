@@ -18,7 +18,8 @@ from hpcfsdp.checkpoint.access import opened, seal_of
 from hpcfsdp.checkpoint.convert.output import Step
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex
+from hpcfsdp.checkpoint.index import CheckpointIndex
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointReplacedError
 
 _ALIGNMENT = 64
@@ -54,7 +55,7 @@ class MappedTensors:
         with contextlib.ExitStack() as stack:
             reader = stack.enter_context(BlockReader(self._index, self._files))
             fd = stack.enter_context(opened(self._files, self._index.info.path))
-            if self._index.seal is not None and seal_of(self._files, fd, self._index.info.path) != self._index.seal:
+            if seal_of(self._files, fd, self._index.info.path) != self._index.seal:
                 raise CheckpointReplacedError(f"{self._index.info.path}: has been replaced since it was opened")
             spool = stack.enter_context(tempfile.TemporaryFile(dir=self._spool_folder))
             end = 0

@@ -14,7 +14,8 @@ from hpcfsdp.checkpoint.convert.export import Exported, copy_blocks
 from hpcfsdp.checkpoint.convert.output import Progress, absolute, new_files, no_progress
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
+from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointError
 
 FORMAT = "peft"

@@ -8,8 +8,8 @@ from typing import Any
 
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.checkpoint.inspect.names import matching
-from hpcfsdp.checkpoint.reader import CheckpointIndex
 from hpcfsdp.errors import CheckpointError
 
 MODEL = f"{schema.MODEL}/"

@@ -18,7 +18,7 @@ from hpcfsdp.checkpoint.convert.output import Step, new_files, new_folder
 from hpcfsdp.checkpoint.convert.selection import MODEL, OPTIM, Selection
 from hpcfsdp.checkpoint.convert.state_dicts import STEP_KEY
 from hpcfsdp.checkpoint.files import Files
-from hpcfsdp.checkpoint.reader import CheckpointIndex
+from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.errors import CheckpointError
 
 METADATA_NAME = ".metadata"

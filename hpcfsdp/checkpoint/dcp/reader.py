@@ -27,7 +27,8 @@ from hpcfsdp.checkpoint.dcp import names
 from hpcfsdp.checkpoint.dcp.boxes import levels_of
 from hpcfsdp.checkpoint.dcp.names import Entry, Names, Request
 from hpcfsdp.checkpoint.format.schema import TensorSpec, numpy_dtype
-from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
+from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.checkpoint.values import rebuilt
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
 from hpcfsdp.flat.layout import Box
@@ -109,7 +110,7 @@ class HDF5Reader(StorageReader):
         """
         index, _ = self._index()
         self._settled(plan)
-        mark = None if index.seal is None else index.seal.digest
+        mark = index.seal.digest
         return dataclasses.replace(plan, storage_data=(str(index.info.path), mark))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -55,9 +55,6 @@ of some hundred KiB every few MiB has taken up to twice as long to read from a d
 BLOCK_BYTES = 4 << 20
 """Most bytes under one checksum. A reader that needs a part of an extent reads it whole, to verify it."""
 
-OLD_BLOCK_BYTES = 16 << 20
-"""The same in files of format 0.1."""
-
 EXTENT_DTYPE = np.dtype(
     [
         ("tensor", "<u4"),
@@ -285,19 +282,3 @@ def _is_deep(value: Any) -> bool:
 def checksum(data: Any) -> int:
     """xxh3-64 of a buffer: what meta/extents holds for each run."""
     return xxhash.xxh3_64_intdigest(data)
-
-
-class Digest:
-    """One checksum over all small datasets, as the root attribute ``digest`` of files of format 0.1 has it."""
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_64()
-
-    def add(self, path: str, data: np.ndarray | bytes) -> None:
-        """Take in one dataset's path and bytes; order counts."""
-        raw = data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes()
-        self._state.update(f"{path}:{len(raw)}:".encode())
-        self._state.update(raw)
-
-    def value(self) -> np.uint64:
-        return np.uint64(self._state.intdigest())

@@ -10,10 +10,11 @@ import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.checkpoint.inspect.names import matching
 from hpcfsdp.checkpoint.inspect.numbers import decoded
 from hpcfsdp.checkpoint.inspect.walk import pieces
-from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointError
 
 Advance = Callable[[int], None]

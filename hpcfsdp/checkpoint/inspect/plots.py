@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.checkpoint.inspect.names import hits
 from hpcfsdp.checkpoint.inspect.numbers import decoded, json_number
 from hpcfsdp.checkpoint.inspect.stats import absolute, file_statistics
 from hpcfsdp.checkpoint.inspect.walk import read_pieces
-from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointError, HpcfsdpError, nearest
 from hpcfsdp.terminal import shown
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.checkpoint.inspect.numbers import decoded
 from hpcfsdp.checkpoint.inspect.walk import read_pieces
-from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex
+from hpcfsdp.checkpoint.reader import BlockReader
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from hpcfsdp.checkpoint.files import Files, reason
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.seal import Seal, packed_bytes
+from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.inspect.walk import pieces
 from hpcfsdp.checkpoint.kinds import odd_hyper_parameters
-from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex, open_index
-from hpcfsdp.checkpoint.small import datasets_below
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 
 _TRIES = 5
@@ -49,14 +49,12 @@ class Report:
         faults: none: every byte of it is as it was written.
         tensors, nbytes: how many were looked at, and how long the file is, with its parts beside it; 0 where its index
             cannot be read.
-        unchecked: what this version of the format cannot tell.
     """
 
     path: Path
     faults: tuple[Fault, ...]
     tensors: int = 0
     nbytes: int = 0
-    unchecked: tuple[str, ...] = ()
 
     @property
     def sound(self) -> bool:
@@ -101,14 +99,10 @@ def _looked_at(index: CheckpointIndex, files: Files, path: Path, advance: Advanc
         if seal_of(files, fd, path) != index.seal:
             raise CheckpointReplacedError(f"{path}: has been replaced since it was opened")
         faults = _structure_faults(index, files, fd)
-        unchecked: tuple[str, ...] = ()
-        if index.seal is None:
-            unchecked = (f"what lies between tensors: format {index.info.format_version} has no list of its regions",)
-        else:
-            faults += _gap_faults(index, 0, index.seal, files, fd)
+        faults += _gap_faults(index, 0, index.seal, files, fd)
         nbytes = files.size(fd) + sum(part.nbytes for part in index.parts)
     faults += _data_faults(index, files, advance)
-    return Report(path, tuple(faults), len(index.tensors), nbytes, unchecked)
+    return Report(path, tuple(faults), len(index.tensors), nbytes)
 
 
 def _without(path: Path, error: Exception) -> str:
@@ -134,7 +128,7 @@ def _differences(index: CheckpointIndex, file: h5py.File) -> Iterator[Fault]:
     if schema.attribute(file, "committed") != 1:
         yield Fault("", "is not marked as committed")
     found = {
-        f"{top}/{path}": item for top in (schema.MODEL, schema.OPTIM_STATE) for path, item in datasets_below(file, top)
+        f"{top}/{path}": item for top in (schema.MODEL, schema.OPTIM_STATE) for path, item in _datasets_below(file, top)
     }
     for path in [path for path, item in found.items() if item is None]:
         yield Fault(path, "is a link to something else, no dataset")
@@ -284,3 +278,30 @@ def _tensor_faults(index: CheckpointIndex, reader: BlockReader, path: str, advan
             told.add(what)
     if not told:
         yield f"{first}; read a second time it was sound: the disk or the memory is not to be trusted"
+
+
+def _datasets_below(file: h5py.File, top: str) -> Iterator[tuple[str, h5py.Dataset | None]]:
+    """All datasets of a group and those in it, by all of their paths; None for soft and external links.
+
+    Raises:
+        ValueError: there are two paths to a group. A few groups that hold each other twice have any number of paths.
+    """
+    # Not h5py's visit: it passes over the further names of a dataset.
+    start = file.get(top) if isinstance(file.get(top, getlink=True), h5py.HardLink) else None
+    waiting = [("", start)] if isinstance(start, h5py.Group) else []
+    seen: dict[int, str] = {}
+    while waiting:
+        prefix, group = waiting.pop()
+        address = h5py.h5o.get_info(group.id).addr
+        if address in seen:
+            one, other = (f"{top}/{path}".rstrip("/") for path in (seen[address], prefix))
+            raise ValueError(f"{one} and {other} are one group")
+        seen[address] = prefix
+        inner = []
+        for name in group:
+            item = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
+            if isinstance(item, h5py.Group):
+                inner.append((f"{prefix}{name}/", item))
+            else:
+                yield f"{prefix}{name}", item
+        waiting += reversed(inner)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.reader import BlockReader, CheckpointIndex
+from hpcfsdp.checkpoint.index import CheckpointIndex
+from hpcfsdp.checkpoint.reader import BlockReader
 
 MOST_BYTES = 16 * schema.BLOCK_BYTES
 """Of a piece. Strided runs lie between each other, and would have to be read together however long they are."""

@@ -1,7 +1,6 @@
-"""Optimizer state under the names of a whole model's parameters: gathered, rekeyed, scattered, loaded.
+"""Optimizer state under the names of a whole model's parameters: gathered, rekeyed, scattered, loaded, kept in files.
 
-``keys`` says which parameter of the model stands where in an optimizer; ``compare`` has ranks agree on what they have;
-``gather`` brings the state of one flat parameter together and ``unflatten`` gives it the names and shapes of the model;
-``flatten`` and ``scatter`` are the way back; ``rekey`` turns names into numbers and numbers into names; ``save`` and
-``load`` are the whole ways.
+``keys`` says which parameter of the model stands where in an optimizer. ``local`` is what this rank has, the source of
+``save`` (state dicts) and ``in_file`` (checkpoints); ``compare`` has ranks agree on it. ``plan`` says what a rank will
+have, from a state dict (``load``) or a checkpoint (``in_file``). ``rekey`` turns names into numbers and back.
 """

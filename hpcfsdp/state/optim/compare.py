@@ -17,8 +17,7 @@ from hpcfsdp.errors import StateDictError
 from hpcfsdp.observe.profile import Phase, profile
 from hpcfsdp.state.optim.keys import check_missing_keys_on_rank, sorted_items
 from hpcfsdp.state.optim.values import digest, picklable, same
-from hpcfsdp.state.transfer import Rank0Tensor
-from hpcfsdp.tensor.sharded import properties_of
+from hpcfsdp.state.tensors import shape_and_dtype
 
 
 class PosDimTensorInfo(NamedTuple):
@@ -49,7 +48,7 @@ class StateInfo:
         """That of a parameter's state, names in order."""
         info = cls()
         for name, value in sorted_items(state):
-            described = describe(value)
+            described = shape_and_dtype(value)
             if described is not None and described[0]:
                 info.tensors[name] = PosDimTensorInfo(*described, type(value).__name__)
             elif is_zero_dim_tensor(value):
@@ -82,16 +81,9 @@ class Ranks(Protocol):
         """Collective. The values of all ranks."""
 
 
-def describe(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Shape and dtype of a state value, the whole of it where it is distributed; None for what is no tensor."""
-    if isinstance(value, Rank0Tensor):
-        return tuple(value.shape), value.dtype
-    return properties_of(value) if isinstance(value, torch.Tensor) else None
-
-
 def is_zero_dim_tensor(value: Any) -> bool:
     """Whether a state value is one number in a tensor, as the count of steps."""
-    return isinstance(value, torch.Tensor) and properties_of(value)[0] == ()
+    return isinstance(value, torch.Tensor) and shape_and_dtype(value)[0] == ()
 
 
 # Where a rank has no state of a parameter; else it is the place of a ``StateInfo`` in a list.

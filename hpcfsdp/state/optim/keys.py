@@ -18,8 +18,8 @@ from hpcfsdp.errors import StateDictError, nearest
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded.groups import Groups
-from hpcfsdp.state.model import named_flat_params
-from hpcfsdp.state.wrappers import clean_fqn
+from hpcfsdp.state.model import flat_params, named_flat_params
+from hpcfsdp.state.wrappers import CleanNames, clean_fqn
 
 ParamKey = int | str
 """How an optimizer's state dict calls a parameter: its number in ``param_groups``, or its name."""
@@ -85,31 +85,36 @@ def sorted_items(dictionary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield key, dictionary[key]
 
 
-def get_fqn_to_fsdp_param_info(model: nn.Module) -> dict[str, FSDPParamInfo]:
+def get_fqn_to_fsdp_param_info(model: nn.Module, *, in_file: bool = False) -> dict[str, FSDPParamInfo]:
     """The flat parameter that each sharded parameter of the model is in, in the order of units.
 
     Tied parameters are there under their first name.
+
+    Args:
+        in_file: whether names are those of a checkpoint, see ``state.model.flat_params``.
     """
-    found: dict[str, FSDPParamInfo] = {}
-    for wrapper, flat, layout in named_flat_params(model):
-        info = FSDPParamInfo(wrapper.groups, flat, layout)
-        found.update((slot.fqn, info) for slot in layout.slots)
-    return found
+    flats = flat_params(model) if in_file else ((f, layout, u.groups) for u, f, layout in named_flat_params(model))
+    infos = [FSDPParamInfo(groups, flat, layout) for flat, layout, groups in flats]
+    return {slot.fqn: info for info in infos for slot in info.layout.slots}
 
 
 def get_param_to_fqns(
-    model: nn.Module, fqn_to_info: Mapping[str, FSDPParamInfo] | None = None
+    model: nn.Module, fqn_to_info: Mapping[str, FSDPParamInfo] | None = None, *, in_file: bool = False
 ) -> dict[nn.Parameter, list[str]]:
     """The names in the whole model of what each parameter stands for, in the order of ``model.parameters()``.
 
     Of tied parameters the first name. A flat parameter stands for several.
+
+    Args:
+        fqn_to_info, in_file: see ``get_fqn_to_fsdp_param_info``.
     """
-    infos = get_fqn_to_fsdp_param_info(model) if fqn_to_info is None else fqn_to_info
+    infos = get_fqn_to_fsdp_param_info(model, in_file=in_file) if fqn_to_info is None else fqn_to_info
     flats: dict[nn.Parameter, list[str]] = {}
     for fqn, info in infos.items():
         param = info.flat.leaves[info.param_indices[fqn]] if info.flat.use_orig_params else info.flat.parameter
         flats.setdefault(param, []).append(fqn)
-    return {param: flats.get(param, [clean_fqn(name)]) for name, param in model.named_parameters()}
+    name_of = CleanNames.of(model) if in_file else CleanNames()
+    return {param: flats.get(param, [name_of("", name)]) for name, param in model.named_parameters()}
 
 
 def get_flat_param_to_fqn(model: nn.Module) -> dict[nn.Parameter, str]:

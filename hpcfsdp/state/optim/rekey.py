@@ -187,7 +187,12 @@ def _names(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: O
 
 
 def rekey_sharded_optim_state_dict(
-    state: Mapping[OptimStateKey, dict[str, Any]], keys: Mapping[OptimStateKey, ParamKey]
+    states: Mapping[str, dict[str, Any]], keys: Mapping[OptimStateKey, ParamKey]
 ) -> dict[ParamKey, dict[str, Any]]:
-    """State by the keys of this rank's optimizer, in its order."""
-    return {own_key: state[key] for key, own_key in keys.items() if key in state}
+    """State by the keys of this rank's optimizer, in its order.
+
+    Args:
+        states: by the first parameter that an entry is for.
+    """
+    named = ((key.unflat_param_names[0], own_key) for key, own_key in keys.items())
+    return {own_key: states[name] for name, own_key in named if name in states}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,47 +15,27 @@ from torch.distributed.fsdp import StateDictSettings, StateDictType
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp.comm import assert_same, raise_together
-from hpcfsdp.errors import StateDictError
 from hpcfsdp.observe.profile import Phase, SimpleProfiler, profile
 from hpcfsdp.sharded import unshard
 from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.optim.compare import (
-    RankState,
     StateInfo,
     allgather_state_info,
     check_same_groups,
     convert_all_state_info,
     differing_unsharded,
 )
-from hpcfsdp.state.optim.gather import check_state_shapes
-from hpcfsdp.state.optim.keys import (
-    OptimInput,
-    OptimStateKey,
-    ParamKey,
-    check_is_state_dict,
-    describe,
-    get_fqn_to_fsdp_param_info,
-    get_param_to_fqns,
-    is_named_optimizer,
-    map_param_key_to_optim_keys,
-    resolve_param_keys,
-)
-from hpcfsdp.state.optim.unflatten import (
-    States,
-    convert_state_with_flat_params,
-    convert_state_with_orig_params,
-    copied,
-    unflatten_param_groups,
-)
-from hpcfsdp.state.optim.values import Unpicklable, check_nested, deep_copy, picklable
+from hpcfsdp.state.optim.keys import FSDPParamInfo, OptimInput, ParamKey, sorted_items
+from hpcfsdp.state.optim.local import FlatParamState, LocalOptimState
 from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.settings import optim_settings_of
-from hpcfsdp.state.transfer import StateDictFormat, keeping_scratch
-from hpcfsdp.state.wrappers import clean_fqn
-from hpcfsdp.tensor.sharded import check_readable
+from hpcfsdp.state.transfer import StateDictFormat, gather, keeping_scratch
 from hpcfsdp.tensor.whole import whole_of
 
 log = logging.getLogger("hpcfsdp.optim")
+
+States = dict[str, dict[str, Any]]
+"""The state of each parameter, by its name in the model."""
 
 
 def form_of(settings: StateDictSettings) -> StateDictFormat:
@@ -66,112 +47,6 @@ def form_of(settings: StateDictSettings) -> StateDictFormat:
         offload_to_cpu=config.offload_to_cpu,
         dtensor=getattr(config, "_use_dtensor", False),
     )
-
-
-class _Own:
-    """What this rank has, by names that all ranks know.
-
-    Attributes:
-        infos: the flat parameter of each sharded parameter, by name.
-        params: of the optimizer, by their keys; `fqns` are their names.
-        states: of sharded parameters, by the first name.
-        unsharded: of all others, by their name.
-        users: entries that belong to no parameter.
-        groups: the optimizer's; None if the state dict has none.
-    """
-
-    def __init__(
-        self, model: nn.Module, optim: torch.optim.Optimizer | None, optim_state_dict: Any, optim_input: OptimInput
-    ) -> None:
-        check_is_state_dict(optim_state_dict)
-        self.infos = get_fqn_to_fsdp_param_info(model)
-        self.fqns = get_param_to_fqns(model, self.infos)
-        named = is_named_optimizer(optim_state_dict)
-        self.params: Mapping[ParamKey, nn.Parameter] = resolve_param_keys(
-            model, optim, optim_input, is_named_optimizer=named
-        )
-        keys = map_param_key_to_optim_keys(self.params, self.fqns, self.infos)
-        optim_state_dict = with_keys_of(self.params, optim_state_dict) if named else optim_state_dict
-        given = optim_state_dict["state"]
-        self.states: dict[str, Mapping[str, Any]] = {}
-        self.unsharded: dict[str, Mapping[str, Any]] = {}
-        for key, own_key in keys.items():
-            state = given.get(own_key)
-            if state is None:
-                continue
-            _check_is_mapping(state, key)
-            if state:
-                self._take(key, state)
-        self.users = {key: _copied((key,), value) for key, value in given.items() if key not in self.params}
-        self.groups = optim_state_dict.get("param_groups")
-        for group in self.groups or ():
-            for hyper, value in group.items():
-                deep_copy(f"{hyper!r} of a parameter group", value)
-        strangers = [key for key in self.users if isinstance(key, int)]
-        strangers += [key for group in self.groups or () for key in group["params"] if key not in self.params]
-        if strangers:
-            raise StateDictError(
-                f"the optimizer's state dict holds parameter {strangers[0]!r}, and the optimizer has "
-                f"{len(self.params)} parameter(s): pass the state dict of this optimizer"
-            )
-
-    def _take(self, key: OptimStateKey, state: Mapping[str, Any]) -> None:
-        name = key.unflat_param_names[0]
-        check_nested(name, state)
-        # Copied now: what cannot be is an error while all ranks can still be told.
-        state = {key: _copied((name, key), value) for key, value in state.items()}
-        if not key.is_fsdp_managed:
-            self.unsharded[name] = state
-            return
-        check_state_shapes(self.infos[name], name, state)
-        self.states[name] = state
-
-    def check_is_first(self) -> None:
-        """Refuse units whose state the first rank of the model cannot get."""
-        for name, info in self.infos.items():
-            if not info.groups.is_first:
-                raise StateDictError(
-                    f"rank 0 is not the first of the ranks that {name!r} is sharded over, and cannot get its state "
-                    "alone: use rank0_only=False, or a sharded state dict"
-                )
-
-    def check_is_told(self, merged: Mapping[str, StateInfo], empty: Collection[str]) -> None:
-        """Refuse values that this rank would have to show, and that the ranks which have them could not tell it."""
-        for fqn in sorted(empty):
-            for name, value in merged[fqn].non_tensors.items() if fqn in merged else ():
-                if isinstance(value, Unpicklable) and name not in self.states.get(fqn, {}):
-                    raise StateDictError(
-                        f"optimizer state {name!r} of {fqn!r} is {value}, and of this parameter rank "
-                        f"{self.infos[fqn].comm.rank} holds nothing: let the class be pickled, or use "
-                        "use_orig_params=False"
-                    )
-
-    def to_message(self) -> RankState:
-        """What other ranks are to know."""
-        groups = []
-        for group in self.groups or ():
-            names = [name for key in group["params"] for name in self.fqns[self.params[key]] if name in self.infos]
-            groups.append((names, {key: picklable(value) for key, value in group.items() if key != "params"}))
-        empty = {
-            name
-            for name, info in self.infos.items()
-            if info.flat.use_orig_params and info.is_empty_on(name, info.comm.rank)
-        }
-        states, unsharded = (
-            {name: StateInfo.of(state) for name, state in states.items()} for states in (self.states, self.unsharded)
-        )
-        order = [([n for key in g["params"] for n in self.fqns[self.params[key]]], list(g)) for g in self.groups or ()]
-        return RankState(groups, states, empty, unsharded, list(self.infos), order=order)
-
-    def reorder_groups(self) -> None:
-        """Have groups be in an order that all ranks know: parameters as in the model, keys by their names."""
-        places = {param: place for place, param in enumerate(self.fqns)}
-
-        def reordered(group: Mapping[str, Any]) -> dict[str, Any]:
-            params = sorted(group["params"], key=lambda key: places[self.params[key]])
-            return {"params": params, **{key: group[key] for key in sorted(group, key=str) if key != "params"}}
-
-        self.groups = None if self.groups is None else [reordered(group) for group in self.groups]
 
 
 @torch.no_grad()
@@ -190,8 +65,8 @@ def optim_state_dict(
 
     Args:
         optim: steps the parameters of the wrapped model.
-        optim_state_dict: its state dict, on each rank its own; None to have it taken here, where what its hooks raise
-            on one rank is told to all.
+        optim_state_dict: its state dict, on each rank its own; None to have it taken here, where all ranks raise
+            what its hooks raise on one.
         form: how tensors are shown; None as the model is set. Parameters of a ``NO_SHARD`` unit are whole in any form.
         optim_input: instead of `optim`: what it was built from.
         group: the ranks, where they are not those of the model.
@@ -215,16 +90,16 @@ def optim_state_dict(
         with profile(Phase.PREPROCESSING), raise_together(ranks):
             if optim_state_dict is None and optim is not None:
                 optim_state_dict = optim.state_dict()
-            own = _Own(model, optim, optim_state_dict, optim_input)
+            own = LocalOptimState(model, optim, optim_state_dict, optim_input)
             if form.rank0_only and ranks.rank == 0:
                 own.check_is_first()
-            told = own.to_message()
-            packed = told.packed()
+            message = own.to_message()
+            packed = message.packed()
         gathered = allgather_state_info(ranks, packed)
         with raise_together(ranks):
             check_same_groups(gathered)
             merged = convert_all_state_info(gathered)
-            own.check_is_told(merged, told.empty)
+            own.check_is_known(merged, message.empty)
             differing = differing_unsharded(gathered)
             if not gathered.has_one_order:
                 own.reorder_groups()
@@ -236,16 +111,17 @@ def optim_state_dict(
             return _gathered(own, merged, form, is_shown=not form.rank0_only or ranks.rank == 0)
 
 
-def _gathered(own: _Own, merged: Mapping[str, StateInfo], form: StateDictFormat, *, is_shown: bool) -> dict[str, Any]:
+def _gathered(
+    own: LocalOptimState, merged: Mapping[str, StateInfo], form: StateDictFormat, *, is_shown: bool
+) -> dict[str, Any]:
     """Collective over all ranks. The state dict, once ranks agree."""
     states: States = {}
-    for info in {id(info): info for info in own.infos.values()}.values():
+    for info, state in own.flat_param_states(merged):
         if form.is_made_by(info.groups):
-            convert = convert_state_with_orig_params if info.flat.use_orig_params else convert_state_with_flat_params
-            states.update(convert(info, own.states, merged, form))
+            states.update(communicate_optim_state(info, state, form))
     if not is_shown:
         return {}
-    states.update({name: copied(state, form) for name, state in own.unsharded.items()})
+    states.update({name: _copied(state, form) for name, state in own.unsharded.items()})
     in_order = itertools.chain.from_iterable(own.fqns.values())  # of the model, as optimizers may have others
     found: dict[str, Any] = {"state": {name: states[name] for name in in_order if name in states}}
     for key, value in own.users.items():
@@ -253,11 +129,65 @@ def _gathered(own: _Own, merged: Mapping[str, StateInfo], form: StateDictFormat,
             f"optimizer state {key!r} belongs to no parameter of the model: it is copied as it is, of this rank alone",
             stacklevel=2,
         )
-        is_tensor = isinstance(value, torch.Tensor)
-        found["state"][key] = value.detach().to(form.device(value.device), copy=True) if is_tensor else value
+        found["state"].update(_copied({key: value}, form) if isinstance(value, torch.Tensor) else {key: value})
     if own.groups is not None:
         found["param_groups"] = unflatten_param_groups(own.groups, own.params, own.fqns)
     return found
+
+
+def communicate_optim_state(info: FSDPParamInfo, state: FlatParamState, form: StateDictFormat) -> States:
+    """Collective over a replica of the unit. The state of a flat parameter's parameters, by their names.
+
+    Returns:
+        New memory. Nothing on ranks that the form leaves out.
+    """
+    device = info.flat.parameter.device
+    tensors: States = {}
+    for (name, dtype), parts in state.shards.items():
+        with profile(Phase.TENSOR_ALL_GATHER, parts.nbytes):
+            values = gather(info.groups, parts, dtype, device, form)
+        for index in parts.present:
+            tensors.setdefault(info.layout.slots[index].fqn, {})[name] = values[index]
+    if not form.is_shown_by(info.groups):
+        return {}
+    with profile(Phase.RESHARDING):
+        parts_of = (state.whole, state.scalars, state.others)
+        return {
+            slot.fqn: dict(
+                itertools.chain(
+                    tensors.get(slot.fqn, {}).items(),
+                    *(_copied(part.get(slot.fqn, {}), form).items() for part in parts_of),
+                )
+            )
+            for slot in info.layout.slots
+            if any(slot.fqn in part for part in (tensors, *parts_of))
+        }
+
+
+def unflatten_param_groups(
+    param_groups: Sequence[Mapping[str, Any]],
+    param_key_to_param: Mapping[ParamKey, nn.Parameter],
+    param_to_fqns: Mapping[nn.Parameter, Sequence[str]],
+) -> list[dict[str, Any]]:
+    """An optimizer's groups with the names of the model's parameters; every other key is copied."""
+    groups = []
+    for group in param_groups:
+        copied = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        fqns = [fqn for key in group["params"] for fqn in param_to_fqns[param_key_to_param[key]]]
+        if "param_names" in copied:  # an optimizer that was built from names remembers them
+            copied["param_names"] = list(fqns)
+        groups.append({**copied, "params": fqns})
+    return groups
+
+
+def _copied(state: Mapping[Any, Any], form: StateDictFormat) -> dict[Any, Any]:
+    """State that needs no communication, as new memory. DTensors stay what they are."""
+    return {
+        name: value.detach().to(form.device(value.device), copy=True)
+        if isinstance(value, torch.Tensor)
+        else copy.deepcopy(value)
+        for name, value in sorted_items(state)
+    }
 
 
 def _made_whole(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,21 +195,6 @@ def _made_whole(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: whole_of(value) if isinstance(value, DTensor) else value for name, value in sorted(state.items(), key=str)
     }
-
-
-def with_keys_of(params: Mapping[ParamKey, nn.Parameter], optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict with the keys of an optimizer with names, whether it has names of wrappers in them or not."""
-    known = {clean_fqn(str(key)): key for key in params}
-
-    def rename(key: Any) -> Any:
-        return key if key in params or not isinstance(key, str) else known.get(clean_fqn(key), key)
-
-    groups = [
-        {**group, "params": [rename(key) for key in group["params"]]}
-        for group in optim_state_dict.get("param_groups", ())
-    ]
-    renamed = {rename(key): value for key, value in optim_state_dict["state"].items()}
-    return {"state": renamed, **({"param_groups": groups} if "param_groups" in optim_state_dict else {})}
 
 
 def check_at_rest(model: nn.Module, what: str) -> None:
@@ -290,23 +205,3 @@ def check_at_rest(model: nn.Module, what: str) -> None:
     """
     for unit in units_in(model):
         unshard.check_at_rest(unit, what)
-
-
-def _copied(names: tuple[Any, ...], value: Any) -> Any:
-    """A copy of a value; a tensor itself, which is one that can be copied later.
-
-    Args:
-        names: the parameter's, if there is one, and that of the state.
-    """
-    if isinstance(value, torch.Tensor):
-        check_readable("/".join(map(str, names)), value)
-        return value
-    return deep_copy(" of ".join(map(repr, reversed(names))), value)
-
-
-def _check_is_mapping(state: Any, key: OptimStateKey) -> None:
-    if not isinstance(state, Mapping):
-        raise StateDictError(
-            f"the optimizer's state of {key.unflat_param_names[0]!r} is a dict of names and values, not "
-            f"{describe(state)}"
-        )

@@ -33,7 +33,7 @@ def make_file(path, *, more=lambda file: None, claimed=None, **values):
     Args:
         more: puts further things into it.
         claimed: bytes that the file is to have, behind those of HDF5: a hole.
-        values: see ``put_values``. Of version 0.1 there is no seal.
+        values: see ``put_values``.
     """
     image = SparseImage()
     with h5py.File(image, "w", libver=schema.LIBVER) as file:
@@ -47,6 +47,5 @@ def make_file(path, *, more=lambda file: None, claimed=None, **values):
             file.write(data)
         file.truncate(end)
         file.seek(end)
-        if values.get("version") != "0.1":
-            file.write(make_seal(regions, end).pack())
+        file.write(make_seal(regions, end).pack())
     return path

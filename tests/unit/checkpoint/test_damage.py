@@ -17,7 +17,7 @@ from hpcfsdp.checkpoint.format import schema, skeleton
 from hpcfsdp.checkpoint.format.image import SparseImage
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.seal import make_seal
-from hpcfsdp.checkpoint.reader import open_index
+from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.single import write_alone
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
@@ -28,7 +28,8 @@ import json, os, random, resource, sys, warnings
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 resource.setrlimit(resource.RLIMIT_CPU, (90, 90))
 from pathlib import Path
-from hpcfsdp.checkpoint.reader import BlockReader, open_index
+from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 source, every = sys.argv[1], int(sys.argv[2])

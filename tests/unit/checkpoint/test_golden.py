@@ -12,7 +12,8 @@ import torch
 
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.reader import BlockReader, open_index
+from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 
 FILES = sorted((Path(__file__).parents[2] / "golden").glob("format-*.h5"))
 WORLD_SIZE = 2
@@ -81,10 +82,6 @@ def expected_rng(rank):
         make_model()
         state = torch.get_rng_state().numpy()
     return state, np.random.RandomState(rank).get_state()[1].astype(np.float64)
-
-
-def test_there_is_a_file_of_the_first_format():
-    assert "0.1" in [version_of(path) for path in FILES]
 
 
 def test_the_index_says_what_was_saved(golden):
@@ -204,8 +201,6 @@ def test_h5py_alone_knows_which_bytes_are_whose(golden):
 
 
 def test_tables_of_today_name_every_tensor_for_h5py(golden):
-    if version_of(golden) == "0.1":
-        pytest.skip("format 0.1 has the shapes in the datasets alone")
     expected = expected_tensors()
     with h5py.File(golden) as file:
         sizes = file["meta/shapes"][...].tolist()

@@ -10,7 +10,7 @@ from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.plan import plan_alone, plan_save
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.state.model import shard_pieces
+from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import NO_RUNS, Runs, StateTensor, replicated
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=5)
@@ -24,14 +24,15 @@ def imagined(shapes, dtype, shards, replicas=1, aliases=False, rank=None):
     names = [(f"p{i}", shape, (f"t{i}",) if aliases else ()) for i, shape in enumerate(shapes)]
     layout = FlatLayout.plan(names, dtype, shards)
     copies = np.arange(shards * replicas).reshape(replicas, shards).T
+    pieces = {}
+    if rank is not None:
+        pieces = LocalShards.of_shard(layout, torch.zeros(layout.shard_numel, dtype=dtype)).pieces(rank % shards)
     found = []
-    for slot in layout.slots:
+    for place, slot in enumerate(layout.slots):
         first, edges = layout.param_edges(slot.fqn)
         runs = Runs(edges, copies[first : first + len(edges) - 1])
-        pieces = ()
-        if rank is not None:
-            pieces = shard_pieces(layout, slot.fqn, rank % shards, torch.zeros(layout.shard_numel, dtype=dtype))
-        found.append(("model", StateTensor(slot.fqn, slot.shape, dtype, runs, pieces, slot.aliases)))
+        own = (pieces[place],) if place in pieces else ()
+        found.append(("model", StateTensor(slot.fqn, slot.shape, dtype, runs, own, slot.aliases)))
     return found
 
 

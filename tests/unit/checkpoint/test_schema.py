@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.schema import Digest, TensorSpec
+from hpcfsdp.checkpoint.format.schema import TensorSpec
 
 DTYPES = [
     "float64",
@@ -163,36 +163,6 @@ def test_nan_and_infinities_are_written_as_pythons_json_does():
 def test_what_json_does_not_have_is_refused_by_type():
     with pytest.raises(TypeError, match="Object of type object is not JSON serializable"):
         schema.to_json({"a": object()})
-
-
-def digest(*parts):
-    total = Digest()
-    for path, data in parts:
-        total.add(path, data)
-    return total.value()
-
-
-def test_digest_tells_order_names_borders_and_bytes():
-    array = np.arange(4, dtype=np.int32)
-    sums = {
-        digest(("a", b"x"), ("b", b"y")),
-        digest(("b", b"y"), ("a", b"x")),
-        digest(("a", b"y"), ("b", b"x")),
-        digest(("a", b"xb:1:y")),
-        digest(("a", b"x")),
-        digest(("a", array)),
-        digest(("a", array[::-1])),
-        digest(),
-    }
-    assert len(sums) == 8
-    assert digest(("a", b"x"), ("b", b"y")) in sums
-
-
-def test_digest_sees_an_array_as_its_bytes_in_row_major_order():
-    array = np.arange(6, dtype=np.int16).reshape(2, 3)
-    assert digest(("a", array.T)) == digest(("a", np.ascontiguousarray(array.T)))
-    assert digest(("a", array)) == digest(("a", array.tobytes()))
-    assert digest(("a", array)).dtype == np.uint64
 
 
 def test_checksum_is_xxh3_64():

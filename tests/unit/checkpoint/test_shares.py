@@ -10,10 +10,10 @@ from hypothesis import given, settings, strategies as st
 from hpcfsdp.checkpoint import shares
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.reader import CheckpointIndex
+from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.checkpoint.shares import rows_needed, share_of
 from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.state.model import shard_pieces
+from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import NO_RUNS, Runs, StateTensor, replicated
 
 FIELDS = ("start", "numel", "count", "stride")
@@ -55,6 +55,7 @@ def index_of(shapes, blocks):
         param_groups=None,
         scalars=None,
         rng={},
+        seal=None,
         first_rows=first_rows,
     )
 
@@ -63,7 +64,7 @@ def tensors_of(shapes, whole, shards, replicas, rank):
     """The tensors of a model as a rank of replicas x shards has them."""
     layout = FlatLayout.plan([(str(i), shape, ()) for i, shape in enumerate(shapes)], torch.float32, shards)
     copies = np.arange(shards * replicas).reshape(replicas, shards).T
-    shard = torch.zeros(layout.shard_numel)
+    pieces = LocalShards.of_shard(layout, torch.zeros(layout.shard_numel)).pieces(rank % shards)
     found = []
     for place, slot in enumerate(layout.slots):
         if place in whole:
@@ -71,8 +72,8 @@ def tensors_of(shapes, whole, shards, replicas, rank):
             continue
         first, edges = layout.param_edges(slot.fqn)
         runs = Runs(edges, copies[first : first + len(edges) - 1]) if slot.numel else NO_RUNS
-        pieces = shard_pieces(layout, slot.fqn, rank % shards, shard)
-        found.append((f"model/{slot.fqn}", StateTensor(slot.fqn, slot.shape, torch.float32, runs, pieces)))
+        own = (pieces[place],) if place in pieces else ()
+        found.append((f"model/{slot.fqn}", StateTensor(slot.fqn, slot.shape, torch.float32, runs, own)))
     return found
 
 

@@ -5,7 +5,8 @@ from torch import nn
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.state.model import communicator_of, flat_params, model_tensors, shard_pieces
+from hpcfsdp.state.model import communicator_of, flat_params, model_tensors
+from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.wrap import ModuleWrapPolicy
 
@@ -98,11 +99,10 @@ def test_flat_params_come_with_names_of_the_whole_model():
     ]
 
 
-def test_shard_pieces_view_the_shard_and_are_empty_where_the_rank_has_nothing():
+def test_pieces_view_the_shard_and_are_missing_where_the_rank_has_nothing():
     layout = FlatLayout.plan([("a", (6,), ()), ("b", (0,), ()), ("c", (2,), ())], torch.float32, 3)
     shard = torch.arange(4.0)
-    pieces = {name: shard_pieces(layout, name, 1, shard) for name in "abc"}
-    assert (pieces["b"], pieces["c"]) == ((), ())
-    assert [(piece.start, piece.tensor.tolist()) for piece in pieces["a"]] == [(4, [0, 1])]
-    pieces["a"][0].fill(torch.tensor([8.0, 9.0]))
+    pieces = LocalShards.of_shard(layout, shard).pieces(1)
+    assert {index: (piece.start, piece.tensor.tolist()) for index, piece in pieces.items()} == {0: (4, [0, 1])}
+    pieces[0].fill(torch.tensor([8.0, 9.0]))
     assert shard.tolist() == [8, 9, 2, 3]

@@ -5,7 +5,8 @@ import pytest
 
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.reader import BlockReader, open_index
+from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.checkpoint.single import write_alone
 
 DTYPES = list(schema._NUMPY_DTYPES)

@@ -13,7 +13,7 @@ from hpcfsdp.checkpoint.convert import output
 from hpcfsdp.checkpoint.convert.export import export_checkpoint
 from hpcfsdp.checkpoint.files import Files, System
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.reader import open_index
+from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, UsageError
 from tests.unit.checkpoint.convert.conftest import DTYPES, GROUPS, contents, write
 
@@ -312,10 +312,10 @@ def test_an_error_of_the_system_at_any_call_leaves_nothing(no_complex128, tmp_pa
     assert 0 < after < 999
 
 
-def test_old_files_are_exported_too(tmp_path):
+def test_golden_files_are_exported_too(tmp_path):
     from tests.cli.conftest import ROOT
 
-    golden = ROOT / "tests/golden/format-0.1.h5"
+    golden = ROOT / "tests/golden/format-1.0.h5"
     export_checkpoint(golden, tmp_path / "out.pt")
     export_checkpoint(golden, tmp_path / "out.safetensors")
     expected = of_model(golden)

@@ -6,8 +6,8 @@ import torch
 
 from hpcfsdp.checkpoint import save
 from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.inspect.diff import ABSENT, ChangedTensor, Difference, compare, compare_tensor, to_compare
-from hpcfsdp.checkpoint.reader import open_index
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 BASE = {"model/a": torch.arange(12.0).view(3, 4), "model/b": torch.zeros(2), "model/c": torch.zeros(())}

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.inspect.names import matching, tensors_matching
-from hpcfsdp.checkpoint.reader import open_index
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 PATHS = ["model/embed", "model/blocks.0.w", "model/blocks.1.w", "model/odd[0]", "optim/state/blocks.0.w/exp_avg"]

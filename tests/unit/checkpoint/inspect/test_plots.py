@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from hpcfsdp.checkpoint import save
+from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.inspect import plots
-from hpcfsdp.checkpoint.reader import BlockReader, open_index
+from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
 
 

@@ -13,6 +13,9 @@ from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.sharded.groups import resolve_groups
 from hpcfsdp.state.optim.keys import FSDPParamInfo, get_fqn_to_fsdp_param_info
+from hpcfsdp.state.optim.local import FlatParamState
+from hpcfsdp.state.optim.save import communicate_optim_state
+from hpcfsdp.state.transfer import StateDictFormat
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.wrap import ModuleWrapPolicy
 
@@ -55,6 +58,11 @@ def run_of(info, fqn, value):
     extent = info.layout.param_extent(fqn, info.comm.rank)
     begin, numel = (extent.start, extent.numel) if extent else (0, 0)
     return value.reshape(-1)[begin : begin + numel].clone()
+
+
+def gathered(info, states, merged, form=None):
+    """Collective over ``info.groups``. What a state dict shows of `states`, this rank's by parameter."""
+    return communicate_optim_state(info, FlatParamState.of(info, states, merged), form or StateDictFormat())
 
 
 class Odd:

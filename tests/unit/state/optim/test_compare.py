@@ -20,12 +20,11 @@ from hpcfsdp.state.optim.compare import (
     allgather_state_info,
     check_same_groups,
     convert_all_state_info,
-    describe,
     differing_unsharded,
     is_zero_dim_tensor,
 )
 from hpcfsdp.state.optim.values import same
-from hpcfsdp.state.transfer import Rank0Tensor
+from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
 from tests.unit.state.optim.examples import Incomparable, Odd, Unreadable, values
 
 NAN = float("nan")
@@ -63,12 +62,12 @@ def dtensor():
     ids=str,
 )
 def test_what_a_value_is(value, described, is_scalar):
-    assert describe(value) == described
+    assert shape_and_dtype(value) == described
     assert is_zero_dim_tensor(value) is is_scalar
 
 
 def test_a_distributed_tensor_is_what_it_is_as_a_whole(dtensor):
-    assert describe(dtensor) == ((4, 3), torch.float32)
+    assert shape_and_dtype(dtensor) == ((4, 3), torch.float32)
     assert not is_zero_dim_tensor(dtensor)
     assert StateInfo.of({"exp_avg": dtensor}).tensors == {"exp_avg": PosDimTensorInfo((4, 3), torch.float32, "DTensor")}
 

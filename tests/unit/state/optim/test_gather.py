@@ -1,60 +1,24 @@
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.errors import StateDictError
-from hpcfsdp.state.optim.compare import (
-    RankState,
-    StateInfo,
-    allgather_state_info,
-    convert_all_state_info,
-)
-from hpcfsdp.state.optim.gather import (
-    allgather_orig_param_states,
-    check_state_shapes,
-    communicate_optim_state,
-    gather_all_orig_param_state,
-)
+from hpcfsdp.state.optim.compare import RankState, StateInfo, allgather_state_info, convert_all_state_info
+from hpcfsdp.state.optim.keys import get_param_to_fqns
+from hpcfsdp.state.optim.save import _copied, unflatten_param_groups
 from hpcfsdp.state.optim.values import same
 from hpcfsdp.state.transfer import StateDictFormat
-from tests.unit.state.optim.examples import NO_SHARD, SHAPES, Odd, make_info, run_of, shard_of, values_of
-
-values = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-2, 2), st.floats(width=16), st.text("ab", max_size=2)),
-    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.sampled_from("ab"), inner, max_size=2)),
-    max_leaves=4,
+from tests.unit.state.optim.examples import (
+    NO_SHARD,
+    SHAPES,
+    Net,
+    Odd,
+    gathered,
+    make_info,
+    run_of,
+    shard,
+    shard_of,
+    values_of,
 )
-
-
-# Shapes of this rank's state
-
-
-@pytest.mark.parametrize(
-    ("original", "name", "shape"),
-    [(False, "a", (12,)), (True, "a", (3,)), (True, "scalar", (1,)), (True, "none", (0,)), (True, "one", (0,))],
-)
-def test_state_has_one_value_or_one_for_each_element_that_is_stepped(original, name, shape):
-    info = make_info(FakeCommunicator(1, 3), original=original)
-    check_state_shapes(info, name, {"step": torch.tensor(1.0), "sum": torch.ones(shape), "kind": [1, 2]})
-    for wrong in ((shape[0] + 1,), (2, 3), (1, *shape)):
-        with pytest.raises(StateDictError) as caught:
-            check_state_shapes(info, name, {"step": torch.tensor(1.0), "sum": torch.ones(wrong)})
-        assert str(caught.value) == (
-            f"optimizer state 'sum' of {name!r} has shape {wrong}, neither a scalar nor that of what the optimizer "
-            f"steps, {shape}: it cannot be told which part of it belongs to which element"
-        )
-
-
-def test_state_of_a_whole_parameter_may_have_any_shape():
-    info = make_info(FakeCommunicator(1, 3), original=True, strategy=NO_SHARD)
-    check_state_shapes(info, "a", {"row": torch.ones(5), "column": torch.ones(3), "more": torch.ones(2, 2, 2)})
-    with pytest.raises(StateDictError, match=r"has shape \(5,\), neither"):
-        check_state_shapes(make_info(FakeCommunicator(1, 3), strategy=NO_SHARD), "a", {"row": torch.ones(5)})
-
-
-# Tensors
-
 
 FORMS = pytest.mark.parametrize(
     "form", [StateDictFormat(), StateDictFormat(rank0_only=True), StateDictFormat(offload_to_cpu=True)], ids=str
@@ -70,57 +34,33 @@ def test_the_state_of_a_flat_parameter(run_ranks, size, form, strategy):
         "big": values_of(SHAPES, torch.float64, 2),
         "seen": values_of(SHAPES, torch.int8),
     }
+    step, nested = torch.tensor(3.0, requires_grad=True), {"a": [1]}
 
     def body(comm):
         info = make_info(comm, strategy=strategy)
         own = {name: shard_of(info, values) for name, values in whole.items()}
-        own.update(step=torch.tensor(3.0, requires_grad=True), kind="mean", nothing=None)
-        found = communicate_optim_state(info, own, form)
-        assert found.zero_dim_tensor_state["step"] is not own["step"]
-        return found, form.is_shown_by(info.groups)
+        return gathered(info, {"a": {**own, "step": step, "nested": nested, "nothing": None}}, {}, form)
 
-    results = run_ranks(size, body)
-    for found, is_shown in results:
-        assert list(found.tensor_state) == ["avg", "big", "seen"]
-        for name, values in whole.items():
-            for got, expected in zip(found.tensor_state[name], values.values(), strict=True):
-                if is_shown:
-                    assert got.dtype is expected.dtype
-                    assert got.shape == expected.shape
-                    assert torch.equal(got, expected)
-                else:
-                    assert got is None
-        assert found.zero_dim_tensor_state == {"step": torch.tensor(3.0)}
-        assert found.non_tensor_state == {"kind": "mean", "nothing": None}
-    assert sum(is_shown for _, is_shown in results) == (1 if form.rank0_only else size)
+    first, *others = run_ranks(size, body)
+    assert list(first) == list(SHAPES)
+    for name, state in first.items():
+        assert list(state) == ["avg", "big", "seen", "step", "nested", "nothing"]
+        expected = {key: values[name] for key, values in whole.items()}
+        assert same(state, {**expected, "step": torch.tensor(3.0), "nested": nested, "nothing": None})
+    assert all(same(found, {} if form.rank0_only else first) for found in others)
+    first["a"]["step"] += 1  # each parameter has its own
+    first["a"]["nested"]["a"].append(2)
+    assert (first["b"]["step"].item(), step.item(), first["b"]["nested"], nested) == (3.0, 3.0, {"a": [1]}, {"a": [1]})
 
 
 @FORMS
-@pytest.mark.parametrize("size", [1, 3])
-def test_one_state_of_some_parameters(run_ranks, size, form):
-    values, chosen = values_of(SHAPES, torch.float64), ["b", "none", "scalar"]
-
-    def body(comm):
-        info = make_info(comm, original=True)
-        states = {name: {"avg": run_of(info, name, values[name])} for name in chosen}
-        states = {name: state for name, state in states.items() if state["avg"].numel()}  # others may be lacking
-        return allgather_orig_param_states(info, chosen, "avg", torch.float64, states, form), comm.rank
-
-    for found, rank in run_ranks(size, body):
-        assert list(found) == ["scalar", "none", "b"]
-        for name, got in found.items():
-            if form.rank0_only and rank:
-                assert got is None
-            else:
-                assert same(got, values[name])
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_states_of_parameters_that_are_stepped_one_by_one(run_ranks, size):
+def test_the_states_of_parameters_that_are_stepped_one_by_one(run_ranks, size, form):
     """Each has state of its own, also of another dtype, or none."""
     whole = {
-        "a": {"avg": values_of(SHAPES)["a"], "step": torch.tensor(1.0), "kind": "mean"},
+        "a": {"avg": values_of(SHAPES)["a"], "kind": "mean", "step": torch.tensor(1.0)},
         "scalar": {"avg": values_of(SHAPES, torch.float64)["scalar"], "step": torch.tensor(2)},
+        "none": {"avg": values_of(SHAPES)["none"]},
         "one": {"max": values_of(SHAPES)["one"], "key": Odd(3)},
     }
 
@@ -134,32 +74,27 @@ def test_the_states_of_parameters_that_are_stepped_one_by_one(run_ranks, size):
             for name in whole
             if name not in empty
         }
-        told = RankState([], {name: StateInfo.of(state) for name, state in own.items()}, empty)
-        merged = convert_all_state_info(allgather_state_info(comm, told.packed()))
-        found = gather_all_orig_param_state(info, own, merged, StateDictFormat())
-        return {
-            name: {**state.tensor_state, **state.zero_dim_tensor_state, **state.non_tensor_state}
-            for name, state in found.items()
-        }
+        message = RankState([], {name: StateInfo.of(state) for name, state in own.items()}, empty)
+        return gathered(info, own, convert_all_state_info(allgather_state_info(comm, message.packed())), form)
 
-    for found in run_ranks(size, body):
-        assert list(found) == list(whole)
-        for name, state in whole.items():
-            expected = {key: [value] if key in ("avg", "max") else value for key, value in state.items()}
-            assert same(found[name], expected)
+    first, *others = run_ranks(size, body)
+    assert list(first) == list(whole)
+    assert list(first["a"]) == ["avg", "step", "kind"]
+    assert same(first, whole)
+    assert all(same(found, {} if form.rank0_only else first) for found in others)
 
 
 def test_state_is_that_of_a_rank_which_holds_something_of_the_parameter(run_ranks):
-    """Nobody compares what the others have, which may be from before their last step."""
+    """No rank compares what the others have, which may be from before their last step."""
 
     def body(comm):
         info = make_info(comm, {"p": (4,)}, original=True)
         is_empty = info.is_empty_on("p", comm.rank)
         own = {"p": {"step": torch.tensor(1.0 if is_empty else 3.0), "count": 1 if is_empty else 3}}
-        told = RankState([], {"p": StateInfo.of(own["p"])}, {"p"} if is_empty else set())
-        merged = convert_all_state_info(allgather_state_info(comm, told.packed()))
-        found = gather_all_orig_param_state(info, own, merged, StateDictFormat())["p"]
-        return found.zero_dim_tensor_state["step"].item(), found.non_tensor_state["count"]
+        message = RankState([], {"p": StateInfo.of(own["p"])}, {"p"} if is_empty else set())
+        merged = convert_all_state_info(allgather_state_info(comm, message.packed()))
+        found = gathered(info, own, merged)["p"]
+        return found["step"].item(), found["count"]
 
     assert run_ranks(3, body) == [(3.0, 3)] * 3
 
@@ -167,7 +102,52 @@ def test_state_is_that_of_a_rank_which_holds_something_of_the_parameter(run_rank
 def test_whole_parameters_keep_state_of_any_shape_as_new_memory():
     info = make_info(FakeCommunicator(1, 3), original=True, strategy=NO_SHARD)
     own = {"a": {"row": torch.ones(5), "cube": torch.ones(2, 2, 2, dtype=torch.int8), "avg": torch.ones(5, 3)}}
-    merged = {"a": StateInfo.of(own["a"])}
-    found = gather_all_orig_param_state(info, own, merged, StateDictFormat(sharded=True))["a"].tensor_state
-    assert same(found, {name: [value] for name, value in own["a"].items()})
-    assert all(value.data_ptr() != own["a"][name].data_ptr() for name, [value] in found.items())
+    found = gathered(info, own, {"a": StateInfo.of(own["a"])}, StateDictFormat(sharded=True))
+    assert same(found, own)
+    assert all(value.data_ptr() != own["a"][name].data_ptr() for name, value in found["a"].items())
+
+
+def test_parameters_without_state_are_left_out():
+    info = make_info(original=True)
+    states = {"b": {"avg": torch.ones(7)}, "one": {}}
+    assert same(gathered(info, states, {"b": StateInfo.of(states["b"])}), {"b": states["b"]})
+    assert gathered(info, {}, {}) == {}
+    assert gathered(make_info(), {}, {}) == {}
+
+
+@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize("names", [False, True])
+def test_groups_go_by_the_names_of_the_model(original, names):
+    model = shard(Net(), FakeCommunicator(0, 2), original=original)
+    params = dict(model.named_parameters()) if names else dict(enumerate(model.parameters()))
+    first, *rest = params
+    betas = [0.9, 0.5]
+    groups = [{"params": rest, "lr": 0.5, "betas": betas, "own": None}, {"lr": torch.tensor(0.1), "params": [first]}]
+    groups.append({"params": []})
+    fqns = get_param_to_fqns(model)
+    found = unflatten_param_groups(groups, params, fqns)
+    assert [group["params"] for group in found] == [
+        [fqn for key in rest for fqn in fqns[params[key]]],
+        fqns[params[first]],
+        [],
+    ]
+    if not original:
+        of_block = [name for name in found[0]["params"] if name.startswith("block.")]
+        assert of_block[:2] == ["block.weight", "block.none"]
+    hyper = [{key: value for key, value in group.items() if key != "params"} for group in found]
+    assert hyper == [{"lr": 0.5, "betas": betas, "own": None}, {"lr": torch.tensor(0.1)}, {}]
+    assert found[0]["betas"] is not betas
+    assert found[1]["lr"] is not groups[1]["lr"]
+    assert groups[0]["params"] is rest
+
+
+def test_state_that_is_not_sharded_is_copied():
+    state = {"step": torch.tensor(3.0), "avg": torch.ones(2, requires_grad=True), "list": [1], "none": None}
+    found = _copied(state, StateDictFormat(offload_to_cpu=True))
+    assert list(found) == ["avg", "list", "none", "step"]
+    assert same(found, {key: value.detach() if key == "avg" else value for key, value in state.items()})
+    found["avg"].zero_()
+    found["step"].zero_()
+    found["list"].clear()
+    assert torch.equal(state["avg"], torch.ones(2))
+    assert (state["step"], state["list"]) == (torch.tensor(3.0), [1])

@@ -11,11 +11,10 @@ from torch.distributed.fsdp import FullOptimStateDictConfig, ShardingStrategy, S
 from hpcfsdp.errors import DifferentValuesWarning, DisagreementError, HpcfsdpError, StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.state.optim import load
-from hpcfsdp.state.optim.compare import same
 from hpcfsdp.state.optim.keys import get_param_to_fqns
-from hpcfsdp.state.optim.load import optim_state_dict_to_load
-from hpcfsdp.state.optim.scatter import broadcast_state
-from hpcfsdp.state.transfer import Rank0Tensor
+from hpcfsdp.state.optim.load import broadcast_state, optim_state_dict_to_load
+from hpcfsdp.state.optim.values import same
+from hpcfsdp.state.tensors import Rank0Tensor
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.unit.state.optim.examples import (

@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.state.optim.compare import same
 from hpcfsdp.state.optim.keys import OptimStateKey
 from hpcfsdp.state.optim.rekey import check_numbers, rekey_optim_state_dict, rekey_sharded_optim_state_dict
+from hpcfsdp.state.optim.values import same
 from tests.unit.state.optim.examples import Block, Net, shard
 
 NAME, ID = OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID
@@ -267,7 +267,7 @@ def test_a_flat_parameter_that_stands_for_several():
 
 def test_state_by_the_keys_of_this_rank_in_its_order():
     a, b, c = (OptimStateKey((name,), True) for name in "abc")
-    found = rekey_sharded_optim_state_dict({c: {"step": 3}, a: {"step": 1}}, {b: 0, a: "x", c: 1})
+    found = rekey_sharded_optim_state_dict({"c": {"step": 3}, "a": {"step": 1}}, {b: 0, a: "x", c: 1})
     assert list(found.items()) == [("x", {"step": 1}), (1, {"step": 3})]
 
 

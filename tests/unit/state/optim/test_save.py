@@ -17,8 +17,9 @@ from torch.distributed.fsdp import (
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import DisagreementError, EngineError, HpcfsdpError, StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.state.optim.keys import get_param_to_fqns
-from hpcfsdp.state.optim.save import check_is_state_dict, form_of, optim_state_dict, with_keys_of
+from hpcfsdp.state.optim.keys import check_is_state_dict, get_param_to_fqns
+from hpcfsdp.state.optim.local import with_keys_of
+from hpcfsdp.state.optim.save import form_of, optim_state_dict
 from hpcfsdp.state.optim.values import same
 from hpcfsdp.state.settings import make_settings
 from hpcfsdp.state.transfer import StateDictFormat

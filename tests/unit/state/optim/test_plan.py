@@ -11,26 +11,23 @@ from hpcfsdp.state.optim.compare import (
     convert_all_state_info,
     same,
 )
-from hpcfsdp.state.optim.flatten import (
+from hpcfsdp.state.optim.load import flatten_optim_state
+from hpcfsdp.state.optim.plan import (
     StatePlan,
     elementwise_names,
     flatten_non_tensor_optim_state,
-    flatten_optim_state,
-    flatten_tensor_optim_state,
     flatten_zero_dim_tensor_optim_state,
-    own_copy,
     plan_flat_state,
     plan_orig_state,
-    shard_orig_param_state,
 )
-from hpcfsdp.state.optim.unflatten import convert_state_with_orig_params, unflatten_optim_state
-from hpcfsdp.state.transfer import Rank0Tensor, StateDictFormat
+from hpcfsdp.state.tensors import Rank0Tensor, TensorInfo
 from tests.unit.state.optim.examples import (
     NO_SHARD,
     SHAPES,
     Incomparable,
     Odd,
     Uncopyable,
+    gathered,
     make_info,
     run_of,
     shard_of,
@@ -229,15 +226,23 @@ def test_the_plan_of_one_parameter_of_another_shape():
     assert list(plan_orig_state(whole, "a", {"row": torch.ones(5)}, {"row"}).tensors) == ["row"]
 
 
-def test_copies_are_new_memory():
-    value, nested = torch.ones(2, requires_grad=True), {"a": [torch.ones(1)]}
-    found = own_copy("'a' of 'p'", value)
-    assert torch.equal(found, value)
-    assert found.data_ptr() != value.data_ptr()
-    assert not found.requires_grad
-    own_copy("'a' of 'p'", nested)["a"][0].zero_()
+def test_scalars_of_which_the_values_come_later():
+    step, states = TensorInfo((), torch.float32), states_of(step=TensorInfo((), torch.float32))
+    plan = flat_plan(states)
+    assert (list(plan.tensors), plan.others, plan.unread) == (["avg"], {}, {"step": [step, step]})
+    info = make_info(FakeCommunicator(0, 2), TWO, original=True)
+    assert plan_orig_state(info, "p.w", states["p.w"], {"avg"}).unread == {"step": [step]}
+
+
+def test_the_plan_of_one_parameter_is_new_memory():
+    value, nested = torch.tensor(1.0, requires_grad=True), {"a": [torch.ones(1)]}
+    info = make_info(FakeCommunicator(0, 2), TWO, original=True)
+    found = plan_orig_state(info, "p.w", {"step": value, "nested": nested}, set()).others
+    assert torch.equal(found["step"], value)
+    assert found["step"].data_ptr() != value.data_ptr()
+    assert not found["step"].requires_grad
+    found["nested"]["a"][0].zero_()
     assert nested["a"][0] == 1
-    assert own_copy("'a' of 'p'", None) is None
 
 
 def test_what_cannot_be_copied_is_named():
@@ -269,7 +274,8 @@ def test_the_shard_of_a_state(run_ranks, size, first):
     def body(comm):
         info = make_info(comm, dtype=torch.bfloat16)
         given = [on_first(comm, value) if first else value for value in values.values()]
-        return flatten_tensor_optim_state(info, given), shard_of(info, values), info.layout.shard_numel
+        found = flatten_optim_state(info, {"a": StatePlan({"avg": given})})
+        return found["a"]["avg"], shard_of(info, values), info.layout.shard_numel
 
     for found, expected, numel in run_ranks(size, body):
         assert same(found, expected)  # in the dtype of the state, zero where no parameter is
@@ -280,8 +286,8 @@ def test_the_state_of_a_flat_parameter_is_new_memory():
     info = make_info(shapes=TWO)
     states = states_of(step=torch.tensor(3.0))
     plan = plan_flat_state(info, states, {"avg"})
-    found = flatten_optim_state(info, plan)
-    assert list(found) == ["avg", "step"]
+    found = flatten_optim_state(info, {"p.w": plan})["p.w"]
+    assert sorted(found) == ["avg", "step"]
     found["avg"].zero_()
     found["step"].zero_()
     assert same(states, states_of(step=torch.tensor(3.0)))
@@ -305,7 +311,7 @@ def test_runs_of_parameters_that_are_stepped_one_by_one(run_ranks, size, first):
             name: {"step": name, **{key: run_of(info, name, value) for key, value in state.items()}}
             for name, state in whole.items()
         }
-        return shard_orig_param_state(info, plans), expected
+        return flatten_optim_state(info, plans), expected
 
     for found, expected in run_ranks(size, body):
         assert same(found, expected)
@@ -314,10 +320,10 @@ def test_runs_of_parameters_that_are_stepped_one_by_one(run_ranks, size, first):
 def test_whole_parameters_have_state_of_any_shape_as_new_memory():
     info = make_info(FakeCommunicator(1, 2), original=True, strategy=NO_SHARD)
     row = torch.ones(5, dtype=torch.float64)
-    found = shard_orig_param_state(info, {"a": StatePlan({"row": [row], "avg": [torch.ones(5, 3)]}, {"n": 1})})
+    found = flatten_optim_state(info, {"a": StatePlan({"row": [row], "avg": [torch.ones(5, 3)]}, {"n": 1})})
     assert same(found, {"a": {"row": row, "avg": torch.ones(5, 3), "n": 1}})
     assert found["a"]["row"].data_ptr() != row.data_ptr()
-    assert shard_orig_param_state(info, {}) == {}
+    assert flatten_optim_state(info, {}) == {}
 
 
 # There and back
@@ -355,7 +361,7 @@ def test_state_of_a_flat_parameter_comes_back(run_ranks, size, shapes, dtype, st
         plan = plan_flat_state(info, states, set(state_dtypes))
         if first:
             plan.tensors = {name: [on_first(comm, v) for v in values] for name, values in plan.tensors.items()}
-        return unflatten_optim_state(info, flatten_optim_state(info, plan), StateDictFormat())
+        return gathered(info, flatten_optim_state(info, {"p0": plan}), {})
 
     for found in run_ranks(size, body):
         assert same(found, states), found
@@ -374,11 +380,11 @@ def test_state_of_parameters_that_are_stepped_one_by_one_comes_back(
         plans = {name: plan_orig_state(info, name, state, set(state_dtypes)) for name, state in states.items()}
         for plan in plans.values() if first else ():
             plan.tensors = {name: [on_first(comm, value)] for name, [value] in plan.tensors.items()}
-        own = shard_orig_param_state(info, plans)
+        own = flatten_optim_state(info, plans)
         empty = {name for name in shapes if info.is_empty_on(name, comm.rank)}
-        told = RankState([], {name: StateInfo.of(state) for name, state in own.items()}, empty)
-        merged = convert_all_state_info(allgather_state_info(comm, told.packed()))
-        return convert_state_with_orig_params(info, own, merged, StateDictFormat())
+        message = RankState([], {name: StateInfo.of(state) for name, state in own.items()}, empty)
+        merged = convert_all_state_info(allgather_state_info(comm, message.packed()))
+        return gathered(info, own, merged)
 
     for found in run_ranks(size, body):
         assert same(found, states), found

@@ -1,0 +1,307 @@
+"""An optimizer's state as a checkpoint has it: named state tensors and numbers, and put back from them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, StateDictError
+from hpcfsdp.state.optim.compare import StateInfo, allgather_state_info, check_same_groups, convert_all_state_info
+from hpcfsdp.state.optim.load import allocate_optim_state
+from hpcfsdp.state.optim.local import LocalOptimState
+from hpcfsdp.state.optim.plan import LoadPlan, flatten_zero_dim_tensor_optim_state
+from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
+from hpcfsdp.state.optim.save import unflatten_param_groups
+from hpcfsdp.state.optim.values import Unpicklable
+from hpcfsdp.state.tensors import StateTensor, TensorInfo, unsharded
+
+Scalar = bool | int | float
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer remembers, by the names of the model's parameters.
+
+    Attributes:
+        tensors: named ``fqn/key``.
+        scalars: values that are Python numbers, by ``fqn/key``.
+        groups: ``param_groups`` with parameters by name.
+    """
+
+    tensors: list[StateTensor]
+    scalars: dict[str, Scalar]
+    groups: list[dict[str, Any]]
+
+    def only(self, names: Collection[str]) -> OptimizerState:
+        """What it remembers of some parameters, in the groups that have one of them.
+
+        Raises:
+            CheckpointError: it steps none of them.
+        """
+        groups = [{**group, "params": [name for name in group["params"] if name in names]} for group in self.groups]
+        if not any(group["params"] for group in groups):
+            raise CheckpointError("the optimizer steps no parameter that names= chooses: leave it out")
+        return OptimizerState(
+            [tensor for tensor in self.tensors if tensor.name.rpartition("/")[0] in names],
+            {name: value for name, value in self.scalars.items() if name.rpartition("/")[0] in names},
+            [group for group, whole in zip(groups, self.groups, strict=True) if group["params"] or not whole["params"]],
+        )
+
+
+@contextlib.contextmanager
+def _errors_as(kind: type[CheckpointError]) -> Iterator[None]:
+    """A context in which what is wrong with the state is an error of a checkpoint."""
+    try:
+        yield
+    except StateDictError as error:
+        raise kind(str(error)) from error
+
+
+def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> LocalOptimState:
+    """Not collective. What this rank's optimizer has, by the names of a checkpoint.
+
+    Raises:
+        CheckpointError: the optimizer steps a parameter that the model does not have, or has state that belongs to no
+            parameter or cannot be divided.
+    """
+    odd = next((key for key in optimizer.state if not isinstance(key, torch.Tensor)), None)
+    if odd is not None:
+        raise CheckpointError(
+            f"the optimizer remembers {odd!r}, which belongs to no parameter: keep it in its param_groups, or give it "
+            "to extra="
+        )
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = iter(range(len(params)))
+    groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
+    state = {number: optimizer.state[param] for number, param in enumerate(params) if param in optimizer.state}
+    with _errors_as(CheckpointError):
+        return LocalOptimState(model, optimizer, {"state": state, "param_groups": groups}, in_file=True)
+
+
+def state_elsewhere(comm: Communicator, own: LocalOptimState) -> dict[str, StateInfo]:
+    """Collective over `comm`. What ranks have for original parameters whose elements they hold.
+
+    A rank that holds nothing of a parameter does not step it. To write with others, it still has to know what there is.
+
+    Raises:
+        CheckpointError: ranks that hold parts of one parameter have different state of it.
+    """
+    if not any(info.flat.use_orig_params and (info.comm.size > 1 or info.groups.tensor) for info in own.infos.values()):
+        return {}
+    with raise_together(comm):
+        mine = own.to_message().packed()
+    gathered = allgather_state_info(comm, mine)
+    with raise_together(comm), _errors_as(CheckpointError):
+        check_same_groups(gathered)
+        return convert_all_state_info(gathered)
+
+
+def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo]) -> OptimizerState:
+    """Not collective. What the optimizer remembers on this rank.
+
+    Args:
+        elsewhere: see ``state_elsewhere``.
+
+    Raises:
+        CheckpointError: a value is neither a tensor nor a number.
+    """
+    tensors: list[StateTensor] = []
+    scalars: dict[str, Scalar] = {}
+
+    def add(fqn: str, state: Mapping[str, Any]) -> None:
+        for key, value in state.items():
+            if "/" in key:
+                raise CheckpointError(f"optimizer state {key!r} of {fqn!r}: a key with / in it")
+            if isinstance(value, torch.Tensor):
+                tensors.append(unsharded(f"{fqn}/{key}", value))
+            elif isinstance(value, (bool, int, float)):
+                scalars[f"{fqn}/{key}"] = value
+            elif isinstance(value, Unpicklable):
+                raise CheckpointError(f"optimizer state {key!r} of {fqn!r} is {value}")
+            elif value is not None:
+                raise CheckpointError(
+                    f"optimizer state {key!r} of {fqn!r} is a {type(value).__name__}: tensors and numbers can be saved"
+                )
+
+    for info, state in own.flat_param_states(elsewhere):
+        for (key, _), parts in state.shards.items():
+            if "/" in key:
+                raise CheckpointError(f"optimizer state {key!r}: a key with / in it")
+            tensors += parts.in_file(info.groups, [f"{slot.fqn}/{key}" for slot in info.layout.slots])
+        for part in (state.whole, state.scalars, state.others):
+            for fqn, values in part.items():
+                add(fqn, values)
+    for fqn, values in own.unsharded.items():
+        add(fqn, values)
+    return OptimizerState(tensors, scalars, unflatten_param_groups(own.groups or (), own.params, own.fqns))
+
+
+class OptimizerRestore:
+    """New state for an optimizer: made beside the old one, filled from a checkpoint, checked, then put in place."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        saved: Mapping[str, TensorInfo],
+        scalars: Mapping[str, Scalar],
+        groups: list[dict[str, Any]],
+    ) -> None:
+        """Not collective, once the ranks that share parameters know each other. Plan the state of `optimizer`.
+
+        Args:
+            saved: the checkpoint's tensors by ``fqn/key``; `scalars` likewise.
+            groups: the checkpoint's ``param_groups``, parameters by name.
+
+        Raises:
+            CheckpointMismatchError: the groups hold other parameters, or state within one flat parameter differs in
+                kind.
+        """
+        given: dict[str, dict[str, TensorInfo | Scalar]] = {}
+        for name, value in [*saved.items(), *scalars.items()]:
+            fqn, _, key = name.rpartition("/")
+            given.setdefault(fqn, {})[key] = value
+        with _errors_as(CheckpointMismatchError):
+            plan = LoadPlan(model, optimizer, {"state": given, "param_groups": groups}, None, in_file=True)
+        self._optimizer, self._plan = optimizer, plan
+        self._groups = [
+            {key: _fitted(optimizer, number, key, value) for key, value in group.items() if key != "params"}
+            for number, group in enumerate(plan.groups)
+        ]
+        self._state: dict[str, dict[str, Any]] = {}
+        self._unread: list[tuple[str, str, list[str], list[torch.Tensor]]] = []
+        self.tensors: list[StateTensor] = []
+        """To be filled: every piece is memory of the new state."""
+        hypers = {key: hyper for hyper, group in zip(self._groups, plan.groups, strict=True) for key in group["params"]}
+        owners = {key.unflat_param_names[0]: (plan.params[own], hypers[own]) for key, own in plan.keys.items()}
+        for info in {id(info): info for info in plan.infos.values()}.values():
+            entries = {fqn: plan.entries[fqn] for fqn in info.param_indices if fqn in plan.entries}
+            new = allocate_optim_state(info, entries)
+            self._state.update(new.states)
+            for key, parts, _ in new.shards:
+                self.tensors += parts.in_file(info.groups, [f"{slot.fqn}/{key}" for slot in info.layout.slots])
+            self.tensors += [unsharded(f"{fqn}/{key}", tensor) for (fqn, key), tensor in new.whole.items()]
+            for fqn, entry in entries.items():
+                names = [fqn] if info.flat.use_orig_params else list(info.param_indices)
+                for key, values in entry.unread.items():
+                    scalars_of = [_empty_state(*owners[fqn], key, value) for value in values]
+                    self.tensors += [unsharded(f"{n}/{key}", v) for n, v in zip(names, scalars_of, strict=True)]
+                    self._unread.append((fqn, key, names, scalars_of))
+        for fqn, state in plan.unsharded.items():
+            self._state[fqn] = found = {
+                key: _empty_state(*owners[fqn], key, value) if isinstance(value, TensorInfo) else value
+                for key, value in state.items()
+            }
+            self.tensors += [unsharded(f"{fqn}/{k}", v) for k, v in found.items() if isinstance(v, torch.Tensor)]
+
+    @property
+    def param_names(self) -> list[str]:
+        """Names of all parameters that the optimizer steps."""
+        return [fqn for key in self._plan.keys for fqn in key.unflat_param_names]
+
+    def check(self) -> None:
+        """To be called when all tensors are filled: one flat parameter has one value of each scalar.
+
+        Raises:
+            CheckpointMismatchError: scalars of one flat parameter differ between its parameters.
+        """
+        with _errors_as(CheckpointMismatchError):
+            for fqn, key, names, values in self._unread:
+                self._state[fqn][key] = flatten_zero_dim_tensor_optim_state(key, values, names)
+
+    def apply(self) -> None:
+        """Put the new state and hyper-parameters in place."""
+        for group, hyper in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for key, value in hyper.items():
+                if isinstance(group.get(key), torch.Tensor):  # a capturable optimizer's lr has to stay the tensor it is
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+        for param in [param for param in self._optimizer.state if isinstance(param, torch.Tensor)]:
+            del self._optimizer.state[param]
+        for own_key, state in rekey_sharded_optim_state_dict(self._state, self._plan.keys).items():
+            self._optimizer.state[self._plan.params[own_key]] = state
+
+
+def _empty_state(param: nn.Parameter, hyper: Mapping[str, Any], key: str, value: TensorInfo) -> torch.Tensor:
+    """Memory for a state of a parameter that lies whole on this rank, or for a number.
+
+    Torch's optimizers keep the step on the CPU unless they are capturable or fused, as the checkpoint's flags say.
+    """
+    if isinstance(param, DTensor) and value.shape == tuple(param.shape):
+        return torch.zeros_like(param.detach(), dtype=value.dtype)
+    is_beside = value.shape or key != "step" or hyper.get("capturable") or hyper.get("fused")
+    return torch.zeros(value.shape, dtype=value.dtype, device=param.device if is_beside else "cpu")
+
+
+def check_saved(groups: Any, scalars: Any) -> None:
+    """Raise unless what a checkpoint has of an optimizer, beside tensors, is of the kinds that it has to be.
+
+    Raises:
+        CheckpointMismatchError: it is not.
+    """
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise CheckpointMismatchError(f"its optimizer's param_groups are {groups!r:.40}, no list of groups")
+    unnamed = next((group.get("params") for group in groups if not _are_names(group.get("params"))), ...)
+    if unnamed is not ...:
+        raise CheckpointMismatchError(
+            f"its optimizer's parameters are {'not listed' if unnamed is None else f'listed as {unnamed!r:.40}'}, not "
+            "by their names, as in optimizer.state_dict(): load it with optimizer=None, and save the optimizer by "
+            "hpcfsdp.checkpoint.save, or as torch's get_state_dict gives it"
+        )
+    if not isinstance(scalars, dict):
+        raise CheckpointMismatchError(f"its optimizer's scalars are {scalars!r:.40}, no values by names")
+    for name, value in scalars.items():
+        if "/" not in name or not isinstance(value, (bool, int, float)):
+            raise CheckpointMismatchError(
+                f"its optimizer's state {name!r:.80} is {value!r:.40}, no number of a parameter"
+            )
+
+
+def _fitted(optimizer: torch.optim.Optimizer, number: int, key: str, value: Any) -> Any:
+    """A saved hyper-parameter as a group of this optimizer is to have it: of the kind that it has there now.
+
+    Raises:
+        CheckpointMismatchError: it cannot be.
+    """
+    group = optimizer.param_groups[number]
+    if key not in group:
+        return value
+    now, fits = group[key], True
+    if isinstance(now, torch.Tensor):
+        try:
+            return torch.tensor(value, dtype=now.dtype).expand(now.shape)
+        except (RuntimeError, TypeError, ValueError):
+            fits = False
+    elif isinstance(now, tuple):
+        fits = isinstance(value, (list, tuple)) and len(value) == len(now) and all(map(_are_alike, now, value))
+        value = tuple(value) if fits else value
+    elif value is None or now is None:  # as foreach=None, which lets torch choose
+        fits = value is now or now is None or isinstance(now, bool) or optimizer.defaults.get(key, now) is None
+    else:
+        fits = _are_alike(now, value)
+    if not fits:
+        raise CheckpointMismatchError(
+            f"its optimizer's group {number} has {key}={value!r:.60}, the optimizer here {now!r:.60}: it is of another "
+            "kind of optimizer, or damaged; load it with optimizer=None"
+        )
+    return value
+
+
+def _are_alike(now: Any, value: Any) -> bool:
+    """Whether a value may stand where another one is: both are numbers, or of the same type; None is anything."""
+    if now is None:
+        return True
+    number = (bool, int, float)
+    return isinstance(value, number) if isinstance(now, number) else type(value) is type(now)
+
+
+def _are_names(params: object) -> bool:
+    return isinstance(params, list) and all(isinstance(name, str) for name in params)

@@ -1,0 +1,547 @@
+"""What the state of this rank's optimizer will be, from that of the whole model's optimizer: checked on this rank.
+
+Nothing is sent and nothing changed. ``load`` fills it from a state dict, ``in_file`` from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hpcfsdp._compat import ShardedTensor
+from hpcfsdp.errors import StateDictError
+from hpcfsdp.state.optim.compare import RankState, StateInfo
+from hpcfsdp.state.optim.keys import (
+    FSDPParamInfo,
+    OptimInput,
+    OptimStateKey,
+    ParamKey,
+    check_known,
+    get_aliases,
+    get_fqn_to_fsdp_param_info,
+    get_param_to_fqns,
+    listed_optim_input,
+    map_param_key_to_optim_keys,
+    resolve_param_keys,
+    sorted_items,
+)
+from hpcfsdp.state.optim.values import deep_copy, picklable, same
+from hpcfsdp.state.tensors import TensorInfo, shape_and_dtype
+from hpcfsdp.state.wrappers import clean_fqn
+from hpcfsdp.tensor.sharded import check_readable, local_blocks, properties_of
+
+log = logging.getLogger("hpcfsdp.optim")
+
+_DISTRIBUTED = (ShardedTensor, DTensor)
+
+TORCH_SCALARS = {"step", "mu_product", "eta", "mu"}
+"""State that torch's optimizers have once for each parameter: it has no dimensions, whatever the parameter has."""
+
+
+@dataclass
+class StatePlan:
+    """What the state of one entry of the optimizer will be.
+
+    Attributes:
+        tensors: by name, for each parameter of the entry the value in the state dict; of the parameter's shape.
+        others: by name, scalars and all else, ready.
+        unread: by name, scalars of which the values come later, for each parameter of the entry.
+    """
+
+    tensors: dict[str, list[Any]] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+    unread: dict[str, list[TensorInfo]] = field(default_factory=dict)
+
+
+class LoadPlan:
+    """What goes where, checked on this rank, before anything is sent.
+
+    Attributes:
+        infos: the flat parameter of each sharded parameter, by name.
+        dtensors: parameters that no unit has and that are DTensors, by name.
+        params: of this rank's optimizer, by their keys.
+        keys: of the entries of this rank's optimizer, in its order.
+        entries: of sharded parameters that have state, by the first name.
+        unsharded: state of the others, by name; new memory but for tensors, see ``_loaded``.
+        users: entries that belong to no parameter, likewise.
+        groups: for this rank's optimizer; None if the state dict has none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: torch.optim.Optimizer | None,
+        optim_state_dict: Mapping[str, Any],
+        optim_input: OptimInput,
+        *,
+        is_named_optimizer: bool = False,
+        strict: bool = True,
+        in_file: bool = False,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            optim, optim_state_dict, optim_input: see ``optim_state_dict_to_load``.
+            strict: parameters of which the optimizer has state must have some in the state dict.
+            in_file: names are those of a checkpoint, and tensors a ``TensorInfo`` each. All state that the optimizer
+                has is replaced, whatever it is.
+
+        Raises:
+            StateDictError: it does not fit the model or the optimizer.
+        """
+        self._what = "the checkpoint" if in_file else "the state dict"
+        optim_input = listed_optim_input(optim_input)
+        self.infos = get_fqn_to_fsdp_param_info(model, in_file=in_file)
+        fqns = get_param_to_fqns(model, self.infos, in_file=in_file)
+        self.params = params = resolve_param_keys(model, optim, optim_input, is_named_optimizer=is_named_optimizer)
+        self.keys = map_param_key_to_optim_keys(params, fqns, self.infos)
+        self._aliases = {} if in_file else get_aliases(model)
+        known = {name for names in fqns.values() for name in names}
+        given = self._by_name(optim_state_dict["state"])
+        users = {key: value for key, value in given.items() if _is_users(key, value, given, known)}
+        self.users = {key: _entry_but_tensors(repr(key), value) for key, value in users.items()}
+        self.states = {key: value for key, value in given.items() if key not in users}
+        check_known(self.states, known, self._what if in_file else "the optimizer's state dict")
+        self.dtensors = {name: param for param, names in fqns.items() if isinstance(param, DTensor) for name in names}
+        chunked = {name for param, names in fqns.items() if isinstance(param, _DISTRIBUTED) for name in names}
+        self.states = {fqn: self._readable(fqn, state, fqn in chunked) for fqn, state in self.states.items()}
+        self.entries: dict[str, StatePlan] = {}
+        self.unsharded: dict[str, Mapping[str, Any]] = {}
+        shapes = {slot.fqn: slot.whole_shape for info in self.infos.values() for slot in info.layout.slots}
+        elementwise = elementwise_names(self.states, shapes)
+        for key in self.keys:
+            self._take(key, elementwise)
+        self._check_nothing_is_lost(params, optim if strict and not in_file else None)
+        if optim is not None and not in_file:
+            self._check_shapes_held(params, optim)
+        self.groups = None
+        if "param_groups" in optim_state_dict:
+            own = _own_groups(optim, optim_input, params)
+            self.groups = self._matched(optim_state_dict["param_groups"], own, known | set(self._aliases))
+            if not in_file:
+                hypers = [_hyper(group) for group in optim.param_groups] if optim is not None else [{} for _ in own]
+                self.groups = list(map(_merged, hypers, self.groups))
+
+    def _name(self, key: Any) -> Any:
+        """The first name of what a state dict calls `key`."""
+        if not isinstance(key, str):
+            return key
+        clean = clean_fqn(key)
+        return self._aliases.get(clean, clean)
+
+    def _by_name(self, given: Mapping[Any, Any]) -> dict[Any, Any]:
+        found = {self._name(key): value for key, value in given.items()}
+        # Of tied parameters a state dict may hold each name: the first one counts.
+        found.update({key: value for key, value in given.items() if self._name(key) == key})
+        return found
+
+    def _readable(self, fqn: str, state: Any, is_chunked: bool) -> dict[str, Any]:
+        """The state of one parameter, with plain tensors in place of distributed ones that are loaded as they are.
+
+        Args:
+            is_chunked: the parameter is a distributed tensor itself, of which no unit knows: so is its state.
+
+        Raises:
+            StateDictError: it is no dict, has a tensor without values, or one of which this rank has to have all.
+        """
+        if not isinstance(state, Mapping):
+            raise StateDictError(f"the state of {fqn!r} is a dict of names and values, not a {type(state).__name__}")
+        found = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                check_readable(f"{fqn}/{name}", value)
+            is_filled = fqn in self.infos and isinstance(value, _DISTRIBUTED) and properties_of(value)[0]
+            if not isinstance(value, _DISTRIBUTED) or is_filled or is_chunked:
+                found[name] = value
+                continue
+            found[name] = _whole_here(value)
+            if found[name] is None:
+                why = "has no dimensions" if fqn in self.infos else "is of a parameter that is not sharded here"
+                raise StateDictError(
+                    f"state {name!r} of {fqn!r} is a {type(value).__name__}, and {why}, so that each rank needs all of "
+                    "it: load a full state dict, or put whole tensors in its place"
+                )
+        return found
+
+    def _take(self, key: OptimStateKey, elementwise: set[str]) -> None:
+        name = key.unflat_param_names[0]
+        if not key.is_fsdp_managed:
+            if self.states.get(name):
+                self.unsharded[name] = {
+                    state: _own_but_tensors(f"{state!r} of {name!r}", value)
+                    for state, value in sorted_items(self.states[name])
+                }
+            return
+        info = self.infos[name]
+        if info.flat.use_orig_params:
+            plan = plan_orig_state(info, name, self.states.get(name, {}), elementwise)
+        else:
+            plan = plan_flat_state(info, self.states, elementwise)
+        if plan is not None:
+            self.entries[name] = plan
+
+    def _check_nothing_is_lost(
+        self, params: Mapping[ParamKey, nn.Parameter], optim: torch.optim.Optimizer | None
+    ) -> None:
+        """Refuse state that has nowhere to go, and parameters that would lose what they have."""
+        stepped = {name for key in self.keys for name in key.unflat_param_names}
+        idle = [fqn for fqn, state in self.states.items() if state and fqn not in stepped]
+        if idle:
+            raise StateDictError(
+                f"{self._what} holds state of {idle[0]!r}"
+                + (f" and {len(idle) - 1} other parameter(s)" if len(idle) > 1 else "")
+                + ", which the optimizer does not step: leave it out, or add the parameter to the optimizer"
+            )
+        if not any(self.states.values()) and (optim is None or not any(optim.state.values())):
+            return
+        for key, own_key in self.keys.items():
+            name = key.unflat_param_names[0]
+            if name in self.entries or name in self.unsharded:
+                if optim is not None:
+                    _check_same_names(name, self.states[name], optim.state.get(params[own_key], {}))
+                continue
+            if not params[own_key].requires_grad:
+                continue
+            if optim is not None and optim.state.get(params[own_key]):
+                raise StateDictError(
+                    f"{self._what} holds no state of {name!r}, of which the optimizer has some ("
+                    f"{', '.join(sorted(map(str, optim.state[params[own_key]])))}): it would start anew while others "
+                    "go on"
+                )
+            log.info("%s holds no state of %r: the optimizer will make it anew", self._what, name)
+
+    def _check_shapes_held(self, params: Mapping[ParamKey, nn.Parameter], optim: torch.optim.Optimizer) -> None:
+        """Refuse state of whole parameters in other shapes than the optimizer has it.
+
+        It may be of any shape there, which only an optimizer knows that has such state already. Of sharded parameters
+        it has that of the parameter, see ``plan_flat_state``.
+        """
+        for key, own_key in self.keys.items():
+            name = key.unflat_param_names[0]
+            if name in self.unsharded or (name in self.entries and self.infos[name].shows_whole(name)):
+                for state, held in optim.state.get(params[own_key], {}).items():
+                    here, given = shape_and_dtype(held), shape_and_dtype(self.states[name].get(state))
+                    if here is not None and given is not None and here[0] != given[0]:
+                        raise StateDictError(
+                            f"state {state!r} of {name!r} has shape {given[0]}, and that of the optimizer {here[0]}: "
+                            "it is the state of another model, or of another optimizer"
+                        )
+
+    def _matched(
+        self,
+        given: Sequence[Mapping[str, Any]],
+        own: list[list[ParamKey]],
+        known: set[str],
+    ) -> list[dict[str, Any]]:
+        """The groups of the state dict in the order of the optimizer's, with the keys of its parameters."""
+        names_of = {own_key: key.unflat_param_names for key, own_key in self.keys.items()}
+        for group in given:
+            check_known(map(self._name, group["params"]), known, "param_groups")
+        left = [({self._name(key) for key in group["params"]}, group) for group in given]
+        found = []
+        for place, keys in enumerate(own):
+            names = {name for key in keys for name in names_of[key]}
+            match = next((index for index, (other, _) in enumerate(left) if other == names), None)
+            if match is None:
+                raise StateDictError(_no_such_group(self._what, place, names, [other for other, _ in left]))
+            _, group = left.pop(match)
+            found.append({**group, "params": list(keys)})
+        if left:
+            raise StateDictError(
+                f"{self._what} has {len(given)} parameter groups, the optimizer {len(own)}: there is none with "
+                f"{', '.join(repr(name) for name in sorted(left[0][0])[:3]) or 'no parameters'}"
+            )
+        return found
+
+    def distributed(self) -> list[tuple[str, ShardedTensor | DTensor, FSDPParamInfo]]:
+        """The distributed tensors in the state dict, with what they are to fill; the same on all ranks."""
+        return [
+            (fqn, value, self.infos[first])
+            for first, plan in self.entries.items()
+            for values in plan.tensors.values()
+            for fqn, value in zip([first] if len(values) == 1 else self.infos[first].param_indices, values, strict=True)
+            if isinstance(value, _DISTRIBUTED)
+        ]
+
+    def to_message(self) -> RankState:
+        """What other ranks are to know."""
+        sharded = set(self.infos)
+        names_of = {own_key: key.unflat_param_names for key, own_key in self.keys.items()}
+        groups = [
+            (
+                [name for key in group["params"] for name in names_of[key] if name in sharded],
+                {key: picklable(value) for key, value in group.items() if key != "params"},
+            )
+            for group in self.groups or ()
+        ]
+        states = {fqn: StateInfo.of(state) for fqn, state in self.states.items() if fqn in sharded}
+        return RankState(groups, states, names=list(self.infos), with_shapes=True)
+
+
+def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A group as it will be; copies, tensors where the optimizer has its own.
+
+    What `given` lacks, as a group of an older version of torch may, stays as the optimizer has it.
+    """
+    found = {key: deep_copy(f"{key!r} of a parameter group", value) for key, value in {**own, **given}.items()}
+    for key, value in found.items():
+        if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor):
+            found[key] = value.to(own[key].device)
+    if "param_names" in found:  # an optimizer that was built from names has names of its own parameters
+        found.pop("param_names")
+        if "param_names" in own:
+            found["param_names"] = list(own["param_names"])
+    return found
+
+
+def _whole_here(value: ShardedTensor | DTensor) -> torch.Tensor | None:
+    """The values of a distributed tensor if this rank has all of them."""
+    try:
+        blocks = local_blocks(value)
+    except ValueError:  # it is a sum over ranks, say
+        return None
+    whole, _ = properties_of(value)
+    return next((block for box, block in blocks if tuple(box.sizes) == whole), None)
+
+
+def _own_but_tensors(what: str, value: Any) -> Any:
+    """A value of state as new memory, but for a tensor, which is copied or sent as it is loaded.
+
+    Copied now: an error is raised while all ranks can still raise it together.
+
+    Raises:
+        StateDictError: see ``deep_copy``.
+    """
+    return value if isinstance(value, (torch.Tensor, TensorInfo)) else deep_copy(what, value)
+
+
+def _entry_but_tensors(what: str, value: Any) -> Any:
+    """The same of an entry that is no parameter's: a dict of such values, or anything else."""
+    if not isinstance(value, Mapping):
+        return _own_but_tensors(what, value)
+    return {name: _own_but_tensors(f"{name!r} of {what}", inner) for name, inner in value.items()}
+
+
+def _check_same_names(fqn: str, given: Mapping[str, Any], held: Mapping[str, Any]) -> None:
+    """Refuse state of a parameter that lacks what the optimizer remembers of it, which it would look for in vain."""
+    lacking = sorted(str(name) for name in held if name not in given)
+    if lacking:
+        raise StateDictError(
+            f"the state dict holds no {lacking[0]!r} of {fqn!r}, and has {sorted(map(str, given))}; the optimizer has "
+            f"{sorted(map(str, held))}: it is the state of another optimizer, or of one with other options"
+        )
+
+
+def _is_users(key: Any, value: Any, given: Mapping[Any, Any], known: set[str]) -> bool:
+    """Whether an entry of state belongs to no parameter at all, rather than to one of another model."""
+    if key in known or not isinstance(value, Mapping):
+        return key not in known
+    of_params = {name for other in known & given.keys() if isinstance(given[other], Mapping) for name in given[other]}
+    return bool(of_params) and not of_params & value.keys()
+
+
+def _no_such_group(what: str, place: int, names: set[str], others: list[set[str]]) -> str:
+    closest = max(others, key=lambda other: len(other & names), default=set())
+    text = f"parameter group {place} of the optimizer has {len(names)} parameter(s), and no group of {what} has these"
+    for title, odd in (("in the optimizer only", names - closest), (f"in {what} only", closest - names)):
+        if odd:
+            text += f"; {title}: {', '.join(sorted(odd)[:3])}" + (f" and {len(odd) - 3} more" if len(odd) > 3 else "")
+    return text + ": build the optimizer with the groups that were saved"
+
+
+def _own_groups(
+    optim: torch.optim.Optimizer | None, optim_input: OptimInput, params: Mapping[ParamKey, nn.Parameter]
+) -> list[list[ParamKey]]:
+    """The keys of the parameters in each group of this rank's optimizer."""
+    by_param: dict[nn.Parameter, ParamKey] = {param: key for key, param in params.items()}
+    if optim is not None:
+        return [[by_param[param] for param in group["params"]] for group in optim.param_groups]
+    groups = list(optim_input or ())
+    if not groups or isinstance(groups[0], torch.Tensor):
+        return [list(params)]
+    params_of = (
+        [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"] for group in groups
+    )
+    return [[by_param[param] for param in own] for own in params_of]
+
+
+def elementwise_names(states: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> set[str]:
+    """The names of states that have a value for each element, as far as parameters with dimensions tell.
+
+    Of a parameter without dimensions such a state has none either, and looks like a scalar.
+    """
+    found: set[str] = set()
+    known: set[str] = set()
+    for fqn, state in states.items():
+        if not isinstance(state, Mapping) or not shapes.get(fqn):
+            continue
+        for name, value in state.items():
+            described = shape_and_dtype(value)
+            if described is not None:
+                known.add(name)
+                if described[0]:
+                    found.add(name)
+    unknown = {name for state in states.values() if isinstance(state, Mapping) for name in state} - known
+    return found | {name for name in unknown if name not in TORCH_SCALARS}
+
+
+def plan_flat_state(
+    info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], elementwise: set[str]
+) -> StatePlan | None:
+    """What the state of a flat parameter will be; None if none of its parameters has any.
+
+    Args:
+        states: of the whole model's optimizer, by name.
+        elementwise: see ``elementwise_names``.
+
+    Raises:
+        StateDictError: some parameters have state that others lack, or another kind of state, a scalar of another
+            value, or a tensor of another shape than the parameter.
+    """
+    fqns = list(info.param_indices)
+    present = [fqn for fqn in fqns if states.get(fqn)]
+    if not present:
+        return None
+    for slot in info.layout.slots:  # before anything else: with state of another kind its names differ, too
+        for name, value in states.get(slot.fqn, {}).items():
+            described = shape_and_dtype(value)
+            if described is not None and described[0]:
+                _check_shape(slot.fqn, name, value, slot.whole_shape)
+    absent = [fqn for fqn in fqns if not states.get(fqn)]
+    if absent:
+        raise StateDictError(
+            f"there is state of {present[0]!r} ({', '.join(sorted(states[present[0]]))}) and none of {absent[0]!r}, "
+            "which share one flat parameter here: wrap them in different units, or pass use_orig_params=True"
+        )
+    plan = StatePlan()
+    for name in sorted({name for fqn in fqns for name in states[fqn]}):
+        lacking = next((fqn for fqn in fqns if name not in states[fqn]), None)
+        if lacking is not None:
+            having = next(fqn for fqn in fqns if name in states[fqn])
+            raise StateDictError(
+                f"there is state {name!r} of {having!r} and none of {lacking!r}, which share one flat parameter here: "
+                "wrap them in different units, or pass use_orig_params=True"
+            )
+        values = [states[fqn][name] for fqn in fqns]
+        kinds = [_kind(info, index, name, value, elementwise) for index, value in enumerate(values)]
+        if len(set(kinds)) > 1:
+            odd = next(index for index, kind in enumerate(kinds) if kind != kinds[0])
+            raise StateDictError(
+                f"state {name!r} of {fqns[0]!r} is {_describe(values[0])}, of {fqns[odd]!r} {_describe(values[odd])}, "
+                "which share one flat parameter here"
+            )
+        if kinds[0] == "tensor":
+            _check_tensors(info, name, values)
+            plan.tensors[name] = values
+        elif kinds[0] == "scalar" and isinstance(values[0], TensorInfo):
+            plan.unread[name] = values
+        elif kinds[0] == "scalar":
+            plan.others[name] = flatten_zero_dim_tensor_optim_state(name, values, fqns)
+        else:
+            plan.others[name] = flatten_non_tensor_optim_state(name, values, fqns)
+    return plan
+
+
+def plan_orig_state(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any], elementwise: set[str]) -> StatePlan | None:
+    """What the state of a parameter will be that the optimizer steps by itself; None if it has none.
+
+    Raises:
+        StateDictError: a tensor has another shape than the parameter, or a value cannot be copied.
+    """
+    if not state:
+        return None
+    plan, index = StatePlan(), info.param_indices[fqn]
+    for name in sorted(state):
+        value = state[name]
+        if _kind(info, index, name, value, elementwise) != "tensor":
+            if isinstance(value, TensorInfo):
+                plan.unread[name] = [value]
+            else:
+                is_tensor = isinstance(value, torch.Tensor)
+                own = value.detach().clone() if is_tensor else deep_copy(f"{name!r} of {fqn!r}", value)
+                plan.others[name] = own
+            continue
+        if not info.shows_whole(fqn) or isinstance(value, (ShardedTensor, DTensor)):
+            _check_shape(fqn, name, value, info.layout.slots[index].whole_shape)
+        plan.tensors[name] = [value]
+    return plan
+
+
+def _kind(info: FSDPParamInfo, index: int, name: str, value: Any, elementwise: set[str]) -> str:
+    described = shape_and_dtype(value)
+    if described is None:
+        return "value"
+    if described[0]:
+        return "tensor"
+    # One number: of a parameter that is one itself it may be the state of its only element.
+    return "tensor" if not info.layout.slots[index].shape and name in elementwise else "scalar"
+
+
+def _describe(value: Any) -> str:
+    described = shape_and_dtype(value)
+    if described is None:
+        return f"a {type(value).__name__} ({value!r})"
+    return f"a {described[1]} tensor of shape {described[0]}"
+
+
+def _check_tensors(info: FSDPParamInfo, name: str, values: Sequence[Any]) -> None:
+    slots = info.layout.slots
+    for slot, value in zip(slots, values, strict=True):
+        _check_shape(slot.fqn, name, value, slot.whole_shape)
+    dtypes = [shape_and_dtype(value)[1] for value in values]
+    for slot, dtype in zip(slots, dtypes, strict=True):
+        if dtype != dtypes[0]:
+            raise StateDictError(
+                f"state {name!r} of {slots[0].fqn!r} is {dtypes[0]}, of {slot.fqn!r} {dtype}, which share one flat "
+                "parameter here"
+            )
+
+
+def _check_shape(fqn: str, name: str, value: Any, shape: Sequence[int]) -> None:
+    given = shape_and_dtype(value)[0]
+    if given != tuple(shape):
+        raise StateDictError(
+            f"state {name!r} of {fqn!r} has shape {given}, and the parameter {tuple(shape)}: a sharded parameter needs "
+            "state with one value for each of its elements"
+        )
+
+
+def flatten_zero_dim_tensor_optim_state(name: str, values: Sequence[torch.Tensor], fqns: Sequence[str]) -> torch.Tensor:
+    """The scalar that all parameters of one flat parameter have, as a new tensor.
+
+    Raises:
+        StateDictError: they have different ones.
+    """
+    for fqn, value in zip(fqns, values, strict=True):
+        if value.dtype != values[0].dtype or not same(value, values[0]):
+            raise StateDictError(
+                f"state {name!r} is {values[0].item()} ({values[0].dtype}) for {fqns[0]!r} and {value.item()} "
+                f"({value.dtype}) for {fqn!r}, which share one flat parameter here: wrap them in different units, or "
+                "pass use_orig_params=True"
+            )
+    return values[0].detach().clone()
+
+
+def flatten_non_tensor_optim_state(name: str, values: Sequence[Any], fqns: Sequence[str]) -> Any:
+    """The value that all parameters of one flat parameter have, copied.
+
+    Raises:
+        StateDictError: they have different ones, or it cannot be copied.
+    """
+    for fqn, value in zip(fqns, values, strict=True):
+        if type(value) is not type(values[0]) or not same(value, values[0]):
+            raise StateDictError(
+                f"state {name!r} is {values[0]!r} for {fqns[0]!r} and {value!r} for {fqn!r}, which share one flat "
+                "parameter here: wrap them in different units, or pass use_orig_params=True"
+            )
+    return deep_copy(f"{name!r} of {fqns[0]!r}", values[0])
