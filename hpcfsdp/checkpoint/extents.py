@@ -9,8 +9,8 @@ import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.format.tiling import TilingError, byte_stretches, first_untiled
 from hpcfsdp.errors import CheckpointCorruptError
+from hpcfsdp.reshard.rows import TilingError, byte_stretches, first_untiled
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

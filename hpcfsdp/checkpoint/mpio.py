@@ -16,12 +16,13 @@ import numpy as np
 
 from hpcfsdp.checkpoint.content import bytes_in_memory
 from hpcfsdp.checkpoint.draft import BytesOf, errors_of
-from hpcfsdp.checkpoint.format import boxes, schema
+from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.plan import SavePlan
 from hpcfsdp.checkpoint.writer import PosixWriter, by_stage
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.launch.bootstrap import load_mpi
+from hpcfsdp.reshard import boxes
 from hpcfsdp.state.tensors import StateTensor, staged_of
 
 BLOCKS_AT_ONCE = (64 << 20) // schema.BLOCK_BYTES

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.reshard.move import MovePlan, batches, move
+from hpcfsdp.reshard.runs import Box, Run, cut_runs, own_runs, run_boxes, shard_runs, whole_box
 from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor
-from hpcfsdp.tensor.move import MovePlan, batches, move
-from hpcfsdp.tensor.runs import Box, Run, cut_runs, own_runs, run_boxes, shard_runs, whole_box
 from hpcfsdp.tensor.whole import forget_memory, take_memory
 
 BoxesOf = Callable[[int, int], Sequence[Box]]

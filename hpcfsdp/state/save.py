@@ -18,6 +18,7 @@ from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.reshard.runs import Box
 from hpcfsdp.sharded import unshard
 from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.sharded.guard import showing_state
@@ -28,7 +29,6 @@ from hpcfsdp.state.settings import kind_of, settings_of
 from hpcfsdp.state.stand_in import StandIn, shown_for
 from hpcfsdp.state.transfer import LocalShards, StateDictFormat, gather, keeping_scratch
 from hpcfsdp.state.wrappers import clean_fqn
-from hpcfsdp.tensor.runs import Box
 from hpcfsdp.tensor.sharded import create_sharded_tensor
 from hpcfsdp.tensor.whole import whole_of
 

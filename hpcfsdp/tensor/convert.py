@@ -19,10 +19,10 @@ from torch.distributed.tensor.placement_types import Placement
 from hpcfsdp._compat import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.flat.layout import Box, FlatLayout, ShardExtent
+from hpcfsdp.reshard.move import MovePlan
+from hpcfsdp.reshard.runs import Run, held_runs, run_boxes, whole_box
+from hpcfsdp.reshard.tiling import find_outside
 from hpcfsdp.tensor.metadata import validate_tiling
-from hpcfsdp.tensor.move import MovePlan
-from hpcfsdp.tensor.runs import Run, held_runs, run_boxes, whole_box
-from hpcfsdp.tensor.tiling import find_outside
 
 Held = Mapping[int, Sequence[Box]]
 """By rank, in the order of the ranks, the blocks that it has."""

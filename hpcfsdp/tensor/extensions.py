@@ -26,7 +26,7 @@ from hpcfsdp._compat import (
 )
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.flat.layout import Box
-from hpcfsdp.tensor.runs import chunk_box
+from hpcfsdp.reshard.runs import chunk_box
 from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, placement_of
 
 

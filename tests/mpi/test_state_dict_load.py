@@ -9,8 +9,8 @@ from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import communicator_for
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.reshard.runs import Box
 from hpcfsdp.state.load import load_model
-from hpcfsdp.tensor.runs import Box
 from hpcfsdp.tensor.sharded import create_sharded_tensor, local_blocks
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi import parity

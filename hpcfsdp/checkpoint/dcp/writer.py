@@ -27,11 +27,11 @@ from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.skeleton import Skeleton, build_skeleton
-from hpcfsdp.checkpoint.format.tiling import TilingError, first_untiled
 from hpcfsdp.checkpoint.plan import BLOCK_DTYPE, SavePlan, check_names
 from hpcfsdp.checkpoint.values import Types, plain
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.flat.layout import Box
+from hpcfsdp.reshard.rows import TilingError, first_untiled
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,12 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpcfsdp.checkpoint.format import boxes, schema
+from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.image import SparseImage
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.seal import Seal, make_seal, packed_bytes
 from hpcfsdp.errors import CheckpointError
+from hpcfsdp.reshard import boxes
 
 _LIBVER = {"v108": h5py.h5f.LIBVER_V18, "v110": h5py.h5f.LIBVER_V110}
 

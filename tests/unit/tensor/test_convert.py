@@ -32,7 +32,7 @@ from hpcfsdp.tensor.convert import (
 )
 from hpcfsdp.tensor.metadata import validate_tiling
 from hpcfsdp.tensor.sharded import all_boxes
-from tests.unit.tensor.test_tiling import tilings
+from tests.unit.reshard.test_tiling import tilings
 
 PROPERTIES = TensorProperties(dtype=torch.float32)
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)

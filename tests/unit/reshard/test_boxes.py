@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 from hypothesis import given, strategies as st
 
-from hpcfsdp.checkpoint.format.boxes import boxes_of, numel_of, select
+from hpcfsdp.reshard.boxes import boxes_of, numel_of, select
 
 
 @st.composite

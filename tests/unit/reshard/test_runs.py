@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.tensor.runs import (
+from hpcfsdp.reshard.runs import (
     Box,
     Move,
     Run,
