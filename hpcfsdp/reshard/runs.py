@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from hpcfsdp.flat.layout import Box, FlatLayout
@@ -123,29 +123,6 @@ def cut_runs(index: int, frame: Box, box: Box, offset: int = 0) -> Iterator[Run]
         there = sum(p * step for p, step in zip(place, in_frame, strict=False))
         here = sum(p * step for p, step in zip(place, in_box, strict=False))
         yield Run(index, start + there, numel, offset + here)
-
-
-def held_runs(
-    index: int, shape: Sequence[int], boxes: Iterable[Box], chosen: Container[Box] | None = None
-) -> list[Run]:
-    """The runs of blocks that lie in memory one after the other, ascending, as long as can be.
-
-    Of those `chosen`, if they are given.
-    """
-    runs: list[Run] = []
-    offset = 0
-    for box in boxes:
-        if chosen is None or box in chosen:
-            runs += cut_runs(index, whole_box(shape), box, offset)
-        offset += box.numel
-    found: list[Run] = []
-    for run in sorted(runs):
-        last = found[-1] if found else None
-        if last and last.start + last.numel == run.start and last.offset + last.numel == run.offset:
-            found[-1] = last._replace(numel=last.numel + run.numel)
-        else:
-            found.append(run)
-    return found
 
 
 def whole_box(shape: Sequence[int]) -> Box:

@@ -16,7 +16,7 @@ from hpcfsdp import _compat
 from hpcfsdp._compat import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.reshard.runs import Box, chunk_box
-from hpcfsdp.tensor.convert import mesh_boxes
+from hpcfsdp.tensor.convert import mesh_blocks, mesh_boxes
 
 
 def create_sharded_tensor(
@@ -82,9 +82,8 @@ def create_chunk_dtensor(
         placements: ``Shard`` or ``Replicate``, for each dimension of the mesh.
     """
     if local is None:
-        blocks = _compat.blocks_on_mesh(tuple(shape), tuple(mesh.mesh.shape), tuple(placements))
-        _, sizes = blocks[mesh.mesh.flatten().tolist().index(dist.get_rank())]
-        local = torch.empty(sizes, dtype=dtype, device=device)
+        box = mesh_blocks(shape, mesh.mesh, placements)[dist.get_rank()]
+        local = torch.empty(box.sizes, dtype=dtype, device=device)
     strides = torch.empty(shape, device="meta").stride()
     return _compat.dtensor(local, mesh, placements, shape, strides)
 
