@@ -15,8 +15,8 @@ from torch.distributed.tensor.placement_types import Placement
 from hpcfsdp import _compat
 from hpcfsdp._compat import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from hpcfsdp.errors import StateDictError
+from hpcfsdp.reshard.placements import mesh_blocks, mesh_boxes
 from hpcfsdp.reshard.runs import Box, chunk_box
-from hpcfsdp.tensor.convert import mesh_blocks, mesh_boxes
 
 
 def create_sharded_tensor(

@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.flat.layout import Box
+from hpcfsdp.reshard.placements import mesh_blocks, mesh_boxes
 from hpcfsdp.reshard.tiling import find_fault
-from hpcfsdp.tensor.convert import mesh_blocks, mesh_boxes
 from hpcfsdp.tensor.sharded import all_boxes
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
