@@ -1,27 +1,71 @@
-"""Runs of a tensor's elements as boxes of its dimensions, which is how HDF5 selects elements. Pure."""
+"""Boxes of tensors: chunks of rows, runs of elements as boxes, and boxes as runs. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-import h5py
+import numpy as np
 
-Bounds: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""First element and end along each dimension."""
+from hpcfsdp.flat.layout import Box
 
 
-def boxes_of(shape: tuple[int, ...], runs: Iterable[tuple[int, int]]) -> list[Bounds]:
+def whole_box(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def chunk_box(shape: Sequence[int], num_chunks: int, chunk: int) -> Box | None:
+    """The rows that a chunk along the first dimension has, None if it has none.
+
+    As ``torch.chunk`` and DTensor's ``Shard(0)`` cut: all chunks have equally many rows but for the last ones, which
+    have fewer, or none. A tensor without rows is the first chunk.
+    """
+    rows = -(-shape[0] // num_chunks)
+    begin, end = min(chunk * rows, shape[0]), min((chunk + 1) * rows, shape[0])
+    if begin == end and (chunk or shape[0]):
+        return None
+    return Box((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]))
+
+
+def run_boxes(shape: Sequence[int], start: int, numel: int) -> list[Box]:
+    """The boxes that are, one after the other, `numel` elements of a tensor from `start` on, in row-major order.
+
+    At most two for each dimension: what is left of a row, then of a matrix, and so on, all whole ones, and back.
+    """
+    if not numel:
+        return []
+    if not shape:
+        return [Box((), ())]
+    step = math.prod(shape[1:])
+    first, into = divmod(start, step)
+    last, left = divmod(start + numel, step)
+    if first == last:
+        return [_within_row(first, box) for box in run_boxes(shape[1:], into, numel)]
+    found = []
+    if into:
+        found += [_within_row(first, box) for box in run_boxes(shape[1:], into, step - into)]
+        first += 1
+    if last > first:
+        found.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    return found + [_within_row(last, box) for box in run_boxes(shape[1:], 0, left)]
+
+
+def _within_row(row: int, box: Box) -> Box:
+    return Box((row, *box.offsets), (1, *box.sizes))
+
+
+def joined_boxes(shape: Sequence[int], runs: Iterable[tuple[int, int]]) -> list[Box]:
     """Few boxes that hold these elements; passing through them one after the other is the order of the runs.
 
     Args:
         shape: of the tensor, of at least one dimension and one element.
         runs: (first element, end), in row-major order, ascending and not overlapping.
     """
-    found: list[Bounds] = []
+    found: list[Box] = []
     for begin, end in runs:
-        for box in _boxes_of_run(shape, begin, end):
+        for box in run_boxes(shape, begin, end - begin):
             found.append(box)
             # A box that is completed may join the one before it in turn: a row, then a plane of rows.
             while len(found) > 1 and (joined := _joined(found[-2], found[-1])) is not None:
@@ -29,10 +73,10 @@ def boxes_of(shape: tuple[int, ...], runs: Iterable[tuple[int, int]]) -> list[Bo
     return _settled(found)
 
 
-def _settled(boxes: list[Bounds]) -> list[Bounds]:
+def _settled(boxes: list[Box]) -> list[Box]:
     """Join neighbours until none is left that can be."""
     while True:
-        found: list[Bounds] = []
+        found: list[Box] = []
         for box in boxes:
             joined = _joined(found[-1], box) if found else None
             if joined is None:
@@ -44,50 +88,49 @@ def _settled(boxes: list[Bounds]) -> list[Bounds]:
         boxes = found
 
 
-def _boxes_of_run(shape: tuple[int, ...], begin: int, end: int) -> list[Bounds]:
-    """At most twice as many boxes as there are dimensions, less one."""
-    if begin == end:
-        return []
-    if len(shape) == 1:
-        return [((begin,), (end,))]
-    inner = math.prod(shape[1:])
-    (first, head), (last, tail) = divmod(begin, inner), divmod(end, inner)
-    if first == last:
-        return _in_row(shape, first, head, tail)
-    found: list[Bounds] = []
-    if head:
-        found += _in_row(shape, first, head, inner)
-        first += 1
-    if first < last:
-        found.append(((first, *(0 for _ in shape[1:])), (last, *shape[1:])))
-    if tail:
-        found += _in_row(shape, last, 0, tail)
-    return found
-
-
-def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> list[Bounds]:
-    return [((row, *low), (row + 1, *high)) for low, high in _boxes_of_run(shape[1:], begin, end)]
-
-
-def _joined(left: Bounds, right: Bounds) -> Bounds | None:
+def _joined(left: Box, right: Box) -> Box | None:
     """Both as one box, if passing through it passes through the left one first and then the right one."""
-    for dim, (end, begin) in enumerate(zip(left[1], right[0], strict=True)):
+    for dim, (begin, size, after) in enumerate(zip(left.offsets, left.sizes, right.offsets, strict=True)):
         behind = slice(dim + 1, None)
-        if end == begin and left[0][behind] == right[0][behind] and left[1][behind] == right[1][behind]:
-            return (left[0], right[1]) if left[0][:dim] == right[0][:dim] else None
-        if left[1][dim] - left[0][dim] != 1 or left[0][dim] != right[0][dim] or right[1][dim] != left[1][dim]:
+        if begin + size == after and left.offsets[behind] == right.offsets[behind]:
+            if left.sizes[behind] != right.sizes[behind]:
+                return None
+            return Box(left.offsets, (*left.sizes[:dim], size + right.sizes[dim], *left.sizes[behind]))
+        if begin != after or size != 1 or right.sizes[dim] != 1:
             return None
     return None
 
 
-def numel_of(box: Bounds) -> int:
-    """Elements of a box."""
-    return math.prod(end - begin for begin, end in zip(*box, strict=True))
+class Levels(NamedTuple):
+    """A box as nested repetitions of one run.
+
+    Attributes:
+        start: the first element, counted in the whole tensor.
+        numel: of each run.
+        repeated: (how often, how many elements later each time), outermost first.
+    """
+
+    start: int
+    numel: int
+    repeated: list[tuple[int, int]]
+
+    def starts(self, depth: int) -> np.ndarray:
+        """Where the repetitions of the `depth` outermost levels begin, int64, 1-D, in the order of the box."""
+        found = np.array([self.start], np.int64)
+        for count, stride in self.repeated[:depth]:
+            found = (found[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
+        return found
 
 
-def select(space: h5py.h5s.SpaceID, boxes: Iterable[Bounds]) -> None:
-    """Select the boxes, and nothing else, of a data space of as many dimensions."""
-    space.select_none()
-    for begins, ends in boxes:
-        sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-        space.select_hyperslab(begins, (1,) * len(begins), None, sizes, op=h5py.h5s.SELECT_OR)
+def levels_of(shape: Sequence[int], box: Box) -> Levels:
+    """The fewest levels that a box with elements has in a tensor of a shape."""
+    start, stride, repeated = 0, 1, []
+    for whole, begin, size in zip(reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True):
+        start += begin * stride
+        if repeated and repeated[-1][0] * repeated[-1][1] == stride:  # goes on where the inner ones end
+            repeated[-1] = repeated[-1][0] * size, repeated[-1][1]
+        elif size > 1:
+            repeated.append((size, stride))
+        stride *= whole
+    numel = repeated.pop(0)[0] if repeated and repeated[0][1] == 1 else 1
+    return Levels(start, numel, repeated[::-1])

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.flat.layout import Box
-from hpcfsdp.reshard.runs import whole_box
+from hpcfsdp.reshard.boxes import whole_box
 
 
 def mesh_blocks(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[Placement]) -> dict[int, Box]:

@@ -121,7 +121,7 @@ def block_of(fqn: str, param: DTensor, ranks: TPGroup) -> TensorBlock:
     try:
         blocks = blocks_of(param)
     except ShardingError as error:
-        raise ShardingError(f"parameter {fqn!r}: {error}, or shard it with either hpcfsdp or fully_shard") from None
+        raise ShardingError(f"parameter {fqn!r}: {error}") from None
     boxes = tuple(blocks[rank] for rank in ranks.global_ranks)
     return TensorBlock(tuple(param.shape), boxes, ranks.comm.rank, tuple(param.placements))
 

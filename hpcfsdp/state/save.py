@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.layout import Box, FlatLayout
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.reshard.runs import Box
 from hpcfsdp.sharded import unshard
 from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.sharded.guard import showing_state

@@ -25,8 +25,8 @@ from hpcfsdp._compat import (
 )
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.flat.layout import Box
+from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.reshard.placements import mesh_blocks
-from hpcfsdp.reshard.runs import chunk_box
 from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, placement_of, ranks_of_tensor
 
 

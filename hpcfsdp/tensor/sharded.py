@@ -15,8 +15,9 @@ from torch.distributed.tensor.placement_types import Placement
 from hpcfsdp import _compat
 from hpcfsdp._compat import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from hpcfsdp.errors import StateDictError
+from hpcfsdp.flat.layout import Box
+from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.reshard.placements import mesh_blocks, mesh_boxes
-from hpcfsdp.reshard.runs import Box, chunk_box
 
 
 def create_sharded_tensor(

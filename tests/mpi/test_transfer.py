@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from hpcfsdp import _compat
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.reshard.runs import Box, chunk_box
+from hpcfsdp.flat.layout import Box, FlatLayout
+from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.sharded.groups import resolve_groups
 from hpcfsdp.state import transfer
 from hpcfsdp.state.transfer import LocalShards, Rank0Tensor, StateDictFormat, gather, scatter

@@ -5,22 +5,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.reshard.runs import (
-    Box,
-    Move,
-    Run,
-    box_runs,
-    chunk_box,
-    chunk_runs,
-    cut_runs,
-    intersect,
-    own_runs,
-    run_boxes,
-    shard_runs,
-    whole_box,
-    whole_runs,
-)
+from hpcfsdp.flat.layout import Box, FlatLayout
+from hpcfsdp.reshard.boxes import chunk_box, run_boxes, whole_box
+from hpcfsdp.reshard.runs import Move, Run, box_runs, chunk_runs, cut_runs, intersect, own_runs, shard_runs, whole_runs
 
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple)
 
