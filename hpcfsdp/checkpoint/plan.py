@@ -133,6 +133,8 @@ def _first_fault(spec: TensorSpec, blocks: np.ndarray) -> str:
     if np.any(blocks["count"] != 1) or np.any(ends > spec.numel):
         return ""
     fault = first_fault(np.array([spec.numel]), begins, ends)
+    if fault is None:  # a block is empty
+        return ""
     place = list(map(int, np.unravel_index(fault.element[0], spec.shape)))
     if fault.is_gap:
         return f" (no rank has element {place})"

@@ -7,6 +7,7 @@ apart with these functions, and put them together again, as programs do that cal
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,8 @@ from hpcfsdp.errors import ShardingError
 from hpcfsdp.flat.layout import Box
 from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.reshard.placements import mesh_blocks
-from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, placement_of, ranks_of_tensor
+from hpcfsdp.tensor.metadata import copied, metadata_of_boxes
+from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, ranks_of_tensor
 
 
 class Placed(NamedTuple):
@@ -190,14 +192,8 @@ def _chunked(
 
 def _nested(inner: ShardedTensor, whole: ShardedTensorMetadata, group: dist.ProcessGroup) -> ShardedTensor:
     """The tensor that `whole` tells of, with `inner` in the place of this rank's shard, if it has one."""
-    properties = TensorProperties(
-        dtype=whole.tensor_properties.dtype,
-        layout=whole.tensor_properties.layout,
-        requires_grad=False,
-        memory_format=whole.tensor_properties.memory_format,
-        pin_memory=whole.tensor_properties.pin_memory,
-    )
-    places = [ShardMetadata(list(s.shard_offsets), list(s.shard_sizes), s.placement) for s in whole.shards_metadata]
+    properties, places = copy.copy(whole.tensor_properties), list(map(copied, whole.shards_metadata))
+    properties.requires_grad = False
     mine = [Shard(inner, place) for place in places if place.placement.rank() == dist.get_rank()]
     return _compat.sharded_tensor(mine, ShardedTensorMetadata(places, whole.size, properties), group)
 
@@ -379,9 +375,8 @@ def create_sharded_tensor_md_from_dt(dt: DTensor, dt_pg: dist.ProcessGroup) -> S
     for rank, boxes in all_boxes(dt).items():
         for box in boxes:
             owners[box] = rank if rank == me else owners.get(box, rank)
-    shards = [ShardMetadata(list(b.offsets), list(b.sizes), placement_of(r, device)) for b, r in sorted(owners.items())]
     properties = TensorProperties(dtype=dt.dtype, layout=dt.layout, requires_grad=dt.requires_grad)
-    return ShardedTensorMetadata(shards, dt.size(), properties)
+    return metadata_of_boxes(dt.shape, [(rank, box) for box, rank in sorted(owners.items())], properties, device)
 
 
 def get_dt_pg(dt: DTensor) -> dist.ProcessGroup:
