@@ -2,7 +2,7 @@
 
 The engine has four queues. It launches work on them, says which memory that reads and writes, and makes one queue wait
 for what another has done. Every wait has a name (``Wait``) and a reason; docs/design/streams.md tells them all. What is
-read and written matters to ``recording.py`` alone, which proves that no wait is missing.
+read and written matters to the tests alone, which prove that no wait is missing.
 """
 
 from __future__ import annotations

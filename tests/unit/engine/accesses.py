@@ -6,8 +6,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcfsdp.engine.recording import RecordingStreams
 from hpcfsdp.engine.streams import Queue
+from tests.unit.engine.recording import RecordingStreams
 
 RECORDS_ACCESSES = True
 """Places in this file are not where anything is done."""

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hpcfsdp.engine.recording import RaceError, RecordingStreams
 from hpcfsdp.engine.streams import Queue, Wait
 from tests.unit.engine.accesses import Watch
+from tests.unit.engine.recording import RaceError, RecordingStreams
 
 SHARD, OTHER_SHARD = (1, "shard"), (2, "shard")
 VALUES, OTHER_VALUES, MORE_VALUES = (1, "values"), (2, "values"), (3, "values")

@@ -9,11 +9,11 @@ import torch
 
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.progress import Finished
-from hpcfsdp.engine.recording import RecordingStreams, Site, where
 from hpcfsdp.engine.streams import CudaStreams, HostStreams, Queue, Wait, streams_for
 from hpcfsdp.errors import CommunicationError
 from tests.unit.engine import scenarios
 from tests.unit.engine.accesses import Watch
+from tests.unit.engine.recording import RecordingStreams, Site, where
 from tests.unit.engine.scenarios import SCENARIOS, Late, LateCommunicator, Program, flats_of
 
 RECORDS_ACCESSES = True
