@@ -19,6 +19,7 @@ from hpcfsdp.api.misuse import PAST_FORWARD, RefusesOtherWrappers, guarded, refu
 from hpcfsdp.api.state_dicts import StateDictMethods
 from hpcfsdp.comm import Communicator, raise_together_over
 from hpcfsdp.engine.clip import clip_grad_norm
+from hpcfsdp.engine.containers import to_kwargs
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
@@ -198,13 +199,19 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
 
     @_compat.run_as_written
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Collective over the process group. Run the wrapped module with gathered parameters."""
+        """Collective over the process group. Run the wrapped module with gathered parameters.
+
+        The outermost wrapper moves tensors in the arguments to the device that it computes on.
+        """
         compiler = _compat.set_compiler(None)  # torch.compile may work on what is inside, not on the engine
         outermost = calls.begin(f'forward of "{self._unit.name}"')
         try:
             root = self._unit.root or become_root(self._unit)
-            if self._full_in_eval and not root.is_busy:
-                follow_eval_mode(self._unit)
+            if not root.is_busy:
+                if self._full_in_eval:
+                    follow_eval_mode(self._unit)
+                if self.compute_device.type != "cpu":  # a batch may lie in host memory
+                    args, kwargs = to_kwargs(args, kwargs, self.compute_device)
             return root.forward(self._unit, self._fsdp_wrapped_module, args, kwargs, compiler)
         finally:
             calls.end(outermost)
