@@ -4,7 +4,6 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import itertools
 import operator
 import sys
 import weakref
@@ -438,17 +437,3 @@ def common_mesh(outer: Any, inner: Any) -> Any | None:
         return None
     in_order = tuple(name for name in root.mesh_dim_names if name in names)
     return root if len(in_order) == root.ndim else root[in_order]
-
-
-@functools.lru_cache(maxsize=64)  # a model has few shapes, and many tensors and ranks
-def blocks_on_mesh(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Where the block of each place of a mesh begins, and how far it goes; places in row-major order."""
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as block_of
-
-    # Torch takes dimensions that are counted from the last one for others.
-    placements = tuple(type(p)(p.dim + len(shape)) if getattr(p, "dim", 0) < 0 else p for p in placements)
-    places = itertools.product(*map(range, mesh_shape))
-    found = (block_of(shape, mesh_shape, list(place), placements) for place in places)
-    return [(tuple(offsets), tuple(sizes)) for sizes, offsets in found]

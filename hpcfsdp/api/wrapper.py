@@ -19,6 +19,7 @@ from hpcfsdp.api.misuse import PAST_FORWARD, RefusesOtherWrappers, guarded, refu
 from hpcfsdp.api.state_dicts import StateDictMethods
 from hpcfsdp.comm import Communicator, raise_together_over
 from hpcfsdp.engine.clip import clip_grad_norm
+from hpcfsdp.engine.containers import to_kwargs
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
@@ -198,15 +199,21 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
 
     @_compat.run_as_written
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Collective over the process group. Run the wrapped module with gathered parameters."""
+        """Collective over the process group. Run the wrapped module with gathered parameters.
+
+        The outermost wrapper moves tensors in the arguments to the device that it computes on.
+        """
         compiler = _compat.set_compiler(None)  # torch.compile may work on what is inside, not on the engine
         unit, outermost = self._unit, not calls.here.call
         if outermost:
             calls.here.call = f'forward of "{unit.name}"'
         try:
             root = unit.root or become_root(unit)
-            if self._full_in_eval and not root.is_busy:
-                follow_eval_mode(unit)
+            if not root.is_busy:
+                if self._full_in_eval:
+                    follow_eval_mode(unit)
+                if root.device.type != "cpu":  # a batch may lie in host memory
+                    args, kwargs = to_kwargs(args, kwargs, root.device)
             return root.forward(unit, self._fsdp_wrapped_module, args, kwargs, compiler)
         finally:
             if outermost:

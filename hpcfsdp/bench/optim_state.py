@@ -31,7 +31,7 @@ from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.agree import raise_together
 from hpcfsdp.errors import HpcfsdpError
-from hpcfsdp.tensor.runs import Box
+from hpcfsdp.flat.layout import Box
 from hpcfsdp.tensor.sharded import local_blocks, properties_of
 from hpcfsdp.world import World
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.format.tiling import TilingError, byte_stretches, first_untiled
 from hpcfsdp.errors import CheckpointCorruptError
+from hpcfsdp.reshard.rows import MOST_ELEMENTS, TilingError, byte_stretches, first_untiled
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -76,7 +76,7 @@ def _check_lengths(path: Path, specs: dict[str, TensorSpec], rows: np.ndarray) -
         )
 
 
-_BEYOND_ANY_FILE = 1 << 61
+_BEYOND_ANY_FILE = MOST_ELEMENTS
 """Bytes. Sums of two of them are exact in int64."""
 
 

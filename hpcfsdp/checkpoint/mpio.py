@@ -16,12 +16,14 @@ import numpy as np
 
 from hpcfsdp.checkpoint.content import bytes_in_memory
 from hpcfsdp.checkpoint.draft import BytesOf, errors_of
-from hpcfsdp.checkpoint.format import boxes, schema
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.skeleton import select
 from hpcfsdp.checkpoint.plan import SavePlan
 from hpcfsdp.checkpoint.writer import PosixWriter, by_stage
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.launch.job import load_mpi
+from hpcfsdp.reshard.boxes import joined_boxes
 from hpcfsdp.state.tensors import StateTensor, staged_of
 
 BLOCKS_AT_ONCE = (64 << 20) // schema.BLOCK_BYTES
@@ -153,7 +155,7 @@ class _Blocks:
         if spec.shape:
             starts = blocks["start"].astype(np.int64)
             ends = starts + blocks["numel"].astype(np.int64)
-            boxes.select(there, boxes.boxes_of(spec.shape, zip(starts.tolist(), ends.tolist(), strict=True)))
+            select(there, joined_boxes(spec.shape, zip(starts.tolist(), ends.tolist(), strict=True)))
         values = np.concatenate(data).view(schema.numpy_dtype(spec.dtype))
         return h5py.h5s.create_simple((len(values),)), there, values
 

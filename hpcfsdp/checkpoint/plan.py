@@ -15,6 +15,10 @@ import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointError
+from hpcfsdp.flat.layout import Box
+from hpcfsdp.reshard.boxes import levels_of
+from hpcfsdp.reshard.rows import TilingError, first_untiled
+from hpcfsdp.reshard.tiling import first_fault
 from hpcfsdp.state.tensors import Runs, StateTensor
 
 SPLIT_BYTES = 1 << 20
@@ -83,7 +87,8 @@ def plan_save(
         num_ranks: that write.
 
     Raises:
-        CheckpointError: a name that cannot stand in a file, or a dtype that is not supported.
+        CheckpointError: a name that cannot stand in a file, a dtype that is not supported, or runs that do not make up
+            their tensor.
     """
     specs: list[TensorSpec] = []
     links: list[tuple[str, str]] = []
@@ -97,7 +102,44 @@ def plan_save(
     for index, (spec, (_, tensor)) in enumerate(zip(specs, tensors, strict=True)):
         if parts[index] is None:
             parts[index] = balance.chosen(tensor.runs, spec.itemsize)
-    return SavePlan(tuple(specs), _cut(specs, parts, block_bytes), tuple(links), num_ranks)
+    plan = SavePlan(tuple(specs), _cut(specs, parts, block_bytes), tuple(links), num_ranks)
+    check_tiling(plan)
+    return plan
+
+
+def check_tiling(plan: SavePlan) -> None:
+    """Raise unless the blocks of a plan have each element of its tensors once.
+
+    Raises:
+        CheckpointError: names the first tensor that they do not tile, an element, and the ranks that write it.
+    """
+    try:
+        untiled = first_untiled(plan.blocks, [spec.numel for spec in plan.specs])
+    except TilingError as error:
+        raise CheckpointError(f"{plan.specs[error.tensor].path} cannot be saved as it is cut: {error}") from None
+    if untiled is not None:
+        spec = plan.specs[untiled]
+        raise CheckpointError(
+            f"what {plan.num_ranks} rank(s) have of {spec.path}, {list(spec.shape)}, does not make it up, each element "
+            f"once{_first_fault(spec, plan.blocks[plan.blocks['tensor'] == untiled])}: save with all ranks that have a "
+            "part of it"
+        )
+
+
+def _first_fault(spec: TensorSpec, blocks: np.ndarray) -> str:
+    """Where blocks of one tensor fail to tile it, if each of them is one run."""
+    begins = blocks["start"].astype(np.int64)[:, None]
+    ends = begins + blocks["numel"].astype(np.int64)[:, None]
+    if np.any(blocks["count"] != 1) or np.any(ends > spec.numel):
+        return ""
+    fault = first_fault(np.array([spec.numel]), begins, ends)
+    if fault is None:  # a block is empty
+        return ""
+    place = list(map(int, np.unravel_index(fault.element[0], spec.shape)))
+    if fault.is_gap:
+        return f" (no rank has element {place})"
+    ranks = " and ".join(str(rank) for rank in blocks["rank"][list(fault.blocks)])
+    return f" (element {place} is written by the ranks {ranks})"
 
 
 class _Balance:
@@ -188,6 +230,38 @@ def plan_alone(
     check_names(specs, links)
     parts = [(np.array((0, spec.numel)), np.zeros(1, np.int64)) for spec in specs]
     return SavePlan(tuple(specs), _cut(specs, parts, block_bytes), tuple(links), 1)
+
+
+def box_blocks(shape: Sequence[int], box: Box, itemsize: int, block_bytes: int = schema.BLOCK_BYTES) -> np.ndarray:
+    """The blocks that hold a box, in the order of its elements; tensor and rank are 0.
+
+    A block has at most `block_bytes` bytes, and so has the stretch of the file in which its runs lie.
+
+    Returns:
+        Of ``BLOCK_DTYPE``; each is `count` times `numel` elements of the box, one after the other.
+    """
+    if not box.numel:
+        return np.empty(0, BLOCK_DTYPE)
+    levels = levels_of(shape, box)
+    most = max(1, block_bytes // itemsize)
+    if levels.numel > most or not levels.repeated:
+        starts = levels.starts(len(levels.repeated))
+        cuts = np.arange(0, levels.numel, most)
+        blocks = np.empty(len(starts) * len(cuts), BLOCK_DTYPE)
+        blocks["start"] = (starts[:, None] + cuts).reshape(-1)
+        blocks["numel"] = np.tile(np.minimum(most, levels.numel - cuts), len(starts))
+        blocks["count"], blocks["stride"] = 1, blocks["numel"]
+    else:
+        count, stride = levels.repeated[-1]
+        starts = levels.starts(len(levels.repeated) - 1)
+        cuts = np.arange(0, count, max(1, most // stride))  # the same for boxes beside each other
+        blocks = np.empty(len(starts) * len(cuts), BLOCK_DTYPE)
+        blocks["start"] = (starts[:, None] + cuts * stride).reshape(-1)
+        blocks["count"] = np.tile(np.diff(cuts, append=count), len(starts))
+        blocks["numel"] = levels.numel
+        blocks["stride"] = np.where(blocks["count"] > 1, stride, levels.numel)
+    blocks["tensor"] = blocks["rank"] = 0
+    return blocks
 
 
 def check_names(specs: Sequence[TensorSpec], links: Sequence[tuple[str, str]]) -> None:

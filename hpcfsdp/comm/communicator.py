@@ -82,15 +82,14 @@ class Communicator(Protocol):
         full: torch.Tensor,
         op: ReduceOp,
         *,
-        wire: torch.dtype | None = None,
         accumulate: torch.dtype | None = None,
         label: str = "",
         async_op: bool = False,
     ) -> Work | None:
         """`output` (n elements) becomes segment `rank` of `full` (size * n elements), reduced over ranks.
 
-        Three dtypes: values travel in `wire` (default: that of `full`), are summed in `accumulate` (default:
-        ``accumulate_dtype`` of `full`), and are kept in that of `output`.
+        Three dtypes: values travel in that of `full`, are summed in `accumulate` (default: ``accumulate_dtype`` of
+        `full`), and are kept in that of `output`.
 
         Args:
             label: what it is that is reduced. Where it costs nothing (in shared memory) ranks that reduce different

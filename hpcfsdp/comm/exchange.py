@@ -136,17 +136,17 @@ def reduce_scatter(call: Call, pieces: Sequence[torch.Tensor], output: torch.Ten
     """
     mine = pieces[call.rank]
     largest = max(piece.numel() for piece in pieces)  # pieces may be unequal; all ranks count the same chunks
-    chunk = max(1, _CHUNK_BYTES // how.wire.itemsize)
+    chunk = max(1, _CHUNK_BYTES // mine.element_size())
     total = output if output.dtype == how.accumulate else torch.empty_like(output, dtype=how.accumulate)
-    _copy(total, mine.to(how.wire))
+    _copy(total, mine)
     under_way: deque[tuple[Mail, int, torch.Tensor]] = deque()
     for distance in range(1, call.size):
         to, source = (call.rank + distance) % call.size, (call.rank - distance) % call.size
         for begin in range(0, max(largest, 1), chunk):
             mail = call.mail()
-            arriving = torch.empty_like(mine[begin : begin + chunk], dtype=how.wire)
+            arriving = torch.empty_like(mine[begin : begin + chunk])
             mail.receive(arriving, source)
-            mail.send(pieces[to][begin : begin + chunk].to(how.wire), to)
+            mail.send(pieces[to][begin : begin + chunk], to)
             under_way.append((mail, begin, arriving))
             if len(under_way) > 2:
                 yield from _add(*under_way.popleft(), total, how)

@@ -59,7 +59,6 @@ class FakeCommunicator(PlainMemory):
         full: torch.Tensor,
         op: ReduceOp,
         *,
-        wire: torch.dtype | None = None,
         accumulate: torch.dtype | None = None,
         label: str = "",
         async_op: bool = False,
@@ -68,7 +67,7 @@ class FakeCommunicator(PlainMemory):
         check_tensors("reduce_scatter_tensor", self, output)
         check_sizes("reduce_scatter_tensor", self, full, output)
         mine = full.detach().view(self.size, -1)[self.rank]
-        output.detach().view(-1).copy_(self._reduced("reduce_scatter_tensor", mine, op, wire, accumulate))
+        output.detach().view(-1).copy_(self._reduced("reduce_scatter_tensor", mine, op, accumulate))
         return _work(async_op)
 
     def all_reduce(
@@ -81,7 +80,7 @@ class FakeCommunicator(PlainMemory):
         async_op: bool = False,
     ) -> Finished | None:
         check_tensors("all_reduce", self, tensor)
-        tensor.detach().copy_(self._reduced("all_reduce", tensor.detach(), op, None, accumulate))
+        tensor.detach().copy_(self._reduced("all_reduce", tensor.detach(), op, accumulate))
         return _work(async_op)
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Finished | None:
@@ -147,14 +146,12 @@ class FakeCommunicator(PlainMemory):
         topology = self.topology.restrict(ranks)
         return FakeCommunicator(ranks.index(self.rank), len(ranks), topology=topology, device=self.device)
 
-    def _reduced(
-        self, label: str, mine: torch.Tensor, op: ReduceOp, wire: torch.dtype | None, accumulate: torch.dtype | None
-    ) -> torch.Tensor:
+    def _reduced(self, label: str, mine: torch.Tensor, op: ReduceOp, accumulate: torch.dtype | None) -> torch.Tensor:
         """`size` times the same value, reduced."""
         problem = refuse_op(op, mine.dtype)
         if problem:
             raise CommunicationError(f"{label} on rank {self.rank}: {problem}")
-        value = mine.to(wire or mine.dtype).to(accumulate or accumulate_dtype(mine.dtype, op))
+        value = mine.to(accumulate or accumulate_dtype(mine.dtype, op))
         if op == "sum" and value.dtype is not torch.bool:
             return value * self.size
         if op == "product" and value.dtype is not torch.bool:

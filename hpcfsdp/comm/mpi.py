@@ -178,18 +178,17 @@ class MpiCommunicator:
         full: torch.Tensor,
         op: ReduceOp,
         *,
-        wire: torch.dtype | None = None,
         accumulate: torch.dtype | None = None,
         label: str = "",
         async_op: bool = False,
     ) -> Running | None:
         label = f"{label}: " if label else ""
-        label += f"reduce_scatter_tensor({op}) of {_described(full)}" + (f" as {wire}" if wire else "")
+        label += f"reduce_scatter_tensor({op}) of {_described(full)}"
         label += f" in {accumulate}" if accumulate else ""
         self._check(label, full)
         self._check(label, written=[output])
         check_sizes(label, self, full, output)
-        how = self._reduction(label, op, full, wire, accumulate)
+        how = self._reduction(label, op, full, accumulate)
         pieces, window = _segments(full, self.size), self._window_of(full)
         if window is None:
             return self._run(label, async_op, exchange.reduce_scatter, pieces, output.view(-1), how)
@@ -208,7 +207,7 @@ class MpiCommunicator:
         label = f"{label}: " if label else ""
         label += f"all_reduce({op}) of {_described(tensor)}" + (f" in {accumulate}" if accumulate else "")
         self._check(label, written=[tensor])
-        how = self._reduction(label, op, tensor, None, accumulate)
+        how = self._reduction(label, op, tensor, accumulate)
         window = self._window_of(tensor)
         if window is None:
             return self._run(label, async_op, exchange.all_reduce, tensor.view(-1), how)
@@ -223,7 +222,7 @@ class MpiCommunicator:
         self._check_open(label)
         if op not in ("sum", "average"):
             raise CommunicationError(f"{label} on rank {self.rank}: sparse tensors have 'sum' and 'average' alone")
-        return self._run(label, async_op, sparse.all_reduce, tensor, self._reduction(label, op, tensor, None, None))
+        return self._run(label, async_op, sparse.all_reduce, tensor, self._reduction(label, op, tensor, None))
 
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, *, async_op: bool = False
@@ -233,7 +232,7 @@ class MpiCommunicator:
         check_list(label, self, "inputs", inputs)
         self._check(label, *inputs, written=[output])
         check_same_numel(label, self, output, inputs[self.rank])
-        how = self._reduction(label, op, output, None, None)
+        how = self._reduction(label, op, output, None)
         pieces = [piece.view(-1) for piece in inputs]
         return self._run(label, async_op, exchange.reduce_scatter, pieces, output.view(-1), how)
 
@@ -466,13 +465,11 @@ class MpiCommunicator:
     def _place(self, window: Window) -> Place:
         return Place(window, self.topology, self.rank)
 
-    def _reduction(
-        self, label: str, op: ReduceOp, tensor: torch.Tensor, wire: torch.dtype | None, accumulate: torch.dtype | None
-    ) -> Reduction:
+    def _reduction(self, label: str, op: ReduceOp, tensor: torch.Tensor, accumulate: torch.dtype | None) -> Reduction:
         problem = refuse_op(op, tensor.dtype)
         if problem:
             raise CommunicationError(f"{label} on rank {self.rank}: {problem}")
-        return Reduction(op, wire or tensor.dtype, accumulate or accumulate_dtype(tensor.dtype, op), self.size)
+        return Reduction(op, accumulate or accumulate_dtype(tensor.dtype, op), self.size)
 
     def _check(self, label: str, *tensors: torch.Tensor, written: Sequence[torch.Tensor] = ()) -> None:
         self._check_open(label)

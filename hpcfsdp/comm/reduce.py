@@ -34,10 +34,9 @@ _COMBINE_BOOL = _COMBINE | {
 
 @dataclass(frozen=True)
 class Reduction:
-    """How values are reduced: what they are rounded to first, and what they are summed in."""
+    """How values are reduced, and what they are summed in."""
 
     op: ReduceOp
-    wire: torch.dtype
     accumulate: torch.dtype
     size: int
 
@@ -54,7 +53,6 @@ def reduce_into(
     accumulate: torch.dtype,
     *,
     divisor: int = 1,
-    wire: torch.dtype | None = None,
 ) -> None:
     """`output` becomes the reduction of `sources`, in their order, computed in `accumulate`.
 
@@ -62,18 +60,17 @@ def reduce_into(
         output: 1-D, n elements, any dtype. May be one of the sources.
         sources: one or more 1-D tensors of n elements, any dtypes.
         divisor: the result is divided by it: the number of ranks, for an average.
-        wire: round each source to this dtype first, as if it had travelled in it.
     """
     combine = (_COMBINE_BOOL if accumulate is torch.bool else _COMBINE)[op]
     # Without a detour: the first step reads two sources, so the output may be one of these, but not a later one.
-    direct = {output.dtype, *(source.dtype for source in sources)} == {accumulate} and wire in (None, accumulate)
+    direct = {output.dtype, *(source.dtype for source in sources)} == {accumulate}
     direct = direct and all(source.data_ptr() != output.data_ptr() for source in sources[2:])
     numel = output.numel()
     chunk = numel if direct and len(sources) <= 2 else min(_CHUNK_NUMEL, numel)
     scratch = None if direct else torch.empty(chunk, dtype=accumulate, device=output.device)
     for begin in range(0, numel, max(chunk, 1)):
         end = min(begin + chunk, numel)
-        first, *others = (_converted(source[begin:end], wire, accumulate) for source in sources)
+        first, *others = (source[begin:end].to(accumulate) for source in sources)
         total = output[begin:end] if scratch is None else scratch[: end - begin]
         for other in others:
             first = combine(first, other, out=total)
@@ -92,9 +89,3 @@ def divide_(total: torch.Tensor, divisor: int) -> None:
 
 def _rounding(total: torch.Tensor) -> str | None:
     return None if total.is_floating_point() or total.is_complex() else "trunc"
-
-
-def _converted(part: torch.Tensor, wire: torch.dtype | None, accumulate: torch.dtype) -> torch.Tensor:
-    if wire is not None:
-        part = part.to(wire)
-    return part.to(accumulate)

@@ -133,7 +133,9 @@ def _reduce_mine(
     mail = call.mail()
     found: list[torch.Tensor] = [output] * len(nodes)
     for node, proxy in place.proxies():
-        found[node] = torch.empty_like(output, dtype=how.accumulate if len(nodes[node]) > 1 else how.wire)
+        found[node] = torch.empty_like(
+            output, dtype=how.accumulate if len(nodes[node]) > 1 else pieces[place.rank].dtype
+        )
         mail.receive(found[node], proxy)
     window.epoch += 1
     window.arrive(call.label)
@@ -141,16 +143,16 @@ def _reduce_mine(
     for client in place.topology.clients(place.rank):
         if place.has_neighbours:
             partial = torch.empty_like(pieces[client], dtype=how.accumulate)
-            reduce_into(partial, _everywhere(window, pieces[client]), how.op, how.accumulate, wire=how.wire)
+            reduce_into(partial, _everywhere(window, pieces[client]), how.op, how.accumulate)
         else:
-            partial = pieces[client].to(how.wire)
+            partial = pieces[client]
         mail.send(partial, client)
     mine = _everywhere(window, pieces[place.rank])
     if len(nodes) == 1:
-        reduce_into(output, mine, how.op, how.accumulate, divisor=how.divisor, wire=how.wire)
+        reduce_into(output, mine, how.op, how.accumulate, divisor=how.divisor)
         return
     found[place.home] = torch.empty_like(output, dtype=how.accumulate)
-    reduce_into(found[place.home], mine, how.op, how.accumulate, wire=how.wire)
+    reduce_into(found[place.home], mine, how.op, how.accumulate)
     yield mail
     reduce_into(output, found, how.op, how.accumulate, divisor=how.divisor)
 

@@ -16,7 +16,7 @@ from hpcfsdp.errors import CommunicationError
 def all_reduce(call: Call, tensor: torch.Tensor, how: Reduction) -> Steps:
     """`tensor`, sparse COO of the same shape on all ranks, becomes the sum or average over the ranks, coalesced."""
     mine = tensor.detach().coalesce()
-    indices, values = mine.indices().contiguous(), mine.values().to(how.wire).contiguous()
+    indices, values = mine.indices().contiguous(), mine.values().contiguous()
     counts = [torch.empty(1, dtype=torch.int64) for _ in range(call.size)]
     yield from exchange.all_gather(call, counts, torch.tensor([values.shape[0]]))
     most, numbers = prod(tensor.shape[: indices.shape[0]]), [int(count) for count in counts]

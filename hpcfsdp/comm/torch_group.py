@@ -73,7 +73,6 @@ class TorchGroupCommunicator(PlainMemory):
         full: torch.Tensor,
         op: ReduceOp,
         *,
-        wire: torch.dtype | None = None,
         accumulate: torch.dtype | None = None,
         label: str = "",
         async_op: bool = False,
@@ -81,11 +80,11 @@ class TorchGroupCommunicator(PlainMemory):
         check_tensors("reduce_scatter_tensor", self, full)
         check_tensors("reduce_scatter_tensor", self, output)
         check_sizes("reduce_scatter_tensor", self, full, output)
-        wire, accumulate = self._dtypes("reduce_scatter_tensor", op, full, wire, accumulate)
+        accumulate = self._accumulate_dtype("reduce_scatter_tensor", op, full, accumulate)
         output, divisor = output.detach().view(-1), self.size if op == "average" else 1
-        if wire == accumulate and wire in _NATIVE_DTYPES and op in _NATIVE_OPS:
-            total = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
-            travelling = full.detach().to(wire).view(-1)
+        travelling = full.detach().view(-1)
+        if full.dtype == accumulate and accumulate in _NATIVE_DTYPES and op in _NATIVE_OPS:
+            total = output if output.dtype == accumulate else torch.empty_like(output, dtype=accumulate)
             work = _compat.reduce_scatter_single(total, travelling, _NATIVE_OPS[op], self.group, async_op)
 
             def keep() -> None:
@@ -94,8 +93,7 @@ class TorchGroupCommunicator(PlainMemory):
                     output.copy_(total)
 
             return _ended(work, async_op, keep)
-        # Values travel in the reduce dtype, and are summed here in another: as many bytes as a sum on the way takes.
-        travelling = full.detach().to(wire).view(-1)
+        # Values travel in their own dtype, and are summed here in another: as many bytes as a sum on the way takes.
         arriving = torch.empty_like(travelling)
         work = dist.all_to_all_single(_bytes(arriving), _bytes(travelling), group=self.group, async_op=async_op)
 
@@ -115,10 +113,10 @@ class TorchGroupCommunicator(PlainMemory):
         async_op: bool = False,
     ) -> _Work | Finished | None:
         check_tensors("all_reduce", self, tensor)
-        wire, accumulate = self._dtypes("all_reduce", op, tensor, None, accumulate)
+        accumulate = self._accumulate_dtype("all_reduce", op, tensor, accumulate)
         flat, divisor = tensor.detach().view(-1), self.size if op == "average" else 1
         if (
-            wire in _NATIVE_DTYPES | {torch.float16, torch.bfloat16}
+            tensor.dtype in _NATIVE_DTYPES | {torch.float16, torch.bfloat16}
             and accumulate in _NATIVE_DTYPES
             and op in _NATIVE_OPS
         ):
@@ -241,13 +239,13 @@ class TorchGroupCommunicator(PlainMemory):
 
         return _ended(work, async_op, keep)
 
-    def _dtypes(
-        self, label: str, op: str, tensor: torch.Tensor, wire: torch.dtype | None, accumulate: torch.dtype | None
-    ) -> tuple[torch.dtype, torch.dtype]:
+    def _accumulate_dtype(
+        self, label: str, op: str, tensor: torch.Tensor, accumulate: torch.dtype | None
+    ) -> torch.dtype:
         problem = refuse_op(op, tensor.dtype)
         if problem:
             raise CommunicationError(f"{label} on rank {self.rank}: {problem}")
-        return wire or tensor.dtype, accumulate or accumulate_dtype(tensor.dtype, op)
+        return accumulate or accumulate_dtype(tensor.dtype, op)
 
 
 class _Work:

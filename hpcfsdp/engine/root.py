@@ -34,6 +34,7 @@ class Root:
     Attributes:
         units: in the order in which the modules were registered, the root first.
         context: what the units share.
+        device: where the units compute.
         in_backward: whether a backward pass has begun and its end has been asked for.
     """
 
@@ -56,7 +57,8 @@ class Root:
         """
         self.units = list(units)
         flats = [flat for unit in units for flat in unit.flats]
-        self._streams = streams or streams_for(flats[0].device if flats else everyone.device)
+        self.device = flats[0].device if flats else everyone.device
+        self._streams = streams or streams_for(self.device)
         self.in_backward = False
         self._backwards = 0  # how many have begun
         self._is_running = functools.partial(_runs_backward, weakref.ref(self))

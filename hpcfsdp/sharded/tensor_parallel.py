@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.errors import EngineError, ShardingError
-from hpcfsdp.flat.layout import Box, TensorBlock
+from hpcfsdp.flat.layout import TensorBlock
 from hpcfsdp.flat.param import set_grad
 from hpcfsdp.sharded import managed
 from hpcfsdp.sharded.groups import Groups, TPGroup, tp_group
+from hpcfsdp.tensor.extensions import Placed, as_dtensor, blocks_of, local_block
 from hpcfsdp.tensor.whole import whole_of
 
 
@@ -117,35 +118,19 @@ def block_of(fqn: str, param: DTensor, ranks: TPGroup) -> TensorBlock:
     Raises:
         ShardingError: a placement that is no block of values, or along a dimension that the parameter does not have.
     """
-    shape, mesh = tuple(param.shape), param.device_mesh
-    for placement in param.placements:
-        if not (placement.is_replicate() or type(placement) is Shard):
-            raise ShardingError(
-                f"parameter {fqn!r} has the placements {list(param.placements)}: a unit takes Shard and Replicate; "
-                "shard a model with either hpcfsdp or fully_shard"
-            )
-        if placement.is_shard() and not 0 <= placement.dim < len(shape):
-            raise ShardingError(
-                f"parameter {fqn!r} of shape {list(shape)} is placed along dimension {placement.dim}, which it does "
-                "not have"
-            )
-    blocks = _compat.blocks_on_mesh(shape, tuple(mesh.mesh.shape), tuple(param.placements))
-    by_rank = dict(zip(mesh.mesh.flatten().tolist(), blocks, strict=True))
-    boxes = tuple(Box(*by_rank[rank]) for rank in ranks.global_ranks)
-    return TensorBlock(shape, boxes, ranks.comm.rank, tuple(param.placements))
+    try:
+        blocks = blocks_of(param)
+    except ShardingError as error:
+        raise ShardingError(f"parameter {fqn!r}: {error}") from None
+    boxes = tuple(blocks[rank] for rank in ranks.global_ranks)
+    return TensorBlock(tuple(param.shape), boxes, ranks.comm.rank, tuple(param.placements))
 
 
 def leaf_of(param: DTensor) -> nn.Parameter:
     """A parameter that is this rank's block, with what else has been noted on the whole."""
-    leaf = nn.Parameter(param.detach().to_local(), requires_grad=param.requires_grad)
+    leaf = nn.Parameter(local_block(param), requires_grad=param.requires_grad)
     leaf.__dict__.update(param.__dict__)
     return leaf
-
-
-def as_dtensor(leaf: torch.Tensor, block: TensorBlock, mesh: DeviceMesh) -> DTensor:
-    """The parameter whose block is `leaf`; gradients come to `leaf`, brought into its placements. Not collective."""
-    shape = torch.Size(block.shape)
-    return DTensor.from_local(leaf, mesh, block.placements, run_check=False, shape=shape, stride=block.stride)
 
 
 def replicated_grad(param: nn.Parameter, tensor: TPGroup | None) -> tuple[int, torch.Tensor]:
@@ -178,9 +163,14 @@ class TensorView:
     places: list[tuple[nn.Module, str]]
     is_registered: bool
 
+    @property
+    def placed(self) -> Placed:
+        """How the whole lies on the mesh."""
+        return Placed(self.mesh, self.block.placements, torch.Size(self.block.shape), self.block.stride)
+
     def show(self) -> None:
         """Not collective. Anew for each call: what computes with it makes a graph."""
-        view = as_dtensor(self.leaf, self.block, self.mesh)
+        view = as_dtensor(self.leaf, self.placed)
         for module, name in self.places:
             module.__dict__[name] = view  # found before registered parameters
 
@@ -222,8 +212,7 @@ def dtensors_shown(views: Iterable[TensorView]) -> Iterator[None]:
 
 def _shown(view: TensorView, block: torch.Tensor) -> DTensor:
     """A ``DTensor`` in the memory of a block, on whatever device that is."""
-    block, where = _compat.at_its_storage(block), view.block
-    return _compat.dtensor(block, view.mesh, where.placements, where.shape, where.stride)
+    return _compat.dtensor(_compat.at_its_storage(block), *view.placed)
 
 
 def _put_back(view: TensorView, shown: nn.Parameter) -> nn.Parameter | None:

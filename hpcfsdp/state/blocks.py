@@ -15,11 +15,12 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.layout import Box, FlatLayout
+from hpcfsdp.reshard.boxes import run_boxes, whole_box
+from hpcfsdp.reshard.move import MovePlan, batches, move
+from hpcfsdp.reshard.runs import Run, cut_runs, own_runs, shard_runs
 from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor
-from hpcfsdp.tensor.move import MovePlan, batches, move
-from hpcfsdp.tensor.runs import Box, Run, cut_runs, own_runs, run_boxes, shard_runs, whole_box
 from hpcfsdp.tensor.whole import forget_memory, take_memory
 
 BoxesOf = Callable[[int, int], Sequence[Box]]

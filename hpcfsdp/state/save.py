@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.layout import Box, FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded import unshard
 from hpcfsdp.sharded.groups import Groups
@@ -29,7 +29,6 @@ from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.stand_in import StandIn, shown_for
 from hpcfsdp.state.transfer import StateDictFormat, gather, keeping_scratch
 from hpcfsdp.state.wrappers import clean_fqn
-from hpcfsdp.tensor.runs import Box
 from hpcfsdp.tensor.sharded import create_sharded_tensor
 from hpcfsdp.tensor.whole import whole_of
 

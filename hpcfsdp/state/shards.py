@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.reshard.runs import Run, own_runs, shard_runs
 from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.state.blocks import Blocks, FileStaging
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor
-from hpcfsdp.tensor.runs import Run, own_runs, shard_runs
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,19 @@ import torch
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from hpcfsdp import _compat
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.flat.layout import FlatLayout, ParamSlot
+from hpcfsdp.flat.layout import Box, FlatLayout, ParamSlot
 from hpcfsdp.observe.profile import Phase, profile
+from hpcfsdp.reshard.boxes import chunk_box, whole_box
+from hpcfsdp.reshard.move import MovePlan, RunsOf, batches, move
+from hpcfsdp.reshard.placements import mesh_blocks
+from hpcfsdp.reshard.runs import Run, chunk_runs, cut_runs, whole_runs
 from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.state.blocks import Blocks, BoxesOf, gather_blocks, scatter_blocks
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
-from hpcfsdp.tensor.move import MovePlan, RunsOf, batches, move
-from hpcfsdp.tensor.runs import Box, Run, chunk_box, chunk_runs, cut_runs, whole_box, whole_runs
 from hpcfsdp.tensor.sharded import (
     all_boxes,
     create_chunk_dtensor,
@@ -236,10 +237,9 @@ def _gather_chunks(
     boxes: list[dict[int, list[Box]]] = [{} for _ in holders.global_ranks]
     for index, slot in cut.items():
         mesh, placements = groups.placed(slot.block)
-        blocks = _compat.blocks_on_mesh(slot.whole_shape, tuple(mesh.mesh.shape), tuple(placements))
-        by_rank = dict(zip(mesh.mesh.flatten().tolist(), blocks, strict=True))
+        blocks = mesh_blocks(slot.whole_shape, mesh.mesh, placements)
         for rank, global_rank in enumerate(holders.global_ranks):
-            boxes[rank][index] = [Box(*by_rank[global_rank])]
+            boxes[rank][index] = [blocks[global_rank]]
     for index, (box,) in boxes[holders.comm.rank].items():
         found[index] = torch.empty(box.sizes, dtype=dtype, device=target)
     shards = {index: parts.tensors[index] for index in cut}

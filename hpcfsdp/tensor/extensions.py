@@ -1,13 +1,13 @@
 """What a sharding engine needs to know of DTensors, under the names of ``torch.distributed.tensor.parallel.fsdp``.
 
-Blocks are exact: for tensors that no number of ranks divides, and on meshes of any dimensions. The engine itself goes
-by plans (``state.blocks``); these are for programs that called torch's.
+Blocks are exact: for tensors that no number of ranks divides, and on meshes of any dimensions. Units take DTensors
+apart with these functions, and put them together again, as programs do that call torch's.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +26,10 @@ from hpcfsdp._compat import (
 )
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.flat.layout import Box
-from hpcfsdp.tensor.runs import chunk_box
-from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, placement_of
+from hpcfsdp.reshard.boxes import chunk_box
+from hpcfsdp.reshard.placements import mesh_blocks
+from hpcfsdp.tensor.metadata import copied, metadata_of_boxes
+from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, ranks_of_tensor
 
 
 class Placed(NamedTuple):
@@ -37,6 +39,23 @@ class Placed(NamedTuple):
     placements: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+
+
+def local_block(tensor: DTensor) -> torch.Tensor:
+    """This rank's block, a tensor of its own in the same memory, which wants a gradient if `tensor` does.
+
+    Not collective.
+    """
+    return _compat.local_of(tensor).detach().requires_grad_(tensor.requires_grad)
+
+
+def as_dtensor(block: torch.Tensor, placed: Placed) -> DTensor:
+    """The ``DTensor`` of which `block` is this rank's; gradients come to `block`, brought into its placements.
+
+    Not collective.
+    """
+    mesh, placements, shape, stride = placed
+    return DTensor.from_local(block, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 class DTensorExtensions:
@@ -59,7 +78,7 @@ class DTensorExtensions:
         if not isinstance(tensor, DTensor):
             return tensor, None
         placed = Placed(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
-        return _compat.local_of(tensor).detach().requires_grad_(tensor.requires_grad), placed
+        return local_block(tensor), placed
 
     @_compat.run_as_written
     def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Placed | None) -> torch.Tensor:
@@ -70,9 +89,8 @@ class DTensorExtensions:
         """
         if param_extension is None:
             return tensor
-        mesh, placements, shape, stride = param_extension
         with self._on_compute_stream():
-            whole = DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+            whole = as_dtensor(tensor, param_extension)
             if tensor.requires_grad:
                 tensor.register_hook(self._await_grad)
         _compat.mark_as_parts(whole)
@@ -174,14 +192,8 @@ def _chunked(
 
 def _nested(inner: ShardedTensor, whole: ShardedTensorMetadata, group: dist.ProcessGroup) -> ShardedTensor:
     """The tensor that `whole` tells of, with `inner` in the place of this rank's shard, if it has one."""
-    properties = TensorProperties(
-        dtype=whole.tensor_properties.dtype,
-        layout=whole.tensor_properties.layout,
-        requires_grad=False,
-        memory_format=whole.tensor_properties.memory_format,
-        pin_memory=whole.tensor_properties.pin_memory,
-    )
-    places = [ShardMetadata(list(s.shard_offsets), list(s.shard_sizes), s.placement) for s in whole.shards_metadata]
+    properties, places = copy.copy(whole.tensor_properties), list(map(copied, whole.shards_metadata))
+    properties.requires_grad = False
     mine = [Shard(inner, place) for place in places if place.placement.rank() == dist.get_rank()]
     return _compat.sharded_tensor(mine, ShardedTensorMetadata(places, whole.size, properties), group)
 
@@ -215,7 +227,7 @@ def chunk_dtensor(tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> D
         for dim, placement in _on_other_dims(tensor, root, device_mesh):
             placements[dim] = placement
     local, shape, stride = _compat.local_of(tensor).detach(), tensor.shape, tensor.stride()
-    found = DTensor.from_local(local, root, placements, run_check=False, shape=shape, stride=stride)
+    found = as_dtensor(local, Placed(root, tuple(placements), shape, stride))
     found = found.redistribute(root, [ShardAlong(0) if dim == cut else p for dim, p in enumerate(placements)])
     chunk = _compat.arrived(_compat.local_of(found))
     if chunk.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
@@ -305,7 +317,7 @@ def get_box_for(tensor: DTensor, idx: int) -> tuple[torch.Size, torch.Size]:
         ShardingError: the mesh does not have this place, or a placement is not ``Replicate``, nor ``Shard`` along a
             dimension of the tensor.
     """
-    boxes = _boxes(tensor)
+    boxes = list(blocks_of(tensor).values())
     if not 0 <= idx < len(boxes):
         raise ShardingError(f"there is no place {idx} in a mesh of {len(boxes)}")
     return torch.Size(boxes[idx].offsets), torch.Size(boxes[idx].sizes)
@@ -317,30 +329,19 @@ def get_local_box(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
     Raises:
         ShardingError: this rank is not in the mesh, or see ``get_box_for``.
     """
-    ranks = _ranks_of(tensor)
+    ranks = ranks_of_tensor(tensor)
     if dist.get_rank() not in ranks:
         raise ShardingError(f"rank {dist.get_rank()} has no block of a DTensor on the ranks {ranks}")
     return get_box_for(tensor, ranks.index(dist.get_rank()))
 
 
-def _ranks_of(tensor: DTensor) -> list[int]:
-    return tensor.device_mesh.mesh.flatten().tolist()
+def blocks_of(tensor: DTensor) -> dict[int, Box]:
+    """The block of each rank of a ``DTensor``'s mesh, in row-major order. Not collective.
 
-
-def _boxes(tensor: DTensor) -> Sequence[Box]:
-    for placement in tensor.placements:
-        if type(placement) is not ShardAlong and not placement.is_replicate():
-            raise ShardingError(
-                f"a DTensor with the placements {list(tensor.placements)} is not made of blocks: redistribute it to "
-                "Shard and Replicate first"
-            )
-        if placement.is_shard() and not -tensor.ndim <= placement.dim < tensor.ndim:
-            raise ShardingError(
-                f"a DTensor of shape {list(tensor.shape)} has the placements {list(tensor.placements)}, and no "
-                f"dimension {placement.dim}"
-            )
-    mesh = tuple(tensor.device_mesh.mesh.shape)
-    return [Box(*block) for block in _compat.blocks_on_mesh(tuple(tensor.shape), mesh, tuple(tensor.placements))]
+    Raises:
+        ShardingError: a placement is not ``Replicate``, nor ``Shard`` along a dimension of the tensor.
+    """
+    return mesh_blocks(tensor.shape, tensor.device_mesh.mesh, tensor.placements)
 
 
 def create_shard_md_from_dt(dt: DTensor, current_rank: int) -> ShardMetadata:
@@ -365,18 +366,17 @@ def create_sharded_tensor_md_from_dt(dt: DTensor, dt_pg: dist.ProcessGroup) -> S
     Raises:
         ShardingError: the group has other ranks, or see ``get_box_for``.
     """
-    members, ranks = dist.get_process_group_ranks(dt_pg), _ranks_of(dt)
+    members, ranks = dist.get_process_group_ranks(dt_pg), ranks_of_tensor(dt)
     if set(members) != set(ranks):
         raise ShardingError(f"the DTensor lies on the ranks {ranks}, and the process group has {members}")
-    _boxes(dt)  # which it is made of
     me, device = dist.get_rank(), _compat.local_of(dt).device
     owners: dict[Box, int] = {}
+    blocks_of(dt)  # which it has to be made of
     for rank, boxes in all_boxes(dt).items():
         for box in boxes:
             owners[box] = rank if rank == me else owners.get(box, rank)
-    shards = [ShardMetadata(list(b.offsets), list(b.sizes), placement_of(r, device)) for b, r in sorted(owners.items())]
     properties = TensorProperties(dtype=dt.dtype, layout=dt.layout, requires_grad=dt.requires_grad)
-    return ShardedTensorMetadata(shards, dt.size(), properties)
+    return metadata_of_boxes(dt.shape, [(rank, box) for box, rank in sorted(owners.items())], properties, device)
 
 
 def get_dt_pg(dt: DTensor) -> dist.ProcessGroup:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from hpcfsdp import _compat
 from hpcfsdp._compat import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from hpcfsdp.errors import ShardingError
-from hpcfsdp.tensor.tiling import find_fault, find_outside
+from hpcfsdp.flat.layout import Box
+from hpcfsdp.reshard.tiling import find_fault, find_outside
 
 _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
 
@@ -115,6 +116,39 @@ def raise_if_mismatch(expected: Any, actual: Any, prop_name: str, ranks: Any, is
     )
 
 
+def metadata_of_boxes(
+    shape: Sequence[int],
+    boxes: Iterable[tuple[int, Box]],
+    properties: TensorProperties,
+    device: torch.device,
+    devices_per_node: int | None = None,
+) -> ShardedTensorMetadata:
+    """The metadata of a tensor of `shape` with these boxes as shards, which have each element once. Not collective.
+
+    Args:
+        boxes: with the global rank that each is placed on.
+        device: where the shards of all ranks lie; their GPUs are known from their place on their node.
+        devices_per_node: GPUs, by default as many as there are here.
+    """
+    shards = [
+        ShardMetadata(list(box.offsets), list(box.sizes), placement_of(rank, device, devices_per_node))
+        for rank, box in boxes
+    ]
+    return ShardedTensorMetadata(shards, torch.Size(shape), properties)
+
+
+def placement_of(rank: int, device: torch.device, devices_per_node: int | None = None) -> str:
+    """Where the shard of a rank lies, as torch writes it, if this rank's lies on `device`. Not collective.
+
+    Args:
+        devices_per_node: see ``metadata_of_boxes``.
+    """
+    if device.type in ("cpu", "meta"):  # of which a rank has one
+        return f"rank:{rank}/{device.type}"
+    index = device.index if rank == dist.get_rank() else rank % max(1, devices_per_node or torch.cuda.device_count())
+    return f"rank:{rank}/{device.type}:{index}"
+
+
 def build_metadata_from_local_shards(
     local_shards: Sequence[Shard], global_size: Sequence[int], current_rank: int, pg: dist.ProcessGroup | None
 ) -> ShardedTensorMetadata:
@@ -146,7 +180,7 @@ def build_metadata_from_local_shards(
             ("requires_grad", first.requires_grad, shard.tensor.requires_grad),
         ):
             raise_if_mismatch(expected, actual, f"{name} (shards 0 and {number})", current_rank)
-    described = [_copied(shard.metadata) for shard in local_shards]
+    described = [copied(shard.metadata) for shard in local_shards]
     _check_within(size, described)
     properties = TensorProperties(
         dtype=first.dtype,
@@ -209,7 +243,7 @@ def build_global_metadata(
             here, there = (getattr(m.tensor_properties, name) for m in (first, metadata))
             raise_if_mismatch(here, there, name, ranks, is_local=False)
     _check_owners(present)
-    shards = [_copied(shard) for _, metadata in present for shard in metadata.shards_metadata]
+    shards = [copied(shard) for _, metadata in present for shard in metadata.shards_metadata]
     whole = ShardedTensorMetadata(shards, torch.Size(first.size), copy.copy(first.tensor_properties))
     if recalc_metadata:
         recalc_global_sharded_tensor_metadata(whole, 0)
@@ -310,21 +344,21 @@ def recalc_global_sharded_tensor_metadata(
     global_sharded_tensor_metadata.size = torch.Size(size)
 
 
-class _Block(NamedTuple):
-    offsets: Sequence[int]
-    sizes: Sequence[int]
-
-
-def _check_within(size: torch.Size, shards: Sequence[ShardMetadata]) -> list[_Block]:
+def _check_within(size: torch.Size, shards: Sequence[ShardMetadata]) -> list[Box]:
     """The blocks of shards that all lie within a tensor."""
-    blocks = [_Block(shard.shard_offsets, shard.shard_sizes) for shard in shards]
+    blocks = [box_of(shard) for shard in shards]
     outside = find_outside(size, blocks)
     if outside is not None:
         raise ShardingError(f"{_describe(shards[outside])} is not within a tensor of size {list(size)}")
     return blocks
 
 
-def _copied(shard: ShardMetadata) -> ShardMetadata:
+def box_of(shard: ShardMetadata) -> Box:
+    """Where a shard lies in its tensor."""
+    return Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
+
+
+def copied(shard: ShardMetadata) -> ShardMetadata:
     """With lists of its own. Not made anew: torch refuses wrong ones without a word on which."""
     copied = copy.copy(shard)
     copied.shard_offsets, copied.shard_sizes = list(shard.shard_offsets), list(shard.shard_sizes)

@@ -13,10 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from hpcfsdp import _compat
-from hpcfsdp._compat import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
+from hpcfsdp._compat import Shard, ShardedTensor, TensorProperties
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.tensor.convert import mesh_boxes
-from hpcfsdp.tensor.runs import Box, chunk_box
+from hpcfsdp.flat.layout import Box
+from hpcfsdp.reshard.boxes import chunk_box
+from hpcfsdp.reshard.placements import mesh_blocks, mesh_boxes
+from hpcfsdp.tensor.metadata import box_of, metadata_of_boxes
 
 
 def create_sharded_tensor(
@@ -36,10 +38,6 @@ def create_sharded_tensor(
         boxes: by global rank.
         devices_per_node: GPUs, by default as many as there are here.
     """
-    metadata = {
-        rank: ShardMetadata(list(box.offsets), list(box.sizes), placement_of(rank, device, devices_per_node))
-        for rank, box in boxes.items()
-    }
     properties = TensorProperties(
         dtype=dtype,
         layout=torch.strided,
@@ -47,9 +45,9 @@ def create_sharded_tensor(
         memory_format=torch.contiguous_format,
         pin_memory=local is not None and local.is_pinned(),
     )
-    whole = ShardedTensorMetadata(list(metadata.values()), torch.Size(shape), properties)
-    mine = metadata.get(dist.get_rank())
-    return _compat.sharded_tensor([] if mine is None else [Shard(local, mine)], whole, group)
+    whole = metadata_of_boxes(shape, boxes.items(), properties, device, devices_per_node)
+    mine = [Shard(local, shard) for shard in whole.shards_metadata if shard.placement.rank() == dist.get_rank()]
+    return _compat.sharded_tensor(mine, whole, group)
 
 
 def create_chunk_sharded_tensor(
@@ -82,9 +80,8 @@ def create_chunk_dtensor(
         placements: ``Shard`` or ``Replicate``, for each dimension of the mesh.
     """
     if local is None:
-        blocks = _compat.blocks_on_mesh(tuple(shape), tuple(mesh.mesh.shape), tuple(placements))
-        _, sizes = blocks[mesh.mesh.flatten().tolist().index(dist.get_rank())]
-        local = torch.empty(sizes, dtype=dtype, device=device)
+        box = mesh_blocks(shape, mesh.mesh, placements)[dist.get_rank()]
+        local = torch.empty(box.sizes, dtype=dtype, device=device)
     strides = torch.empty(shape, device="meta").stride()
     return _compat.dtensor(local, mesh, placements, shape, strides)
 
@@ -92,7 +89,7 @@ def create_chunk_dtensor(
 def local_blocks(tensor: ShardedTensor | DTensor) -> list[tuple[Box, torch.Tensor]]:
     """What this rank holds of a distributed tensor, in the order of ``all_boxes``."""
     if isinstance(tensor, ShardedTensor):
-        blocks = {_box_of(shard.metadata): shard.tensor for shard in tensor.local_shards()}
+        blocks = {box_of(shard.metadata): shard.tensor for shard in tensor.local_shards()}
         return sorted(blocks.items())
     local, boxes = tensor.to_local(), all_boxes(tensor).get(dist.get_rank(), [])
     if len(boxes) == 1:
@@ -154,7 +151,7 @@ def all_boxes(tensor: ShardedTensor | DTensor) -> dict[int, list[Box]]:
     found: dict[int, list[Box]] = {}
     if isinstance(tensor, ShardedTensor):
         for shard in tensor.metadata().shards_metadata:
-            found.setdefault(shard.placement.rank(), []).append(_box_of(shard))
+            found.setdefault(shard.placement.rank(), []).append(box_of(shard))
         return {rank: sorted(boxes) for rank, boxes in found.items()}
     return mesh_boxes(tensor.shape, tensor.device_mesh.mesh, tensor.placements)
 
@@ -168,19 +165,3 @@ def _places(boxes: Sequence[Box]) -> list[tuple[slice, ...]]:
     return [
         tuple(slice(at[begin], at[begin] + size) for at, begin, size in zip(begins, *box, strict=True)) for box in boxes
     ]
-
-
-def _box_of(metadata: ShardMetadata) -> Box:
-    return Box(tuple(metadata.shard_offsets), tuple(metadata.shard_sizes))
-
-
-def placement_of(rank: int, device: torch.device, devices_per_node: int | None = None) -> str:
-    """Where the shard of a rank lies, as torch writes it, if this rank's lies on `device`. Not collective.
-
-    Args:
-        devices_per_node: see ``create_sharded_tensor``.
-    """
-    if device.type in ("cpu", "meta"):  # of which a rank has one
-        return f"rank:{rank}/{device.type}"
-    index = device.index if rank == dist.get_rank() else rank % max(1, devices_per_node or torch.cuda.device_count())
-    return f"rank:{rank}/{device.type}:{index}"

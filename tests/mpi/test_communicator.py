@@ -273,7 +273,6 @@ def test_the_result_may_lie_in_the_input(carrier, dtype, numel):
 
 @pytest.mark.parametrize("numel", [1, BIG])
 def test_values_travel_in_one_dtype_are_summed_in_another_and_kept_in_a_third(carrier, numel):
-    # In bfloat16 257 is 256, and 256 + 1 is 256.
     full = carrier.holding(torch.full((carrier.size * numel,), 257.0 if carrier.rank == 0 else 1.0))
     ones = carrier.size - 1
 
@@ -285,12 +284,9 @@ def test_values_travel_in_one_dtype_are_summed_in_another_and_kept_in_a_third(ca
 
     assert total(torch.float32) == 257.0 + ones
     assert total(torch.float64, accumulate=torch.float64) == 257.0 + ones
-    assert total(torch.float32, wire=torch.bfloat16) == 256.0 + ones
-    assert total(torch.float32, wire=torch.bfloat16, accumulate=torch.float32) == 256.0 + ones
     assert total(torch.bfloat16) == torch.tensor(257.0 + ones).bfloat16().item()
-    assert total(torch.int32, wire=torch.float64, accumulate=torch.float64) == 257 + ones
+    assert total(torch.int32, accumulate=torch.float64) == 257 + ones
     full.fill_(40000.0)
-    assert total(torch.float32, wire=torch.float16) == 40000.0 * carrier.size
     assert total(torch.float32, accumulate=torch.float16) == (40000.0 if carrier.size == 1 else float("inf"))
 
 

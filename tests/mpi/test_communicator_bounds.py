@@ -156,8 +156,8 @@ DIFFERENT = {
         lambda c: c.all_gather([torch.ones(4)] * c.size, torch.ones(4)),
         lambda c: c.all_gather([torch.ones(4).int()] * c.size, torch.ones(4).int()),
     ),
-    "wire": (
-        lambda c: c.reduce_scatter_tensor(torch.ones(1), torch.ones(c.size), "sum", wire=torch.bfloat16),
+    "accumulate": (
+        lambda c: c.reduce_scatter_tensor(torch.ones(1), torch.ones(c.size), "sum", accumulate=torch.float64),
         lambda c: c.reduce_scatter_tensor(torch.ones(1), torch.ones(c.size), "sum"),
     ),
 }

@@ -183,8 +183,8 @@ DIFFERENT = {
     "size": (lambda c: c.broadcast(torch.ones(4), 0), lambda c: c.broadcast(torch.ones(5), 0)),
     "root": (lambda c: c.broadcast(torch.ones(4), 0), lambda c: c.broadcast(torch.ones(4), 1)),
     "barrier": (lambda c: c.barrier(), lambda c: c.all_gather_object("x")),
-    "wire": (
-        lambda c: c.reduce_scatter_tensor(torch.ones(1), torch.ones(c.size), "sum", wire=torch.bfloat16),
+    "accumulate": (
+        lambda c: c.reduce_scatter_tensor(torch.ones(1), torch.ones(c.size), "sum", accumulate=torch.float64),
         lambda c: c.reduce_scatter_tensor(torch.ones(1), torch.ones(c.size), "sum"),
     ),
 }

@@ -92,7 +92,7 @@ def test_a_mesh_that_does_not_multiply_to_the_world(world, tensor):
 def test_a_placement_along_a_dimension_that_is_not_there(world):
     at = place(ALONG_TENSOR)
     model = with_dtensor([Shard(2)], at.tensor)
-    words = r"'0\.weight' of shape \[4, 8\] is placed along dimension 2, which it does not have"
+    words = r"'0\.weight': a tensor of shape \[4, 8\] has no dimension 2 to be cut along"
     refused(world, ShardingError, words, wrap, model, at, "whole")
     close(train(shard(build(Mlp), at), at), expected(Mlp))
 
@@ -112,7 +112,7 @@ def test_a_dimension_may_be_counted_from_the_last_one(world):
 
 def test_sums_to_come_are_no_parameters(world):
     at = place(ALONG_TENSOR)
-    words = r"'0\.weight' has the placements \[Partial\(sum\)\]: a unit takes Shard and Replicate"
+    words = r"'0\.weight': a DTensor with the placements \[Partial\(sum\)\] is not made of blocks"
     refused(world, ShardingError, words, wrap, with_dtensor([Partial()], at.tensor), at, "whole")
 
 

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from hpcfsdp import _compat
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.layout import Box, FlatLayout
+from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.sharded.groups import resolve_groups
 from hpcfsdp.state import transfer
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.transfer import Rank0Tensor, StateDictFormat, gather, scatter
-from hpcfsdp.tensor.runs import Box, chunk_box
 from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, local_blocks, properties_of
 
 pytestmark = pytest.mark.transport

@@ -43,8 +43,8 @@ class ThreadComm(PlainMemory):
         output.copy_(torch.cat(self._exchange(shard.detach().clone())))
         return Finished() if async_op else None
 
-    def reduce_scatter_tensor(self, output, full, op, *, wire=None, accumulate=None, label="", async_op=False):
-        total = full.detach().to(wire or full.dtype).to(accumulate or accumulate_dtype(full.dtype))
+    def reduce_scatter_tensor(self, output, full, op, *, accumulate=None, label="", async_op=False):
+        total = full.detach().to(accumulate or accumulate_dtype(full.dtype), copy=True)
         self.all_reduce(total, op, label=label)
         output.copy_(total.view(self.size, -1)[self.rank])
         return Finished() if async_op else None

@@ -22,6 +22,7 @@ LAYERS = [
     {"comm"},
     {"mpi", "world"},
     {"flat"},
+    {"reshard"},
     {"engine", "tensor"},
     {"sharded"},
     {"state"},

@@ -26,6 +26,12 @@ from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
+from hpcfsdp.flat.layout import Box
+from hpcfsdp.reshard.boxes import whole_box
+from hpcfsdp.reshard.tiling import find_fault, find_outside
+
+_MOST_CORNERS = 1 << 22
+"""Of the pieces of a tensor, that are compared: hundreds of megabytes. Torch cuts along few dimensions."""
 
 _MOST_COMPRESSED = 1000
 """Bytes that one of a compressed file can become: about what zstd makes of numbers that repeat."""
@@ -152,7 +158,7 @@ def _check_places(places: Any) -> None:
 def _check_tensor(
     key: str, described: TensorStorageMetadata, storage: Mapping[MetadataIndex, Any], compressed: set[str]
 ) -> None:
-    """Raise unless a tensor has about as many bytes in files as its metadata claims."""
+    """Raise unless a tensor has about as many bytes in files as its metadata claims, and pieces that make it up."""
     size, chunks = described.size, described.chunks
     if not isinstance(size, torch.Size) or not isinstance(chunks, list):
         raise ValueError(f"{key!r} is described by no sizes and pieces")
@@ -165,6 +171,29 @@ def _check_tensor(
     nbytes = math.prod(size) * described.properties.dtype.itemsize
     if nbytes > LEAST_ROOM_BYTES + ROOM_PER_BYTE * stored:
         raise ValueError(f"{key!r} of {list(size)} would have {nbytes} bytes, and {stored} are in its files")
+    _check_pieces(key, size, [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks])
+
+
+def _check_pieces(key: str, size: torch.Size, boxes: list[Box]) -> None:
+    """Raise unless pieces, as far as they have elements, make up a tensor: torch leaves gaps as memory was before."""
+    boxes = [box for box in boxes if 0 not in box.sizes]
+    if boxes == [whole_box(size)]:
+        return
+    outside = find_outside(size, boxes)
+    if outside is not None:
+        raise ValueError(f"{key!r} has a piece, {_placed(boxes[outside])}, that is not within {list(size)}")
+    if len(boxes) << len(size) > _MOST_CORNERS:
+        return
+    fault = find_fault(size, boxes)
+    if fault is not None and fault.is_gap:
+        raise ValueError(f"{key!r} of {list(size)} has no piece with element {list(fault.element)}")
+    if fault is not None:
+        one, other = (_placed(boxes[number]) for number in fault.blocks)
+        raise ValueError(f"pieces of {key!r}, {one} and {other}, overlap: both have element {list(fault.element)}")
+
+
+def _placed(box: Box) -> str:
+    return f"{list(box.sizes)} from {list(box.offsets)} on"
 
 
 def _infos(key: str, size: torch.Size, chunks: list[Any], storage: Mapping[MetadataIndex, Any]) -> Iterator[Any]:

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from hpcfsdp.checkpoint.dcp import names
-from hpcfsdp.checkpoint.dcp.boxes import levels_of
 from hpcfsdp.checkpoint.dcp.names import Entry, Names, Request
 from hpcfsdp.checkpoint.format.schema import TensorSpec, numpy_dtype
 from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
@@ -32,6 +31,7 @@ from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.checkpoint.values import rebuilt
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
 from hpcfsdp.flat.layout import Box
+from hpcfsdp.reshard.boxes import levels_of
 
 AT_ONCE = 64 << 20
 """About as many bytes of a box are in memory at a time, besides the tensor that they are for."""

@@ -20,18 +20,17 @@ from torch.futures import Future
 
 from hpcfsdp.checkpoint.content import root_attributes, small_values
 from hpcfsdp.checkpoint.dcp import names
-from hpcfsdp.checkpoint.dcp.boxes import box_blocks, fits
 from hpcfsdp.checkpoint.dcp.names import Entry
 from hpcfsdp.checkpoint.draft import BlockWriter, Draft, DraftMissingError, errors_of, extent_rows
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.skeleton import Skeleton, build_skeleton
-from hpcfsdp.checkpoint.format.tiling import TilingError, first_untiled
-from hpcfsdp.checkpoint.plan import BLOCK_DTYPE, SavePlan, check_names
+from hpcfsdp.checkpoint.plan import BLOCK_DTYPE, SavePlan, box_blocks, check_names, check_tiling
 from hpcfsdp.checkpoint.values import Types, plain
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.flat.layout import Box
+from hpcfsdp.reshard.tiling import find_outside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,7 +358,7 @@ def _plan_tensors(plans: Sequence[StatePlan], entries: Mapping[str, Entry]) -> t
                     f"{list(specs[name].shape)} {specs[name].dtype} on rank {owners[name]}"
                 )
             owners.setdefault(name, rank)
-            if not fits(box, spec.shape):
+            if find_outside(spec.shape, [box]) is not None:
                 raise CheckpointError(
                     f"rank {rank} has {list(box.sizes)} elements from {list(box.offsets)} on of {spec.path}, which is "
                     f"{list(spec.shape)}"
@@ -369,15 +368,7 @@ def _plan_tensors(plans: Sequence[StatePlan], entries: Mapping[str, Entry]) -> t
     ordered = tuple(specs[name] for name in tensors)
     check_names(ordered, ())
     plan = SavePlan(ordered, np.concatenate(blocks), (), len(plans))
-    try:
-        untiled = first_untiled(plan.blocks, [spec.numel for spec in ordered])
-    except TilingError as error:
-        raise CheckpointError(f"{ordered[error.tensor].path} cannot be saved as it is cut: {error}") from None
-    if untiled is not None:
-        raise CheckpointError(
-            f"what {len(plans)} rank(s) have of {ordered[untiled].path}, {list(ordered[untiled].shape)}, does not make "
-            "it up, each element once: save with all ranks that have a part of it"
-        )
+    check_tiling(plan)
     return plan, tensors
 
 

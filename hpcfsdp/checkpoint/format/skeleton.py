@@ -18,11 +18,13 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpcfsdp.checkpoint.format import boxes, schema
+from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.image import SparseImage
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.seal import Seal, make_seal, packed_bytes
 from hpcfsdp.errors import CheckpointError
+from hpcfsdp.flat.layout import Box
+from hpcfsdp.reshard.boxes import joined_boxes
 
 _LIBVER = {"v108": h5py.h5f.LIBVER_V18, "v110": h5py.h5f.LIBVER_V110}
 
@@ -353,13 +355,19 @@ def _map(layout: h5py.h5p.PropDCID, path: str, shape: tuple[int, ...], source: S
     """Make a dataset a virtual one, of which these runs are found in another file."""
     length = sum(end - begin for begin, end in source.runs)
     here, there, done = h5py.h5s.create_simple(shape), h5py.h5s.create_simple((length,)), 0
-    for box in boxes.boxes_of(shape, source.runs):
+    for box in joined_boxes(shape, source.runs):
         # A mapping for each box: HDF5 1.10 writes regular selections alone with numbers of 64 bits.
-        numel = boxes.numel_of(box)
-        boxes.select(here, [box])
-        boxes.select(there, [((done,), (done + numel,))])
+        select(here, [box])
+        select(there, [Box((done,), (box.numel,))])
         layout.set_virtual(here, source.file.encode(), f"/{path}".encode(), there)
-        done += numel
+        done += box.numel
+
+
+def select(space: h5py.h5s.SpaceID, boxes: Iterable[Box]) -> None:
+    """Select the boxes, and nothing else, of a data space of as many dimensions."""
+    space.select_none()
+    for begins, sizes in boxes:
+        space.select_hyperslab(begins, (1,) * len(begins), None, sizes, op=h5py.h5s.SELECT_OR)
 
 
 def _allocate(dataset: h5py.h5d.DatasetID, kind: h5py.h5t.TypeID, shape: tuple[int, ...], dtype: np.dtype) -> int:

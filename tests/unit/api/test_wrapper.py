@@ -186,6 +186,24 @@ def test_parameters_and_gradients_have_the_dtypes_that_mixed_precision_asks_for(
     assert {(param.dtype, param.grad.dtype) for param in model.parameters()} == {(torch.float32, torch.float32)}
 
 
+def test_the_outermost_wrapper_moves_its_arguments_to_the_device_that_it_computes_on(monkeypatch):
+    seen = []
+
+    class Seeing(nn.Linear):
+        def forward(self, x, more):
+            seen.append((x.device.type, more["mask"].device.type, more["name"]))
+            return self.weight.sum()
+
+    model = shard(nn.Sequential(Seeing(2, 2)))
+    model.module.forward = lambda x, more: model.module[0](x, more=more)
+    batch = {"mask": torch.ones(2), "name": "a"}
+    model(torch.ones(1, 2), batch)
+    monkeypatch.setattr(model._unit.root, "device", torch.device("meta"))
+    model(torch.ones(1, 2), batch)
+    assert seen == [("cpu", "cpu", "a"), ("meta", "meta", "a")]
+    assert batch["mask"].device.type == "cpu"
+
+
 def test_original_parameters_are_those_of_the_module_with_their_names():
     module = Mixed()
     names = [name for name, _ in module.named_parameters()]

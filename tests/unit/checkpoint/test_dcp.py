@@ -22,17 +22,17 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint import HDF5Reader, HDF5Writer, open_index
 from hpcfsdp.checkpoint.dcp import names
-from hpcfsdp.checkpoint.dcp.boxes import box_blocks, levels_of
 from hpcfsdp.checkpoint.dcp.names import Entry, Names, Request, place_entries
 from hpcfsdp.checkpoint.dcp.reader import BoxReader
 from hpcfsdp.checkpoint.files import Files, System
-from hpcfsdp.checkpoint.format.tiling import first_untiled
-from hpcfsdp.checkpoint.plan import BLOCK_DTYPE
+from hpcfsdp.checkpoint.plan import BLOCK_DTYPE, box_blocks
 from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.checkpoint.values import plain, rebuilt
 from hpcfsdp.cli.main import main
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointReplacedError
 from hpcfsdp.flat.layout import Box
+from hpcfsdp.reshard.boxes import levels_of
+from hpcfsdp.reshard.rows import first_untiled
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from hpcfsdp.checkpoint import plan as planning
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.plan import plan_alone, plan_save
+from hpcfsdp.checkpoint.plan import SavePlan, check_tiling, plan_alone, plan_save
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.state.shards import LocalShards
@@ -284,3 +284,26 @@ def test_an_unsupported_dtype_is_refused_with_the_tensors_name(dtype):
         plan_save([("model", one("layer.w", dtype))], 1)
     name = str(dtype).removeprefix("torch.")
     assert str(caught.value) == f"'model/layer.w' has dtype {name}, which checkpoints do not hold"
+
+
+@pytest.mark.parametrize(
+    ("edges", "message"),
+    [
+        ((0, 4, 10), r"model/w, \[3, 4\], does not make it up, .* \(no rank has element \[2, 2\]\)"),
+        ((2, 6, 12), r"\(no rank has element \[0, 0\]\)"),
+        ((0, 4, 13), "does not make it up"),
+    ],
+)
+def test_runs_that_do_not_make_up_a_tensor_are_found_before_a_file_is(edges, message):
+    good = StateTensor("v", (8,), torch.float32, Runs.of((0, 5, 8), ((1,), (0,))), ())
+    bad = StateTensor("w", (3, 4), torch.float32, Runs.of(edges, ((0,), (1,))), ())
+    with pytest.raises(CheckpointError, match=message):
+        plan_save([("model", good), ("model", bad)], 2)
+
+
+def test_blocks_that_two_ranks_write_are_named():
+    plan = plan_save([("model", held_by((0,), 12)[1])], 1)
+    twice = np.append(plan.blocks, plan.blocks)
+    twice["rank"], twice["start"], twice["numel"] = (0, 3), (0, 4), (6, 8)
+    with pytest.raises(CheckpointError, match=r"element \[4\] is written by the ranks 0 and 3"):
+        check_tiling(SavePlan(plan.specs, twice, (), 4))

@@ -69,11 +69,11 @@ def test_whole_numbers_wrap_around_for_more_ranks_than_they_can_count():
     assert [value % 256 for value in tensor.tolist()] == [300 % 256, 30000 % 256]
 
 
-def test_the_wire_rounds_what_is_reduced_and_the_output_keeps_its_own_dtype():
+def test_the_sum_is_made_in_its_dtype_and_the_output_keeps_its_own():
     output = torch.empty(1)
-    full = torch.tensor([257.0, 257.0])  # 256 in bfloat16
+    full = torch.tensor([257.0, 257.0])
     comm = FakeCommunicator(1, 2)
-    comm.reduce_scatter_tensor(output, full, "sum", wire=torch.bfloat16, accumulate=torch.float32)
+    comm.reduce_scatter_tensor(output, full, "sum", accumulate=torch.bfloat16)  # 256 in bfloat16
     assert output.item() == 512.0
     comm.reduce_scatter_tensor(output, full, "sum")
     assert output.item() == 514.0

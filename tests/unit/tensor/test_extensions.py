@@ -244,7 +244,7 @@ def test_a_rank_that_is_not_in_the_mesh_has_no_block(rank):
     [
         (Partial(), r"\[Partial\(sum\)\] is not made of blocks"),
         (_StridedShard(0, split_factor=2), "_StridedShard.* is not made of blocks"),
-        (Shard(2), r"shape \[8, 2\] has the placements \[Shard\(dim=2\)\], and no dimension 2"),
+        (Shard(2), r"shape \[8, 2\] has no dimension 2 to be cut along"),
     ],
 )
 def test_placements_that_are_no_blocks(first, placement, why):

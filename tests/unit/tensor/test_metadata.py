@@ -21,7 +21,7 @@ from hpcfsdp._compat import Shard, ShardedTensorMetadata, ShardMetadata, TensorP
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.flat.layout import Box
 from hpcfsdp.tensor import metadata as ours
-from tests.unit.tensor.test_tiling import tilings
+from tests.unit.reshard.test_tiling import tilings
 
 SIZE = 4
 

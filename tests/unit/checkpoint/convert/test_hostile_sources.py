@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from hpcfsdp.checkpoint.convert import pickles, safetensors
 from hpcfsdp.checkpoint.convert.importing import import_checkpoint
@@ -281,3 +281,23 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 def test_a_header_of_many_tensors_takes_little_memory(tmp_path, run_python):
     assert float(run_python(MANY, tmp_path)) < 200  # 420 MiB, when HDF5 had all datasets open
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes", "message"),
+    [
+        ([[0, 0]], [[1, 3]], r"no piece with element \[1, 0\]"),
+        ([[0, 0], [1, 0]], [[2, 3], [1, 3]], r"overlap: both have element \[1, 0\]"),
+        ([[0, 0], [1, 0]], [[1, 3], [2, 3]], "is not within"),
+    ],
+    ids=["gap", "overlap", "outside"],
+)
+def test_pieces_that_do_not_make_up_a_tensor_are_refused(folder, offsets, sizes, message):
+    def cut(metadata):
+        found = metadata.state_dict_metadata["model.w"]
+        assert list(found.size) == [2, 3]
+        pairs = zip(offsets, sizes, strict=True)
+        found.chunks = [ChunkStorageMetadata(torch.Size(begin), torch.Size(size)) for begin, size in pairs]
+
+    change(folder, cut)
+    assert re.search(rf"'model.w'.*{message}", refused(folder))

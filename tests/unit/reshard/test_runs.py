@@ -5,23 +5,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.tensor.runs import (
-    Box,
-    Move,
-    Run,
-    box_runs,
-    chunk_box,
-    chunk_runs,
-    cut_runs,
-    held_runs,
-    intersect,
-    own_runs,
-    run_boxes,
-    shard_runs,
-    whole_box,
-    whole_runs,
-)
+from hpcfsdp.flat.layout import Box, FlatLayout
+from hpcfsdp.reshard.boxes import chunk_box, run_boxes, whole_box
+from hpcfsdp.reshard.runs import Move, Run, box_runs, chunk_runs, cut_runs, intersect, own_runs, shard_runs, whole_runs
 
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple)
 
@@ -127,49 +113,13 @@ def test_runs_end_where_either_block_does():
     assert list(cut_runs(0, columns, columns)) == [Run(0, 0, 6, 0)]
 
 
-def test_runs_of_blocks_side_by_side_are_not_one_in_memory():
-    left, right = Box((0, 0), (2, 2)), Box((0, 2), (2, 2))
-    assert held_runs(0, (2, 4), [left, right]) == [
-        Run(0, 0, 2, 0),
-        Run(0, 2, 2, 4),
-        Run(0, 4, 2, 2),
-        Run(0, 6, 2, 6),
-    ]
-    assert held_runs(0, (2, 4), [left, right], {right}) == [Run(0, 2, 2, 4), Run(0, 6, 2, 6)]
-
-
-@given(st.lists(st.integers(1, 6), max_size=4).map(tuple), st.data())
-def test_the_runs_of_blocks_that_lie_one_after_the_other(shape, data):
-    boxes = data.draw(st.lists(boxes_within(shape), max_size=4))
-    disjoint, seen = [], set()
-    for box in boxes:
-        if seen.isdisjoint(elements_of(shape, box)):
-            disjoint.append(box)
-            seen.update(elements_of(shape, box))
-    memory = [element for box in disjoint for element in elements_of(shape, box)]
-    runs = held_runs(2, shape, disjoint)
-    for index, start, numel, offset in runs:
-        assert index == 2
-        assert memory[offset : offset + numel] == list(range(start, start + numel))
-    assert sum(run.numel for run in runs) == len(memory)
-    assert runs == sorted(runs)
-    for run, after in itertools.pairwise(runs):  # as long as can be
-        end = run.start + run.numel, run.offset + run.numel
-        assert end != (after.start, after.offset)
-    chosen = disjoint[::2]
-    some = held_runs(2, shape, disjoint, chosen)
-    places = {
-        place: offset + n for _, start, numel, offset in some for n, place in enumerate(range(start, start + numel))
-    }
-    assert places == {e: memory.index(e) for box in chosen for e in elements_of(shape, box)}
-
-
 @given(st.lists(st.integers(0, 6), max_size=4).map(tuple), st.data())
-def test_a_stretch_as_blocks_is_one_run_again(shape, data):
+def test_blocks_of_a_run_hold_its_elements_in_their_order(shape, data):
     total = math.prod(shape)
     start = data.draw(st.integers(0, total))
     numel = data.draw(st.integers(0, total - start))
-    assert held_runs(0, shape, run_boxes(shape, start, numel)) == [Run(0, start, numel, 0)] * bool(numel)
+    elements = [element for box in run_boxes(shape, start, numel) for element in elements_of(shape, box)]
+    assert elements == list(range(start, start + numel))
 
 
 @st.composite

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.checkpoint.dcp.boxes import Box, box_blocks
 from hpcfsdp.checkpoint.extents import check_extents
-from hpcfsdp.checkpoint.format import tiling
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.format.tiling import TilingError, byte_stretches, first_untiled
-from hpcfsdp.checkpoint.plan import BLOCK_DTYPE
+from hpcfsdp.checkpoint.plan import BLOCK_DTYPE, box_blocks
 from hpcfsdp.errors import CheckpointCorruptError
+from hpcfsdp.flat.layout import Box
+from hpcfsdp.reshard import rows as tiling
+from hpcfsdp.reshard.rows import TilingError, byte_stretches, first_untiled
 
 FIELDS = ["tensor", "count", "start", "numel", "stride"]
 

@@ -1,9 +1,9 @@
-"""Whether rows of runs tile tensors, and which bytes they take. Pure; needs numpy alone.
+"""Whether rows of runs tile tensors, and which bytes they take. Pure.
 
 A row is `count` runs of `numel` elements, of which each begins `stride` elements after the one before it. A few bytes
 of a file can tell of millions of runs, so rows are taken as rectangles rather than run by run: where the rows of a
-stretch have one stride, its elements are a matrix with that many columns. Time and memory grow with the number of rows.
-What is so irregular that rows have to be cut into parts is cut into up to ``MOST_PARTS``.
+stretch have one stride, its elements are a matrix with that many columns, which they have to tile. Time and memory grow
+with the number of rows. What is so irregular that rows have to be cut into parts is cut into up to ``MOST_PARTS``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpcfsdp.reshard.tiling import uneven_corners
+
 MOST_PARTS = 1 << 22
 """Into which rows of one stretch are cut where they do not fit each other: about 400 MiB."""
 
-_MOST_ELEMENTS = 1 << 62
-"""Sums of two places are exact in int64."""
+MOST_ELEMENTS = 1 << 60
+"""Sums of places, and of corners, are exact in int64."""
 
 
 class TilingError(ValueError):
@@ -37,14 +39,14 @@ def first_untiled(rows: np.ndarray, numels: Sequence[int]) -> int | None:
 
     Args:
         rows: with the fields `tensor`, `count`, `start`, `numel` and `stride`, in any order.
-        numels: elements by tensor; less than 2^62 in all.
+        numels: elements by tensor; less than ``MOST_ELEMENTS`` in all.
 
     Raises:
         TilingError: they are too irregular.
         ValueError: a row is of a tensor that is not there, or there are too many elements.
     """
     sizes = [int(numel) for numel in numels]
-    if sum(sizes) >= _MOST_ELEMENTS:
+    if sum(sizes) >= MOST_ELEMENTS:
         raise ValueError(f"{sum(sizes)} elements are more than any file has")
     if len(rows) and int(rows["tensor"].max()) >= len(sizes):
         raise ValueError(f"there is no tensor {int(rows['tensor'].max())}, only {len(sizes)}")
@@ -199,37 +201,28 @@ def _first_bad(lines: _Lines, of: np.ndarray, lengths: np.ndarray, lows: np.ndar
 
 def _untiled(lines: _Lines, of: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
     """Which clusters their rows do not tile; None if that takes too many parts."""
-    most = MOST_PARTS + 4 * len(of)
     widths = _widths(lines, of, lengths)
     odd = (lines.counts > 1) & (lines.strides != widths[of])
-    if int(lines.counts[odd].sum()) > most:
+    if int(lines.counts[odd].sum()) > MOST_PARTS + 4 * len(of):
         return None
     of, lines = np.append(of[~odd], np.repeat(of[odd], lines.counts[odd])), _joined(lines, odd)
-    # Each cluster as a matrix. Those of all clusters stand below each other, with one row left out between them.
-    heights = -(-lengths // widths)
-    tops = np.cumsum(heights + 1) - heights - 1
-    of, high, low, left, right = _rectangles(lines, of, widths)
-    edges = np.unique(np.append(tops[of] + high, tops[of] + low))
-    first, end = np.searchsorted(edges, tops[of] + high), np.searchsorted(edges, tops[of] + low)
-    if int((end - first).sum()) > most:
-        return None
-    which, within = _repeated(end - first)
-    band = first[which] + within  # rows between one edge and the next
-    order = np.lexsort((left[which], band))
-    band, which = band[order], which[order]
-    is_first, is_last = np.diff(band, prepend=-1) != 0, np.diff(band, append=-1) != 0
-    of, left, right = of[which], left[which], right[which]
-    # The last row of a cluster may end early.
-    is_tail = (edges[band] == tops[of] + heights[of] - 1) & is_last
-    ends = np.where(is_tail, lengths[of] - (heights[of] - 1) * widths[of], widths[of])
-    wrong = left != np.where(is_first, 0, np.roll(right, 1))
-    wrong |= is_last & (right != ends)
+    # Each cluster as a matrix: its rows are rectangles of it, and so is all of it, which counts against them.
+    number, once = np.arange(len(lengths)), np.ones_like(lengths)
+    wholes = _Lines(np.zeros_like(lengths), lengths, once, lengths)
+    signs = np.append(np.ones(len(of), np.int64), -once)
+    of, lines = np.append(of, number), _Lines(*map(np.append, lines, wholes))
+    which, top, bottom, left, right = _rectangles(lines, widths[of])
+    of, signs = of[which], signs[which]
+    # A corner is one number. Behind each line of a matrix, and behind the last, there is a place for the ends.
+    spans = widths + 1
+    bases = np.cumsum((-(-lengths // widths) + 1) * spans)
+    bases = np.append(0, bases[:-1])
+    corners = np.concatenate(
+        [bases[of] + row * spans[of] + column for row in (top, bottom) for column in (left, right)]
+    )
+    uneven = uneven_corners(corners[:, None], np.concatenate([signs, -signs, -signs, signs]))[:, 0]
     bad = np.zeros(len(lengths), bool)
-    bad[of[wrong]] = True
-    # Each edge but the last of a cluster begins a band.
-    empty = np.setdiff1d(np.arange(len(edges)), band)
-    owners = np.searchsorted(tops, edges[empty], side="right") - 1
-    bad[owners[edges[empty] != tops[owners] + heights[owners]]] = True
+    bad[np.searchsorted(bases, uneven, side="right") - 1] = True
     return bad
 
 
@@ -253,20 +246,20 @@ def _joined(lines: _Lines, odd: np.ndarray) -> _Lines:
     return _Lines(*map(np.append, lines.pick(~odd), lines.pick(odd).expanded()))
 
 
-def _rectangles(lines: _Lines, of: np.ndarray, widths: np.ndarray) -> tuple[np.ndarray, ...]:
+def _rectangles(lines: _Lines, width: np.ndarray) -> tuple[np.ndarray, ...]:
     """Rows as rectangles of matrices that are as wide as their strides.
 
     Returns:
-        Of each rectangle its cluster, first row, end of rows, first column, and end of columns.
+        Of each rectangle which row it is of, first line, end of lines, first column, and end of columns.
     """
-    width = widths[of]
+    which = np.arange(len(width))
     row, column = lines.begins // width, lines.begins % width
     head = np.minimum(lines.numels, width - column)
     full, tail = np.divmod(lines.numels - head, width)  # a run of one that goes on over whole rows, and into the next
     after = row + 1 + full
     zero = np.zeros_like(width)
     has_full, has_tail = full > 0, tail > 0
-    head_parts = of, row, row + lines.counts, column, column + head
-    full_parts = (part[has_full] for part in (of, row + 1, after, zero, width))
-    tail_parts = (part[has_tail] for part in (of, after, after + lines.counts, zero, tail))
+    head_parts = which, row, row + lines.counts, column, column + head
+    full_parts = (part[has_full] for part in (which, row + 1, after, zero, width))
+    tail_parts = (part[has_tail] for part in (which, after, after + lines.counts, zero, tail))
     return tuple(map(np.concatenate, zip(head_parts, full_parts, tail_parts, strict=True)))

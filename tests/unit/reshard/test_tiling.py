@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hpcfsdp.flat.layout import Box
-from hpcfsdp.tensor.tiling import Fault, find_fault, find_outside
+from hpcfsdp.reshard.tiling import Fault, find_fault, find_outside
 
 
 @st.composite

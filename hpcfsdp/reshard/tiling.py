@@ -62,43 +62,40 @@ def find_fault(shape: Sequence[int], blocks: Sequence[Block]) -> Fault | None:
     Time and memory grow with the corners of the blocks, sorted: ``n log n``. Blocks without elements are nowhere.
     """
     begins = np.array([block.offsets for block in blocks], dtype=np.int64).reshape(len(blocks), len(shape))
-    ends = begins + np.array([block.sizes for block in blocks], dtype=np.int64).reshape(len(blocks), len(shape))
-    extents = np.array(shape, dtype=np.int64)
+    sizes = np.array([block.sizes for block in blocks], dtype=np.int64).reshape(len(blocks), len(shape))
+    return first_fault(np.array(shape, dtype=np.int64), begins, begins + sizes)
+
+
+def first_fault(extents: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> Fault | None:
+    """The same of arrays, int64: the sizes of the tensor, and the corners of blocks, (blocks, dimensions)."""
     held = (ends > begins).all(axis=1)
     if not (extents > 0).all():
         return None
     # A dimension that nothing is cut along has no corners of its own.
-    cut = [
-        dim for dim in range(len(shape)) if (begins[held, dim] != 0).any() or (ends[held, dim] != extents[dim]).any()
-    ]
-    first = _first_step(
-        np.concatenate([begins[held][:, cut], np.zeros((1, len(cut)), dtype=np.int64)]),
-        np.concatenate([ends[held][:, cut], extents[None, cut]]),
-        np.concatenate([np.ones(held.sum(), dtype=np.int64), [-1]]),
-    )
-    if first is None:
+    cut = np.flatnonzero((begins[held] != 0).any(axis=0) | (ends[held] != extents).any(axis=0))
+    lows = np.concatenate([begins[held][:, cut], np.zeros((1, len(cut)), dtype=np.int64)])
+    highs = np.concatenate([ends[held][:, cut], extents[None, cut]])
+    signs = np.concatenate([np.ones(held.sum(), dtype=np.int64), [-1]])
+    sides = list(itertools.product((False, True), repeat=len(cut)))
+    corners = np.concatenate([np.where(np.array(side, dtype=bool), highs, lows) for side in sides])
+    uneven = uneven_corners(corners, np.concatenate([signs * (-1) ** sum(side) for side in sides]))
+    if not len(uneven):
         return None
-    element = np.zeros(len(shape), dtype=np.int64)
-    element[cut] = first
+    element = np.zeros(len(extents), dtype=np.int64)
+    element[cut] = uneven[0]
     holding = np.flatnonzero(((begins <= element) & (element < ends)).all(axis=1))
     return Fault(tuple(element.tolist()), tuple(holding[:2].tolist()))
 
 
-def _first_step(begins: np.ndarray, ends: np.ndarray, signs: np.ndarray) -> np.ndarray | None:
-    """Where the weighted sum of blocks first differs from zero, in row-major order.
+def uneven_corners(corners: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """The different corners, in row-major order, at which the steps do not add up to zero.
 
     Args:
-        begins, ends: (blocks, dimensions).
-        signs: the weight of each block.
+        corners: (corners, dimensions), those of the whole among them with the opposite steps.
+        steps: up or down, 1-D.
     """
-    dims = begins.shape[1]
-    if dims == 0:
-        return None if signs.sum() == 0 else np.zeros(0, dtype=np.int64)
-    sides = list(itertools.product((False, True), repeat=dims))
-    corners = np.concatenate([np.where(np.array(side), ends, begins) for side in sides])
-    steps = np.concatenate([signs * (-1) ** sum(side) for side in sides])
-    order = np.lexsort(corners.T[::-1])
-    corners, steps = corners[order], steps[order]
-    starts = np.flatnonzero(np.concatenate([[True], (corners[1:] != corners[:-1]).any(axis=1)]))
-    left = np.flatnonzero(np.add.reduceat(steps, starts))
-    return corners[starts[left[0]]] if len(left) else None
+    if corners.shape[1]:
+        order = np.lexsort(corners.T[::-1])
+        corners, steps = corners[order], steps[order]
+    starts = np.flatnonzero(np.append(True, (corners[1:] != corners[:-1]).any(axis=1)))
+    return corners[starts[np.add.reduceat(steps, starts) != 0]]

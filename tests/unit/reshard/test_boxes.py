@@ -7,7 +7,8 @@ import h5py
 import numpy as np
 from hypothesis import given, strategies as st
 
-from hpcfsdp.checkpoint.format.boxes import boxes_of, numel_of, select
+from hpcfsdp.checkpoint.format.skeleton import select
+from hpcfsdp.reshard.boxes import joined_boxes
 
 
 @st.composite
@@ -21,10 +22,10 @@ def shapes_and_runs(draw):
 def test_boxes_hold_the_elements_in_their_order(case):
     shape, runs = case
     elements = np.arange(math.prod(shape)).reshape(shape)
-    found = boxes_of(shape, runs)
-    values = [elements[tuple(map(slice, *box))].reshape(-1).tolist() for box in found]
+    found = joined_boxes(shape, runs)
+    values = [elements[box.slices].reshape(-1).tolist() for box in found]
     assert list(chain.from_iterable(values)) == [element for begin, end in runs for element in range(begin, end)]
-    assert [len(part) for part in values] == [numel_of(box) for box in found]
+    assert [len(part) for part in values] == [box.numel for box in found]
     assert len(found) <= len(runs) * (2 * len(shape) - 1)
     space = h5py.h5s.create_simple(shape)
     select(space, found)
@@ -33,11 +34,11 @@ def test_boxes_hold_the_elements_in_their_order(case):
 
 def test_rows_of_a_block_of_columns_are_one_box():
     runs = [(row * 10 + 2, row * 10 + 5) for row in range(3, 8)]
-    assert boxes_of((10, 10), runs) == [((3, 2), (8, 5))]
-    assert boxes_of((2, 5, 10), [(row * 10 + 2, row * 10 + 5) for row in range(10)]) == [((0, 0, 2), (2, 5, 5))]
+    assert joined_boxes((10, 10), runs) == [((3, 2), (5, 3))]
+    assert joined_boxes((2, 5, 10), [(row * 10 + 2, row * 10 + 5) for row in range(10)]) == [((0, 0, 2), (2, 5, 3))]
 
 
 def test_whole_tensors_are_one_box():
-    assert boxes_of((3, 4, 5), [(0, 60)]) == [((0, 0, 0), (3, 4, 5))]
-    assert boxes_of((7,), [(2, 3), (3, 6)]) == [((2,), (6,))]
-    assert boxes_of((7, 2), []) == []
+    assert joined_boxes((3, 4, 5), [(0, 60)]) == [((0, 0, 0), (3, 4, 5))]
+    assert joined_boxes((7,), [(2, 3), (3, 6)]) == [((2,), (4,))]
+    assert joined_boxes((7, 2), []) == []

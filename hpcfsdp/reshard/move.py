@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hpcfsdp.comm import Communicator
-from hpcfsdp.tensor.runs import Move, Run, intersect
+from hpcfsdp.reshard.runs import Move, Run, intersect
 
 RunsOf = Callable[[int], Sequence[Run]]
 """The runs that a rank holds."""

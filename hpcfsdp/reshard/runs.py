@@ -1,8 +1,8 @@
-"""Which elements of which tensor lie where: runs, boxes, and the moves from one distribution to another.
+"""Which elements of which tensor lie where, as runs, and the moves from one distribution to another. Pure.
 
-All of it is pure, made from shapes alone. A run is a stretch of one tensor's elements, in row-major order, that some
-memory holds without a gap. A flat parameter's shard, a chunk of rows, a box in the middle of a matrix and a whole
-tensor are all lists of runs, so one plan moves values between any two of them.
+A run is consecutive elements of one tensor, in row-major order, that some memory holds without a gap. A flat
+parameter's shard, a chunk of rows, a box in the middle of a matrix and a whole tensor are all lists of runs, so one
+plan moves values between any two of them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from hpcfsdp.flat.layout import Box, FlatLayout
+from hpcfsdp.reshard.boxes import chunk_box, whole_box
 
 
 class Run(NamedTuple):
@@ -37,19 +38,6 @@ class Move(NamedTuple):
     target: int
     """First element within the memory they go to."""
     numel: int
-
-
-def chunk_box(shape: Sequence[int], num_chunks: int, chunk: int) -> Box | None:
-    """The rows that a chunk along the first dimension has, None if it has none.
-
-    As ``torch.chunk`` and DTensor's ``Shard(0)`` cut: all chunks have equally many rows but for the last ones, which
-    have fewer, or none. A tensor without rows is the first chunk.
-    """
-    rows = -(-shape[0] // num_chunks)
-    begin, end = min(chunk * rows, shape[0]), min((chunk + 1) * rows, shape[0])
-    if begin == end and (chunk or shape[0]):
-        return None
-    return Box((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]))
 
 
 def whole_runs(shapes: Sequence[Sequence[int]]) -> list[Run]:
@@ -114,7 +102,7 @@ def cut_runs(index: int, frame: Box, box: Box, offset: int = 0) -> Iterator[Run]
     inner = len(sizes)  # dimensions from here on are whole in both
     while inner and sizes[inner - 1] == frame.sizes[inner - 1] == box.sizes[inner - 1]:
         inner -= 1
-    inner = max(0, inner - 1)  # of the innermost one that is not, a run has a stretch
+    inner = max(0, inner - 1)  # of the innermost one that is not, a run has some
     numel = math.prod(sizes[inner:])
     in_frame, in_box = _row_major(frame.sizes), _row_major(box.sizes)
     start = sum((begin - at) * step for begin, at, step in zip(begins, frame.offsets, in_frame, strict=True))
@@ -125,61 +113,6 @@ def cut_runs(index: int, frame: Box, box: Box, offset: int = 0) -> Iterator[Run]
         yield Run(index, start + there, numel, offset + here)
 
 
-def held_runs(
-    index: int, shape: Sequence[int], boxes: Iterable[Box], chosen: Container[Box] | None = None
-) -> list[Run]:
-    """The runs of blocks that lie in memory one after the other, ascending, as long as can be.
-
-    Of those `chosen`, if they are given.
-    """
-    runs: list[Run] = []
-    offset = 0
-    for box in boxes:
-        if chosen is None or box in chosen:
-            runs += cut_runs(index, whole_box(shape), box, offset)
-        offset += box.numel
-    found: list[Run] = []
-    for run in sorted(runs):
-        last = found[-1] if found else None
-        if last and last.start + last.numel == run.start and last.offset + last.numel == run.offset:
-            found[-1] = last._replace(numel=last.numel + run.numel)
-        else:
-            found.append(run)
-    return found
-
-
-def whole_box(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
-    return Box((0,) * len(shape), tuple(shape))
-
-
-def run_boxes(shape: Sequence[int], start: int, numel: int) -> list[Box]:
-    """The blocks that are, one after the other, a stretch of a tensor's elements in row-major order.
-
-    At most two for each dimension: what is left of a row, then of a matrix, and so on, all whole ones, and back.
-    """
-    if not numel:
-        return []
-    if not shape:
-        return [Box((), ())]
-    step = math.prod(shape[1:])
-    first, into = divmod(start, step)
-    last, left = divmod(start + numel, step)
-    if first == last:
-        return [_within_row(first, box) for box in run_boxes(shape[1:], into, numel)]
-    found = []
-    if into:
-        found += [_within_row(first, box) for box in run_boxes(shape[1:], into, step - into)]
-        first += 1
-    if last > first:
-        found.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
-    return found + [_within_row(last, box) for box in run_boxes(shape[1:], 0, left)]
-
-
-def _within_row(row: int, box: Box) -> Box:
-    return Box((row, *box.offsets), (1, *box.sizes))
-
-
 def _row_major(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
@@ -187,8 +120,8 @@ def _row_major(shape: Sequence[int]) -> list[int]:
 def intersect(sources: Sequence[Run], targets: Sequence[Run]) -> list[Move]:
     """What of `targets` can come from `sources`, in the order of tensors and elements.
 
-    Both are in that order, and neither holds an element twice. It takes time in proportion to the stretches of both in
-    which they overlap.
+    Both are in that order, and neither holds an element twice. It takes time in proportion to the runs of both where
+    they overlap.
     """
     if not sources or not targets:
         return []

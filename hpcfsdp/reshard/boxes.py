@@ -1,0 +1,136 @@
+"""Boxes of tensors: chunks of rows, runs of elements as boxes, and boxes as runs. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hpcfsdp.flat.layout import Box
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def chunk_box(shape: Sequence[int], num_chunks: int, chunk: int) -> Box | None:
+    """The rows that a chunk along the first dimension has, None if it has none.
+
+    As ``torch.chunk`` and DTensor's ``Shard(0)`` cut: all chunks have equally many rows but for the last ones, which
+    have fewer, or none. A tensor without rows is the first chunk.
+    """
+    rows = -(-shape[0] // num_chunks)
+    begin, end = min(chunk * rows, shape[0]), min((chunk + 1) * rows, shape[0])
+    if begin == end and (chunk or shape[0]):
+        return None
+    return Box((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]))
+
+
+def run_boxes(shape: Sequence[int], start: int, numel: int) -> list[Box]:
+    """The boxes that are, one after the other, `numel` elements of a tensor from `start` on, in row-major order.
+
+    At most two for each dimension: what is left of a row, then of a matrix, and so on, all whole ones, and back.
+    """
+    if not numel:
+        return []
+    if not shape:
+        return [Box((), ())]
+    step = math.prod(shape[1:])
+    first, into = divmod(start, step)
+    last, left = divmod(start + numel, step)
+    if first == last:
+        return [_within_row(first, box) for box in run_boxes(shape[1:], into, numel)]
+    found = []
+    if into:
+        found += [_within_row(first, box) for box in run_boxes(shape[1:], into, step - into)]
+        first += 1
+    if last > first:
+        found.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    return found + [_within_row(last, box) for box in run_boxes(shape[1:], 0, left)]
+
+
+def _within_row(row: int, box: Box) -> Box:
+    return Box((row, *box.offsets), (1, *box.sizes))
+
+
+def joined_boxes(shape: Sequence[int], runs: Iterable[tuple[int, int]]) -> list[Box]:
+    """Few boxes that hold these elements; passing through them one after the other is the order of the runs.
+
+    Args:
+        shape: of the tensor, of at least one dimension and one element.
+        runs: (first element, end), in row-major order, ascending and not overlapping.
+    """
+    found: list[Box] = []
+    for begin, end in runs:
+        for box in run_boxes(shape, begin, end - begin):
+            found.append(box)
+            # A box that is completed may join the one before it in turn: a row, then a plane of rows.
+            while len(found) > 1 and (joined := _joined(found[-2], found[-1])) is not None:
+                found[-2:] = [joined]
+    return _settled(found)
+
+
+def _settled(boxes: list[Box]) -> list[Box]:
+    """Join neighbours until none is left that can be."""
+    while True:
+        found: list[Box] = []
+        for box in boxes:
+            joined = _joined(found[-1], box) if found else None
+            if joined is None:
+                found.append(box)
+            else:
+                found[-1] = joined
+        if len(found) == len(boxes):
+            return found
+        boxes = found
+
+
+def _joined(left: Box, right: Box) -> Box | None:
+    """Both as one box, if passing through it passes through the left one first and then the right one."""
+    for dim, (begin, size, after) in enumerate(zip(left.offsets, left.sizes, right.offsets, strict=True)):
+        behind = slice(dim + 1, None)
+        if begin + size == after and left.offsets[behind] == right.offsets[behind]:
+            if left.sizes[behind] != right.sizes[behind]:
+                return None
+            return Box(left.offsets, (*left.sizes[:dim], size + right.sizes[dim], *left.sizes[behind]))
+        if begin != after or size != 1 or right.sizes[dim] != 1:
+            return None
+    return None
+
+
+class Levels(NamedTuple):
+    """A box as nested repetitions of one run.
+
+    Attributes:
+        start: the first element, counted in the whole tensor.
+        numel: of each run.
+        repeated: (how often, how many elements later each time), outermost first.
+    """
+
+    start: int
+    numel: int
+    repeated: list[tuple[int, int]]
+
+    def starts(self, depth: int) -> np.ndarray:
+        """Where the repetitions of the `depth` outermost levels begin, int64, 1-D, in the order of the box."""
+        found = np.array([self.start], np.int64)
+        for count, stride in self.repeated[:depth]:
+            found = (found[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
+        return found
+
+
+def levels_of(shape: Sequence[int], box: Box) -> Levels:
+    """The fewest levels that a box with elements has in a tensor of a shape."""
+    start, stride, repeated = 0, 1, []
+    for whole, begin, size in zip(reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True):
+        start += begin * stride
+        if repeated and repeated[-1][0] * repeated[-1][1] == stride:  # goes on where the inner ones end
+            repeated[-1] = repeated[-1][0] * size, repeated[-1][1]
+        elif size > 1:
+            repeated.append((size, stride))
+        stride *= whole
+    numel = repeated.pop(0)[0] if repeated and repeated[0][1] == 1 else 1
+    return Levels(start, numel, repeated[::-1])

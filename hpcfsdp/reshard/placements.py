@@ -1,0 +1,137 @@
+"""Which blocks of a tensor the ranks of a mesh have, as ``DTensor`` placements cut it. Pure: for any imagined mesh."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import Shard as ShardAlong
+from torch.distributed.tensor.placement_types import Placement
+
+from hpcfsdp.errors import ShardingError
+from hpcfsdp.flat.layout import Box
+from hpcfsdp.reshard.boxes import whole_box
+
+
+def mesh_blocks(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[Placement]) -> dict[int, Box]:
+    """The one block of each rank of a mesh, in its row-major order. One without elements begins at a dimension's end.
+
+    Args:
+        shape: of the whole.
+        ranks: the mesh, as ``DeviceMesh.mesh``.
+        placements: ``Replicate`` or ``Shard``, for each of its dimensions.
+
+    Raises:
+        ShardingError: another placement, too many or too few, or one along a dimension that the tensor does not have.
+    """
+    for placement in placements:
+        if type(placement) is not ShardAlong and not placement.is_replicate():
+            raise ShardingError(
+                f"a DTensor with the placements {list(placements)} is not made of blocks: redistribute it to Shard "
+                "and Replicate first"
+            )
+    found = {}
+    for rank, spans in zip(ranks.flatten().tolist(), _spans_by_place(shape, ranks, placements), strict=True):
+        found[rank] = _box([of[0] if of else (size, size) for of, size in zip(spans, shape, strict=True)])
+    return found
+
+
+def mesh_boxes(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[Placement]) -> dict[int, list[Box]]:
+    """What each rank has of a ``DTensor``: one block, or none, but for ``_StridedShard``, which can leave it several.
+
+    Several are parts of the local tensor, and do not lie one after the other if they are cut along an inner dimension.
+    Blocks without elements are left out; a tensor without any is a block of the first rank.
+
+    Args:
+        shape: of the whole.
+        ranks: the mesh, as ``DeviceMesh.mesh``.
+        placements: for each of its dimensions, which cut one after the other.
+
+    Raises:
+        ShardingError: there are more or fewer of them, one is no cut (a sum that is pending), or it is along a
+            dimension that the tensor does not have.
+    """
+    by_place = _spans_by_place(shape, ranks, placements)
+    if not math.prod(shape):
+        return {int(ranks.flatten()[0]): [whole_box(shape)]}
+    found = {}
+    for rank, spans in zip(ranks.flatten().tolist(), by_place, strict=True):
+        boxes = [_box(corners) for corners in itertools.product(*spans)]
+        if boxes:
+            found[rank] = boxes
+    return found
+
+
+def _spans_by_place(
+    shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[Placement]
+) -> list[tuple[list[tuple[int, int]], ...]]:
+    if len(placements) != ranks.ndim:
+        raise ShardingError(f"{len(placements)} placement(s) are for a mesh of as many dimensions, not {ranks.ndim}")
+    return _spans_on_mesh(tuple(shape), tuple(ranks.shape), tuple(placements))
+
+
+@functools.lru_cache(maxsize=64)  # a model has few shapes, and many tensors
+def _spans_on_mesh(
+    shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]
+) -> list[tuple[list[tuple[int, int]], ...]]:
+    """By place of a mesh, in row-major order, what it has of each dimension, as (begin, end)."""
+    cuts: list[list[tuple[int, int]]] = [[] for _ in shape]  # by dimension, (that of the mesh, strides)
+    for axis, placement in enumerate(placements):
+        if placement.is_replicate():
+            continue
+        dim = getattr(placement, "dim", None)
+        if dim is None:
+            raise ShardingError(
+                f"a DTensor with placements {tuple(placements)} has no values of its own: redistribute it first"
+            )
+        if not -len(shape) <= dim < len(shape):
+            raise ShardingError(f"a tensor of shape {list(shape)} has no dimension {dim} to be cut along: {placement}")
+        cuts[dim].append((axis, getattr(placement, "split_factor", 1)))
+    tables = [_spans(size, [(mesh[axis], n) for axis, n in of]) for size, of in zip(shape, cuts, strict=True)]
+    return [
+        tuple(table[tuple(place[axis] for axis, _ in of)] for table, of in zip(tables, cuts, strict=True))
+        for place in itertools.product(*map(range, mesh))
+    ]
+
+
+def _box(spans: Sequence[tuple[int, int]]) -> Box:
+    return Box(tuple(begin for begin, _ in spans), tuple(end - begin for begin, end in spans))
+
+
+def _spans(size: int, cuts: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], list[tuple[int, int]]]:
+    """What each place has of a dimension, as (begin, end), that is cut into (parts, strides) one after the other."""
+    table: dict[tuple[int, ...], list[tuple[int, int]]] = {(): [(0, size)]}
+    for parts, strides in cuts:
+        table = {
+            (*place, part): _strided_part(spans, parts, strides, part)
+            for place, spans in table.items()
+            for part in range(parts)
+        }
+    return table
+
+
+def _strided_part(spans: Sequence[tuple[int, int]], parts: int, strides: int, part: int) -> list[tuple[int, int]]:
+    """The same part of each stride, which are equal parts themselves."""
+    found: list[tuple[int, int]] = []
+    for stride in range(strides):
+        for begin, end in _part(_part(spans, strides, stride), parts, part):
+            if found and found[-1][1] == begin:
+                begin = found.pop()[0]
+            found.append((begin, end))
+    return found
+
+
+def _part(spans: Sequence[tuple[int, int]], parts: int, part: int) -> list[tuple[int, int]]:
+    """As ``torch.chunk`` cuts: the last parts are smaller, or there are none."""
+    total = sum(end - begin for begin, end in spans)
+    step = -(-total // parts)
+    first, stop = min(part * step, total), min((part + 1) * step, total)
+    found = []
+    for begin, end in spans:
+        if max(first, 0) < min(stop, end - begin):
+            found.append((begin + max(first, 0), begin + min(stop, end - begin)))
+        first, stop = first - (end - begin), stop - (end - begin)
+    return found
