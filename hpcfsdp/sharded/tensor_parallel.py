@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,17 +19,17 @@ from hpcfsdp.errors import EngineError, ShardingError
 from hpcfsdp.flat.held import set_grad
 from hpcfsdp.flat.layout import Box, TensorBlock
 from hpcfsdp.sharded import managed
-from hpcfsdp.sharded.groups import Groups, TPGroup, tp_group
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.tensor.whole import whole_of
 
 
 def with_tp_group(
-    groups: Groups,
+    groups: UnitMesh,
     module: nn.Module,
     meshes: Mapping[str, DeviceMesh],
     unit: str,
     ignored: Collection[torch.Tensor] = (),
-) -> Groups:
+) -> UnitMesh:
     """Collective over the unit's ranks and the mesh, if there is one. The groups, with the ranks of DTensors.
 
     Args:
@@ -41,10 +41,10 @@ def with_tp_group(
         ShardingError: on all of the unit's ranks; DTensors of one model lie on different meshes, on a mesh without this
             rank, or on ranks that the unit is sharded over.
     """
-    sharing = groups.all_global_ranks() if dist.is_initialized() else ()
-    with raise_together_over(groups.connecting()):
+    sharing = groups.ranks("replicate", "shard") if dist.is_initialized() else ()
+    with raise_together_over(groups.lines()):
         mesh = _mesh_of(module, meshes, unit, sharing, ignored)
-    return groups if mesh is None else replace(groups, tensor=tp_group(mesh))
+    return groups.with_tensor(mesh)
 
 
 def _mesh_of(
@@ -111,7 +111,7 @@ def _describe(mesh: DeviceMesh) -> str:
     return f"{mesh.mesh.tolist()}" + (f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else "")
 
 
-def block_of(fqn: str, param: DTensor, ranks: TPGroup) -> TensorBlock:
+def block_of(fqn: str, param: DTensor, unit_mesh: UnitMesh) -> TensorBlock:
     """Which part of a parameter this rank has, and the others of the mesh. Not collective.
 
     Raises:
@@ -131,8 +131,8 @@ def block_of(fqn: str, param: DTensor, ranks: TPGroup) -> TensorBlock:
             )
     blocks = _compat.blocks_on_mesh(shape, tuple(mesh.mesh.shape), tuple(param.placements))
     by_rank = dict(zip(mesh.mesh.flatten().tolist(), blocks, strict=True))
-    boxes = tuple(Box(*by_rank[rank]) for rank in ranks.global_ranks)
-    return TensorBlock(shape, boxes, ranks.comm.rank, tuple(param.placements))
+    boxes = tuple(Box(*by_rank[rank]) for rank in unit_mesh.ranks("tensor"))
+    return TensorBlock(shape, boxes, unit_mesh.tensor.rank, tuple(param.placements))
 
 
 def leaf_of(param: DTensor) -> nn.Parameter:
@@ -148,14 +148,14 @@ def as_dtensor(leaf: torch.Tensor, block: TensorBlock, mesh: DeviceMesh) -> DTen
     return DTensor.from_local(leaf, mesh, block.placements, run_check=False, shape=shape, stride=block.stride)
 
 
-def replicated_grad(param: nn.Parameter, tensor: TPGroup | None) -> tuple[int, torch.Tensor]:
-    """Collective over the mesh of a ``DTensor``, unless it is that of `tensor` and its gradient is no sum to come.
+def replicated_grad(param: nn.Parameter, unit_mesh: UnitMesh) -> tuple[int, torch.Tensor]:
+    """Collective over the mesh of a ``DTensor``, unless it is that of the unit and its gradient is no sum to come.
 
-    The gradient of a parameter that no unit has, as far as it is here, with how many of the ranks of `tensor` have the
+    The gradient of a parameter that no unit has, as far as it is here, with how many tensor-parallel ranks have the
     same; all of it where it lies on other ranks.
     """
-    num_blocks = 1 if tensor is None else tensor.comm.size
-    if tensor is None or not isinstance(param, DTensor) or param.device_mesh != tensor.mesh:
+    num_blocks = unit_mesh.size("tensor")
+    if not isinstance(param, DTensor) or param.device_mesh != unit_mesh.tensor_mesh:
         return num_blocks, whole_of(param.grad)
     if param.grad.placements != param.placements:
         param.grad = param.grad.redistribute(placements=param.placements)

@@ -13,8 +13,8 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.engine.root import Root
 from hpcfsdp.engine.unit import ComputedView, Unit
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.sharded.own import Ignored, OwnParams
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 
 WRAPPED = "_fsdp_wrapped_module"
 """The name that a wrapper has for its module."""
@@ -61,7 +61,7 @@ class ShardedUnit(Unit):
         flats: Sequence[FlatParam],
         views: Sequence[ComputedView],
         *,
-        groups: Groups,
+        groups: UnitMesh,
         own: OwnParams,
         ignored: Ignored,
         use_orig_params: bool,
@@ -98,7 +98,7 @@ class ShardedUnit(Unit):
     @property
     def comm(self) -> Communicator:
         """All ranks of the unit, replicas too; only the shards of hybrid groups that do not make up the world."""
-        return self.groups.everyone or self.groups.shard
+        return self.groups.data or self.groups.shard
 
 
 def unit_of(module: nn.Module) -> ShardedUnit | None:

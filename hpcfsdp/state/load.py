@@ -17,8 +17,8 @@ from hpcfsdp.errors import HpcfsdpError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout, ParamSlot
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded import unshard
-from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.model import has_extra_state
 from hpcfsdp.state.rank0 import FROM_RANK0, Rank0Source, checked
 from hpcfsdp.state.ranks import ranks_of_model
@@ -120,7 +120,7 @@ def agree(reading: Reading, read: Callable[[], None]) -> Agreed:
             unshard.check_at_rest(unit, "load_state_dict")
     if dist.is_initialized():
         for unit in reading.units:
-            unit.groups.source_ranks()  # known from here on, whatever this rank finds
+            unit.groups.ranks(unit.groups.dtensor_dim, "tensor")  # known from here on, whatever this rank finds
     problem: Exception | None = None
     try:
         read()
@@ -259,7 +259,7 @@ def _copied(state: Any) -> Any:
         return state
 
 
-def _fill(groups: Groups, flat: FlatParam, layout: FlatLayout, values: list[Any]) -> None:
+def _fill(groups: UnitMesh, flat: FlatParam, layout: FlatLayout, values: list[Any]) -> None:
     """Collective over the ranks of `groups`. Copy values into the shard, cut as `layout` says."""
     shard, moves = (
         flat.parameter.data,

@@ -12,8 +12,8 @@ from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded.groups import Groups, Team
 from hpcfsdp.sharded.unit import ShardedUnit, unit_of
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.blocks import Blocks, FileStaging
 from hpcfsdp.state.ranks import units_of
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor, unsharded
@@ -31,13 +31,13 @@ def communicator_of(model: nn.Module) -> Communicator:
     wrappers = units_of(model)
     if not wrappers:
         return communicator_for(group_of(model), required=False)
-    team = _largest_team(wrappers)
-    return team.comm if team is not None else wrappers[0].groups.shard
+    return _largest_comm(wrappers) or wrappers[0].groups.shard
 
 
-def _largest_team(wrappers: Iterable[ShardedUnit]) -> Team | None:
-    teams = [team for wrapper in wrappers if (team := wrapper.groups.team()) is not None]
-    return max(teams, key=lambda team: team.comm.size, default=None)
+def _largest_comm(wrappers: Iterable[ShardedUnit]) -> Communicator | None:
+    """Over all ranks of the unit that has the most; None if all have pairs of groups that do not make up the world."""
+    comms = [wrapper.groups.comm() for wrapper in wrappers if wrapper.groups.data is not None]
+    return max(comms, key=lambda comm: comm.size, default=None)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -64,39 +64,39 @@ def named_flat_params(
             yield unit, flat, flat.layout.known_as(tuple(known_as), name_of)
 
 
-def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, Groups]]:
+def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, UnitMesh]]:
     """Each flat parameter, its layout under the names that parameters have in a checkpoint, and who has it.
 
     Raises:
         CheckpointError: the ranks that hold all of a parameter are not those that checkpoint the model, or its
             parameters are summoned.
     """
-    largest = _largest_team(units_of(model))
+    largest = _largest_comm(units_of(model))
     for wrapper, flat, layout in named_flat_params(model, CleanNames.of(model)):
         if wrapper.phase is Phase.SUMMON:
             raise CheckpointError(
                 f"{wrapper.name}: its parameters are whole within summon_full_params, and what is changed there "
                 "is put back at its end: save and load outside of it"
             )
-        team = wrapper.groups.team()
-        if team is not None and (team.comm.size, team.comm.rank) != (largest.comm.size, largest.comm.rank):
-            raise CheckpointError(
-                f"{wrapper.name} has process groups of its own, over {team.comm.size} ranks, and the model is on "
-                f"{largest.comm.size}: its parameters may differ between groups, which one name in a file cannot tell; "
-                "save this unit apart from the others, or give all units the same ranks"
-            )
-        if team is None:
+        if wrapper.groups.data is None:
             raise CheckpointError(
                 "the model is sharded over a pair of process groups that do not make up the world: it is not known "
                 "which ranks hold it together; pass a device_mesh, or groups of all ranks"
             )
+        comm = wrapper.groups.comm()
+        if (comm.size, comm.rank) != (largest.size, largest.rank):
+            raise CheckpointError(
+                f"{wrapper.name} has process groups of its own, over {comm.size} ranks, and the model is on "
+                f"{largest.size}: its parameters may differ between groups, which one name in a file cannot tell; "
+                "save this unit apart from the others, or give all units the same ranks"
+            )
         yield flat, layout, wrapper.groups
 
 
-def held_runs(layout: FlatLayout, fqn: str, groups: Groups) -> Runs:
+def held_runs(layout: FlatLayout, fqn: str, groups: UnitMesh) -> Runs:
     """The runs of a parameter, with the ranks that have their shards."""
     first, edges = layout.of_tensor_rank(0).param_edges(fqn)
-    return Runs(edges, groups.team().copies[first : first + len(edges) - 1])
+    return Runs(edges, groups.copies[first : first + len(edges) - 1])
 
 
 def shard_pieces(layout: FlatLayout, fqn: str, shard_rank: int, shard: torch.Tensor) -> tuple[LocalPiece, ...]:

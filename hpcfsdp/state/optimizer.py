@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.sharded.groups import Groups
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.blocks import Blocks, FileStaging
 from hpcfsdp.state.model import flat_params, held_runs, shard_pieces
 from hpcfsdp.state.optim.compare import (
@@ -52,7 +52,7 @@ class TrainedParam:
     shapes: dict[str, tuple[int, ...]]
     layout: FlatLayout | None = None
     shard_rank: int = 0
-    groups: Groups | None = None
+    groups: UnitMesh | None = None
     is_run: bool = False
 
     @property

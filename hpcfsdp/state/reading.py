@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from hpcfsdp import _compat
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name, unit_of, units_in
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.later import OWN_HOOKS
 from hpcfsdp.state.rank0 import FROM_RANK0
 from hpcfsdp.state.ranks import ranks_of_model
@@ -87,15 +87,15 @@ class Reading:
         return units_in(self.module)
 
     @functools.cached_property
-    def sharded(self) -> dict[Any, Groups]:
+    def sharded(self) -> dict[Any, UnitMesh]:
         """Parameters of units, and flat ones, with the groups that they are sharded over.
 
         Ranks that are parallel over tensors have nothing of each other's flat parameters.
         """
-        found: dict[Any, Groups] = {}
+        found: dict[Any, UnitMesh] = {}
         for unit in self.units:
             for flat in unit.flats:
-                found[flat] = replace(unit.groups, tensor=None)
+                found[flat] = unit.groups.with_tensor(None)
                 found.update(dict.fromkeys(flat.leaves, unit.groups))
         return found
 

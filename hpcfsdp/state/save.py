@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded import unshard
-from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.sharded.guard import showing_state
 from hpcfsdp.sharded.precision import modules_outside
 from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name, units_in
-from hpcfsdp.state.ranks import Grid, ranks_of_replica
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.settings import kind_of, settings_of
 from hpcfsdp.state.stand_in import StandIn, shown_for
 from hpcfsdp.state.transfer import LocalShards, StateDictFormat, gather, keeping_scratch
@@ -100,7 +100,7 @@ def save_model(
         return _save(unit, destination.call, destination, prefix)
     units = units_in(unit.wrapper)
     # Not over replicas: one rank may save by itself what is not sharded.
-    comm = max((ranks_of_replica(inner.groups) for inner in units), key=lambda ranks: ranks.size)
+    comm = max((inner.groups.comm("shard", "tensor") for inner in units), key=lambda ranks: ranks.size)
     with raise_together(comm):
         for inner in units:
             unshard.check_at_rest(inner, "state_dict")
@@ -340,7 +340,7 @@ def _values(unit: ShardedUnit, call: _Call) -> Mapping[Any, torch.Tensor]:
     return found
 
 
-def _values_of(groups: Groups, flat: FlatParam, form: StateDictFormat) -> list[Any]:
+def _values_of(groups: UnitMesh, flat: FlatParam, form: StateDictFormat) -> list[Any]:
     if not form.sharded and _shows_shards(flat) and groups.tensor is None:
         if not form.is_shown_by(groups):
             return [None] * len(flat.leaves)
@@ -371,7 +371,7 @@ def _local(unit: ShardedUnit, flat: FlatParam, call: _Call) -> ShardedTensor:
     """
     numel, shard_numel, groups = flat_numel(flat.layout), flat.layout.shard_numel, unit.groups
     boxes, mine = {}, None
-    for place, rank in enumerate(groups.global_ranks()):
+    for place, rank in enumerate(groups.ranks(groups.dtensor_dim)):
         begin, end = min(place * shard_numel, numel), min((place + 1) * shard_numel, numel)
         if begin < end or not (place or numel):  # of nothing the first rank has an empty block
             boxes[rank] = Box((begin,), (end - begin,))

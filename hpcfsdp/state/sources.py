@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.sharded.groups import Groups
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.stand_in import StandIn
 from hpcfsdp.state.transfer import Rank0Tensor, check_blocks, lies_on_dtensor_ranks
 from hpcfsdp.tensor.sharded import all_boxes, check_readable, properties_of
@@ -39,7 +39,7 @@ def source_of(key: str, now: torch.Tensor) -> Any:
 
 
 def check_source(
-    key: str, source: Any, target: torch.Tensor | None, shape: Sequence[int], groups: Groups | None
+    key: str, source: Any, target: torch.Tensor | None, shape: Sequence[int], groups: UnitMesh | None
 ) -> None:
     """See that a value can be loaded. Not collective, once the ranks of `groups` know each other's names.
 
@@ -61,7 +61,7 @@ def check_source(
     check_readable(key, source)
     if groups is not None:
         if isinstance(source, (ShardedTensor, DTensor)):
-            check_blocks(key, source, groups.source_ranks())
+            check_blocks(key, source, groups.ranks(groups.dtensor_dim, "tensor"))
     elif isinstance(source, ShardedTensor):
         raise StateDictError(f"{key!r} is not sharded in the model, and cannot be loaded from a ShardedTensor")
     elif isinstance(source, DTensor) and source.device_mesh.get_coordinate() is None:
@@ -70,7 +70,7 @@ def check_source(
         raise StateDictError(f"{key!r} is a DTensor of sums to come in the model: nothing can be loaded into it")
 
 
-def facts_of(source: Any, groups: Groups | None) -> str:
+def facts_of(source: Any, groups: UnitMesh | None) -> str:
     """What all ranks have to have alike, in words, as they are about to move values together.
 
     Blocks are those of the ranks of ``groups.shard`` in their order: what replicas have lies on other ranks.
@@ -80,9 +80,9 @@ def facts_of(source: Any, groups: Groups | None) -> str:
     kind = type(source).__name__ if is_distributed or isinstance(source, Rank0Tensor) else "tensor"
     facts = f"a {kind} {list(shape)} of {str(dtype).removeprefix('torch.')}"
     if is_distributed and groups is not None and math.prod(shape):
-        boxes, ranks, where = all_boxes(source), groups.source_ranks(), ""
+        boxes, ranks, where = all_boxes(source), groups.ranks(groups.dtensor_dim, "tensor"), ""
         if groups.tensor is not None and lies_on_dtensor_ranks(groups, source):
-            ranks, where = groups.global_ranks(), " on the ranks that have the same block"
+            ranks, where = groups.ranks(groups.dtensor_dim), " on the ranks that have the same block"
         facts += f" in blocks {digest_of([boxes.get(rank) for rank in ranks])}{where}"
     elif isinstance(source, DTensor):
         facts += f" with {source.placements} on a mesh of {list(source.device_mesh.mesh.shape)}"

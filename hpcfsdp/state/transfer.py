@@ -19,7 +19,7 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import FlatLayout, ParamSlot
 from hpcfsdp.observe.profile import Phase, profile
-from hpcfsdp.sharded.groups import Groups
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.blocks import Blocks, BoxesOf, gather_blocks, scatter_blocks
 from hpcfsdp.tensor.move import MovePlan, RunsOf, batches, move
 from hpcfsdp.tensor.runs import Box, Run, chunk_box, chunk_runs, cut_runs, own_runs, shard_runs, whole_box, whole_runs
@@ -53,13 +53,13 @@ class StateDictFormat:
     offload_to_cpu: bool = False
     dtensor: bool = False
 
-    def is_made_by(self, groups: Groups) -> bool:
+    def is_made_by(self, groups: UnitMesh) -> bool:
         """Whether this rank takes part in the making: under `rank0_only` one replica does."""
-        return groups.is_first_replica or not self.rank0_only
+        return groups.is_first("replicate") or not self.rank0_only
 
-    def is_shown_by(self, groups: Groups) -> bool:
+    def is_shown_by(self, groups: UnitMesh) -> bool:
         """Whether this rank gets the result."""
-        return groups.is_first or not self.rank0_only
+        return groups.is_first() or not self.rank0_only
 
     def device(self, device: torch.device) -> torch.device:
         """Where the result lies of what lies on `device`."""
@@ -113,7 +113,7 @@ class LocalShards:
 
 @torch.no_grad()
 def gather(
-    groups: Groups, parts: LocalShards, dtype: torch.dtype, device: torch.device, form: StateDictFormat
+    groups: UnitMesh, parts: LocalShards, dtype: torch.dtype, device: torch.device, form: StateDictFormat
 ) -> list[Any]:
     """Collective over a replica of the unit. What a state dict shows of `parts`, for each slot; None for nothing.
 
@@ -129,11 +129,11 @@ def gather(
         return _chunks(groups, parts, dtype, target, form)
     if groups.tensor is None:
         return _whole(groups, parts, dtype, target, form)
-    return _joined(groups, parts, _whole(groups, parts, dtype, groups.tensor.comm.device, form), target, form)
+    return _joined(groups, parts, _whole(groups, parts, dtype, groups.tensor.device, form), target, form)
 
 
 def _whole(
-    groups: Groups, parts: LocalShards, dtype: torch.dtype, target: torch.device, form: StateDictFormat
+    groups: UnitMesh, parts: LocalShards, dtype: torch.dtype, target: torch.device, form: StateDictFormat
 ) -> list[Any]:
     """Collective over ``groups.shard``. Whole tensors, or whole blocks of them."""
     comm = groups.shard
@@ -151,11 +151,11 @@ def _whole(
 
 
 def _joined(
-    groups: Groups, parts: LocalShards, blocks: list[Any], target: torch.device, form: StateDictFormat
+    groups: UnitMesh, parts: LocalShards, blocks: list[Any], target: torch.device, form: StateDictFormat
 ) -> list[Any]:
     """Collective over the ranks that are parallel over tensors, where they have `blocks`. The tensors of these."""
     assert groups.tensor is not None
-    comm = groups.tensor.comm
+    comm = groups.tensor
     for index in parts.present:
         local, block = blocks[index], parts.layout.slots[index].block
         if local is None:
@@ -220,7 +220,7 @@ def _scratch(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def _chunks(
-    groups: Groups, parts: LocalShards, dtype: torch.dtype, target: torch.device, form: StateDictFormat
+    groups: UnitMesh, parts: LocalShards, dtype: torch.dtype, target: torch.device, form: StateDictFormat
 ) -> list[Any]:
     comm, slots = groups.shard, parts.layout.slots
     shapes = [slot.shape for slot in slots]
@@ -251,7 +251,8 @@ def _chunks(
         if groups.device_mesh is not None or groups.tensor is not None or form.dtensor:
             found[index] = create_chunk_dtensor(*described, *groups.placed(slots[index].block))
         else:
-            found[index] = create_chunk_sharded_tensor(*described, groups.process_group(), groups.global_ranks())
+            ranks = groups.ranks(groups.dtensor_dim)
+            found[index] = create_chunk_sharded_tensor(*described, groups.process_group(), ranks)
     return found
 
 
@@ -261,7 +262,7 @@ def _without_cut(parts: LocalShards) -> LocalShards:
 
 
 def _gather_chunks(
-    groups: Groups,
+    groups: UnitMesh,
     parts: LocalShards,
     cut: Mapping[int, ParamSlot],
     found: list[Any],
@@ -269,15 +270,15 @@ def _gather_chunks(
     target: torch.device,
 ) -> None:
     """Collective over the holders. The chunks of parameters that are cut twice."""
-    holders = groups.holders()
-    boxes: list[dict[int, list[Box]]] = [{} for _ in holders.global_ranks]
+    holders = groups.ranks(groups.dtensor_dim, "tensor")
+    boxes: list[dict[int, list[Box]]] = [{} for _ in holders]
     for index, slot in cut.items():
         mesh, placements = groups.placed(slot.block)
         blocks = _compat.blocks_on_mesh(slot.whole_shape, tuple(mesh.mesh.shape), tuple(placements))
         by_rank = dict(zip(mesh.mesh.flatten().tolist(), blocks, strict=True))
-        for rank, global_rank in enumerate(holders.global_ranks):
+        for rank, global_rank in enumerate(holders):
             boxes[rank][index] = [Box(*by_rank[global_rank])]
-    for index, (box,) in boxes[holders.comm.rank].items():
+    for index, (box,) in boxes[groups.comm(groups.dtensor_dim, "tensor").rank].items():
         found[index] = torch.empty(box.sizes, dtype=dtype, device=target)
     shards = {index: parts.tensors[index] for index in cut}
     targets = {index: found[index].view(-1) for index in cut}
@@ -306,7 +307,7 @@ class Rank0Tensor:
 
 
 @torch.no_grad()
-def scatter(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> None:
+def scatter(groups: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> None:
     """Collective over the ranks of `groups`, unless all of `values` are plain tensors. The way back from ``gather``.
 
     Args:
@@ -335,7 +336,7 @@ def scatter(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> None:
         _fill_from_first(groups, parts, values)
 
 
-def _own_blocks(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> list[Any]:
+def _own_blocks(groups: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> list[Any]:
     """Collective over the ranks that are parallel over tensors. What there is for this rank's blocks.
 
     Distributed tensors are put in place already, and None is left of them, but for those that lie on the dtensor_ranks.
@@ -362,22 +363,22 @@ def is_distributed(value: Any) -> bool:
     return isinstance(value, (ShardedTensor, DTensor))
 
 
-def lies_on_dtensor_ranks(groups: Groups, value: ShardedTensor | DTensor) -> bool:
+def lies_on_dtensor_ranks(groups: UnitMesh, value: ShardedTensor | DTensor) -> bool:
     """Whether a distributed tensor lies on ``groups.dtensor_ranks`` alone, with others like it for other blocks.
 
     Not collective, once these ranks know each other's names.
     """
-    return set(groups.global_ranks()).issuperset(ranks_of_tensor(value))
+    return set(groups.ranks(groups.dtensor_dim)).issuperset(ranks_of_tensor(value))
 
 
-def _scatter_distributed(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> None:
+def _scatter_distributed(groups: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> None:
     for dtype, chosen in _by_dtype(values, (ShardedTensor, DTensor)).items():
-        holders = groups.holders()
-        boxes: list[dict[int, list[Box]]] = [{} for _ in holders.global_ranks]
+        holders = groups.ranks(groups.dtensor_dim, "tensor")
+        boxes: list[dict[int, list[Box]]] = [{} for _ in holders]
         for index in sorted(chosen):
-            check_blocks(parts.layout.slots[index].fqn, values[index], holders.global_ranks)
+            check_blocks(parts.layout.slots[index].fqn, values[index], holders)
             everywhere, seen = all_boxes(values[index]), set[Box]()
-            for rank, global_rank in enumerate(holders.global_ranks):
+            for rank, global_rank in enumerate(holders):
                 held = everywhere.get(global_rank, [])
                 if not seen.issuperset(held):  # replicas have the same
                     boxes[rank][index] = held
@@ -387,13 +388,13 @@ def _scatter_distributed(groups: Groups, parts: LocalShards, values: Sequence[An
         scatter_blocks(Blocks(groups, parts.layout, parts.whole_shard), shards, _held_by(boxes), sources, dtype)
 
 
-def _block_from_first(groups: Groups, slot: ParamSlot, value: Rank0Tensor) -> Rank0Tensor:
+def _block_from_first(groups: UnitMesh, slot: ParamSlot, value: Rank0Tensor) -> Rank0Tensor:
     """Collective over the ranks that are parallel over tensors. This rank's block, from the first of them."""
     assert groups.tensor is not None
     shape = torch.Size(slot.shape)
-    if groups.shard.rank or not groups.is_first_replica:
+    if not groups.is_first("replicate", "shard"):
         return Rank0Tensor(shape, value.dtype)
-    comm = groups.tensor.comm
+    comm = groups.tensor
     mine = torch.empty(shape, dtype=value.dtype, device=comm.device)
     inputs = None
     if comm.rank == 0:
@@ -425,18 +426,18 @@ def check_blocks(key: str, value: ShardedTensor | DTensor, ranks: Sequence[int])
         )
 
 
-def _local_if_replicated(groups: Groups, value: Any) -> Any:
+def _local_if_replicated(groups: UnitMesh, value: Any) -> Any:
     """The plain tensor of a ``DTensor`` that every rank has whole, which needs no communication; else the value."""
     if _kind(value) is DTensor and all(placement.is_replicate() for placement in value.placements):
         members = set(value.device_mesh.mesh.flatten().tolist())
-        if members.issuperset(groups.global_ranks()):
+        if members.issuperset(groups.ranks(groups.dtensor_dim)):
             return value.to_local()
     return value
 
 
-def _blocks_by_rank(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> list[list[Run]]:
+def _blocks_by_rank(groups: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> list[list[Run]]:
     """By rank, the runs of distributed tensors that this rank has to know of for its plan."""
-    comm, places = groups.dtensor_ranks, {rank: place for place, rank in enumerate(groups.global_ranks())}
+    comm, places = groups.dtensor_ranks, {rank: place for place, rank in enumerate(groups.ranks(groups.dtensor_dim))}
     wanted = {run.index for run in parts.runs(groups.shard.rank)}
     found: list[list[Run]] = [[] for _ in range(comm.size)]
     for index, value in enumerate(values):
@@ -457,23 +458,23 @@ def _fill_from_blocks(comm: Communicator, parts: LocalShards, values: Sequence[A
         _receive(comm, parts, sources, lambda index: _held(values[index]), dtype, chosen)
 
 
-def _fill_from_first(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> None:
+def _fill_from_first(groups: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> None:
     comm = groups.shard
     shapes = [slot.shape for slot in parts.layout.slots]
     for dtype, chosen in _by_dtype(values, (Rank0Tensor,)).items():
-        if groups.is_first_replica:
+        if groups.is_first("replicate"):
             whole = [run for run in whole_runs(shapes) if run.index in chosen]
 
             def sources(rank: int, whole: list[Run] = whole) -> list[Run]:
                 return whole if rank == 0 else []
 
             _receive(comm, parts, sources, lambda index: _flat(values[index].tensor), dtype, chosen)
-    if groups.num_replicas > 1:
+    if groups.size("replicate") > 1:
         chosen = {index for index, value in enumerate(values) if _kind(value) is Rank0Tensor}
         _copy_from_first_replica(groups, parts, chosen)
 
 
-def _copy_from_first_replica(groups: Groups, parts: LocalShards, chosen: Collection[int]) -> None:
+def _copy_from_first_replica(groups: UnitMesh, parts: LocalShards, chosen: Collection[int]) -> None:
     """Collective over ``groups.replicate``. The runs of `chosen` slots, a batch at a time."""
     replicate, runs = groups.replicate, [run for run in parts.runs(groups.shard.rank) if run.index in chosen]
     by_dtype: dict[torch.dtype, list[Run]] = {}

@@ -16,7 +16,7 @@ from hpcfsdp import _compat
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.sharded.groups import resolve_groups
+from hpcfsdp.sharded.groups import resolve_mesh
 from hpcfsdp.state import transfer
 from hpcfsdp.state.transfer import LocalShards, Rank0Tensor, StateDictFormat, gather, scatter
 from hpcfsdp.tensor.runs import Box, chunk_box
@@ -69,12 +69,12 @@ class Example:
 @pytest.fixture(params=["shared memory", "messages", "gloo"])
 def over(groups, request):
     """To shard over all ranks, by each way that they can exchange values."""
-    return resolve_groups(groups[request.param], None, None)
+    return resolve_mesh(groups[request.param], None, None)
 
 
 @pytest.fixture
 def plain(world):
-    return resolve_groups(None, None, None)
+    return resolve_mesh(None, None, None)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def hybrid(world, comm):
     half = world.size // 2
     row, place = divmod(world.rank, half)
     pair = comm.subgroup(range(row * half, (row + 1) * half)), comm.subgroup([place, place + half])
-    return resolve_groups(pair, None, Strategy.HYBRID_SHARD)
+    return resolve_mesh(pair, None, Strategy.HYBRID_SHARD)
 
 
 def same(found, expected):
@@ -169,7 +169,7 @@ def test_parameters_show_values_without_a_history(plain, form, own):
 
 @OWN_MEMORY
 def test_chunks_are_dtensors_where_there_is_a_mesh(world, own):
-    groups = resolve_groups(None, world.mesh(), None)
+    groups = resolve_mesh(None, world.mesh(), None)
     example = Example(groups)
     found = gather(groups, example.parts(own, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
     check_chunks(groups, found, example.values, DTensor, world.rank)
@@ -181,7 +181,7 @@ def test_chunks_are_dtensors_where_there_is_a_mesh(world, own):
 @OWN_MEMORY
 def test_chunks_are_replicated_dtensors_on_a_mesh_of_two_dimensions(world, own):
     mesh = world.mesh(replicate=None, shard=2 if world.size % 2 == 0 else 1)
-    groups = resolve_groups(None, mesh, Strategy.HYBRID_SHARD)
+    groups = resolve_mesh(None, mesh, Strategy.HYBRID_SHARD)
     example = Example(groups)
     found = gather(groups, example.parts(own, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
     check_chunks(groups, found, example.values, DTensor, world.rank)
@@ -192,7 +192,7 @@ def test_chunks_are_replicated_dtensors_on_a_mesh_of_two_dimensions(world, own):
 
 @pytest.mark.parametrize("with_mesh", [False, True])
 def test_without_shards_a_sharded_form_is_whole(world, with_mesh):
-    groups = resolve_groups(None, world.mesh() if with_mesh else None, Strategy.NO_SHARD)
+    groups = resolve_mesh(None, world.mesh() if with_mesh else None, Strategy.NO_SHARD)
     example = Example(groups)
     found = gather(groups, example.parts(False, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
     assert all(map(same, found, example.values))
@@ -203,7 +203,8 @@ def test_chunks_of_one_replica_name_its_ranks(world, hybrid, own):
     example = Example(hybrid)
     found = gather(hybrid, example.parts(own, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
     check_chunks(hybrid, found, example.values, ShardedTensor, world.rank)
-    assert {rank for t in found if isinstance(t, ShardedTensor) for rank in all_boxes(t)} <= {*hybrid.global_ranks()}
+    ranks = {rank for tensor in found if isinstance(tensor, ShardedTensor) for rank in all_boxes(tensor)}
+    assert ranks <= {*hybrid.ranks(hybrid.dtensor_dim)}
     example.check_filled(own, found)
 
 
@@ -327,7 +328,7 @@ def test_a_replicated_dtensor_is_taken_where_it_is(world, plain):
     """As a plain tensor is: no rank waits for another, whatever the others do."""
     example, mesh = Example(plain), world.mesh()
     values = [distribute_tensor(value, mesh, [Replicate()]) for value in example.values]
-    plain.global_ranks()
+    plain.ranks(plain.dtensor_dim)
     if world.rank == world.size - 1:
         example.check_filled(False, values)
 
@@ -500,7 +501,7 @@ def test_a_sharded_tensor_of_other_ranks_is_refused_by_all(world, comm):
     if world.size < 2:
         pytest.skip("one rank has no others")
     half = [rank for rank in range(world.size) if rank % 2 == world.rank % 2]
-    groups = resolve_groups(comm.subgroup(half), None, None)
+    groups = resolve_mesh(comm.subgroup(half), None, None)
     example = Example(groups)
     a = create_chunk_sharded_tensor(
         torch.zeros(chunk_box((world.size, 3), world.size, world.rank).sizes),

@@ -17,7 +17,7 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import StateDictError, nearest
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded.groups import Groups
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.model import named_flat_params
 from hpcfsdp.state.wrappers import clean_fqn
 
@@ -38,7 +38,7 @@ class FSDPParamInfo:
         layout: of its parameters, under their names in the whole model.
     """
 
-    groups: Groups
+    groups: UnitMesh
     flat: FlatParam
     layout: FlatLayout
 

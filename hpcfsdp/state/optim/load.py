@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, assert_same, raise_together
+from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.observe.profile import Phase, SimpleProfiler, profile
 from hpcfsdp.state.optim.compare import (
@@ -50,7 +51,7 @@ from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
 from hpcfsdp.state.optim.save import check_at_rest, form_of
 from hpcfsdp.state.optim.scatter import broadcast_processed_state, broadcast_state
 from hpcfsdp.state.optim.values import deep_copy, picklable
-from hpcfsdp.state.ranks import Grid, ranks_of_model
+from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.settings import optim_settings_of
 from hpcfsdp.state.transfer import Rank0Tensor, check_blocks
 from hpcfsdp.state.wrappers import clean_fqn
@@ -449,10 +450,11 @@ def optim_state_dict_to_load(
             convert_all_state_info(gathered)
         distributed = plan.distributed()
         for info in {id(info): info for _, _, info in distributed}.values():
-            info.groups.source_ranks()  # a collective the first time, which is to be over before a rank raises
+            # A collective the first time, which is to be over before a rank raises.
+            info.groups.ranks(info.groups.dtensor_dim, "tensor")
         with raise_together(ranks):
             for name, value, info in distributed:
-                check_blocks(name, value, info.groups.source_ranks())
+                check_blocks(name, value, info.groups.ranks(info.groups.dtensor_dim, "tensor"))
         infos = list({id(info): info for info in plan.infos.values()}.values())
         goes_in_parts = [True] * len(infos)
         if rank0_only:
@@ -496,7 +498,7 @@ def _scattered(plan: _Plan, ranks: Communicator | Grid, goes_in_parts: Mapping[i
 
 def _is_first_of(ranks: Communicator | Grid, info: FSDPParamInfo) -> bool:
     """On rank 0: whether it is the first of the ranks that share a flat parameter, which are all of `ranks`."""
-    return info.groups.is_first and info.groups.num_ranks == ranks.size
+    return info.groups.is_first() and info.groups.size() == ranks.size
 
 
 def _broadcast(entry: StatePlan, ranks: Communicator | Grid, info: FSDPParamInfo) -> None:

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.state.optim.values import on_host
-from hpcfsdp.state.ranks import Grid
 from hpcfsdp.state.transfer import Rank0Tensor
 from hpcfsdp.tensor.sharded import check_readable
 
