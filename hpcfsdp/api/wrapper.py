@@ -31,13 +31,13 @@ from hpcfsdp.sharded.arguments import check_module, check_readers, check_types, 
 from hpcfsdp.sharded.build import join_tp_group, make_unit, sync_values, warn_of_units
 from hpcfsdp.sharded.eval_precision import follow_eval_mode
 from hpcfsdp.sharded.flatten import move_outside, own_params
-from hpcfsdp.sharded.groups import resolve_mesh
+from hpcfsdp.sharded.groups import resolve_mesh, with_dtensors
 from hpcfsdp.sharded.guard import guard_modules, refuse_mistakes
 from hpcfsdp.sharded.ignored import resolve_ignored
 from hpcfsdp.sharded.materialize import materialize
 from hpcfsdp.sharded.optimizer_check import watch_optimizers
 from hpcfsdp.sharded.root import become_root
-from hpcfsdp.sharded.tensor_parallel import replicated_grad, with_tp_group
+from hpcfsdp.sharded.tensor_parallel import replicated_grad
 from hpcfsdp.sharded.unit import WRAPPED, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.later import load_when_known
@@ -114,8 +114,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         groups = resolve_mesh(process_group, device_mesh, sharding_strategy)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         if not isinstance(process_group, UnitMesh):  # those of an outer unit, which has looked at all of the model
-            meshes = {unit.name: unit.groups.tensor_mesh for unit in units_in(module) if unit.groups.tensor is not None}
-            groups = with_tp_group(groups, module, meshes, type(module).__name__, ignored.params)
+            groups = with_dtensors(groups, module, ignored.params)
         self._show(
             cpu_offload=cpu_offload,
             backward_prefetch=backward_prefetch,

@@ -19,9 +19,10 @@ from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.flat.sync import sync_params_and_buffers
 from hpcfsdp.sharded.assigned import watch_assignments
 from hpcfsdp.sharded.group_cache import rank_names
+from hpcfsdp.sharded.groups import check_apart
 from hpcfsdp.sharded.own import Ignored, OwnParams
 from hpcfsdp.sharded.same_model import check_same_model, warn_of_values
-from hpcfsdp.sharded.tensor_parallel import TensorView, check_apart
+from hpcfsdp.sharded.tensor_parallel import TensorView
 from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit, flat_param_name, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor
 
-from hpcfsdp.comm import Communicator, communicator_for
+from hpcfsdp.comm import Communicator, communicator_for, raise_together_over
 from hpcfsdp.comm.mesh import plan_mesh
-from hpcfsdp.errors import DisagreementError, LaunchError
+from hpcfsdp.errors import DisagreementError, LaunchError, ShardingError
 from hpcfsdp.sharded.group_cache import GroupCache
+from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.world import current_world
 
@@ -181,3 +186,65 @@ def _node_groups() -> tuple[Communicator, Communicator]:
     )
     cache.process_group(shard)  # programs read it, and not on all ranks at once
     return shard, replicate
+
+
+def with_dtensors(mesh: UnitMesh, module: nn.Module, ignored: Collection[torch.Tensor] = ()) -> UnitMesh:
+    """Collective over the unit's ranks, and over those of its DTensors, if there are any, which become "tensor".
+
+    Args:
+        mesh: of the unit that `module` is to become.
+        ignored: parameters that may be DTensors on any ranks; they count only where there are no others.
+
+    Raises:
+        ShardingError: on all of the unit's ranks; DTensors of one model lie on different meshes, on a mesh without this
+            rank, or on ranks that the unit is sharded over.
+    """
+    sharing = mesh.ranks("replicate", "shard") if dist.is_initialized() else ()
+    with raise_together_over(mesh.lines()):
+        tensor_mesh = _tensor_mesh(module, sharing, ignored)
+    return mesh.with_tensor(tensor_mesh)
+
+
+def _tensor_mesh(module: nn.Module, sharing: Sequence[int], ignored: Collection[torch.Tensor]) -> DeviceMesh | None:
+    named = [(fqn, param) for fqn, param in module.named_parameters() if isinstance(param, DTensor)]
+    if any(param not in ignored for _, param in named):
+        named = [(fqn, param) for fqn, param in named if param not in ignored]
+    else:  # the unit is alike on ranks that are parallel over the tensors of others
+        named = [(fqn, param) for fqn, param in named if _is_apart(param.device_mesh, sharing)][:1]
+    inner = {unit.name: unit.groups.tensor_mesh for unit in units_in(module) if unit.groups.tensor_mesh is not None}
+    meshes = [(f"the unit {name}", mesh) for name, mesh in inner.items()]
+    meshes += [(repr(fqn), param.device_mesh) for fqn, param in named]
+    if not meshes:
+        return None
+    what, mesh = meshes[0]
+    for other, its_mesh in meshes:
+        if its_mesh != mesh:
+            raise ShardingError(
+                f"{what} lies on the ranks {describe_mesh(mesh)}, and {other} on {describe_mesh(its_mesh)}: "
+                "parallelize all of a model over one mesh"
+            )
+    if mesh.get_coordinate() is None:
+        raise ShardingError(f"{what} is a DTensor on the ranks {describe_mesh(mesh)}, and this rank is not one of them")
+    check_apart(what, mesh, type(module).__name__, sharing)
+    return mesh
+
+
+def _is_apart(mesh: DeviceMesh, sharing: Sequence[int]) -> bool:
+    ranks = set(mesh.mesh.flatten().tolist())
+    return mesh.get_coordinate() is not None and len(ranks.intersection(sharing)) == 1
+
+
+def check_apart(what: str, mesh: DeviceMesh, unit: str, sharing: Sequence[int]) -> None:
+    """Refuse a unit that is sharded over tensor-parallel ranks: more than this rank is in `mesh` and in `sharing`."""
+    both = sorted(set(mesh.mesh.flatten().tolist()).intersection(sharing))
+    if len(both) > 1:
+        raise ShardingError(
+            f"{what} is parallel over the ranks {describe_mesh(mesh)}, and {unit} is to be sharded over {both} of them "
+            "too: make one mesh, as hpcfsdp.init().mesh(shard=None, tensor=2), parallelize over mesh['tensor'], and "
+            "pass device_mesh=mesh['shard']"
+        )
+
+
+def describe_mesh(mesh: DeviceMesh) -> str:
+    """Its ranks and dimensions for a message."""
+    return f"{mesh.mesh.tolist()}" + (f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else "")

@@ -4,111 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hpcfsdp import _compat
-from hpcfsdp.comm import raise_together_over
 from hpcfsdp.errors import EngineError, ShardingError
 from hpcfsdp.flat.held import set_grad
 from hpcfsdp.flat.layout import Box, TensorBlock
 from hpcfsdp.sharded import managed
+from hpcfsdp.sharded.groups import describe_mesh
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.tensor.whole import whole_of
-
-
-def with_tp_group(
-    groups: UnitMesh,
-    module: nn.Module,
-    meshes: Mapping[str, DeviceMesh],
-    unit: str,
-    ignored: Collection[torch.Tensor] = (),
-) -> UnitMesh:
-    """Collective over the unit's ranks and the mesh, if there is one. The groups, with the ranks of DTensors.
-
-    Args:
-        groups: of the unit that `module` is to become.
-        meshes: of units inside of it, made before, by their names.
-        ignored: parameters that may be DTensors on any ranks.
-
-    Raises:
-        ShardingError: on all of the unit's ranks; DTensors of one model lie on different meshes, on a mesh without this
-            rank, or on ranks that the unit is sharded over.
-    """
-    sharing = groups.ranks("replicate", "shard") if dist.is_initialized() else ()
-    with raise_together_over(groups.lines()):
-        mesh = _mesh_of(module, meshes, unit, sharing, ignored)
-    return groups.with_tensor(mesh)
-
-
-def _mesh_of(
-    module: nn.Module,
-    inner: Mapping[str, DeviceMesh],
-    unit: str,
-    sharing: Sequence[int],
-    ignored: Collection[torch.Tensor],
-) -> DeviceMesh | None:
-    """The mesh of a module's DTensors, None if there are none.
-
-    Args:
-        inner: the meshes of units inside, by their names.
-        sharing: the ranks that the unit is sharded over.
-        ignored: parameters that do not count where there are others, and may lie on the ranks of `sharing`.
-    """
-    named = [(fqn, param) for fqn, param in module.named_parameters() if isinstance(param, DTensor)]
-    if any(param not in ignored for _, param in named):
-        named = [(fqn, param) for fqn, param in named if param not in ignored]
-    else:  # the unit is alike on ranks that are parallel over the tensors of others
-        named = [(fqn, param) for fqn, param in named if _is_apart(param.device_mesh, sharing)][:1]
-    meshes = [(f"the unit {name}", mesh) for name, mesh in inner.items()]
-    meshes += [(repr(fqn), param.device_mesh) for fqn, param in named]
-    if not meshes:
-        return None
-    what, mesh = meshes[0]
-    for other, its_mesh in meshes:
-        if its_mesh != mesh:
-            raise ShardingError(
-                f"{what} lies on the ranks {_describe(mesh)}, and {other} on {_describe(its_mesh)}: parallelize all "
-                "of a model over one mesh"
-            )
-    if mesh.get_coordinate() is None:
-        raise ShardingError(f"{what} is a DTensor on the ranks {_describe(mesh)}, and this rank is not one of them")
-    check_apart(what, mesh, unit, sharing)
-    return mesh
-
-
-def _is_apart(mesh: DeviceMesh, sharing: Sequence[int]) -> bool:
-    ranks = set(mesh.mesh.flatten().tolist())
-    return mesh.get_coordinate() is not None and len(ranks.intersection(sharing)) == 1
-
-
-def check_apart(what: str, mesh: DeviceMesh, unit: str, sharing: Sequence[int]) -> None:
-    """Refuse a unit that is to be sharded over ranks which are parallel over tensors. Not collective.
-
-    Args:
-        what: lies on `mesh`.
-        sharing: the ranks that the unit is sharded over.
-
-    Raises:
-        ShardingError: more than this rank are in both.
-    """
-    both = sorted(set(mesh.mesh.flatten().tolist()).intersection(sharing))
-    if len(both) > 1:
-        raise ShardingError(
-            f"{what} is parallel over the ranks {_describe(mesh)}, and {unit} is to be sharded over {both} of them "
-            "too: make one mesh, as hpcfsdp.init().mesh(shard=None, tensor=2), parallelize over mesh['tensor'], and "
-            "pass device_mesh=mesh['shard']"
-        )
-
-
-def _describe(mesh: DeviceMesh) -> str:
-    return f"{mesh.mesh.tolist()}" + (f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else "")
 
 
 def block_of(fqn: str, param: DTensor, unit_mesh: UnitMesh) -> TensorBlock:
@@ -252,8 +163,8 @@ def _local(view: TensorView, tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != view.mesh:
             raise EngineError(
-                f"{managed.unit_fqn(view.leaf)!r} was given a DTensor on the ranks {_describe(tensor.device_mesh)} "
-                f"within summon_full_params, and lies on {_describe(view.mesh)}: give it one on the same mesh"
+                f"{managed.unit_fqn(view.leaf)!r} was given a DTensor on the ranks {describe_mesh(tensor.device_mesh)} "
+                f"within summon_full_params, and lies on {describe_mesh(view.mesh)}: give it one on the same mesh"
             )
         if tensor.placements != view.block.placements:
             tensor = tensor.redistribute(view.mesh, view.block.placements)

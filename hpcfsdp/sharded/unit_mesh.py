@@ -32,6 +32,7 @@ class UnitMesh:
     Along "shard" they have different parts of each parameter, along "replicate" the same, along "tensor" other blocks
     of tensor-parallel parameters. Methods that take dimensions are about the ranks that differ from this one in these
     alone, and without any about all ranks of the unit; a dimension that the mesh does not have counts as one rank.
+    What has to be made or asked of others raises a ``RuntimeError`` before torch.distributed is initialised.
 
     Attributes:
         strategy: never None.
@@ -91,9 +92,6 @@ class UnitMesh:
         """Collective over these ranks, the first time. A communicator over them.
 
         A ``Grid`` over both data dimensions of a pair of groups that do not make up the world.
-
-        Raises:
-            RuntimeError: torch.distributed has not been initialised, and there is none yet for these dimensions.
         """
         chosen = dict(self._chosen(dims))
         tensor = chosen.pop("tensor", None)
@@ -112,11 +110,7 @@ class UnitMesh:
         return [comm for comm in (*data, self.tensor) if comm is not None and comm.size > 1]
 
     def ranks(self, *dims: Dim) -> tuple[int, ...]:
-        """Collective over these ranks, the first time. What torch's default group calls them, in the order of ``comm``.
-
-        Raises:
-            RuntimeError: torch.distributed has not been initialised.
-        """
+        """Collective over these ranks, the first time. Theirs in torch's default group, in the order of ``comm``."""
         return GroupCache.current().global_ranks(self.comm(*dims))
 
     @cached_property
@@ -169,27 +163,15 @@ class UnitMesh:
         return joined, [placed[name] for name in joined.mesh_dim_names]
 
     def process_group(self) -> dist.ProcessGroup:
-        """Collective over `dtensor_ranks`, the first time. Torch's process group over them.
-
-        Raises:
-            RuntimeError: torch.distributed has not been initialised.
-        """
+        """Collective over `dtensor_ranks`, the first time. Torch's process group over them."""
         return GroupCache.current().process_group(self.dtensor_ranks)
 
     def torch_mesh(self) -> DeviceMesh:
-        """Collective over `dtensor_ranks`, the first time. The user's mesh, or one of these ranks.
-
-        Raises:
-            RuntimeError: torch.distributed has not been initialised.
-        """
+        """Collective over `dtensor_ranks`, the first time. The user's mesh, or one of these ranks."""
         return self.device_mesh or GroupCache.current().mesh(self.dtensor_ranks)
 
     def with_tensor(self, tensor_mesh: DeviceMesh | None) -> UnitMesh:
-        """Collective over the ranks of `tensor_mesh`, the first time. The same with them as "tensor"; without, if None.
-
-        Raises:
-            RuntimeError: torch.distributed has not been initialised.
-        """
+        """Collective over the ranks of `tensor_mesh`, the first time. The same mesh with them as "tensor"."""
         along = {name: comm for name, comm in self.along.items() if name != "tensor"}
         if tensor_mesh is not None:
             cache = GroupCache.current()

@@ -366,7 +366,7 @@ def test_a_few_parameters_at_a_time_are_in_memory(world, plain, monkeypatch, bat
     monkeypatch.setattr(transfer, "_BATCH_NUMEL", batch)
     shapes = {f"p{index}": (index % 5 + 1, 5) for index in range(12)}
     watch = HeldBack(plain.shard)
-    groups = dataclasses.replace(plain, shard=watch)
+    groups = dataclasses.replace(plain, along={"shard": watch})
     example = Example(groups, shapes=shapes)
     form, bound = StateDictFormat(sharded=True), max(batch, 25)
     chunks = gather(groups, example.parts(True, example.values)[0], torch.float32, CPU, form)
