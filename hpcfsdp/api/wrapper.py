@@ -111,10 +111,10 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         watch_optimizers()
         check_module(module)
         check_types(cpu_offload, mixed_precision, backward_prefetch)
-        groups = resolve_mesh(process_group, device_mesh, sharding_strategy)
+        mesh = resolve_mesh(process_group, device_mesh, sharding_strategy)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         if not isinstance(process_group, UnitMesh):  # those of an outer unit, which has looked at all of the model
-            groups = with_dtensors(groups, module, ignored.params)
+            mesh = with_dtensors(mesh, module, ignored.params)
         self._show(
             cpu_offload=cpu_offload,
             backward_prefetch=backward_prefetch,
@@ -139,7 +139,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             self._wrap_children(
                 module,
                 auto_wrap_policy,
-                process_group=groups,
+                process_group=mesh,
                 cpu_offload=cpu_offload,
                 backward_prefetch=backward_prefetch,
                 mixed_precision=mixed_precision,
@@ -156,18 +156,18 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         apart = precision.ignored_classes(mixed_precision)
         in_full = precision.find_full_precision(module, apart)
         self._fsdp_wrapped_module = module
-        with raise_together_over(groups.lines()):
-            own = own_params(module, ignored=ignored, apart=apart, mesh=groups)
+        with raise_together_over(mesh.lines()):
+            own = own_params(module, ignored=ignored, apart=apart, mesh=mesh)
         if own.groups:
             warn_of_container(module)
         outside = dict.fromkeys(precision.modules_outside(module))
         param_names = {inner: tuple(inner._parameters) for inner in outside}  # in the order of the plain model
         if sync_module_states:
-            sync_values(own, groups)
+            sync_values(own, mesh)
         unit = make_unit(
             self,
             module,
-            groups=groups,
+            mesh=mesh,
             own=own,
             ignored=ignored,
             use_orig_params=use_orig_params,
@@ -184,8 +184,8 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         guard_modules(unit)
         precision.keep_full_precision(in_full)
         for inner in units_in(module):  # those that have no part in tensor parallelism, and were made before
-            if groups.tensor is not None and inner.groups.tensor is None:
-                join_tp_group(inner, groups.tensor_mesh, sync_module_states=sync_module_states)
+            if mesh.tensor is not None and inner.mesh.tensor is None:
+                join_tp_group(inner, mesh.tensor_mesh, sync_module_states=sync_module_states)
         if not isinstance(process_group, UnitMesh):  # one warning for all units that this call has made
             warn_of_units(self, stacklevel=3)
 
@@ -247,15 +247,15 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         """
         root = self._as_root("clip_grad_norm_")
         if root.holds_grads:
-            with raise_together_over(self._unit.groups.lines()):
+            with raise_together_over(self._unit.mesh.lines()):
                 root.refuse_held("clip_grad_norm_")
-        groups = self._unit.groups
-        num_ranks, num_blocks = groups.size("replicate", "shard"), groups.size("tensor")
+        mesh = self._unit.mesh
+        num_ranks, num_blocks = mesh.size("replicate", "shard"), mesh.size("tensor")
         shares: dict[int, list[torch.Tensor]] = {}
         params: dict[nn.Parameter, None] = {}
         managed: set[nn.Parameter] = set()
         for unit in units_in(self):
-            inner = unit.groups
+            inner = unit.mesh
             if inner.size("replicate", "shard") > num_ranks:
                 raise EngineError(
                     f"{unit.name} is sharded over more ranks than the root ({num_ranks}), which cannot know "
@@ -270,9 +270,9 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             if param not in managed:
                 params[param] = None
                 if param.grad is not None:
-                    copies, grad = replicated_grad(param, groups)
+                    copies, grad = replicated_grad(param, mesh)
                     shares.setdefault(num_ranks * copies, []).append(grad)
-        norm = clip_grad_norm(list(params), shares.items(), groups.lines(), max_norm, norm_type)
+        norm = clip_grad_norm(list(params), shares.items(), mesh.lines(), max_norm, norm_type)
         for param in params:
             note_unchanged(param.grad)
         return norm
@@ -293,7 +293,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             raise TypeError(f"a communication hook must be a function, not {type(hook).__name__}")
         self._as_root("register_comm_hook")
         units = units_in(self)
-        if any(unit.groups.is_hybrid for unit in units):
+        if any(unit.mesh.is_hybrid for unit in units):
             raise EngineError("communication hooks are not supported under hybrid strategies, which reduce twice")
         grads = [grad for unit in units for grad in unit.grads]
         if any(grad.comm_hook is not None for grad in grads):

@@ -211,7 +211,7 @@ def _tensor_mesh(module: nn.Module, sharing: Sequence[int], ignored: Collection[
         named = [(fqn, param) for fqn, param in named if param not in ignored]
     else:  # the unit is alike on ranks that are parallel over the tensors of others
         named = [(fqn, param) for fqn, param in named if _is_apart(param.device_mesh, sharing)][:1]
-    inner = {unit.name: unit.groups.tensor_mesh for unit in units_in(module) if unit.groups.tensor_mesh is not None}
+    inner = {unit.name: unit.mesh.tensor_mesh for unit in units_in(module) if unit.mesh.tensor_mesh is not None}
     meshes = [(f"the unit {name}", mesh) for name, mesh in inner.items()]
     meshes += [(repr(fqn), param.device_mesh) for fqn, param in named]
     if not meshes:

@@ -40,19 +40,19 @@ class Blocks:
         whole_shard: whether memory is the whole shard, or of each slot its own run.
     """
 
-    groups: UnitMesh
+    mesh: UnitMesh
     layout: FlatLayout
     whole_shard: bool
 
     @cached_property
     def size(self) -> int:
         """How many ranks are parallel over tensors."""
-        return self.groups.size("tensor")
+        return self.mesh.size("tensor")
 
     @property
     def comm(self) -> Communicator:
         """Collective over them, the first time. All holders: the ranks that have each element once."""
-        return self.groups.comm(self.groups.dtensor_dim, "tensor")
+        return self.mesh.comm(self.mesh.dtensor_dim, "tensor")
 
     @cached_property
     def _frames(self) -> list[Sequence[Box]]:
@@ -74,7 +74,7 @@ class Blocks:
             once: of what several of them have, only the first.
             among: numbers of blocks that count; None for all.
         """
-        place, tensor_rank = self.groups.places[rank]
+        place, tensor_rank = self.mesh.places[rank]
         layout = self.layout.of_tensor_rank(tensor_rank)
         if once and place >= layout.num_shards:  # nothing is sharded: the others have the same
             return []
@@ -209,7 +209,7 @@ class FileStaging:
 
     def _runs(self, index: int) -> Runs:
         """The stretches of a slot, by the ranks that have them."""
-        copies = self._blocks.groups.block_copies
+        copies = self._blocks.mesh.block_copies
         starts = [start for start, numel in self._stretches[index] if numel]  # the first ranks have all
         edges = [*starts, math.prod(self._blocks.layout.slots[index].whole_shape)]
         return Runs(np.array(edges), copies[: len(starts)])

@@ -120,7 +120,7 @@ def agree(reading: Reading, read: Callable[[], None]) -> Agreed:
             unshard.check_at_rest(unit, "load_state_dict")
     if dist.is_initialized():
         for unit in reading.units:
-            unit.groups.ranks(unit.groups.dtensor_dim, "tensor")  # known from here on, whatever this rank finds
+            unit.mesh.ranks(unit.mesh.dtensor_dim, "tensor")  # known from here on, whatever this rank finds
     problem: Exception | None = None
     try:
         read()
@@ -160,7 +160,7 @@ def commit(reading: Reading, first: Rank0Source | None) -> None:
             if flat in reading.found:
                 _fill(reading.sharded[flat], flat, _one_slot(flat), [reading.found[flat]])
             else:
-                _fill(unit.groups, flat, flat.layout, [reading.found.get(leaf) for leaf in flat.leaves])
+                _fill(unit.mesh, flat, flat.layout, [reading.found.get(leaf) for leaf in flat.leaves])
     with torch.no_grad():
         for target, source in reading.found.items():
             if target in reading.sharded:
@@ -259,15 +259,15 @@ def _copied(state: Any) -> Any:
         return state
 
 
-def _fill(groups: UnitMesh, flat: FlatParam, layout: FlatLayout, values: list[Any]) -> None:
-    """Collective over the ranks of `groups`. Copy values into the shard, cut as `layout` says."""
+def _fill(mesh: UnitMesh, flat: FlatParam, layout: FlatLayout, values: list[Any]) -> None:
+    """Collective over the ranks of `mesh`. Copy values into the shard, cut as `layout` says."""
     shard, moves = (
         flat.parameter.data,
         any(isinstance(value, (ShardedTensor, DTensor, Rank0Tensor)) for value in values),
     )
     # Nothing may be received in memory that ranks share.
     target = shard.clone() if moves and flat.is_resident else shard
-    scatter(groups, LocalShards.of_shard(layout, target), values)
+    scatter(mesh, LocalShards.of_shard(layout, target), values)
     if target is not shard:
         shard.copy_(target)
 

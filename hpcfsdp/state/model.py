@@ -36,7 +36,7 @@ def communicator_of(model: nn.Module) -> Communicator:
 
 def _largest_comm(wrappers: Iterable[ShardedUnit]) -> Communicator | None:
     """Over all ranks of the unit that has the most; None if all have pairs of groups that do not make up the world."""
-    comms = [wrapper.groups.comm() for wrapper in wrappers if wrapper.groups.data is not None]
+    comms = [wrapper.mesh.comm() for wrapper in wrappers if wrapper.mesh.data is not None]
     return max(comms, key=lambda comm: comm.size, default=None)
 
 
@@ -78,25 +78,25 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, UnitM
                 f"{wrapper.name}: its parameters are whole within summon_full_params, and what is changed there "
                 "is put back at its end: save and load outside of it"
             )
-        if wrapper.groups.data is None:
+        if wrapper.mesh.data is None:
             raise CheckpointError(
                 "the model is sharded over a pair of process groups that do not make up the world: it is not known "
                 "which ranks hold it together; pass a device_mesh, or groups of all ranks"
             )
-        comm = wrapper.groups.comm()
+        comm = wrapper.mesh.comm()
         if (comm.size, comm.rank) != (largest.size, largest.rank):
             raise CheckpointError(
                 f"{wrapper.name} has process groups of its own, over {comm.size} ranks, and the model is on "
                 f"{largest.size}: its parameters may differ between groups, which one name in a file cannot tell; "
                 "save this unit apart from the others, or give all units the same ranks"
             )
-        yield flat, layout, wrapper.groups
+        yield flat, layout, wrapper.mesh
 
 
-def held_runs(layout: FlatLayout, fqn: str, groups: UnitMesh) -> Runs:
+def held_runs(layout: FlatLayout, fqn: str, mesh: UnitMesh) -> Runs:
     """The runs of a parameter, with the ranks that have their shards."""
     first, edges = layout.of_tensor_rank(0).param_edges(fqn)
-    return Runs(edges, groups.copies[first : first + len(edges) - 1])
+    return Runs(edges, mesh.copies[first : first + len(edges) - 1])
 
 
 def shard_pieces(layout: FlatLayout, fqn: str, shard_rank: int, shard: torch.Tensor) -> tuple[LocalPiece, ...]:
@@ -125,16 +125,16 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
         found[tensor.name] = tensor
 
     taken: set[str] = set()
-    for flat, layout, groups in flat_params(model):
+    for flat, layout, mesh in flat_params(model):
         shard = flat.parameter.data
-        form = FileStaging(Blocks(groups, layout, whole_shard=True), are_read_by_others=flat.is_resident)
+        form = FileStaging(Blocks(mesh, layout, whole_shard=True), are_read_by_others=flat.is_resident)
         for index, slot in enumerate(layout.slots):
             if slot.is_cut:
                 form.add(index, shard)
                 add(form.state_tensor(index, slot.fqn, slot.aliases))
                 continue
             pieces = shard_pieces(layout, slot.fqn, flat.comm.rank, shard)
-            runs = held_runs(layout, slot.fqn, groups)
+            runs = held_runs(layout, slot.fqn, mesh)
             add(StateTensor(slot.fqn, slot.shape, layout.dtype, runs, pieces, slot.aliases))
     for tensor, (name, *aliases) in plain_tensors(model).items():
         add(unsharded(name, tensor, tuple(aliases)))

@@ -44,7 +44,7 @@ class TrainedParam:
         shapes: by name, of the parameters of the model that it holds.
         layout: how they lie in it; None for a parameter that is not sharded.
         shard_rank: which shard of the layout is here.
-        groups: the ranks that have it; None for a parameter that is not sharded.
+        mesh: the ranks that have it; None for a parameter that is not sharded.
         is_run: whether it is this rank's run of one parameter, rather than a whole shard.
     """
 
@@ -52,7 +52,7 @@ class TrainedParam:
     shapes: dict[str, tuple[int, ...]]
     layout: FlatLayout | None = None
     shard_rank: int = 0
-    groups: UnitMesh | None = None
+    mesh: UnitMesh | None = None
     is_run: bool = False
 
     @property
@@ -70,7 +70,7 @@ class TrainedParam:
             forms: added to: what is put together for the file, the same for all parameters of a flat one.
         """
         name = f"{fqn}/{key}"
-        if value.dim() == 0 or self.layout is None or self.groups is None:
+        if value.dim() == 0 or self.layout is None or self.mesh is None:
             return unsharded(name, value)
         if value.shape != self.param.shape:
             raise CheckpointError(
@@ -80,10 +80,10 @@ class TrainedParam:
         if self.layout.by_name[fqn].is_cut:
             index, kind = self.layout.places[fqn], (id(self.layout), key, value.dtype)
             if kind not in forms:
-                forms[kind] = FileStaging(Blocks(self.groups, self.layout, whole_shard=not self.is_run))
+                forms[kind] = FileStaging(Blocks(self.mesh, self.layout, whole_shard=not self.is_run))
             forms[kind].add(index, value.view(-1))
             return forms[kind].state_tensor(index, name)
-        runs = held_runs(self.layout, fqn, self.groups)
+        runs = held_runs(self.layout, fqn, self.mesh)
         if self.is_run:
             extent = self.layout.param_extent(fqn, self.shard_rank)
             pieces = (LocalPiece(extent.start, value),) if extent is not None else ()

@@ -63,7 +63,7 @@ class Rank0Source:
             Exception: on the first rank, what its mapping has raised; on others as a ``StateDictError``.
         """
         units, ranks = units_in(self._module), ranks_of_model(self._module)
-        is_first = units[0].groups.is_first()
+        is_first = units[0].mesh.is_first()
         self._rank = ranks.all_gather_object(is_first).index(True)
         blob, problem = None, None
         announced: dict[str, tuple[bool, Any]] = {}
@@ -80,7 +80,7 @@ class Rank0Source:
             raise problem or StateDictError(f"rank {self._rank}: {wrong}")
         if not is_first:
             announced, metadata = _unpacked(blob, self._rank)
-        if any(unit.groups.is_first() != is_first for unit in units):
+        if any(unit.mesh.is_first() != is_first for unit in units):
             raise StateDictError(
                 "one rank is to give the state dict to all, but units are sharded over groups with different first "
                 "ranks: pass the whole state dict on every rank"

@@ -20,9 +20,9 @@ def units_of(model: nn.Module) -> list[ShardedUnit]:
     where an outer unit holds them all.
     """
     units = units_in(model)
-    tensor_mesh = next((unit.groups.tensor_mesh for unit in units if unit.groups.tensor is not None), None)
+    tensor_mesh = next((unit.mesh.tensor_mesh for unit in units if unit.mesh.tensor is not None), None)
     for unit in units:
-        if tensor_mesh is not None and unit.groups.tensor is None:
+        if tensor_mesh is not None and unit.mesh.tensor is None:
             join_tp_group(unit, tensor_mesh, sync_module_states=False)
     return units
 
@@ -45,4 +45,4 @@ def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:
         )
     if group is not None:
         return communicator_for(group, required=True)
-    return max((unit.groups for unit in units), key=lambda groups: groups.size()).comm()
+    return max((unit.mesh for unit in units), key=lambda mesh: mesh.size()).comm()

@@ -88,15 +88,15 @@ class Reading:
 
     @functools.cached_property
     def sharded(self) -> dict[Any, UnitMesh]:
-        """Parameters of units, and flat ones, with the groups that they are sharded over.
+        """Parameters of units, and flat ones, with the mesh that they are sharded over.
 
         Ranks that are parallel over tensors have nothing of each other's flat parameters.
         """
         found: dict[Any, UnitMesh] = {}
         for unit in self.units:
             for flat in unit.flats:
-                found[flat] = unit.groups.with_tensor(None)
-                found.update(dict.fromkeys(flat.leaves, unit.groups))
+                found[flat] = unit.mesh.with_tensor(None)
+                found.update(dict.fromkeys(flat.leaves, unit.mesh))
         return found
 
     @property
@@ -319,14 +319,14 @@ class Reading:
     def _note(self, key: str, shown: _Shown, now: torch.Tensor, *, may_grow: bool) -> None:
         """Note what a module has put in place of what was shown; what is wrong with it is one of the errors."""
         target = shown.target
-        groups = self.sharded.get(target)
+        mesh = self.sharded.get(target)
         try:
             source = source_of(key, now)
             shape = now.shape if may_grow else shown.tensor.shape
-            check_source(key, source, None if groups else target, shape, groups)
+            check_source(key, source, None if mesh else target, shape, mesh)
             # Flat parameters of ranks that are parallel over tensors have nothing in common.
-            alike = not isinstance(target, FlatParam) or all(unit.groups.tensor is None for unit in self.units)
-            self.facts[key] = facts_of(source, groups) if alike else type(source).__name__
+            alike = not isinstance(target, FlatParam) or all(unit.mesh.tensor is None for unit in self.units)
+            self.facts[key] = facts_of(source, mesh) if alike else type(source).__name__
         except StateDictError as error:
             self.errors.append(str(error))
         else:

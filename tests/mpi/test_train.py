@@ -202,7 +202,7 @@ def test_what_travels_in_a_step_is_what_the_page_about_meshes_says(world, monkey
     watch("reduce_scatter_tensor", 1)
     for replicate, tensor in meshes(world):
         model = shard(GPT(config), make_mesh(MeshConfig(replicate, tensor), world), world)
-        groups = model._unit.groups
+        groups = model._unit.mesh
         elements.clear()
         F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
         expected = Counter()

@@ -204,7 +204,7 @@ def flatten_non_tensor_optim_state(name: str, values: Sequence[Any], fqns: Seque
 
 
 def flatten_tensor_optim_state(info: FSDPParamInfo, values: Sequence[Any]) -> torch.Tensor:
-    """Collective over the ranks of ``info.groups`` unless all values are plain tensors. This rank's shard of a state.
+    """Collective over the ranks of ``info.mesh`` unless all values are plain tensors. This rank's shard of a state.
 
     Args:
         values: for each parameter of the flat parameter, of its shape.
@@ -218,18 +218,18 @@ def flatten_tensor_optim_state(info: FSDPParamInfo, values: Sequence[Any]) -> to
     for gap, end in info.layout.gaps():
         shard[max(gap - begin, 0) : max(end - begin, 0)].zero_()
     with profile(Phase.RESHARDING, shard.nbytes):
-        scatter(info.groups, LocalShards.of_shard(info.layout, shard), values)
+        scatter(info.mesh, LocalShards.of_shard(info.layout, shard), values)
     return shard
 
 
 def flatten_optim_state(info: FSDPParamInfo, plan: StatePlan) -> dict[str, Any]:
-    """Collective over the ranks of ``info.groups`` unless all values are plain tensors. A flat parameter's state."""
+    """Collective over the ranks of ``info.mesh`` unless all values are plain tensors. A flat parameter's state."""
     tensors = {name: flatten_tensor_optim_state(info, values) for name, values in plan.tensors.items()}
     return {**tensors, **plan.others}
 
 
 def shard_orig_param_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) -> dict[str, dict[str, Any]]:
-    """Collective over the ranks of ``info.groups`` unless all values are plain tensors. States of a unit's parameters.
+    """Collective over the ranks of ``info.mesh`` unless all values are plain tensors. States of a unit's parameters.
 
     Args:
         plans: of those parameters of one flat parameter that have state, each stepped by itself.
@@ -254,7 +254,7 @@ def shard_orig_param_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) 
             runs[index] = torch.empty(extent.numel if extent else 0, dtype=describe(value)[1], device=device)
             found[fqn][name] = runs[index].view(layout.slots[index].shape) if info.keeps_shapes else runs[index]
         with profile(Phase.RESHARDING, sum(run.nbytes for run in runs if run is not None)):
-            scatter(info.groups, LocalShards.of_runs(layout, runs), values)
+            scatter(info.mesh, LocalShards.of_runs(layout, runs), values)
     return found
 
 

@@ -46,7 +46,7 @@ def communicate_optim_state(
         elif isinstance(value, torch.Tensor):
             parts = LocalShards.of_shard(info.layout, value.detach())
             with profile(Phase.TENSOR_ALL_GATHER, value.nbytes):
-                state.tensor_state[name] = gather(info.groups, parts, value.dtype, info.flat.parameter.device, form)
+                state.tensor_state[name] = gather(info.mesh, parts, value.dtype, info.flat.parameter.device, form)
         else:
             state.non_tensor_state[name] = value
     return state
@@ -102,7 +102,7 @@ def allgather_orig_param_states(
         runs[info.param_indices[fqn]] = nothing if value is None else value.detach().reshape(-1)
     parts = LocalShards.of_runs(info.layout, runs)
     with profile(Phase.TENSOR_ALL_GATHER, sum(run.nbytes for run in runs if run is not None)):
-        found = gather(info.groups, parts, dtype, nothing.device, form)
+        found = gather(info.mesh, parts, dtype, nothing.device, form)
     return {info.layout.slots[index].fqn: found[index] for index in parts.present}
 
 

@@ -33,12 +33,12 @@ class FSDPParamInfo:
     """A flat parameter as the state of an optimizer sees it.
 
     Attributes:
-        groups: the ranks that share it.
+        mesh: the ranks that share it.
         flat: the parameter.
         layout: of its parameters, under their names in the whole model.
     """
 
-    groups: UnitMesh
+    mesh: UnitMesh
     flat: FlatParam
     layout: FlatLayout
 
@@ -55,7 +55,7 @@ class FSDPParamInfo:
     @property
     def keeps_shapes(self) -> bool:
         """Whether the optimizer steps parameters in the shapes that they have here, and not runs of them."""
-        return self.flat.use_orig_params and self.groups.strategy is ShardingStrategy.NO_SHARD
+        return self.flat.use_orig_params and self.mesh.strategy is ShardingStrategy.NO_SHARD
 
     def shows_whole(self, fqn: str) -> bool:
         """Whether the optimizer steps all of a parameter, in its original shape, so that its state may be anything."""
@@ -92,7 +92,7 @@ def get_fqn_to_fsdp_param_info(model: nn.Module) -> dict[str, FSDPParamInfo]:
     """
     found: dict[str, FSDPParamInfo] = {}
     for wrapper, flat, layout in named_flat_params(model):
-        info = FSDPParamInfo(wrapper.groups, flat, layout)
+        info = FSDPParamInfo(wrapper.mesh, flat, layout)
         found.update((slot.fqn, info) for slot in layout.slots)
     return found
 

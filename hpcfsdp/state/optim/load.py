@@ -451,10 +451,10 @@ def optim_state_dict_to_load(
         distributed = plan.distributed()
         for info in {id(info): info for _, _, info in distributed}.values():
             # A collective the first time, which is to be over before a rank raises.
-            info.groups.ranks(info.groups.dtensor_dim, "tensor")
+            info.mesh.ranks(info.mesh.dtensor_dim, "tensor")
         with raise_together(ranks):
             for name, value, info in distributed:
-                check_blocks(name, value, info.groups.ranks(info.groups.dtensor_dim, "tensor"))
+                check_blocks(name, value, info.mesh.ranks(info.mesh.dtensor_dim, "tensor"))
         infos = list({id(info): info for info in plan.infos.values()}.values())
         goes_in_parts = [True] * len(infos)
         if rank0_only:
@@ -498,7 +498,7 @@ def _scattered(plan: _Plan, ranks: Communicator | Grid, goes_in_parts: Mapping[i
 
 def _is_first_of(ranks: Communicator | Grid, info: FSDPParamInfo) -> bool:
     """On rank 0: whether it is the first of the ranks that share a flat parameter, which are all of `ranks`."""
-    return info.groups.is_first() and info.groups.size() == ranks.size
+    return info.mesh.is_first() and info.mesh.size() == ranks.size
 
 
 def _broadcast(entry: StatePlan, ranks: Communicator | Grid, info: FSDPParamInfo) -> None:

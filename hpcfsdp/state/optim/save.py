@@ -129,7 +129,7 @@ class _Own:
     def check_is_first(self) -> None:
         """Refuse units whose state the first rank of the model cannot get."""
         for name, info in self.infos.items():
-            if not info.groups.is_first():
+            if not info.mesh.is_first():
                 raise StateDictError(
                     f"rank 0 is not the first of the ranks that {name!r} is sharded over, and cannot get its state "
                     "alone: use rank0_only=False, or a sharded state dict"
@@ -240,7 +240,7 @@ def _gathered(own: _Own, merged: Mapping[str, StateInfo], form: StateDictFormat,
     """Collective over all ranks. The state dict, once ranks agree."""
     states: States = {}
     for info in {id(info): info for info in own.infos.values()}.values():
-        if form.is_made_by(info.groups):
+        if form.is_made_by(info.mesh):
             convert = convert_state_with_orig_params if info.flat.use_orig_params else convert_state_with_flat_params
             states.update(convert(info, own.states, merged, form))
     if not is_shown:

@@ -25,7 +25,7 @@ def unflatten_optim_state(info: FSDPParamInfo, flat_param_state: Mapping[str, An
     Ranks that the form leaves out get nothing.
     """
     consolidated = communicate_optim_state(info, flat_param_state, form)
-    if not form.is_shown_by(info.groups):
+    if not form.is_shown_by(info.mesh):
         return {}
     with profile(Phase.RESHARDING):
         states = unflatten_communicated_optim_state(info, consolidated)
@@ -79,7 +79,7 @@ def convert_state_with_orig_params(
         merged: those of all ranks.
     """
     found = gather_all_orig_param_state(info, states, merged, form)
-    if not form.is_shown_by(info.groups):
+    if not form.is_shown_by(info.mesh):
         return {}
     with profile(Phase.RESHARDING):
         return unflatten_orig_param_states(found)

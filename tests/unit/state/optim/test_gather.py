@@ -77,7 +77,7 @@ def test_the_state_of_a_flat_parameter(run_ranks, size, form, strategy):
         own.update(step=torch.tensor(3.0, requires_grad=True), kind="mean", nothing=None)
         found = communicate_optim_state(info, own, form)
         assert found.zero_dim_tensor_state["step"] is not own["step"]
-        return found, form.is_shown_by(info.groups)
+        return found, form.is_shown_by(info.mesh)
 
     results = run_ranks(size, body)
     for found, is_shown in results:
