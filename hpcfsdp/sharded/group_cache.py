@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,18 +19,6 @@ from hpcfsdp.launch.topology import Topology
 from hpcfsdp.world import current_world
 
 log = logging.getLogger("hpcfsdp.groups")
-
-
-class Joined(NamedTuple):
-    """The ranks of one line for each tensor-parallel rank.
-
-    Attributes:
-        comm: over all of them.
-        places: of each rank of `comm`, its place in its line, and the tensor-parallel rank of the line.
-    """
-
-    comm: Communicator
-    places: tuple[tuple[int, int], ...]
 
 
 class GroupCache:
@@ -81,11 +69,9 @@ class GroupCache:
         everyone = communicator_for(None, required=True)
         if len(ranks) == everyone.size:
             return everyone
-        alone = len(ranks) == 1
-        return self._once(
-            ("subgroup", ranks),
-            lambda: FakeCommunicator(device=everyone.device) if alone else everyone.subgroup(ranks),
-        )
+        if len(ranks) == 1:
+            return self._once(("alone",), lambda: FakeCommunicator(device=everyone.device))
+        return self._once(("subgroup", ranks), lambda: everyone.subgroup(ranks))
 
     def members_of(self, mesh: DeviceMesh) -> Communicator:
         """A communicator over all ranks of a mesh."""
@@ -93,19 +79,20 @@ class GroupCache:
             return communicator_for(mesh.get_group(), required=True)
         return self.subgroup(tuple(sorted(mesh.mesh.flatten().tolist())))
 
-    def joined(self, line: Communicator, tensor: Communicator) -> Joined:
-        """The ranks of `line`, and of the lines that the other ranks of `tensor` have in its place."""
+    def joined(self, line: Communicator, tensor: Communicator) -> tuple[Communicator, tuple[tuple[int, int], ...]]:
+        """A communicator over the ranks of `line`, and of the lines that the other ranks of `tensor` have in its place.
 
-        def make() -> Joined:
+        With it, of each of its ranks, the place in its line, and the rank in `tensor` of the line.
+        """
+        key = "joined", self.global_ranks(line), self.global_ranks(tensor)
+        if key not in self._made:
             lines = tensor.all_gather_object(key[1])
             places = {rank: (place, block) for block, ranks in enumerate(lines) for place, rank in enumerate(ranks)}
             ranks = tuple(sorted(places))
             comm = self.subgroup(ranks)
             self._remember_ranks(comm, ranks)
-            return Joined(comm, tuple(places[rank] for rank in ranks))
-
-        key = "joined", self.global_ranks(line), self.global_ranks(tensor)
-        return self._once(key, make)
+            self._made[key] = comm, tuple(places[rank] for rank in ranks)
+        return self._made[key]
 
     def global_ranks(self, comm: Communicator) -> tuple[int, ...]:
         """The ranks of `comm` in torch's default group."""

@@ -102,7 +102,13 @@ class UnitMesh:
             line = self.data or Grid(self.shard, self.along["replicate"])
         if tensor is None:
             return line
-        return Grid(line, tensor) if isinstance(line, Grid) else GroupCache.current().joined(line, tensor).comm
+        return Grid(line, tensor) if isinstance(line, Grid) else GroupCache.current().joined(line, tensor)[0]
+
+    def connect(self) -> None:
+        """Collective over all ranks of the unit. Who has what of it is known from here on, without collectives."""
+        if self.tensor is not None and self.data is not None:
+            self.comm()
+            self.comm(self.dtensor_dim, "tensor")
 
     def lines(self) -> list[Communicator]:
         """Communicators that together connect all ranks of the unit: lines of a grid. None where there is one rank."""
@@ -117,7 +123,7 @@ class UnitMesh:
     def places(self) -> tuple[tuple[int, int], ...]:
         """Collective over these ranks, the first time. Of each rank of ``comm(dtensor_dim, "tensor")``, where it is
         along these two dimensions."""
-        return GroupCache.current().joined(self.dtensor_ranks, self.along["tensor"]).places
+        return GroupCache.current().joined(self.dtensor_ranks, self.along["tensor"])[1]
 
     @cached_property
     def copies(self) -> np.ndarray:
@@ -138,7 +144,7 @@ class UnitMesh:
         assert self.grid is not None
         if self.tensor is None:
             return self.grid[:, :, None]
-        places = GroupCache.current().joined(self.data, self.tensor).places
+        _, places = GroupCache.current().joined(self.data, self.tensor)
         ranks = np.zeros((self.data.size, self.tensor.size), np.int64)
         ranks[tuple(np.array(places).T)] = np.arange(len(places))
         return ranks[self.grid]

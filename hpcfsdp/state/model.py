@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded.unit import ShardedUnit, unit_of
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.blocks import Blocks, FileStaging
-from hpcfsdp.state.ranks import units_of
+from hpcfsdp.state.ranks import largest_mesh, units_of
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor, unsharded
 from hpcfsdp.state.wrappers import CleanNames, group_of
 
@@ -28,16 +28,13 @@ _IN_STATE_DICTS = CleanNames()
 
 def communicator_of(model: nn.Module) -> Communicator:
     """Collective over them, the first time. All ranks that a model is on; the world's for one that knows of none."""
-    wrappers = units_of(model)
-    if not wrappers:
+    units = units_of(model)
+    if not units:
         return communicator_for(group_of(model), required=False)
-    return _largest_comm(wrappers) or wrappers[0].groups.shard
-
-
-def _largest_comm(wrappers: Iterable[ShardedUnit]) -> Communicator | None:
-    """Over all ranks of the unit that has the most; None if all have pairs of groups that do not make up the world."""
-    comms = [wrapper.mesh.comm() for wrapper in wrappers if wrapper.mesh.data is not None]
-    return max(comms, key=lambda comm: comm.size, default=None)
+    for unit in units:
+        unit.mesh.connect()
+    mesh = largest_mesh(units)
+    return mesh.shard if mesh.data is None else mesh.comm()
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -71,7 +68,8 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, UnitM
         CheckpointError: the ranks that hold all of a parameter are not those that checkpoint the model, or its
             parameters are summoned.
     """
-    largest = _largest_comm(units_of(model))
+    units = units_of(model)
+    largest = largest_mesh(units).comm() if units else None
     for wrapper, flat, layout in named_flat_params(model, CleanNames.of(model)):
         if wrapper.phase is Phase.SUMMON:
             raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.sharded.build import join_tp_group
 from hpcfsdp.sharded.unit import ShardedUnit, units_in
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 
 
 def units_of(model: nn.Module) -> list[ShardedUnit]:
@@ -25,6 +27,11 @@ def units_of(model: nn.Module) -> list[ShardedUnit]:
         if tensor_mesh is not None and unit.mesh.tensor is None:
             join_tp_group(unit, tensor_mesh, sync_module_states=False)
     return units
+
+
+def largest_mesh(units: Iterable[ShardedUnit]) -> UnitMesh:
+    """The mesh with the most ranks."""
+    return max((unit.mesh for unit in units), key=lambda mesh: mesh.size())
 
 
 def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:
@@ -45,4 +52,4 @@ def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:
         )
     if group is not None:
         return communicator_for(group, required=True)
-    return max((unit.mesh for unit in units), key=lambda mesh: mesh.size()).comm()
+    return largest_mesh(units).comm()
