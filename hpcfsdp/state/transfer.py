@@ -409,7 +409,7 @@ def check_blocks(key: str, value: ShardedTensor | DTensor, ranks: Sequence[int])
     """See that a distributed tensor can be had from the ranks that a unit is sharded over. Not collective.
 
     Args:
-        ranks: global ones, see ``Groups.global_ranks``.
+        ranks: those of the world, see ``UnitMesh.ranks``.
 
     Raises:
         StateDictError: it lies on others, or not all of it on these, or it is no block of values on each.
