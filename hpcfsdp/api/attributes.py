@@ -29,7 +29,7 @@ class PublicAttributes:
     @property
     def sharding_strategy(self) -> ShardingStrategy:
         """Never None. That which was asked for, on one rank too."""
-        return self._unit.groups.strategy
+        return self._unit.mesh.strategy
 
     @property
     def mixed_precision(self) -> MixedPrecision:
@@ -64,23 +64,23 @@ class PublicAttributes:
         Raises:
             RuntimeError: torch.distributed has not been initialised.
         """
-        return self._unit.groups.process_group()
+        return self._unit.mesh.process_group()
 
     @property
     def rank(self) -> int:
         """Of this process in `process_group`."""
-        return self._unit.groups.dtensor_ranks.rank
+        return self._unit.mesh.dtensor_ranks.rank
 
     @property
     def world_size(self) -> int:
         """Of `process_group`."""
-        return self._unit.groups.dtensor_ranks.size
+        return self._unit.mesh.dtensor_ranks.size
 
     @property
     def compute_device(self) -> torch.device:
         """Where the module computes."""
         flats = self._unit.flats
-        return flats[0].device if flats else self._unit.groups.dtensor_ranks.device
+        return flats[0].device if flats else self._unit.mesh.dtensor_ranks.device
 
     @property
     def training_state(self) -> Any:

@@ -67,7 +67,7 @@ class RefusesOtherWrappers:
         Warns:
             UserWarning: accelerate takes this process for the only one, which the model is not sharded over.
         """
-        size = self._unit.groups.dtensor_ranks.size  # type: ignore[attr-defined]
+        size = self._unit.mesh.dtensor_ranks.size  # type: ignore[attr-defined]
         accelerate = sys.modules.get("accelerate")
         if accelerate is not None and size > 1 and accelerate.PartialState().num_processes == 1:
             warnings.warn(

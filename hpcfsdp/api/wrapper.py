@@ -32,14 +32,15 @@ from hpcfsdp.sharded.arguments import check_module, check_readers, check_types, 
 from hpcfsdp.sharded.build import join_tp_group, make_unit, sync_values, warn_of_units
 from hpcfsdp.sharded.eval_precision import follow_eval_mode
 from hpcfsdp.sharded.flatten import move_outside, own_params
-from hpcfsdp.sharded.groups import Groups, resolve_groups
+from hpcfsdp.sharded.groups import resolve_mesh, with_dtensors
 from hpcfsdp.sharded.guard import guard_modules, refuse_mistakes
 from hpcfsdp.sharded.ignored import resolve_ignored
 from hpcfsdp.sharded.materialize import materialize
 from hpcfsdp.sharded.optimizer_check import watch_optimizers
 from hpcfsdp.sharded.root import become_root
-from hpcfsdp.sharded.tensor_parallel import replicated_grad, with_tp_group
+from hpcfsdp.sharded.tensor_parallel import replicated_grad
 from hpcfsdp.sharded.unit import WRAPPED, units_in
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.later import load_when_known
 from hpcfsdp.state.settings import default_settings
 
@@ -111,11 +112,10 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         watch_optimizers()
         check_module(module)
         check_types(cpu_offload, mixed_precision, backward_prefetch)
-        groups = resolve_groups(process_group, device_mesh, sharding_strategy)
+        mesh = resolve_mesh(process_group, device_mesh, sharding_strategy)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
-        if not isinstance(process_group, Groups):  # those of an outer unit, which has looked at all of the model
-            meshes = {unit.name: unit.groups.tensor.mesh for unit in units_in(module) if unit.groups.tensor is not None}
-            groups = with_tp_group(groups, module, meshes, type(module).__name__, ignored.params)
+        if not isinstance(process_group, UnitMesh):  # those of an outer unit, which has looked at all of the model
+            mesh = with_dtensors(mesh, module, ignored.params)
         self._show(
             cpu_offload=cpu_offload,
             backward_prefetch=backward_prefetch,
@@ -140,7 +140,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             self._wrap_children(
                 module,
                 auto_wrap_policy,
-                process_group=groups,
+                process_group=mesh,
                 cpu_offload=cpu_offload,
                 backward_prefetch=backward_prefetch,
                 mixed_precision=mixed_precision,
@@ -157,18 +157,18 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         apart = precision.ignored_classes(mixed_precision)
         in_full = precision.find_full_precision(module, apart)
         self._fsdp_wrapped_module = module
-        with raise_together_over(groups.connecting()):
-            own = own_params(module, ignored=ignored, apart=apart, tensor=groups.tensor)
+        with raise_together_over(mesh.lines()):
+            own = own_params(module, ignored=ignored, apart=apart, mesh=mesh)
         if own.groups:
             warn_of_container(module)
         outside = dict.fromkeys(precision.modules_outside(module))
         param_names = {inner: tuple(inner._parameters) for inner in outside}  # in the order of the plain model
         if sync_module_states:
-            sync_values(own, groups)
+            sync_values(own, mesh)
         unit = make_unit(
             self,
             module,
-            groups=groups,
+            mesh=mesh,
             own=own,
             ignored=ignored,
             use_orig_params=use_orig_params,
@@ -185,9 +185,9 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         guard_modules(unit)
         precision.keep_full_precision(in_full)
         for inner in units_in(module):  # those that have no part in tensor parallelism, and were made before
-            if groups.tensor is not None and inner.groups.tensor is None:
-                join_tp_group(inner, groups.tensor, sync_module_states=sync_module_states)
-        if not isinstance(process_group, Groups):  # one warning for all units that this call has made
+            if mesh.tensor is not None and inner.mesh.tensor is None:
+                join_tp_group(inner, mesh.tensor_mesh, sync_module_states=sync_module_states)
+        if not isinstance(process_group, UnitMesh):  # one warning for all units that this call has made
             warn_of_units(self, stacklevel=3)
 
     @property
@@ -257,17 +257,16 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         """
         root = self._as_root("clip_grad_norm_")
         if root.holds_grads:
-            with raise_together_over(self._unit.groups.connecting()):
+            with raise_together_over(self._unit.mesh.lines()):
                 root.refuse_held("clip_grad_norm_")
-        groups = self._unit.groups
-        num_ranks, tensor = groups.shard.size * groups.num_replicas, groups.tensor
-        num_blocks = 1 if tensor is None else tensor.comm.size
+        mesh = self._unit.mesh
+        num_ranks, num_blocks = mesh.size("replicate", "shard"), mesh.size("tensor")
         shares: dict[int, list[torch.Tensor]] = {}
         params: dict[nn.Parameter, None] = {}
         managed: set[nn.Parameter] = set()
         for unit in units_in(self):
-            inner = unit.groups
-            if inner.shard.size * inner.num_replicas > num_ranks:
+            inner = unit.mesh
+            if inner.size("replicate", "shard") > num_ranks:
                 raise EngineError(
                     f"{unit.name} is sharded over more ranks than the root ({num_ranks}), which cannot know "
                     "the norm of all gradients: wrap the root over all ranks"
@@ -276,14 +275,14 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
                 managed.update((flat.parameter, *flat.leaves))
                 params.update(dict.fromkeys(flat.leaves if flat.use_orig_params else (flat.parameter,)))
                 for copies, grad in flat.grad_parts(num_blocks):
-                    shares.setdefault(inner.num_replicas * copies, []).append(grad)
+                    shares.setdefault(inner.size("replicate") * copies, []).append(grad)
         for param in self.parameters():
             if param not in managed:
                 params[param] = None
                 if param.grad is not None:
-                    copies, grad = replicated_grad(param, tensor)
+                    copies, grad = replicated_grad(param, mesh)
                     shares.setdefault(num_ranks * copies, []).append(grad)
-        norm = clip_grad_norm(list(params), shares.items(), groups.connecting(), max_norm, norm_type)
+        norm = clip_grad_norm(list(params), shares.items(), mesh.lines(), max_norm, norm_type)
         for param in params:
             note_unchanged(param.grad)
         return norm
@@ -304,7 +303,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             raise TypeError(f"a communication hook must be a function, not {type(hook).__name__}")
         self._as_root("register_comm_hook")
         units = units_in(self)
-        if any(unit.groups.is_hybrid for unit in units):
+        if any(unit.mesh.is_hybrid for unit in units):
             raise EngineError("communication hooks are not supported under hybrid strategies, which reduce twice")
         grads = [grad for unit in units for grad in unit.grads]
         if any(grad.comm_hook is not None for grad in grads):

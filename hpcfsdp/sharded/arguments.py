@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FSDPModule, MixedPrecision
 
-from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.sharded.unit import unit_of
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.world import current_world
 
 
@@ -74,7 +74,7 @@ def target_device(process_group: Any, device_mesh: Any, device_id: int | torch.d
         return torch.device("cuda", device_id)
     if device_id is not None:
         return torch.device(device_id)
-    if isinstance(process_group, Groups):
+    if isinstance(process_group, UnitMesh):
         return None
     world = current_world()
     return world.device if world is not None and process_group is None and device_mesh is None else None

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from hpcfsdp import _compat
-from hpcfsdp.comm import Communicator, raise_together_over
+from hpcfsdp.comm import raise_together_over
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.flat.sync import sync_params_and_buffers
 from hpcfsdp.sharded.assigned import watch_assignments
-from hpcfsdp.sharded.groups import Groups, TPGroup
+from hpcfsdp.sharded.group_cache import rank_names
+from hpcfsdp.sharded.groups import check_apart
 from hpcfsdp.sharded.own import Ignored, OwnParams
 from hpcfsdp.sharded.same_model import check_same_model, warn_of_values
-from hpcfsdp.sharded.tensor_parallel import TensorView, check_apart
+from hpcfsdp.sharded.tensor_parallel import TensorView
 from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit, flat_param_name, units_in
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 
 _CHUNK_NUMEL = 1 << 20
 """Of a flat parameter where ranks read each other's memory: the buffers of gradients are as large as the largest one,
@@ -31,19 +33,18 @@ _KEEPS_VALUES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_
 _WARNED = "this has been warned of"
 
 
-def sync_values(own: OwnParams, groups: Groups) -> None:
+def sync_values(own: OwnParams, mesh: UnitMesh) -> None:
     """Collective over the unit's ranks. Have all begin with the values of the first."""
-    for comm in _lines(groups):
-        sync_params_and_buffers(comm, own.tensors)
-    if groups.tensor is not None:
-        sync_params_and_buffers(groups.tensor.comm, own.params_alike + own.buffers_alike)
+    for dim, comm in mesh.along.items():
+        if comm.size > 1:
+            sync_params_and_buffers(comm, own.params_alike + own.buffers_alike if dim == "tensor" else own.tensors)
 
 
 def make_unit(
     wrapper: nn.Module,
     module: nn.Module,
     *,
-    groups: Groups,
+    mesh: UnitMesh,
     own: OwnParams,
     ignored: Ignored,
     use_orig_params: bool,
@@ -60,18 +61,18 @@ def make_unit(
         full_precision: types of modules that compute in full precision.
         made: names of parameters that got their values here; None if all ranks have the same values.
     """
-    if any(comm.shares_memory for comm in _lines(groups)):
+    if any(comm.shares_memory for dim, comm in mesh.along.items() if dim != "tensor" and comm.size > 1):
         own.split(_CHUNK_NUMEL)
     layouts = [
         FlatLayout.plan(
             ((p.fqn, p.param.shape, p.aliases) for p in group),
             group[0].param.dtype,
-            groups.shard.size,
+            mesh.shard.size,
             {p.fqn: p.block for p in group if p.block is not None},
         )
         for group in own.groups
     ]
-    differing = _compare(own, layouts, groups, made)
+    differing = _compare(own, layouts, mesh, made)
     flats = []
     for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
         for entry in group:
@@ -80,12 +81,12 @@ def make_unit(
         flat = FlatParam(
             [entry.param for entry in group],
             layout,
-            groups.shard,
-            replicas=groups.replicate if groups.num_replicas > 1 else None,
+            mesh.shard,
+            replicas=mesh.replicate if mesh.size("replicate") > 1 else None,
             dtypes=_dtypes(mixed_precision, layout.dtype, isinstance(group[0].places[0][0], full_precision)),
             use_orig_params=use_orig_params,
             offload=offload,
-            always_whole=groups.strategy is ShardingStrategy.NO_SHARD,
+            always_whole=mesh.strategy is ShardingStrategy.NO_SHARD,
         )
         for entry in group:
             if not use_orig_params:
@@ -98,7 +99,7 @@ def make_unit(
         for place, _ in entry.places:
             _compat.refuse_parallelizing(place, functools.partial(_too_late, name, entry.fqn))
     views = [
-        TensorView(entry.param, entry.block, groups.tensor.mesh, entry.places, use_orig_params)
+        TensorView(entry.param, entry.block, mesh.tensor_mesh, entry.places, use_orig_params)
         for entry in own.entries
         if entry.block is not None
     ]
@@ -107,14 +108,14 @@ def make_unit(
         name,
         flats,
         views,
-        groups=groups,
+        mesh=mesh,
         own=own,
         ignored=ignored,
         use_orig_params=use_orig_params,
         mixed_precision=mixed_precision,
         full_precision=full_precision,
         flat_owner=module,
-        reshard_after_forward=groups.strategy not in _KEEPS_VALUES,
+        reshard_after_forward=mesh.strategy not in _KEEPS_VALUES,
     )
     unit.differing = differing
     for flat, group in zip(flats, own.groups, strict=True):
@@ -122,21 +123,21 @@ def make_unit(
     return unit
 
 
-def join_tp_group(unit: ShardedUnit, tensor: TPGroup, *, sync_module_states: bool) -> None:
+def join_tp_group(unit: ShardedUnit, tensor_mesh: DeviceMesh, *, sync_module_states: bool) -> None:
     """Collective over the unit's ranks, and over those that are parallel over tensors, which all have it whole."""
-    groups, flats = replace(unit.groups, tensor=tensor), unit.flats
-    sharing = groups.all_global_ranks()
-    with raise_together_over(groups.connecting()):
-        check_apart(f"the unit around {unit.name}", tensor.mesh, unit.name, sharing)
+    mesh, flats = unit.mesh.with_tensor(tensor_mesh), unit.flats
+    sharing = mesh.ranks("replicate", "shard")
+    with raise_together_over(mesh.lines()):
+        check_apart(f"the unit around {unit.name}", tensor_mesh, unit.name, sharing)
     trained = [flat.requires_grad for flat in flats]
-    with raise_together_over(unit.groups.connecting()):
-        check_same_model(tensor.comm, [flat.layout for flat in flats], trained, groups.names_of(tensor.comm))
+    with raise_together_over(unit.mesh.lines()):
+        check_same_model(mesh.tensor, [flat.layout for flat in flats], trained, mesh.ranks("tensor"))
     if sync_module_states:
         shards = [flat.parameter.data.clone() for flat in flats]  # where memory is shared nothing may be received
-        sync_params_and_buffers(tensor.comm, [*shards, *unit.own.buffers_alike])
+        sync_params_and_buffers(mesh.tensor, [*shards, *unit.own.buffers_alike])
         for flat, shard in zip(flats, shards, strict=True):
             flat.parameter.data.copy_(shard)
-    unit.groups = groups
+    unit.mesh = mesh
 
 
 def warn_of_units(root: nn.Module, stacklevel: int) -> None:
@@ -151,26 +152,20 @@ def warn_of_units(root: nn.Module, stacklevel: int) -> None:
         next(iter(found)).differing = _WARNED
 
 
-def _lines(groups: Groups) -> list[Communicator]:
-    """The communicators that together connect all ranks of a unit."""
-    return [comm for comm in (groups.shard, groups.replicate) if comm is not None and comm.size > 1]
-
-
-def _compare(own: OwnParams, layouts: Sequence[FlatLayout], groups: Groups, made: frozenset[str] | None) -> str | None:
+def _compare(own: OwnParams, layouts: Sequence[FlatLayout], mesh: UnitMesh, made: frozenset[str] | None) -> str | None:
     """Collective over the unit's ranks. What they begin with different values of; they have the same parameters."""
     trained = [group[0].param.requires_grad for group in own.groups]
     counted = {entry.fqn: entry.counted_fqn for entry in own.entries}
-    comms, differing = groups.connecting(), None
+    comms, differing = mesh.lines(), None
     for comm in comms:
-        is_tensor = groups.tensor is not None and comm is groups.tensor.comm  # where each has another block
+        is_tensor = comm is mesh.tensor  # where each has another block
         alike = [layout.of_tensor_rank(0) for layout in layouts] if is_tensor else layouts
         # Parts that were drawn by several ranks are no less random; replicas of one part have to be the same.
-        are_parts = not is_tensor and (groups.num_replicas == 1 or comm is groups.shard)
+        are_parts = not is_tensor and (mesh.size("replicate") == 1 or comm is mesh.shard)
         left = made if made is not None and are_parts else frozenset()
         values = None if made is None else own.named_values(left, alike_only=is_tensor)
         with raise_together_over(other for other in comms if other is not comm):
-            names = groups.names_of(comm)
-            found = check_same_model(comm, alike, trained, names, counted_fqns=counted, values=values)
+            found = check_same_model(comm, alike, trained, rank_names(comm), counted_fqns=counted, values=values)
         differing = differing or found
     return differing
 

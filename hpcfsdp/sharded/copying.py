@@ -77,7 +77,7 @@ def _copy_unit(unit: ShardedUnit, wrapper: nn.Module, flats: list[FlatParam], me
         unit.name,
         flats,
         views,
-        groups=unit.groups,
+        mesh=unit.mesh,
         own=_copy_own(unit.own, memo),
         ignored=_copy_ignored(unit.ignored, memo),
         use_orig_params=unit.use_orig_params,

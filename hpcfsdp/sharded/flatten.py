@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from hpcfsdp.sharded import managed
-from hpcfsdp.sharded.groups import TPGroup
 from hpcfsdp.sharded.own import Ignored, OwnParam, OwnParams
 from hpcfsdp.sharded.tensor_parallel import block_of, leaf_of
 from hpcfsdp.sharded.unit import unit_of, units_in
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 
 
 def own_params(
@@ -21,14 +21,14 @@ def own_params(
     *,
     ignored: Ignored | None = None,
     apart: tuple[type[nn.Module], ...] = (),
-    tensor: TPGroup | None = None,
+    mesh: UnitMesh | None = None,
 ) -> OwnParams:
     """Parameters and buffers below `root` that lie in no unit inside.
 
     Args:
         ignored: what not to own.
         apart: types of modules whose parameters are not grouped with those of others.
-        tensor: the ranks of DTensors among them, of which it takes this rank's blocks.
+        mesh: the ranks of the unit; needed for DTensors, of which it takes this rank's blocks.
 
     Raises:
         ShardingError: a DTensor has placements that are no blocks of it.
@@ -53,7 +53,7 @@ def own_params(
             _check_kind(param, prefix + name, module)
             is_apart[param] = is_apart.get(param, False) or isinstance(module, apart)
             if param not in found:
-                found[param] = _own_param(param, prefix + name, len(found), tensor)
+                found[param] = _own_param(param, prefix + name, len(found), mesh)
                 found[param].counted_fqn = counted + name
             entry = found[param]
             if entry.places:
@@ -83,17 +83,17 @@ def own_params(
     return OwnParams(list(groups.values()), list(buffers), list(buffers.values()))
 
 
-def _own_param(param: nn.Parameter, fqn: str, index: int, tensor: TPGroup | None) -> OwnParam:
+def _own_param(param: nn.Parameter, fqn: str, index: int, mesh: UnitMesh | None) -> OwnParam:
     if not isinstance(param, DTensor):
         return OwnParam(param, fqn, [], index=index)
-    assert tensor is not None
+    assert mesh is not None and mesh.tensor is not None
     if param._backward_hooks or param._post_accumulate_grad_hooks:
         warnings.warn(
             f"hooks of the DTensor {fqn!r} will not be called: its unit keeps this rank's block in its place; register "
             "them after wrapping, with use_orig_params=True",
             stacklevel=5,
         )
-    return OwnParam(leaf_of(param), fqn, [], index=index, block=block_of(fqn, param, tensor), whole=param)
+    return OwnParam(leaf_of(param), fqn, [], index=index, block=block_of(fqn, param, mesh), whole=param)
 
 
 def _check_kind(param: nn.Parameter, fqn: str, module: nn.Module) -> None:

@@ -34,7 +34,7 @@ class _Guard:
             self._unit = weakref.ref(unit)  # a strong one would keep the model until the garbage collector comes
             blocks = [entry.block for entry in unit.own.entries]
             self._stays_whole = (
-                unit.groups.strategy is ShardingStrategy.NO_SHARD
+                unit.mesh.strategy is ShardingStrategy.NO_SHARD
                 and unit.use_orig_params
                 and all(block is None or block.is_whole for block in blocks)
             )

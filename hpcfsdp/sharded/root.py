@@ -27,9 +27,9 @@ def become_root(unit: ShardedUnit) -> Root:
     # Of blocks the largest counts: all ranks come to the same number.
     slots = [slot for each in units for flat in each.flats for slot in flat.layout.slots]
     numel = sum(slot.numel if slot.block is None else slot.block.largest_numel for slot in slots)
-    if 0 < numel < unit.groups.shard.size:
+    if 0 < numel < unit.mesh.shard.size:
         raise EngineError(
-            f"the model has {numel} parameter element(s) for {unit.groups.shard.size} ranks: nothing to shard for "
+            f"the model has {numel} parameter element(s) for {unit.mesh.shard.size} ranks: nothing to shard for "
             "some of them; start fewer ranks or use a larger model"
         )
     names = {module: name for name, module in unit.wrapper.named_modules()}

@@ -4,115 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp import _compat
-from hpcfsdp.comm import raise_together_over
 from hpcfsdp.errors import EngineError, ShardingError
 from hpcfsdp.flat.layout import TensorBlock
 from hpcfsdp.flat.param import set_grad
 from hpcfsdp.sharded import managed
-from hpcfsdp.sharded.groups import Groups, TPGroup, tp_group
+from hpcfsdp.sharded.groups import describe_mesh
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.tensor.extensions import Placed, as_dtensor, blocks_of, local_block
 from hpcfsdp.tensor.whole import whole_of
 
 
-def with_tp_group(
-    groups: Groups,
-    module: nn.Module,
-    meshes: Mapping[str, DeviceMesh],
-    unit: str,
-    ignored: Collection[torch.Tensor] = (),
-) -> Groups:
-    """Collective over the unit's ranks and the mesh, if there is one. The groups, with the ranks of DTensors.
-
-    Args:
-        groups: of the unit that `module` is to become.
-        meshes: of units inside of it, made before, by their names.
-        ignored: parameters that may be DTensors on any ranks.
-
-    Raises:
-        ShardingError: on all of the unit's ranks; DTensors of one model lie on different meshes, on a mesh without this
-            rank, or on ranks that the unit is sharded over.
-    """
-    sharing = groups.all_global_ranks() if dist.is_initialized() else ()
-    with raise_together_over(groups.connecting()):
-        mesh = _mesh_of(module, meshes, unit, sharing, ignored)
-    return groups if mesh is None else replace(groups, tensor=tp_group(mesh))
-
-
-def _mesh_of(
-    module: nn.Module,
-    inner: Mapping[str, DeviceMesh],
-    unit: str,
-    sharing: Sequence[int],
-    ignored: Collection[torch.Tensor],
-) -> DeviceMesh | None:
-    """The mesh of a module's DTensors, None if there are none.
-
-    Args:
-        inner: the meshes of units inside, by their names.
-        sharing: the ranks that the unit is sharded over.
-        ignored: parameters that do not count where there are others, and may lie on the ranks of `sharing`.
-    """
-    named = [(fqn, param) for fqn, param in module.named_parameters() if isinstance(param, DTensor)]
-    if any(param not in ignored for _, param in named):
-        named = [(fqn, param) for fqn, param in named if param not in ignored]
-    else:  # the unit is alike on ranks that are parallel over the tensors of others
-        named = [(fqn, param) for fqn, param in named if _is_apart(param.device_mesh, sharing)][:1]
-    meshes = [(f"the unit {name}", mesh) for name, mesh in inner.items()]
-    meshes += [(repr(fqn), param.device_mesh) for fqn, param in named]
-    if not meshes:
-        return None
-    what, mesh = meshes[0]
-    for other, its_mesh in meshes:
-        if its_mesh != mesh:
-            raise ShardingError(
-                f"{what} lies on the ranks {_describe(mesh)}, and {other} on {_describe(its_mesh)}: parallelize all "
-                "of a model over one mesh"
-            )
-    if mesh.get_coordinate() is None:
-        raise ShardingError(f"{what} is a DTensor on the ranks {_describe(mesh)}, and this rank is not one of them")
-    check_apart(what, mesh, unit, sharing)
-    return mesh
-
-
-def _is_apart(mesh: DeviceMesh, sharing: Sequence[int]) -> bool:
-    ranks = set(mesh.mesh.flatten().tolist())
-    return mesh.get_coordinate() is not None and len(ranks.intersection(sharing)) == 1
-
-
-def check_apart(what: str, mesh: DeviceMesh, unit: str, sharing: Sequence[int]) -> None:
-    """Refuse a unit that is to be sharded over ranks which are parallel over tensors. Not collective.
-
-    Args:
-        what: lies on `mesh`.
-        sharing: the ranks that the unit is sharded over.
-
-    Raises:
-        ShardingError: more than this rank are in both.
-    """
-    both = sorted(set(mesh.mesh.flatten().tolist()).intersection(sharing))
-    if len(both) > 1:
-        raise ShardingError(
-            f"{what} is parallel over the ranks {_describe(mesh)}, and {unit} is to be sharded over {both} of them "
-            "too: make one mesh, as hpcfsdp.init().mesh(shard=None, tensor=2), parallelize over mesh['tensor'], and "
-            "pass device_mesh=mesh['shard']"
-        )
-
-
-def _describe(mesh: DeviceMesh) -> str:
-    return f"{mesh.mesh.tolist()}" + (f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else "")
-
-
-def block_of(fqn: str, param: DTensor, ranks: TPGroup) -> TensorBlock:
+def block_of(fqn: str, param: DTensor, unit_mesh: UnitMesh) -> TensorBlock:
     """Which part of a parameter this rank has, and the others of the mesh. Not collective.
 
     Raises:
@@ -122,8 +33,8 @@ def block_of(fqn: str, param: DTensor, ranks: TPGroup) -> TensorBlock:
         blocks = blocks_of(param)
     except ShardingError as error:
         raise ShardingError(f"parameter {fqn!r}: {error}") from None
-    boxes = tuple(blocks[rank] for rank in ranks.global_ranks)
-    return TensorBlock(tuple(param.shape), boxes, ranks.comm.rank, tuple(param.placements))
+    boxes = tuple(blocks[rank] for rank in unit_mesh.ranks("tensor"))
+    return TensorBlock(tuple(param.shape), boxes, unit_mesh.tensor.rank, tuple(param.placements))
 
 
 def leaf_of(param: DTensor) -> nn.Parameter:
@@ -133,14 +44,14 @@ def leaf_of(param: DTensor) -> nn.Parameter:
     return leaf
 
 
-def replicated_grad(param: nn.Parameter, tensor: TPGroup | None) -> tuple[int, torch.Tensor]:
-    """Collective over the mesh of a ``DTensor``, unless it is that of `tensor` and its gradient is no sum to come.
+def replicated_grad(param: nn.Parameter, unit_mesh: UnitMesh) -> tuple[int, torch.Tensor]:
+    """Collective over the mesh of a ``DTensor``, unless it is that of the unit and its gradient is no sum to come.
 
-    The gradient of a parameter that no unit has, as far as it is here, with how many of the ranks of `tensor` have the
+    The gradient of a parameter that no unit has, as far as it is here, with how many tensor-parallel ranks have the
     same; all of it where it lies on other ranks.
     """
-    num_blocks = 1 if tensor is None else tensor.comm.size
-    if tensor is None or not isinstance(param, DTensor) or param.device_mesh != tensor.mesh:
+    num_blocks = unit_mesh.size("tensor")
+    if not isinstance(param, DTensor) or param.device_mesh != unit_mesh.tensor_mesh:
         return num_blocks, whole_of(param.grad)
     if param.grad.placements != param.placements:
         param.grad = param.grad.redistribute(placements=param.placements)
@@ -241,8 +152,8 @@ def _local(view: TensorView, tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != view.mesh:
             raise EngineError(
-                f"{managed.unit_fqn(view.leaf)!r} was given a DTensor on the ranks {_describe(tensor.device_mesh)} "
-                f"within summon_full_params, and lies on {_describe(view.mesh)}: give it one on the same mesh"
+                f"{managed.unit_fqn(view.leaf)!r} was given a DTensor on the ranks {describe_mesh(tensor.device_mesh)} "
+                f"within summon_full_params, and lies on {describe_mesh(view.mesh)}: give it one on the same mesh"
             )
         if tensor.placements != view.block.placements:
             tensor = tensor.redistribute(view.mesh, view.block.placements)

@@ -13,8 +13,8 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.engine.root import Root
 from hpcfsdp.engine.unit import ComputedView, Unit
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.sharded.own import Ignored, OwnParams
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 
 WRAPPED = "_fsdp_wrapped_module"
 """The name that a wrapper has for its module."""
@@ -29,7 +29,7 @@ class ShardedUnit(Unit):
     """What the engine knows of a unit, with its module, its ranks, and how the user has set it.
 
     Attributes:
-        groups: the ranks.
+        mesh: the ranks.
         own: its parameters and buffers.
         ignored: what it leaves alone.
         mixed_precision: never None.
@@ -61,7 +61,7 @@ class ShardedUnit(Unit):
         flats: Sequence[FlatParam],
         views: Sequence[ComputedView],
         *,
-        groups: Groups,
+        mesh: UnitMesh,
         own: OwnParams,
         ignored: Ignored,
         use_orig_params: bool,
@@ -71,7 +71,7 @@ class ShardedUnit(Unit):
         reshard_after_forward: bool,
     ) -> None:
         super().__init__(name, flats, views, reshard_after_forward=reshard_after_forward)
-        self.groups = groups
+        self.mesh = mesh
         self.own = own
         self.ignored = ignored
         self.use_orig_params = use_orig_params
@@ -98,7 +98,7 @@ class ShardedUnit(Unit):
     @property
     def comm(self) -> Communicator:
         """All ranks of the unit, replicas too; only the shards of hybrid groups that do not make up the world."""
-        return self.groups.everyone or self.groups.shard
+        return self.mesh.data or self.mesh.shard
 
 
 def unit_of(module: nn.Module) -> ShardedUnit | None:

@@ -382,7 +382,7 @@ def _refuse_held(unit: ShardedUnit) -> None:
     """Collective over the wrapper's process groups where ``no_sync`` has kept gradients back."""
     root = unit.root
     if root is not None and any(grad.held is not None for grad in unit.grads):
-        with raise_together_over(unit.groups.connecting()):
+        with raise_together_over(unit.mesh.lines()):
             root.refuse_held("summon_full_params with with_grads=True")
 
 

@@ -15,11 +15,12 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from hpcfsdp.comm import Communicator
 from hpcfsdp.flat.layout import Box, FlatLayout
 from hpcfsdp.reshard.boxes import run_boxes, whole_box
 from hpcfsdp.reshard.move import MovePlan, batches, move
 from hpcfsdp.reshard.runs import Run, cut_runs, own_runs, shard_runs
-from hpcfsdp.sharded.groups import Groups
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor
 from hpcfsdp.tensor.whole import forget_memory, take_memory
 
@@ -40,15 +41,19 @@ class Blocks:
         whole_shard: whether memory is the whole shard, or of each slot its own run.
     """
 
-    groups: Groups
+    mesh: UnitMesh
     layout: FlatLayout
     whole_shard: bool
 
     @cached_property
     def size(self) -> int:
         """How many ranks are parallel over tensors."""
-        assert self.groups.tensor is not None
-        return self.groups.tensor.comm.size
+        return self.mesh.size("tensor")
+
+    @property
+    def comm(self) -> Communicator:
+        """Collective over them, the first time. All holders: the ranks that have each element once."""
+        return self.mesh.comm(self.mesh.dtensor_dim, "tensor")
 
     @cached_property
     def _frames(self) -> list[Sequence[Box]]:
@@ -70,7 +75,7 @@ class Blocks:
             once: of what several of them have, only the first.
             among: numbers of blocks that count; None for all.
         """
-        place, tensor_rank = self.groups.holders().places[rank]
+        place, tensor_rank = self.mesh.places[rank]
         layout = self.layout.of_tensor_rank(tensor_rank)
         if once and place >= layout.num_shards:  # nothing is sharded: the others have the same
             return []
@@ -129,7 +134,7 @@ def gather_blocks(
         targets: by slot, 1-D, the memory of this rank's blocks.
         dtype: in which values travel.
     """
-    comm, rank = blocks.groups.holders().comm, blocks.groups.holders().comm.rank
+    comm, rank = blocks.comm, blocks.comm.rank
     mine = blocks.shard_runs(rank, shards, once=True)
     wanted = blocks.box_runs(rank, boxes, blocks.numbers(shards))
     # Of what others have or want, only what has to do with this rank: there are ranks x slots of it.
@@ -153,7 +158,7 @@ def scatter_blocks(
     dtype: torch.dtype,
 ) -> None:
     """Collective over the holders. The way back; `boxes` have each element of the parameters once."""
-    comm, rank = blocks.groups.holders().comm, blocks.groups.holders().comm.rank
+    comm, rank = blocks.comm, blocks.comm.rank
     mine = blocks.box_runs(rank, boxes, blocks.numbers(shards))
     wanted = blocks.shard_runs(rank, shards, once=False)
     given, asked = {run.index for run in mine}, sorted({run.index for run in wanted})
@@ -192,7 +197,7 @@ class FileStaging:
         Args:
             shard: the memory of this rank's runs, 1-D, of the same dtype for all slots.
         """
-        comm = self._blocks.groups.holders().comm
+        comm = self._blocks.comm
         stretches = _stretches(math.prod(self._blocks.layout.slots[index].whole_shape), comm.size)
         self._shards[index], self._stretches[index] = shard, stretches
         self.memory[index] = shard.new_empty(stretches[comm.rank][1])
@@ -205,14 +210,14 @@ class FileStaging:
 
     def _runs(self, index: int) -> Runs:
         """The stretches of a slot, by the ranks that have them."""
-        copies = self._blocks.groups.team().block_copies
+        copies = self._blocks.mesh.block_copies
         starts = [start for start, numel in self._stretches[index] if numel]  # the first ranks have all
         edges = [*starts, math.prod(self._blocks.layout.slots[index].whole_shape)]
         return Runs(np.array(edges), copies[: len(starts)])
 
     def _pieces(self, index: int) -> tuple[LocalPiece, ...]:
         """This rank's stretch of a slot."""
-        start, numel = self._stretches[index][self._blocks.groups.holders().comm.rank]
+        start, numel = self._stretches[index][self._blocks.comm.rank]
         return (LocalPiece(start, self.memory[index]),) if numel else ()
 
     def alloc(self) -> None:

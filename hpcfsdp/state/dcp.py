@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 )
 
 from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.launch.calls import public_call
 from hpcfsdp.sharded.managed import unit_fqn
@@ -31,7 +32,7 @@ from hpcfsdp.state.load import load_model
 from hpcfsdp.state.optim import load, save
 from hpcfsdp.state.optim.keys import get_aliases, get_param_to_fqns
 from hpcfsdp.state.optim.values import same
-from hpcfsdp.state.ranks import Grid, ranks_of_model
+from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.settings import state_dict_type
 from hpcfsdp.state.transfer import StateDictFormat
 from hpcfsdp.state.wrappers import clean_fqn

@@ -17,8 +17,8 @@ from hpcfsdp.errors import HpcfsdpError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout, ParamSlot
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded import unshard
-from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.model import has_extra_state
 from hpcfsdp.state.rank0 import FROM_RANK0, Rank0Source, checked
 from hpcfsdp.state.ranks import ranks_of_model
@@ -122,7 +122,7 @@ def agree(reading: Reading, read: Callable[[], None]) -> Agreed:
             unshard.check_at_rest(unit, "load_state_dict")
     if dist.is_initialized():
         for unit in reading.units:
-            unit.groups.source_ranks()  # known from here on, whatever this rank finds
+            unit.mesh.ranks(unit.mesh.dtensor_dim, "tensor")  # known from here on, whatever this rank finds
     problem: Exception | None = None
     try:
         read()
@@ -162,7 +162,7 @@ def commit(reading: Reading, first: Rank0Source | None) -> None:
             if flat in reading.found:
                 _fill(reading.sharded[flat], flat, _one_slot(flat), [reading.found[flat]])
             else:
-                _fill(unit.groups, flat, flat.layout, [reading.found.get(leaf) for leaf in flat.leaves])
+                _fill(unit.mesh, flat, flat.layout, [reading.found.get(leaf) for leaf in flat.leaves])
     with torch.no_grad():
         for target, source in reading.found.items():
             if target in reading.sharded:
@@ -261,15 +261,15 @@ def _copied(state: Any) -> Any:
         return state
 
 
-def _fill(groups: Groups, flat: FlatParam, layout: FlatLayout, values: list[Any]) -> None:
-    """Collective over the ranks of `groups`. Copy values into the shard, cut as `layout` says."""
+def _fill(mesh: UnitMesh, flat: FlatParam, layout: FlatLayout, values: list[Any]) -> None:
+    """Collective over the ranks of `mesh`. Copy values into the shard, cut as `layout` says."""
     shard, moves = (
         flat.parameter.data,
         any(isinstance(value, (ShardedTensor, DTensor, Rank0Tensor)) for value in values),
     )
     # Nothing may be received in memory that ranks share.
     target = shard.clone() if moves and flat.is_resident else shard
-    scatter(groups, LocalShards.of_shard(layout, target), values)
+    scatter(mesh, LocalShards.of_shard(layout, target), values)
     if target is not shard:
         shard.copy_(target)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -12,9 +12,9 @@ from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded.groups import Groups, Team
 from hpcfsdp.sharded.unit import ShardedUnit, unit_of
-from hpcfsdp.state.ranks import units_of
+from hpcfsdp.sharded.unit_mesh import UnitMesh
+from hpcfsdp.state.ranks import largest_mesh, units_of
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import StateTensor, unsharded
 from hpcfsdp.state.wrappers import CleanNames, group_of
@@ -28,16 +28,13 @@ _IN_STATE_DICTS = CleanNames()
 
 def communicator_of(model: nn.Module) -> Communicator:
     """Collective over them, the first time. All ranks that a model is on; the world's for one that knows of none."""
-    wrappers = units_of(model)
-    if not wrappers:
+    units = units_of(model)
+    if not units:
         return communicator_for(group_of(model), required=False)
-    team = _largest_team(wrappers)
-    return team.comm if team is not None else wrappers[0].groups.shard
-
-
-def _largest_team(wrappers: Iterable[ShardedUnit]) -> Team | None:
-    teams = [team for wrapper in wrappers if (team := wrapper.groups.team()) is not None]
-    return max(teams, key=lambda team: team.comm.size, default=None)
+    for unit in units:
+        unit.mesh.connect()
+    mesh = largest_mesh(units)
+    return mesh.shard if mesh.data is None else mesh.comm()
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -64,33 +61,34 @@ def named_flat_params(
             yield unit, flat, flat.layout.known_as(tuple(known_as), name_of)
 
 
-def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, Groups]]:
+def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, UnitMesh]]:
     """Each flat parameter, its layout under the names that parameters have in a checkpoint, and who has it.
 
     Raises:
         CheckpointError: the ranks that hold all of a parameter are not those that checkpoint the model, or its
             parameters are summoned.
     """
-    largest = _largest_team(units_of(model))
+    units = units_of(model)
+    largest = largest_mesh(units).comm() if units else None
     for wrapper, flat, layout in named_flat_params(model, CleanNames.of(model)):
         if wrapper.phase is Phase.SUMMON:
             raise CheckpointError(
                 f"{wrapper.name}: its parameters are whole within summon_full_params, and what is changed there "
                 "is put back at its end: save and load outside of it"
             )
-        team = wrapper.groups.team()
-        if team is not None and (team.comm.size, team.comm.rank) != (largest.comm.size, largest.comm.rank):
-            raise CheckpointError(
-                f"{wrapper.name} has process groups of its own, over {team.comm.size} ranks, and the model is on "
-                f"{largest.comm.size}: its parameters may differ between groups, which one name in a file cannot tell; "
-                "save this unit apart from the others, or give all units the same ranks"
-            )
-        if team is None:
+        if wrapper.mesh.data is None:
             raise CheckpointError(
                 "the model is sharded over a pair of process groups that do not make up the world: it is not known "
                 "which ranks hold it together; pass a device_mesh, or groups of all ranks"
             )
-        yield flat, layout, wrapper.groups
+        comm = wrapper.mesh.comm()
+        if (comm.size, comm.rank) != (largest.size, largest.rank):
+            raise CheckpointError(
+                f"{wrapper.name} has process groups of its own, over {comm.size} ranks, and the model is on "
+                f"{largest.size}: its parameters may differ between groups, which one name in a file cannot tell; "
+                "save this unit apart from the others, or give all units the same ranks"
+            )
+        yield flat, layout, wrapper.mesh
 
 
 def model_tensors(model: nn.Module) -> list[StateTensor]:
@@ -102,10 +100,10 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
         CheckpointError: two tensors would have the same name.
     """
     found: list[StateTensor] = []
-    for flat, layout, groups in flat_params(model):
+    for flat, layout, mesh in flat_params(model):
         parts = LocalShards.of_shard(layout, flat.parameter.data)
         names = [slot.fqn for slot in layout.slots]
-        found += parts.in_file(groups, names, with_aliases=True, are_read_by_others=flat.is_resident)
+        found += parts.in_file(mesh, names, with_aliases=True, are_read_by_others=flat.is_resident)
     found += [unsharded(name, tensor, tuple(aliases)) for tensor, (name, *aliases) in plain_tensors(model).items()]
     taken: set[str] = set()
     for tensor in found:

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import HpcfsdpError, StateDictError
 from hpcfsdp.sharded.unit import units_in
-from hpcfsdp.state.ranks import Grid, ranks_of_model
+from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.sources import is_extra_state
 from hpcfsdp.state.tensors import Rank0Tensor
 from hpcfsdp.tensor.sharded import check_readable
@@ -149,7 +150,7 @@ class Rank0Source:
             Exception: on the first rank, what its mapping has raised; on others as a ``StateDictError``.
         """
         units, ranks = units_in(self._module), ranks_of_model(self._module)
-        is_first = units[0].groups.is_first
+        is_first = units[0].mesh.is_first()
         self._rank = ranks.all_gather_object(is_first).index(True)
 
         def values_of() -> dict[str, Any]:
@@ -157,7 +158,7 @@ class Rank0Source:
             return {"state_dict": found, "_metadata": getattr(state_dict, "_metadata", None)}
 
         found = broadcast_values(ranks, values_of, self._rank)
-        if any(unit.groups.is_first != is_first for unit in units):
+        if any(unit.mesh.is_first() != is_first for unit in units):
             raise StateDictError(
                 "one rank is to give the state dict to all, but units are sharded over groups with different first "
                 "ranks: pass the whole state dict on every rank"

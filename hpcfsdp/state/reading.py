@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from hpcfsdp import _compat
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name, unit_of, units_in
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.later import OWN_HOOKS
 from hpcfsdp.state.rank0 import FROM_RANK0
 from hpcfsdp.state.ranks import ranks_of_model
@@ -87,16 +87,16 @@ class Reading:
         return units_in(self.module)
 
     @functools.cached_property
-    def sharded(self) -> dict[Any, Groups]:
-        """Parameters of units, and flat ones, with the groups that they are sharded over.
+    def sharded(self) -> dict[Any, UnitMesh]:
+        """Parameters of units, and flat ones, with the mesh that they are sharded over.
 
         Ranks that are parallel over tensors have nothing of each other's flat parameters.
         """
-        found: dict[Any, Groups] = {}
+        found: dict[Any, UnitMesh] = {}
         for unit in self.units:
             for flat in unit.flats:
-                found[flat] = replace(unit.groups, tensor=None)
-                found.update(dict.fromkeys(flat.leaves, unit.groups))
+                found[flat] = unit.mesh.with_tensor(None)
+                found.update(dict.fromkeys(flat.leaves, unit.mesh))
         return found
 
     @property
@@ -319,14 +319,14 @@ class Reading:
     def _note(self, key: str, shown: _Shown, now: torch.Tensor, *, may_grow: bool) -> None:
         """Note what a module has put in place of what was shown; what is wrong with it is one of the errors."""
         target = shown.target
-        groups = self.sharded.get(target)
+        mesh = self.sharded.get(target)
         try:
             source = source_of(key, now)
             shape = now.shape if may_grow else shown.tensor.shape
-            check_source(key, source, None if groups else target, shape, groups)
+            check_source(key, source, None if mesh else target, shape, mesh)
             # Flat parameters of ranks that are parallel over tensors have nothing in common.
-            alike = not isinstance(target, FlatParam) or all(unit.groups.tensor is None for unit in self.units)
-            self.facts[key] = facts_of(source, groups) if alike else type(source).__name__
+            alike = not isinstance(target, FlatParam) or all(unit.mesh.tensor is None for unit in self.units)
+            self.facts[key] = facts_of(source, mesh) if alike else type(source).__name__
         except StateDictError as error:
             self.errors.append(str(error))
         else:

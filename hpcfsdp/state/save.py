@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import Box, FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded import unshard
-from hpcfsdp.sharded.groups import Groups
 from hpcfsdp.sharded.guard import showing_state
 from hpcfsdp.sharded.precision import modules_outside
 from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name, units_in
-from hpcfsdp.state.ranks import Grid, ranks_of_replica
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.settings import kind_of, settings_of
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.stand_in import StandIn, shown_for
@@ -100,7 +100,7 @@ def save_model(
         return _save(unit, destination.call, destination, prefix)
     units = units_in(unit.wrapper)
     # Not over replicas: one rank may save by itself what is not sharded.
-    comm = max((ranks_of_replica(inner.groups) for inner in units), key=lambda ranks: ranks.size)
+    comm = max((inner.mesh.comm("shard", "tensor") for inner in units), key=lambda ranks: ranks.size)
     with raise_together(comm):
         for inner in units:
             unshard.check_at_rest(inner, "state_dict")
@@ -130,7 +130,7 @@ def _save(unit: ShardedUnit, call: _Call, destination: dict[str, Any], prefix: s
     with _shown(unit, call):
         nn.Module._save_to_state_dict(unit.wrapper, found, prefix, call.keep_vars)  # what is registered on itself
         unit.module.state_dict(destination=found, prefix=prefix, keep_vars=call.keep_vars)
-    if isinstance(destination, _Found) or call.form_of(unit).is_shown_by(unit.groups):
+    if isinstance(destination, _Found) or call.form_of(unit).is_shown_by(unit.mesh):
         _merge(found, destination, prefix)
     metadata = getattr(destination, "_metadata", {}).get(prefix[:-1], {})
     for hook in list(unit.wrapper._state_dict_hooks.values()):
@@ -206,9 +206,9 @@ def _shards_published(units: list[ShardedUnit], call: _Call) -> Iterator[None]:
         for unit in units
         for flat in unit.flats
         if call.kind_of(unit) is StateDictType.FULL_STATE_DICT
-        and call.form_of(unit).is_made_by(unit.groups)
+        and call.form_of(unit).is_made_by(unit.mesh)
         and _shows_shards(flat)
-        and unit.groups.tensor is None
+        and unit.mesh.tensor is None
     ]
     for flat in flats:
         flat.publish()
@@ -302,7 +302,7 @@ def flat_params_shown(unit: ShardedUnit, values: Mapping[FlatParam, Any]) -> Ite
 def _plain_shown(unit: ShardedUnit, call: _Call) -> Iterator[None]:
     """A context in which the modules of a unit have buffers, and parameters that it does not own, as they are shown."""
     shown: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
-    if call.form_of(unit).is_shown_by(unit.groups):
+    if call.form_of(unit).is_shown_by(unit.mesh):
         shown = [(*place, tensor, call.shown(unit, tensor, dtype)) for *place, tensor, dtype in _plain(unit)]
     try:
         for registry, name, _, stand in shown:
@@ -334,22 +334,22 @@ def _values(unit: ShardedUnit, call: _Call) -> Mapping[Any, torch.Tensor]:
         return {flat: StandIn.of(_local(unit, flat, call)) for flat in unit.flats}
     form, found = call.form_of(unit), {}
     for flat in unit.flats:
-        values = _values_of(unit.groups, flat, form)
+        values = _values_of(unit.mesh, flat, form)
         for leaf, slot, value in zip(flat.leaves, flat.layout.slots, values, strict=True):
             found[leaf] = _nothing(slot.whole_shape, flat) if value is None else shown_for(value)
     return found
 
 
-def _values_of(groups: Groups, flat: FlatParam, form: StateDictFormat) -> list[Any]:
-    if not form.sharded and _shows_shards(flat) and groups.tensor is None:
-        if not form.is_shown_by(groups):
+def _values_of(mesh: UnitMesh, flat: FlatParam, form: StateDictFormat) -> list[Any]:
+    if not form.sharded and _shows_shards(flat) and mesh.tensor is None:
+        if not form.is_shown_by(mesh):
             return [None] * len(flat.leaves)
         device = form.device(flat.device)
         return [view.to(device, copy=True) for view in flat.views(flat.full)]
-    if not form.is_made_by(groups):
+    if not form.is_made_by(mesh):
         return [None] * len(flat.leaves)
     parts = LocalShards.of_shard(flat.layout, flat.parameter.data)
-    return gather(groups, parts, flat.layout.dtype, flat.device, form)
+    return gather(mesh, parts, flat.layout.dtype, flat.device, form)
 
 
 def _nothing(shape: tuple[int, ...], flat: FlatParam) -> torch.Tensor:
@@ -369,9 +369,9 @@ def _local(unit: ShardedUnit, flat: FlatParam, call: _Call) -> ShardedTensor:
 
     Collective over the shards, the first time.
     """
-    numel, shard_numel, groups = flat_numel(flat.layout), flat.layout.shard_numel, unit.groups
+    numel, shard_numel, mesh = flat_numel(flat.layout), flat.layout.shard_numel, unit.mesh
     boxes, mine = {}, None
-    for place, rank in enumerate(groups.global_ranks()):
+    for place, rank in enumerate(mesh.ranks(mesh.dtensor_dim)):
         begin, end = min(place * shard_numel, numel), min((place + 1) * shard_numel, numel)
         if begin < end or not (place or numel):  # of nothing the first rank has an empty block
             boxes[rank] = Box((begin,), (end - begin,))
@@ -379,4 +379,4 @@ def _local(unit: ShardedUnit, flat: FlatParam, call: _Call) -> ShardedTensor:
                 mine = flat.parameter.data[: end - begin]
     device = call.form_of(unit).device(flat.parameter.device)
     local = None if mine is None else mine.to(device)
-    return create_sharded_tensor(local, (numel,), flat.layout.dtype, device, groups.process_group(), boxes)
+    return create_sharded_tensor(local, (numel,), flat.layout.dtype, device, mesh.process_group(), boxes)

@@ -82,7 +82,7 @@ def set_kind(
     for _, unit in _units(module):
         before.append((unit, unit.state_dict_settings))
         own = copy.deepcopy(settings)
-        if unit.groups.device_mesh is not None:
+        if unit.mesh.device_mesh is not None:
             set_use_dtensor(own)
             set_optim_use_dtensor(own)
         unit.state_dict_settings = own
@@ -152,11 +152,11 @@ def kind_of(unit: ShardedUnit, kind: StateDictType) -> StateDictType:
     Raises:
         StateDictError: flat parameters of a model that was given a mesh.
     """
-    if unit.groups.strategy is ShardingStrategy.NO_SHARD:
+    if unit.mesh.strategy is ShardingStrategy.NO_SHARD:
         if kind is not StateDictType.FULL_STATE_DICT:
             _tell_of_whole(kind)
         return StateDictType.FULL_STATE_DICT
-    if kind is StateDictType.LOCAL_STATE_DICT and unit.groups.device_mesh is not None:
+    if kind is StateDictType.LOCAL_STATE_DICT and unit.mesh.device_mesh is not None:
         raise StateDictError(
             f"{unit.name} was given a device_mesh, which LOCAL_STATE_DICT knows nothing of: set "
             "SHARDED_STATE_DICT, which gives DTensors"

@@ -12,7 +12,7 @@ import torch
 
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.reshard.runs import Run, own_runs, shard_runs
-from hpcfsdp.sharded.groups import Groups
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.blocks import Blocks, FileStaging
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor
 
@@ -74,18 +74,18 @@ class LocalShards:
         return shard
 
     def in_file(
-        self, groups: Groups, names: Sequence[str], *, with_aliases: bool = False, are_read_by_others: bool = False
+        self, mesh: UnitMesh, names: Sequence[str], *, with_aliases: bool = False, are_read_by_others: bool = False
     ) -> list[StateTensor]:
         """The slots that are not left out as a file has them; not collective.
 
         Args:
-            groups: the ranks that have the slots.
+            mesh: the ranks that have the slots.
             names: of all slots.
             with_aliases: whether the slots' aliases are names, too.
             are_read_by_others: the memory is shared by the ranks of a node.
         """
-        staging = FileStaging(Blocks(groups, self.layout, self.whole_shard), are_read_by_others=are_read_by_others)
-        pieces = self.pieces(min(groups.shard.rank, self.layout.num_shards - 1))
+        staging = FileStaging(Blocks(mesh, self.layout, self.whole_shard), are_read_by_others=are_read_by_others)
+        pieces = self.pieces(min(mesh.shard.rank, self.layout.num_shards - 1))
         found = []
         for index in self.present:
             slot, tensor = self.layout.slots[index], self.tensors[index]
@@ -94,13 +94,13 @@ class LocalShards:
                 staging.add(index, tensor)
                 found.append(staging.state_tensor(index, names[index], aliases))
                 continue
-            runs, own = _held_runs(self.layout, slot.fqn, groups), pieces.get(index)
+            runs, own = _held_runs(self.layout, slot.fqn, mesh), pieces.get(index)
             own = () if own is None else (own,)
             found.append(StateTensor(names[index], slot.shape, tensor.dtype, runs, own, aliases))
         return found
 
 
-def _held_runs(layout: FlatLayout, fqn: str, groups: Groups) -> Runs:
+def _held_runs(layout: FlatLayout, fqn: str, mesh: UnitMesh) -> Runs:
     """The runs of a parameter, with the ranks that have their shards."""
     first, edges = layout.of_tensor_rank(0).param_edges(fqn)
-    return Runs(edges, groups.team().copies[first : first + len(edges) - 1])
+    return Runs(edges, mesh.copies[first : first + len(edges) - 1])

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.sharded.groups import Groups
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.stand_in import StandIn
 from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
 from hpcfsdp.state.transfer import check_blocks, lies_on_dtensor_ranks
@@ -40,15 +40,15 @@ def source_of(key: str, now: torch.Tensor) -> Any:
 
 
 def check_source(
-    key: str, source: Any, target: torch.Tensor | None, shape: Sequence[int], groups: Groups | None
+    key: str, source: Any, target: torch.Tensor | None, shape: Sequence[int], mesh: UnitMesh | None
 ) -> None:
-    """See that a value can be loaded. Not collective, once the ranks of `groups` know each other's names.
+    """See that a value can be loaded. Not collective, once the ranks of `mesh` know each other's names.
 
     Args:
         source: a tensor, ``ShardedTensor``, ``DTensor`` or ``Rank0Tensor``.
         target: the tensor that it is loaded into; None for a part of a flat parameter.
         shape: that of the whole.
-        groups: over which the parameter is sharded, None where it is not.
+        mesh: over which the parameter is sharded, None where it is not.
 
     Raises:
         StateDictError: it has another shape, no values that can be read here, or it lies on other ranks.
@@ -60,9 +60,9 @@ def check_source(
             "model keeps the shapes that it was built with"
         )
     check_readable(key, source)
-    if groups is not None:
+    if mesh is not None:
         if isinstance(source, (ShardedTensor, DTensor)):
-            check_blocks(key, source, groups.source_ranks())
+            check_blocks(key, source, mesh.ranks(mesh.dtensor_dim, "tensor"))
     elif isinstance(source, ShardedTensor):
         raise StateDictError(f"{key!r} is not sharded in the model, and cannot be loaded from a ShardedTensor")
     elif isinstance(source, DTensor) and source.device_mesh.get_coordinate() is None:
@@ -71,19 +71,19 @@ def check_source(
         raise StateDictError(f"{key!r} is a DTensor of sums to come in the model: nothing can be loaded into it")
 
 
-def facts_of(source: Any, groups: Groups | None) -> str:
+def facts_of(source: Any, mesh: UnitMesh | None) -> str:
     """What all ranks have to have alike, in words, as they are about to move values together.
 
-    Blocks are those of the ranks of ``groups.shard`` in their order: what replicas have lies on other ranks.
+    Blocks are those of the ranks of ``mesh.shard`` in their order: what replicas have lies on other ranks.
     """
     shape, dtype = shape_and_dtype(source)
     is_distributed = isinstance(source, (ShardedTensor, DTensor))
     kind = type(source).__name__ if is_distributed or isinstance(source, Rank0Tensor) else "tensor"
     facts = f"a {kind} {list(shape)} of {str(dtype).removeprefix('torch.')}"
-    if is_distributed and groups is not None and math.prod(shape):
-        boxes, ranks, where = all_boxes(source), groups.source_ranks(), ""
-        if groups.tensor is not None and lies_on_dtensor_ranks(groups, source):
-            ranks, where = groups.global_ranks(), " on the ranks that have the same block"
+    if is_distributed and mesh is not None and math.prod(shape):
+        boxes, ranks, where = all_boxes(source), mesh.ranks(mesh.dtensor_dim, "tensor"), ""
+        if mesh.tensor is not None and lies_on_dtensor_ranks(mesh, source):
+            ranks, where = mesh.ranks(mesh.dtensor_dim), " on the ranks that have the same block"
         facts += f" in blocks {digest_of([boxes.get(rank) for rank in ranks])}{where}"
     elif isinstance(source, DTensor):
         facts += f" with {source.placements} on a mesh of {list(source.device_mesh.mesh.shape)}"

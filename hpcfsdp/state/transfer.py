@@ -22,7 +22,7 @@ from hpcfsdp.reshard.boxes import chunk_box, whole_box
 from hpcfsdp.reshard.move import MovePlan, RunsOf, batches, move
 from hpcfsdp.reshard.placements import mesh_blocks
 from hpcfsdp.reshard.runs import Run, chunk_runs, cut_runs, whole_runs
-from hpcfsdp.sharded.groups import Groups
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.blocks import Blocks, BoxesOf, gather_blocks, scatter_blocks
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
@@ -56,13 +56,13 @@ class StateDictFormat:
     offload_to_cpu: bool = False
     dtensor: bool = False
 
-    def is_made_by(self, groups: Groups) -> bool:
+    def is_made_by(self, mesh: UnitMesh) -> bool:
         """Whether this rank takes part in the making: under `rank0_only` one replica does."""
-        return groups.is_first_replica or not self.rank0_only
+        return mesh.is_first("replicate") or not self.rank0_only
 
-    def is_shown_by(self, groups: Groups) -> bool:
+    def is_shown_by(self, mesh: UnitMesh) -> bool:
         """Whether this rank gets the result."""
-        return groups.is_first or not self.rank0_only
+        return mesh.is_first() or not self.rank0_only
 
     def device(self, device: torch.device) -> torch.device:
         """Where the result lies of what lies on `device`."""
@@ -71,7 +71,7 @@ class StateDictFormat:
 
 @torch.no_grad()
 def gather(
-    groups: Groups, parts: LocalShards, dtype: torch.dtype, device: torch.device, form: StateDictFormat
+    mesh: UnitMesh, parts: LocalShards, dtype: torch.dtype, device: torch.device, form: StateDictFormat
 ) -> list[Any]:
     """Collective over a replica of the unit. What a state dict shows of `parts`, for each slot; None for nothing.
 
@@ -83,23 +83,23 @@ def gather(
         form: ranks that it leaves out get None for all slots, and need not call this if they are of another replica.
     """
     target = form.device(device)
-    if form.sharded and groups.strategy is not ShardingStrategy.NO_SHARD:
-        return _chunks(groups, parts, dtype, target, form)
-    if groups.tensor is None:
-        return _whole(groups, parts, dtype, target, form)
-    return _joined(groups, parts, _whole(groups, parts, dtype, groups.tensor.comm.device, form), target, form)
+    if form.sharded and mesh.strategy is not ShardingStrategy.NO_SHARD:
+        return _chunks(mesh, parts, dtype, target, form)
+    if mesh.tensor is None:
+        return _whole(mesh, parts, dtype, target, form)
+    return _joined(mesh, parts, _whole(mesh, parts, dtype, mesh.tensor.device, form), target, form)
 
 
 def _whole(
-    groups: Groups, parts: LocalShards, dtype: torch.dtype, target: torch.device, form: StateDictFormat
+    mesh: UnitMesh, parts: LocalShards, dtype: torch.dtype, target: torch.device, form: StateDictFormat
 ) -> list[Any]:
-    """Collective over ``groups.shard``. Whole tensors, or whole blocks of them."""
-    comm = groups.shard
+    """Collective over ``mesh.shard``. Whole tensors, or whole blocks of them."""
+    comm = mesh.shard
     if not form.rank0_only:
         return _everywhere(comm, parts, dtype, target)
     slots = parts.layout.slots
     found: list[Any] = [None] * len(slots)
-    if not form.is_made_by(groups):
+    if not form.is_made_by(mesh):
         return found
     if comm.rank == 0:
         for index in parts.present:
@@ -109,11 +109,11 @@ def _whole(
 
 
 def _joined(
-    groups: Groups, parts: LocalShards, blocks: list[Any], target: torch.device, form: StateDictFormat
+    mesh: UnitMesh, parts: LocalShards, blocks: list[Any], target: torch.device, form: StateDictFormat
 ) -> list[Any]:
     """Collective over the ranks that are parallel over tensors, where they have `blocks`. The tensors of these."""
-    assert groups.tensor is not None
-    comm = groups.tensor.comm
+    assert mesh.tensor is not None
+    comm = mesh.tensor
     for index in parts.present:
         local, block = blocks[index], parts.layout.slots[index].block
         if local is None:
@@ -132,7 +132,7 @@ def _joined(
                 local = torch.empty(block.shape, dtype=local.dtype, device=target)
                 for rank in block.owners:
                     local[block.boxes[rank].slices].copy_(outputs[rank])
-        blocks[index] = local.to(target) if form.is_shown_by(groups) else None
+        blocks[index] = local.to(target) if form.is_shown_by(mesh) else None
     return blocks
 
 
@@ -184,9 +184,9 @@ def _scratch(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def _chunks(
-    groups: Groups, parts: LocalShards, dtype: torch.dtype, target: torch.device, form: StateDictFormat
+    mesh: UnitMesh, parts: LocalShards, dtype: torch.dtype, target: torch.device, form: StateDictFormat
 ) -> list[Any]:
-    comm, slots = groups.shard, parts.layout.slots
+    comm, slots = mesh.shard, parts.layout.slots
     shapes = [slot.shape for slot in slots]
     found: list[Any] = [None] * len(slots)
     present = parts.present
@@ -206,16 +206,17 @@ def _chunks(
     _move(comm, _without_cut(parts), wanted, uncut, dtype)
     cut = {index: slots[index] for index in present if slots[index].is_cut}
     if cut:
-        _gather_chunks(groups, parts, cut, found, dtype, target)
+        _gather_chunks(mesh, parts, cut, found, dtype, target)
     for index in present:
         shape = slots[index].whole_shape
         if not shape:
             continue
         described = found[index], shape, dtype, target
-        if groups.device_mesh is not None or groups.tensor is not None or form.dtensor:
-            found[index] = create_chunk_dtensor(*described, *groups.placed(slots[index].block))
+        if mesh.device_mesh is not None or mesh.tensor is not None or form.dtensor:
+            found[index] = create_chunk_dtensor(*described, *mesh.placed(slots[index].block))
         else:
-            found[index] = create_chunk_sharded_tensor(*described, groups.process_group(), groups.global_ranks())
+            ranks = mesh.ranks(mesh.dtensor_dim)
+            found[index] = create_chunk_sharded_tensor(*described, mesh.process_group(), ranks)
     return found
 
 
@@ -225,7 +226,7 @@ def _without_cut(parts: LocalShards) -> LocalShards:
 
 
 def _gather_chunks(
-    groups: Groups,
+    mesh: UnitMesh,
     parts: LocalShards,
     cut: Mapping[int, ParamSlot],
     found: list[Any],
@@ -233,18 +234,18 @@ def _gather_chunks(
     target: torch.device,
 ) -> None:
     """Collective over the holders. The chunks of parameters that are cut twice."""
-    holders = groups.holders()
-    boxes: list[dict[int, list[Box]]] = [{} for _ in holders.global_ranks]
+    holders = mesh.ranks(mesh.dtensor_dim, "tensor")
+    boxes: list[dict[int, list[Box]]] = [{} for _ in holders]
     for index, slot in cut.items():
-        mesh, placements = groups.placed(slot.block)
-        blocks = mesh_blocks(slot.whole_shape, mesh.mesh, placements)
-        for rank, global_rank in enumerate(holders.global_ranks):
+        device_mesh, placements = mesh.placed(slot.block)
+        blocks = mesh_blocks(slot.whole_shape, device_mesh.mesh, placements)
+        for rank, global_rank in enumerate(holders):
             boxes[rank][index] = [blocks[global_rank]]
-    for index, (box,) in boxes[holders.comm.rank].items():
+    for index, (box,) in boxes[mesh.comm(mesh.dtensor_dim, "tensor").rank].items():
         found[index] = torch.empty(box.sizes, dtype=dtype, device=target)
     shards = {index: parts.tensors[index] for index in cut}
     targets = {index: found[index].view(-1) for index in cut}
-    gather_blocks(Blocks(groups, parts.layout, parts.whole_shard), shards, _held_by(boxes), targets, dtype)
+    gather_blocks(Blocks(mesh, parts.layout, parts.whole_shard), shards, _held_by(boxes), targets, dtype)
 
 
 def _move(comm: Communicator, parts: LocalShards, wanted: RunsOf, found: Sequence[Any], dtype: torch.dtype) -> None:
@@ -255,48 +256,48 @@ def _move(comm: Communicator, parts: LocalShards, wanted: RunsOf, found: Sequenc
 
 
 @torch.no_grad()
-def scatter(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> None:
-    """Collective over the ranks of `groups`, unless all of `values` are plain tensors. The way back from ``gather``.
+def scatter(mesh: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> None:
+    """Collective over the ranks of `mesh`, unless all of `values` are plain tensors. The way back from ``gather``.
 
     Args:
         parts: filled, converting to their dtype. What belongs to no slot is left alone.
         values: for each slot a tensor that every rank has whole, a ``ShardedTensor`` or ``DTensor`` over
-            ``groups.dtensor_ranks``, a ``Rank0Tensor``, or None to leave it alone; on all ranks alike, of the slot's
+            ``mesh.dtensor_ranks``, a ``Rank0Tensor``, or None to leave it alone; on all ranks alike, of the slot's
             shape.
 
     Raises:
         StateDictError: a distributed tensor lies on other ranks, or not all of it on these, or it is a ``DTensor`` of
             a placement that is no block of values. Raised by all ranks, before anything is filled.
     """
-    values = [_local_if_replicated(groups, value) for value in values]
-    if groups.tensor is not None:
-        values = _own_blocks(groups, parts, values)
+    values = [_local_if_replicated(mesh, value) for value in values]
+    if mesh.tensor is not None:
+        values = _own_blocks(mesh, parts, values)
     blocks = None
     if any(map(is_distributed, values)):
-        blocks = _blocks_by_rank(groups, parts, values)
-    for run in parts.runs(groups.shard.rank):
+        blocks = _blocks_by_rank(mesh, parts, values)
+    for run in parts.runs(mesh.shard.rank):
         if _kind(values[run.index]) is torch.Tensor:
             part = _flat(values[run.index])[run.start : run.start + run.numel]
             _place(parts, run).copy_(part)
     if blocks is not None:
-        _fill_from_blocks(groups.dtensor_ranks, parts, values, blocks)
+        _fill_from_blocks(mesh.dtensor_ranks, parts, values, blocks)
     if any(_kind(value) is Rank0Tensor for value in values):
-        _fill_from_first(groups, parts, values)
+        _fill_from_first(mesh, parts, values)
 
 
-def _own_blocks(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> list[Any]:
+def _own_blocks(mesh: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> list[Any]:
     """Collective over the ranks that are parallel over tensors. What there is for this rank's blocks.
 
     Distributed tensors are put in place already, and None is left of them, but for those that lie on the dtensor_ranks.
     """
     found: list[Any] = list(values)
-    across = [None if is_distributed(value) and lies_on_dtensor_ranks(groups, value) else value for value in values]
-    _scatter_distributed(groups, parts, across)
+    across = [None if is_distributed(value) and lies_on_dtensor_ranks(mesh, value) else value for value in values]
+    _scatter_distributed(mesh, parts, across)
     for index, (slot, value) in enumerate(zip(parts.layout.slots, values, strict=True)):
         if is_distributed(value):
             found[index] = None if across[index] is not None else value
         elif _kind(value) is Rank0Tensor:
-            found[index] = _block_from_first(groups, slot, value)
+            found[index] = _block_from_first(mesh, slot, value)
         elif value is not None and slot.is_cut:
             found[index] = value[slot.block.box.slices]
     return found
@@ -311,38 +312,38 @@ def is_distributed(value: Any) -> bool:
     return isinstance(value, (ShardedTensor, DTensor))
 
 
-def lies_on_dtensor_ranks(groups: Groups, value: ShardedTensor | DTensor) -> bool:
-    """Whether a distributed tensor lies on ``groups.dtensor_ranks`` alone, with others like it for other blocks.
+def lies_on_dtensor_ranks(mesh: UnitMesh, value: ShardedTensor | DTensor) -> bool:
+    """Whether a distributed tensor lies on ``mesh.dtensor_ranks`` alone, with others like it for other blocks.
 
     Not collective, once these ranks know each other's names.
     """
-    return set(groups.global_ranks()).issuperset(ranks_of_tensor(value))
+    return set(mesh.ranks(mesh.dtensor_dim)).issuperset(ranks_of_tensor(value))
 
 
-def _scatter_distributed(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> None:
+def _scatter_distributed(mesh: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> None:
     for dtype, chosen in _by_dtype(values, (ShardedTensor, DTensor)).items():
-        holders = groups.holders()
-        boxes: list[dict[int, list[Box]]] = [{} for _ in holders.global_ranks]
+        holders = mesh.ranks(mesh.dtensor_dim, "tensor")
+        boxes: list[dict[int, list[Box]]] = [{} for _ in holders]
         for index in sorted(chosen):
-            check_blocks(parts.layout.slots[index].fqn, values[index], holders.global_ranks)
+            check_blocks(parts.layout.slots[index].fqn, values[index], holders)
             everywhere, seen = all_boxes(values[index]), set[Box]()
-            for rank, global_rank in enumerate(holders.global_ranks):
+            for rank, global_rank in enumerate(holders):
                 held = everywhere.get(global_rank, [])
                 if not seen.issuperset(held):  # replicas have the same
                     boxes[rank][index] = held
                     seen.update(held)
         sources = {index: _held(values[index]) for index in chosen}
         shards = {index: parts.tensors[index] for index in chosen}
-        scatter_blocks(Blocks(groups, parts.layout, parts.whole_shard), shards, _held_by(boxes), sources, dtype)
+        scatter_blocks(Blocks(mesh, parts.layout, parts.whole_shard), shards, _held_by(boxes), sources, dtype)
 
 
-def _block_from_first(groups: Groups, slot: ParamSlot, value: Rank0Tensor) -> Rank0Tensor:
+def _block_from_first(mesh: UnitMesh, slot: ParamSlot, value: Rank0Tensor) -> Rank0Tensor:
     """Collective over the ranks that are parallel over tensors. This rank's block, from the first of them."""
-    assert groups.tensor is not None
+    assert mesh.tensor is not None
     shape = torch.Size(slot.shape)
-    if groups.shard.rank or not groups.is_first_replica:
+    if not mesh.is_first("replicate", "shard"):
         return Rank0Tensor(shape, value.dtype)
-    comm = groups.tensor.comm
+    comm = mesh.tensor
     mine = torch.empty(shape, dtype=value.dtype, device=comm.device)
     inputs = None
     if comm.rank == 0:
@@ -357,7 +358,7 @@ def check_blocks(key: str, value: ShardedTensor | DTensor, ranks: Sequence[int])
     """See that a distributed tensor can be had from the ranks that a unit is sharded over. Not collective.
 
     Args:
-        ranks: global ones, see ``Groups.global_ranks``.
+        ranks: those of the world, see ``UnitMesh.ranks``.
 
     Raises:
         StateDictError: it lies on others, or not all of it on these, or it is no block of values on each.
@@ -374,19 +375,19 @@ def check_blocks(key: str, value: ShardedTensor | DTensor, ranks: Sequence[int])
         )
 
 
-def _local_if_replicated(groups: Groups, value: Any) -> Any:
+def _local_if_replicated(mesh: UnitMesh, value: Any) -> Any:
     """The plain tensor of a ``DTensor`` that every rank has whole, which needs no communication; else the value."""
     if _kind(value) is DTensor and all(placement.is_replicate() for placement in value.placements):
         members = set(value.device_mesh.mesh.flatten().tolist())
-        if members.issuperset(groups.global_ranks()):
+        if members.issuperset(mesh.ranks(mesh.dtensor_dim)):
             return value.to_local()
     return value
 
 
-def _blocks_by_rank(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> list[list[Run]]:
+def _blocks_by_rank(mesh: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> list[list[Run]]:
     """By rank, the runs of distributed tensors that this rank has to know of for its plan."""
-    comm, places = groups.dtensor_ranks, {rank: place for place, rank in enumerate(groups.global_ranks())}
-    wanted = {run.index for run in parts.runs(groups.shard.rank)}
+    comm, places = mesh.dtensor_ranks, {rank: place for place, rank in enumerate(mesh.ranks(mesh.dtensor_dim))}
+    wanted = {run.index for run in parts.runs(mesh.shard.rank)}
     found: list[list[Run]] = [[] for _ in range(comm.size)]
     for index, value in enumerate(values):
         if is_distributed(value):
@@ -406,25 +407,25 @@ def _fill_from_blocks(comm: Communicator, parts: LocalShards, values: Sequence[A
         _receive(comm, parts, sources, lambda index: _held(values[index]), dtype, chosen)
 
 
-def _fill_from_first(groups: Groups, parts: LocalShards, values: Sequence[Any]) -> None:
-    comm = groups.shard
+def _fill_from_first(mesh: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> None:
+    comm = mesh.shard
     shapes = [slot.shape for slot in parts.layout.slots]
     for dtype, chosen in _by_dtype(values, (Rank0Tensor,)).items():
-        if groups.is_first_replica:
+        if mesh.is_first("replicate"):
             whole = [run for run in whole_runs(shapes) if run.index in chosen]
 
             def sources(rank: int, whole: list[Run] = whole) -> list[Run]:
                 return whole if rank == 0 else []
 
             _receive(comm, parts, sources, lambda index: _flat(values[index].tensor), dtype, chosen)
-    if groups.num_replicas > 1:
+    if mesh.size("replicate") > 1:
         chosen = {index for index, value in enumerate(values) if _kind(value) is Rank0Tensor}
-        _copy_from_first_replica(groups, parts, chosen)
+        _copy_from_first_replica(mesh, parts, chosen)
 
 
-def _copy_from_first_replica(groups: Groups, parts: LocalShards, chosen: Collection[int]) -> None:
-    """Collective over ``groups.replicate``. The runs of `chosen` slots, a batch at a time."""
-    replicate, runs = groups.replicate, [run for run in parts.runs(groups.shard.rank) if run.index in chosen]
+def _copy_from_first_replica(mesh: UnitMesh, parts: LocalShards, chosen: Collection[int]) -> None:
+    """Collective over ``mesh.replicate``. The runs of `chosen` slots, a batch at a time."""
+    replicate, runs = mesh.replicate, [run for run in parts.runs(mesh.shard.rank) if run.index in chosen]
     by_dtype: dict[torch.dtype, list[Run]] = {}
     for run in runs:
         by_dtype.setdefault(parts.tensors[run.index].dtype, []).append(run)

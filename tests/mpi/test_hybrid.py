@@ -18,16 +18,16 @@ def two_nodes(world, monkeypatch):
     import dataclasses
 
     from hpcfsdp import world as module
-    from hpcfsdp.sharded import groups
+    from hpcfsdp.sharded import group_cache
 
     if world.size != 4:
         pytest.skip("two nodes of two ranks need four ranks")
     imagined = dataclasses.replace(world, topology=Topology.from_labels([0, 0, 1, 1]))
     monkeypatch.setattr(module, "_world", imagined)
-    monkeypatch.setattr(groups, "_made", None)
+    monkeypatch.setattr(group_cache, "_current", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     yield imagined
-    groups._made = None
+    group_cache._current = None
 
 
 @pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])

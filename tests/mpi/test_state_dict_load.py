@@ -126,7 +126,7 @@ def test_a_local_state_dict_is_loaded_by_another_number_of_ranks(engine, world, 
             boxes = {0: Box((0,), (size,))}
         box = boxes.get(comm.rank)
         mine = None if box is None else pieces[key][box.offsets[0] : box.offsets[0] + box.sizes[0]].clone()
-        group = other._unit.groups.process_group()
+        group = other._unit.mesh.process_group()
         state[key] = create_sharded_tensor(mine, (size,), torch.float64, torch.device("cpu"), group, boxes)
     with FullyShardedDataParallel.state_dict_type(other, LOCAL):
         other.load_state_dict(state)

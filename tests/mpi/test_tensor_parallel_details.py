@@ -13,6 +13,7 @@ from hpcfsdp import checkpoint
 from hpcfsdp._compat import local_of
 from hpcfsdp.errors import EngineError, ShardingError
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
+from hpcfsdp.state.model import communicator_of, model_tensors
 from hpcfsdp.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict, set_state_dict
 from hpcfsdp.wrap import CustomPolicy
 from tests.mpi.mesh_cases import (
@@ -136,6 +137,17 @@ def test_what_no_unit_owns_comes_back_from_parts_and_files(world, shared_path, k
     for one, theirs in zip(found, wanted, strict=True):
         equal(dict(one), dict(theirs))
     assert step(other, its_optimizer) == step(model, optimizer)
+
+
+@each_mesh
+def test_one_rank_can_tell_who_has_what_once_all_are_connected(world, shape):
+    at = place(shape)
+    model = shard(build(Mlp), at)
+    ranks = communicator_of(model)
+    assert ranks.size == SIZE
+    if world.rank == 0:
+        holders = [rank for tensor in model_tensors(model) for rank in tensor.runs.holders.ravel().tolist()]
+        assert set(holders) <= set(range(SIZE))
 
 
 def test_the_first_rank_gets_a_tensor_that_lies_across_replicas(several, world):

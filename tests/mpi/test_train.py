@@ -202,12 +202,12 @@ def test_what_travels_in_a_step_is_what_the_page_about_meshes_says(world, monkey
     watch("reduce_scatter_tensor", 1)
     for replicate, tensor in meshes(world):
         model = shard(GPT(config), make_mesh(MeshConfig(replicate, tensor), world), world)
-        groups = model._unit.groups
+        groups = model._unit.mesh
         elements.clear()
         F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
         expected = Counter()
         if tensor > 1:
-            expected[groups.tensor.comm, "all_reduce"] = 4 * config.layers * sequences * length * config.width
+            expected[groups.tensor, "all_reduce"] = 4 * config.layers * sequences * length * config.width
         if groups.shard.size > 1:
             expected[groups.shard, "reduce_scatter_tensor"] = cut // tensor + whole
         if replicate > 1:

@@ -17,7 +17,7 @@ from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import Box, FlatLayout
 from hpcfsdp.reshard.boxes import chunk_box
-from hpcfsdp.sharded.groups import resolve_groups
+from hpcfsdp.sharded.groups import resolve_mesh
 from hpcfsdp.state import transfer
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.transfer import Rank0Tensor, StateDictFormat, gather, scatter
@@ -70,12 +70,12 @@ class Example:
 @pytest.fixture(params=["shared memory", "messages", "gloo"])
 def over(groups, request):
     """To shard over all ranks, by each way that they can exchange values."""
-    return resolve_groups(groups[request.param], None, None)
+    return resolve_mesh(groups[request.param], None, None)
 
 
 @pytest.fixture
 def plain(world):
-    return resolve_groups(None, None, None)
+    return resolve_mesh(None, None, None)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def hybrid(world, comm):
     half = world.size // 2
     row, place = divmod(world.rank, half)
     pair = comm.subgroup(range(row * half, (row + 1) * half)), comm.subgroup([place, place + half])
-    return resolve_groups(pair, None, Strategy.HYBRID_SHARD)
+    return resolve_mesh(pair, None, Strategy.HYBRID_SHARD)
 
 
 def same(found, expected):
@@ -170,7 +170,7 @@ def test_parameters_show_values_without_a_history(plain, form, own):
 
 @OWN_MEMORY
 def test_chunks_are_dtensors_where_there_is_a_mesh(world, own):
-    groups = resolve_groups(None, world.mesh(), None)
+    groups = resolve_mesh(None, world.mesh(), None)
     example = Example(groups)
     found = gather(groups, example.parts(own, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
     check_chunks(groups, found, example.values, DTensor, world.rank)
@@ -182,7 +182,7 @@ def test_chunks_are_dtensors_where_there_is_a_mesh(world, own):
 @OWN_MEMORY
 def test_chunks_are_replicated_dtensors_on_a_mesh_of_two_dimensions(world, own):
     mesh = world.mesh(replicate=None, shard=2 if world.size % 2 == 0 else 1)
-    groups = resolve_groups(None, mesh, Strategy.HYBRID_SHARD)
+    groups = resolve_mesh(None, mesh, Strategy.HYBRID_SHARD)
     example = Example(groups)
     found = gather(groups, example.parts(own, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
     check_chunks(groups, found, example.values, DTensor, world.rank)
@@ -193,7 +193,7 @@ def test_chunks_are_replicated_dtensors_on_a_mesh_of_two_dimensions(world, own):
 
 @pytest.mark.parametrize("with_mesh", [False, True])
 def test_without_shards_a_sharded_form_is_whole(world, with_mesh):
-    groups = resolve_groups(None, world.mesh() if with_mesh else None, Strategy.NO_SHARD)
+    groups = resolve_mesh(None, world.mesh() if with_mesh else None, Strategy.NO_SHARD)
     example = Example(groups)
     found = gather(groups, example.parts(False, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
     assert all(map(same, found, example.values))
@@ -204,7 +204,8 @@ def test_chunks_of_one_replica_name_its_ranks(world, hybrid, own):
     example = Example(hybrid)
     found = gather(hybrid, example.parts(own, example.values)[0], torch.float32, CPU, StateDictFormat(sharded=True))
     check_chunks(hybrid, found, example.values, ShardedTensor, world.rank)
-    assert {rank for t in found if isinstance(t, ShardedTensor) for rank in all_boxes(t)} <= {*hybrid.global_ranks()}
+    ranks = {rank for tensor in found if isinstance(tensor, ShardedTensor) for rank in all_boxes(tensor)}
+    assert ranks <= {*hybrid.ranks(hybrid.dtensor_dim)}
     example.check_filled(own, found)
 
 
@@ -328,7 +329,7 @@ def test_a_replicated_dtensor_is_taken_where_it_is(world, plain):
     """As a plain tensor is: no rank waits for another, whatever the others do."""
     example, mesh = Example(plain), world.mesh()
     values = [distribute_tensor(value, mesh, [Replicate()]) for value in example.values]
-    plain.global_ranks()
+    plain.ranks(plain.dtensor_dim)
     if world.rank == world.size - 1:
         example.check_filled(False, values)
 
@@ -366,7 +367,7 @@ def test_a_few_parameters_at_a_time_are_in_memory(world, plain, monkeypatch, bat
     monkeypatch.setattr(transfer, "_BATCH_NUMEL", batch)
     shapes = {f"p{index}": (index % 5 + 1, 5) for index in range(12)}
     watch = HeldBack(plain.shard)
-    groups = dataclasses.replace(plain, shard=watch)
+    groups = dataclasses.replace(plain, along={"shard": watch})
     example = Example(groups, shapes=shapes)
     form, bound = StateDictFormat(sharded=True), max(batch, 25)
     chunks = gather(groups, example.parts(True, example.values)[0], torch.float32, CPU, form)
@@ -501,7 +502,7 @@ def test_a_sharded_tensor_of_other_ranks_is_refused_by_all(world, comm):
     if world.size < 2:
         pytest.skip("one rank has no others")
     half = [rank for rank in range(world.size) if rank % 2 == world.rank % 2]
-    groups = resolve_groups(comm.subgroup(half), None, None)
+    groups = resolve_mesh(comm.subgroup(half), None, None)
     example = Example(groups)
     a = create_chunk_sharded_tensor(
         torch.zeros(chunk_box((world.size, 3), world.size, world.rank).sizes),

@@ -17,6 +17,9 @@ from hpcfsdp.errors import CommunicationError
 settings.register_profile("hpcfsdp", deadline=None)  # how long an example takes says nothing on a busy machine
 settings.load_profile("hpcfsdp")
 
+NUM_SHARDS, NUM_REPLICAS = 3, 2
+"""Of ``run_grid``."""
+
 
 def pytest_collection_modifyitems(items):
     """Threads draw from one generator, so what they build at once has different values."""
@@ -144,6 +147,28 @@ def run_ranks():
         return results
 
     return run
+
+
+@pytest.fixture
+def run_grid(run_ranks):
+    """``run_grid(body)``: what ``body(shard, replicate)`` returns on each rank of two replicas of three shards."""
+
+    def run(body):
+        shared = {place: (threading.Barrier(size), {}) for size, place in (*_lines("shard"), *_lines("replicate"))}
+
+        def work(comm):
+            replica, part = divmod(comm.rank, NUM_SHARDS)
+            shard = type(comm)(part, NUM_SHARDS, *shared["shard", replica])
+            return body(shard, type(comm)(replica, NUM_REPLICAS, *shared["replicate", part]))
+
+        return run_ranks(NUM_SHARDS * NUM_REPLICAS, work)
+
+    return run
+
+
+def _lines(name):
+    size, count = (NUM_SHARDS, NUM_REPLICAS) if name == "shard" else (NUM_REPLICAS, NUM_SHARDS)
+    return [(size, (name, place)) for place in range(count)]
 
 
 @pytest.fixture(scope="session")

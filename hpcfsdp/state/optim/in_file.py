@@ -93,7 +93,7 @@ def state_elsewhere(comm: Communicator, own: LocalOptimState) -> dict[str, State
     Raises:
         CheckpointError: ranks that hold parts of one parameter have different state of it.
     """
-    if not any(info.flat.use_orig_params and (info.comm.size > 1 or info.groups.tensor) for info in own.infos.values()):
+    if not any(info.flat.use_orig_params and (info.comm.size > 1 or info.mesh.tensor) for info in own.infos.values()):
         return {}
     with raise_together(comm):
         mine = own.to_message().packed()
@@ -134,7 +134,7 @@ def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo]) ->
         for (key, _), parts in state.shards.items():
             if "/" in key:
                 raise CheckpointError(f"optimizer state {key!r}: a key with / in it")
-            tensors += parts.in_file(info.groups, [f"{slot.fqn}/{key}" for slot in info.layout.slots])
+            tensors += parts.in_file(info.mesh, [f"{slot.fqn}/{key}" for slot in info.layout.slots])
         for part in (state.whole, state.scalars, state.others):
             for fqn, values in part.items():
                 add(fqn, values)
@@ -186,7 +186,7 @@ class OptimizerRestore:
             new = allocate_optim_state(info, entries)
             self._state.update(new.states)
             for key, parts, _ in new.shards:
-                self.tensors += parts.in_file(info.groups, [f"{slot.fqn}/{key}" for slot in info.layout.slots])
+                self.tensors += parts.in_file(info.mesh, [f"{slot.fqn}/{key}" for slot in info.layout.slots])
             self.tensors += [unsharded(f"{fqn}/{key}", tensor) for (fqn, key), tensor in new.whole.items()]
             for fqn, entry in entries.items():
                 names = [fqn] if info.flat.use_orig_params else list(info.param_indices)

@@ -17,7 +17,7 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import StateDictError, nearest
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded.groups import Groups
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.model import flat_params, named_flat_params
 from hpcfsdp.state.wrappers import CleanNames, clean_fqn
 
@@ -33,12 +33,12 @@ class FSDPParamInfo:
     """A flat parameter as the state of an optimizer sees it.
 
     Attributes:
-        groups: the ranks that share it.
+        mesh: the ranks that share it.
         flat: the parameter.
         layout: of its parameters, under their names in the whole model.
     """
 
-    groups: Groups
+    mesh: UnitMesh
     flat: FlatParam
     layout: FlatLayout
 
@@ -55,7 +55,7 @@ class FSDPParamInfo:
     @property
     def keeps_shapes(self) -> bool:
         """Whether the optimizer steps parameters in the shapes that they have here, and not runs of them."""
-        return self.flat.use_orig_params and self.groups.strategy is ShardingStrategy.NO_SHARD
+        return self.flat.use_orig_params and self.mesh.strategy is ShardingStrategy.NO_SHARD
 
     def shows_whole(self, fqn: str) -> bool:
         """Whether the optimizer steps all of a parameter, in its original shape, so that its state may be anything."""
@@ -93,8 +93,8 @@ def get_fqn_to_fsdp_param_info(model: nn.Module, *, in_file: bool = False) -> di
     Args:
         in_file: whether names are those of a checkpoint, see ``state.model.flat_params``.
     """
-    flats = flat_params(model) if in_file else ((f, layout, u.groups) for u, f, layout in named_flat_params(model))
-    infos = [FSDPParamInfo(groups, flat, layout) for flat, layout, groups in flats]
+    flats = flat_params(model) if in_file else ((f, layout, u.mesh) for u, f, layout in named_flat_params(model))
+    infos = [FSDPParamInfo(mesh, flat, layout) for flat, layout, mesh in flats]
     return {slot.fqn: info for info in infos for slot in info.layout.slots}
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, assert_same, raise_together
+from hpcfsdp.comm.grid import Grid
 from hpcfsdp.observe.profile import Phase, SimpleProfiler, profile
 from hpcfsdp.state.optim.compare import allgather_state_info, check_same_groups, convert_all_state_info
 from hpcfsdp.state.optim.keys import FSDPParamInfo, OptimInput, check_is_state_dict
@@ -22,7 +23,7 @@ from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
 from hpcfsdp.state.optim.save import check_at_rest, form_of
 from hpcfsdp.state.optim.values import on_host
 from hpcfsdp.state.rank0 import broadcast_tensor, broadcast_values, rank0_tensor
-from hpcfsdp.state.ranks import Grid, ranks_of_model
+from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.settings import optim_settings_of
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
@@ -93,14 +94,14 @@ def _empty_shard(info: FSDPParamInfo, dtype: torch.dtype) -> torch.Tensor:
 
 
 def flatten_optim_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) -> dict[str, dict[str, Any]]:
-    """Collective over the ranks of ``info.groups`` unless all values are plain tensors. State of one flat parameter.
+    """Collective over the ranks of ``info.mesh`` unless all values are plain tensors. State of one flat parameter.
 
     Args, returns: see ``allocate_optim_state``.
     """
     new = allocate_optim_state(info, plans)
     for _, parts, values in new.shards:
         with profile(Phase.RESHARDING, parts.nbytes):
-            scatter(info.groups, parts, values)
+            scatter(info.mesh, parts, values)
     return new.states
 
 
@@ -223,10 +224,11 @@ def optim_state_dict_to_load(
             convert_all_state_info(gathered)
         distributed = plan.distributed()
         for info in {id(info): info for _, _, info in distributed}.values():
-            info.groups.source_ranks()  # a collective the first time, which is to be over before a rank raises
+            # A collective the first time, which is to be over before a rank raises.
+            info.mesh.ranks(info.mesh.dtensor_dim, "tensor")
         with raise_together(ranks):
             for name, value, info in distributed:
-                check_blocks(name, value, info.groups.source_ranks())
+                check_blocks(name, value, info.mesh.ranks(info.mesh.dtensor_dim, "tensor"))
         infos = list({id(info): info for info in plan.infos.values()}.values())
         goes_in_parts = [True] * len(infos)
         if rank0_only:
@@ -266,7 +268,7 @@ def _scattered(plan: LoadPlan, ranks: Communicator | Grid, goes_in_parts: Mappin
 
 def _is_first_of(ranks: Communicator | Grid, info: FSDPParamInfo) -> bool:
     """On rank 0: whether it is the first of the ranks that share a flat parameter, which are all of `ranks`."""
-    return info.groups.is_first and info.groups.num_ranks == ranks.size
+    return info.mesh.is_first() and info.mesh.size() == ranks.size
 
 
 def _broadcast(entry: StatePlan, ranks: Communicator | Grid, info: FSDPParamInfo) -> None:

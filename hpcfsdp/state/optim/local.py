@@ -175,7 +175,7 @@ class LocalOptimState:
     def check_is_first(self) -> None:
         """Refuse units whose state the first rank of the model cannot get."""
         for name, info in self.infos.items():
-            if not info.groups.is_first:
+            if not info.mesh.is_first():
                 raise StateDictError(
                     f"rank 0 is not the first of the ranks that {name!r} is sharded over, and cannot get its state "
                     "alone: use rank0_only=False, or a sharded state dict"

@@ -117,7 +117,7 @@ def _gathered(
     """Collective over all ranks. The state dict, once ranks agree."""
     states: States = {}
     for info, state in own.flat_param_states(merged):
-        if form.is_made_by(info.groups):
+        if form.is_made_by(info.mesh):
             states.update(communicate_optim_state(info, state, form))
     if not is_shown:
         return {}
@@ -145,10 +145,10 @@ def communicate_optim_state(info: FSDPParamInfo, state: FlatParamState, form: St
     tensors: States = {}
     for (name, dtype), parts in state.shards.items():
         with profile(Phase.TENSOR_ALL_GATHER, parts.nbytes):
-            values = gather(info.groups, parts, dtype, device, form)
+            values = gather(info.mesh, parts, dtype, device, form)
         for index in parts.present:
             tensors.setdefault(info.layout.slots[index].fqn, {})[name] = values[index]
-    if not form.is_shown_by(info.groups):
+    if not form.is_shown_by(info.mesh):
         return {}
     with profile(Phase.RESHARDING):
         parts_of = (state.whole, state.scalars, state.others)

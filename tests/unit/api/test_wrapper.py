@@ -349,7 +349,7 @@ def test_arguments_of_a_policy_reach_the_units_they_are_for():
     own = {"sharding_strategy": ShardingStrategy.NO_SHARD, "use_orig_params": True}
     policy = wrap.CustomPolicy(lambda module: own if isinstance(module, nn.Linear) else isinstance(module, nn.PReLU))
     model = shard(nn.Sequential(nn.Linear(2, 2), nn.PReLU()), auto_wrap_policy=policy)
-    strategies = [wrapper._unit.groups.strategy for wrapper in FullyShardedDataParallel.fsdp_modules(model)]
+    strategies = [wrapper._unit.mesh.strategy for wrapper in FullyShardedDataParallel.fsdp_modules(model)]
     assert [strategy.name for strategy in strategies] == ["FULL_SHARD", "NO_SHARD", "FULL_SHARD"]
     names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
     assert names == ["0.weight", "0.bias", "1._flat_param"]

@@ -14,7 +14,7 @@ from hpcfsdp.comm import communicator_for, select
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import DisagreementError, LaunchError
 from hpcfsdp.launch.topology import Topology
-from hpcfsdp.sharded.groups import Groups, resolve_groups
+from hpcfsdp.sharded.groups import resolve_mesh
 
 HYBRID = [Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2]
 PLAIN = [Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP]
@@ -70,34 +70,38 @@ def places(comm):
     return comm.rank, comm.size
 
 
+def facts(mesh):
+    return mesh.strategy, mesh.shard, mesh.replicate, mesh.data
+
+
 @pytest.mark.parametrize("strategy", [None, *PLAIN])
 def test_all_ranks_of_the_group_shard(strategy):
     comm = FakeCommunicator(1, 4)
-    groups = resolve_groups(comm, None, strategy)
-    assert groups == Groups(strategy or Strategy.FULL_SHARD, comm, None, comm)
-    assert (groups.is_hybrid, groups.num_replicas) == (False, 1)
+    groups = resolve_mesh(comm, None, strategy)
+    assert facts(groups) == (strategy or Strategy.FULL_SHARD, comm, None, comm)
+    assert (groups.is_hybrid, groups.size(), groups.size("replicate")) == (False, 4, 1)
 
 
 def test_without_sharding_all_ranks_of_the_group_replicate():
     comm = FakeCommunicator(1, 4, device="meta")
-    groups = resolve_groups(comm, None, Strategy.NO_SHARD)
-    assert (groups.replicate, groups.everyone, groups.num_replicas) == (comm, comm, 4)
+    groups = resolve_mesh(comm, None, Strategy.NO_SHARD)
+    assert (groups.replicate, groups.data, groups.size("replicate")) == (comm, comm, 4)
     assert (places(groups.shard), groups.shard.device) == ((0, 1), comm.device)
 
 
 @pytest.mark.parametrize("strategy", [None, Strategy.NO_SHARD, *HYBRID])
 def test_there_must_be_a_process_group(strategy):
     with pytest.raises(RuntimeError, match=r"there is no process group yet: call hpcfsdp.init\(\) first"):
-        resolve_groups(None, None, strategy)
+        resolve_mesh(None, None, strategy)
 
 
 def test_torchs_default_group_is_the_default(fake_torch):
     fake_torch(1, 4)
-    groups = resolve_groups(None, None, None)
+    groups = resolve_mesh(None, None, None)
     assert isinstance(groups.shard, FakeCommunicator)
     assert places(groups.shard) == (1, 4)
     part = dist.new_group([1, 3])
-    assert places(resolve_groups(part, None, None).shard) == (0, 2)
+    assert places(resolve_mesh(part, None, None).shard) == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,7 @@ def test_what_does_not_fit_the_strategy_is_refused(arguments, error, message):
         return tuple(map(real, value)) if isinstance(value, tuple) else group if value == "g" else value
 
     with pytest.raises(error) as caught:
-        resolve_groups(*map(real, arguments))
+        resolve_mesh(*map(real, arguments))
     assert str(caught.value) == message
 
 
@@ -151,29 +155,29 @@ def test_what_does_not_fit_the_strategy_is_refused(arguments, error, message):
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_a_pair_is_shard_and_replicate(strategy, kind):
     shard, replicate = FakeCommunicator(1, 4), FakeCommunicator(0, 2)
-    groups = resolve_groups(kind([shard, replicate]), None, strategy)
-    assert groups == Groups(strategy, shard, replicate, None)
-    assert (groups.is_hybrid, groups.num_replicas) == (True, 2)
+    groups = resolve_mesh(kind([shard, replicate]), None, strategy)
+    assert facts(groups) == (strategy, shard, replicate, None)
+    assert (groups.is_hybrid, groups.size(), groups.size("replicate")) == (True, 8, 2)
 
 
 def test_everyone_of_a_pair_is_the_world_where_the_pair_makes_it_up(make_world):
     world = make_world(5, Topology.regular(2, 4))
     pair = FakeCommunicator(1, 4), FakeCommunicator(1, 2)
-    assert resolve_groups(pair, None, Strategy.HYBRID_SHARD).everyone is world.communicator
+    assert resolve_mesh(pair, None, Strategy.HYBRID_SHARD).data is world.communicator
     half = FakeCommunicator(1, 2), FakeCommunicator(1, 2)
-    assert resolve_groups(half, None, Strategy.HYBRID_SHARD).everyone is None
+    assert resolve_mesh(half, None, Strategy.HYBRID_SHARD).data is None
 
 
 def test_a_pair_that_makes_no_grid_is_refused_with_the_places():
     shard, replicate = Spy(0, 2, [(1, 2)]), FakeCommunicator(0, 2)
     with pytest.raises(DisagreementError) as caught:
-        resolve_groups((shard, replicate), None, Strategy.HYBRID_SHARD)
+        resolve_mesh((shard, replicate), None, Strategy.HYBRID_SHARD)
     assert str(caught.value) == (
         "the process groups (shard, replicate) make no grid: the ranks of this rank's shard group are 0 of 2, 1 of 2 "
         "in their replicate groups, and should be the same in all of them"
     )
     with pytest.raises(DisagreementError, match="this rank's replicate group are 0 of 2, 0 of 3 in their shard groups"):
-        resolve_groups((FakeCommunicator(0, 2), Spy(0, 2, [(0, 3)])), None, Strategy.HYBRID_SHARD)
+        resolve_mesh((FakeCommunicator(0, 2), Spy(0, 2, [(0, 3)])), None, Strategy.HYBRID_SHARD)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +197,9 @@ def test_hybrid_shards_within_nodes_and_replicates_across_them(
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as each rank sees it under CUDA_VISIBLE_DEVICES
     world = make_world(rank, topology)
-    groups = resolve_groups(None, None, strategy)
+    groups = resolve_mesh(None, None, strategy)
     assert (places(groups.shard), places(groups.replicate)) == (shard, replicate)
-    assert groups.everyone is world.communicator
+    assert groups.data is world.communicator
     assert groups.shard.topology.num_nodes == 1
 
 
@@ -214,34 +218,34 @@ def test_hybrid_shards_within_nodes_and_replicates_across_them(
 def test_nodes_that_make_no_grid_are_refused_with_the_mend(make_world, topology, message):
     make_world(1, topology)
     with pytest.raises(LaunchError) as caught:
-        resolve_groups(None, None, Strategy.HYBRID_SHARD)
+        resolve_mesh(None, None, Strategy.HYBRID_SHARD)
     assert message in str(caught.value)
 
 
 def test_one_node_is_one_replica_and_rank_0_says_so(make_world, caplog):
     make_world(0, Topology.regular(1, 4))
     with caplog.at_level(logging.INFO, "hpcfsdp"):
-        resolve_groups(None, None, Strategy.HYBRID_SHARD)
-        resolve_groups(None, None, Strategy.HYBRID_SHARD)
+        resolve_mesh(None, None, Strategy.HYBRID_SHARD)
+        resolve_mesh(None, None, Strategy.HYBRID_SHARD)
     assert caplog.messages == ["HYBRID_SHARD on one node: each of its 4 rank(s) holds a part, and there is one replica"]
 
 
 def test_the_groups_of_the_nodes_are_made_once_for_a_world(make_world, fake_torch, monkeypatch):
     make_world(1, Topology.regular(2, 2))
-    first, second = (resolve_groups(None, None, strategy) for strategy in HYBRID)
+    first, second = (resolve_mesh(None, None, strategy) for strategy in HYBRID)
     assert first.shard is second.shard
     assert first.replicate is second.replicate
     enter(World(1, Topology.regular(1, 4)), monkeypatch)
-    assert places(resolve_groups(None, None, Strategy.HYBRID_SHARD).shard) == (1, 4)
+    assert places(resolve_mesh(None, None, Strategy.HYBRID_SHARD).shard) == (1, 4)
     dist.destroy_process_group()
     fake_torch(1, 4)
     enter(World(1, Topology.regular(2, 2)), monkeypatch)
-    assert resolve_groups(None, None, Strategy.HYBRID_SHARD).shard is not first.shard
+    assert resolve_mesh(None, None, Strategy.HYBRID_SHARD).shard is not first.shard
 
 
 def test_nothing_outlives_the_process_group(make_world):
     make_world(1, Topology.regular(2, 2))
-    groups = resolve_groups(None, None, Strategy.HYBRID_SHARD)
+    groups = resolve_mesh(None, None, Strategy.HYBRID_SHARD)
     held = [weakref.ref(groups.shard), weakref.ref(groups.replicate), weakref.ref(dist.group.WORLD)]
     del groups
     assert all(ref() is not None for ref in held)
@@ -253,51 +257,51 @@ def test_nothing_outlives_the_process_group(make_world):
 def test_a_mesh_of_one_dimension_is_a_group(fake_torch):
     fake_torch(1, 4)
     mesh = DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("shard",))
-    assert places(resolve_groups(None, mesh, None).shard) == (1, 4)
-    assert places(resolve_groups(None, mesh, Strategy.NO_SHARD).replicate) == (1, 4)
+    assert places(resolve_mesh(None, mesh, None).shard) == (1, 4)
+    assert places(resolve_mesh(None, mesh, Strategy.NO_SHARD).replicate) == (1, 4)
     with pytest.raises(ValueError, match=r"HYBRID_SHARD takes a device_mesh of two dimensions \(replicate, shard\)"):
-        resolve_groups(None, mesh, Strategy.HYBRID_SHARD)
+        resolve_mesh(None, mesh, Strategy.HYBRID_SHARD)
 
 
 @pytest.mark.parametrize("strategy", HYBRID)
 def test_a_mesh_of_two_dimensions_is_replicate_and_shard(fake_torch, strategy):
     fake_torch(4, 6)
     mesh = DeviceMesh("cpu", torch.arange(6).view(2, 3))
-    groups = resolve_groups(None, mesh, strategy)
-    assert (places(groups.replicate), places(groups.shard), places(groups.everyone)) == ((1, 2), (1, 3), (4, 6))
+    groups = resolve_mesh(None, mesh, strategy)
+    assert (places(groups.replicate), places(groups.shard), places(groups.data)) == ((1, 2), (1, 3), (4, 6))
     with pytest.raises(ValueError, match=r"SHARD_GRAD_OP takes a device_mesh of one dimension, not 2: .* HYBRID_SHARD"):
-        resolve_groups(None, mesh, Strategy.SHARD_GRAD_OP)
+        resolve_mesh(None, mesh, Strategy.SHARD_GRAD_OP)
 
 
 def test_everyone_of_a_part_of_a_mesh_is_made_once(fake_torch):
     fake_torch(5, 8)
     whole = DeviceMesh("cpu", torch.arange(8).view(2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     mesh = whole["replicate", "shard"]
-    groups = resolve_groups(None, mesh, Strategy.HYBRID_SHARD)
-    assert (places(groups.replicate), places(groups.shard), places(groups.everyone)) == ((1, 2), (0, 2), (2, 4))
-    assert resolve_groups(None, mesh, Strategy.HYBRID_SHARD).everyone is groups.everyone
+    groups = resolve_mesh(None, mesh, Strategy.HYBRID_SHARD)
+    assert (places(groups.replicate), places(groups.shard), places(groups.data)) == ((1, 2), (0, 2), (2, 4))
+    assert resolve_mesh(None, mesh, Strategy.HYBRID_SHARD).data is groups.data
 
 
 def test_the_groups_of_an_outer_unit_serve_another_strategy():
     comm = FakeCommunicator(1, 4)
-    outer = resolve_groups(comm, None, Strategy.SHARD_GRAD_OP)
-    assert resolve_groups(outer, None, None) == outer
-    assert resolve_groups(outer, None, Strategy.FULL_SHARD) == resolve_groups(comm, None, None)
-    replicated = resolve_groups(outer, None, Strategy.NO_SHARD)
+    outer = resolve_mesh(comm, None, Strategy.SHARD_GRAD_OP)
+    assert resolve_mesh(outer, None, None) is outer
+    assert facts(resolve_mesh(outer, None, Strategy.FULL_SHARD)) == facts(resolve_mesh(comm, None, None))
+    replicated = resolve_mesh(outer, None, Strategy.NO_SHARD)
     assert (replicated.replicate, replicated.shard.size) == (comm, 1)
-    assert resolve_groups(replicated, None, Strategy.FULL_SHARD).shard is comm
+    assert resolve_mesh(replicated, None, Strategy.FULL_SHARD).shard is comm
     with pytest.raises(
         ValueError, match="HYBRID_SHARD does not fit the process groups of SHARD_GRAD_OP that the outer"
     ):
-        resolve_groups(outer, None, Strategy.HYBRID_SHARD)
+        resolve_mesh(outer, None, Strategy.HYBRID_SHARD)
 
 
 def test_the_groups_of_a_hybrid_unit_serve_another_strategy(make_world):
     make_world(1, Topology.regular(2, 2))
-    outer = resolve_groups(None, None, Strategy.HYBRID_SHARD)
-    inner = resolve_groups(outer, None, Strategy._HYBRID_SHARD_ZERO2)
-    assert inner == Groups(Strategy._HYBRID_SHARD_ZERO2, outer.shard, outer.replicate, outer.everyone)
-    assert resolve_groups(outer, None, Strategy.FULL_SHARD).shard is communicator_for(None, required=True)
-    pair = resolve_groups((FakeCommunicator(0, 2), FakeCommunicator(0, 3)), None, Strategy.HYBRID_SHARD)
+    outer = resolve_mesh(None, None, Strategy.HYBRID_SHARD)
+    inner = resolve_mesh(outer, None, Strategy._HYBRID_SHARD_ZERO2)
+    assert facts(inner) == (Strategy._HYBRID_SHARD_ZERO2, outer.shard, outer.replicate, outer.data)
+    assert resolve_mesh(outer, None, Strategy.FULL_SHARD).shard is communicator_for(None, required=True)
+    pair = resolve_mesh((FakeCommunicator(0, 2), FakeCommunicator(0, 3)), None, Strategy.HYBRID_SHARD)
     with pytest.raises(ValueError, match="FULL_SHARD does not fit the process groups of HYBRID_SHARD"):
-        resolve_groups(pair, None, Strategy.FULL_SHARD)
+        resolve_mesh(pair, None, Strategy.FULL_SHARD)

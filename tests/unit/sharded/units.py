@@ -13,7 +13,7 @@ def mark_as_unit(module, ignored=None):
         "unit",
         [],
         [],
-        groups=None,
+        mesh=None,
         own=OwnParams(),
         ignored=ignored or Ignored(),
         use_orig_params=True,

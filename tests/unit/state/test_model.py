@@ -3,8 +3,9 @@ import torch
 from torch import nn
 
 from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.errors import CheckpointError
 from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
 from hpcfsdp.state.model import communicator_of, flat_params, model_tensors
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.wrappers import clean_fqn
@@ -106,3 +107,12 @@ def test_pieces_view_the_shard_and_are_missing_where_the_rank_has_nothing():
     assert {index: (piece.start, piece.tensor.tolist()) for index, piece in pieces.items()} == {0: (4, [0, 1])}
     pieces[0].fill(torch.tensor([8.0, 9.0]))
     assert shard.tolist() == [8, 9, 2, 3]
+
+
+def test_a_pair_of_groups_that_is_not_the_world_has_no_checkpoint():
+    pair = FakeCommunicator(0, 2), FakeCommunicator(1, 3)
+    hybrid = ShardingStrategy.HYBRID_SHARD
+    model = FullyShardedDataParallel(nn.Linear(2, 2), process_group=pair, sharding_strategy=hybrid)
+    assert communicator_of(model) is pair[0]
+    with pytest.raises(CheckpointError, match="a pair of process groups that do not make up the world"):
+        model_tensors(model)

@@ -11,7 +11,7 @@ from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.sharded.groups import resolve_groups
+from hpcfsdp.sharded.groups import resolve_mesh
 from hpcfsdp.state.optim.keys import FSDPParamInfo, get_fqn_to_fsdp_param_info
 from hpcfsdp.state.optim.local import FlatParamState
 from hpcfsdp.state.optim.save import communicate_optim_state
@@ -25,7 +25,7 @@ SHAPES = {"a": (5, 3), "scalar": (), "none": (0, 2), "b": (7,), "one": (1,)}
 
 def make_info(comm=None, shapes=None, *, dtype=torch.float32, original=False, strategy=None, frozen=(), aliases=None):
     """Collective over `comm`. A flat parameter of leaves with these names and shapes, all zero."""
-    shapes, groups = SHAPES if shapes is None else shapes, resolve_groups(comm or FakeCommunicator(), None, strategy)
+    shapes, groups = SHAPES if shapes is None else shapes, resolve_mesh(comm or FakeCommunicator(), None, strategy)
     leaves = [nn.Parameter(torch.zeros(shape, dtype=dtype), name not in frozen) for name, shape in shapes.items()]
     named = [(name, shape, (aliases or {}).get(name, ())) for name, shape in shapes.items()]
     layout = FlatLayout.plan(named, dtype, groups.shard.size)
@@ -61,7 +61,7 @@ def run_of(info, fqn, value):
 
 
 def gathered(info, states, merged, form=None):
-    """Collective over ``info.groups``. What a state dict shows of `states`, this rank's by parameter."""
+    """Collective over ``info.mesh``. What a state dict shows of `states`, this rank's by parameter."""
     return communicate_optim_state(info, FlatParamState.of(info, states, merged), form or StateDictFormat())
 
 

@@ -65,7 +65,7 @@ def test_items_come_in_the_order_of_their_keys():
 def test_a_flat_parameter_knows_the_places_and_the_ranks_of_its_parameters():
     info = make_info(FakeCommunicator(1, 3))
     assert info.param_indices == {name: place for place, name in enumerate(SHAPES)}
-    assert info.comm is info.groups.shard
+    assert info.comm is info.mesh.shard
     # Of twelve elements on each rank, those of "a" are 0 to 14; what follows begins at multiples of four.
     empty = {name: {rank for rank in range(3) if info.is_empty_on(name, rank)} for name in SHAPES}
     assert empty == {
@@ -102,7 +102,7 @@ def test_each_sharded_parameter_is_in_a_flat_one_under_its_first_name(original):
     ]
     assert len({id(info) for info in infos.values()}) == len(flats)
     assert infos["block.wide"].layout.dtype is torch.float64
-    assert all(info.groups is model._unit.groups for info in infos.values())
+    assert all(info.mesh is model._unit.mesh for info in infos.values())
 
 
 def test_a_unit_within_a_plain_model_has_the_names_of_the_whole_model():

@@ -1,0 +1,168 @@
+"""Groups of ranks, each made once: communicators, torch's process groups and meshes."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpcfsdp import _compat, env
+from hpcfsdp.comm import Communicator, communicator_for
+from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.comm.torch_group import TorchGroupCommunicator
+from hpcfsdp.launch.topology import Topology
+from hpcfsdp.world import current_world
+
+log = logging.getLogger("hpcfsdp.groups")
+
+
+class GroupCache:
+    """What has been made for the current process group and the current world, neither of which is held.
+
+    Methods are collective over the ranks that they name, the first time.
+    """
+
+    def __init__(self) -> None:
+        world = current_world()
+        self._process_group = weakref.ref(dist.group.WORLD, self._forget)
+        self._world = weakref.ref(world) if world is not None else None
+        self._made: dict[tuple[Any, ...], Any] = {}  # meshes by the name of their group, which must not be held either
+        self._given: weakref.WeakKeyDictionary[Communicator, weakref.ref[dist.ProcessGroup]]
+        self._given = weakref.WeakKeyDictionary()
+        self._global_ranks: weakref.WeakKeyDictionary[Communicator, tuple[int, ...]] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def current(cls) -> GroupCache:
+        """Not collective.
+
+        Raises:
+            RuntimeError: torch.distributed has not been initialised.
+        """
+        global _current
+        if dist.group.WORLD is None:
+            raise RuntimeError("torch.distributed has no process group yet: call hpcfsdp.init() first")
+        if _current is None or not _current._is_current():
+            _current = cls()
+        return _current
+
+    def _is_current(self) -> bool:
+        world = current_world()
+        same_world = world is None if self._world is None else world is not None and self._world() is world
+        return same_world and self._process_group() is dist.group.WORLD
+
+    def _forget(self, _process_group: weakref.ref) -> None:
+        # Groups of gloo that outlive the end of torch.distributed can end the process with an abort.
+        self._made.clear()
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def subgroup(self, ranks: tuple[int, ...]) -> Communicator:
+        """A communicator over ascending ranks of the world. None is made for one rank, or for all."""
+        everyone = communicator_for(None, required=True)
+        if len(ranks) == everyone.size:
+            return everyone
+        if len(ranks) == 1:
+            return self._once(("alone",), lambda: FakeCommunicator(device=everyone.device))
+        return self._once(("subgroup", ranks), lambda: everyone.subgroup(ranks))
+
+    def members_of(self, mesh: DeviceMesh) -> Communicator:
+        """A communicator over all ranks of a mesh."""
+        if mesh.ndim == 1:
+            return communicator_for(mesh.get_group(), required=True)
+        return self.subgroup(tuple(sorted(mesh.mesh.flatten().tolist())))
+
+    def joined(self, line: Communicator, tensor: Communicator) -> tuple[Communicator, tuple[tuple[int, int], ...]]:
+        """A communicator over the ranks of `line`, and of the lines that the other ranks of `tensor` have in its place.
+
+        With it, of each of its ranks, the place in its line, and the rank in `tensor` of the line.
+        """
+        key = "joined", self.global_ranks(line), self.global_ranks(tensor)
+        if key not in self._made:
+            lines = tensor.all_gather_object(key[1])
+            places = {rank: (place, block) for block, ranks in enumerate(lines) for place, rank in enumerate(ranks)}
+            ranks = tuple(sorted(places))
+            comm = self.subgroup(ranks)
+            self._remember_ranks(comm, ranks)
+            self._made[key] = comm, tuple(places[rank] for rank in ranks)
+        return self._made[key]
+
+    def global_ranks(self, comm: Communicator) -> tuple[int, ...]:
+        """The ranks of `comm` in torch's default group."""
+        if isinstance(comm, TorchGroupCommunicator):
+            # Such objects are equal if their groups are: how long one is remembered may differ between ranks.
+            return tuple(dist.get_process_group_ranks(comm.group))
+        if comm not in self._global_ranks:
+            self._remember_ranks(comm, tuple(comm.all_gather_object(dist.get_rank())))
+        return self._global_ranks[comm]
+
+    def _remember_ranks(self, comm: Communicator, ranks: tuple[int, ...]) -> None:
+        if not isinstance(comm, TorchGroupCommunicator):
+            self._global_ranks[comm] = ranks
+
+    def remember(self, comm: Communicator, group: dist.ProcessGroup) -> None:
+        """Not collective. Have `group` be that of `comm`, as long as both live."""
+        if not isinstance(comm, TorchGroupCommunicator):
+            self._given[comm] = weakref.ref(group)
+
+    def process_group(self, comm: Communicator) -> dist.ProcessGroup:
+        """Torch's group over the ranks of `comm`, of the default backend."""
+        if isinstance(comm, TorchGroupCommunicator):
+            return comm.group
+        given = self._given[comm]() if comm in self._given else None
+        if given is not None:
+            return given
+        ranks = self.global_ranks(comm)
+        if ranks == tuple(range(dist.get_world_size())):
+            return dist.group.WORLD
+        return self._once(("process group", ranks), lambda: _compat.new_group_of(ranks))
+
+    def mesh(self, comm: Communicator) -> DeviceMesh:
+        """A mesh of one dimension, the ranks of `comm`."""
+        group = self.process_group(comm)
+        return self._once(("mesh", group.group_name), lambda: DeviceMesh.from_group(group, comm.device.type))
+
+    def joined_mesh(self, outer: DeviceMesh, inner: DeviceMesh, tensor: Communicator) -> DeviceMesh:
+        """Collective over `tensor`, the ranks of `inner`. A mesh of the dimensions of both, which are not of one."""
+
+        def make() -> DeviceMesh:
+            lines = dict(zip(self.global_ranks(tensor), tensor.all_gather_object(outer.mesh.tolist()), strict=True))
+            ranks = torch.tensor([lines[rank] for rank in inner.mesh.flatten().tolist()])
+            ranks = ranks.movedim(0, -1).reshape(*outer.mesh.shape, *inner.mesh.shape)
+            dims = [(mesh, dim) for mesh in (outer, inner) for dim in range(mesh.ndim)]
+            groups = [mesh.get_group(dim) for mesh, dim in dims]
+            names = tuple(f"{'tensor' if mesh is inner else 'data'}_{dim}" for mesh, dim in dims)
+            return DeviceMesh.from_group(groups, outer.device_type, mesh=ranks, mesh_dim_names=names)
+
+        return self._once(("joined mesh", repr((outer.mesh.tolist(), inner.mesh.tolist()))), make)
+
+    def topology(self) -> Topology:
+        """Collective over all ranks of the world. Which of them share a node."""
+        return self._once(("topology",), _topology)
+
+
+_current: GroupCache | None = None
+
+
+def _topology() -> Topology:
+    everyone, world = communicator_for(None, required=True), current_world()
+    known = world.topology if world is not None else getattr(everyone, "topology", None)
+    # torch.distributed alone knows nothing of nodes.
+    found = known or Topology.from_labels(everyone.all_gather_object(env.host_name()))
+    if found.num_nodes == 1 and everyone.rank == 0:
+        log.info(
+            "HYBRID_SHARD on one node: each of its %d rank(s) holds a part, and there is one replica", everyone.size
+        )
+    return found
+
+
+def rank_names(comm: Communicator) -> tuple[int, ...]:
+    """Collective over `comm`, the first time. What messages call its ranks."""
+    return GroupCache.current().global_ranks(comm) if dist.is_initialized() else tuple(range(comm.size))

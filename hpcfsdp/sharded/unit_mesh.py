@@ -1,0 +1,189 @@
+"""The ranks of a unit as one mesh with named dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+import numpy as np
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import Replicate, Shard as ShardAlong
+from torch.distributed.tensor.placement_types import Placement
+
+from hpcfsdp import _compat
+from hpcfsdp.comm import Communicator
+from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.comm.grid import Grid
+from hpcfsdp.flat.layout import TensorBlock
+from hpcfsdp.sharded.group_cache import GroupCache
+
+Dim = Literal["shard", "replicate", "tensor"]
+
+
+@dataclass(frozen=True, eq=False)
+class UnitMesh:
+    """The ranks of a unit, along up to three dimensions.
+
+    Along "shard" they have different parts of each parameter, along "replicate" the same, along "tensor" other blocks
+    of tensor-parallel parameters. Methods that take dimensions are about the ranks that differ from this one in these
+    alone, and without any about all ranks of the unit; a dimension that the mesh does not have counts as one rank.
+    What has to be made or asked of others raises a ``RuntimeError`` before torch.distributed is initialised.
+
+    Attributes:
+        strategy: never None.
+        along: the communicator of each dimension: "shard" unless the strategy is ``NO_SHARD``, "replicate" under that
+            and the hybrid ones, "tensor" for units of a tensor-parallel model.
+        data: over "replicate" and "shard"; None for a pair of groups that do not make up the world.
+        grid: int64, replicas x shards, ranks of `data`; None where that is.
+        device_mesh: what the user gave: (replicate, shard), or one of them.
+        tensor_mesh: of the unit's DTensors; None without "tensor".
+    """
+
+    strategy: ShardingStrategy
+    along: Mapping[Dim, Communicator]
+    data: Communicator | None
+    grid: np.ndarray | None
+    device_mesh: DeviceMesh | None = None
+    tensor_mesh: DeviceMesh | None = None
+
+    @cached_property
+    def shard(self) -> Communicator:
+        """The ranks among which each parameter is divided; this one alone under ``NO_SHARD``."""
+        return self.along.get("shard") or FakeCommunicator(device=self.along["replicate"].device)
+
+    @property
+    def replicate(self) -> Communicator | None:
+        """The ranks that have the same shard, over which gradients are reduced once more."""
+        return self.along.get("replicate")
+
+    @property
+    def tensor(self) -> Communicator | None:
+        """The tensor-parallel ranks, of which each has the other dimensions with others."""
+        return self.along.get("tensor")
+
+    @property
+    def dtensor_dim(self) -> Dim:
+        """Along which rows of a distributed tensor are cut: "shard", under ``NO_SHARD`` "replicate"."""
+        return "shard" if "shard" in self.along else "replicate"
+
+    @property
+    def dtensor_ranks(self) -> Communicator:
+        """The ranks along it."""
+        return self.along[self.dtensor_dim]
+
+    @property
+    def is_hybrid(self) -> bool:
+        return "shard" in self.along and "replicate" in self.along
+
+    def size(self, *dims: Dim) -> int:
+        """How many ranks there are."""
+        return prod(comm.size for comm in self._chosen(dims).values())
+
+    def is_first(self, *dims: Dim) -> bool:
+        """Whether this rank is the first of them in each dimension: the one that speaks for them."""
+        return all(comm.rank == 0 for comm in self._chosen(dims).values())
+
+    def comm(self, *dims: Dim) -> Communicator | Grid:
+        """Collective over these ranks, the first time. A communicator over them.
+
+        A ``Grid`` over both data dimensions of a pair of groups that do not make up the world.
+        """
+        chosen = dict(self._chosen(dims))
+        tensor = chosen.pop("tensor", None)
+        if not chosen:
+            return tensor or FakeCommunicator(device=self.shard.device)
+        line: Communicator | Grid = next(iter(chosen.values()))
+        if len(chosen) == 2:
+            line = self.data or Grid(self.shard, self.along["replicate"])
+        if tensor is None:
+            return line
+        return Grid(line, tensor) if isinstance(line, Grid) else GroupCache.current().joined(line, tensor)[0]
+
+    def connect(self) -> None:
+        """Collective over all ranks of the unit. Who has what of it is known from here on, without collectives."""
+        if self.tensor is not None and self.data is not None:
+            self.comm()
+            self.comm(self.dtensor_dim, "tensor")
+
+    def lines(self) -> list[Communicator]:
+        """Communicators that together connect all ranks of the unit: lines of a grid. None where there is one rank."""
+        data = [self.data] if self.data is not None else [self.along["shard"], self.along["replicate"]]
+        return [comm for comm in (*data, self.tensor) if comm is not None and comm.size > 1]
+
+    def ranks(self, *dims: Dim) -> tuple[int, ...]:
+        """Collective over these ranks, the first time. Theirs in torch's default group, in the order of ``comm``."""
+        return GroupCache.current().global_ranks(self.comm(*dims))
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Collective over these ranks, the first time. Of each rank of ``comm(dtensor_dim, "tensor")``, where it is
+        along these two dimensions."""
+        return GroupCache.current().joined(self.dtensor_ranks, self.along["tensor"])[1]
+
+    @cached_property
+    def copies(self) -> np.ndarray:
+        """Collective over all ranks, the first time; needs `data`. int64, shards x replicas: the ranks of ``comm()``
+        that have each shard, the one that speaks for them first. Where there are several blocks, of the first."""
+        return self._cube[:, :, 0].T
+
+    @cached_property
+    def block_copies(self) -> np.ndarray:
+        """Collective over all ranks, the first time; needs `data`. int64: for each rank of ``comm(dtensor_dim,
+        "tensor")`` the ranks of ``comm()`` that have the same block and shard."""
+        rows = self._cube if self.dtensor_dim == "replicate" else self._cube.swapaxes(0, 1)
+        return np.array([rows[place, :, block] for place, block in self.places])
+
+    @cached_property
+    def _cube(self) -> np.ndarray:
+        """Replicas x shards x tensor-parallel ranks: the ranks of ``comm()``."""
+        assert self.grid is not None
+        if self.tensor is None:
+            return self.grid[:, :, None]
+        _, places = GroupCache.current().joined(self.data, self.tensor)
+        ranks = np.zeros((self.data.size, self.tensor.size), np.int64)
+        ranks[tuple(np.array(places).T)] = np.arange(len(places))
+        return ranks[self.grid]
+
+    def placed(self, block: TensorBlock | None) -> tuple[DeviceMesh, list[Placement]]:
+        """Collective over all ranks of the unit, the first time. How a ``DTensor`` of the unit is placed.
+
+        Rows are cut along the last dimension of data, and along "tensor" whatever the block says.
+
+        Args:
+            block: of the parameter; None for one that is not cut over tensor-parallel ranks.
+        """
+        outer, inner = self.torch_mesh(), self.tensor_mesh
+        data: list[Placement] = [Replicate()] * (outer.ndim - 1) + [ShardAlong(0)]
+        if inner is None:
+            return outer, data
+        across = [Replicate()] * inner.ndim if block is None else list(block.placements)
+        joined = _compat.common_mesh(outer, inner)
+        if joined is None:
+            return GroupCache.current().joined_mesh(outer, inner, self.along["tensor"]), data + across
+        placed = dict(zip((*outer.mesh_dim_names, *inner.mesh_dim_names), data + across, strict=True))
+        return joined, [placed[name] for name in joined.mesh_dim_names]
+
+    def process_group(self) -> dist.ProcessGroup:
+        """Collective over `dtensor_ranks`, the first time. Torch's process group over them."""
+        return GroupCache.current().process_group(self.dtensor_ranks)
+
+    def torch_mesh(self) -> DeviceMesh:
+        """Collective over `dtensor_ranks`, the first time. The user's mesh, or one of these ranks."""
+        return self.device_mesh or GroupCache.current().mesh(self.dtensor_ranks)
+
+    def with_tensor(self, tensor_mesh: DeviceMesh | None) -> UnitMesh:
+        """Collective over the ranks of `tensor_mesh`, the first time. The same mesh with them as "tensor"."""
+        along = {name: comm for name, comm in self.along.items() if name != "tensor"}
+        if tensor_mesh is not None:
+            cache = GroupCache.current()
+            along["tensor"] = cache.members_of(tensor_mesh)
+            cache.global_ranks(along["tensor"])  # not collective from here on
+        return replace(self, along=along, tensor_mesh=tensor_mesh)
+
+    def _chosen(self, dims: tuple[Dim, ...]) -> Mapping[Dim, Communicator]:
+        return {name: comm for name, comm in self.along.items() if name in dims} if dims else self.along
