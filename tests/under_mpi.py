@@ -16,8 +16,10 @@ import torch
 
 import hpcfsdp
 from hpcfsdp.launch.bootstrap import load_mpi
+from tests.selection import each_value_once, ranks_of
 
 __all__ = [
+    "pytest_addoption",
     "pytest_collection_modifyitems",
     "pytest_configure",
     "pytest_report_header",
@@ -54,10 +56,22 @@ def pytest_report_header():
     return f"MPI: {library}, rank {COMM.rank} of {COMM.size}, torch {torch.__version__}"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--any-ranks", action="store_true", help="all tests, whatever numbers of ranks they are for")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    """Leave out what this number of ranks does not show; all ranks come to the same selection."""
     for item in items:
         item.add_marker(pytest.mark.mpi)
+    if config.getoption("any_ranks"):
+        return
+    here = [item for item in items if COMM.size in ranks_of(item)]
+    thinned = set(each_value_once([item for item in here if ranks_of(item)[0] != COMM.size]))
+    kept = [item for item in here if ranks_of(item)[0] == COMM.size or item in thinned]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
 
 
 @pytest.hookimpl(hookwrapper=True)

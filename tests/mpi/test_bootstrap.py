@@ -8,7 +8,7 @@ import hpcfsdp
 from hpcfsdp.errors import LaunchError
 from hpcfsdp.launch import rendezvous
 
-pytestmark = pytest.mark.transport
+pytestmark = [pytest.mark.ranks(2, 1, 3, 4), pytest.mark.transport]
 
 
 def test_world_is_what_mpi_says(world):

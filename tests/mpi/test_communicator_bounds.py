@@ -7,7 +7,7 @@ from hpcfsdp.comm import messages
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
-pytestmark = pytest.mark.transport
+pytestmark = [pytest.mark.ranks(3, 2, 4), pytest.mark.transport]
 
 MARGIN = 200_000  # elements: what Open MPI writes behind a buffer without a look at the size
 

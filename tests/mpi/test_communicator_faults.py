@@ -12,7 +12,7 @@ from hpcfsdp.comm import messages
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
-pytestmark = pytest.mark.transport
+pytestmark = [pytest.mark.ranks(3, 1, 2, 4), pytest.mark.transport]
 
 # Meetings
 

@@ -562,6 +562,7 @@ def test_a_mesh_of_the_world_by_nodes(world):
     close(train(fsdp2(mesh)), train(fsdp2(world.mesh())))
 
 
+@pytest.mark.ranks(4)
 def test_a_mesh_of_the_world_has_three_dimensions(world):
     if world.size != 4:
         pytest.skip("needs four ranks")

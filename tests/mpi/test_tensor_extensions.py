@@ -43,6 +43,7 @@ PLACEMENTS = [Shard(0), Shard(1), Replicate(), None]
 """Over the ranks that are parallel over tensors; None for a plain tensor."""
 
 pytestmark = [
+    pytest.mark.ranks(3, 1, 4),
     pytest.mark.filterwarnings("ignore:.*FSDP.*"),  # of torch, deprecated as a whole
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:When using ..NO_SHARD"),  # which it is on one rank
@@ -170,6 +171,7 @@ def test_chunks_over_a_process_group_go_out_and_come_back(world, mesh, shape, pl
             assert metadata == found.metadata()
 
 
+@pytest.mark.ranks(4)
 def test_torch_takes_places_in_a_group_for_ranks(world):
     """Of groups that do not begin with rank 0, DTensors cannot be chunked, and chunks are placed on others."""
     if world.size != 4:
@@ -274,6 +276,7 @@ def check_same(found, theirs):
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["original", "flat"])
+@pytest.mark.ranks(4)
 def test_the_engine_of_torch_works_the_same_with_them(world, monkeypatch, use_orig_params):
     if world.size != 4:
         pytest.skip("needs four ranks: torch takes only even cuts, and no dimension of one rank")

@@ -48,6 +48,8 @@ from tests.mpi.mesh_cases import (
 )
 from tests.mpi.models import ORIGINAL
 
+pytestmark = pytest.mark.ranks(3, 1, 4)
+
 ONE_STEP = Recipe("sgd", steps=1)
 
 
@@ -57,7 +59,7 @@ def ids(value):
     return getattr(value, "__name__", None) or "x".join(map(str, value))
 
 
-@pytest.mark.eight
+@pytest.mark.ranks(3, 1, 4, 8)
 @each_mesh_in_each_mode
 @pytest.mark.parametrize("model", MODELS, ids=ids)
 def test_training_is_that_of_one_process(world, model, original, shape):
@@ -99,7 +101,7 @@ def test_groups_instead_of_a_mesh(world, shape):
 # Norms
 
 
-@pytest.mark.eight
+@pytest.mark.ranks(3, 1, 4, 8)
 @each_mesh
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize(("model", "original"), [(Gpt, False), (Sequence, True)], ids=["Gpt-flat", "Sequence-original"])

@@ -35,6 +35,8 @@ from tests.mpi.mesh_cases import (
 from tests.mpi.models import ORIGINAL
 from tests.mpi.state_dict_cases import FULL, SHARDED
 
+pytestmark = pytest.mark.ranks(3, 4)
+
 WHOLE, FROM_RANK0 = (
     StateDictOptions(full_state_dict=True),
     StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
@@ -259,6 +261,7 @@ def test_an_inner_unit_over_ranks_that_are_parallel_with_each_other(several, wor
         wrap(model, at, "whole")
 
 
+@pytest.mark.ranks(4)
 def test_operators_may_have_given_dtensors_an_equal_mesh(world):
     """Torch remembers what an operator has returned, with the mesh that it lay on the first time."""
     if SIZE < 4:
