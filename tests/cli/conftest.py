@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+
+from hpcfsdp.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --model.layers 1 --model.width 16 --model.heads 2 --model.context 16 --train.log_every 1".split()
@@ -118,7 +121,7 @@ def start(tmp_path):
     for job in jobs:
         if job.code is None:
             job.end()
-    # Other workers of pytest run jobs as well: what these have just made, or are about to remove, is gone after a while.
+    # Other workers of pytest run jobs too: what these have just made, or are about to remove, is gone after a while.
     until = time.monotonic() + 20
     while left := {name for name in set(os.listdir("/dev/shm")) - before if not mapped(name)}:
         assert time.monotonic() < until, f"shared memory was left behind: {left}"
@@ -131,6 +134,20 @@ def hpcfsdp(start):
 
     def run(*arguments, **options):
         return start("-m", "hpcfsdp", *arguments, **options).wait()
+
+    return run
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Run ``hpcfsdp arguments`` in this process, for what would be the same in a process of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        capsys.readouterr()
+        code = main([*map(str, arguments)])
+        told = capsys.readouterr()
+        return SimpleNamespace(code=code, stdout=told.out, stderr=told.err)
 
     return run
 

@@ -80,11 +80,11 @@ def test_a_hook_of_the_user_prints_an_uncaught_exception_and_the_job_ends(start,
     script = tmp_path / "script.py"
     lines = {"before": "", "after": "", place: "rich.traceback.install(width=80)"}
     script.write_text(HOOKED.format(**lines))
-    job = start(script, ranks=3).wait()
+    job = start(script, ranks=2).wait()
     assert job.code == 1
     assert job.stderr.count("ZeroDivisionError") == 1
     assert "Traceback (most recent call last) ─" in job.stderr  # as rich draws it
-    assert job.stderr.count("hpcfsdp: rank 1 of 3 on ") == 1
+    assert job.stderr.count("hpcfsdp: rank 1 of 2 on ") == 1
 
 
 def test_what_all_ranks_raise_together_is_printed_once(start, tmp_path):
@@ -113,19 +113,19 @@ def test_a_rank_that_fails_ends_those_that_are_in(start, tmp_path, place, failur
     place = PLACES[place]
     script = tmp_path / "script.py"
     script.write_text(WAITING.format(action=action, place=place))
-    job = start(script, ranks=3)
-    job.wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 3)
+    job = start(script, ranks=2)
+    job.wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     job.wait()
     assert job.code == code
     assert job.stderr.count(text) == 1
-    assert "hpcfsdp: rank 1 of 3 on " in job.stderr
+    assert "hpcfsdp: rank 1 of 2 on " in job.stderr
 
 
 @pytest.mark.parametrize("action", ["raise SystemExit(3)", "sys.exit()"])
 def test_a_rank_that_leaves_early_is_missed_by_those_that_wait_for_it(start, tmp_path, action):
     script = tmp_path / "script.py"
     script.write_text(WAITING.format(action=action, place="comm.barrier()"))
-    job = start(script, ranks=3).wait()
+    job = start(script, ranks=2).wait()
     assert job.code != 0
     assert "barrier on rank" in job.stderr
     assert "rank(s) 1 left the program without taking part" in job.stderr
@@ -135,7 +135,7 @@ def test_a_rank_that_leaves_early_is_missed_by_those_that_wait_for_it(start, tmp
 def test_ranks_that_leave_together_end_in_good_order(start, tmp_path, last_words):
     script = tmp_path / "script.py"
     script.write_text(f"import sys, time\nimport hpcfsdp\nworld = hpcfsdp.init('cpu')\n{last_words}\n")
-    job = start(script, ranks=3).wait()
+    job = start(script, ranks=2).wait()
     assert (job.code == 5) == (last_words == "sys.exit(5)")
     assert "hpcfsdp:" not in job.stderr
 
@@ -147,7 +147,7 @@ def test_a_rank_that_ends_early_in_peace_waits_for_the_others(start, tmp_path):
         "try: sys.exit(5)\nexcept SystemExit: pass\n"
         "if world.rank == 0: time.sleep(5); print('done')\n"
     )
-    job = start(script, ranks=3).wait()
+    job = start(script, ranks=2).wait()
     assert (job.code, job.stdout) == (0, "done\n"), job.stderr
 
 
