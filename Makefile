@@ -107,10 +107,10 @@ test-mpich: $(MPICH_STAMP)
 
 test-mpio: export OMP_NUM_THREADS := 1
 test-mpio: $(MPIO_STAMP)
-	$(MPIO)/python -m pytest tests/unit/checkpoint
+	$(MPIO)/python -m pytest tests/unit/checkpoint -m hdf5 -n $(JOBS) --dist worksteal
 	@for n in $(RANKS); do \
 	  echo "== tests of checkpoints with an h5py that has MPI on $$n rank(s)"; \
-	  timeout --kill-after=30 600 $(MPIO_RUN) -n $$n $(MPIO)/python -m pytest tests/mpi/test_checkpoint*.py --with-mpi \
+	  timeout --kill-after=30 600 $(MPIO_RUN) -n $$n $(MPIO)/python -m pytest tests/mpi/test_checkpoint*.py --with-mpi -m hdf5 \
 	    || exit 1; \
 	done
 

@@ -52,6 +52,7 @@ def trained(comm, steps=3, dropout=0.0, group=None):
 
 @pytest.mark.ranks(2, 1, 3, 4)
 @pytest.mark.transport
+@pytest.mark.hdf5
 def test_ten_steps_saved_and_ten_more_are_bitwise_twenty(comm, shared_path):
     torch.manual_seed(comm.rank)
     uninterrupted, optimizer = trained(comm, 0, dropout=0.3)
@@ -99,6 +100,7 @@ def test_optimizers_go_on_as_if_nothing_had_been(comm, shared_path, kind):
 
 @pytest.mark.ranks(4, 3)
 @pytest.mark.transport
+@pytest.mark.hdf5
 def test_any_number_of_ranks_loads_any_file(world, comm, shared_path):
     # Each number of ranks, 1 up to all, saves and loads within this one start of processes.
     def group_of(ranks):

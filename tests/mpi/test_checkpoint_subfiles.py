@@ -58,6 +58,7 @@ def everything(path):
 
 
 @pytest.mark.ranks(3, 1, 4)
+@pytest.mark.hdf5
 def test_what_is_loaded_is_what_was_saved_by_any_ranks(team, model, comm, shared_path):
     optimizer = adamw(model)
     train_sharded(model, optimizer, range(3), team)
@@ -81,6 +82,7 @@ def test_what_is_loaded_is_what_was_saved_by_any_ranks(team, model, comm, shared
     assert same(model, third)
 
 
+@pytest.mark.hdf5
 def test_hdf5_alone_shows_whole_tensors(team, model, shared_path):
     optimizer = adamw(model)
     train_sharded(model, optimizer, range(1), team)

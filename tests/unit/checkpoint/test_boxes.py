@@ -5,9 +5,12 @@ from itertools import chain
 
 import h5py
 import numpy as np
+import pytest
 from hypothesis import given, strategies as st
 
 from hpcfsdp.checkpoint.format.boxes import boxes_of, numel_of, select
+
+pytestmark = pytest.mark.hdf5
 
 
 @st.composite

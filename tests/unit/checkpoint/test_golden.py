@@ -14,6 +14,8 @@ from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.reader import BlockReader, open_index
 
+pytestmark = pytest.mark.hdf5
+
 FILES = sorted((Path(__file__).parents[2] / "golden").glob("format-*.h5"))
 WORLD_SIZE = 2
 LR, BETA1, BETA2, EPS = 0.125, 0.5, 0.75, 1e-3
