@@ -27,7 +27,7 @@ from hpcfsdp.world import current_world
 
 log = logging.getLogger("hpcfsdp.groups")
 
-_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, _compat.HYBRID_SHARD_ZERO2)
 
 
 @dataclass(frozen=True)
