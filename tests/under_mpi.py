@@ -5,6 +5,7 @@ rank fails on all of them, and all go on to the next one together. A rank that f
 the test (waiting for it in a collective) ends the job. Rank 0 alone reports.
 """
 
+import array
 import os
 import shutil
 import sys
@@ -80,24 +81,25 @@ def pytest_runtest_makereport(item, call):
     if COMM.size == 1:
         return
     text = f"--- rank {COMM.rank} ---\n{report.longreprtext}" if report.failed else ""
-    if not _others_arrive(report.failed):
+    failures = _failures(report.failed)
+    if failures is None:
         sys.stderr.write(f"{item.nodeid} ({report.when}) failed while other ranks are inside of it\n{text}\n")
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)
-    texts = [other for other in COMM.allgather(text) if other]
-    if texts:
+    if failures:
         report.outcome = "failed"
-        report.longrepr = "\n".join(texts)
+        report.longrepr = "\n".join(other for other in COMM.allgather(text) if other)
 
 
-def _others_arrive(failed):
-    """Whether all ranks come to the end of the phase; waits without end unless this rank has failed."""
-    arrival, began = COMM.Ibarrier(), time.monotonic()
-    while not arrival.Test():
+def _failures(failed):
+    """On how many ranks the phase has failed; waits without end for all of them, unless this one has failed: None."""
+    mine, total, began = array.array("i", [failed]), array.array("i", [0]), time.monotonic()
+    arrival = COMM.Iallreduce([mine, MPI.INT], [total, MPI.INT])
+    while not arrival.Test():  # sleeping: ranks may be more than cores
         if failed and time.monotonic() - began > PATIENCE_S:
-            return False
+            return None
         time.sleep(0.0005)
-    return True
+    return total[0]
 
 
 @pytest.fixture(scope="session")
