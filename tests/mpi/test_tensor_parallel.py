@@ -21,9 +21,9 @@ from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradSc
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi import mesh_cases
 from tests.mpi.mesh_cases import (
+    CASES,
     MIXED_SHAPE,
     MODELS,
-    SHAPES,
     SIZE,
     TIGHT,
     Block,
@@ -70,7 +70,7 @@ def test_training_is_that_of_one_process(world, model, original, shape):
 
 STRATEGIES = [
     (name, shape)
-    for shape in SHAPES
+    for shape in CASES
     for name in (
         ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2") if shape[0] > 1 else ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
     )
@@ -389,7 +389,7 @@ def test_models_that_are_built_without_memory(world, shape, original):
 
 # It takes no mesh whose shard has one rank, nor two dimensions beside that of tensors; it trains what is tied as if it
 # were not, and what is partly frozen otherwise than one process does.
-TORCHS = [shape for shape in SHAPES if shape[0] == 1 < shape[1]] or SHAPES
+TORCHS = [shape for shape in CASES if shape[0] == 1 < shape[1]] or CASES
 
 
 @pytest.mark.parametrize("shape", TORCHS, ids=ids)

@@ -16,8 +16,8 @@ from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
 from hpcfsdp.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict, set_state_dict
 from hpcfsdp.wrap import CustomPolicy
 from tests.mpi.mesh_cases import (
+    CASES,
     MIXED_SHAPE,
-    SHAPES,
     SIZE,
     Mlp,
     Recipe,
@@ -274,7 +274,7 @@ def test_operators_may_have_given_dtensors_an_equal_mesh(world):
     assert found.device_mesh.mesh_dim_names == ("shard", "tensor")
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] == 1], ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in CASES if shape[0] == 1], ids=str)
 def test_the_state_of_fully_shards_model_loads_at_the_same_mesh(world, shape):
     at = place(shape)
     theirs = build(Mlp, 3).parallelize(at.tensor)
