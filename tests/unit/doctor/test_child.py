@@ -69,7 +69,8 @@ def test_a_child_that_takes_too_long_tells_where_it_is_and_is_ended(child):
     assert second.endswith("in lost")
 
 
-def test_a_child_that_does_not_end(child):
+def test_a_child_that_does_not_end(child, monkeypatch):
+    monkeypatch.setattr("hpcfsdp.doctor.child._LEAVE_S", 1.0)
     with child("say(end=True); signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)") as process:
         assert process.wait_for("end")
         assert not process.ended_well()
