@@ -88,14 +88,18 @@ def command_of(process):
         return []
 
 
-def survivors(processes):
-    """Those that still run."""
-    alive = []
-    for process in processes:
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                alive.append(process)
+def survivors(processes, timeout=60):
+    """Those that go on running. What a launcher has just killed may take a moment to end where cores are busy."""
+    until = time.monotonic() + timeout
+    while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < until:
+        time.sleep(0.05)
     return alive
+
+
+def _runs(process):
+    with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def mapped(name):
