@@ -23,10 +23,14 @@ PROGRAMS_STAMP := .venv-programs/.hpcfsdp-installed
 RANKS := 1 2 3 4
 # Of the tests with MPICH; make test-mpich SELECT="-m transport": those that depend on the MPI library.
 SELECT :=
+# Processes among which the tests that need no mpirun are divided.
+JOBS ?= 2
 
 # Open MPI refuses to run as root, as which containers and CI run, unless it is told twice.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+# Tests start hundreds of processes: each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-slow test-unit test-mpi test-mpich test-mpio test-slurm test-programs test-gpu lint clean
@@ -36,9 +40,9 @@ help:
 	@echo '                N=ranks  CONFIG=run.yaml  ARGS="--train.run_steps 50"'
 	@echo 'make test       all tests: one process, then MPI tests under $(RANKS) ranks'
 	@echo 'make test-unit  tests of one process, and of the commands'
-	@echo 'make test-mpi   MPI tests under $(RANKS) ranks (or RANKS="2")'
+	@echo 'make test-mpi   MPI tests under $(RANKS) ranks (or RANKS="2"), each under those that show something'
 	@echo 'make test-mpich the MPI tests with MPICH instead of Open MPI'
-	@echo 'make test-mpio  the tests of checkpoints with an h5py that has MPI: system Open MPI, parallel HDF5'
+	@echo 'make test-mpio  what depends on HDF5 with an h5py that has MPI: system Open MPI, parallel HDF5'
 	@echo 'make test-slurm tests on two nodes, with srun: a private SLURM on this machine'
 	@echo 'make test-programs  training with transformers, Lightning, peft and others, next to one process'
 	@echo 'make test-slow  tests that take minutes: faults at every step, damage to every bit, 8 ranks'
@@ -83,7 +87,7 @@ test: test-unit test-mpi
 test-unit: export OMP_NUM_THREADS := 1
 test-unit: $(STAMP)
 	@echo "== tests of one process, and of the commands"
-	$(PY) -m pytest tests/unit tests/cli
+	$(PY) -m pytest tests/unit tests/cli -n $(JOBS) --dist worksteal
 
 test-mpi: export OMP_NUM_THREADS := 1
 test-mpi: $(STAMP)
@@ -92,7 +96,7 @@ test-mpi: $(STAMP)
 	  timeout --kill-after=30 1200 $(MPIRUN) -n $$n $(PY) -m pytest tests/mpi --with-mpi || exit 1; \
 	done
 	@echo "== MPI tests of three dimensions on 8 ranks"
-	timeout --kill-after=30 600 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi/test_tensor_parallel*.py --with-mpi -m eight
+	timeout --kill-after=30 600 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi/test_tensor_parallel*.py --with-mpi
 
 test-mpich: export OMP_NUM_THREADS := 1
 test-mpich: $(MPICH_STAMP)
@@ -103,10 +107,10 @@ test-mpich: $(MPICH_STAMP)
 
 test-mpio: export OMP_NUM_THREADS := 1
 test-mpio: $(MPIO_STAMP)
-	$(MPIO)/python -m pytest tests/unit/checkpoint
+	$(MPIO)/python -m pytest tests/unit/checkpoint -m hdf5 -n $(JOBS) --dist worksteal
 	@for n in $(RANKS); do \
 	  echo "== tests of checkpoints with an h5py that has MPI on $$n rank(s)"; \
-	  timeout --kill-after=30 600 $(MPIO_RUN) -n $$n $(MPIO)/python -m pytest tests/mpi/test_checkpoint*.py --with-mpi \
+	  timeout --kill-after=30 600 $(MPIO_RUN) -n $$n $(MPIO)/python -m pytest tests/mpi/test_checkpoint*.py --with-mpi -m hdf5 \
 	    || exit 1; \
 	done
 

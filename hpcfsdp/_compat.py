@@ -21,6 +21,7 @@ from torch.distributed._shard.sharded_tensor import (
     custom_sharded_op_impl,
 )
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp._common_utils import TrainingState
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +36,13 @@ __all__ = [  # have no other home
     "TensorProperties",
     "TrainingState",
 ]
+
+HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
+
+# What modules inherit and may override.
+apply_to_module = nn.Module._apply
+save_to_state_dict = nn.Module._save_to_state_dict
+load_from_state_dict = nn.Module._load_from_state_dict
 
 # A ShardedTensor whose blocks are not those of torch's chunks has their offsets and sizes in this class: with what
 # torch's own LOCAL_STATE_DICT needs allowed, torch.load(weights_only=True) takes ours.

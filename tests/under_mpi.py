@@ -5,6 +5,7 @@ rank fails on all of them, and all go on to the next one together. A rank that f
 the test (waiting for it in a collective) ends the job. Rank 0 alone reports.
 """
 
+import array
 import os
 import shutil
 import sys
@@ -16,8 +17,10 @@ import torch
 
 import hpcfsdp
 from hpcfsdp.launch.job import load_mpi
+from tests.selection import each_value_once, ranks_of
 
 __all__ = [
+    "pytest_addoption",
     "pytest_collection_modifyitems",
     "pytest_configure",
     "pytest_report_header",
@@ -54,10 +57,22 @@ def pytest_report_header():
     return f"MPI: {library}, rank {COMM.rank} of {COMM.size}, torch {torch.__version__}"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--any-ranks", action="store_true", help="all tests, whatever numbers of ranks they are for")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    """Leave out what this number of ranks does not show; all ranks come to the same selection."""
     for item in items:
         item.add_marker(pytest.mark.mpi)
+    if config.getoption("any_ranks"):
+        return
+    here = [item for item in items if COMM.size in ranks_of(item)]
+    thinned = set(each_value_once([item for item in here if ranks_of(item)[0] != COMM.size]))
+    kept = [item for item in here if ranks_of(item)[0] == COMM.size or item in thinned]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -66,24 +81,25 @@ def pytest_runtest_makereport(item, call):
     if COMM.size == 1:
         return
     text = f"--- rank {COMM.rank} ---\n{report.longreprtext}" if report.failed else ""
-    if not _others_arrive(report.failed):
+    failures = _failures(report.failed)
+    if failures is None:
         sys.stderr.write(f"{item.nodeid} ({report.when}) failed while other ranks are inside of it\n{text}\n")
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)
-    texts = [other for other in COMM.allgather(text) if other]
-    if texts:
+    if failures:
         report.outcome = "failed"
-        report.longrepr = "\n".join(texts)
+        report.longrepr = "\n".join(other for other in COMM.allgather(text) if other)
 
 
-def _others_arrive(failed):
-    """Whether all ranks come to the end of the phase; waits without end unless this rank has failed."""
-    arrival, began = COMM.Ibarrier(), time.monotonic()
-    while not arrival.Test():
+def _failures(failed):
+    """On how many ranks the phase has failed; waits without end for all of them, unless this one has failed: None."""
+    mine, total, began = array.array("i", [failed]), array.array("i", [0]), time.monotonic()
+    arrival = COMM.Iallreduce([mine, MPI.INT], [total, MPI.INT])
+    while not arrival.Test():  # sleeping: ranks may be more than cores
         if failed and time.monotonic() - began > PATIENCE_S:
-            return False
+            return None
         time.sleep(0.0005)
-    return True
+    return total[0]
 
 
 @pytest.fixture(scope="session")

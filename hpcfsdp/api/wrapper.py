@@ -394,7 +394,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         managed = {param for flat in flats for param in (flat.parameter, *flat.leaves)}
         for module in self.modules():
             if not isinstance(module, FullyShardedDataParallel):
-                nn.Module._apply(module, lambda t: t if t in managed else fn(t), recurse=False)
+                _compat.apply_to_module(module, lambda t: t if t in managed else fn(t), recurse=False)
         return self
 
     def __getattr__(self, name: str) -> Any:

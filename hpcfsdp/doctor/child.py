@@ -21,6 +21,8 @@ DUMP_SIGNAL = signal.SIGUSR2
 _POLL_S = 0.05
 _DUMP_S = 0.5
 _END_S = 4.0
+_LEAVE_S = 30.0
+"""For the end of a child that has said all: on a busy node it takes seconds to take MPI down."""
 _KEPT_BYTES = 1 << 16
 _TAIL_LINES = 12
 _FRAMES = 3
@@ -107,9 +109,9 @@ class Child:
 
     def ended_well(self) -> bool:
         """Wait for the end of the child; False and a ``failure`` if it fails at that."""
-        if not self._wait_for_end(_END_S):
+        if not self._wait_for_end(_LEAVE_S):
             self._dump()
-            self.failure = f"did not end within {_END_S:g} s"
+            self.failure = f"did not end within {_LEAVE_S:g} s"
         elif self._process.returncode:
             self.failure = how_it_ended(self._process.returncode)
         return self.failure is None

@@ -29,7 +29,7 @@ from hpcfsdp.sharded.unit_mesh import UnitMesh
 _CHUNK_NUMEL = 1 << 20
 """Of a flat parameter where ranks read each other's memory: the buffers of gradients are as large as the largest one,
 and what is in the cache when it is written there is read from the cache. Other transports want large messages."""
-_KEEPS_VALUES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2, ShardingStrategy.NO_SHARD)
+_KEEPS_VALUES = (ShardingStrategy.SHARD_GRAD_OP, _compat.HYBRID_SHARD_ZERO2, ShardingStrategy.NO_SHARD)
 _WARNED = "this has been warned of"
 
 

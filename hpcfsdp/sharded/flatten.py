@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from hpcfsdp import _compat
 from hpcfsdp.sharded import managed
 from hpcfsdp.sharded.own import Ignored, OwnParam, OwnParams
 from hpcfsdp.sharded.tensor_parallel import block_of, leaf_of
@@ -128,7 +129,7 @@ def move_outside(root: nn.Module, device: torch.device, *, ignored: Ignored | No
         if not units_in(module):
             module._apply(moved)  # a class may have its own, which moves more than tensors that torch knows of
             return
-        nn.Module._apply(module, moved, recurse=False)
+        _compat.apply_to_module(module, moved, recurse=False)
         for child in module.children():
             visit(child)
 

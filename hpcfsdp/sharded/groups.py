@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 
+from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator, communicator_for, raise_together_over
 from hpcfsdp.comm.mesh import plan_mesh
 from hpcfsdp.errors import DisagreementError, LaunchError, ShardingError
@@ -22,7 +23,7 @@ from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.world import current_world
 
-_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, _compat.HYBRID_SHARD_ZERO2)
 
 
 def resolve_mesh(

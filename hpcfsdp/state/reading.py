@@ -283,7 +283,7 @@ class Reading:
             stack.enter_context(self._registries.watched(module))
             stack.enter_context(_told_what_has_no_values(module, prefix))
             if unit_of(module) is not None:  # whose own way is to read with all that is inside
-                nn.Module._load_from_state_dict(module, *arguments)
+                _compat.load_from_state_dict(module, *arguments)
             else:
                 module._load_from_state_dict(*arguments)
         for name, was in before.items():
@@ -418,7 +418,7 @@ class _Lent:
 
     def __init__(self, module: nn.Module, given: dict[str, Any], prefix: str) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if getattr(module._load_from_state_dict, "__func__", None) is nn.Module._load_from_state_dict:
+        if getattr(module._load_from_state_dict, "__func__", None) is _compat.load_from_state_dict:
             return
         for key, value in given.items():
             own = "." not in key[len(prefix) :] and isinstance(value, torch.Tensor) and not is_extra_state(key)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import StateDictSettings, StateDictType
 from torch.distributed.tensor import DTensor
 
+from hpcfsdp import _compat
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.comm.grid import Grid
@@ -128,7 +129,7 @@ def _save(unit: ShardedUnit, call: _Call, destination: dict[str, Any], prefix: s
     """Have the modules of a unit save what they are shown. Not collective."""
     found = _Found(call)
     with _shown(unit, call):
-        nn.Module._save_to_state_dict(unit.wrapper, found, prefix, call.keep_vars)  # what is registered on itself
+        _compat.save_to_state_dict(unit.wrapper, found, prefix, call.keep_vars)  # what is registered on itself
         unit.module.state_dict(destination=found, prefix=prefix, keep_vars=call.keep_vars)
     if isinstance(destination, _Found) or call.form_of(unit).is_shown_by(unit.mesh):
         _merge(found, destination, prefix)

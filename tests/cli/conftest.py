@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+
+from hpcfsdp.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --model.layers 1 --model.width 16 --model.heads 2 --model.context 16 --train.log_every 1".split()
@@ -46,7 +49,7 @@ class Job:
         """The processes of the ranks, and what these have begun, in no order."""
         return [process for process in self.family() if command_of(process)[:1] == [sys.executable]]
 
-    def wait(self, timeout=60):
+    def wait(self, timeout=120):
         try:
             self.stdout, self.stderr = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -54,7 +57,7 @@ class Job:
             pytest.fail(f"{self.command} took over {timeout} s\n{self.stdout}\n{self.stderr}")
         return self
 
-    def wait_for(self, condition, timeout=60):
+    def wait_for(self, condition, timeout=120):
         """Wait until `condition()` holds while the job runs."""
         until = time.monotonic() + timeout
         while not condition():
@@ -85,14 +88,18 @@ def command_of(process):
         return []
 
 
-def survivors(processes):
-    """Those that still run."""
-    alive = []
-    for process in processes:
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                alive.append(process)
+def survivors(processes, timeout=60):
+    """Those that go on running. What a launcher has just killed may take a moment to end where cores are busy."""
+    until = time.monotonic() + timeout
+    while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < until:
+        time.sleep(0.05)
     return alive
+
+
+def _runs(process):
+    with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def mapped(name):
@@ -118,8 +125,11 @@ def start(tmp_path):
     for job in jobs:
         if job.code is None:
             job.end()
-    left = {name for name in set(os.listdir("/dev/shm")) - before if not mapped(name)}
-    assert not left, f"shared memory was left behind: {left}"
+    # Other workers of pytest run jobs too: what these have just made, or are about to remove, is gone after a while.
+    until = time.monotonic() + 20
+    while left := {name for name in set(os.listdir("/dev/shm")) - before if not mapped(name)}:
+        assert time.monotonic() < until, f"shared memory was left behind: {left}"
+        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -128,6 +138,20 @@ def hpcfsdp(start):
 
     def run(*arguments, **options):
         return start("-m", "hpcfsdp", *arguments, **options).wait()
+
+    return run
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Run ``hpcfsdp arguments`` in this process, for what would be the same in a process of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        capsys.readouterr()
+        code = main([*map(str, arguments)])
+        told = capsys.readouterr()
+        return SimpleNamespace(code=code, stdout=told.out, stderr=told.err)
 
     return run
 

@@ -67,7 +67,7 @@ def test_the_cost_of_a_unit_is_measured_in_one_process(hpcfsdp, ranks):
 
 
 def test_memory_is_measured_with_every_engine(start):
-    job = start("-m", "hpcfsdp", "bench", "memory", *SMALL, "--json", ranks=2).wait(timeout=180)
+    job = start("-m", "hpcfsdp", "bench", "memory", *SMALL, "--json", ranks=2).wait(250)
     assert job.code == 0, job.stderr
     measured = json.loads(job.stdout)["measured"]
     assert list(measured) == ["hpcfsdp", "plain", "ddp", "fsdp1", "fsdp2"]
@@ -77,10 +77,9 @@ def test_memory_is_measured_with_every_engine(start):
         assert one["hpcfsdp_ratio"] > 0
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_state_dicts_are_measured_with_fsdp1_and_are_the_same(start, ranks):
+def test_state_dicts_are_measured_with_fsdp1_and_are_the_same(start):
     shape = ("--layers", "2", "--width", "24", "--repeats", "2")
-    job = start("-m", "hpcfsdp", "bench", "optim-state", *shape, "--json", ranks=ranks).wait(timeout=110)
+    job = start("-m", "hpcfsdp", "bench", "optim-state", *shape, "--json", ranks=3).wait(250)
     assert job.code == 0, job.stderr
     measured = json.loads(job.stdout)["measured"]
     assert measured["parameters"] == 2 * (24 * 24 + 24)
@@ -93,7 +92,7 @@ def test_state_dicts_are_measured_with_fsdp1_and_are_the_same(start, ranks):
 
 
 def test_state_dicts_are_printed_as_two_tables(start):
-    job = start("-m", "hpcfsdp", "bench", "optim-state", *SMALL, ranks=2).wait(timeout=110)
+    job = start("-m", "hpcfsdp", "bench", "optim-state", *SMALL, ranks=2).wait(250)
     assert job.code == 0, job.stderr
     times, peaks = job.stdout.split("\n\n")
     assert times.startswith("| call | engine | median | min-max | fsdp1 / hpcfsdp |\n")
@@ -110,9 +109,7 @@ def test_state_dicts_are_not_measured_on_one_rank(hpcfsdp):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_checkpoints_are_measured_in_every_way_and_leave_nothing_behind(start, tmp_path, ranks):
     size = ("--bytes", "40KB", "--tensors", "13", "--folder", str(tmp_path))
-    job = start("-m", "hpcfsdp", "bench", "checkpoint", *size, "--repeats", "2", "--json", ranks=ranks).wait(
-        timeout=180
-    )
+    job = start("-m", "hpcfsdp", "bench", "checkpoint", *size, "--repeats", "2", "--json", ranks=ranks).wait(250)
     assert job.code == 0, job.stderr
     measured = json.loads(job.stdout)["measured"]
     assert measured.pop("tensors") == 13
@@ -163,7 +160,7 @@ def test_the_cost_of_a_unit_is_not_measured_on_several_ranks(hpcfsdp):
         ["checkpoint", "--tensors", "0"],
     ],
 )
-def test_wrong_arguments_are_refused(hpcfsdp, arguments):
-    job = hpcfsdp("bench", *arguments)
+def test_wrong_arguments_are_refused(command, arguments):
+    job = command("bench", *arguments)
     assert job.code == 2
     assert job.stderr.startswith("hpcfsdp: hpcfsdp bench: ")

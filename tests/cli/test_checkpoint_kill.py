@@ -104,7 +104,7 @@ def make_old(paths):
 def test_a_process_that_is_killed_at_any_call_leaves_the_old_file_or_the_new_one(start, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(ALONE)
-    job = start(script, ROOT).wait(100)
+    job = start(script, ROOT).wait()
     assert job.code == 0, job.stderr
     calls, codes = json.loads(job.stdout)
     assert codes == [-9] * len(calls) + [0]
@@ -129,7 +129,7 @@ def killed(start, tmp_path, rank, step):
     job = start(script, ROOT, rank, step, ranks=2, cwd=folder)
     job.wait_for(lambda: job.family() or job.process.poll() is not None)
     family = job.family()
-    job.wait(60)
+    job.wait()
     assert job.code != 0
     assert not survivors(family)
     calls = json.loads((folder / f"calls-{rank}").read_text())

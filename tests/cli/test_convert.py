@@ -40,20 +40,20 @@ def test_an_adapter_is_exported_without_torch_and_mpi(start, tmp_path):
     assert torch.equal(tensor, adapter["other"].weight)
 
 
-def test_the_commands_of_the_page_run(hpcfsdp, saved, tmp_path):
+def test_the_commands_of_the_page_run(command, saved, tmp_path):
     assert len(COMMANDS) == 10
     (tmp_path / "step-00000007.h5").write_bytes(saved.read_bytes())
     adapter = save_adapter(tmp_path)
-    for command in COMMANDS:
-        done = hpcfsdp(*shlex.split(command))
-        assert done.code == 0, (command, done.stderr)
+    for line in COMMANDS:
+        done = command(*shlex.split(line))
+        assert done.code == 0, (line, done.stderr)
         assert done.stderr == ""
     for name in ("imported.h5", "with_optimizer.h5", "from_dcp.h5"):
-        facts = json.loads(hpcfsdp("show", tmp_path / name, "--json").stdout)
+        facts = json.loads(command("show", tmp_path / name, "--json").stdout)
         assert (facts["step"], facts["model tensors"]) == (7, 5)
         assert facts["tied names"] == {"model/twin.bias": "model/0.bias", "model/twin.weight": "model/0.weight"}
     for name, has_optimizer in (("with_optimizer.h5", True), ("model_alone.h5", False)):
-        facts = json.loads(hpcfsdp("show", name, "--json").stdout)
+        facts = json.loads(command("show", name, "--json").stdout)
         assert (facts["step"], facts["optimizer tensors"] > 0) == (7, has_optimizer)
     assert set(load_file(tmp_path / "first.safetensors")) == {"0.weight", "0.bias"}
     found = load_file(tmp_path / "my_adapter/adapter_model.safetensors")
@@ -83,8 +83,8 @@ def test_safetensors_are_exported_without_torch_and_mpi(start, saved, tmp_path):
     assert job.code == 0, job.stderr
 
 
-def test_what_was_done_is_told_as_json(hpcfsdp, saved, tmp_path):
-    done = json.loads(hpcfsdp("export", saved, tmp_path / "a.pt", "--json").stdout)
+def test_what_was_done_is_told_as_json(command, saved, tmp_path):
+    done = json.loads(command("export", saved, tmp_path / "a.pt", "--json").stdout)
     assert done == {
         "format": "pt",
         "files": [str(tmp_path / "a.pt")],
@@ -92,16 +92,16 @@ def test_what_was_done_is_told_as_json(hpcfsdp, saved, tmp_path):
         "bytes": (12 + 4 + 8 + 2) * 4 + 5 * 8,
         "tied names": {"twin.bias": "0.bias", "twin.weight": "0.weight"},
     }
-    done = json.loads(hpcfsdp("import", tmp_path / "a.pt", tmp_path / "b.h5", "--json", "--step", "3").stdout)
+    done = json.loads(command("import", tmp_path / "a.pt", tmp_path / "b.h5", "--json", "--step", "3").stdout)
     assert (done["file"], done["format"], done["step"], done["tensors"]) == (str(tmp_path / "b.h5"), "pt", 3, 5)
     assert (done["optimizer"], done["extra"]) == (False, [])
 
 
-def test_tables_name_files_and_ties(hpcfsdp, saved, tmp_path):
-    lines = hpcfsdp("export", saved, tmp_path / "a", "--shard-bytes", "60").stdout.splitlines()
+def test_tables_name_files_and_ties(command, saved, tmp_path):
+    lines = command("export", saved, tmp_path / "a", "--shard-bytes", "60").stdout.splitlines()
     assert "file\t" + str(tmp_path / "a" / "model.safetensors.index.json") in lines
     assert "tied name\ttwin.bias = 0.bias" in lines
-    lines = hpcfsdp("import", tmp_path / "a", tmp_path / "b.h5").stdout.splitlines()
+    lines = command("import", tmp_path / "a", tmp_path / "b.h5").stdout.splitlines()
     assert "tied name\tmodel/twin.bias = model/0.bias" in lines
     assert "step\t7" in lines
 

@@ -100,7 +100,7 @@ def test_looking_into_files_from_a_shell(looked_into, index):
             pytest.skip(f"{command.split()[0]} is not installed here")
         shell = f'hpcfsdp() {{ "{sys.executable}" -m hpcfsdp "$@"; }}; {command}'
         done = subprocess.run(
-            ["bash", "-c", shell], check=False, capture_output=True, text=True, cwd=folder, timeout=60
+            ["bash", "-c", shell], check=False, capture_output=True, text=True, cwd=folder, timeout=120
         )
         code = re.search(r"# exit code (\d)", command)
         assert done.returncode == (int(code[1]) if code else 0), done.stderr

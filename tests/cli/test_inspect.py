@@ -114,7 +114,7 @@ def test_show_of_an_unknown_tensor_suggests_the_nearest(hpcfsdp, saved):
 
 def test_a_reader_that_has_seen_enough_is_no_error(start, saved):
     command = f'"{sys.executable}" -m hpcfsdp ls "{saved}" | head -1'
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], check=False, capture_output=True, timeout=60)
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], check=False, capture_output=True, timeout=120)
     assert (done.stdout, done.stderr) == (b"name\tshape\tdtype\tsize\n", b"")
     assert done.returncode in (0, 141)  # it is chance whether all was written by then, as with any other program
 
@@ -125,7 +125,7 @@ def shell(tmp_path):
 
     def run(line):
         define = f'hpcfsdp() {{ "{sys.executable}" -m hpcfsdp "$@"; }}; '
-        done = subprocess.run(["bash", "-c", define + line], check=False, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["bash", "-c", define + line], check=False, capture_output=True, text=True, timeout=120)
         return done.returncode, done.stderr
 
     return run
@@ -376,7 +376,7 @@ def test_progress_is_shown_on_a_terminal_and_leaves_the_output_as_it_is(hpcfsdp,
     try:
         command = [sys.executable, "-m", "hpcfsdp", name, saved, *rest]
         terminal = {**os.environ, "TERM": "xterm"}
-        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=slave, env=terminal, timeout=60)
+        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=slave, env=terminal, timeout=120)
         seen = os.read(master, 1 << 16).decode()
     finally:
         os.close(master)

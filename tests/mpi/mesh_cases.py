@@ -37,6 +37,8 @@ SHAPES = {
     8: [(2, 2, 2), (1, 2, 4), (1, 4, 2)],
 }.get(SIZE, [(1, 1, SIZE)])
 """(replicate, shard, tensor), which multiply to the number of ranks."""
+CASES = {4: [(1, 2, 2), (2, 1, 2)]}.get(SIZE, SHAPES)
+"""Those that tests take one by one: meshes that have one dimension of several ranks are tested on two or three."""
 MIXED_SHAPE = {4: (1, 2, 2), 8: (2, 2, 2)}.get(SIZE, SHAPES[-1])
 """The one that has the most dimensions of more than one rank."""
 
@@ -50,13 +52,13 @@ def _name(value):
 
 
 def each_mesh(function):
-    return pytest.mark.parametrize("shape", SHAPES, ids=_name)(function)
+    return pytest.mark.parametrize("shape", CASES, ids=_name)(function)
 
 
 def each_mesh_in_one_mode(function):
     """Flat and original parameters by turns, both at the last mesh: for what has little to do with the two together."""
-    cases = [(shape, index % 2 == 1) for index, shape in enumerate(SHAPES)]
-    cases.append((SHAPES[-1], not cases[-1][1]))
+    cases = [(shape, index % 2 == 1) for index, shape in enumerate(CASES)]
+    cases.append((CASES[-1], not cases[-1][1]))
     names = [f"{_name(shape)}-{'original' if original else 'flat'}" for shape, original in cases]
     return pytest.mark.parametrize(("shape", "original"), cases, ids=names)(function)
 

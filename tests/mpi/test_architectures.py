@@ -17,6 +17,8 @@ from hpcfsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 from tests.mpi import parity
 from tests.mpi.models import ORIGINAL
 
+pytestmark = pytest.mark.ranks(2)
+
 LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, ROWS, STEPS = 2, 12, 2, 19, 5, 2, 5
 COMMON = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}  # no ids beyond the vocabulary
 

@@ -11,7 +11,7 @@ from hpcfsdp.comm.backend import carries
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.mpi import NAME, MpiProcessGroup, register
 
-pytestmark = pytest.mark.transport
+pytestmark = [pytest.mark.ranks(4, 1, 2, 3), pytest.mark.transport]
 
 SHORT = datetime.timedelta(seconds=1)
 

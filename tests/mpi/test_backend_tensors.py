@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcfsdp.errors import CommunicationError
 
-pytestmark = [pytest.mark.transport, pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
+pytestmark = [pytest.mark.ranks(3, 1, 2), pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
 
 OPS = dist.ReduceOp
 SMALL = [torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64]

@@ -8,7 +8,7 @@ import hpcfsdp
 from hpcfsdp.errors import LaunchError
 from hpcfsdp.launch import rendezvous
 
-pytestmark = pytest.mark.transport
+pytestmark = [pytest.mark.ranks(2, 1, 3, 4), pytest.mark.transport]
 
 
 def test_world_is_what_mpi_says(world):
@@ -53,7 +53,7 @@ def test_store_is_reached_by_an_address_of_the_host(world, monkeypatch):
     if not world.comm.bcast(rendezvous.addresses_of_this_host()):
         pytest.skip("this host has no address besides loopback")
     monkeypatch.setattr(rendezvous, "PROBE_TIMEOUT_S", 1.0)
-    store, address = rendezvous.open_store(world.comm, single_node=False, timeout_s=20)
+    store, address = rendezvous.open_store(world.comm, single_node=False, timeout_s=60)
     assert address in world.comm.bcast(rendezvous.addresses_of_this_host())
     store.add("ranks", 1)
     world.comm.Barrier()

@@ -37,7 +37,7 @@ from tests.mpi.models import (
     whole_parameters,
 )
 
-pytestmark = pytest.mark.transport
+pytestmark = pytest.mark.ranks(2, 1, 3)
 
 
 def same(left, right):
@@ -51,6 +51,9 @@ def trained(comm, steps=3, dropout=0.0, group=None):
     return model, optimizer
 
 
+@pytest.mark.ranks(2, 1, 3, 4)
+@pytest.mark.transport
+@pytest.mark.hdf5
 def test_ten_steps_saved_and_ten_more_are_bitwise_twenty(comm, shared_path):
     torch.manual_seed(comm.rank)
     uninterrupted, optimizer = trained(comm, 0, dropout=0.3)
@@ -71,6 +74,7 @@ def test_ten_steps_saved_and_ten_more_are_bitwise_twenty(comm, shared_path):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "momentum", "rmsprop", "adagrad"])
+@pytest.mark.ranks(2)
 def test_optimizers_go_on_as_if_nothing_had_been(comm, shared_path, kind):
     def make(model):
         return {
@@ -95,6 +99,9 @@ def test_optimizers_go_on_as_if_nothing_had_been(comm, shared_path, kind):
     assert same(model, again)
 
 
+@pytest.mark.ranks(4, 3)
+@pytest.mark.transport
+@pytest.mark.hdf5
 def test_any_number_of_ranks_loads_any_file(world, comm, shared_path):
     # Each number of ranks, 1 up to all, saves and loads within this one start of processes.
     def group_of(ranks):
@@ -269,6 +276,7 @@ def test_a_damaged_block_is_found_by_some_rank_and_changes_nothing_on_any(comm, 
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.ranks(4, 3)
 def test_the_ranks_of_a_node_check_a_file_together_and_each_node_what_it_loads(comm, shared_path, monkeypatch, nodes):
     model, _ = trained(comm, 0)
     path = checkpoint.save(shared_path / "shared.h5", model=model)

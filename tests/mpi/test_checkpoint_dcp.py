@@ -23,7 +23,7 @@ from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMi
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
 from tests.mpi.models import adamw, make_net, shard
 
-pytestmark = pytest.mark.transport
+pytestmark = pytest.mark.ranks(2, 1, 3)
 
 
 class Layers(nn.Module):
@@ -105,6 +105,7 @@ def sizes(world):
     return range(1, world.size + 1)
 
 
+@pytest.mark.ranks(4)
 def test_fsdp2_saved_by_n_ranks_loads_on_m(world, some, shared_path):
     for n in sizes(world):
         group, mesh = some(n)
@@ -190,6 +191,7 @@ def test_sharded_state_dicts_of_the_engine(world, shared_path, orig):
 
 
 @pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+@pytest.mark.ranks(4, 3)
 def test_sharded_tensors(world, shared_path):
     """As FSDP1 has them without a mesh."""
     model = shard(build(None)[0])
@@ -219,6 +221,7 @@ def layouts(world):
             yield square, pair
 
 
+@pytest.mark.ranks(4, 2)
 def test_any_placement_is_loaded_into_any_other(world, shared_path):
     torch.manual_seed(3)
     values = {

@@ -97,6 +97,7 @@ def cases(comm, save):
 @pytest.mark.parametrize(
     ("save", "codes"), [*(("posix", (code,)) for code in CODES), ("subfiles", CODES)], indirect=["save"]
 )
+@pytest.mark.ranks(2)
 def test_whatever_call_of_whatever_rank_fails_all_are_told_and_the_old_file_stays(comm, shared_path, save, codes):
     path, told, named = shared_path / "a.h5", set(), set()
     for turn, (rank, number, kind, before) in enumerate(cases(comm, save)):
@@ -181,6 +182,7 @@ def outcome(path):
 @BOTH
 @pytest.mark.parametrize("old", [None, 1])
 @pytest.mark.parametrize("honest", [True, False], ids=["", "forces nothing"])
+@pytest.mark.ranks(2)
 def test_after_a_power_cut_at_any_moment_the_old_file_or_the_new_one_is_there(
     comm, shared_path, save, tmp_path, old, honest
 ):
@@ -209,6 +211,7 @@ def test_after_a_power_cut_at_any_moment_the_old_file_or_the_new_one_is_there(
 # Others that read, write and remove at the same time
 
 
+@pytest.mark.ranks(3)
 def test_two_groups_of_ranks_that_save_to_one_path_leave_one_of_both(several, world, comm, shared_path):
     side = world.rank % 2
     group = MpiCommunicator(world.comm.Split(side))

@@ -42,6 +42,7 @@ def cut_along_columns(world, comm, shared_path):
     return path
 
 
+@pytest.mark.hdf5
 def test_runs_between_each_other(comm, cut_along_columns, shared_path):
     whole = torch.arange(24.0 * 16).view(24, 16)
     other = shared_path / "rows.h5"

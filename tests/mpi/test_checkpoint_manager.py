@@ -28,7 +28,7 @@ from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.state.model import communicator_of
 from tests.mpi.models import adamw, make_net, shard, train_sharded
 
-pytestmark = pytest.mark.transport
+pytestmark = pytest.mark.ranks(2, 1)
 
 CAP = schema.BLOCK_BYTES
 
@@ -100,6 +100,8 @@ class Gate(System):
         setattr(self, call, guarded)
 
 
+@pytest.mark.ranks(2, 1, 3, 4)
+@pytest.mark.transport
 def test_what_is_saved_is_what_there_was_at_the_call(comm, shared_path, trained):
     model, optimizer = trained
     table = np.arange(5)

@@ -17,6 +17,8 @@ from hpcfsdp.errors import CheckpointError
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
 from tests.mpi.models import adamw, make_net, shard, train_sharded
 
+pytestmark = pytest.mark.hdf5
+
 needs_mpi = pytest.mark.skipif(
     not h5py.get_config().mpi, reason="this h5py has no MPI: make test-mpio has one that does"
 )
@@ -103,9 +105,8 @@ def test_a_part_of_the_ranks_saves(world, shared_path, one_date):
 
 
 @needs_mpi
+@pytest.mark.ranks(2)
 def test_hybrid_shards(comm, shared_path, one_date):
-    if comm.size % 2:
-        pytest.skip("two groups of as many ranks")
     mesh = init_device_mesh("cpu", (2, comm.size // 2), mesh_dim_names=("replicate", "shard"))
     model = shard(make_net(), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     written, expected = both(shared_path, model=model)

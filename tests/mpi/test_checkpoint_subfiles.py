@@ -19,6 +19,8 @@ from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointRe
 from hpcfsdp.launch.topology import Topology
 from tests.mpi.models import adamw, make_net, shard, train_sharded
 
+pytestmark = pytest.mark.ranks(3)
+
 
 @pytest.fixture
 def team(world, make_comm, monkeypatch):
@@ -56,6 +58,8 @@ def everything(path):
         return {name: reader.read(name, 0, spec.numel) for name, spec in index.tensors.items()}
 
 
+@pytest.mark.ranks(3, 1, 4)
+@pytest.mark.hdf5
 def test_what_is_loaded_is_what_was_saved_by_any_ranks(team, model, comm, shared_path):
     optimizer = adamw(model)
     train_sharded(model, optimizer, range(3), team)
@@ -79,6 +83,7 @@ def test_what_is_loaded_is_what_was_saved_by_any_ranks(team, model, comm, shared
     assert same(model, third)
 
 
+@pytest.mark.hdf5
 def test_hdf5_alone_shows_whole_tensors(team, model, shared_path):
     optimizer = adamw(model)
     train_sharded(model, optimizer, range(1), team)

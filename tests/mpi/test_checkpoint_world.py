@@ -103,6 +103,7 @@ def check_all_pairs(world, folder, layouts, writer):
 
 
 @pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.ranks(4)
 def test_any_number_of_ranks_goes_on_from_the_file_of_any_other(world, shared_path, writer):
     layouts = [Layout(world, size) for size in range(1, min(world.size, 4) + 1)]
     # Ranks that replicate can be told together only where they are the world.
@@ -113,6 +114,7 @@ def test_any_number_of_ranks_goes_on_from_the_file_of_any_other(world, shared_pa
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.ranks(8)
 def test_up_to_eight_ranks_too(world, shared_path, writer):
     if world.size < 8:
         pytest.skip("needs 8 ranks: make test-slow")

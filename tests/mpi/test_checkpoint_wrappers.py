@@ -15,7 +15,7 @@ from hpcfsdp import checkpoint
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 
-pytestmark = pytest.mark.transport
+pytestmark = pytest.mark.ranks(2)
 
 
 class Around(nn.Module):

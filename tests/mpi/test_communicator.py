@@ -8,7 +8,7 @@ from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.errors import CommunicationError, DisagreementError, HpcfsdpError, UsageError
 from hpcfsdp.launch.topology import Topology
 
-pytestmark = pytest.mark.transport
+pytestmark = [pytest.mark.ranks(3, 1, 2, 4), pytest.mark.transport]
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 UNSIGNED = [torch.uint64, torch.uint32, torch.uint16, torch.uint8]

@@ -7,7 +7,7 @@ from hpcfsdp.comm import messages
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
-pytestmark = pytest.mark.transport
+pytestmark = [pytest.mark.ranks(3, 2, 4), pytest.mark.transport]
 
 MARGIN = 200_000  # elements: what Open MPI writes behind a buffer without a look at the size
 
@@ -64,7 +64,7 @@ WAITS = {  # the ranks that receive something; the others may be through before 
 def test_ranks_that_differ_in_size_write_nothing_outside_and_all_that_wait_raise(
     several, world, make_comm, name, sizes
 ):
-    comm, guarded, odd = make_comm(timeout_s=20), Guarded(), world.size - 1
+    comm, guarded, odd = make_comm(timeout_s=60), Guarded(), world.size - 1
     problem = ""
     try:
         CALLS[name](comm, guarded, sizes[world.rank == odd])
@@ -84,7 +84,7 @@ def test_ranks_that_differ_in_size_write_nothing_outside_and_all_that_wait_raise
 @pytest.mark.parametrize("source", [1, None], ids=["from one", "from any"])
 @pytest.mark.parametrize("sizes", [(16, 2000), (16, 200_000), (200_000, 16), (0, 5)], ids=str)
 def test_a_message_of_another_size_is_not_written_and_the_next_one_is(several, world, make_comm, source, sizes):
-    comm, guarded = make_comm(timeout_s=20), Guarded()
+    comm, guarded = make_comm(timeout_s=60), Guarded()
     expected, sent = sizes
     if world.rank == 1:
         comm.send(torch.ones(sent), 0)
@@ -102,7 +102,7 @@ def test_a_message_of_another_size_is_not_written_and_the_next_one_is(several, w
 def test_messages_in_parts_that_nobody_expects_are_taken_in_order(several, world, make_comm, monkeypatch):
     monkeypatch.setattr(messages, "_INLINE_BYTES", 16)
     monkeypatch.setattr(messages, "_PART_BYTES", 64)
-    comm = make_comm(timeout_s=20)
+    comm = make_comm(timeout_s=60)
     if world.rank == 1:
         for numel in (100, 5, 40, 3):
             comm.send(torch.full((numel,), float(numel)), 0, async_op=True)
@@ -119,7 +119,7 @@ def test_messages_in_parts_that_nobody_expects_are_taken_in_order(several, world
 
 
 def test_a_message_that_is_none_of_ours_is_refused(several, world, make_comm):
-    comm, guarded = make_comm(timeout_s=20), Guarded()
+    comm, guarded = make_comm(timeout_s=60), Guarded()
     if world.rank == 1:
         comm.comm.Send(bytearray(b"x" * 4_000_000), 0, comm._user_tag("", 0))
         comm.comm.Send(bytearray(3), 0, comm._user_tag("", 0))
@@ -132,7 +132,7 @@ def test_a_message_that_is_none_of_ours_is_refused(several, world, make_comm):
 
 def test_what_a_failed_call_left_behind_is_dropped_when_its_tag_comes_again(several, world, make_comm, monkeypatch):
     monkeypatch.setattr("hpcfsdp.comm.mpi._TAGS", 4)
-    comm = make_comm(timeout_s=20)
+    comm = make_comm(timeout_s=60)
     for numel in (3, 20_000):
         with pytest.raises(CommunicationError):
             comm.all_gather(
@@ -165,7 +165,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_every_rank_raises_where_one_differs_in(several, world, make_comm, what):
-    comm, odd = make_comm(timeout_s=20), world.size - 1
+    comm, odd = make_comm(timeout_s=60), world.size - 1
     comm.barrier()
     with pytest.raises(CommunicationError) as caught:
         DIFFERENT[what][world.rank == odd](comm)
@@ -177,7 +177,7 @@ def test_every_rank_raises_where_one_differs_in(several, world, make_comm, what)
 
 
 def test_a_message_of_another_dtype_is_refused(several, world, make_comm):
-    comm = make_comm(timeout_s=20)
+    comm = make_comm(timeout_s=60)
     if world.rank == 1:
         comm.send(torch.ones(4), 0)
     if world.rank == 0:
@@ -189,7 +189,7 @@ def test_a_rank_that_exchanges_with_none_of_the_two_that_differ_hears_of_it(seve
     if world.size < 3:
         pytest.skip("two ranks exchange with each other")
     last = world.size - 1
-    comm = make_comm(Topology.uneven([last, 1]), timeout_s=20)
+    comm = make_comm(Topology.uneven([last, 1]), timeout_s=60)
     gathered = comm.alloc(2 * world.size, torch.float32, gathered=True)
     with pytest.raises(CommunicationError, match=rf"^rank {world.rank} calls .*, but rank \d calls .*") as caught:
         if world.rank == last:
@@ -201,7 +201,7 @@ def test_a_rank_that_exchanges_with_none_of_the_two_that_differ_hears_of_it(seve
 
 
 def test_memory_of_a_neighbour_is_no_part_of_what_a_rank_was_given(several, world, make_comm):
-    comm = make_comm(Topology.regular(1, world.size), timeout_s=20)
+    comm = make_comm(Topology.regular(1, world.size), timeout_s=60)
     memory = comm.alloc(8, torch.float32)
     for begin, numel in ((0, 100), (-4, 6), (4, 5)):
         beyond = torch.as_strided(memory, (numel,), (1,), memory.storage_offset() + begin)

@@ -12,7 +12,7 @@ from hpcfsdp.comm import messages
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
-pytestmark = pytest.mark.transport
+pytestmark = [pytest.mark.ranks(3, 1, 2, 4), pytest.mark.transport]
 
 # Meetings
 
@@ -27,7 +27,7 @@ def meeting(request, world, gloo, make_comm):
         "single ranks": Topology.regular(size, 1),
         "two nodes": Topology.from_labels([rank % 2 for rank in range(size)]),
     }.get(request.param, Topology.regular(1, size))
-    return make_comm(topology, timeout_s=20, compare_calls=request.param == "compared")
+    return make_comm(topology, timeout_s=60, compare_calls=request.param == "compared")
 
 
 def test_ranks_meet_when_all_are_there_however_often(world, meeting):
@@ -192,7 +192,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_calls_that_differ_are_told_on_every_rank_where_calls_are_compared(several, world, make_comm, what):
-    comm = make_comm(compare_calls=True, timeout_s=10)
+    comm = make_comm(compare_calls=True, timeout_s=60)
     comm.all_reduce(torch.ones(1), "sum")
     odd = world.size - 1
     with pytest.raises(CommunicationError) as caught:

@@ -14,6 +14,8 @@ from tests.mpi import parity
 from tests.mpi.models import ORIGINAL
 from tests.mpi.test_held_grads import EXACT, backward, backward_of_all, grads_of
 
+pytestmark = pytest.mark.ranks(2)
+
 PARTS = ("at rest", "after a backward", "before a backward", "after no_sync", "after a step")
 
 

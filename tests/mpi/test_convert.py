@@ -16,7 +16,7 @@ from hpcfsdp.comm import raise_together
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from tests.mpi.models import adamw, make_net, shard, train_plain
 
-pytestmark = pytest.mark.transport
+pytestmark = pytest.mark.ranks(2)
 
 
 @functools.cache

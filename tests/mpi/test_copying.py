@@ -14,6 +14,8 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from tests.mpi.models import ORIGINAL, Block, Net, adamw, batch, make_net, shard, train_plain, train_sharded
 
+pytestmark = pytest.mark.ranks(2)
+
 CONFIGURATIONS = {
     "full": {},
     "grad_op": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},

@@ -15,7 +15,7 @@ from hpcfsdp.state_dict import StateDictOptions
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi import parity
 
-pytestmark = pytest.mark.transport
+pytestmark = pytest.mark.ranks(2, 1, 3)
 
 FULL = StateDictOptions(full_state_dict=True)
 TO_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True)

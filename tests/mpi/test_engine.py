@@ -30,13 +30,15 @@ from tests.mpi.models import (
     whole_parameters,
 )
 
-pytestmark = pytest.mark.transport
+pytestmark = pytest.mark.ranks(2, 1, 3)
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 @pytest.mark.parametrize("carrier", ["shared memory", "messages", "gloo"])
 @pytest.mark.parametrize("wrapping", ["blocks", "whole"])
+@pytest.mark.ranks(2, 1, 3, 4)
+@pytest.mark.transport
 def test_ten_steps_equal_the_plain_module(groups, comm, shared_path, carrier, wrapping):
     plain, group = make_net(), groups[carrier]
     sharded = (
@@ -84,6 +86,7 @@ def large_model(group):
     return sharded, torch.randn(2, width), 4 * width * width
 
 
+@pytest.mark.ranks(2)
 def test_memory_of_other_ranks_shards_is_given_back_to_the_system(groups, comm):
     def private_bytes():
         return memory_held("Private_Dirty", "Private_Clean")
@@ -103,6 +106,7 @@ def test_memory_of_other_ranks_shards_is_given_back_to_the_system(groups, comm):
     assert after_backward - at_rest < 0.2 * layer
 
 
+@pytest.mark.ranks(2)
 def test_ranks_that_share_memory_hold_every_value_once_at_any_time(world, comm):
     """Memory that several processes map counts in parts that add up to one (PSS, the proportional set size)."""
     if world.num_nodes > 1:

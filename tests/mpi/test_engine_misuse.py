@@ -20,8 +20,6 @@ from tests.mpi.models import (
     vectors,
 )
 
-pytestmark = pytest.mark.transport
-
 
 def test_an_exception_in_forward_leaves_shards_and_a_model_that_works(comm):
     plain = make_net()

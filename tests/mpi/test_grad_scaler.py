@@ -73,6 +73,7 @@ def test_ranks_without_gradients_take_part(world, group):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.ranks(4)
 def test_replicas_agree_with_the_ranks_they_do_not_shard_with(world, optimizer):
     if world.size % 2:
         pytest.skip("an even number of ranks")

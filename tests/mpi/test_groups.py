@@ -18,7 +18,7 @@ from hpcfsdp.launch.topology import Topology
 from hpcfsdp.sharded import group_cache, groups as groups_module
 from hpcfsdp.sharded.groups import resolve_mesh
 
-pytestmark = pytest.mark.transport
+pytestmark = [pytest.mark.ranks(4, 1, 2, 3), pytest.mark.transport]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
 from hpcfsdp.launch.topology import Topology
 from tests.mpi.models import adamw, make_net, shard, train_plain, train_sharded
 
-pytestmark = pytest.mark.transport
+pytestmark = [pytest.mark.ranks(4), pytest.mark.transport]
 
 
 @pytest.fixture

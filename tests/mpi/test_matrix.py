@@ -27,6 +27,8 @@ from tests.mpi import parity
 from tests.mpi.models import ORIGINAL
 from tests.mpi.parity import STRATEGIES, WIDTH, Recipe, build, close, reference
 
+pytestmark = pytest.mark.ranks(2, 1, 3)
+
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 """float64 has 16 digits; ranks add in another order, and optimizers divide by what may be small."""
 SINGLE = {"rtol": 1e-5, "atol": 1e-6}

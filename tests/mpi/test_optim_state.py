@@ -18,6 +18,8 @@ from tests.mpi import models, optim_cases as cases, parity
 from tests.mpi.models import ORIGINAL
 from tests.mpi.optim_cases import EXACT, FORMS, KINDS, OPTIMIZERS, SINGLE, load, show, to_load, train, train_plain
 
+pytestmark = pytest.mark.ranks(2, 1, 3)
+
 WAYS = ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD", "mesh", "square mesh"]
 """Strategies, and meshes: a line of all ranks, and two times two."""
 

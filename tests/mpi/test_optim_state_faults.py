@@ -20,6 +20,8 @@ from tests.mpi.optim_cases import WithIgnored, load, show, to_load
 from tests.mpi.parity import WIDTH, Around
 from tests.mpi.state_dict_cases import line_mesh
 
+pytestmark = pytest.mark.ranks(3)
+
 SQUARE = f"({WIDTH}, {WIDTH})"
 NAMES = [name for name, _ in parity.build(Around).named_parameters()]
 A_NAME = "of any parameter"

@@ -51,6 +51,8 @@ from tests.mpi.state_dict_cases import (
 )
 from tests.mpi.test_unshard import private_bytes
 
+pytestmark = pytest.mark.ranks(2, 1, 3)
+
 # As torch has them
 
 MODELS = [
@@ -403,6 +405,7 @@ def test_what_is_not_sharded_is_shown_as_it_is(engines, world, kind, original):
 # Memory
 
 
+@pytest.mark.ranks(2)
 def test_under_rank0_only_other_ranks_hold_one_unit_at_most(engines, world, monkeypatch):
     engine = parity.under_test(engines, "messages")
     width = 3600  # 49 MiB a layer

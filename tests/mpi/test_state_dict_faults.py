@@ -31,6 +31,8 @@ from tests.mpi.state_dict_cases import (
     unchanged,
 )
 
+pytestmark = pytest.mark.ranks(3)
+
 # At the wrong time
 
 

@@ -30,6 +30,8 @@ from tests.mpi.state_dict_cases import (
     unchanged,
 )
 
+pytestmark = pytest.mark.ranks(2, 1, 3)
+
 # Loading
 
 

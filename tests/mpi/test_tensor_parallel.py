@@ -21,9 +21,9 @@ from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradSc
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi import mesh_cases
 from tests.mpi.mesh_cases import (
+    CASES,
     MIXED_SHAPE,
     MODELS,
-    SHAPES,
     SIZE,
     TIGHT,
     Block,
@@ -48,6 +48,8 @@ from tests.mpi.mesh_cases import (
 )
 from tests.mpi.models import ORIGINAL
 
+pytestmark = pytest.mark.ranks(3, 1, 4)
+
 ONE_STEP = Recipe("sgd", steps=1)
 
 
@@ -57,7 +59,7 @@ def ids(value):
     return getattr(value, "__name__", None) or "x".join(map(str, value))
 
 
-@pytest.mark.eight
+@pytest.mark.ranks(3, 1, 4, 8)
 @each_mesh_in_each_mode
 @pytest.mark.parametrize("model", MODELS, ids=ids)
 def test_training_is_that_of_one_process(world, model, original, shape):
@@ -68,7 +70,7 @@ def test_training_is_that_of_one_process(world, model, original, shape):
 
 STRATEGIES = [
     (name, shape)
-    for shape in SHAPES
+    for shape in CASES
     for name in (
         ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2") if shape[0] > 1 else ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
     )
@@ -99,7 +101,7 @@ def test_groups_instead_of_a_mesh(world, shape):
 # Norms
 
 
-@pytest.mark.eight
+@pytest.mark.ranks(3, 1, 4, 8)
 @each_mesh
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize(("model", "original"), [(Gpt, False), (Sequence, True)], ids=["Gpt-flat", "Sequence-original"])
@@ -387,7 +389,7 @@ def test_models_that_are_built_without_memory(world, shape, original):
 
 # It takes no mesh whose shard has one rank, nor two dimensions beside that of tensors; it trains what is tied as if it
 # were not, and what is partly frozen otherwise than one process does.
-TORCHS = [shape for shape in SHAPES if shape[0] == 1 < shape[1]] or SHAPES
+TORCHS = [shape for shape in CASES if shape[0] == 1 < shape[1]] or CASES
 
 
 @pytest.mark.parametrize("shape", TORCHS, ids=ids)

@@ -17,8 +17,8 @@ from hpcfsdp.state.model import communicator_of, model_tensors
 from hpcfsdp.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict, set_state_dict
 from hpcfsdp.wrap import CustomPolicy
 from tests.mpi.mesh_cases import (
+    CASES,
     MIXED_SHAPE,
-    SHAPES,
     SIZE,
     Mlp,
     Recipe,
@@ -35,6 +35,8 @@ from tests.mpi.mesh_cases import (
 )
 from tests.mpi.models import ORIGINAL
 from tests.mpi.state_dict_cases import FULL, SHARDED
+
+pytestmark = pytest.mark.ranks(3, 4)
 
 WHOLE, FROM_RANK0 = (
     StateDictOptions(full_state_dict=True),
@@ -271,6 +273,7 @@ def test_an_inner_unit_over_ranks_that_are_parallel_with_each_other(several, wor
         wrap(model, at, "whole")
 
 
+@pytest.mark.ranks(4)
 def test_operators_may_have_given_dtensors_an_equal_mesh(world):
     """Torch remembers what an operator has returned, with the mesh that it lay on the first time."""
     if SIZE < 4:
@@ -283,7 +286,7 @@ def test_operators_may_have_given_dtensors_an_equal_mesh(world):
     assert found.device_mesh.mesh_dim_names == ("shard", "tensor")
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] == 1], ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in CASES if shape[0] == 1], ids=str)
 def test_the_state_of_fully_shards_model_loads_at_the_same_mesh(world, shape):
     at = place(shape)
     theirs = build(Mlp, 3).parallelize(at.tensor)

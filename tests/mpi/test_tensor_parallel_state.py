@@ -51,6 +51,8 @@ from tests.mpi.mesh_cases import (
 from tests.mpi.models import ORIGINAL
 from tests.mpi.state_dict_cases import FULL, LOCAL, SHARDED
 
+pytestmark = pytest.mark.ranks(3, 1, 4)
+
 RECIPE = Recipe(steps=2)
 TO_FIRST = FullStateDictConfig(rank0_only=True, offload_to_cpu=True), FullOptimStateDictConfig(rank0_only=True)
 
@@ -135,7 +137,7 @@ def own_block(tensor, mesh, placements):
 # Of the model
 
 
-@pytest.mark.eight
+@pytest.mark.ranks(3, 1, 4, 8)
 @each_mesh_in_each_mode
 @each_model(*MODELS)
 def test_full_state_dicts_are_those_of_the_plain_model(world, model, original, shape):
@@ -373,7 +375,7 @@ def test_torchs_checkpoints_load_at_another_mesh(world, shared_path, shape, orig
 # Checkpoints in HDF5
 
 
-@pytest.mark.eight
+@pytest.mark.ranks(3, 1, 4, 8)
 @each_mesh
 @pytest.mark.parametrize(("model", "original"), [(Primes, False), (Tied, True)], ids=["Primes-flat", "Tied-original"])
 def test_a_checkpoint_loads_at_every_mesh(world, shared_path, model, shape, original):

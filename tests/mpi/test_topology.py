@@ -8,7 +8,7 @@ from hpcfsdp.comm.mesh import make_mesh, plan_mesh
 from hpcfsdp.errors import LaunchError
 from hpcfsdp.launch.topology import Topology
 
-pytestmark = pytest.mark.transport
+pytestmark = [pytest.mark.ranks(2, 1, 3, 4), pytest.mark.transport]
 
 
 def line_of(mesh, name):

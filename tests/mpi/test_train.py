@@ -36,7 +36,7 @@ from hpcfsdp.train.model import GPT, count_elements
 from hpcfsdp.train.parallel import Share, make_mesh, parallelize, shard
 from hpcfsdp.train.schedule import learning_rate
 
-pytestmark = pytest.mark.transport
+pytestmark = pytest.mark.ranks(2)
 
 MODEL = ModelConfig(layers=2, width=24, heads=3, context=16)
 MANY_HEADS = ModelConfig(layers=2, width=24, heads=12, context=16)
@@ -118,6 +118,8 @@ def plain_run(config):
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(12, 1), (12, 2), (10, 1)], ids=["even", "accumulated", "uneven"])
+@pytest.mark.ranks(3, 1, 4)
+@pytest.mark.transport
 def test_losses_are_those_of_one_plain_process(world, make_config, batch, accumulation):
     config = make_config(batch=batch, accumulation=accumulation)
     outcome = run(config, world)
@@ -143,6 +145,7 @@ def agree(config, losses, norms):
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(12, 1), (10, 2)], ids=["even", "uneven, accumulated"])
+@pytest.mark.ranks(4)
 def test_every_mesh_trains_as_one_plain_process_does(world, make_config, in_float64, batch, accumulation):
     batch = max(batch, accumulation * world.size)
     held_out = []
@@ -159,12 +162,15 @@ def test_every_mesh_trains_as_one_plain_process_does(world, make_config, in_floa
         assert result.predicted_bytes == held_out[0].predicted_bytes == 31 * 16
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.transport
 def test_one_replica_on_each_node_is_a_mesh(world, make_config, in_float64):
     config = make_config(model=MANY_HEADS, mesh=("nodes", 1), steps=2)
     run(config, world)
     agree(config, *plain_run(config))
 
 
+@pytest.mark.ranks(4)
 def test_a_run_goes_on_at_any_other_mesh(world, make_config, in_float64):
     turns = meshes(world) + meshes(world)[::-1]
     values = {"model": MANY_HEADS, "steps": len(turns), "run_steps": 1}
@@ -181,6 +187,7 @@ def cut_and_whole(config):
     return cut, count_elements(config) - cut
 
 
+@pytest.mark.ranks(4)
 def test_what_travels_in_a_step_is_what_the_page_about_meshes_says(world, monkeypatch):
     config = ModelConfig(layers=2, width=192, heads=12, context=16)  # parameters that need no padding
     sequences, length = 3, config.context
@@ -215,6 +222,7 @@ def test_what_travels_in_a_step_is_what_the_page_about_meshes_says(world, monkey
         assert elements == expected, (replicate, tensor)
 
 
+@pytest.mark.ranks(4)
 def test_activations_are_what_the_page_about_meshes_says(world):
     tokens, width, layers = 4 * MANY_HEADS.context, 384, 3
 
@@ -250,6 +258,7 @@ def as_local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@pytest.mark.ranks(3)
 def test_ranks_that_cut_layers_drop_the_same_where_they_have_the_same(world, make_config):
     model = ModelConfig(layers=2, width=24, heads=12, context=16, dropout=0.3)
     config = make_config(model=model, mesh=(1, world.size), steps=4, every=0)
@@ -265,6 +274,7 @@ def test_ranks_that_cut_layers_drop_the_same_where_they_have_the_same(world, mak
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["sharded", "on a mesh"])
+@pytest.mark.ranks(4, 1)
 def test_a_run_in_pieces_is_bitwise_the_run_at_once(world, make_config, cut):
     model = ModelConfig(layers=2, width=24, heads=12, context=16, dropout=0.2)
     mesh = largest(world) if cut else (1, 1)
@@ -291,6 +301,8 @@ def test_a_finished_training_has_nothing_to_do_and_says_so(world, make_config, c
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["sharded", "on a mesh"])
+@pytest.mark.ranks(3)
+@pytest.mark.transport
 def test_a_signal_to_one_rank_stops_all_after_a_step_with_a_checkpoint(world, make_config, cut):
     config = make_config(every=0, model=MANY_HEADS, mesh=largest(world) if cut else (1, 1))
     stop = StopRequest()
@@ -302,6 +314,7 @@ def test_a_signal_to_one_rank_stops_all_after_a_step_with_a_checkpoint(world, ma
     assert run(config, world).step == 8
 
 
+@pytest.mark.ranks(3, 1, 4)
 def test_held_out_bits_do_not_depend_on_the_number_of_ranks(world, comm, make_config):
     config = make_config()
     split = data.make_split(config.data.paths, config.data.held_out)
@@ -416,11 +429,13 @@ def test_too_little_data_is_named_on_every_rank(world, make_config, shared_path)
         run(tiny, world)
 
 
+@pytest.mark.ranks(3)
 def test_a_batch_smaller_than_the_number_of_ranks_is_refused(world, make_config):
     with pytest.raises(UsageError, match=rf"train\.batch \({world.size} .*train\.accumulation=2"):
         run(make_config(batch=world.size, accumulation=2), world)
 
 
+@pytest.mark.ranks(3)
 def test_a_mesh_that_does_not_fit_is_refused_on_every_rank(world, make_config):
     for values, text in (
         ({"mesh": (world.size, 2)}, rf"mesh\.replicate \({world.size}\) x mesh\.tensor \(2\) = {2 * world.size}"),

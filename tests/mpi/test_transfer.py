@@ -23,7 +23,7 @@ from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.transfer import Rank0Tensor, StateDictFormat, gather, scatter
 from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, local_blocks, properties_of
 
-pytestmark = pytest.mark.transport
+pytestmark = pytest.mark.ranks(2, 1, 3)
 
 CPU = torch.device("cpu")
 SHAPES = {"a": (5, 3), "scalar": (), "b": (7,), "no rows": (0, 2), "c": (2, 3, 4), "d": (1, 9), "empty": (0,)}

@@ -15,6 +15,8 @@ from hpcfsdp.sharded.unshard import walk_full_params
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi.models import ORIGINAL, batch, loss_of, make_net, plain_copy, shard, units, unsharded_bytes
 
+pytestmark = pytest.mark.ranks(2, 1, 3)
+
 summon = FullyShardedDataParallel.summon_full_params
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 STRATEGIES = pytest.mark.parametrize(
@@ -274,6 +276,7 @@ def private_bytes():
 
 
 @pytest.mark.parametrize("carrier", ["shared memory", "messages"])
+@pytest.mark.ranks(2)
 def test_a_walk_holds_one_unit_and_all_of_it_is_given_back(groups, carrier):
     width = 3600  # 49 MiB a layer
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(3)])

@@ -21,7 +21,7 @@ from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
-pytestmark = pytest.mark.transport
+pytestmark = [pytest.mark.ranks(3, 1, 2, 4), pytest.mark.transport]
 
 MIB = 1 << 20
 
@@ -370,7 +370,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_calls_that_differ_on_the_same_memory_are_told_on_every_rank(several, world, make, what):
-    comm = make(timeout_s=10)
+    comm = make(timeout_s=60)
     memory = comm.alloc(2 * comm.size, torch.float32)
     for odd in (0, world.size - 1):
         with pytest.raises(CommunicationError) as caught:
@@ -821,7 +821,7 @@ def test_only_gathered_memory_is_released_and_claimed(make):
 
 
 def test_neighbours_that_mean_other_places_of_a_window_are_told(several, make):
-    comm = make(timeout_s=10)
+    comm = make(timeout_s=60)
     window = comm.alloc(4, torch.float32)
     place = window[2:] if comm.rank == 0 else window[:2]
     with pytest.raises(
@@ -833,7 +833,7 @@ def test_neighbours_that_mean_other_places_of_a_window_are_told(several, make):
 @pytest.mark.parametrize("long", ["", "a module with a very long name " * 10], ids=["short", "long"])
 @pytest.mark.parametrize("operation", ["reduce_scatter_tensor", "all_reduce"])
 def test_ranks_that_reduce_different_things_at_a_time_are_told_both(several, world, make, operation, long):
-    comm = make(timeout_s=10)
+    comm = make(timeout_s=60)
     inputs, output = comm.alloc(2 * comm.size, torch.float32), torch.empty(2)
     odd = world.size - 1
     label = f"{long}gradients of {'head' if comm.rank == odd else 'body'!r}"

@@ -40,7 +40,7 @@ class Step:
         )
         self.stdout = self.stderr = ""
 
-    def wait(self, timeout=60):
+    def wait(self, timeout=120):
         try:
             self.stdout, self.stderr = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -53,7 +53,7 @@ class Step:
         assert not left or self.code not in (0, 75), f"shared memory was left behind: {left}"
         return self
 
-    def wait_for(self, condition, timeout=60):
+    def wait_for(self, condition, timeout=120):
         """Wait until `condition()` holds while the step runs."""
         until = time.monotonic() + timeout
         while not condition():
@@ -109,7 +109,7 @@ def srun(cluster, tmp_path):
     for step in steps:
         if step.process.poll() is None:
             step.end()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while (left := cluster.ranks()) and time.monotonic() < until:
         time.sleep(0.05)
     assert not left, f"processes of the step are still there: {left}"

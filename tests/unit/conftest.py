@@ -39,7 +39,7 @@ class ThreadComm(PlainMemory):
         self._round += 1
         slots = self._board.setdefault(self._round, [None] * self.size)
         slots[self.rank] = value
-        self._barrier.wait(timeout=10)
+        self._barrier.wait(timeout=60)
         return list(slots)
 
     def all_gather_into_tensor(self, output, shard, *, async_op=False):

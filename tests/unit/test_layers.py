@@ -126,14 +126,46 @@ def test_only_env_touches_the_environment(module):
     assert "os.environ" not in FILES[module].read_text()
 
 
+def names_of_torch(tree):
+    """Dotted names of torch that a module imports, or reads by whatever name it has given to a part of torch."""
+    given, names = {}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                names.add(alias.name)
+                whole = alias.name if alias.asname else alias.name.split(".")[0]
+                given[alias.asname or whole] = whole
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                names.add(f"{node.module}.{alias.name}")
+                given[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, _, rest = ast.unparse(node).partition(".")
+            names.add(f"{given.get(first, first)}.{rest}")
+    return {name for name in names if name.split(".")[0] == "torch"}
+
+
 @pytest.mark.parametrize("module", sorted(set(FILES) - {"hpcfsdp._compat"}))
 def test_only_compat_touches_private_parts_of_torch(module):
-    private = {
-        name
-        for name in attributes(TREES[module])
-        if name.startswith(("torch.", "dist.")) and any(part.startswith("_") for part in name.split(".")[1:])
-    }
-    assert not private
+    def is_private(part):
+        return part.startswith("_") and not part.startswith("__")
+
+    assert not {name for name in names_of_torch(TREES[module]) if any(map(is_private, name.split(".")))}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._dynamo",
+        "import torch.distributed._tensor as tensors",
+        "from torch import _C",
+        "from torch import nn as layers\nlayers.modules.module._global_forward_hooks",
+        "import torch.distributed as dist\ndist.distributed_c10d._world.default_pg",
+    ],
+)
+def test_private_parts_of_torch_are_found_under_any_name(source):
+    assert any("._" in name for name in names_of_torch(ast.parse(source)))
 
 
 def test_no_module_is_a_box_of_odds_and_ends():

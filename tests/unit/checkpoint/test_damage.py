@@ -21,6 +21,8 @@ from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.single import write_alone
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
+pytestmark = pytest.mark.hdf5
+
 GOLDEN = sorted(Path(__file__).resolve().parents[2].glob("golden/*.h5"))
 
 CHILD = """

@@ -13,6 +13,8 @@ from torch import nn
 
 from hpcfsdp import checkpoint
 
+pytestmark = pytest.mark.hdf5
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, make_model, train_steps):

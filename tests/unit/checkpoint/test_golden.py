@@ -15,6 +15,8 @@ from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.reader import BlockReader
 
+pytestmark = pytest.mark.hdf5
+
 FILES = sorted((Path(__file__).parents[2] / "golden").glob("format-*.h5"))
 WORLD_SIZE = 2
 LR, BETA1, BETA2, EPS = 0.125, 0.5, 0.75, 1e-3

@@ -23,6 +23,8 @@ from hpcfsdp.checkpoint.single import write_alone
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from tests.unit.checkpoint.hostile import make_file
 
+pytestmark = pytest.mark.hdf5
+
 TERABYTE = 1 << 40
 
 

@@ -10,6 +10,8 @@ from hypothesis import given, settings, strategies as st
 from hpcfsdp.checkpoint.format import image
 from hpcfsdp.checkpoint.format.image import SparseImage, Stretches
 
+pytestmark = pytest.mark.hdf5
+
 OFFSETS = st.integers(0, 300)
 STEPS = st.lists(
     st.one_of(

@@ -25,6 +25,8 @@ from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 
+pytestmark = pytest.mark.hdf5
+
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory, make_model, train_steps):

@@ -10,6 +10,8 @@ from hypothesis import given, settings, strategies as st
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 
+pytestmark = pytest.mark.hdf5
+
 DTYPES = [
     "float64",
     "float32",

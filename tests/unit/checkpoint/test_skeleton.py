@@ -7,11 +7,14 @@ import tracemalloc
 
 import h5py
 import numpy as np
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from hpcfsdp.checkpoint.format import schema, skeleton as module
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.skeleton import Source, build_skeleton
+
+pytestmark = pytest.mark.hdf5
 
 DTYPES = ["float32", "bfloat16", "int64", "bool", "complex64", "float8_e4m3fn"]
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)

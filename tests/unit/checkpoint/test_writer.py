@@ -21,6 +21,8 @@ from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.errors import CheckpointError, DisagreementError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 
+pytestmark = pytest.mark.hdf5
+
 
 def layer(fill=1.0):
     model = nn.Linear(3, 2)

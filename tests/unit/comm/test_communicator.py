@@ -130,7 +130,7 @@ def test_a_rank_that_does_not_exist_is_told(peer):
     assert str(caught.value) == f"sending on rank 1: there is no rank {peer}, they are 0 to 2"
 
 
-@pytest.mark.parametrize(("tensors", "given"), [(None, "None"), ([torch.empty(1)] * 2, "2 tensor(s)")], ids=str)
+@pytest.mark.parametrize(("tensors", "given"), [(None, "None"), ([torch.zeros(1)] * 2, "2 tensor(s)")], ids=str)
 def test_a_list_without_a_tensor_for_each_rank_is_told(tensors, given):
     with pytest.raises(CommunicationError) as caught:
         check_list("gathering", comm, "outputs", tensors)

@@ -1,7 +1,6 @@
 import os
 import signal
 import sys
-import time
 
 import pytest
 
@@ -59,20 +58,19 @@ def test_a_child_that_dies_keeps_what_it_has_said(child, code, failure):
 
 
 def test_a_child_that_takes_too_long_tells_where_it_is_and_is_ended(child):
-    began = time.monotonic()
-    code = "def lost(): time.sleep(100)\nprint('before', flush=True); say(here=True)\nlost()"
-    with child(code, limit_s=1.5) as process:
+    code = "def lost(): time.sleep(1000)\nprint('before', flush=True); say(here=True)\nlost()"
+    with child(code, limit_s=4) as process:
         assert process.wait_for("here")
         assert not process.wait_for("end")
-    assert time.monotonic() - began < 10
-    assert process.failure == "gave no answer within 1.5 s"
+    assert process.failure == "gave no answer within 4 s"
     first, second, *_ = process.output()
     assert first == "before"
     assert second.startswith("in File")
     assert second.endswith("in lost")
 
 
-def test_a_child_that_does_not_end(child):
+def test_a_child_that_does_not_end(child, monkeypatch):
+    monkeypatch.setattr("hpcfsdp.doctor.child._LEAVE_S", 1.0)
     with child("say(end=True); signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)") as process:
         assert process.wait_for("end")
         assert not process.ended_well()

@@ -206,7 +206,8 @@ def test_a_long_wait_is_logged_as_others_are_before_it_is_given_up(store, monkey
     assert len(store.counts) == -(-size // 32)
 
 
-def test_ranks_of_several_words_are_confirmed_when_all_have_come(store):
+def test_ranks_of_several_words_are_confirmed_when_all_have_come(store, monkeypatch):
+    monkeypatch.setattr(orders, "PATIENCE_S", 60.0)
     came = threading.Thread(target=lambda: [store.add(store_key(place), 1 << place % 32) for place in range(1, 70)])
 
     def store_key(place):
@@ -220,6 +221,7 @@ def test_ranks_of_several_words_are_confirmed_when_all_have_come(store):
     came.start()
     order.note(B)
     came.join()
+    monkeypatch.setattr(orders, "PATIENCE_S", 0.2)
     assert set(store.counts.values()) == {2**32 - 1, 2**6 - 1}
     order.forget()
     order.begin()

@@ -5,10 +5,13 @@ from itertools import chain
 
 import h5py
 import numpy as np
+import pytest
 from hypothesis import given, strategies as st
 
 from hpcfsdp.checkpoint.format.skeleton import select
 from hpcfsdp.reshard.boxes import joined_boxes
+
+pytestmark = pytest.mark.hdf5
 
 
 @st.composite
