@@ -16,7 +16,8 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -130,17 +131,16 @@ class ParamSlot:
         return self.offset + self.numel
 
 
-@dataclass(frozen=True)
-class ShardExtent:
-    """A run of one parameter's elements, in row-major order, that lies on one rank."""
+class Run(NamedTuple):
+    """Consecutive elements of one tensor, consecutive in memory, too."""
 
-    fqn: str
-    shard_rank: int
+    index: int
+    """Which tensor."""
     start: int
-    """First element within the parameter."""
+    """First element within the tensor, in row-major order."""
     numel: int
-    shard_offset: int
-    """First element within the rank's shard."""
+    offset: int
+    """First element within the memory that holds the run."""
 
 
 @dataclass(frozen=True)
@@ -217,13 +217,8 @@ class FlatLayout:
             runs.append((end, self.padded_numel))
         return runs
 
-    def param_extents(self, fqn: str) -> tuple[ShardExtent, ...]:
-        """The runs that together are the parameter `fqn` (or an alias), over all ranks, in row-major order."""
-        slot = self.by_name[fqn]
-        return tuple(self._cut(slot, 0, self.num_shards))
-
     def param_edges(self, fqn: str) -> tuple[int, np.ndarray]:
-        """The same runs as numbers, for any number of ranks in one go.
+        """The runs that together are the parameter `fqn` (or an alias), over all ranks, in row-major order.
 
         Returns:
             The first rank that has a run, and int64 ``[runs + 1]``, not to be changed: the first element of each, and
@@ -242,22 +237,30 @@ class FlatLayout:
         edges.flags.writeable = False
         return first, edges
 
-    def extents(self, shard_rank: int) -> tuple[ShardExtent, ...]:
-        """The runs that lie on one rank, in the order of its shard; empty for a rank that holds padding only."""
-        return tuple(extent for slot in self.slots for extent in self._cut(slot, shard_rank, shard_rank + 1))
+    def runs(self, shard_rank: int, *, apart: bool = False) -> list[Run]:
+        """The runs of parameters that lie on one rank, by their place among the slots; none where it is all padding.
 
-    def param_extent(self, fqn: str, shard_rank: int) -> ShardExtent | None:
+        Found without a look at the slots of other shards, as a plan asks for all shards.
+
+        Args:
+            apart: each run lies in memory of its own, and not in the rank's shard.
+        """
+        found, begin = [], shard_rank * self.shard_numel
+        end = begin + self.shard_numel
+        for index in range(bisect_right(self.slots, begin, key=lambda slot: slot.end), len(self.slots)):
+            slot = self.slots[index]
+            if slot.offset >= end:
+                break
+            first, last = max(slot.offset, begin), min(slot.end, end)
+            if first < last:
+                found.append(Run(index, first - slot.offset, last - first, 0 if apart else first - begin))
+        return found
+
+    def param_run(self, fqn: str, shard_rank: int) -> Run | None:
         """The run of the parameter `fqn` (or an alias) that lies on one rank, None if there is none."""
-        known = self._param_extent.get(fqn)
-        if known is None or known[0] != shard_rank:
-            found = next(self._cut(self.by_name[fqn], shard_rank, shard_rank + 1), None)
-            known = self._param_extent[fqn] = shard_rank, found
-        return known[1]
-
-    @cached_property
-    def _param_extent(self) -> dict[str, tuple[int, ShardExtent | None]]:
-        """Of the rank that was asked for last, which most often is the same."""
-        return {}
+        slot, begin = self.by_name[fqn], shard_rank * self.shard_numel
+        first, last = max(slot.offset, begin), min(slot.end, begin + self.shard_numel)
+        return Run(self.places[fqn], first - slot.offset, last - first, first - begin) if first < last else None
 
     def renamed(self, rename: Callable[[str], str]) -> FlatLayout:
         """The same layout with every name, aliases too, passed through `rename`."""
@@ -314,15 +317,6 @@ class FlatLayout:
     def fingerprint(self) -> str:
         """A short text that two layouts share when they are equal."""
         return hashlib.blake2b(repr((self.slots, self.dtype, self.num_shards)).encode(), digest_size=8).hexdigest()
-
-    def _cut(self, slot: ParamSlot, first_rank: int, end_rank: int) -> Iterator[ShardExtent]:
-        if slot.numel == 0:
-            return
-        first = max(first_rank, slot.offset // self.shard_numel)
-        for rank in range(first, min(end_rank, (slot.end - 1) // self.shard_numel + 1)):
-            begin = max(slot.offset, rank * self.shard_numel)
-            end = min(slot.end, (rank + 1) * self.shard_numel)
-            yield ShardExtent(slot.fqn, rank, begin - slot.offset, end - begin, begin - rank * self.shard_numel)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -69,8 +69,8 @@ class FlatParam:
         self.is_unsharded = False
         self.trained = any(leaf.requires_grad for leaf in self.leaves)
         self._places = [(slot.shape, _row_major(slot.shape), slot.offset) for slot in layout.slots]
-        extents = [layout.param_extent(slot.fqn, comm.rank) for slot in layout.slots]
-        self._runs = [slice(e.shard_offset, e.shard_offset + e.numel) if e else slice(0, 0) for e in extents]
+        runs = {run.index: slice(run.offset, run.offset + run.numel) for run in layout.runs(comm.rank)}
+        self._runs = [runs.get(index, slice(0, 0)) for index in range(len(layout.slots))]
 
         full = self._flattened()
         self._buffer, shard = self._place(full, torch.device("cpu") if offload else self.device)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from hpcfsdp.comm import Communicator
-from hpcfsdp.reshard.runs import Move, Run, intersect
+from hpcfsdp.flat.layout import Run
+from hpcfsdp.reshard.runs import Move, intersect
 
 RunsOf = Callable[[int], Sequence[Run]]
 """The runs that a rank holds."""

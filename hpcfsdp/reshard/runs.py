@@ -13,20 +13,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from hpcfsdp.flat.layout import Box, FlatLayout
+from hpcfsdp.flat.layout import Box, Run
 from hpcfsdp.reshard.boxes import chunk_box, whole_box
-
-
-class Run(NamedTuple):
-    """Consecutive elements of one tensor, consecutive in memory, too."""
-
-    index: int
-    """Which tensor."""
-    start: int
-    """First element within the tensor, in row-major order."""
-    numel: int
-    offset: int
-    """First element within the memory that holds the run."""
 
 
 class Move(NamedTuple):
@@ -59,27 +47,6 @@ def chunk_runs(
         if box is not None:
             runs += box_runs(index, shape, box)
     return runs
-
-
-def shard_runs(layout: FlatLayout, shard_rank: int) -> list[Run]:
-    """The runs of a layout's parameters in one shard, by their place among the layout's slots.
-
-    They are the layout's ``extents``, found without a look at the slots of other shards: a plan asks for all shards.
-    """
-    runs, begin = [], shard_rank * layout.shard_numel
-    for index in range(bisect_right(layout.slots, begin, key=lambda slot: slot.end), len(layout.slots)):
-        slot = layout.slots[index]
-        if slot.offset >= begin + layout.shard_numel:
-            break
-        first, end = max(slot.offset, begin), min(slot.end, begin + layout.shard_numel)
-        if first < end:
-            runs.append(Run(index, first - slot.offset, end - first, first - begin))
-    return runs
-
-
-def own_runs(layout: FlatLayout, shard_rank: int) -> list[Run]:
-    """As ``shard_runs``, where each parameter's run lies in memory of its own."""
-    return [run._replace(offset=0) for run in shard_runs(layout, shard_rank)]
 
 
 def box_runs(index: int, shape: Sequence[int], box: Box) -> Iterator[Run]:

@@ -307,9 +307,9 @@ def _store(whole: _Whole, shard: torch.Tensor, values: list[torch.Tensor], args:
         raise EngineError(problem)
     if not args.rank0_only:
         by_name = dict(zip((slot.fqn for slot in layout.slots), values, strict=True))
-        for extent in layout.extents(flat.comm.rank):
-            part = by_name[extent.fqn].reshape(-1)[extent.start : extent.start + extent.numel]
-            shard[extent.shard_offset : extent.shard_offset + extent.numel].copy_(part)
+        for run in layout.runs(flat.comm.rank):
+            part = by_name[layout.slots[run.index].fqn].reshape(-1)[run.start : run.start + run.numel]
+            shard[run.offset : run.offset + run.numel].copy_(part)
         return
     comm = flat.comm
     received = torch.empty(layout.shard_numel, dtype=shard.dtype, device=comm.device)

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from hpcfsdp.comm import Communicator
-from hpcfsdp.flat.layout import Box, FlatLayout
+from hpcfsdp.flat.layout import Box, FlatLayout, Run
 from hpcfsdp.reshard.boxes import run_boxes, whole_box
 from hpcfsdp.reshard.move import MovePlan, batches, move
-from hpcfsdp.reshard.runs import Run, cut_runs, own_runs, shard_runs
+from hpcfsdp.reshard.runs import cut_runs
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor
 from hpcfsdp.tensor.whole import forget_memory, take_memory
@@ -81,7 +81,7 @@ class Blocks:
             return []
         shard_rank = min(place, layout.num_shards - 1)
         runs = []
-        for run in (shard_runs if self.whole_shard else own_runs)(layout, shard_rank):
+        for run in layout.runs(shard_rank, apart=not self.whole_shard):
             if run.index in chosen:
                 number = self._numbers[run.index][tensor_rank]
                 if among is not None and number not in among:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.reshard.runs import Run, own_runs, shard_runs
+from hpcfsdp.flat.layout import FlatLayout, Run
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.blocks import Blocks, FileStaging
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor
@@ -53,7 +52,7 @@ class LocalShards:
 
     def runs(self, rank: int) -> list[Run]:
         """The runs of a rank, at their places in its tensors."""
-        found = shard_runs(self.layout, rank) if self.whole_shard else own_runs(self.layout, rank)
+        found = self.layout.runs(rank, apart=not self.whole_shard)
         return [run for run in found if self.tensors[run.index] is not None]
 
     def pieces(self, rank: int) -> dict[int, LocalPiece]:
@@ -68,9 +67,9 @@ class LocalShards:
         if self.whole_shard:
             return self.tensors[self.present[0]].to(device, dtype).contiguous()
         shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
-        for run, place in zip(own_runs(self.layout, rank), shard_runs(self.layout, rank), strict=True):
+        for run in self.layout.runs(rank):
             if self.tensors[run.index] is not None:
-                shard[place.offset : place.offset + run.numel].copy_(self.tensors[run.index])
+                shard[run.offset : run.offset + run.numel].copy_(self.tensors[run.index])
         return shard
 
     def in_file(

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.flat.layout import Box, FlatLayout, ParamSlot
+from hpcfsdp.flat.layout import Box, FlatLayout, ParamSlot, Run
 from hpcfsdp.observe.profile import Phase, profile
 from hpcfsdp.reshard.boxes import chunk_box, whole_box
 from hpcfsdp.reshard.move import MovePlan, RunsOf, batches, move
 from hpcfsdp.reshard.placements import mesh_blocks
-from hpcfsdp.reshard.runs import Run, chunk_runs, cut_runs, whole_runs
+from hpcfsdp.reshard.runs import chunk_runs, cut_runs, whole_runs
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.blocks import Blocks, BoxesOf, gather_blocks, scatter_blocks
 from hpcfsdp.state.shards import LocalShards

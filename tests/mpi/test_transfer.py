@@ -51,9 +51,9 @@ class Example:
         shard = full.view(layout.num_shards, -1)[rank].clone()
         tensors = []
         for index, slot in enumerate(layout.slots):
-            extent = layout.param_extent(slot.fqn, rank)
+            extent = layout.param_run(slot.fqn, rank)
             # An empty run begins where others do, as it does for whoever makes views of one shard.
-            begin, end = (extent.shard_offset, extent.shard_offset + extent.numel) if extent else (0, 0)
+            begin, end = (extent.offset, extent.offset + extent.numel) if extent else (0, 0)
             tensors.append(None if index in left_out else shard[begin:end] if own else shard)
         return LocalShards(layout, tensors, whole_shard=not own), shard
 
@@ -434,10 +434,10 @@ def test_other_replicas_keep_what_is_left_alone(world, hybrid):
     values[2] = Rank0Tensor(example.values[2].shape, torch.float32, example.values[2] if world.rank == 0 else None)
     scatter(hybrid, parts, values)
     expected = torch.full_like(shard, float(world.rank))
-    extent = example.layout.param_extent("b", hybrid.shard.rank)
+    extent = example.layout.param_run("b", hybrid.shard.rank)
     if extent is not None:
         mine = example.values[2][extent.start : extent.start + extent.numel]
-        expected[extent.shard_offset : extent.shard_offset + extent.numel] = mine
+        expected[extent.offset : extent.offset + extent.numel] = mine
     assert torch.equal(shard, expected)
 
 

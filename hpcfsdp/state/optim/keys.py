@@ -64,7 +64,7 @@ class FSDPParamInfo:
     def is_empty_on(self, fqn: str, rank: int) -> bool:
         """Whether a rank of ``comm`` holds nothing of a parameter of which others hold something."""
         slot = self.layout.slots[self.param_indices[fqn]]
-        return math.prod(slot.whole_shape) > 0 and self.layout.param_extent(fqn, rank) is None
+        return math.prod(slot.whole_shape) > 0 and self.layout.param_run(fqn, rank) is None
 
 
 class OptimStateKey(NamedTuple):

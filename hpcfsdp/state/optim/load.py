@@ -76,10 +76,10 @@ def allocate_optim_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) ->
             if info.shows_whole(fqn) and shape != layout.slots[index].shape:
                 new.whole[fqn, name] = new.states[fqn][name] = torch.empty(shape, dtype=dtype, device=device)
                 continue
-            extent = layout.param_extent(fqn, info.comm.rank)
-            run = torch.empty(extent.numel if extent else 0, dtype=dtype, device=device)
-            given[index], parts[index] = values[0], run
-            new.states[fqn][name] = run.view(layout.slots[index].shape) if info.keeps_shapes else run
+            run = layout.param_run(fqn, info.comm.rank)
+            own = torch.empty(run.numel if run else 0, dtype=dtype, device=device)
+            given[index], parts[index] = values[0], own
+            new.states[fqn][name] = own.view(layout.slots[index].shape) if info.keeps_shapes else own
         if any(part is not None for part in parts):
             new.shards.append((name, LocalShards(layout, parts, whole_shard=is_flat), given))
     return new

@@ -235,8 +235,8 @@ def check_state_shapes(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any]) 
     if info.keeps_shapes:
         shape = info.layout.by_name[fqn].shape
     elif info.flat.use_orig_params:
-        extent = info.layout.param_extent(fqn, info.comm.rank)
-        shape = (extent.numel if extent else 0,)
+        run = info.layout.param_run(fqn, info.comm.rank)
+        shape = (run.numel if run else 0,)
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) != shape:
             raise StateDictError(

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.flat.layout import ALIGNMENT_BYTES, FlatLayout, ParamSlot, ShardExtent
+from hpcfsdp.flat.layout import ALIGNMENT_BYTES, FlatLayout, ParamSlot, Run
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.complex128]
 
@@ -36,59 +36,59 @@ def buffer_of(layout):
     return buffer, values
 
 
+def param_runs(layout, name):
+    """(rank, run) for each rank that has a part of a parameter."""
+    runs = ((rank, layout.param_run(name, rank)) for rank in range(layout.num_shards))
+    return [(rank, run) for rank, run in runs if run is not None]
+
+
 @given(layouts)
 @settings(max_examples=80, deadline=None)
-def test_shards_put_together_by_param_extents_are_the_parameters(layout):
+def test_shards_put_together_by_the_runs_of_parameters_are_the_parameters(layout):
     buffer, values = buffer_of(layout)
     shards = buffer.reshape(layout.num_shards, layout.shard_numel)
     for slot in layout.slots:
         for name in (slot.fqn, *slot.aliases):
-            runs = [
-                shards[extent.shard_rank, extent.shard_offset : extent.shard_offset + extent.numel]
-                for extent in layout.param_extents(name)
-            ]
+            runs = [shards[rank, run.offset : run.offset + run.numel] for rank, run in param_runs(layout, name)]
             joined = np.concatenate([np.zeros(0, np.int64), *runs]).reshape(slot.shape)
             assert np.array_equal(joined, values[slot.fqn])
 
 
 @given(layouts)
 @settings(max_examples=80, deadline=None)
-def test_shards_put_together_by_extents_are_the_parameters(layout):
+def test_shards_put_together_by_the_runs_of_ranks_are_the_parameters(layout):
     buffer, values = buffer_of(layout)
     shards = buffer.reshape(layout.num_shards, layout.shard_numel)
-    joined = {slot.fqn: np.zeros(slot.numel, np.int64) for slot in layout.slots}
+    joined = [np.zeros(slot.numel, np.int64) for slot in layout.slots]
     for rank in range(layout.num_shards):
-        for extent in layout.extents(rank):
-            run = shards[rank, extent.shard_offset : extent.shard_offset + extent.numel]
-            joined[extent.fqn][extent.start : extent.start + extent.numel] = run
-    for slot in layout.slots:
-        assert np.array_equal(joined[slot.fqn].reshape(slot.shape), values[slot.fqn])
+        for run in layout.runs(rank):
+            joined[run.index][run.start : run.start + run.numel] = shards[rank, run.offset : run.offset + run.numel]
+    for slot, found in zip(layout.slots, joined, strict=True):
+        assert np.array_equal(found.reshape(slot.shape), values[slot.fqn])
 
 
 @given(layouts)
 @settings(max_examples=80, deadline=None)
-def test_param_extents_tile_each_parameter_once_in_order(layout):
+def test_runs_tile_each_parameter_once_in_order(layout):
     for slot in layout.slots:
-        extents, end = layout.param_extents(slot.fqn), 0
-        for extent in extents:
-            assert extent.numel > 0
-            assert extent.start == end
-            end += extent.numel
-        assert end == slot.numel
-        ranks = [extent.shard_rank for extent in extents]
-        assert ranks == sorted(set(ranks))
-
-
-@given(layouts)
-@settings(max_examples=80, deadline=None)
-def test_extents_of_a_rank_are_those_param_extents_that_lie_on_it_in_order_of_its_shard(layout):
-    for rank in range(layout.num_shards):
-        everywhere = [extent for slot in layout.slots for extent in layout.param_extents(slot.fqn)]
-        assert layout.extents(rank) == tuple(extent for extent in everywhere if extent.shard_rank == rank)
         end = 0
-        for extent in layout.extents(rank):
-            assert extent.shard_offset >= end
-            end = extent.shard_offset + extent.numel
+        for _, run in param_runs(layout, slot.fqn):
+            assert run.numel > 0
+            assert run.start == end
+            end += run.numel
+        assert end == slot.numel
+
+
+@given(layouts)
+@settings(max_examples=80, deadline=None)
+def test_the_runs_of_a_rank_are_those_of_parameters_in_order_of_its_shard(layout):
+    for rank in range(layout.num_shards):
+        runs, end = layout.runs(rank), 0
+        assert runs == [run for slot in layout.slots for r, run in param_runs(layout, slot.fqn) if r == rank]
+        assert layout.runs(rank, apart=True) == [run._replace(offset=0) for run in runs]
+        for run in runs:
+            assert run.offset >= end
+            end = run.offset + run.numel
         assert end <= layout.shard_numel
 
 
@@ -117,15 +117,6 @@ def test_parameters_and_shards_start_at_aligned_bytes_and_shards_are_no_longer_t
 
 @given(layouts)
 @settings(max_examples=50, deadline=None)
-def test_the_extent_of_a_parameter_on_a_rank_is_the_one_among_all_of_its_extents(layout):
-    for name in layout.by_name:
-        extents = {extent.shard_rank: extent for extent in layout.param_extents(name)}
-        ranks = range(layout.num_shards)
-        assert [layout.param_extent(name, rank) for rank in ranks] == [extents.get(rank) for rank in ranks]
-
-
-@given(layouts)
-@settings(max_examples=50, deadline=None)
 def test_renamed_changes_names_and_aliases_alone(layout):
     renamed = layout.renamed(lambda name: f"root.{name}")
     assert sorted(renamed.by_name) == sorted(f"root.{name}" for name in layout.by_name)
@@ -141,7 +132,7 @@ def test_aliased_adds_the_names_of_other_layouts_to_the_same_slots():
         ("w", ("v", "x.w", "x.v", "y.w", "y.v")),
         ("b", ("x.b", "y.b")),
     ]
-    assert found.param_extents("y.b") == layout.param_extents("b")
+    assert param_runs(found, "y.b") == param_runs(layout, "b")
     assert layout.aliased([]) == layout
 
 
@@ -157,21 +148,20 @@ def test_a_parameter_is_cut_where_a_shard_ends():
     assert layout.slots == (ParamSlot("weight", (3, 5), 0), ParamSlot("bias", (3,), 16))
     assert (layout.shard_numel, layout.padded_numel, layout.numel) == (8, 24, 18)
     assert layout.gaps() == [(15, 16), (19, 24)]
-    assert layout.extents(1) == (ShardExtent("weight", 1, 8, 7, 0),)
-    assert layout.param_extents("weight") == (ShardExtent("weight", 0, 0, 8, 0), ShardExtent("weight", 1, 8, 7, 0))
-    assert layout.extents(2) == (ShardExtent("bias", 2, 0, 3, 0),)
+    assert [layout.runs(rank) for rank in range(3)] == [[Run(0, 0, 8, 0)], [Run(0, 8, 7, 0)], [Run(1, 0, 3, 0)]]
+    assert param_runs(layout, "weight") == [(0, Run(0, 0, 8, 0)), (1, Run(0, 8, 7, 0))]
 
 
-def test_a_rank_that_holds_padding_only_has_no_extents():
+def test_a_rank_that_holds_padding_only_has_no_runs():
     layout = FlatLayout.plan([("weight", (4,), ())], torch.float32, 3)
-    assert [len(layout.extents(rank)) for rank in range(3)] == [1, 0, 0]
+    assert [len(layout.runs(rank)) for rank in range(3)] == [1, 0, 0]
 
 
-def test_an_unknown_name_has_no_extents():
+def test_an_unknown_name_has_no_run():
     layout = FlatLayout.plan([("weight", (4,), ("alias",))], torch.float32, 2)
-    assert layout.param_extents("alias") == layout.param_extents("weight")
+    assert param_runs(layout, "alias") == param_runs(layout, "weight")
     with pytest.raises(KeyError, match="bias"):
-        layout.param_extents("bias")
+        layout.param_run("bias", 0)
 
 
 def test_fingerprint_tells_every_difference():

@@ -93,22 +93,21 @@ def test_real_tensors_are_viewed_in_their_own_shape_and_dtype(layout):
 
 @given(layouts, WORLDS)
 @check
-def test_extents_alone_carry_parameters_from_one_number_of_ranks_to_another(layout, num_shards):
+def test_runs_alone_carry_parameters_from_one_number_of_ranks_to_another(layout, num_shards):
     """Resharding: what ranks of the one layout hold is written where ranks of the other look for it."""
     other = FlatLayout.plan([(s.fqn, s.shape, s.aliases) for s in layout.slots], layout.dtype, num_shards)
     values = values_of(layout)
     shards = shards_of(layout, flatten(layout, values))
     whole = {slot.fqn: torch.zeros(slot.numel, layout.dtype.itemsize, dtype=torch.uint8) for slot in layout.slots}
     for rank, shard in enumerate(shards):
-        for extent in layout.extents(rank):
-            run = shard[extent.shard_offset : extent.shard_offset + extent.numel]
-            whole[extent.fqn][extent.start : extent.start + extent.numel] = run
+        for run in layout.runs(rank):
+            part = shard[run.offset : run.offset + run.numel]
+            whole[layout.slots[run.index].fqn][run.start : run.start + run.numel] = part
     rebuilt = torch.zeros(other.padded_numel, layout.dtype.itemsize, dtype=torch.uint8)
     parts = shards_of(other, rebuilt)
     for slot in other.slots:
-        for extent in other.param_extents(slot.fqn):
-            run = whole[extent.fqn][extent.start : extent.start + extent.numel]
-            parts[extent.shard_rank][extent.shard_offset : extent.shard_offset + extent.numel] = run
+        for rank, run in param_runs(other, slot.fqn):
+            parts[rank][run.offset : run.offset + run.numel] = whole[slot.fqn][run.start : run.start + run.numel]
     assert torch.equal(rebuilt, flatten(other, values))
 
 
@@ -118,44 +117,46 @@ def test_every_element_of_every_parameter_lies_on_one_rank(layout):
     counts = {slot.fqn: torch.zeros(slot.numel, dtype=torch.int64) for slot in layout.slots}
     owned = torch.zeros(layout.num_shards, layout.shard_numel, dtype=torch.int64)
     for rank in range(layout.num_shards):
-        for extent in layout.extents(rank):
-            assert extent.shard_rank == rank
-            counts[extent.fqn][extent.start : extent.start + extent.numel] += 1
-            owned[rank, extent.shard_offset : extent.shard_offset + extent.numel] += 1
+        for run in layout.runs(rank):
+            counts[layout.slots[run.index].fqn][run.start : run.start + run.numel] += 1
+            owned[rank, run.offset : run.offset + run.numel] += 1
     assert all((count == 1).all() for count in counts.values())
     for begin, end in layout.gaps():
         owned.view(-1)[begin:end] += 1
     assert (owned == 1).all(), "parameters and gaps overlap, or leave something out"
 
 
+def param_runs(layout, name):
+    """(rank, run) for each rank that has a part of a parameter."""
+    slot = layout.by_name[name]
+    ranks = range(slot.offset // layout.shard_numel, -(-slot.end // layout.shard_numel)) if slot.numel else ()
+    return [(rank, layout.param_run(name, rank)) for rank in ranks]
+
+
 @given(st.one_of(layouts, huge_layouts))
 @check
-def test_extents_are_where_the_slot_says(layout):
+def test_runs_are_where_the_slot_says(layout):
     for slot in layout.slots:
         for name in (slot.fqn, *slot.aliases):
-            extents = layout.param_extents(name)
-            assert sum(extent.numel for extent in extents) == slot.numel
-            for extent in extents:
-                assert extent.fqn == slot.fqn
-                begin = extent.shard_rank * layout.shard_numel + extent.shard_offset
-                assert begin == slot.offset + extent.start
-                assert 0 <= extent.shard_offset < extent.shard_offset + extent.numel <= layout.shard_numel
-            assert [e.shard_rank for e in extents] == list(range(*_ranks(extents)))
-
-
-def _ranks(extents):
-    return (extents[0].shard_rank, extents[-1].shard_rank + 1) if extents else (0,)
+            runs = param_runs(layout, name)
+            assert sum(run.numel for _, run in runs) == slot.numel
+            for rank, run in runs:
+                assert layout.slots[run.index] is slot
+                assert rank * layout.shard_numel + run.offset == slot.offset + run.start
+                assert 0 <= run.offset < run.offset + run.numel <= layout.shard_numel
+            first, edges = layout.param_edges(name)
+            assert edges.tolist() == [*(run.start for _, run in runs), slot.numel]
+            assert not runs or runs[0][0] == first
 
 
 @given(st.one_of(layouts, huge_layouts), st.data())
 @check
-def test_all_ways_to_ask_for_extents_agree(layout, data):
+def test_all_ways_to_ask_for_runs_agree(layout, data):
     rank = data.draw(st.integers(0, layout.num_shards - 1))
-    here = layout.extents(rank)
-    by_name = {slot.fqn: layout.param_extents(slot.fqn) for slot in layout.slots}
-    assert set(here) == {extent for extents in by_name.values() for extent in extents if extent.shard_rank == rank}
+    here = layout.runs(rank)
+    assert here == [run for slot in layout.slots for r, run in param_runs(layout, slot.fqn) if r == rank]
     for name, slot in layout.by_name.items():
-        assert layout.param_extent(name, rank) == next((e for e in here if e.fqn == slot.fqn), None)
+        assert layout.param_run(name, rank) == next((run for run in here if layout.slots[run.index] is slot), None)
 
 
 @given(st.one_of(layouts, huge_layouts))
@@ -215,12 +216,11 @@ def test_names_change_without_positions(layout):
     for found in (renamed, aliased):
         assert [(slot.offset, slot.shape) for slot in found.slots] == [(s.offset, s.shape) for s in layout.slots]
         assert (found.shard_numel, found.dtype, found.gaps()) == (layout.shard_numel, layout.dtype, layout.gaps())
-    places = lambda extents: [(e.shard_rank, e.start, e.numel, e.shard_offset) for e in extents]  # noqa: E731
     for slot in layout.slots:
-        expected = places(layout.param_extents(slot.fqn))
-        assert places(renamed.param_extents(f"prefix.{slot.fqn}")) == expected
+        expected = param_runs(layout, slot.fqn)
+        assert param_runs(renamed, f"prefix.{slot.fqn}") == expected
         for name in (slot.fqn, f"prefix.{slot.fqn}", f"again.prefix.{slot.fqn}"):
-            assert places(aliased.param_extents(name)) == expected
+            assert param_runs(aliased, name) == expected
     assert set(aliased.by_name) == {
         form.format(name) for name in layout.by_name for form in ("{}", "prefix.{}", "again.prefix.{}")
     }

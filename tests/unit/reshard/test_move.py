@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.layout import FlatLayout, Run
 from hpcfsdp.reshard.move import MovePlan, batches, move
-from hpcfsdp.reshard.runs import Move, Run, chunk_runs, own_runs, shard_runs, whole_runs
+from hpcfsdp.reshard.runs import Move, chunk_runs, whole_runs
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=4)
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int32])
@@ -50,7 +50,7 @@ def distributions(draw, shapes, size):
         return [chunk_runs(with_rows, size, rank) for rank in range(size)]
     if kind == "flat shards":
         layout = FlatLayout.plan([(str(i), shape, ()) for i, shape in enumerate(shapes)], torch.float32, size)
-        return [own_runs(layout, rank) for rank in range(size)]
+        return [layout.runs(rank, apart=True) for rank in range(size)]
     owner = draw(st.integers(0, size - 1))
     return [whole_runs(shapes) if rank == owner else [] for rank in range(size)]
 
@@ -158,7 +158,7 @@ def test_no_history_of_moves_is_kept(run_ranks):
     def body(comm):
         shard = torch.nn.Parameter(torch.full((layout.shard_numel,), float(comm.rank)))
         found = torch.zeros(16, requires_grad=True)
-        plan = MovePlan.make(comm.rank, 2, lambda rank: shard_runs(layout, rank), lambda _: whole_runs([(4, 4)]))
+        plan = MovePlan.make(comm.rank, 2, layout.runs, lambda _: whole_runs([(4, 4)]))
         move(comm, plan, [shard], [found], torch.float32)
         return found.is_leaf, found.tolist()
 

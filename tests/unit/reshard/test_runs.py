@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hpcfsdp.flat.layout import Box, FlatLayout
+from hpcfsdp.flat.layout import Box, FlatLayout, Run
 from hpcfsdp.reshard.boxes import chunk_box, run_boxes, whole_box
-from hpcfsdp.reshard.runs import Move, Run, box_runs, chunk_runs, cut_runs, intersect, own_runs, shard_runs, whole_runs
+from hpcfsdp.reshard.runs import Move, box_runs, chunk_runs, cut_runs, intersect, whole_runs
 
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple)
 
@@ -165,20 +165,11 @@ def test_moves_bring_every_element_from_any_distribution_to_any_other(data, nume
 
 def test_the_shards_of_a_layout_tile_its_parameters():
     layout = FlatLayout.plan([("a", (3, 5), ()), ("empty", (0,), ()), ("b", (7,), ())], torch.float32, 3)
-    runs = [shard_runs(layout, rank) for rank in range(3)]
+    runs = [layout.runs(rank) for rank in range(3)]
     assert sorted(runs[0] + runs[1] + runs[2])[0] == Run(0, 0, 8, 0)
     assert sum(run.numel for of_rank in runs for run in of_rank) == 22
     assert intersect(runs[0], whole_runs([(3, 5), (0,), (7,)])) == [Move(0, 0, 0, 8)]
-    assert own_runs(layout, 1)[0] == runs[1][0]._replace(offset=0)
-
-
-@given(st.lists(st.lists(st.integers(0, 4), max_size=2).map(tuple), max_size=8), st.integers(1, 6))
-def test_the_runs_of_a_shard_are_its_extents(shapes, num):
-    layout = FlatLayout.plan([(f"p{i}", shape, ()) for i, shape in enumerate(shapes)], torch.float32, num)
-    for rank in range(num):
-        expected = [Run(int(e.fqn[1:]), e.start, e.numel, e.shard_offset) for e in layout.extents(rank)]
-        assert shard_runs(layout, rank) == expected
-        assert own_runs(layout, rank) == [run._replace(offset=0) for run in expected]
+    assert layout.runs(1, apart=True)[0] == runs[1][0]._replace(offset=0)
 
 
 @given(st.lists(SHAPES | st.just(()), max_size=5), st.integers(1, 5))

@@ -55,8 +55,8 @@ def shard_of(info, values):
 
 def run_of(info, fqn, value):
     """This rank's run of a whole tensor, 1-D, cut by hand."""
-    extent = info.layout.param_extent(fqn, info.comm.rank)
-    begin, numel = (extent.start, extent.numel) if extent else (0, 0)
+    run = info.layout.param_run(fqn, info.comm.rank)
+    begin, numel = (run.start, run.numel) if run else (0, 0)
     return value.reshape(-1)[begin : begin + numel].clone()
 
 
