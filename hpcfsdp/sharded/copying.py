@@ -13,7 +13,6 @@ from hpcfsdp.sharded.assigned import watch_assignments
 from hpcfsdp.sharded.guard import guard_modules
 from hpcfsdp.sharded.own import Ignored, OwnParam, OwnParams
 from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit, units_in
-from hpcfsdp.sharded.unshard import check_at_rest
 
 Memo = dict[int, Any]
 
@@ -32,7 +31,7 @@ def copy_wrapper(unit: ShardedUnit, memo: Memo) -> nn.Module:
     """
     wrapper = unit.wrapper
     for inner in units_in(wrapper):
-        check_at_rest(inner, "copy.deepcopy")
+        inner.check_at_rest("copy.deepcopy")
     made = wrapper.__class__.__new__(wrapper.__class__)
     memo[id(wrapper)] = made
     flats = [_copy_flat(flat, memo) for flat in unit.flats]

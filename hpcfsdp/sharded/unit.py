@@ -10,8 +10,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, StateDictSettings
 
 from hpcfsdp.comm import Communicator
+from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.root import Root
 from hpcfsdp.engine.unit import ComputedView, Unit
+from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded.own import Ignored, OwnParams
 from hpcfsdp.sharded.unit_mesh import UnitMesh
@@ -99,6 +101,31 @@ class ShardedUnit(Unit):
     def comm(self) -> Communicator:
         """All ranks of the unit, replicas too; only the shards of hybrid groups that do not make up the world."""
         return self.mesh.data or self.mesh.shard
+
+    def check_at_rest(self, what: str) -> None:
+        """Not collective. Refuse to go on at work, or summoned; reshard what a forward has left for its backward.
+
+        Args:
+            what: the user has called.
+
+        Raises:
+            EngineError: with what the unit is doing, and what to do.
+        """
+        root = self.root
+        if root is not None:
+            root.recover()
+        if self.phase is Phase.SUMMON:
+            hint = "do not nest" if what == "summon_full_params" else f"call {what} outside of"
+            raise EngineError(f"{self.name}: its parameters are whole already: {hint} summon_full_params")
+        if self.phase is not Phase.IDLE or (root is not None and root.is_busy):
+            doing = self.phase.value if self.phase is not Phase.IDLE else "a forward or backward of the model"
+            raise EngineError(
+                f"{self.name}: {what} was called during {doing}: call it before the forward or after the backward"
+            )
+        if root is not None:
+            root.rest()
+        for flat in self.flats:
+            flat.adopt_user_data()  # while what users have assigned is not mixed with what summon_full_params registers
 
 
 def unit_of(module: nn.Module) -> ShardedUnit | None:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from hpcfsdp.comm import raise_together_over
-from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.param import FlatParam, set_grad
 from hpcfsdp.launch.calls import public_call
@@ -57,39 +56,13 @@ class _Whole:
     grad: torch.Tensor | None = None
 
 
-def check_at_rest(unit: ShardedUnit, what: str) -> None:
-    """Refuse a unit that is at work or summoned already; reshard what a forward has left whole for its backward.
-
-    Args:
-        what: the user has called.
-
-    Raises:
-        EngineError: with what the unit is doing, and what to do.
-    """
-    root = unit.root
-    if root is not None:
-        root.recover()
-    if unit.phase is Phase.SUMMON:
-        hint = "do not nest" if what == "summon_full_params" else f"call {what} outside of"
-        raise EngineError(f"{unit.name}: its parameters are whole already: {hint} summon_full_params")
-    if unit.phase is not Phase.IDLE or (root is not None and root.is_busy):
-        doing = unit.phase.value if unit.phase is not Phase.IDLE else "a forward or backward of the model"
-        raise EngineError(
-            f"{unit.name}: {what} was called during {doing}: call it before the forward or after the backward"
-        )
-    if root is not None:
-        root.rest()
-    for flat in unit.flats:
-        flat.adopt_user_data()  # while what users have assigned is not mixed with what summon_full_params registers
-
-
 def validate_unshard_params_args(args: UnshardArgs, unit: ShardedUnit) -> None:
     """Collective under `with_grads`. Refuse a unit that is at work or summoned already; warn of what costs memory.
 
     Raises:
         EngineError: with what the unit is doing, and what to do.
     """
-    check_at_rest(unit, "summon_full_params")
+    unit.check_at_rest("summon_full_params")
     if args.with_grads:
         _refuse_held(unit)
     if args.offload_to_cpu and not args.rank0_only and unit.comm.size > 1:

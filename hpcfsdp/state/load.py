@@ -119,7 +119,7 @@ def agree(reading: Reading, read: Callable[[], None]) -> Agreed:
     ranks = ranks_of_model(reading.module)
     with raise_together(ranks):  # what follows is collective, and one rank alone may be at work
         for unit in reading.units:
-            unshard.check_at_rest(unit, "load_state_dict")
+            unit.check_at_rest("load_state_dict")
     if dist.is_initialized():
         for unit in reading.units:
             unit.mesh.ranks(unit.mesh.dtensor_dim, "tensor")  # known from here on, whatever this rank finds

@@ -104,7 +104,7 @@ def save_model(
     comm = max((inner.mesh.comm("shard", "tensor") for inner in units), key=lambda ranks: ranks.size)
     with raise_together(comm):
         for inner in units:
-            unshard.check_at_rest(inner, "state_dict")
+            inner.check_at_rest("state_dict")
         _run_pre_hooks(unit, prefix, keep_vars=keep_vars)
         call = _Call(settings_of(unit.wrapper), keep_vars)
         asked = [(call.kind_of(inner).name, call.form_of(inner)) for inner in units]

@@ -10,7 +10,6 @@ from torch import nn
 from hpcfsdp._compat import IncompatibleKeys
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.sharded import unshard
 from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit
 from hpcfsdp.state.load import Agreed, agree, commit, finish, refuse_assign
 from hpcfsdp.state.ranks import ranks_of_model
@@ -86,7 +85,7 @@ class LoadWithin:
         """
         self.module.__dict__["_modules"] = self._modules
         try:
-            unshard.check_at_rest(self.unit, "load_state_dict")
+            self.unit.check_at_rest("load_state_dict")
             if self._metadata.get(self._prefix[:-1], {}).get("assign_to_params_buffers"):
                 refuse_assign()
             self._reading.read(self._values, self._prefix, self._metadata, within=True)

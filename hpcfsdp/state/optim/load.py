@@ -16,11 +16,12 @@ from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, assert_same, raise_together
 from hpcfsdp.comm.grid import Grid
 from hpcfsdp.observe.profile import Phase, SimpleProfiler, profile
+from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.optim.compare import allgather_state_info, check_same_groups, convert_all_state_info
 from hpcfsdp.state.optim.keys import FSDPParamInfo, OptimInput, check_is_state_dict
 from hpcfsdp.state.optim.plan import LoadPlan, StatePlan
 from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
-from hpcfsdp.state.optim.save import check_at_rest, form_of
+from hpcfsdp.state.optim.save import form_of
 from hpcfsdp.state.optim.values import on_host
 from hpcfsdp.state.rank0 import broadcast_tensor, broadcast_values, rank0_tensor
 from hpcfsdp.state.ranks import ranks_of_model
@@ -198,7 +199,8 @@ def optim_state_dict_to_load(
     ranks = ranks_of_model(model, group)
     with SimpleProfiler("optim_state_dict_to_load", log):
         with raise_together(ranks):
-            check_at_rest(model, "optim_state_dict_to_load")
+            for unit in units_in(model):
+                unit.check_at_rest("optim_state_dict_to_load")
             if rank0_only is None:
                 rank0_only = form_of(optim_settings_of(model)).rank0_only
             rank0_only = rank0_only and ranks.size > 1

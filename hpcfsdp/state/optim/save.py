@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp.comm import assert_same, raise_together
 from hpcfsdp.observe.profile import Phase, SimpleProfiler, profile
-from hpcfsdp.sharded import unshard
 from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.optim.compare import (
     StateInfo,
@@ -84,7 +83,8 @@ def optim_state_dict(
     ranks = ranks_of_model(model, group)
     with SimpleProfiler("optim_state_dict", log):
         with raise_together(ranks):
-            check_at_rest(model, "optim_state_dict")
+            for unit in units_in(model):
+                unit.check_at_rest("optim_state_dict")
             form = form_of(optim_settings_of(model)) if form is None else form
         assert_same(ranks, form, "the kind of state dict, see state_dict_type,")
         with profile(Phase.PREPROCESSING), raise_together(ranks):
@@ -195,13 +195,3 @@ def _made_whole(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: whole_of(value) if isinstance(value, DTensor) else value for name, value in sorted(state.items(), key=str)
     }
-
-
-def check_at_rest(model: nn.Module, what: str) -> None:
-    """Refuse units that are at work, or summoned: they do not have the parameters that the optimizer steps.
-
-    Raises:
-        EngineError: with the unit, and what it does.
-    """
-    for unit in units_in(model):
-        unshard.check_at_rest(unit, what)
