@@ -97,6 +97,17 @@ def test_forward_and_backward_of_a_unit(original, mixed):
     check("a step", files_of(step), 10)
 
 
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+def test_optim_state_dict(original):
+    model = FullyShardedDataParallel(nn.Linear(4, 4), process_group=FakeCommunicator(), use_orig_params=original)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    FullyShardedDataParallel.optim_state_dict(model, optimizer)  # which finds names that are kept
+    walk = files_of(lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer))
+    check("optim_state_dict", walk, 25)
+
+
 def test_init_before_torch(run_python):
     code = f"import inspect, json, sys\n{inspect.getsource(Files)}\nfiles = Files({ROOT!r}, until='torch')\n{INIT}"
     check("init", json.loads(run_python(code)), 6)
