@@ -172,7 +172,8 @@ class OptimizerRestore:
             plan = LoadPlan(model, optimizer, {"state": given, "param_groups": groups}, None, in_file=True)
         self._optimizer, self._plan = optimizer, plan
         self._groups = [
-            {key: _fitted(optimizer, number, key, value) for key, value in group.items() if key != "params"}
+            # An optimizer that was built from names keeps its own.
+            {k: _fitted(optimizer, number, k, v) for k, v in group.items() if k not in ("params", "param_names")}
             for number, group in enumerate(plan.groups)
         ]
         self._state: dict[str, dict[str, Any]] = {}

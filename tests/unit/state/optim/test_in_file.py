@@ -212,6 +212,19 @@ def test_groups_of_other_parameters_are_named(groups, text):
     assert text in error_of(nn.Linear(2, 3), {}, groups=groups)
 
 
+def test_an_optimizer_that_was_built_from_names_keeps_its_own():
+    model = shard(nn.Linear(2, 3), original=True)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    names = list(optimizer.param_groups[0]["param_names"])
+    saved = optimizer_state(model, optimizer).groups
+    assert saved[0]["param_names"] == saved[0]["params"] == ["weight", "bias"]
+    optimizer.param_groups[0]["lr"] = 0.5
+    restore = OptimizerRestore(model, optimizer, {}, {}, saved)
+    restore.check()
+    restore.apply()
+    assert (optimizer.param_groups[0]["param_names"], optimizer.param_groups[0]["lr"]) == (names, 0.1)
+
+
 def test_groups_may_be_in_another_order():
     model = nn.Linear(2, 3)
     optimizer = torch.optim.SGD([{"params": [model.bias]}, {"params": [model.weight]}], lr=0.1)
