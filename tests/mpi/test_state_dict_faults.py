@@ -316,8 +316,8 @@ def unknown_elsewhere(state):
 
 
 UNSENT = {
-    no_pickle: (StateDictError, r"'unit\._extra_state' cannot be sent to the other ranks, .* pickle"),
-    no_pickle_of_versions: (StateDictError, "'_metadata' cannot be sent to the other ranks, .* pickle"),
+    no_pickle: (StateDictError, r"'unit\._extra_state' of .* is a function that cannot be pickled"),
+    no_pickle_of_versions: (StateDictError, "of '_metadata' is a function that cannot be pickled"),
     no_file: (OSError, "the file is closed"),
     unknown_elsewhere: (StateDictError, "of rank 0 cannot be unpickled here .ModuleNotFoundError: No module named"),
 }

@@ -120,10 +120,10 @@ def broadcast_processed_state(ranks: Communicator | Grid, optim_state_dict: Mapp
 
 def _processed(optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
     def stand_in(key: Any, name: Any, value: Any) -> Any:
-        # The values of state alone: what lies deeper is small.
-        return (
-            rank0_tensor(f"{key}/{name}", value) if isinstance(value, torch.Tensor) and value.dim() else on_host(value)
-        )
+        if not isinstance(value, torch.Tensor):  # what lies deeper is small
+            return on_host(value)
+        tensor = rank0_tensor(f"{key}/{name}", value)
+        return tensor if tensor.shape else on_host(value)
 
     state = {
         key: {name: stand_in(key, name, value) for name, value in entry.items()}
