@@ -9,10 +9,10 @@ from typing import Any
 
 from hpcfsdp import config as configuration, env
 from hpcfsdp.errors import HpcfsdpError
+from hpcfsdp.examples.gpt.run_config import RunConfig
 from hpcfsdp.launch.job import load_mpi
 from hpcfsdp.launch.shutdown import abort
 from hpcfsdp.launch.signals import StopRequest
-from hpcfsdp.train.config import RunConfig
 
 EXIT_RUN_AGAIN = 75
 """After a signal, with a complete checkpoint (EX_TEMPFAIL of sysexits.h)."""
@@ -39,8 +39,8 @@ def _train(arguments: Sequence[str], comm: Any, stop: Any) -> int:
     from hpcfsdp import world as worlds  # from here on torch, which MPI has to come before
     from hpcfsdp.comm.agree import raise_together
     from hpcfsdp.comm.mpi import MpiCommunicator
+    from hpcfsdp.examples.gpt.loop import train
     from hpcfsdp.observe import log
-    from hpcfsdp.train.loop import train
 
     with raise_together(MpiCommunicator(comm.Dup())):
         config = configuration.parse(RunConfig, arguments, prog=_PROG)

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp import checkpoint
 from hpcfsdp.comm.mpi import MpiCommunicator
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointMismatchError, DataError, HpcfsdpError, UsageError
-from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
-from hpcfsdp.launch.signals import StopRequest
-from hpcfsdp.train import data, loop
-from hpcfsdp.train.config import (
+from hpcfsdp.examples.gpt import data, loop
+from hpcfsdp.examples.gpt.evaluate import evaluate
+from hpcfsdp.examples.gpt.parallel import Share, make_mesh, parallelize, shard
+from hpcfsdp.examples.gpt.run_config import (
     CheckpointConfig,
     DataConfig,
     EvalConfig,
@@ -30,11 +30,11 @@ from hpcfsdp.train.config import (
     OptimConfig,
     RunConfig,
 )
-from hpcfsdp.train.evaluate import evaluate
-from hpcfsdp.train.lock import RunLock
-from hpcfsdp.train.model import GPT, count_elements
-from hpcfsdp.train.parallel import Share, make_mesh, parallelize, shard
-from hpcfsdp.train.schedule import learning_rate
+from hpcfsdp.examples.gpt.schedule import learning_rate
+from hpcfsdp.examples.gpt.transformer import GPT, count_elements
+from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
+from hpcfsdp.launch.lock import RunLock
+from hpcfsdp.launch.signals import StopRequest
 
 pytestmark = pytest.mark.ranks(2)
 

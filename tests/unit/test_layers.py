@@ -29,7 +29,7 @@ LAYERS = [
     {"api"},
     {"fsdp", "state_dict", "wrap"},
     {"checkpoint"},
-    {"doctor", "train"},
+    {"doctor", "examples"},
     {"bench"},
     {"cli"},
     {"__main__"},

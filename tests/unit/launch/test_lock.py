@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from hpcfsdp.errors import UsageError
-from hpcfsdp.train import lock
-from hpcfsdp.train.lock import NAME, Holder, RunLock
+from hpcfsdp.launch import lock
+from hpcfsdp.launch.lock import NAME, Holder, RunLock
 
 
 @pytest.fixture

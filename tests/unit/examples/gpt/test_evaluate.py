@@ -7,9 +7,9 @@ from torch import nn
 
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import DataError
-from hpcfsdp.train.data import Corpus, Span
-from hpcfsdp.train.evaluate import evaluate
-from hpcfsdp.train.parallel import Share
+from hpcfsdp.examples.gpt.data import Corpus, Span
+from hpcfsdp.examples.gpt.evaluate import evaluate
+from hpcfsdp.examples.gpt.parallel import Share
 
 
 class Uniform(nn.Module):

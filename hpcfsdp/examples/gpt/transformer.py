@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpcfsdp.train.config import ModelConfig
+from hpcfsdp.examples.gpt.run_config import ModelConfig
 
 VOCABULARY = 256
 

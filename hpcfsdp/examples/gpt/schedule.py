@@ -2,7 +2,7 @@
 
 import math
 
-from hpcfsdp.train.config import OptimConfig
+from hpcfsdp.examples.gpt.run_config import OptimConfig
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:

@@ -10,8 +10,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from hpcfsdp.api.wrapper import FullyShardedDataParallel
 from hpcfsdp.comm.mesh import Extent
-from hpcfsdp.train.config import MeshConfig, num_replicas
-from hpcfsdp.train.model import GPT, Block
+from hpcfsdp.examples.gpt.run_config import MeshConfig, num_replicas
+from hpcfsdp.examples.gpt.transformer import GPT, Block
 from hpcfsdp.world import World
 from hpcfsdp.wrap import ModuleWrapPolicy
 

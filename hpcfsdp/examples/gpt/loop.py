@@ -18,16 +18,16 @@ from hpcfsdp import checkpoint, config as configuration
 from hpcfsdp.checkpoint.content import Metrics
 from hpcfsdp.comm import Communicator, communicator_for, raise_together
 from hpcfsdp.errors import CheckpointError, DataError, HpcfsdpError, UsageError
+from hpcfsdp.examples.gpt import data
+from hpcfsdp.examples.gpt.evaluate import HeldOut, evaluate
+from hpcfsdp.examples.gpt.parallel import make_mesh, shard, share_of
+from hpcfsdp.examples.gpt.run_config import RunConfig, check, data_paths, num_replicas
+from hpcfsdp.examples.gpt.schedule import learning_rate
+from hpcfsdp.examples.gpt.transformer import GPT, count_elements
+from hpcfsdp.launch.lock import RunLock
 from hpcfsdp.launch.signals import StopRequest
 from hpcfsdp.observe.metrics import MetricsFile
 from hpcfsdp.observe.progress import progress
-from hpcfsdp.train import data
-from hpcfsdp.train.config import RunConfig, check, data_paths, num_replicas
-from hpcfsdp.train.evaluate import HeldOut, evaluate
-from hpcfsdp.train.lock import RunLock
-from hpcfsdp.train.model import GPT, count_elements
-from hpcfsdp.train.parallel import make_mesh, shard, share_of
-from hpcfsdp.train.schedule import learning_rate
 from hpcfsdp.world import World
 
 log = logging.getLogger("hpcfsdp.train")

@@ -12,9 +12,9 @@ from torch import nn
 
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import DataError
-from hpcfsdp.train.data import Corpus, spread_windows
-from hpcfsdp.train.model import VOCABULARY
-from hpcfsdp.train.parallel import Share
+from hpcfsdp.examples.gpt.data import Corpus, spread_windows
+from hpcfsdp.examples.gpt.parallel import Share
+from hpcfsdp.examples.gpt.transformer import VOCABULARY
 
 BATCH = 16
 
