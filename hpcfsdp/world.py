@@ -105,11 +105,15 @@ class World:
                 ranks on each), or None for what is left. Default: ``shard=None``.
 
         Raises:
-            LaunchError: the product is not the number of ranks, or nodes differ where "nodes" or "node" is asked.
+            LaunchError: the product is not the number of ranks, or nodes differ where "nodes" or "node" is asked; on
+                all ranks, even if it is so on one of them alone.
         """
-        from hpcfsdp.comm.mesh import make_mesh, plan_mesh  # loads torch
+        from hpcfsdp.comm.agree import raise_together  # these load torch
+        from hpcfsdp.comm.mesh import make_mesh, plan_mesh
 
-        return make_mesh(plan_mesh(self.topology, dimensions or {"shard": None}), self.device.type)
+        with raise_together(self.host):
+            plan = plan_mesh(self.topology, dimensions or {"shard": None})
+        return make_mesh(plan, self.device.type)
 
 
 _world: World | None = None

@@ -1,6 +1,7 @@
 """The package's architecture, read from its source: who may import whom."""
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,47 @@ def test_an_import_inside_of_a_function_says_why(module):
         if not any("#" in line for line in (*lines[node.lineno - 1 : node.end_lineno], lines[first], lines[first - 1])):
             silent.append(f"{module}:{node.lineno}: {lines[node.lineno - 1].strip()}")
     assert not silent
+
+
+def public_names():
+    """Names that users import, by the module that they are imported from."""
+    modules = ("hpcfsdp", "hpcfsdp.checkpoint", "hpcfsdp.fsdp", "hpcfsdp.mpi", "hpcfsdp.state_dict", "hpcfsdp.wrap")
+    names = {module: set(importlib.import_module(module).__all__) for module in modules}
+    return names | {"hpcfsdp.errors": {name for name in vars(hpcfsdp.errors) if name.endswith("Error")}}
+
+
+def not_public(tree):
+    """What a program imports of the package beside public names, and what it uses of private attributes."""
+    found, names = set(), public_names()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.module.startswith("hpcfsdp.examples."):
+            if node.module.split(".")[0] == "hpcfsdp":
+                taken = {alias.name for alias in node.names} - names.get(node.module, set())
+                found |= {f"{node.module}.{name}" for name in taken}
+        elif isinstance(node, ast.Import):
+            found |= imported(node) - {"hpcfsdp", *names}
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            found |= {ast.unparse(node)} if ast.unparse(node.value) not in ("self", "super()") else set()
+    return found
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if part(module) == "examples"])
+def test_an_example_uses_public_names_alone(module):
+    assert not not_public(TREES[module])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from hpcfsdp.comm import raise_together",
+        "from hpcfsdp.checkpoint import writer",
+        "from hpcfsdp import world",
+        "import hpcfsdp.sharded.unit",
+        "model._unit.mesh",
+    ],
+)
+def test_names_that_are_not_public_are_found(source):
+    assert not_public(ast.parse(source))
 
 
 def attributes(tree):

@@ -1,1 +1,4 @@
-"""The example training job: a byte-level GPT on real files, the way a job of one's own would be built."""
+"""Trains a byte-level GPT on files. ``hpcfsdp train`` runs it; read it as a start for a program of your own.
+
+``loop`` is the program. Everything it imports of hpcfsdp is public.
+"""

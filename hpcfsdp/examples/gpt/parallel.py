@@ -1,18 +1,16 @@
-"""Which rank has which part of the model and of the data: shards, replicas, and layers that are cut."""
+"""Which rank has which part of the model and of the data: shards, replicas, and layers cut over ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hpcfsdp.api.wrapper import FullyShardedDataParallel
-from hpcfsdp.comm.mesh import Extent
+from hpcfsdp import World
 from hpcfsdp.examples.gpt.run_config import MeshConfig, num_replicas
 from hpcfsdp.examples.gpt.transformer import GPT, Block
-from hpcfsdp.world import World
+from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
 from hpcfsdp.wrap import ModuleWrapPolicy
 
 
@@ -21,9 +19,9 @@ class Share:
     """Which part of the data a rank computes with.
 
     Attributes:
-        rank: of this part, 0 to `size` - 1.
-        size: parts that there are.
-        copies: ranks that compute with the same part: a sum over all ranks counts each that often.
+        rank: number of the part, 0 to `size` - 1.
+        size: how many parts there are.
+        copies: how many ranks compute with the same part. A sum over all ranks counts each part that often.
     """
 
     rank: int
@@ -32,7 +30,7 @@ class Share:
 
 
 def make_mesh(config: MeshConfig, world: World) -> DeviceMesh | None:
-    """Collective over all ranks. The dimensions that are asked for beside "shard"; None if there are none.
+    """Collective over all ranks. A mesh of "shard" and what `config` asks for beside it; None if it asks for nothing.
 
     Raises:
         LaunchError: nodes of different sizes, or in an order that no mesh can follow.
@@ -40,9 +38,7 @@ def make_mesh(config: MeshConfig, world: World) -> DeviceMesh | None:
     replicas = num_replicas(config, world.num_nodes)
     if replicas == config.tensor == 1:
         return None
-    dimensions: dict[str, Extent] = {}
-    if replicas > 1:
-        dimensions["replicate"] = config.replicate
+    dimensions: dict[str, int | str | None] = {"replicate": config.replicate} if replicas > 1 else {}
     dimensions["shard"] = None
     if config.tensor > 1:
         dimensions["tensor"] = config.tensor
@@ -50,37 +46,38 @@ def make_mesh(config: MeshConfig, world: World) -> DeviceMesh | None:
 
 
 def share_of(mesh: DeviceMesh | None, world: World) -> Share:
-    """This rank's part of the data: replicas and shards have parts of their own, ranks that cut layers have one."""
+    """This rank's part of the data. Each shard of each replica has its own; ranks that cut layers have one together."""
     if mesh is None:
         return Share(world.rank, world.size)
-    extents = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-    copies = extents.get("tensor", 1)
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    copies = sizes.get("tensor", 1)
     rank = mesh.get_local_rank("shard")
-    if "replicate" in extents:
-        rank += mesh.get_local_rank("replicate") * extents["shard"]
+    if "replicate" in sizes:
+        rank += mesh.get_local_rank("replicate") * sizes["shard"]
     return Share(rank, world.size // copies, copies)
 
 
 def shard(model: GPT, mesh: DeviceMesh | None, world: World) -> FullyShardedDataParallel:
-    """Collective over all ranks. The model, its layers cut if the mesh says so, with a unit for each block."""
-    policy = ModuleWrapPolicy({Block})
-    if mesh is None:
-        return FullyShardedDataParallel(model, auto_wrap_policy=policy)
-    if "tensor" in mesh.mesh_dim_names:
-        parallelize(model.to(world.device), mesh["tensor"])
-    if "replicate" in mesh.mesh_dim_names:
-        hybrid = ShardingStrategy.HYBRID_SHARD
-        data = mesh["replicate", "shard"]
-        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_mesh=data, sharding_strategy=hybrid)
-    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_mesh=mesh["shard"])
+    """Collective over all ranks. The model with one unit for each block; cuts its layers if the mesh has "tensor"."""
+    options = {}
+    if mesh is not None:
+        if "tensor" in mesh.mesh_dim_names:
+            parallelize(model.to(world.device), mesh["tensor"])
+        options = {"device_mesh": mesh["shard"]}
+        if "replicate" in mesh.mesh_dim_names:
+            options = {
+                "device_mesh": mesh["replicate", "shard"],
+                "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+            }
+    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
 
 
 def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     """Collective over `mesh`, of one dimension. Cut the blocks of a model that is not wrapped yet, in place.
 
-    Attention is cut by heads, and feed-forward networks by hidden units: the first layer of each by columns, the
-    second by rows, so that one sum over ranks completes each of the two. Embeddings, the head, which is tied to one
-    of them, and norms stay whole on every rank.
+    Attention is cut by heads, feed-forward networks by hidden units: the first layer of each by columns, the second by
+    rows, so that one sum over ranks completes each of the two. Embeddings, the head (tied to one of them) and norms
+    stay whole on every rank.
     """
     plan = {
         "blocks.*.attention.qkv": ColwiseParallel(),
