@@ -122,7 +122,8 @@ class RunLock:
         if holder is not None and holder != self._mine:
             raise UsageError(
                 f"{self.folder} has been taken over by another training: {holder}. This one has not touched "
-                f"{self.path} for {SILENT_S:.0f} s, or the other one has --take_over true; it stops, and saves nothing more there"
+                f"{self.path} for {SILENT_S:.0f} s, or the other one has --take_over true. It stops, and saves nothing "
+                "more there"
             )
 
     def release(self) -> None:
