@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from hpcfsdp.comm.communicator import Communicator
     from hpcfsdp.comm.mesh import Extent
-    from hpcfsdp.comm.mpi import MpiCommunicator
+    from hpcfsdp.comm.mpi_communicator import MpiCommunicator
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def init(
 
     # What loads torch comes after MPI: Cray systems want it so.
     from hpcfsdp.comm import backend as hpcmpi, select
-    from hpcfsdp.comm.mpi import MpiCommunicator
+    from hpcfsdp.comm.mpi_communicator import MpiCommunicator
     from hpcfsdp.comm.torch_group import TorchGroupCommunicator
     from hpcfsdp.launch import device as devices, rendezvous
 

@@ -9,7 +9,8 @@ from typing import Any
 from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.inspect.diff import ABSENT, Difference, compare, to_compare
 from hpcfsdp.checkpoint.inspect.numbers import json_number
-from hpcfsdp.cli.arguments import (
+from hpcfsdp.cli.progress import progress
+from hpcfsdp.cli.reporting import (
     PATTERN_HELP,
     Parser,
     plain_value,
@@ -18,7 +19,6 @@ from hpcfsdp.cli.arguments import (
     readable_number,
     readable_shape,
 )
-from hpcfsdp.cli.progress import progress
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, UsageError
 
 EXIT_DIFFERENT = 1

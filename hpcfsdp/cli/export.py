@@ -9,8 +9,8 @@ from typing import Any
 
 from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES, Exported, export_checkpoint
 from hpcfsdp.checkpoint.convert.peft import CONFIG_NAME, FORMAT as PEFT, export_peft
-from hpcfsdp.cli.arguments import Parser, print_json, print_table, readable_bytes
 from hpcfsdp.cli.progress import progress
+from hpcfsdp.cli.reporting import Parser, print_json, print_table, readable_bytes
 from hpcfsdp.errors import UsageError
 
 

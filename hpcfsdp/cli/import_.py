@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES
 from hpcfsdp.checkpoint.convert.importing import import_checkpoint
-from hpcfsdp.cli.arguments import Parser, print_json, print_table, readable_bytes
 from hpcfsdp.cli.progress import progress
+from hpcfsdp.cli.reporting import Parser, print_json, print_table, readable_bytes
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,8 +13,8 @@ from hpcfsdp.checkpoint.inspect import plots
 from hpcfsdp.checkpoint.inspect.names import tensors_matching
 from hpcfsdp.checkpoint.inspect.walk import nbytes_of
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.cli.arguments import PATTERN_HELP, Parser, print_json, print_line
 from hpcfsdp.cli.progress import progress
+from hpcfsdp.cli.reporting import PATTERN_HELP, Parser, print_json, print_line
 from hpcfsdp.errors import UsageError
 
 _KIND_HELP = (

@@ -13,7 +13,8 @@ from hpcfsdp.checkpoint.inspect.numbers import json_number
 from hpcfsdp.checkpoint.inspect.stats import Statistics, file_statistics
 from hpcfsdp.checkpoint.inspect.walk import nbytes_of
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.cli.arguments import (
+from hpcfsdp.cli.progress import progress
+from hpcfsdp.cli.reporting import (
     PATTERN_HELP,
     Parser,
     print_json,
@@ -21,7 +22,6 @@ from hpcfsdp.cli.arguments import (
     readable_number,
     readable_shape,
 )
-from hpcfsdp.cli.progress import progress
 
 _NUMBERS = ("min", "max", "mean", "norm", "nan", "inf")
 

@@ -23,7 +23,7 @@ from hpcfsdp.launch.shutdown import abort
 from hpcfsdp.launch.signals import StopRequest
 from hpcfsdp.observe import log as logs
 from hpcfsdp.observe.metrics import MetricsFile
-from hpcfsdp.observe.progress import Progress, progress
+from hpcfsdp.observe.progress_bar import Progress, progress
 
 if TYPE_CHECKING:
     from hpcfsdp.examples.gpt.loop import Outcome
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 def _main(arguments: Sequence[str], comm: Any, stop: StopRequest) -> int:
     from hpcfsdp import world as worlds  # from here on torch, which MPI has to come before
     from hpcfsdp.comm.agree import raise_together
-    from hpcfsdp.comm.mpi import MpiCommunicator
+    from hpcfsdp.comm.mpi_communicator import MpiCommunicator
 
     with raise_together(MpiCommunicator(comm.Dup())):
         config = configuration.parse(RunConfig, arguments, prog=_PROG)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.inspect.verify import Report, verify_file
-from hpcfsdp.cli.arguments import Parser, print_json, print_line, readable_bytes
 from hpcfsdp.cli.folders import checkpoints_in, size_of
 from hpcfsdp.cli.progress import progress
+from hpcfsdp.cli.reporting import Parser, print_json, print_line, readable_bytes
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 EXIT_DAMAGED = CheckpointCorruptError.exit_code

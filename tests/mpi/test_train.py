@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp import checkpoint
 from hpcfsdp.cli import train as command
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.comm.mpi import MpiCommunicator
+from hpcfsdp.comm.mpi_communicator import MpiCommunicator
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointMismatchError, DataError, HpcfsdpError, UsageError
 from hpcfsdp.examples.gpt import data, loop
 from hpcfsdp.examples.gpt.callbacks import Callbacks

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from hpcfsdp.observe.progress import progress
+from hpcfsdp.observe.progress_bar import progress
 
 logger = logging.getLogger("hpcfsdp.test_progress")
 
