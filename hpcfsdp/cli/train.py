@@ -23,7 +23,7 @@ from hpcfsdp.launch.shutdown import abort
 from hpcfsdp.launch.signals import StopRequest
 from hpcfsdp.observe import log as logs
 from hpcfsdp.observe.metrics import MetricsFile
-from hpcfsdp.observe.progress_bar import Progress, progress
+from hpcfsdp.observe.progress_bar import Progress, step_progress
 
 if TYPE_CHECKING:
     from hpcfsdp.examples.gpt.loop import Outcome
@@ -114,7 +114,7 @@ class _Command(Callbacks):
         if self._world.rank == 0:
             self._metrics = MetricsFile(Path(self._config.run_dir, "metrics.jsonl"), resume_step=done)
         every = self._config.train.log_every
-        with progress(log, self._world.rank, done + 1, last, every) as self._shown:
+        with step_progress(log, self._world.rank, done + 1, last, every) as self._shown:
             yield
 
     def record(self, record: Mapping[str, Any]) -> None:

@@ -215,6 +215,33 @@ def test_no_module_is_a_box_of_odds_and_ends():
     assert not parts & {"util", "utils", "helper", "helpers", "misc", "common"}
 
 
+MIRRORS = {
+    "diff": {"cli", "checkpoint/inspect"},
+    "export": {"cli", "checkpoint/convert"},
+    "reader": {"checkpoint", "checkpoint/dcp"},
+    "stats": {"cli", "checkpoint/inspect"},
+    "unit": {"engine", "sharded"},
+    "verify": {"cli", "checkpoint/inspect"},
+    "writer": {"checkpoint", "checkpoint/dcp"},
+}
+"""Names of files that occur in two folders, since one is built on the other."""
+
+NOT_RENAMED_YET = {
+    "load": {"state", "state/optim"},
+    "materialize": {"sharded", "state"},
+    "names": {"checkpoint/inspect", "flat"},
+    "save": {"state", "state/optim"},
+}
+
+
+def test_file_names_occur_twice_only_where_the_files_mirror_each_other():
+    folders = {}
+    for path in FILES.values():
+        folders.setdefault(path.stem, set()).add(str(path.parent.relative_to(ROOT)))
+    twice = {name: found for name, found in folders.items() if len(found) > 1 and name != "__init__"}
+    assert twice == MIRRORS | NOT_RENAMED_YET
+
+
 @pytest.mark.parametrize("module", sorted(set(FILES) - {"hpcfsdp.__main__", "hpcfsdp._version"}))
 def test_every_module_says_what_it_is_for(module):
     assert ast.get_docstring(TREES[module])
