@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from hpcfsdp.comm.communicator import Communicator
     from hpcfsdp.comm.mesh import Extent
-    from hpcfsdp.comm.mpi import MpiCommunicator
+    from hpcfsdp.comm.mpi_communicator import MpiCommunicator
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,15 @@ class World:
                 ranks on each), or None for what is left. Default: ``shard=None``.
 
         Raises:
-            LaunchError: the product is not the number of ranks, or nodes differ where "nodes" or "node" is asked.
+            LaunchError: the product is not the number of ranks, or nodes differ where "nodes" or "node" is asked; on
+                all ranks, even if it is so on one of them alone.
         """
-        from hpcfsdp.comm.mesh import make_mesh, plan_mesh  # loads torch
+        from hpcfsdp.comm.agree import raise_together  # these load torch
+        from hpcfsdp.comm.mesh import make_mesh, plan_mesh
 
-        return make_mesh(plan_mesh(self.topology, dimensions or {"shard": None}), self.device.type)
+        with raise_together(self.host):
+            plan = plan_mesh(self.topology, dimensions or {"shard": None})
+        return make_mesh(plan, self.device.type)
 
 
 _world: World | None = None
@@ -161,7 +165,7 @@ def init(
 
     # What loads torch comes after MPI: Cray systems want it so.
     from hpcfsdp.comm import backend as hpcmpi, select
-    from hpcfsdp.comm.mpi import MpiCommunicator
+    from hpcfsdp.comm.mpi_communicator import MpiCommunicator
     from hpcfsdp.comm.torch_group import TorchGroupCommunicator
     from hpcfsdp.launch import device as devices, rendezvous
 

@@ -11,7 +11,7 @@ from hpcfsdp import _compat
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.sharded.root import become_root
+from hpcfsdp.sharded.lazy_init import become_root
 from hpcfsdp.sharded.unit import ShardedUnit
 
 PAST_FORWARD = frozenset({"generate"})

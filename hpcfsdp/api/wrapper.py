@@ -27,7 +27,7 @@ from hpcfsdp.flat.gradient import note_unchanged
 from hpcfsdp.flat.names import get_root_modules
 from hpcfsdp.launch import calls
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.sharded import copying, policies, precision, unshard
+from hpcfsdp.sharded import copying, mixed_precision as precisions, policies, unshard
 from hpcfsdp.sharded.arguments import check_module, check_readers, check_types, target_device, warn_of_container
 from hpcfsdp.sharded.build import join_tp_group, make_unit, sync_values, warn_of_units
 from hpcfsdp.sharded.eval_precision import follow_eval_mode
@@ -35,9 +35,9 @@ from hpcfsdp.sharded.flatten import move_outside, own_params
 from hpcfsdp.sharded.groups import resolve_mesh, with_dtensors
 from hpcfsdp.sharded.guard import guard_modules, refuse_mistakes
 from hpcfsdp.sharded.ignored import resolve_ignored
+from hpcfsdp.sharded.lazy_init import become_root
 from hpcfsdp.sharded.materialize import materialize
 from hpcfsdp.sharded.optimizer_check import watch_optimizers
-from hpcfsdp.sharded.root import become_root
 from hpcfsdp.sharded.tensor_parallel import replicated_grad
 from hpcfsdp.sharded.unit import WRAPPED, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
@@ -154,14 +154,14 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             )
             made = fresh()
         check_readers(module)
-        apart = precision.ignored_classes(mixed_precision)
-        in_full = precision.find_full_precision(module, apart)
+        apart = precisions.ignored_classes(mixed_precision)
+        in_full = precisions.find_full_precision(module, apart)
         self._fsdp_wrapped_module = module
         with raise_together_over(mesh.lines()):
             own = own_params(module, ignored=ignored, apart=apart, mesh=mesh)
         if own.groups:
             warn_of_container(module)
-        outside = dict.fromkeys(precision.modules_outside(module))
+        outside = dict.fromkeys(precisions.modules_outside(module))
         param_names = {inner: tuple(inner._parameters) for inner in outside}  # in the order of the plain model
         if sync_module_states:
             sync_values(own, mesh)
@@ -183,7 +183,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             unit.prefetch_backward = "pre" if backward_prefetch is BackwardPrefetch.BACKWARD_PRE else "post"
         self._unit = unit
         guard_modules(unit)
-        precision.keep_full_precision(in_full)
+        precisions.keep_full_precision(in_full)
         for inner in units_in(module):  # those that have no part in tensor parallelism, and were made before
             if mesh.tensor is not None and inner.mesh.tensor is None:
                 join_tp_group(inner, mesh.tensor_mesh, sync_module_states=sync_module_states)

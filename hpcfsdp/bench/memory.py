@@ -28,8 +28,8 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.agree import raise_together
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import HpcfsdpError
+from hpcfsdp.examples.gpt.transformer import Block
 from hpcfsdp.launch import rendezvous
-from hpcfsdp.train.model import Block
 from hpcfsdp.world import World
 
 PLAIN = "plain"

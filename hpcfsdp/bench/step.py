@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hpcfsdp.fsdp as ours
 from hpcfsdp.bench.timing import Times, in_turn
-from hpcfsdp.train.config import ModelConfig
-from hpcfsdp.train.model import GPT, VOCABULARY, Block
-from hpcfsdp.train.parallel import parallelize
+from hpcfsdp.examples.gpt.parallel import parallelize
+from hpcfsdp.examples.gpt.run_config import ModelConfig
+from hpcfsdp.examples.gpt.transformer import GPT, VOCABULARY, Block
 from hpcfsdp.world import World
 
 FLOOR, OWN = "floor", "hpcfsdp"

@@ -14,14 +14,14 @@ from torch import nn
 
 from hpcfsdp._version import __version__
 from hpcfsdp.checkpoint import extra as extras, rng
-from hpcfsdp.checkpoint.calls import compare, compare_leaves
 from hpcfsdp.checkpoint.draft import BytesOf
 from hpcfsdp.checkpoint.extra import leaves_of
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.skeleton import Skeleton, build_skeleton
 from hpcfsdp.checkpoint.match import check_patterns, chosen_of
-from hpcfsdp.checkpoint.plan import SavePlan, plan_save
-from hpcfsdp.checkpoint.values import plain
+from hpcfsdp.checkpoint.plain_values import plain
+from hpcfsdp.checkpoint.same_call import compare, compare_leaves
+from hpcfsdp.checkpoint.save_plan import SavePlan, plan_save
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.state.model import device_of, model_tensors, stateful_modules

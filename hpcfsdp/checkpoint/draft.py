@@ -18,7 +18,7 @@ from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.seal import Seal
 from hpcfsdp.checkpoint.format.skeleton import Skeleton
 from hpcfsdp.checkpoint.parts import abandoned_parts, owned_parts, remove_parts
-from hpcfsdp.checkpoint.plan import SavePlan
+from hpcfsdp.checkpoint.save_plan import SavePlan
 from hpcfsdp.errors import CheckpointError
 
 BytesOf = Callable[[int], np.ndarray]

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpcfsdp.checkpoint import kinds
 from hpcfsdp.checkpoint.access import Room, damage, hdf5_of, opened, seal_of
-from hpcfsdp.checkpoint.dcp import names as dcp_names
+from hpcfsdp.checkpoint.dcp import entry_names as names
 from hpcfsdp.checkpoint.extents import check_extents, union
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
@@ -61,7 +61,7 @@ class CheckpointIndex:
         seal: of the file.
         parts: files beside this one in which elements of tensors stand; number n in `extents` is the one at n - 1.
         state_dict: where the entries of the state dict stand that ``torch.distributed.checkpoint`` has saved, see
-            ``dcp.names.Entry``; None for a file that it did not write.
+            ``dcp.entry_names.Entry``; None for a file that it did not write.
     """
 
     info: CheckpointInfo
@@ -176,7 +176,7 @@ def _index(
     kinds.check_optimizer(groups, scalars, named=schema.STATE_DICT not in small)
     kinds.check_module_states(states)
     if schema.STATE_DICT in small:
-        by_kind = {dcp_names.GROUP: groups, dcp_names.SCALAR: scalars, dcp_names.EXTRA: extra}
+        by_kind = {names.GROUP: groups, names.SCALAR: scalars, names.EXTRA: extra}
         kinds.check_entries(state_dict, {**specs, **links}, by_kind)
     info = CheckpointInfo(
         path=path,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcfsdp.checkpoint.dcp import names
+from hpcfsdp.checkpoint.dcp import entry_names as names
 from hpcfsdp.checkpoint.format import schema
 
 _PLAIN = (bool, int, float)

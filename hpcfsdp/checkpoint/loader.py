@@ -15,16 +15,16 @@ import torch
 from torch import nn
 
 from hpcfsdp.checkpoint import rng
-from hpcfsdp.checkpoint.calls import Facts, GivenPath, enter
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
 from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.match import FileNames, Match, check_patterns, match_model
+from hpcfsdp.checkpoint.plain_values import rebuilt
 from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.checkpoint.retention import reading
+from hpcfsdp.checkpoint.same_call import Facts, GivenPath, enter
 from hpcfsdp.checkpoint.shares import rows_needed, share_of
-from hpcfsdp.checkpoint.values import rebuilt
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import (
     CheckpointCorruptError,

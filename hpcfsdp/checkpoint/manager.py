@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from hpcfsdp.checkpoint import catalog, retention
-from hpcfsdp.checkpoint.calls import GivenPath, enter
 from hpcfsdp.checkpoint.content import Content, Given, Metrics, collect
 from hpcfsdp.checkpoint.draft import errors_of
 from hpcfsdp.checkpoint.files import Files
@@ -25,6 +24,7 @@ from hpcfsdp.checkpoint.format.schema import CheckpointInfo
 from hpcfsdp.checkpoint.loader import load
 from hpcfsdp.checkpoint.match import check_patterns
 from hpcfsdp.checkpoint.pending import PendingSave
+from hpcfsdp.checkpoint.same_call import GivenPath, enter
 from hpcfsdp.checkpoint.staging import Ring
 from hpcfsdp.checkpoint.writer import draft_of, save_given, writer_called
 from hpcfsdp.comm import Communicator, raise_together

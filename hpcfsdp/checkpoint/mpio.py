@@ -18,7 +18,7 @@ from hpcfsdp.checkpoint.content import bytes_in_memory
 from hpcfsdp.checkpoint.draft import BytesOf, errors_of
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.skeleton import select
-from hpcfsdp.checkpoint.plan import SavePlan
+from hpcfsdp.checkpoint.save_plan import SavePlan
 from hpcfsdp.checkpoint.writer import PosixWriter, by_stage
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import CheckpointError

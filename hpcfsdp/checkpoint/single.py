@@ -14,7 +14,7 @@ from hpcfsdp.checkpoint.content import Content, root_attributes, small_values
 from hpcfsdp.checkpoint.draft import BlockWriter, Draft, errors_of, extent_rows
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.plan import plan_alone
+from hpcfsdp.checkpoint.save_plan import plan_alone
 
 Elements = Callable[[TensorSpec, int, int], np.ndarray]
 """Of a tensor, a first element and a number of elements: those elements, 1-D, of any dtype with these bytes."""

@@ -21,7 +21,7 @@ from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.seal import Seal
 from hpcfsdp.checkpoint.format.skeleton import Skeleton, Source, build_skeleton
 from hpcfsdp.checkpoint.parts import part_path
-from hpcfsdp.checkpoint.plan import SavePlan
+from hpcfsdp.checkpoint.save_plan import SavePlan
 from hpcfsdp.checkpoint.writer import PosixWriter
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.launch.topology import Topology

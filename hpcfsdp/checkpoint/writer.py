@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpcfsdp.checkpoint.calls import Facts, GivenPath, OfFirst, enter
 from hpcfsdp.checkpoint.content import Content, Given, Metrics, bytes_in_memory, collect
 from hpcfsdp.checkpoint.draft import BlockWriter, BytesOf, Draft, errors_of, extent_rows
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format.skeleton import Skeleton
-from hpcfsdp.checkpoint.plan import SavePlan
+from hpcfsdp.checkpoint.same_call import Facts, GivenPath, OfFirst, enter
+from hpcfsdp.checkpoint.save_plan import SavePlan
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, nearest
 from hpcfsdp.launch.calls import public_call

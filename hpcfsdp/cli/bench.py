@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpcfsdp import env
-from hpcfsdp.cli.arguments import Parser, plain_value, print_json, print_markdown
+from hpcfsdp.cli.reporting import Parser, plain_value, print_json, print_markdown
 from hpcfsdp.errors import UsageError
 from hpcfsdp.launch.job import load_mpi
 

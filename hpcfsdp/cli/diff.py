@@ -9,7 +9,7 @@ from typing import Any
 from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.inspect.diff import ABSENT, Difference, compare, to_compare
 from hpcfsdp.checkpoint.inspect.numbers import json_number
-from hpcfsdp.cli.arguments import (
+from hpcfsdp.cli.reporting import (
     PATTERN_HELP,
     Parser,
     plain_value,
@@ -18,8 +18,8 @@ from hpcfsdp.cli.arguments import (
     readable_number,
     readable_shape,
 )
-from hpcfsdp.cli.progress import progress
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, UsageError
+from hpcfsdp.observe.progress_bar import byte_progress
 
 EXIT_DIFFERENT = 1
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     try:
         a, b = open_index(options.a), open_index(options.b)
-        with progress("diff", to_compare(a, b, options.patterns)) as advance:
+        with byte_progress("diff", to_compare(a, b, options.patterns)) as advance:
             found = compare(a, b, options.patterns, advance)
     except CheckpointCorruptError:
         raise

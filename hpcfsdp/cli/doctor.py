@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from hpcfsdp import env
-from hpcfsdp.cli.arguments import Parser, console, plain_value, print_json, print_line
+from hpcfsdp.cli.reporting import Parser, console, plain_value, print_json, print_line
 from hpcfsdp.doctor.examine import Diagnosis, examine
 from hpcfsdp.doctor.finding import Finding, summary
 from hpcfsdp.errors import UsageError

@@ -9,9 +9,9 @@ from typing import Any
 
 from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES, Exported, export_checkpoint
 from hpcfsdp.checkpoint.convert.peft import CONFIG_NAME, FORMAT as PEFT, export_peft
-from hpcfsdp.cli.arguments import Parser, print_json, print_table, readable_bytes
-from hpcfsdp.cli.progress import progress
+from hpcfsdp.cli.reporting import Parser, print_json, print_table, readable_bytes
 from hpcfsdp.errors import UsageError
+from hpcfsdp.observe.progress_bar import byte_progress
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _export(options: argparse.Namespace) -> Exported:
-    ways: dict[str, Any] = {"force": options.force, "progress": progress}
+    ways: dict[str, Any] = {"force": options.force, "progress": byte_progress}
     for_peft = {"--config": options.config, "--adapter": options.adapter}
     for_others = {"--names": options.names, "--shard-bytes": options.shard_bytes, "--optimizer": options.optimizer}
     given = [name for name, value in (for_others if options.format == PEFT else for_peft).items() if value]

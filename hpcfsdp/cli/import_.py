@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES
 from hpcfsdp.checkpoint.convert.importing import import_checkpoint
-from hpcfsdp.cli.arguments import Parser, print_json, print_table, readable_bytes
-from hpcfsdp.cli.progress import progress
+from hpcfsdp.cli.reporting import Parser, print_json, print_table, readable_bytes
+from hpcfsdp.observe.progress_bar import byte_progress
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         ties=options.tie,
         optimizer=not options.no_optimizer,
         force=options.force,
-        progress=progress,
+        progress=byte_progress,
     )
     facts = {
         "file": str(done.path),

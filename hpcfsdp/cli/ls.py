@@ -9,8 +9,8 @@ from typing import Any
 
 from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.inspect.names import matching
-from hpcfsdp.cli.arguments import PATTERN_HELP, Parser, print_json, print_table, readable_bytes, readable_shape
 from hpcfsdp.cli.folders import checkpoints_in, size_of
+from hpcfsdp.cli.reporting import PATTERN_HELP, Parser, print_json, print_table, readable_bytes, readable_shape
 from hpcfsdp.errors import CheckpointError, UsageError
 
 

@@ -13,9 +13,9 @@ from hpcfsdp.checkpoint.inspect import plots
 from hpcfsdp.checkpoint.inspect.names import tensors_matching
 from hpcfsdp.checkpoint.inspect.walk import nbytes_of
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.cli.arguments import PATTERN_HELP, Parser, print_json, print_line
-from hpcfsdp.cli.progress import progress
+from hpcfsdp.cli.reporting import PATTERN_HELP, Parser, print_json, print_line
 from hpcfsdp.errors import UsageError
+from hpcfsdp.observe.progress_bar import byte_progress
 
 _KIND_HELP = (
     "histogram: of all elements of the model together, or of each tensor that a pattern matches; norms: of each layer "
@@ -62,13 +62,13 @@ def _histograms(index: CheckpointIndex, options: argparse.Namespace) -> list[plo
             )
     else:
         groups = {f"{len(paths)} tensors of the model": paths}
-    with BlockReader(index) as reader, progress("histogram", 2 * nbytes_of(index, paths)) as advance:
+    with BlockReader(index) as reader, byte_progress("histogram", 2 * nbytes_of(index, paths)) as advance:
         return [plots.histogram(index, reader, name, of, advance=advance) for name, of in groups.items()]
 
 
 def _norms(index: CheckpointIndex, options: argparse.Namespace) -> dict[str, float]:
     paths = _paths(index, options)
-    with BlockReader(index) as reader, progress("norms", nbytes_of(index, paths)) as advance:
+    with BlockReader(index) as reader, byte_progress("norms", nbytes_of(index, paths)) as advance:
         return plots.layer_norms(index, reader, paths, advance)
 
 

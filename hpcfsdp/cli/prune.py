@@ -11,8 +11,8 @@ from typing import Any
 from hpcfsdp.checkpoint import retention
 from hpcfsdp.checkpoint.catalog import checkpoint_files, step_of
 from hpcfsdp.checkpoint.files import Files
-from hpcfsdp.cli.arguments import Parser, print_json, print_table, readable_bytes
 from hpcfsdp.cli.folders import size_of
+from hpcfsdp.cli.reporting import Parser, print_json, print_table, readable_bytes
 from hpcfsdp.errors import CheckpointError, UsageError
 
 

@@ -14,7 +14,7 @@ from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.inspect.numbers import decoded, json_number
 from hpcfsdp.checkpoint.inspect.stats import file_statistics
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.cli.arguments import Parser, plain_value, print_json, print_table, readable_bytes, readable_shape
+from hpcfsdp.cli.reporting import Parser, plain_value, print_json, print_table, readable_bytes, readable_shape
 from hpcfsdp.errors import CheckpointError, nearest
 
 FIRST_VALUES = 8

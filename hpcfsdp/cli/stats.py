@@ -13,7 +13,7 @@ from hpcfsdp.checkpoint.inspect.numbers import json_number
 from hpcfsdp.checkpoint.inspect.stats import Statistics, file_statistics
 from hpcfsdp.checkpoint.inspect.walk import nbytes_of
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.cli.arguments import (
+from hpcfsdp.cli.reporting import (
     PATTERN_HELP,
     Parser,
     print_json,
@@ -21,7 +21,7 @@ from hpcfsdp.cli.arguments import (
     readable_number,
     readable_shape,
 )
-from hpcfsdp.cli.progress import progress
+from hpcfsdp.observe.progress_bar import byte_progress
 
 _NUMBERS = ("min", "max", "mean", "norm", "nan", "inf")
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     index = open_index(options.file)
     paths = tensors_matching(index, options.patterns)
-    with BlockReader(index) as reader, progress("stats", nbytes_of(index, paths)) as advance:
+    with BlockReader(index) as reader, byte_progress("stats", nbytes_of(index, paths)) as advance:
         found = list(file_statistics(index, reader, paths, advance))
     if options.json:
         print_json([_as_json(spec, facts) for spec, facts in found])

@@ -1,18 +1,35 @@
-"""``hpcfsdp train [run.yaml] [--section.key value]``"""
+"""``hpcfsdp train [run.yaml] [--section.key value]``: runs the program in examples/gpt, and what belongs around it.
+
+That is the configuration, the folder of the run, its logs and metrics, signals, and exit codes.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import config as configuration, env
 from hpcfsdp.errors import HpcfsdpError
+from hpcfsdp.examples.gpt.callbacks import Callbacks
+from hpcfsdp.examples.gpt.run_config import RunConfig, check
 from hpcfsdp.launch.job import load_mpi
+from hpcfsdp.launch.lock import RunLock
 from hpcfsdp.launch.shutdown import abort
 from hpcfsdp.launch.signals import StopRequest
-from hpcfsdp.train.config import RunConfig
+from hpcfsdp.observe import log as logs
+from hpcfsdp.observe.metrics import MetricsFile
+from hpcfsdp.observe.progress_bar import Progress, step_progress
+
+if TYPE_CHECKING:
+    from hpcfsdp.examples.gpt.loop import Outcome
+    from hpcfsdp.world import World
+
+log = logging.getLogger("hpcfsdp.train")
 
 EXIT_RUN_AGAIN = 75
 """After a signal, with a complete checkpoint (EX_TEMPFAIL of sysexits.h)."""
@@ -24,42 +41,108 @@ def main(arguments: Sequence[str]) -> int:
     """Collective over all processes of the job. Train; the exit code is the same on every rank."""
     if {"-h", "--help", "--print_config"} & set(arguments):
         configuration.parse(RunConfig, arguments, prog=_PROG)
-    mpi = load_mpi()
-    comm = mpi.COMM_WORLD
+    comm = load_mpi().COMM_WORLD
     with StopRequest() as stop:
         try:
-            return _train(arguments, comm, stop)
+            return _main(arguments, comm, stop)
         except HpcfsdpError as error:
             if comm.size == 1:
                 raise
             return _end_together(error, comm)
 
 
-def _train(arguments: Sequence[str], comm: Any, stop: Any) -> int:
+def _main(arguments: Sequence[str], comm: Any, stop: StopRequest) -> int:
     from hpcfsdp import world as worlds  # from here on torch, which MPI has to come before
     from hpcfsdp.comm.agree import raise_together
-    from hpcfsdp.comm.mpi import MpiCommunicator
-    from hpcfsdp.observe import log
-    from hpcfsdp.train.loop import train
+    from hpcfsdp.comm.mpi_communicator import MpiCommunicator
 
     with raise_together(MpiCommunicator(comm.Dup())):
         config = configuration.parse(RunConfig, arguments, prog=_PROG)
-        try:
-            log.set_up(comm.rank, comm.size, env.host_name(), Path(config.run_dir, "logs"))
-        except OSError as error:
-            raise HpcfsdpError(f"run_dir {config.run_dir}: cannot write there: {error.strerror}") from error
+        with _writing_to(config.run_dir):
+            logs.set_up(comm.rank, comm.size, env.host_name(), Path(config.run_dir, "logs"))
     world = worlds.init(None if config.device == "auto" else config.device)
     try:
-        outcome = train(config, world, stop)
+        outcome = run(config, world, stop)
         if world.rank == 0 and outcome.held_out is not None:
             print(_summary(config, outcome))
         worlds.finalize()
         return EXIT_RUN_AGAIN if outcome.signal else 0
     finally:
-        log.close()
+        logs.close()
 
 
-def _summary(config: RunConfig, outcome: Any) -> str:
+def run(config: RunConfig, world: World, stop: StopRequest) -> Outcome:
+    """Collective over all ranks. Run the training that `config` describes, as the only job in the folder of the run."""
+    from hpcfsdp.comm.agree import raise_together  # as above
+    from hpcfsdp.examples.gpt.loop import train
+
+    with raise_together(world.host):
+        check(config, world.size, world.num_nodes)
+    lock = RunLock(Path(config.run_dir))
+    with raise_together(world.host), _writing_to(config.run_dir):
+        if world.rank == 0:
+            lock.take(by_force=config.take_over)
+    callbacks = _Command(config, world, stop, lock)
+    try:
+        return train(config, world, callbacks)
+    finally:
+        callbacks.close()
+        lock.release()
+
+
+class _Command(Callbacks):
+    """What the command does at the turns of the training. Rank 0 has the lock, and writes."""
+
+    def __init__(self, config: RunConfig, world: World, stop: StopRequest, lock: RunLock) -> None:
+        self._config, self._world, self._stop, self._lock = config, world, stop, lock
+        self._shown: Progress | None = None
+        self._metrics: MetricsFile | None = None
+
+    def stop_signal(self) -> int:
+        return self._stop.received
+
+    def before_save(self) -> None:
+        from hpcfsdp.comm.agree import raise_together  # loads torch, after MPI
+
+        with raise_together(self._world.host), _writing_to(self._config.run_dir):
+            if self._world.rank == 0:
+                self._lock.check()
+                configuration.write_yaml(self._config, Path(self._config.run_dir, "config.yaml"))
+
+    @contextlib.contextmanager
+    def steps(self, done: int, last: int) -> Iterator[None]:
+        if self._world.rank == 0:
+            self._metrics = MetricsFile(Path(self._config.run_dir, "metrics.jsonl"), resume_step=done)
+        every = self._config.train.log_every
+        with step_progress(log, self._world.rank, done + 1, last, every) as self._shown:
+            yield
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        if record["kind"] == "train":
+            loss = record["loss"]
+            self._shown.step(
+                record["step"],
+                f"loss {loss:.4f} ({loss / math.log(2):.3f} bits/byte) norm {record['grad_norm']:.3f} "
+                f"lr {record['lr']:.2e} {record['bytes_per_s']:.0f} bytes/s",
+            )
+        if self._metrics is not None:
+            self._metrics.write(record)
+
+    def close(self) -> None:
+        """Not collective. Close the file of metrics."""
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+@contextlib.contextmanager
+def _writing_to(run_dir: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise HpcfsdpError(f"run_dir {run_dir}: cannot write there: {error.strerror}") from error
+
+
+def _summary(config: RunConfig, outcome: Outcome) -> str:
     held_out = outcome.held_out
     return (
         f"held-out: {held_out.bits_per_byte:.3f} bits per byte "
@@ -70,11 +153,11 @@ def _summary(config: RunConfig, outcome: Any) -> str:
 
 
 def _end_together(error: HpcfsdpError, comm: Any) -> int:
-    """Print the error once where all ranks have it; otherwise end the job, since the others wait for this one."""
+    """Print the error once where all ranks raise it; otherwise end the job, since the other ranks wait for this one."""
     if error.raised_on_all_ranks:
         if comm.rank == 0:
             print(f"hpcfsdp: {error}", file=sys.stderr, flush=True)
-        # A launcher may kill the other ranks as soon as one ends with an error: not before the message is out.
+        # A launcher may kill the other ranks as soon as one ends with an error: the message has to be out before.
         comm.Barrier()
     else:
         abort(str(error), error.exit_code)

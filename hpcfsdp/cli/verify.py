@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.inspect.verify import Report, verify_file
-from hpcfsdp.cli.arguments import Parser, print_json, print_line, readable_bytes
 from hpcfsdp.cli.folders import checkpoints_in, size_of
-from hpcfsdp.cli.progress import progress
+from hpcfsdp.cli.reporting import Parser, print_json, print_line, readable_bytes
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
+from hpcfsdp.observe.progress_bar import byte_progress
 
 EXIT_DAMAGED = CheckpointCorruptError.exit_code
 
@@ -55,7 +55,7 @@ def _files(paths: Sequence[Path]) -> list[tuple[Path, bool]]:
 def _entry(path: Path) -> dict[str, Any]:
     """What is told of a file, and the exit code that it asks for."""
     try:
-        with progress(f"verify {path.name}", size_of(path) or 0) as advance:
+        with byte_progress(f"verify {path.name}", size_of(path) or 0) as advance:
             report = verify_file(path, advance)
     except CheckpointError as error:
         return {"file": str(path), "error": str(error).removeprefix(f"{path}: "), "exit_code": error.exit_code}

@@ -25,7 +25,7 @@ from hpcfsdp.launch.job import DEFAULT_TIMEOUT_S, current_job
 from hpcfsdp.launch.topology import Topology
 
 if TYPE_CHECKING:
-    from hpcfsdp.comm.mpi import MpiCommunicator
+    from hpcfsdp.comm.mpi_communicator import MpiCommunicator
 
 NAME = "hpcmpi"
 
@@ -71,7 +71,7 @@ def _rendezvous(url: str, timeout: datetime.timedelta | None = None, **_: Any) -
 def _create_group(options: Any, topology: Topology | None) -> MpiProcessGroup:
     """What torch calls on the members of a new group; `topology` is given as ``pg_options``."""
     job = current_job()
-    from hpcfsdp.comm.mpi import MpiCommunicator, members_only  # starts MPI where nothing has yet
+    from hpcfsdp.comm.mpi_communicator import MpiCommunicator, members_only  # starts MPI where nothing has yet
 
     timeout_s = options.timeout.total_seconds()
     ranks = list(options.global_ranks_in_group) or list(range(job.comm.size))

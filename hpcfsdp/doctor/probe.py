@@ -71,9 +71,9 @@ def _with_mpi(report: Report, limit_s: float) -> None:
     if mpi.COMM_WORLD.rank == 0:
         for facts in installed.steps(initialise_mpi=True):
             report.say(**facts)
-    from hpcfsdp.doctor import ranks  # loads torch, which MPI has to come before
+    from hpcfsdp.doctor import all_ranks  # loads torch, which MPI has to come before
 
-    for facts in ranks.steps(limit_s):
+    for facts in all_ranks.steps(limit_s):
         report.say(**facts)
     report.say(complete=True, stage="waiting for the report of rank 0")
     verdict = _verdict_of_the_parent() if mpi.COMM_WORLD.rank == 0 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ class MetricsFile:
         self._path = path
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         """Append one record; its "step" says where it belongs."""
         if os.fstat(self._file.fileno()).st_nlink == 0:  # removed: what is written there nobody will see
             self._path.parent.mkdir(parents=True, exist_ok=True)

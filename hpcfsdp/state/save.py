@@ -22,7 +22,7 @@ from hpcfsdp.flat.layout import Box, FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded import unshard
 from hpcfsdp.sharded.guard import showing_state
-from hpcfsdp.sharded.precision import modules_outside
+from hpcfsdp.sharded.mixed_precision import modules_outside
 from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.settings import kind_of, settings_of

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from hpcfsdp.comm import communicator_for
-from hpcfsdp.comm.mpi import MpiCommunicator
+from hpcfsdp.comm.mpi_communicator import MpiCommunicator
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.launch.topology import Topology
 from tests.mpi import parity

@@ -4,7 +4,7 @@ import torch
 from hpcfsdp.comm import assert_same, messages, raise_together
 from hpcfsdp.comm.communicator import accumulate_dtype, refuse_op, segment
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.comm.mpi import MpiCommunicator
+from hpcfsdp.comm.mpi_communicator import MpiCommunicator
 from hpcfsdp.errors import CommunicationError, DisagreementError, HpcfsdpError, UsageError
 from hpcfsdp.launch.topology import Topology
 

@@ -34,6 +34,9 @@ def test_a_mesh_has_one_dimension_over_all_ranks_unless_others_are_given(world):
     assert mesh.mesh.tolist() == [list(node) for node in world.topology.nodes]
     with pytest.raises(LaunchError, match=rf"does not divide the {world.size} rank\(s\) of this job"):
         world.mesh(replicate=world.size + 1, shard=None)
+    with pytest.raises(LaunchError, match=r"mesh dimension shard=0: give a positive number") as caught:
+        world.mesh(shard=0 if world.rank == world.size - 1 else None)
+    assert caught.value.raised_on_all_ranks
 
 
 def test_the_group_of_a_mesh_carries_collectives_of_its_ranks_alone(world):

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +16,15 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp import checkpoint
-from hpcfsdp.comm.mpi import MpiCommunicator
+from hpcfsdp.cli import train as command
+from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.comm.mpi_communicator import MpiCommunicator
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointMismatchError, DataError, HpcfsdpError, UsageError
-from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
-from hpcfsdp.launch.signals import StopRequest
-from hpcfsdp.train import data, loop
-from hpcfsdp.train.config import (
+from hpcfsdp.examples.gpt import data, loop
+from hpcfsdp.examples.gpt.callbacks import Callbacks
+from hpcfsdp.examples.gpt.evaluate import evaluate
+from hpcfsdp.examples.gpt.parallel import Share, make_mesh, parallelize, shard
+from hpcfsdp.examples.gpt.run_config import (
     CheckpointConfig,
     DataConfig,
     EvalConfig,
@@ -30,11 +34,11 @@ from hpcfsdp.train.config import (
     OptimConfig,
     RunConfig,
 )
-from hpcfsdp.train.evaluate import evaluate
-from hpcfsdp.train.lock import RunLock
-from hpcfsdp.train.model import GPT, count_elements
-from hpcfsdp.train.parallel import Share, make_mesh, parallelize, shard
-from hpcfsdp.train.schedule import learning_rate
+from hpcfsdp.examples.gpt.schedule import learning_rate
+from hpcfsdp.examples.gpt.transformer import GPT, count_elements
+from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
+from hpcfsdp.launch.lock import RunLock
+from hpcfsdp.launch.signals import StopRequest
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -73,7 +77,7 @@ def make_config(shared_path, world):
 
 
 def run(config, world):
-    return loop.train(config, world, StopRequest())
+    return command.run(config, world, StopRequest())
 
 
 def records(config, kind="train"):
@@ -262,8 +266,8 @@ def as_local(tensor):
 def test_ranks_that_cut_layers_drop_the_same_where_they_have_the_same(world, make_config):
     model = ModelConfig(layers=2, width=24, heads=12, context=16, dropout=0.3)
     config = make_config(model=model, mesh=(1, world.size), steps=4, every=0)
-    trainer = loop.Trainer(config, world, RunLock(Path(config.run_dir)))
-    trainer.run(StopRequest())
+    trainer = loop.Trainer(config, world, Callbacks())
+    trainer.run()
     with FSDP.summon_full_params(trainer.model, writeback=False):
         norm = trainer.model.blocks[0].norm_feed.weight
         common = [trainer.model.embed.weight, trainer.model.position.weight, norm]
@@ -308,23 +312,22 @@ def test_a_signal_to_one_rank_stops_all_after_a_step_with_a_checkpoint(world, ma
     stop = StopRequest()
     if world.rank == world.size - 1:
         stop.received = 10
-    outcome = loop.train(config, world, stop)
+    outcome = command.run(config, world, stop)
     assert (outcome.step, outcome.signal, outcome.held_out) == (1, 10, None)
     assert checkpoint.open_index(outcome.checkpoint).info.step == 1
     assert run(config, world).step == 8
 
 
 @pytest.mark.ranks(3, 1, 4)
-def test_held_out_bits_do_not_depend_on_the_number_of_ranks(world, comm, make_config):
+def test_held_out_bits_do_not_depend_on_the_number_of_ranks(world, make_config):
     config = make_config()
     split = data.make_split(config.data.paths, config.data.held_out)
     corpus = data.Corpus(split.held_out)
     torch.manual_seed(0)
-    result = evaluate(GPT(config.model), comm, Share(comm.rank, comm.size), corpus, 16, 500, torch.device("cpu"))
-    from hpcfsdp.comm.fake import FakeCommunicator
-
+    result = evaluate(GPT(config.model), world, Share(world.rank, world.size), corpus, 16, 500)
     torch.manual_seed(0)
-    alone = evaluate(GPT(config.model), FakeCommunicator(), Share(0, 1), corpus, 16, 500, torch.device("cpu"))
+    one_rank = SimpleNamespace(communicator=FakeCommunicator(), device=world.device)
+    alone = evaluate(GPT(config.model), one_rank, Share(0, 1), corpus, 16, 500)
     assert result.predicted_bytes == alone.predicted_bytes == 31 * 16
     assert result.bits_per_byte == pytest.approx(alone.bits_per_byte, rel=1e-6)
     assert result.unigram_bits_per_byte == pytest.approx(alone.unigram_bits_per_byte, rel=1e-12)
@@ -414,7 +417,7 @@ def test_a_signal_waits_for_the_checkpoint_that_is_being_written(world, make_con
     config = make_config(every=0)
     stop = StopRequest()
     stop.received = 10
-    outcome = loop.train(
+    outcome = command.run(
         dataclasses.replace(config, checkpoint=CheckpointConfig(every=0, asynchronous=True)), world, stop
     )
     assert (outcome.step, outcome.signal) == (1, 10)
@@ -496,12 +499,12 @@ def test_a_second_training_in_a_folder_is_refused_on_all_ranks(world, make_confi
         held.take()
     world.comm.Barrier()
     with pytest.raises(UsageError, match=r"is another training's: (job \S+, )?process .* choose another run_dir"):
-        loop.train(config, world, StopRequest())
+        run(config, world)
     assert not list(Path(config.run_dir).glob("checkpoints"))
     world.comm.Barrier()
     held.release()
     world.comm.Barrier()
-    assert loop.train(config, world, StopRequest()).step == 2
+    assert run(config, world).step == 2
     world.comm.Barrier()  # rank 0 gives it back
     assert not Path(config.run_dir, "running.json").exists()
 
@@ -510,15 +513,15 @@ def test_a_folder_that_is_removed_in_a_training_is_reported_and_made_again(world
     config = make_config(steps=4, every=2)
     train_step = loop.Trainer._train_step
 
-    def remove_after_two(trainer, stop):
+    def remove_after_two(trainer):
         if trainer.step == 2 and world.rank == 0:
             shutil.rmtree(config.run_dir)
         world.comm.Barrier()
-        return train_step(trainer, stop)
+        return train_step(trainer)
 
     monkeypatch.setattr(loop.Trainer, "_train_step", remove_after_two)
     with caplog.at_level("ERROR", "hpcfsdp"):
-        loop.train(config, world, StopRequest())
+        run(config, world)
     if world.rank == 0:
         assert [message for message in caplog.messages if "was removed while the training goes on" in message]
     world.comm.Barrier()

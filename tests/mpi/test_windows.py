@@ -17,7 +17,7 @@ import torch
 
 from hpcfsdp.comm import messages, shared, window as windows
 from hpcfsdp.comm.communicator import segment
-from hpcfsdp.comm.mpi import MpiCommunicator
+from hpcfsdp.comm.mpi_communicator import MpiCommunicator
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 

@@ -1,6 +1,7 @@
 """The package's architecture, read from its source: who may import whom."""
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ LAYERS = [
     {"api"},
     {"fsdp", "state_dict", "wrap"},
     {"checkpoint"},
-    {"doctor", "train"},
+    {"doctor", "examples"},
     {"bench"},
     {"cli"},
     {"__main__"},
@@ -111,6 +112,47 @@ def test_an_import_inside_of_a_function_says_why(module):
     assert not silent
 
 
+def public_names():
+    """Names that users import, by the module that they are imported from."""
+    modules = ("hpcfsdp", "hpcfsdp.checkpoint", "hpcfsdp.fsdp", "hpcfsdp.mpi", "hpcfsdp.state_dict", "hpcfsdp.wrap")
+    names = {module: set(importlib.import_module(module).__all__) for module in modules}
+    return names | {"hpcfsdp.errors": {name for name in vars(hpcfsdp.errors) if name.endswith("Error")}}
+
+
+def not_public(tree):
+    """What a program imports of the package beside public names, and what it uses of private attributes."""
+    found, names = set(), public_names()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.module.startswith("hpcfsdp.examples."):
+            if node.module.split(".")[0] == "hpcfsdp":
+                taken = {alias.name for alias in node.names} - names.get(node.module, set())
+                found |= {f"{node.module}.{name}" for name in taken}
+        elif isinstance(node, ast.Import):
+            found |= imported(node) - {"hpcfsdp", *names}
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            found |= {ast.unparse(node)} if ast.unparse(node.value) not in ("self", "super()") else set()
+    return found
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if part(module) == "examples"])
+def test_an_example_uses_public_names_alone(module):
+    assert not not_public(TREES[module])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from hpcfsdp.comm import raise_together",
+        "from hpcfsdp.checkpoint import writer",
+        "from hpcfsdp import world",
+        "import hpcfsdp.sharded.unit",
+        "model._unit.mesh",
+    ],
+)
+def test_names_that_are_not_public_are_found(source):
+    assert not_public(ast.parse(source))
+
+
 def attributes(tree):
     """Dotted names that a module uses, and names it takes from another with ``from``."""
     names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -171,6 +213,33 @@ def test_private_parts_of_torch_are_found_under_any_name(source):
 def test_no_module_is_a_box_of_odds_and_ends():
     parts = {part for module in FILES for part in module.split(".")}
     assert not parts & {"util", "utils", "helper", "helpers", "misc", "common"}
+
+
+MIRRORS = {
+    "diff": {"cli", "checkpoint/inspect"},
+    "export": {"cli", "checkpoint/convert"},
+    "reader": {"checkpoint", "checkpoint/dcp"},
+    "stats": {"cli", "checkpoint/inspect"},
+    "unit": {"engine", "sharded"},
+    "verify": {"cli", "checkpoint/inspect"},
+    "writer": {"checkpoint", "checkpoint/dcp"},
+}
+"""Names of files that occur in two folders, since one is built on the other."""
+
+NOT_RENAMED_YET = {
+    "load": {"state", "state/optim"},
+    "materialize": {"sharded", "state"},
+    "names": {"checkpoint/inspect", "flat"},
+    "save": {"state", "state/optim"},
+}
+
+
+def test_file_names_occur_twice_only_where_the_files_mirror_each_other():
+    folders = {}
+    for path in FILES.values():
+        folders.setdefault(path.stem, set()).add(str(path.parent.relative_to(ROOT)))
+    twice = {name: found for name, found in folders.items() if len(found) > 1 and name != "__init__"}
+    assert twice == MIRRORS | NOT_RENAMED_YET
 
 
 @pytest.mark.parametrize("module", sorted(set(FILES) - {"hpcfsdp.__main__", "hpcfsdp._version"}))

@@ -17,7 +17,7 @@ from hpcfsdp.checkpoint.convert.safetensors_source import open_safetensors
 from hpcfsdp.checkpoint.convert.source import Source
 from hpcfsdp.checkpoint.files import Files, check_regular
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.plan import check_names
+from hpcfsdp.checkpoint.save_plan import check_names
 from hpcfsdp.checkpoint.single import write_alone
 from hpcfsdp.errors import CheckpointError, UsageError
 

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hpcfsdp.checkpoint.convert.mapped import MappedTensors
 from hpcfsdp.checkpoint.convert.output import Step, new_files, new_folder
+from hpcfsdp.checkpoint.convert.recognize import STEP_KEY
 from hpcfsdp.checkpoint.convert.selection import MODEL, OPTIM, Selection
-from hpcfsdp.checkpoint.convert.state_dicts import STEP_KEY
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.errors import CheckpointError

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from hpcfsdp.checkpoint.access import Room, opened
 from hpcfsdp.checkpoint.convert.dcp_metadata import read_metadata
 from hpcfsdp.checkpoint.convert.pickles import check_pickle
+from hpcfsdp.checkpoint.convert.recognize import OPTIM_KEYS, Parts, Stored, sort_out
 from hpcfsdp.checkpoint.convert.source import Source
-from hpcfsdp.checkpoint.convert.state_dicts import OPTIM_KEYS, Parts, Stored, sort_out
 from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format.schema import MOST_LEVELS, TensorSpec

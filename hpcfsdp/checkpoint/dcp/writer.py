@@ -19,15 +19,15 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from hpcfsdp.checkpoint.content import root_attributes, small_values
-from hpcfsdp.checkpoint.dcp import names
-from hpcfsdp.checkpoint.dcp.names import Entry
+from hpcfsdp.checkpoint.dcp import entry_names as names
+from hpcfsdp.checkpoint.dcp.entry_names import Entry
 from hpcfsdp.checkpoint.draft import BlockWriter, Draft, DraftMissingError, errors_of, extent_rows
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.skeleton import Skeleton, build_skeleton
-from hpcfsdp.checkpoint.plan import BLOCK_DTYPE, SavePlan, box_blocks, check_names, check_tiling
-from hpcfsdp.checkpoint.values import Types, plain
+from hpcfsdp.checkpoint.plain_values import Types, plain
+from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, SavePlan, box_blocks, check_names, check_tiling
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.flat.layout import Box
 from hpcfsdp.reshard.tiling import find_outside

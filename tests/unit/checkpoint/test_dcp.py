@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint import HDF5Reader, HDF5Writer, open_index
-from hpcfsdp.checkpoint.dcp import names
-from hpcfsdp.checkpoint.dcp.names import Entry, Names, Request, place_entries
+from hpcfsdp.checkpoint.dcp import entry_names as names
+from hpcfsdp.checkpoint.dcp.entry_names import Entry, Names, Request, place_entries
 from hpcfsdp.checkpoint.dcp.reader import BoxReader
 from hpcfsdp.checkpoint.files import Files, System
-from hpcfsdp.checkpoint.plan import BLOCK_DTYPE, box_blocks
+from hpcfsdp.checkpoint.plain_values import plain, rebuilt
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.checkpoint.values import plain, rebuilt
+from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, box_blocks
 from hpcfsdp.cli.main import main
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointReplacedError
 from hpcfsdp.flat.layout import Box

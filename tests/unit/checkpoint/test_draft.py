@@ -16,8 +16,8 @@ from hpcfsdp.checkpoint.files import Files, System
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.index import open_index
-from hpcfsdp.checkpoint.plan import BLOCK_DTYPE, SavePlan, plan_alone
 from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, SavePlan, plan_alone
 from hpcfsdp.checkpoint.single import write_alone
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from tests.disks import Cut, Failing, Forgetful, Logged, Watched, folder_of, power_cuts

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint import plan
+from hpcfsdp.checkpoint import save_plan as planning
 from hpcfsdp.checkpoint.content import Content, root_attributes
 from hpcfsdp.checkpoint.draft import BlockWriter, Draft, extent_rows
 from hpcfsdp.checkpoint.extents import elements_in
@@ -368,7 +368,7 @@ def many_blocks(tmp_path_factory, run_ranks):
         checkpoint.save(path, model=FullyShardedDataParallel(model, process_group=comm))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hpcfsdp.checkpoint.content.plan_save", functools.partial(plan.plan_save, block_bytes=20))
+        patch.setattr("hpcfsdp.checkpoint.content.plan_save", functools.partial(planning.plan_save, block_bytes=20))
         assert run_ranks(3, write) == [None] * 3
     return path, values
 
@@ -435,8 +435,8 @@ def strided(tmp_path_factory):
     values = np.arange(7 * 12, dtype=np.int16).reshape(7, 12)
     columns = [(0, 5), (5, 6), (6, 12)]
     blocks = [(0, r, 7, low, high - low, 12) for r, (low, high) in enumerate(columns)]
-    save_plan = plan.SavePlan(
-        (TensorSpec("model/w", (7, 12), "int16"),), np.array(blocks, plan.BLOCK_DTYPE), (), len(columns)
+    save_plan = planning.SavePlan(
+        (TensorSpec("model/w", (7, 12), "int16"),), np.array(blocks, planning.BLOCK_DTYPE), (), len(columns)
     )
     parts = [np.ascontiguousarray(values[:, low:high]).reshape(-1).view(np.uint8) for low, high in columns]
     small = {schema.EXTRA_VALUES: b"{}", schema.CONFIG: b"null"}

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.mpio import BLOCKS_AT_ONCE, calls_by_tensor
 from hpcfsdp.checkpoint.parts import is_part, part_path
-from hpcfsdp.checkpoint.plan import BLOCK_DTYPE, SavePlan, plan_save
+from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, SavePlan, plan_save
 from hpcfsdp.checkpoint.subfiles import divide, sources_of
 from hpcfsdp.launch.topology import Topology
 from hpcfsdp.state.tensors import Runs, StateTensor

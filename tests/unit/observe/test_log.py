@@ -97,5 +97,7 @@ def test_close_takes_all_handlers_away(tmp_path, capsys):
 
 
 def test_importing_the_library_sets_up_nothing(run_python):
-    code = "import logging, hpcfsdp.observe.log, hpcfsdp.train.loop; print(logging.getLogger('hpcfsdp').handlers)"
+    code = (
+        "import logging, hpcfsdp.observe.log, hpcfsdp.examples.gpt.loop; print(logging.getLogger('hpcfsdp').handlers)"
+    )
     assert run_python(code) == "[]\n"

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from hpcfsdp.checkpoint.extents import check_extents
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.plan import BLOCK_DTYPE, box_blocks
+from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, box_blocks
 from hpcfsdp.errors import CheckpointCorruptError
 from hpcfsdp.flat.layout import Box
 from hpcfsdp.reshard import rows as tiling

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcfsdp.checkpoint import plan
+from hpcfsdp.checkpoint import save_plan as planning
 from hpcfsdp.checkpoint.format.schema import TensorSpec, numpy_dtype
 from hpcfsdp.checkpoint.single import write_alone
 
@@ -25,7 +25,7 @@ def write(tmp_path, monkeypatch):
     """
 
     def write_file(tensors, name="a.h5", block_bytes=4 << 20, **more):
-        planned = functools.partial(plan.plan_alone, block_bytes=block_bytes)
+        planned = functools.partial(planning.plan_alone, block_bytes=block_bytes)
         monkeypatch.setattr("hpcfsdp.checkpoint.single.plan_alone", planned)
         elements = {path: raw(tensor) for path, tensor in tensors.items()}
         specs = [

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpcfsdp.train.config import ModelConfig
+from hpcfsdp.examples.gpt.run_config import ModelConfig
 
 VOCABULARY = 256
 
@@ -17,8 +17,8 @@ VOCABULARY = 256
 class Attention(nn.Module):
     """Causal self-attention with several heads.
 
-    Rows of `qkv` are ordered by head, (heads, 3, width of a head), so that consecutive rows, as many as a multiple of
-    ``3 * width of a head``, are whole heads: a rank that has only these attends with its heads alone.
+    Rows of `qkv` are ordered by head, (heads, 3, width of a head): where ranks cut them into consecutive rows, each
+    rank has whole heads and attends with these alone.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -26,7 +26,7 @@ class Attention(nn.Module):
         width = config.width
         self.head_width, self.dropout = width // config.heads, config.dropout
         self.tensor_rank: int | None = None
-        """Of this rank among those that the heads are cut over; None where they are not."""
+        """This rank among the ranks that share the heads; None where one rank has all of them."""
         self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
         self.apply(self._initialise)
-        # Each block adds twice to the residual stream: keep its variance independent of depth.
+        # Each block adds twice to the residual stream, whose variance must not depend on depth.
         for block in self.blocks:
             for layer in (block.attention.merge, block.down):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * config.layers) ** 0.5)
@@ -92,18 +92,18 @@ class GPT(nn.Module):
 
 
 def count_elements(config: ModelConfig) -> int:
-    """Parameter elements of a GPT of this shape, without making it."""
+    """Parameter elements of a GPT of this shape. Takes no memory."""
     with torch.device("meta"):
         return sum(param.numel() for param in GPT(config).parameters())
 
 
 @contextlib.contextmanager
 def own_random_numbers(tensor_rank: int | None, device: torch.device) -> Iterator[None]:
-    """A context in which ranks draw different random numbers that draw the same ones before it and after it.
+    """A context in which each rank draws its own random numbers; before and after it all draw the same.
 
     Args:
-        tensor_rank: of this rank among them; None to draw as if there were no context.
-        device: on which numbers are drawn, beside the CPU.
+        tensor_rank: number of this rank; None: the context changes nothing.
+        device: where numbers are drawn, beside the CPU.
     """
     if tensor_rank is None:
         yield

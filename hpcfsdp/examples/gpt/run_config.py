@@ -1,8 +1,12 @@
-"""Configuration of a training run. Every field is a flag, an ``HPCFSDP_*`` variable and a key of the YAML file."""
+"""Configuration of a training run. Every field is a flag, an ``HPCFSDP_*`` variable and a key of the YAML file.
+
+The text below a field is its help.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
 from hpcfsdp.errors import UsageError
@@ -16,18 +20,18 @@ class ModelConfig:
     width: int = 256
     heads: int = 4
     context: int = 128
-    """Bytes that a prediction may look back on."""
+    """Bytes that a prediction sees."""
     dropout: float = 0.0
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is learnt from."""
+    """Training data."""
 
     paths: list[str] | str = field(default_factory=list)
     """Files or folders of any text or binary data; empty: the source code of Python's standard library."""
     held_out: float = 0.05
-    """Fraction of the files that is kept for evaluation."""
+    """Fraction of the files kept for evaluation."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class OptimConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     clip_norm: float = 1.0
-    """Bound on the norm of all gradients; 0 for none."""
+    """Largest norm of all gradients; 0: no limit."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,13 @@ class LoopConfig:
     """Steps and batches."""
 
     steps: int = 2000
-    """Of the whole training, over all runs; the learning rate follows it."""
+    """Steps of the whole training, over all runs; the learning rate follows it."""
     run_steps: int = 0
-    """At most this many in this run; 0 for all that are left."""
+    """At most this many steps in this run; 0: all that are left."""
     batch: int = 16
-    """Sequences in a step, over all ranks; the number of ranks does not change what a step computes."""
+    """Sequences in a step, over all ranks; a step computes the same on any number of ranks."""
     accumulation: int = 1
-    """Micro-batches that a step is split into, to save memory."""
+    """Micro-batches in a step; more of them take less memory."""
     log_every: int = 20
 
 
@@ -64,7 +68,7 @@ class EvalConfig:
     """Evaluation at the end of a run."""
 
     bytes: int = 65536
-    """Held-out bytes to predict, spread evenly; fewer where there are fewer."""
+    """Held-out bytes to predict, spread evenly; all if there are fewer."""
 
 
 @dataclass(frozen=True)
@@ -72,26 +76,26 @@ class CheckpointConfig:
     """Checkpoints, one HDF5 file each, in run_dir/checkpoints."""
 
     every: int = 200
-    """Steps between two; one is always written at the end. 0: only at the end."""
+    """Steps between checkpoints; one is always written at the end. 0: only at the end."""
     keep_last: int = 0
-    """How many of the newest stay when a further one is complete; older ones are removed. 0: all."""
+    """How many of the newest to keep; older ones are removed when a new one is complete. 0: all."""
     keep_every: int = 0
-    """Those of steps that are a multiple of this stay, too, if older ones are removed. 0: none."""
+    """Keep those of every multiple of this step, too. 0: none."""
     asynchronous: bool = False
-    """Train on while a checkpoint is written, from copies in host memory."""
+    """Train while a checkpoint is written, from copies in host memory."""
     resume: str = "auto"
-    """auto: from the newest in the run's folder that is not damaged, if there is one. The path of a file: from there,
-    as long as the folder holds none. never: refuse a folder that holds some."""
+    """auto: from the newest undamaged one in the run's folder, if there is one. The path of a file: from that file, if
+    the folder holds none. never: refuse a folder that holds some."""
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """What the ranks are to each other. They are replicate x shard x tensor; shard is what the other two leave."""
+    """How ranks share the model: replicate x shard x tensor ranks, where shard is what the other two leave."""
 
     replicate: int | Literal["nodes"] = 1
-    """Copies of the model, each sharded over ranks of its own; nodes: as many as there are nodes, one in each."""
+    """Copies of the model, each sharded over its own ranks; nodes: one copy on each node."""
     tensor: int = 1
-    """Ranks over which each layer is cut. They compute with the same sequences."""
+    """Ranks over which each layer is cut; they compute with the same sequences."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class RunConfig:
     run_dir: str = "runs/quickstart"
     """Folder of this run: config.yaml, metrics.jsonl, logs/, checkpoints/."""
     take_over: bool = False
-    """Train in run_dir although another job seems to. That one stops when it saves next."""
+    """Train in run_dir even if another job seems to train there. That job stops at its next save."""
     device: str = "auto"
     """auto, cpu or cuda."""
     seed: int = 0
@@ -114,8 +118,20 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
+_POSITIVE = (
+    *("model.layers", "model.width", "model.heads", "model.context"),
+    *("train.steps", "train.batch", "train.accumulation", "train.log_every"),
+    *("mesh.tensor", "mesh.replicate", "eval.bytes", "optim.lr"),
+)
+_NOT_NEGATIVE = (
+    *("train.run_steps", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every"),
+    *("optim.warmup_steps", "optim.clip_norm", "optim.min_lr", "optim.weight_decay", "seed"),
+)
+_FRACTIONS = ("model.dropout", "optim.beta1", "optim.beta2")
+
+
 def data_paths(config: DataConfig) -> list[str]:
-    """The paths as a list; a single one may be given bare."""
+    """The paths as a list; users may give a single one without a list."""
     return [config.paths] if isinstance(config.paths, str) else list(config.paths)
 
 
@@ -126,7 +142,7 @@ def num_replicas(config: MeshConfig, num_nodes: int) -> int:
 
 def check(config: RunConfig, num_ranks: int, num_nodes: int = 1) -> None:
     """Raise a UsageError that names the first value that cannot work on so many ranks."""
-    model, loop = config.model, config.train
+    model, loop, tensor = config.model, config.train, config.mesh.tensor
     _check_ranges(config)
     if model.width % model.heads:
         raise UsageError(f"model.width ({model.width}) must be a multiple of model.heads ({model.heads})")
@@ -135,11 +151,9 @@ def check(config: RunConfig, num_ranks: int, num_nodes: int = 1) -> None:
     if config.device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device must be auto, cpu or cuda, not {config.device!r}")
     _check_mesh(config, num_ranks, num_nodes)
-    sharing = num_ranks // config.mesh.tensor
-    if loop.batch < loop.accumulation * sharing:
-        ranks = f"{sharing} rank(s)"
-        if config.mesh.tensor > 1:
-            ranks = f"{sharing} group(s) of mesh.tensor={config.mesh.tensor} rank(s)"
+    parts = num_ranks // tensor
+    if loop.batch < loop.accumulation * parts:
+        ranks = f"{parts} rank(s)" if tensor == 1 else f"{parts} group(s) of mesh.tensor={tensor} rank(s)"
         raise UsageError(
             f"train.batch ({loop.batch} sequences a step) is less than one for each of {ranks} in each of "
             f"train.accumulation={loop.accumulation} micro-batch(es): use a larger batch or fewer ranks"
@@ -147,52 +161,24 @@ def check(config: RunConfig, num_ranks: int, num_nodes: int = 1) -> None:
 
 
 def _check_ranges(config: RunConfig) -> None:
-    model, loop = config.model, config.train
-    positive = {
-        "model.layers": model.layers,
-        "model.width": model.width,
-        "model.heads": model.heads,
-        "model.context": model.context,
-        "train.steps": loop.steps,
-        "train.batch": loop.batch,
-        "train.accumulation": loop.accumulation,
-        "train.log_every": loop.log_every,
-        "mesh.tensor": config.mesh.tensor,
-        "mesh.replicate": num_replicas(config.mesh, 1),
-        "eval.bytes": config.eval.bytes,
-        "optim.lr": config.optim.lr,
-    }
-    not_negative = {
-        "train.run_steps": loop.run_steps,
-        "checkpoint.every": config.checkpoint.every,
-        "checkpoint.keep_last": config.checkpoint.keep_last,
-        "checkpoint.keep_every": config.checkpoint.keep_every,
-        "optim.warmup_steps": config.optim.warmup_steps,
-        "optim.clip_norm": config.optim.clip_norm,
-        "optim.min_lr": config.optim.min_lr,
-        "optim.weight_decay": config.optim.weight_decay,
-        "seed": config.seed,
-    }
-    fractions = {"model.dropout": model.dropout, "optim.beta1": config.optim.beta1, "optim.beta2": config.optim.beta2}
-    for name, value in positive.items():
-        if not value > 0:
+    for name in (*_POSITIVE, *_NOT_NEGATIVE, *_FRACTIONS):
+        value = attrgetter(name)(config)
+        if name in _POSITIVE and value != "nodes" and not value > 0:
             raise UsageError(f"{name} must be positive, not {value}")
-    for name, value in not_negative.items():
-        if not value >= 0:
+        if name in _NOT_NEGATIVE and not value >= 0:
             raise UsageError(f"{name} must not be negative, but is {value}")
-    for name, value in fractions.items():
-        if not 0 <= value < 1:
+        if name in _FRACTIONS and not 0 <= value < 1:
             raise UsageError(f"{name} must be in [0, 1), not {value}")
 
 
 def _check_mesh(config: RunConfig, num_ranks: int, num_nodes: int) -> None:
     heads, mesh = config.model.heads, config.mesh
-    replicas = num_replicas(mesh, num_nodes)
-    if num_ranks % (replicas * mesh.tensor):
-        given = f"mesh.replicate ({mesh.replicate}{f', {num_nodes} here' if mesh.replicate == 'nodes' else ''})"
+    product = num_replicas(mesh, num_nodes) * mesh.tensor
+    if num_ranks % product:
+        replicate = f"nodes, {num_nodes} here" if mesh.replicate == "nodes" else mesh.replicate
         raise UsageError(
-            f"{given} x mesh.tensor ({mesh.tensor}) = {replicas * mesh.tensor} does not divide the {num_ranks} rank(s) "
-            f"of this job: change one of them, or start a multiple of {replicas * mesh.tensor} ranks"
+            f"mesh.replicate ({replicate}) x mesh.tensor ({mesh.tensor}) = {product} does not divide the {num_ranks} "
+            f"rank(s) of this job: change one of them, or start a multiple of {product} ranks"
         )
     if heads % mesh.tensor:
         raise UsageError(

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hpcfsdp.errors import DataError
-from hpcfsdp.train import data
-from hpcfsdp.train.data import Corpus, Span, make_split, mask_seed, share, spread_windows, train_window
+from hpcfsdp.examples.gpt import data
+from hpcfsdp.examples.gpt.data import Corpus, Span, make_split, mask_seed, share, spread_windows, train_window
 
 
 def paths_of(spans):

@@ -1,4 +1,4 @@
-"""One training at a time in a run's folder: who trains there is in a file, which shows that it still does."""
+"""One training at a time in a run's folder: a file there names the job and shows that it still runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpcfsdp import env
 from hpcfsdp.errors import UsageError
@@ -23,7 +22,7 @@ NAME = "running.json"
 BEAT_S = 10.0
 """The holder touches the file as often as this."""
 SILENT_S = 150.0
-"""A holder of whom nothing is seen for so long is dead. Clients of NFS may see a new time after a minute only."""
+"""A holder that does not touch the file for so long is dead. Clients of NFS may see a new time only after a minute."""
 LOOK_S = 1.0
 
 
@@ -33,11 +32,11 @@ class Holder:
 
     Attributes:
         host, pid: of its rank 0.
-        system: of the running system and the processes that it sees: a pid means something to those who have the same.
-        started: of the process, as its system counts it; another process may get the pid.
-        job, restart: that the scheduler knows it by, and how often it has put it into the queue again.
-        since: when it took the folder, ISO 8601.
-        token: of this one alone.
+        system: the running system and its space of process numbers; a pid means something within it.
+        started: when the process was started, as its system counts; another process may get the same pid later.
+        job, restart: the scheduler's number of the job, and how often it has started the job again.
+        since: when the job took the folder, ISO 8601.
+        token: of this holder alone.
     """
 
     host: str
@@ -57,15 +56,13 @@ class Holder:
         pid = os.getpid()
         return cls(env.host_name(), pid, _system(), _started(pid), job, restart, since, secrets.token_hex(8))
 
-    def is_dead_for(self, other: Holder) -> bool:
-        """Whether `other`, which is this process, knows without waiting that this one has ended."""
-        if self.job and self.job == other.job and self.restart != other.restart:
-            return True  # the scheduler has ended it, and started it again
-        return self.is_seen_by(other) and _started(self.pid) != self.started
-
-    def is_seen_by(self, other: Holder) -> bool:
-        """Whether `other` sees this one's process, if there is one."""
-        return bool(self.system) and self.system == other.system
+    def is_alive(self, observer: Holder) -> bool | None:
+        """Whether this process runs. None if `observer`, which is the current process, cannot see that."""
+        if self.job and self.job == observer.job and self.restart != observer.restart:
+            return False  # the scheduler has ended it, and started the job again
+        if not self.system or self.system != observer.system:
+            return None
+        return _started(self.pid) == self.started
 
     def __str__(self) -> str:
         job = f"job {self.job}, " if self.job else ""
@@ -73,7 +70,7 @@ class Holder:
 
 
 class RunLock:
-    """A folder that this process holds, from ``take`` until ``release``. For one rank alone."""
+    """A folder that this process holds from ``take`` until ``release``. For one rank of the job."""
 
     def __init__(self, folder: Path) -> None:
         """Touches no disk."""
@@ -81,22 +78,22 @@ class RunLock:
         self._mine = Holder.here()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._has_told = False
+        self._removal_logged = False
 
     def take(self, *, by_force: bool = False) -> None:
-        """Take the folder, which is made if it is missing. Waits for a sign of life where there is a holder.
+        """Take the folder; create it if it is missing. May wait ``SILENT_S`` to see whether a holder lives.
 
         Args:
-            by_force: ask no holder.
+            by_force: take it from a holder that lives.
 
         Raises:
             UsageError: another job holds it.
             OSError: it cannot be written to.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        while not self._made():
-            found = self._token()
-            holder = None if by_force else self._living()
+        while not self._create():
+            found = _read(self.path)
+            holder = None if by_force else self._living(found)
             if holder is not None:
                 raise UsageError(
                     f"{self.folder} is another training's: {holder}. Two would write into each other's files: choose "
@@ -104,46 +101,46 @@ class RunLock:
                 )
             log.warning("%s was left behind by a training that has ended, or is taken from it", self.path)
             self._remove(found)
-            by_force = False  # one that comes at the same time is asked
+            by_force = False  # a job that takes the folder at the same time keeps it
         self._thread = threading.Thread(target=self._beat, name="hpcfsdp-run-lock", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise if the folder is somebody else's by now; where it has been removed, make it again and log that.
+        """Check that this process still holds the folder; if it has been removed, create it again and log that.
 
         Raises:
-            UsageError: it is.
+            UsageError: another job has taken it.
             OSError: it cannot be written to.
         """
         if not self.path.exists():
-            self._tell_of_removal()
+            self._log_removal()
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self._made():
-                self._has_told = False
+            if self._create():
+                self._removal_logged = False
                 return
-        holder = self._holder()
-        if holder is not None and holder.token != self._mine.token:
+        holder = _read(self.path)
+        if holder is not None and holder != self._mine:
             raise UsageError(
-                f"{self.folder} has been taken over by another training: {holder}. This one has not shown for "
-                f"{SILENT_S:.0f} s that it lives, or was told to be over; it stops, and saves nothing more there"
+                f"{self.folder} has been taken over by another training: {holder}. This one has not touched "
+                f"{self.path} for {SILENT_S:.0f} s, or the other one has --take_over true. It stops, and saves nothing "
+                "more there"
             )
 
     def release(self) -> None:
-        """Give the folder back, if it is still held."""
+        """Give the folder back, if this process still holds it."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
         with contextlib.suppress(OSError):
-            holder = self._holder()
-            if holder is not None and holder.token == self._mine.token:
+            if _read(self.path) == self._mine:
                 self.path.unlink()
 
-    def _made(self) -> bool:
-        """Whether the file could be made, which it can where there is none."""
+    def _create(self) -> bool:
+        """Create the file, unless there is one."""
         draft = self.path.with_name(f".{NAME}.{self._mine.token}")
         draft.write_text(json.dumps(dataclasses.asdict(self._mine)) + "\n")
         try:
-            os.link(draft, self.path)  # the file appears with what is in it
+            os.link(draft, self.path)  # the file appears with its content
         except FileExistsError:
             return False
         except OSError:  # a file system without links
@@ -156,51 +153,34 @@ class RunLock:
             draft.unlink()
         return True
 
-    def _remove(self, token: str | None) -> None:
-        """Remove the file, unless it is by now that of another one, who has come for it at the same time."""
+    def _remove(self, found: Holder | None) -> None:
+        """Remove the file, unless another job that came at the same time has replaced it."""
         aside = self.path.with_name(f".{NAME}.{self._mine.token}.old")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, aside)
-            if self._token(aside) != token:
+            if _read(aside) != found:
                 with contextlib.suppress(OSError):
                     os.link(aside, self.path)
             aside.unlink()
 
-    def _token(self, path: Path | None = None) -> str | None:
-        holder = self._holder(path)
-        return None if holder is None else holder.token
-
-    def _holder(self, path: Path | None = None) -> Holder | None:
-        """Who holds the folder; None if nobody does, or the file says nothing."""
-        try:
-            found: dict[str, Any] = json.loads((path or self.path).read_text())
-            return Holder(**found)
-        except (OSError, ValueError, TypeError):
+    def _living(self, holder: Holder | None) -> Holder | None:
+        """The holder if it lives, None if not. On another machine only the time of the file shows that."""
+        is_alive = None if holder is None else holder.is_alive(self._mine)
+        if is_alive is not None:
+            return holder if is_alive else None
+        before, began_s = self._touched(), time.monotonic()
+        if before is None:
             return None
-
-    def _living(self) -> Holder | None:
-        """The holder, if it is seen to live; None if it does not, which may take a while to be sure of."""
-        holder, before, began_s, has_told = self._holder(), self._touched(), time.monotonic(), False
-        while before is not None:
-            if holder is not None and holder.is_dead_for(self._mine):
-                return None
-            if holder is not None and holder.is_seen_by(self._mine):
-                return holder
-            if time.monotonic() - began_s > SILENT_S:
-                return None
-            if not has_told and time.monotonic() - began_s > LOOK_S:
-                has_told = True
-                log.warning(
-                    "%s is held by %s: waiting up to %d s for a sign that it lives",
-                    self.folder,
-                    holder or "somebody",
-                    SILENT_S,
-                )
+        log.warning(
+            "%s is held by %s: waiting up to %d s for a sign that it lives", self.folder, holder or "a job", SILENT_S
+        )
+        while time.monotonic() - began_s <= SILENT_S:
             time.sleep(LOOK_S)
-            now, newer = self._touched(), self._holder()
+            now, newer = self._touched(), _read(self.path)
+            if now is None:
+                return None
             if now != before and newer is not None:
                 return newer
-            before = before if now is not None else None
         return None
 
     def _touched(self) -> int | None:
@@ -212,26 +192,33 @@ class RunLock:
             return None
 
     def _beat(self) -> None:
-        """In a thread: show that this process lives."""
+        """Show, in a thread, that this process lives."""
         while not self._ended.wait(BEAT_S):
             try:
-                holder = self._holder()
-                if holder is None or holder.token == self._mine.token:
+                if _read(self.path) in (None, self._mine):
                     os.utime(self.path)
             except FileNotFoundError:
-                self._tell_of_removal()
+                self._log_removal()
             except OSError as error:
                 log.debug("%s: %s", self.path, error)
 
-    def _tell_of_removal(self) -> None:
-        if not self._has_told:
-            self._has_told = True
+    def _log_removal(self) -> None:
+        if not self._removal_logged:
+            self._removal_logged = True
             what = self.path if self.folder.exists() else f"the run's folder {self.folder}"
             log.error("%s was removed while the training goes on; it is made again at the next save", what)
 
 
+def _read(path: Path) -> Holder | None:
+    """The holder in a file; None if there is no file, or it names none."""
+    try:
+        return Holder(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
 def _system() -> str:
-    """The running system and its space of process numbers; empty where it is not known."""
+    """The running system and its space of process numbers; empty if unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -239,7 +226,7 @@ def _system() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process of this system was started, as it counts; empty where there is none."""
+    """When a process of this system was started, as the system counts; empty if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -5,7 +5,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision
-from hpcfsdp.sharded.precision import cast_buffers, find_full_precision, ignored_classes, keep_full_precision
+from hpcfsdp.sharded.mixed_precision import cast_buffers, find_full_precision, ignored_classes, keep_full_precision
 from tests.unit.sharded.units import mark_as_unit
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16

@@ -4,7 +4,7 @@ import pytest
 
 from hpcfsdp.config import parse
 from hpcfsdp.errors import UsageError
-from hpcfsdp.train.config import DataConfig, MeshConfig, RunConfig, check, data_paths
+from hpcfsdp.examples.gpt.run_config import DataConfig, MeshConfig, RunConfig, check, data_paths
 
 
 def changed(**values):

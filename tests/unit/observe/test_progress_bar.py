@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from hpcfsdp.observe.progress import progress
+from hpcfsdp.observe.progress_bar import step_progress
 
 logger = logging.getLogger("hpcfsdp.test_progress")
 
@@ -22,7 +22,7 @@ def terminal(monkeypatch):
 
 
 def run(rank, first, last, every):
-    with progress(logger, rank, first, last, every) as shown:
+    with step_progress(logger, rank, first, last, every) as shown:
         for step in range(first, last + 1):
             shown.step(step, f"loss {step / 2}")
 
@@ -62,7 +62,7 @@ def test_a_terminal_gets_a_bar_and_no_lines(terminal, caplog, capsys):
 
 def test_a_bar_of_a_resumed_run_starts_where_it_was(terminal, capsys):
     terminal(True)
-    with progress(logger, 0, 6, 8, 1):
+    with step_progress(logger, 0, 6, 8, 1):
         pass
     assert "5/8" in capsys.readouterr().err
 
@@ -79,5 +79,5 @@ def test_a_bar_has_colours_unless_the_user_refuses_them(terminal, capsys, monkey
 def test_an_error_inside_is_passed_on(terminal):
     for yes in (True, False):
         terminal(yes)
-        with pytest.raises(KeyError), progress(logger, 0, 1, 3, 1):
+        with pytest.raises(KeyError), step_progress(logger, 0, 1, 3, 1):
             raise KeyError

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from hpcfsdp.train.config import ModelConfig
-from hpcfsdp.train.model import GPT, VOCABULARY, Attention, count_elements, own_random_numbers
+from hpcfsdp.examples.gpt.run_config import ModelConfig
+from hpcfsdp.examples.gpt.transformer import GPT, VOCABULARY, Attention, count_elements, own_random_numbers
 
 SMALL = ModelConfig(layers=2, width=16, heads=4, context=12)
 

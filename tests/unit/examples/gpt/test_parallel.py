@@ -4,9 +4,9 @@ import pytest
 
 from hpcfsdp.comm.mesh import plan_mesh
 from hpcfsdp.errors import LaunchError
+from hpcfsdp.examples.gpt.parallel import Share, make_mesh, share_of
+from hpcfsdp.examples.gpt.run_config import MeshConfig
 from hpcfsdp.launch.topology import Topology
-from hpcfsdp.train.config import MeshConfig
-from hpcfsdp.train.parallel import Share, make_mesh, share_of
 
 
 class Mesh:

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from hpcfsdp.errors import UsageError
-from hpcfsdp.train import lock
-from hpcfsdp.train.lock import NAME, Holder, RunLock
+from hpcfsdp.launch import lock
+from hpcfsdp.launch.lock import NAME, Holder, RunLock
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_folder_that_was_taken_by_force_is_given_up_by_the_other(tmp_path):
 
 def test_a_stale_file_that_somebody_else_has_replaced_is_left_to_him(tmp_path, hold):
     hold(token="new", pid=5)
-    RunLock(tmp_path)._remove("old")
+    RunLock(tmp_path)._remove(dataclasses.replace(Holder.here(), token="old"))
     assert holder_of(tmp_path) == 5 and os.listdir(tmp_path) == [NAME]
 
 

@@ -1,4 +1,4 @@
-"""Bytes of files as training and held-out sequences, found by number: any rank can get any sequence of any step."""
+"""Bytes of files as numbered training and held-out sequences: any rank can read any sequence of any step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from hpcfsdp.errors import DataError
 
 SPLIT_BY_FILE_MIN = 20
-"""With fewer files than this, a part of each file is held out instead of some of the files."""
+"""With fewer files than this, the end of each file is held out instead of some of the files."""
 
 _OPEN_FILES = 64
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
@@ -34,7 +34,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Split:
-    """Spans to learn from, spans to be tested on, and what they were made from."""
+    """Spans to train on, spans to evaluate on, and where they come from."""
 
     train: tuple[Span, ...]
     held_out: tuple[Span, ...]
@@ -44,7 +44,7 @@ class Split:
 
 
 class Corpus:
-    """Spans read as one long sequence of bytes. Keeps some files open, nothing in memory."""
+    """Spans read as one long sequence of bytes. Keeps up to 64 files open, nothing in memory."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = list(spans)
@@ -58,7 +58,7 @@ class Corpus:
         """`length` bytes from `start` on, across files, as uint8.
 
         Raises:
-            DataError: a file is gone, or is shorter than it was when the run began.
+            DataError: a file is gone, or shorter than at the start of the run.
         """
         output = np.empty(length, dtype=np.uint8)
         filled = 0
@@ -72,7 +72,7 @@ class Corpus:
         return output
 
     def close(self) -> None:
-        """Close the files that are open."""
+        """Close all open files."""
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -98,15 +98,15 @@ def standard_library() -> Path:
 
 
 def make_split(paths: Sequence[str], held_out: float) -> Split:
-    """Find the files and split them; deterministic, and stable for a file when others come or go.
+    """Find the files and split them. Deterministic; a file stays on its side when others come or go.
 
     Args:
-        paths: files, or folders that are searched for files (hidden ones and caches are passed over); none for the
-            Python files of the standard library.
+        paths: files, or folders to search for files (but for hidden ones and caches); none: the Python files of the
+            standard library.
         held_out: fraction to hold out.
 
     Raises:
-        DataError: a path does not exist or cannot be read, or there are no bytes in it.
+        DataError: a path does not exist or cannot be read, or all files are empty.
     """
     if paths:
         files = [found for path in paths for found in _files_below(Path(path), _SKIPPED_FOLDERS, "")]
@@ -133,30 +133,30 @@ def make_split(paths: Sequence[str], held_out: float) -> Split:
 
 
 def train_window(seed: int, sample: int, corpus_bytes: int, length: int) -> int:
-    """Where training sequence number `sample` begins; the same on any rank of any world."""
+    """Where training sequence number `sample` begins; the same on any number of ranks."""
     return int(np.random.default_rng([seed, sample]).integers(corpus_bytes - length + 1))
 
 
 def share(step: int, batch: int, accumulation: int, rank: int, size: int) -> list[range]:
-    """The sample numbers of this rank in each micro-batch of a step; together, over all ranks, `batch` of them."""
+    """The sample numbers of this rank in each micro-batch of a step; all ranks together have `batch` of them."""
     cuts = [step * batch + batch * part // (accumulation * size) for part in range(accumulation * size + 1)]
     return [range(cuts[part * size + rank], cuts[part * size + rank + 1]) for part in range(accumulation)]
 
 
 def mask_seed(seed: int, step: int, part: int) -> int:
-    """What dropout masks of a part of a step's data are drawn from; the same on any rank of any world."""
+    """The seed of the dropout masks of part `part` of a step's data; the same on any number of ranks."""
     return int(np.random.default_rng([seed, step, part]).integers(2**63))
 
 
 def spread_windows(corpus_bytes: int, length: int, count: int) -> list[int]:
-    """Where up to `count` windows of `length` bytes begin that lie evenly over a corpus without overlapping."""
+    """Where up to `count` windows of `length` bytes begin, spread evenly over a corpus without overlap."""
     count = min(count, corpus_bytes // length)
     slack = corpus_bytes - count * length
     return [index * length + slack * index // max(1, count - 1) for index in range(count)]
 
 
 def _files_below(root: Path, skipped: set[str], suffix: str) -> list[tuple[Path, str]]:
-    """Files with their names relative to `root`, sorted."""
+    """Files below `root` with their names relative to it, sorted."""
     if root.is_file():
         return [(root, root.name)]
     if not root.exists():

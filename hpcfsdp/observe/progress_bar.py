@@ -1,13 +1,19 @@
-"""Progress of a long loop: a bar on a terminal, otherwise a log line every so often (bars flood job logs)."""
+"""How far a training or a long command has come: a bar where stderr is a terminal, since bars flood job logs."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hpcfsdp import env
+from hpcfsdp.terminal import shown
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class Progress(Protocol):
@@ -45,18 +51,15 @@ class _Lines(_Silent):
 
 class _Bar(_Silent):
     def __init__(self, first: int, last: int) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress as RichProgress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
+        from rich import progress as rich
 
-        console = Console(stderr=True, no_color=env.colour_refused() or None)
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        self._bar = RichProgress(*columns, console=console)
+        columns = (
+            rich.BarColumn(),
+            rich.MofNCompleteColumn(),
+            rich.TimeRemainingColumn(),
+            rich.TextColumn("{task.description}"),
+        )
+        self._bar = rich.Progress(*columns, console=_console())
         self._task = self._bar.add_task("", total=last, completed=first - 1)
 
     def __enter__(self) -> _Bar:
@@ -70,7 +73,7 @@ class _Bar(_Silent):
         self._bar.update(self._task, completed=step, description=text)
 
 
-def progress(logger: logging.Logger, rank: int, first: int, last: int, every: int) -> Progress:
+def step_progress(logger: logging.Logger, rank: int, first: int, last: int, every: int) -> Progress:
     """What rank `rank` shows of steps `first` to `last`; other ranks than 0 show nothing.
 
     Args:
@@ -79,3 +82,35 @@ def progress(logger: logging.Logger, rank: int, first: int, last: int, every: in
     if rank != 0:
         return _Silent()
     return _Bar(first, last) if sys.stderr.isatty() else _Lines(logger, first, last, every)
+
+
+@contextlib.contextmanager
+def byte_progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar for `nbytes` bytes while the block runs, which then disappears; nothing where stderr is no terminal.
+
+    Args:
+        what: the text in front of the bar.
+
+    Returns:
+        A function to call with the number of bytes of each step.
+    """
+    if not sys.stderr.isatty():
+        yield lambda step: None
+        return
+    from rich import progress as rich
+
+    columns = (
+        rich.TextColumn("{task.description}", markup=False),
+        rich.BarColumn(),
+        rich.DownloadColumn(True),
+        rich.TimeRemainingColumn(),
+    )
+    with rich.Progress(*columns, console=_console(), transient=True) as bar:
+        task = bar.add_task(shown(what), total=nbytes)
+        yield lambda step: bar.advance(task, step)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True, no_color=env.colour_refused() or None)

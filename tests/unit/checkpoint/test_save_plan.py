@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.checkpoint import plan as planning
+from hpcfsdp.checkpoint import save_plan as planning
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.plan import SavePlan, check_tiling, plan_alone, plan_save
+from hpcfsdp.checkpoint.save_plan import SavePlan, check_tiling, plan_alone, plan_save
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.state.shards import LocalShards

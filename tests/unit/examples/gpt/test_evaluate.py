@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,9 +8,9 @@ from torch import nn
 
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import DataError
-from hpcfsdp.train.data import Corpus, Span
-from hpcfsdp.train.evaluate import evaluate
-from hpcfsdp.train.parallel import Share
+from hpcfsdp.examples.gpt.data import Corpus, Span
+from hpcfsdp.examples.gpt.evaluate import evaluate
+from hpcfsdp.examples.gpt.parallel import Share
 
 
 class Uniform(nn.Module):
@@ -42,10 +43,15 @@ def corpus(tmp_path):
         entry.close()
 
 
+def world_of(comm):
+    """What the evaluation needs of a world: its communicator and its device."""
+    return SimpleNamespace(communicator=comm, device=torch.device("cpu"))
+
+
 def run(model, corpus, context=8, num_bytes=1000, comm=None, copies=1):
     comm = comm or FakeCommunicator()
     share = Share(comm.rank // copies, comm.size // copies, copies)
-    return evaluate(model, comm, share, corpus, context, num_bytes, torch.device("cpu"))
+    return evaluate(model, world_of(comm), share, corpus, context, num_bytes)
 
 
 def test_a_model_that_knows_nothing_needs_8_bits_for_a_byte(corpus):

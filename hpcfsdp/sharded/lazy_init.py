@@ -9,7 +9,7 @@ import torch
 from hpcfsdp.comm import Communicator
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
-from hpcfsdp.sharded import precision
+from hpcfsdp.sharded.mixed_precision import cast_buffers
 from hpcfsdp.sharded.optimizer_check import watch_root
 from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit, units_in
 from hpcfsdp.world import current_world
@@ -44,7 +44,7 @@ def become_root(unit: ShardedUnit) -> Root:
         cast_inputs = mixed.cast_root_forward_inputs if each is unit else mixed.cast_forward_inputs
         each.input_dtype = mixed.param_dtype if cast_inputs else None
         if mixed.buffer_dtype is not None:
-            before = precision.cast_buffers(
+            before = cast_buffers(
                 each.module, mixed.buffer_dtype, each.full_precision, ignored=each.ignored.buffers, cast=cast
             )
             dtypes = {**before, **dtypes}

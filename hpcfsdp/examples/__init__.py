@@ -1,0 +1,1 @@
+"""Programs as users of the package write them: they use its public names alone."""

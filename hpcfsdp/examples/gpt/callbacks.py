@@ -1,0 +1,25 @@
+"""Where a program that runs the training joins in: signals, the folder of the run, and what users see of a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+
+class Callbacks:
+    """Called by the training on every rank. These do nothing; ``hpcfsdp train`` has its own."""
+
+    def stop_signal(self) -> int:
+        """Number of the signal that asks this rank to stop, 0 if none does. Asked in each step."""
+        return 0
+
+    def before_save(self) -> None:
+        """Collective over all ranks. Called before anything is trained, and before each checkpoint."""
+
+    def steps(self, done: int, last: int) -> contextlib.AbstractContextManager[Any]:
+        """A context for the steps `done` + 1 to `last`."""
+        return contextlib.nullcontext()
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Takes the figures of a step (its "kind" is "train"), or of the evaluation ("held_out")."""

@@ -1,0 +1,280 @@
+"""The training: resume, step, checkpoint, evaluate, and stop after a step when a signal asks for it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from hpcfsdp import World, checkpoint
+from hpcfsdp.errors import CheckpointError, DataError, HpcfsdpError, UsageError
+from hpcfsdp.examples.gpt import data
+from hpcfsdp.examples.gpt.callbacks import Callbacks
+from hpcfsdp.examples.gpt.evaluate import HeldOut, evaluate
+from hpcfsdp.examples.gpt.parallel import make_mesh, shard, share_of
+from hpcfsdp.examples.gpt.run_config import RunConfig, data_paths, num_replicas
+from hpcfsdp.examples.gpt.schedule import learning_rate
+from hpcfsdp.examples.gpt.transformer import GPT, count_elements
+
+Result = TypeVar("Result")
+
+log = logging.getLogger("hpcfsdp.train")
+data_log = logging.getLogger("hpcfsdp.data")
+checkpoint_log = logging.getLogger("hpcfsdp.checkpoint")
+
+CURVES = ("loss", "grad_norm", "lr")
+"""Figures of every step that each checkpoint holds from the first step on."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    """Steps done in all runs so far."""
+    checkpoint: Path | None
+    """The newest checkpoint, None if nothing was trained."""
+    held_out: HeldOut | None
+    """None when a signal stopped the run."""
+    signal: int
+    """Number of the signal that stopped it, 0 if none did."""
+
+
+def train(config: RunConfig, world: World, callbacks: Callbacks) -> Outcome:
+    """Collective over all ranks. Run the training that `config` describes, which ``run_config.check`` has accepted."""
+    return Trainer(config, world, callbacks).run()
+
+
+class Trainer:
+    """Model, optimizer and data of one run on one rank. Creating one and all methods are collective over all ranks."""
+
+    def __init__(self, config: RunConfig, world: World, callbacks: Callbacks) -> None:
+        self.config, self.world, self.callbacks = config, world, callbacks
+        self.run_dir = Path(config.run_dir)
+        self.window = config.model.context + 1
+        self.step = 0
+        self.curves: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in CURVES}
+        # Rank 0 looks for all: one walk through the folders, and one view of a shared file system.
+        self.newest, self.split = on_rank_0(world, lambda: (self._newest_checkpoint(), self._find_data()))
+        self.corpus = data.Corpus(self.split.train)
+        self.mesh = make_mesh(config.mesh, world)
+        self.share = share_of(self.mesh, world)
+        torch.manual_seed(config.seed)
+        self.model = shard(GPT(config.model), self.mesh, world)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.optim.lr,
+            betas=(config.optim.beta1, config.optim.beta2),
+            weight_decay=config.optim.weight_decay,
+        )
+        self.manager = checkpoint.CheckpointManager(
+            self.run_dir / "checkpoints",
+            keep_last=config.checkpoint.keep_last or None,
+            keep_every=config.checkpoint.keep_every or None,
+            asynchronous=config.checkpoint.asynchronous,
+        )
+        self._resume()
+        callbacks.before_save()
+
+    def run(self) -> Outcome:
+        """Train until the steps are done or a signal asks to stop; the newest checkpoint then holds every step."""
+        loop, every = self.config.train, self.config.checkpoint.every
+        last = min(loop.steps, self.step + loop.run_steps) if loop.run_steps else loop.steps
+        if self.step >= last:
+            log.warning("all %d steps are done already; raise train.steps to go on", loop.steps)
+        signal, began = 0, time.perf_counter()
+        try:
+            with self.manager, self.callbacks.steps(self.step, last):
+                while self.step < last and not signal:
+                    loss, norm, rate, signal = self._train_step()
+                    seconds, began = time.perf_counter() - began, time.perf_counter()
+                    self._record(loss, norm, rate, seconds)
+                    self.manager.step()
+                    if self.step == last or signal or (every and self.step % every == 0):
+                        self.save()
+            if signal:
+                log.warning("stopped after step %d by signal %d; the checkpoint is complete", self.step, signal)
+                return Outcome(self.step, self.newest, None, signal)
+            held_out = self._evaluate()
+            self.callbacks.record({"step": self.step, "kind": "held_out", **asdict(held_out)})
+            return Outcome(self.step, self.newest, held_out, 0)
+        finally:
+            self.corpus.close()
+
+    def save(self) -> None:
+        """Save a checkpoint of the current step, unless the step has made parameters that are not finite."""
+        self._check_finite()
+        self.callbacks.before_save()
+        self.newest = self.manager.save(
+            self.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            extra={"data": {"samples": self.step * self.config.train.batch, "corpus": self.split.fingerprint}},
+            config=asdict(self.config),
+            metrics=self.curves,
+        )
+
+    def _train_step(self) -> tuple[float, float, float, int]:
+        """One optimizer step: loss in nats per byte, gradient norm, learning rate, signal that any rank received."""
+        config, share = self.config, self.share
+        # Each part of the data has dropout masks of its own; ranks that compute with the same part need the same masks.
+        torch.manual_seed(data.mask_seed(config.seed, self.step, share.rank))
+        rate = learning_rate(self.step, config.train.steps, config.optim)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        predicted = config.train.batch * config.model.context
+        nats = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for samples in data.share(self.step, config.train.batch, config.train.accumulation, share.rank, share.size):
+            ids = self._batch(samples)
+            logits = self.model(ids[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+            # FSDP averages gradients over the parts. The mean over all bytes of the step differs from that where parts
+            # have different numbers of sequences.
+            (loss * (share.size / predicted)).backward()
+            nats += loss.detach().double()
+        norm = self.model.clip_grad_norm_(config.optim.clip_norm or math.inf)
+        signal = nats.new_tensor(float(self.callbacks.stop_signal()))
+        self.world.communicator.all_reduce(nats, "sum")
+        self.world.communicator.all_reduce(signal, "max")
+        mean = nats.item() / (predicted * share.copies)
+        if not (math.isfinite(mean) and math.isfinite(norm.item())):
+            raise _diverged(f"the loss is {mean} and the gradient norm {norm.item()} at step {self.step + 1}")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return mean, norm.item(), rate, int(signal.item())
+
+    def _batch(self, samples: range) -> torch.Tensor:
+        starts = [data.train_window(self.config.seed, s, len(self.corpus), self.window) for s in samples]
+        rows = [torch.from_numpy(self.corpus.read(start, self.window)) for start in starts]
+        return torch.stack(rows).to(self.world.device, torch.int64)
+
+    def _record(self, loss: float, norm: float, rate: float, seconds: float) -> None:
+        record = {"step": self.step, "kind": "train", "loss": loss, "grad_norm": norm, "lr": rate}
+        record["seconds"] = round(seconds, 6)
+        record["bytes_per_s"] = round(self.config.train.batch * self.config.model.context / seconds, 1)
+        for name, (steps, values) in self.curves.items():
+            steps.append(self.step)
+            values.append(record[name])
+        self.callbacks.record(record)
+
+    def _check_finite(self) -> None:
+        # The loss shows it one step later, when the checkpoint to go back to would hold it already.
+        finite = [param.detach().isfinite().all() for param in self.model.parameters()]
+        bad_ranks = (~torch.stack(finite).all()).double()
+        self.world.communicator.all_reduce(bad_ranks, "sum")
+        if bad_ranks.item():
+            ranks = f"{int(bad_ranks.item())} of {self.world.size} rank(s)"
+            raise _diverged(f"the parameters are not finite after step {self.step} on {ranks}")
+
+    def _evaluate(self) -> HeldOut:
+        corpus = data.Corpus(self.split.held_out)
+        try:
+            return evaluate(
+                self.model, self.world, self.share, corpus, self.config.model.context, self.config.eval.bytes
+            )
+        finally:
+            corpus.close()
+
+    def _newest_checkpoint(self) -> Path | None:
+        newest = checkpoint.latest(self.run_dir / "checkpoints")
+        if newest is not None and self.config.checkpoint.resume == "never":
+            raise UsageError(
+                f"checkpoint.resume is never, but {self.run_dir} holds checkpoints up to {newest.name}: a second "
+                "training there would mix with the first; choose another run_dir, or remove that one"
+            )
+        return newest
+
+    def _find_data(self) -> data.Split:
+        split = data.make_split(data_paths(self.config.data), self.config.data.held_out)
+        sizes = {}
+        for name, spans in (("training", split.train), ("held-out", split.held_out)):
+            sizes[name] = sum(span.end - span.begin for span in spans)
+            data_log.info("%s %d bytes of %d files from %s", name, sizes[name], len(spans), split.source)
+        if sizes["training"] < self.window or sizes["held-out"] < 2:
+            raise DataError(
+                f"{split.source}: {sizes['training']} bytes to learn from and {sizes['held-out']} held out; at least "
+                f"{self.window} (model.context + 1) and 2 are needed"
+            )
+        elements = count_elements(self.config.model)
+        ranks = self.world.size // num_replicas(self.config.mesh, self.world.num_nodes)
+        if elements < ranks:
+            raise UsageError(f"the model has {elements} parameter elements for {ranks} ranks: use fewer ranks")
+        return split
+
+    def _resume(self) -> None:
+        wanted, path = self.config.checkpoint.resume, self.newest
+        if path is None and wanted not in ("auto", "never"):
+            path = Path(wanted)
+        elif path is not None and wanted != "auto" and Path(wanted) != path:
+            # A job that the scheduler starts again has its first arguments: it must not start over.
+            log.warning("the run has gone on since %s: resuming from %s", wanted, path)
+        if path is None:
+            elements = count_elements(self.config.model)
+            log.info("new run: %d parameters on %s, %s", elements, self._ranks(), self.world.device.type)
+            return
+        began = time.perf_counter()
+        try:
+            if path == self.newest:
+                info = self.manager.load_latest(model=self.model, optimizer=self.optimizer)
+            else:
+                info = checkpoint.load(path, model=self.model, optimizer=self.optimizer)
+        except CheckpointError as error:
+            error.args = (f"{error}\nmove the file away to start without it, or choose another run_dir",)
+            raise
+        self.step, self.newest = info.step, info.path
+        seconds = time.perf_counter() - began
+        checkpoint_log.info("loaded %s step=%d ranks=%d secs=%.2f", info.path, info.step, info.world_size, seconds)
+        on_rank_0(self.world, lambda: self._resume_curves(info.path))  # checkpoints hold those of rank 0
+        position = info.extra.get("data", {})
+        if position.get("corpus") != self.split.fingerprint:
+            data_log.warning(
+                "the data is not what the checkpoint was trained on: sequences will differ from the first run's"
+            )
+        if position.get("samples") != self.step * self.config.train.batch:
+            data_log.warning("train.batch was another one: some sequences may be seen again or left out")
+
+    def _resume_curves(self, path: Path) -> None:
+        found = checkpoint.open_index(path).metrics
+        for name in set(CURVES) & set(found):
+            steps, values = found[name]
+            self.curves[name] = steps.tolist(), values.tolist()
+
+    def _ranks(self) -> str:
+        text = f"{self.world.size} rank(s)"
+        if self.mesh is not None:
+            sizes = zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True)
+            text += " (" + " x ".join(f"{name}={size}" for name, size in sizes) + ")"
+        return text
+
+
+def on_rank_0(world: World, work: Callable[[], Result]) -> Result:
+    """Collective over all ranks. Have rank 0 do `work`: all ranks return its result, or raise its error."""
+    result: Any = None
+    error = None
+    if world.rank == 0:
+        try:
+            result = work()
+        except HpcfsdpError as caught:
+            error = caught
+    result, error = world.host.broadcast_object((result, error))
+    if error is not None:
+        error.raised_on_all_ranks = True
+        raise error
+    return result
+
+
+def _diverged(what: str) -> HpcfsdpError:
+    error = HpcfsdpError(
+        f"{what}: training has diverged; the last checkpoint is from before. Try a lower optim.lr or a longer "
+        "optim.warmup_steps"
+    )
+    error.raised_on_all_ranks = True
+    return error

@@ -1,0 +1,90 @@
+"""Which rank has which part of the model and of the data: shards, replicas, and layers cut over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from hpcfsdp import World
+from hpcfsdp.examples.gpt.run_config import MeshConfig, num_replicas
+from hpcfsdp.examples.gpt.transformer import GPT, Block
+from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
+from hpcfsdp.wrap import ModuleWrapPolicy
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the data a rank computes with.
+
+    Attributes:
+        rank: number of the part, 0 to `size` - 1.
+        size: how many parts there are.
+        copies: how many ranks compute with the same part. A sum over all ranks counts each part that often.
+    """
+
+    rank: int
+    size: int
+    copies: int = 1
+
+
+def make_mesh(config: MeshConfig, world: World) -> DeviceMesh | None:
+    """Collective over all ranks. A mesh of "shard" and what `config` asks for beside it; None if it asks for nothing.
+
+    Raises:
+        LaunchError: nodes of different sizes, or in an order that no mesh can follow.
+    """
+    replicas = num_replicas(config, world.num_nodes)
+    if replicas == config.tensor == 1:
+        return None
+    dimensions: dict[str, int | str | None] = {"replicate": config.replicate} if replicas > 1 else {}
+    dimensions["shard"] = None
+    if config.tensor > 1:
+        dimensions["tensor"] = config.tensor
+    return world.mesh(**dimensions)
+
+
+def share_of(mesh: DeviceMesh | None, world: World) -> Share:
+    """This rank's part of the data. Each shard of each replica has its own; ranks that cut layers have one together."""
+    if mesh is None:
+        return Share(world.rank, world.size)
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    copies = sizes.get("tensor", 1)
+    rank = mesh.get_local_rank("shard")
+    if "replicate" in sizes:
+        rank += mesh.get_local_rank("replicate") * sizes["shard"]
+    return Share(rank, world.size // copies, copies)
+
+
+def shard(model: GPT, mesh: DeviceMesh | None, world: World) -> FullyShardedDataParallel:
+    """Collective over all ranks. The model with one unit for each block; cuts its layers if the mesh has "tensor"."""
+    options = {}
+    if mesh is not None:
+        if "tensor" in mesh.mesh_dim_names:
+            parallelize(model.to(world.device), mesh["tensor"])
+        options = {"device_mesh": mesh["shard"]}
+        if "replicate" in mesh.mesh_dim_names:
+            options = {
+                "device_mesh": mesh["replicate", "shard"],
+                "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+            }
+    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+def parallelize(model: GPT, mesh: DeviceMesh) -> None:
+    """Collective over `mesh`, of one dimension. Cut the blocks of a model that is not wrapped yet, in place.
+
+    Attention is cut by heads, feed-forward networks by hidden units: the first layer of each by columns, the second by
+    rows, so that one sum over ranks completes each of the two. Embeddings, the head (tied to one of them) and norms
+    stay whole on every rank.
+    """
+    plan = {
+        "blocks.*.attention.qkv": ColwiseParallel(),
+        "blocks.*.attention.merge": RowwiseParallel(),
+        "blocks.*.up": ColwiseParallel(),
+        "blocks.*.down": RowwiseParallel(),
+    }
+    parallelize_module(model, mesh, plan)
+    for block in model.blocks:
+        block.attention.tensor_rank = mesh.get_local_rank()
