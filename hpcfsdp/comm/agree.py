@@ -23,8 +23,8 @@ def raise_together(comm: Communicator) -> Iterator[None]:
         yield
     except Exception as error:
         mine = error
-    told = None if mine is None else (type(mine).__name__, str(mine), getattr(mine, "raised_on_all_ranks", False))
-    everyone = comm.all_gather_object(told)
+    described = None if mine is None else (type(mine).__name__, str(mine), getattr(mine, "raised_on_all_ranks", False))
+    everyone = comm.all_gather_object(described)
     for rank, error in enumerate(everyone):
         if error is None:
             continue

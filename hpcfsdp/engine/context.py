@@ -230,7 +230,7 @@ class Slot:
         memory: shared with the other ranks of the node; None where each gradient gets memory of its own.
         waiting: gradients that are to be put together in it; the first has it.
         event: that the last reduction out of it is done.
-        in_use: what of it has been given out; keeps memory that is not the slot's own alive until nobody uses it.
+        in_use: what of it has been given out; keeps memory that is not the slot's own alive until it is unused.
     """
 
     memory: torch.Tensor | None = None
@@ -385,7 +385,7 @@ class Reductions:
         )
 
     def _vacate(self, slot: Slot) -> None:
-        """Nobody uses the memory any more; if it is not the slot's own it goes back to the allocator."""
+        """The memory is unused from here on; if it is not the slot's own it goes back to the allocator."""
         if slot.in_use is not None:
             slot.event = slot.in_use = None
             if slot.memory is None:

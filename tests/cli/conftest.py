@@ -150,8 +150,8 @@ def command(tmp_path, monkeypatch, capsys):
     def run(*arguments):
         capsys.readouterr()
         code = main([*map(str, arguments)])
-        told = capsys.readouterr()
-        return SimpleNamespace(code=code, stdout=told.out, stderr=told.err)
+        printed = capsys.readouterr()
+        return SimpleNamespace(code=code, stdout=printed.out, stderr=printed.err)
 
     return run
 

@@ -162,9 +162,9 @@ def test_bad_input_is_told_and_leaves_nothing(saved, tmp_path, monkeypatch, caps
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "usual.pt")
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     assert main(arguments.split()) == code
-    told = capsys.readouterr()
-    assert message in told.err
-    assert told.out == ""
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
 

@@ -65,8 +65,8 @@ def test_a_folder_that_may_not_be_read_is_told(folder, capsys, monkeypatch, verb
 
     monkeypatch.setattr(Path, "iterdir", refuse)  # root may read every folder
     assert main([verb, str(folder)]) == 1
-    told = capsys.readouterr()
-    assert (told.out, told.err) == ("", f"hpcfsdp: {folder}: Permission denied\n")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"hpcfsdp: {folder}: Permission denied\n")
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "show"])
@@ -79,8 +79,8 @@ def test_a_file_in_a_folder_that_may_not_be_searched_is_told(folder, capsys, mon
     code = main([verb, str(path)])
     monkeypatch.undo()
     assert code == 1
-    told = capsys.readouterr()
-    assert f"{path}: Permission denied" in told.out + told.err
+    printed = capsys.readouterr()
+    assert f"{path}: Permission denied" in printed.out + printed.err
 
 
 def test_a_folder_without_checkpoints_and_that_of_a_run(folder, tmp_path):

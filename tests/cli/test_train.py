@@ -101,16 +101,16 @@ if MPI.COMM_WORLD.rank == 0:
 
 
 def refused(start, folder, cases):
-    """Have two ranks refuse one training after the other. For each case: arguments, the exit code, texts told once."""
+    """Have two ranks refuse one training after the other. Cases: arguments, exit code, texts that appear once."""
     (folder / "cases.json").write_text(json.dumps([list(map(str, arguments)) for arguments, *_ in cases]))
     job = start("-c", REFUSALS, ranks=2).wait()
     assert job.code == 0, job.stderr
     for (arguments, code, *texts), *ends in zip(cases, *json.loads(job.stdout), strict=True):
         assert [(end[0], end[1]) for end in ends] == [(code, "")] * 2, (arguments, ends)
-        told = "".join(end[2] for end in ends)
-        assert "Traceback" not in told
+        output = "".join(end[2] for end in ends)
+        assert "Traceback" not in output
         for text in texts:
-            assert told.count(text) == 1, (arguments, told)
+            assert output.count(text) == 1, (arguments, output)
 
 
 def test_what_cannot_be_trained_is_refused_once_for_all_ranks(start, tiny, tmp_path):

@@ -159,7 +159,7 @@ class LocalOptimState:
     def _add(self, key: OptimStateKey, state: Mapping[str, Any]) -> None:
         name = key.unflat_param_names[0]
         check_nested(name, state)
-        # Copied now: what cannot be is an error while all ranks can still be told.
+        # Copied now: what cannot be is an error while all ranks can still raise it.
         state = {key: _copied((name, key), value) for key, value in state.items()}
         if not key.is_fsdp_managed:
             self.unsharded[name] = state

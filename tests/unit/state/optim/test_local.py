@@ -53,8 +53,8 @@ def test_a_flat_parameter_has_one_shard_for_all_of_its_parameters():
 def test_of_what_this_rank_holds_nothing_of_it_has_what_others_have_without_elements():
     info = make_info(FakeCommunicator(1, 3), original=True)
     assert info.is_empty_on("one", 1)
-    told = {"one": StateInfo.of({"max": torch.ones(1, dtype=torch.float64), "step": torch.tensor(2.0), "n": 1})}
-    found = FlatParamState.of(info, {"one": {"step": torch.tensor(1.0), "n": 5, "old": torch.ones(0)}}, told)
+    known = {"one": StateInfo.of({"max": torch.ones(1, dtype=torch.float64), "step": torch.tensor(2.0), "n": 1})}
+    found = FlatParamState.of(info, {"one": {"step": torch.tensor(1.0), "n": 5, "old": torch.ones(0)}}, known)
     [(kind, parts)] = found.shards.items()
     assert kind == ("max", torch.float64)
     assert (parts.present, parts.tensors[4].numel()) == ([4], 0)

@@ -122,10 +122,10 @@ ODD_TENSORS = [
 @pytest.mark.parametrize("tensor", ODD_TENSORS, ids=["sparse", "meta"])
 def test_tensors_whose_elements_cannot_be_read_are_told_and_compared(tensor):
     for value in (tensor, [tensor], {"a": (tensor,)}):
-        told = picklable(value)
-        assert not isinstance(told, Unpicklable)
-        received = pickle.loads(pickle.dumps(told))
-        assert same(received, told)
+        sent = picklable(value)
+        assert not isinstance(sent, Unpicklable)
+        received = pickle.loads(pickle.dumps(sent))
+        assert same(received, sent)
         assert same(received, value)
         assert digest(value) == digest(copy.deepcopy(value))
     assert not same(tensor, torch.ones(2))
@@ -193,7 +193,7 @@ def test_everything_equals_a_copy_of_itself(value):
     assert same(value, copy.deepcopy(value))
 
 
-# What is told
+# What is sent to other ranks
 
 
 def test_what_other_ranks_are_told_of_a_value():
@@ -231,10 +231,10 @@ def test_values_with_large_tensors_in_them_are_refused():
 
 
 def test_tensors_in_what_is_told_lie_in_host_memory():
-    told = picklable({"lr": torch.ones(2, requires_grad=True), "more": [1, (torch.ones(1),)]})
-    assert same(told["more"], [1, (torch.ones(1),)])
-    assert same(told["lr"], torch.ones(2))
-    assert not told["lr"].requires_grad
+    sent = picklable({"lr": torch.ones(2, requires_grad=True), "more": [1, (torch.ones(1),)]})
+    assert same(sent["more"], [1, (torch.ones(1),)])
+    assert same(sent["lr"], torch.ones(2))
+    assert not sent["lr"].requires_grad
 
 
 def test_tensors_without_values_stay_where_they_are():
