@@ -21,7 +21,7 @@ HDF5_DIR ?= $(firstword $(wildcard /usr/lib/*/hdf5/openmpi))
 PROGRAMS := .venv-programs/bin
 PROGRAMS_STAMP := .venv-programs/.hpcfsdp-installed
 RANKS := 1 2 3 4
-# Of the tests with MPICH; make test-mpich SELECT="-m transport": those that depend on the MPI library.
+# Of the tests with MPICH; make test-mpich SELECT='-m "transport and not slow"': those that depend on the MPI library.
 SELECT :=
 # Processes among which the tests that need no mpirun are divided.
 JOBS ?= 2
@@ -59,7 +59,7 @@ $(STAMP) $(MPICH_STAMP) $(PROGRAMS_STAMP): setup.cfg setup.py constraints.txt
 	@echo "== making $(@D) (torch is large: this takes a while the first time)"
 	@$(PYTHON) -m venv $(@D) \
 	  || { echo "python3 -m venv failed: install your system's python3-venv, or make $(@D) with virtualenv" >&2; exit 2; }
-	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 # The wheel of mpi4py finds the system's MPI when it is loaded. Without --no-build-isolation pip would compile it, which
@@ -71,11 +71,11 @@ $(MPIO_STAMP): setup.cfg setup.py constraints.txt
 	@echo "== making $(@D) (h5py is compiled: this takes some minutes)"
 	@$(PYTHON) -m venv $(@D) \
 	  || { echo "python3 -m venv failed: install your system's python3-venv, or make $(@D) with virtualenv" >&2; exit 2; }
-	$(@D)/bin/python -m pip install --quiet -c constraints.txt \
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt \
 	  'setuptools>=77,<81' wheel 'cython>=3.0' pkgconfig numpy mpi4py
-	CC=mpicc HDF5_MPI=ON HDF5_DIR=$(HDF5_DIR) $(@D)/bin/python -m pip install --quiet -c constraints.txt \
+	CC=mpicc HDF5_MPI=ON HDF5_DIR=$(HDF5_DIR) $(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt \
 	  --no-cache-dir --no-build-isolation --no-deps --no-binary=h5py h5py
-	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test]'
 	@touch $@
 
 train: $(STAMP)
@@ -93,24 +93,24 @@ test-mpi: export OMP_NUM_THREADS := 1
 test-mpi: $(STAMP)
 	@for n in $(RANKS); do \
 	  echo "== MPI tests on $$n rank(s)"; \
-	  timeout --kill-after=30 1200 $(MPIRUN) -n $$n $(PY) -m pytest tests/mpi --with-mpi || exit 1; \
+	  timeout --kill-after=30 2400 $(MPIRUN) -n $$n $(PY) -m pytest tests/mpi --with-mpi || exit 1; \
 	done
 	@echo "== MPI tests of three dimensions on 8 ranks"
-	timeout --kill-after=30 600 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi/test_tensor_parallel*.py --with-mpi
+	timeout --kill-after=30 1200 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi/test_tensor_parallel*.py --with-mpi
 
 test-mpich: export OMP_NUM_THREADS := 1
 test-mpich: $(MPICH_STAMP)
 	@for n in $(RANKS); do \
 	  echo "== MPI tests with MPICH on $$n rank(s)"; \
-	  timeout --kill-after=30 1200 $(MPICH)/mpirun -n $$n $(MPICH)/python -m pytest tests/mpi --with-mpi $(SELECT) || exit 1; \
+	  timeout --kill-after=30 2400 $(MPICH)/mpirun -n $$n $(MPICH)/python -m pytest tests/mpi --with-mpi $(SELECT) || exit 1; \
 	done
 
 test-mpio: export OMP_NUM_THREADS := 1
 test-mpio: $(MPIO_STAMP)
-	$(MPIO)/python -m pytest tests/unit/checkpoint -m hdf5 -n $(JOBS) --dist worksteal
+	$(MPIO)/python -m pytest tests/unit/checkpoint -m "hdf5 and not slow" -n $(JOBS) --dist worksteal
 	@for n in $(RANKS); do \
 	  echo "== tests of checkpoints with an h5py that has MPI on $$n rank(s)"; \
-	  timeout --kill-after=30 600 $(MPIO_RUN) -n $$n $(MPIO)/python -m pytest tests/mpi/test_checkpoint*.py --with-mpi -m hdf5 \
+	  timeout --kill-after=30 1200 $(MPIO_RUN) -n $$n $(MPIO)/python -m pytest tests/mpi/test_checkpoint*.py --with-mpi -m "hdf5 and not slow" \
 	    || exit 1; \
 	done
 
@@ -121,21 +121,21 @@ test-slurm: $(STAMP) $(MPICH_STAMP)
 	  || { echo "$$tool is missing: apt-get install slurmctld slurmd slurm-client munge libpmix-dev" >&2; exit 2; }; \
 	done
 	@echo "== tests on two nodes of a private SLURM"
-	timeout --kill-after=30 1200 $(PY) -m pytest tests/slurm
+	timeout --kill-after=30 2400 $(PY) -m pytest tests/slurm
 
 test-programs: export OMP_NUM_THREADS := 1
 test-programs: $(PROGRAMS_STAMP)
 	@echo "== programs of other libraries on 2 ranks"
-	timeout --kill-after=30 600 $(MPIRUN:.venv/%=.venv-programs/%) -n 2 $(PROGRAMS)/python -m pytest tests/programs --with-mpi
+	timeout --kill-after=30 1200 $(MPIRUN:.venv/%=.venv-programs/%) -n 2 $(PROGRAMS)/python -m pytest tests/programs --with-mpi
 
 test-slow: export OMP_NUM_THREADS := 1
 test-slow: $(STAMP)
 	$(PY) -m pytest tests/unit tests/cli -m slow
-	timeout --kill-after=30 1200 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi/test_checkpoint_world.py --with-mpi -m slow
+	timeout --kill-after=30 2400 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi/test_checkpoint_world.py --with-mpi -m slow
 
 test-gpu: $(STAMP)
 	@for n in 1 2; do \
-	  timeout --kill-after=30 600 $(MPIRUN) -n $$n $(PY) -m pytest tests/gpu --with-mpi || exit 1; \
+	  timeout --kill-after=30 1200 $(MPIRUN) -n $$n $(PY) -m pytest tests/gpu --with-mpi || exit 1; \
 	done
 
 lint: $(STAMP)

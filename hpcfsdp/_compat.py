@@ -1,4 +1,4 @@
-"""What differs between versions of torch, and the private parts of torch that the engine stands on, in one place."""
+"""Private parts of torch, and differences between its versions. No other module uses torch's private names."""
 
 import contextlib
 import functools
@@ -8,11 +8,14 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import rpc
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import (
     Shard,
     ShardedTensor,
@@ -22,11 +25,15 @@ from torch.distributed._shard.sharded_tensor import (
 )
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp._common_utils import TrainingState, _set_fsdp_flattened as mark_as_flattened
+from torch.distributed.fsdp.wrap import _Policy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree
 
-__all__ = [  # have no other home
+__all__ = [  # torch has no public place for these
     "ChunkShardingSpec",
     "IncompatibleKeys",
     "Shard",
@@ -35,6 +42,7 @@ __all__ = [  # have no other home
     "ShardedTensorMetadata",
     "TensorProperties",
     "TrainingState",
+    "mark_as_flattened",
 ]
 
 HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -44,25 +52,25 @@ apply_to_module = nn.Module._apply
 save_to_state_dict = nn.Module._save_to_state_dict
 load_from_state_dict = nn.Module._load_from_state_dict
 
-# A ShardedTensor whose blocks are not those of torch's chunks has their offsets and sizes in this class: with what
-# torch's own LOCAL_STATE_DICT needs allowed, torch.load(weights_only=True) takes ours.
+# A ShardedTensor with other blocks than torch's chunks has their offsets and sizes in this class. A program that allows
+# the classes of torch's own LOCAL_STATE_DICT can then read ours with torch.load(weights_only=True).
 torch.serialization.add_safe_globals([EnumerableShardingSpec])
 
-# torch 2.13 renames the two collectives and deprecates the older names, which are all that 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renames the two collectives and deprecates the older names, the only ones in 2.11.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _groups_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
-"""Of each default group, how many groups of the same ranks have been made beside it, by what their names begin with."""
+"""For each default group: the number of groups of the same ranks, by the prefix of their names."""
 
 
 def new_group_of(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """Collective over `ranks`, global ones in any order. A process group of them, in ascending order.
+    """Collective over `ranks`, global ranks in any order. Creates their process group, in ascending order.
 
-    As ``dist.new_group(ranks, use_local_synchronization=True)``. That names a group after the number of groups that a
-    rank is in: members that differ in it would wait for each other under different names, without end. Here the name
-    counts the groups of the same ranks, those that have been destroyed too: what a group has left in the store would
-    mislead another one of its name.
+    As ``dist.new_group(ranks, use_local_synchronization=True)``. That names a group by the number of groups of a rank:
+    members with different numbers would wait for each other under different names, without end. Here the name counts
+    the groups of the same ranks, also destroyed ones: keys of a group in the store would mislead another group of its
+    name.
 
     Args:
         backend: None for that of the default group.
@@ -94,14 +102,12 @@ def members_of(group: dist.ProcessGroup | None) -> list[int] | None:
 
 
 def id_of_worker(name: str) -> int:
-    """The id of a worker of torch's RPC.
+    """The id of an RPC worker of torch.
 
     Raises:
         RuntimeError: RPC has not been initialised.
         ValueError: there is no such worker.
     """
-    from torch.distributed import rpc
-
     if not rpc.is_available() or not rpc._is_current_rpc_agent_set():
         raise RuntimeError(f"a shard is placed on the worker {name!r}, and torch.distributed.rpc is not initialised")
     workers = {worker.name: worker.id for worker in rpc._get_current_rpc_agent().get_worker_infos()}
@@ -111,84 +117,68 @@ def id_of_worker(name: str) -> int:
 
 
 Work = dist._Work
-"""Base of work handles that are written in Python."""
-
-
-def all_gather_single(
-    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    """``dist.all_gather_into_tensor`` by the name that this torch has for it."""
-    return _all_gather(output, shard, group=group, async_op=async_op)
-
-
-def reduce_scatter_single(
-    output: torch.Tensor, full: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    """``dist.reduce_scatter_tensor`` by the name that this torch has for it."""
-    return _reduce_scatter(output, full, op=op, group=group, async_op=async_op)
+"""Base class of work handles in Python."""
 
 
 def premultiplier(op: Any) -> Any | None:
-    """What ``ReduceOp.PREMUL_SUM`` multiplies each rank's values by before it sums them; None for any other op."""
+    """The factor by which ``ReduceOp.PREMUL_SUM`` multiplies values before it sums them; None for any other op."""
     return op.__getstate__()[1] if op == dist.ReduceOp.PREMUL_SUM else None
 
 
 def device_of_group(group: dist.ProcessGroup) -> torch.device:
-    """The device on which a process group works: a GPU if it can, with the index that is current."""
+    """The device of a process group: the current GPU if the group supports GPUs, else the CPU."""
     kinds = {device.type for device in getattr(group, "_device_types", [])}
     if "cuda" in kinds and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-# The engine calls these in each step, straight.
+# The engine calls these directly in each step.
 
 run_of_autograd: Callable[[], int] = torch._C._current_graph_task_id
-"""A number for the run of the autograd engine that the calling thread is inside of, -1 outside of any."""
+"""The number of the autograd run that the calling thread is in, -1 outside of any."""
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Whether the backward that is running will come to a node of the graph. A RuntimeError for a leaf whose gradient goes
-to the caller of torch.autograd.grad."""
+"""Whether the running backward will execute a node of the graph. Raises a RuntimeError for a leaf among the inputs of
+torch.autograd.grad."""
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-"""Has the autograd engine call a function at the end of the backward pass that is running."""
+"""Calls a function at the end of the running backward."""
 hooks_after_accumulation: Callable[[torch.Tensor], dict[int, Any] | None] = operator.attrgetter(
     "_post_accumulate_grad_hooks"
 )
-"""The hooks of a leaf that run when autograd has added to its gradient."""
+"""The hooks of a leaf that run after autograd has accumulated its gradient."""
 hooks_on_gradient: Callable[[torch.Tensor], dict[int, Any] | None] = operator.attrgetter("_backward_hooks")
-"""The hooks of a tensor that run when a gradient comes to it."""
+"""The hooks of a tensor that run on its gradient."""
 inputs_of_node: Callable[[Any], list[Any]] = operator.attrgetter("_input_metadata")
-"""What a node of the graph takes; the one that adds to a leaf has kept the shape that the leaf had at the time."""
+"""The input metadata of a node. That of a leaf's accumulator has the shape of the leaf at its creation."""
 STEPPED_IN_BACKWARD = "_in_backward_optimizers"
-"""The attribute in which torch notes the optimizers that step a parameter as soon as it has its gradient."""
+"""The attribute with the optimizers that step a parameter in the backward."""
 
 
 def in_backward() -> bool:
-    """Whether the calling thread is inside a run of the autograd engine."""
+    """Whether the calling thread is in an autograd run."""
     return run_of_autograd() != -1
 
 
 def forget_accumulator(leaf: torch.Tensor) -> None:
-    """Have a leaf get another node that adds to its gradient, and with it none of the hooks of the one that it has."""
+    """Give a leaf a new accumulator node, without the hooks of the present one."""
     data = leaf.data
     other = torch.float32 if data.dtype != torch.float32 else torch.float64
-    leaf.data = torch.empty(0, dtype=other, device=data.device)  # of another dtype: autograd has no use for the node
+    leaf.data = torch.empty(0, dtype=other, device=data.device)  # of another dtype: autograd drops the node
     leaf.data = data
 
 
 def default_store() -> Any:
     """The store of torch.distributed's default process group, None where there is none."""
-    import torch.distributed as dist
-
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
-"""What compiles functions when they are called, None for nothing; returns what did so before."""
+"""Sets the compiler of called functions, None for none. Returns the compiler before."""
 
 
 def run_as_written(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that torch.compile leaves alone, while it compiles those that this one calls."""
-    # What torch.compiler.disable(recursive=False) does; that would load the compiler when this package is imported.
+    """Exclude a function from torch.compile, but not the functions that it calls."""
+    # As torch.compiler.disable(recursive=False), which would load the compiler when this package is imported.
     frames = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):
         strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
@@ -198,28 +188,24 @@ def run_as_written(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hook_behind_torch(hook: Any) -> Any:
-    """The exception hook that torch.distributed's own one has replaced and calls, None for any other hook."""
+    """The exception hook that torch.distributed's hook has replaced and calls; None for any other hook."""
     if getattr(hook, "__module__", "") != "torch.distributed.distributed_c10d":
         return None
     return inspect.getclosurevars(hook).nonlocals.get("old_hook")
 
 
 def run_wrap_policy(policy: Any, root: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
-    """The modules that one of torch's policy objects wants wrapped, each with keyword arguments of its own."""
+    """The modules that one of torch's policy objects wraps, each with its keyword arguments."""
     return policy._run_policy(root, ignored_modules=ignored, root_kwargs={})
 
 
 def is_policy_object(policy: Any) -> bool:
     """Whether `policy` is one of torch's policy objects (``ModuleWrapPolicy``, ``CustomPolicy``)."""
-    from torch.distributed.fsdp.wrap import _Policy
-
     return isinstance(policy, _Policy)
 
 
 def tensors_of(value: Any) -> Iterable[torch.Tensor] | None:
-    """The tensors of a container that torch's pytree registry knows, None for a type it does not know."""
-    from torch.utils import _pytree
-
+    """The tensors of a container that torch's pytree registry knows; None for other types."""
     if type(value) not in _pytree.SUPPORTED_NODES:
         return None
     return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -227,18 +213,14 @@ def tensors_of(value: Any) -> Iterable[torch.Tensor] | None:
 
 def is_registered(kind: type) -> bool:
     """Whether torch's pytree registry knows a type."""
-    from torch.utils import _pytree
-
     return kind in _pytree.SUPPORTED_NODES
 
 
-def take_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """The children of a container that torch's pytree registry knows, and how to rebuild it from others.
+def flatten_one_level(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """The children of a container that torch's pytree registry knows, and a function that rebuilds it from others.
 
-    One level only: children may be containers. None for a type that the registry does not know.
+    One level only: children may be containers. None for other types.
     """
-    from torch.utils import _pytree
-
     node = _pytree.SUPPORTED_NODES.get(type(value))
     if node is None:
         return None
@@ -248,7 +230,7 @@ def take_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | Non
 
 @contextlib.contextmanager
 def assigning_without_swaps() -> Iterator[None]:
-    """A context in which modules that load a state dict put its tensors in place of their own, whatever is set."""
+    """A context in which modules that load a state dict assign its tensors, and do not swap them with their own."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(False)
     try:
@@ -258,11 +240,17 @@ def assigning_without_swaps() -> Iterator[None]:
 
 
 def loading_module() -> nn.Module | None:
-    """The module whose ``nn.Module.load_state_dict`` has called the caller, through modules inside of it; or None."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not nn.Module.load_state_dict.__code__:
-        frame = frame.f_back  # type: ignore[assignment]
+    """The module with the ``nn.Module.load_state_dict`` call that the caller runs in, or None."""
+    frame = _find_frame(lambda code: code is nn.Module.load_state_dict.__code__)
     return None if frame is None else frame.f_locals.get("self")
+
+
+def _find_frame(is_wanted: Callable[[CodeType], bool]) -> FrameType | None:
+    """The innermost frame on the stack with such a code."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_wanted(frame.f_code):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame
 
 
 class StockCall(NamedTuple):
@@ -275,42 +263,37 @@ class StockCall(NamedTuple):
 
 
 def stock_state_dict_call() -> StockCall | None:
-    """The call that looks at the modules of a model now, if there is one: it checks its arguments against them."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_verify_options" and frame.f_globals["__name__"].endswith("checkpoint.state_dict"):
-            given = frame.f_locals
-            function = frame.f_back.f_code.co_name  # type: ignore[union-attr]
-            return StockCall(function, bool(given["optims"]), bool(given["submodules"]), given["options"])
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    """The call that checks its arguments against the modules of a model now, or None."""
+    frame = _find_frame(
+        lambda code: code.co_name == "_verify_options" and code.co_filename.endswith("checkpoint/state_dict.py")
+    )
+    if frame is None:
+        return None
+    given, function = frame.f_locals, frame.f_back.f_code.co_name  # type: ignore[union-attr]
+    return StockCall(function, bool(given["optims"]), bool(given["submodules"]), given["options"])
 
 
-def hooks_before_forward(module: nn.Module) -> dict[Any, Callable[..., Any]]:
-    """The hooks that a module calls before its forward, by keys that may be anything."""
-    return module._forward_pre_hooks  # type: ignore[return-value]
+hooks_before_forward: Callable[[nn.Module], dict[Any, Callable[..., Any]]] = operator.attrgetter("_forward_pre_hooks")
+"""The hooks that a module calls before its forward, by their keys."""
 
 
 def ddp_in_construction() -> tuple[nn.Module, set[str]] | None:
-    """The model that a DistributedDataParallel looks at for gradients to average, and the names that it leaves out.
+    """The model in which a DistributedDataParallel searches parameters now, and the names that it ignores.
 
-    It does so while it is built, before its first message.
+    It searches while it is built, before its first message.
     """
-    build = DistributedDataParallel._build_params_for_reducer.__code__
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not build:
-        frame = frame.f_back  # type: ignore[assignment]
+    frame = _find_frame(lambda code: code is DistributedDataParallel._build_params_for_reducer.__code__)
     if frame is None:
         return None
-    made = frame.f_locals["self"]
-    return made.module, made.parameters_to_ignore
+    ddp = frame.f_locals["self"]
+    return ddp.module, ddp.parameters_to_ignore
 
 
 @functools.cache
-def _let_sharded_tensors_know_their_device() -> None:
-    """Have a rank that holds nothing of a ``ShardedTensor`` say where it would.
+def _register_device_of_sharded_tensors() -> None:
+    """Define the device of a ``ShardedTensor`` on a rank without shards.
 
-    Torch has it ask for a GPU unless the group is gloo's, which ends the loading of checkpoints over MPI.
+    torch returns a GPU unless the backend is gloo, and loading checkpoints over MPI would fail.
     """
 
     @custom_sharded_op_impl(torch.Tensor.device.__get__)
@@ -320,31 +303,27 @@ def _let_sharded_tensors_know_their_device() -> None:
 
 
 def sharded_tensor(shards: list[Shard], metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> ShardedTensor:
-    """A ``ShardedTensor`` of which this rank holds `shards`, and all ranks know `metadata`. Not collective."""
-    _let_sharded_tensors_know_their_device()
+    """Not collective. A ``ShardedTensor`` with the shards of this rank, and `metadata` of all ranks."""
+    _register_device_of_sharded_tensors()
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, sharded_tensor_metadata=metadata, process_group=group
     )
 
 
-def group_of_shards(tensor: ShardedTensor) -> dist.ProcessGroup:
-    """The process group over which a ``ShardedTensor`` lies."""
-    return tensor._process_group
+group_of_shards: Callable[[ShardedTensor], dist.ProcessGroup] = operator.attrgetter("_process_group")
+"""The process group of a ``ShardedTensor``."""
 
 
 def dtensor(
     local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int], strides: Sequence[int]
 ) -> Any:
-    """A ``DTensor`` of which this rank holds `local`, where that lies. Not collective.
+    """Not collective. A ``DTensor`` with `local` on this rank, on its device.
 
-    ``DTensor.from_local`` would move it to the device of the mesh, back from the host memory that it was put into.
+    ``DTensor.from_local`` would move `local` from host memory to the device of the mesh.
 
     Args:
         shape, strides: of the whole tensor.
     """
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
     described = TensorMeta(torch.Size(shape), tuple(strides), local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=described)
     return DTensor(local.detach(), spec, requires_grad=False)
@@ -353,13 +332,13 @@ def dtensor(
 def refuse_parallelizing(module: nn.Module, make_error: Callable[[], Exception]) -> None:
     """Have torch's ``parallelize_module`` and ``distribute_module`` raise an error before they change a module.
 
-    They look at this attribute to refuse modules that they have been at, for which it is there already.
+    They read this attribute to refuse modules that they have changed before, which have the attribute already.
     """
     module.__dict__.setdefault("_distribute_module_applied", _Refusal(make_error))
 
 
 class _Refusal:
-    """Raises when it is asked whether it is true."""
+    """Raises an error instead of having a truth value."""
 
     def __init__(self, make_error: Callable[[], Exception]) -> None:
         self._make_error = make_error
@@ -368,9 +347,8 @@ class _Refusal:
         raise self._make_error()
 
 
-def root_mesh(mesh: Any) -> Any:
-    """The mesh that a mesh was taken from, itself if it is none's part."""
-    return mesh._get_root_mesh()
+root_mesh: Callable[[Any], Any] = operator.methodcaller("_get_root_mesh")
+"""The mesh that a mesh was sliced from, or the mesh itself."""
 
 
 def group_of_mesh(mesh: Any) -> dist.ProcessGroup:
@@ -379,38 +357,28 @@ def group_of_mesh(mesh: Any) -> dist.ProcessGroup:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a ``DTensor``, as it is; any other tensor itself."""
+    """The local tensor of a ``DTensor``; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """What a collective of torch's functions is to bring, once it is there; any other tensor as it is.
+def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of one of torch's functional collectives, complete on the current stream; any other tensor itself.
 
-    The current stream waits for it. Autograd may give it to a leaf as the gradient, before it is there.
+    Autograd may give an incomplete one to a leaf as its gradient.
     """
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def mark_as_parts(tensor: torch.Tensor) -> None:
-    """Have torch's FSDP know a tensor as a part of a flat parameter, which is not to be flattened again."""
-    from torch.distributed.fsdp._common_utils import _set_fsdp_flattened
-
-    _set_fsdp_flattened(tensor)
-
-
 def at_its_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in the same memory that begins where its storage does, where there is a way to make one.
+    """A tensor in the same memory with a storage offset of 0, if one can be made.
 
-    A ``DTensor`` takes over the offset of what it holds, and then torch takes it for a tensor with memory of its own
-    when it is copied or pickled.
+    A ``DTensor`` copies the offset of its local tensor, and torch then copies and pickles it as if it had that storage.
     """
     if not tensor.storage_offset():
         return tensor
     try:
         return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))
-    except (BufferError, RuntimeError):  # a dtype that the exchange does not know
+    except (BufferError, RuntimeError):  # DLPack does not have the dtype
         return tensor
 
 
@@ -424,21 +392,23 @@ def set_grad_of_any_dtype(param: torch.Tensor, grad: torch.Tensor | None) -> Non
     param.grad = grad
 
 
-def within(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with memory that a wrapper subclass holds (``DTensor``, what a collective is still to fill, and so
-    on, one in the other); any other tensor itself."""
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors within nested wrapper subclasses (``DTensor``, results of functional collectives, and so on);
+    any other tensor itself."""
     if type(tensor) is torch.Tensor or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
         inner = getattr(tensor, name)
         if isinstance(inner, torch.Tensor):
-            yield from within(inner)
+            yield from inner_tensors(inner)
 
 
 def common_mesh(outer: Any, inner: Any) -> Any | None:
-    """The mesh that `outer` was taken from, and that `inner` equals a part of, without other dimensions; None if there
-    is none. What operators return lies on any mesh that is equal, which may be a part of another one."""
+    """The slice with the dimensions of both meshes of the mesh that `outer` was sliced from; None without one.
+
+    `inner` must equal a slice of it. Operators return tensors on any equal mesh, which may be a slice of another mesh.
+    """
     root, own = root_mesh(outer), inner.mesh_dim_names or ()
     names, known = {*(outer.mesh_dim_names or ()), *own}, {*(root.mesh_dim_names or ())}
     if len(names) != outer.ndim + inner.ndim or not names <= known or root[tuple(own)] != inner:

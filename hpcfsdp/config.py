@@ -1,7 +1,7 @@
 """Typed configuration from dataclasses: flag > environment (``HPCFSDP_*``) > file > default, nothing unknown accepted.
 
-Types and conversion are jsonargparse's. What is added here is one answer to a key that nobody knows, wherever it came
-from: an error that names it, its place and the nearest known key.
+jsonargparse checks and converts types. This module adds an error for unknown keys from any source, which names the key,
+its source and the nearest known key.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def parse(kind: type[Config], argv: Sequence[str], *, prog: str, environ: Mappin
     """A configuration of the dataclass `kind` from command-line arguments, environment and the file they name.
 
     Args:
-        argv: flags ``--section.key value``, ``--config FILE``; a first word without dashes is the file too.
+        argv: flags ``--section.key value``, ``--config FILE``; a first argument without dashes is the file, too.
         prog: name of the command, for messages.
         environ: ``HPCFSDP_SECTION__KEY`` variables; by default those of the process.
 
@@ -46,7 +46,7 @@ def parse(kind: type[Config], argv: Sequence[str], *, prog: str, environ: Mappin
     files, flags = _split_files(arguments)
     files = files or ([values[_variable("config")]] if _variable("config") in values else [])
     files = [path for path in files if _has_keys(Path(path), keys)]
-    # jsonargparse lets a file overrule the environment: hand it everything as flags, of which the last one counts.
+    # In jsonargparse a file overrides the environment: give it everything as flags, the last of which counts.
     ordered = [f"--config={path}" for path in files]
     ordered += [f"--{key}={values[_variable(key)]}" for key in keys if _variable(key) in values]
     parser = _parser(kind, prog)
@@ -76,7 +76,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that only some readers of YAML take for a number, as "0E0"."""
+    """Quotes text that some readers of YAML take for a number, as "0E0"."""
 
 
 _Dumper.add_implicit_resolver(
@@ -92,7 +92,7 @@ def write_yaml(config: Any, path: Path) -> None:
 
 
 def _parser(kind: type, prog: str) -> ArgumentParser:
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the text below a field is its help
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the docstring below a field is its help
     parser = ArgumentParser(
         prog=prog,
         usage=f"{prog} [run.yaml] [--section.key value ...]",
@@ -152,7 +152,7 @@ def _split_files(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _has_keys(path: Path, keys: Sequence[str]) -> bool:
-    """Whether a configuration file holds anything; raises if it cannot be read or holds an unknown key."""
+    """Whether a configuration file has any keys. Raises if it cannot be read or has an unknown key."""
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:

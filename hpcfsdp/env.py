@@ -1,4 +1,4 @@
-"""What surrounds the process: the one place that reads and writes ``os.environ``."""
+"""The environment of the process. No other module reads or writes ``os.environ``."""
 
 import contextlib
 import os
@@ -10,15 +10,15 @@ from hpcfsdp.errors import LaunchError
 CONFIG_PREFIX = "HPCFSDP_"
 _WAIT_LOG_S = "HPCFSDP_WAIT_LOG_S"
 _OF_THE_LIBRARY = (_WAIT_LOG_S,)
-"""Variables with the prefix that are no configuration of a command."""
+"""Variables with the prefix that are not part of a command's configuration."""
 
-# What launchers say about the number of processes they started, the most specific first. SLURM's variable comes last:
-# it is also inherited by processes that an mpirun inside of an allocation started.
+# Launchers' variables for the number of processes, the most specific first. SLURM's variable is last: processes that an
+# mpirun inside of an allocation started inherit it.
 _LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _LAUNCHER_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-# What a launcher sets for Open MPI: its own mpirun, or srun through PMIx or PMI2.
+# Variables for Open MPI, from its own mpirun, or from srun through PMIx or PMI2.
 _OPEN_MPI_MARKS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
-# What decides how MPI, NCCL and threads behave, and is often set wrongly or forgotten.
+# Variables for MPI, NCCL and threads that are often wrong or forgotten.
 _DIAGNOSTIC = (
     *_LAUNCHER_SIZES,
     *_LAUNCHER_RANKS,
@@ -38,11 +38,11 @@ _DIAGNOSTIC = (
 
 
 _exported: dict[str, str] = {}
-"""What this process has set itself: another rendezvous may set it anew."""
+"""Variables that this process has set itself: another rendezvous may change them."""
 
 
 def launcher_size() -> tuple[str, int] | None:
-    """The variable by which the launcher says how many processes it started, and that number; None without one."""
+    """The launcher's variable for the number of processes, and the number; None without a launcher."""
     for name in _LAUNCHER_SIZES:
         value = os.environ.get(name, "")
         if value.isdecimal():
@@ -51,13 +51,13 @@ def launcher_size() -> tuple[str, int] | None:
 
 
 def launcher_rank() -> int | None:
-    """The rank of this process according to the launcher, for use where MPI cannot be asked; None without one."""
+    """The rank of this process according to the launcher, for use without MPI; None without a launcher."""
     values = (os.environ.get(name, "") for name in _LAUNCHER_RANKS)
     return next((int(value) for value in values if value.isdecimal()), None)
 
 
 def launcher_ends_all() -> bool:
-    """Whether the launcher ends all processes as soon as one ends with an error. Open MPI's does."""
+    """Whether the launcher ends all processes as soon as one fails. Open MPI's does."""
     return "OMPI_COMM_WORLD_RANK" in os.environ
 
 
@@ -70,11 +70,11 @@ def started_by_srun() -> bool:
 
 @contextlib.contextmanager
 def singleton_mpi() -> Iterator[None]:
-    """While MPI starts in a process that Open MPI was not told of, keep it from making a shared-memory segment.
+    """A context in which Open MPI starts without a launcher, and creates no shared-memory segment.
 
-    Open MPI 5 leaves that segment behind in /dev/shm when a single process ends. One process needs no transport but
-    the one to itself. The variables are taken back at once, since an mpirun started from here would inherit them;
-    other MPI libraries do not read them.
+    Open MPI 5 leaves that segment in /dev/shm when a single process ends. One process needs no transport but the one to
+    itself. The variables are unset on exit: an mpirun started from here would inherit them. Other MPI libraries do not
+    read them.
     """
     wanted = {"OMPI_MCA_btl": "self", "OMPI_MCA_pml": "ob1"}
     launched = any(name in os.environ for name in _OPEN_MPI_MARKS)
@@ -88,19 +88,19 @@ def singleton_mpi() -> Iterator[None]:
 
 
 def export_rendezvous(values: Mapping[str, str]) -> None:
-    """Set ``RANK``, ``WORLD_SIZE`` and the like for third-party code, where nobody else has."""
+    """Set ``RANK``, ``WORLD_SIZE`` and the like for third-party code, where they are unset."""
     for name, value in values.items():
         if os.environ.get(name) in (None, _exported.get(name)):
             os.environ[name] = _exported[name] = value
 
 
 def compare_calls() -> bool:
-    """Whether collectives are to be compared between ranks: torch's own switch for that."""
+    """Whether ranks compare their calls before each collective: torch's own switch for that."""
     return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
 
 
 def full_precision_in_eval() -> bool:
-    """Whether sharded modules in eval mode are to compute without mixed precision: torch's own switch for that."""
+    """Whether sharded modules in eval mode compute without mixed precision: torch's own switch for that."""
     return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
 
 
@@ -110,7 +110,7 @@ def threads_chosen() -> bool:
 
 
 def config_values() -> dict[str, str]:
-    """The ``HPCFSDP_*`` variables of commands: the configuration given by the environment."""
+    """The ``HPCFSDP_*`` variables that configure commands."""
     names = (name for name in os.environ if name.startswith(CONFIG_PREFIX) and name not in _OF_THE_LIBRARY)
     return {name: os.environ[name] for name in names}
 
@@ -119,7 +119,7 @@ def wait_log_s() -> float:
     """Seconds after which a rank that waits for others logs it for the first time, 10 by default; 0: never.
 
     Raises:
-        LaunchError: ``HPCFSDP_WAIT_LOG_S`` is set to something else than that.
+        LaunchError: ``HPCFSDP_WAIT_LOG_S`` is not such a number.
     """
     given = os.environ.get(_WAIT_LOG_S, "10")
     try:
@@ -132,12 +132,12 @@ def wait_log_s() -> float:
 
 
 def diagnostic_values() -> dict[str, str]:
-    """The variables that ``hpcfsdp doctor`` looks at, those that are set."""
+    """The variables for ``hpcfsdp doctor`` that are set."""
     return {name: os.environ[name] for name in _DIAGNOSTIC if name in os.environ}
 
 
 def colour_refused() -> bool:
-    """Whether the user asks for output without colour (https://no-color.org)."""
+    """Whether the user wants output without colour (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR"))
 
 
@@ -147,7 +147,7 @@ def host_name() -> str:
 
 
 def scheduler_job() -> tuple[str, str]:
-    """The scheduler's name of this job, and how often it was put into the queue again; empty where nobody says."""
+    """The scheduler's name of this job, and how often it was requeued; empty without a scheduler."""
     for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
         if os.environ.get(name):
             restarts = os.environ.get("SLURM_RESTART_COUNT", "0") if name == "SLURM_JOB_ID" else ""

@@ -1,4 +1,4 @@
-"""Errors of hpcfsdp. Each carries the exit code that a command ends with when the error reaches it."""
+"""Errors of hpcfsdp, with the exit codes of commands that they end."""
 
 import difflib
 import heapq
@@ -10,15 +10,15 @@ from hpcfsdp.terminal import shown_lines
 
 
 class HpcfsdpError(RuntimeError):
-    """Base of all errors that hpcfsdp raises on purpose; the message says what is wrong and what to do.
+    """Base of all errors that hpcfsdp raises on purpose. The message gives the problem and a remedy.
 
-    A ``RuntimeError``, which is what torch raises and what programs written for it catch. Messages quote names from
-    files; their text is safe to be printed.
+    A ``RuntimeError``, as torch's errors, so programs written for torch catch it. Messages quote names from files, and
+    are safe to print.
     """
 
     exit_code = 1
     raised_on_all_ranks = False
-    """Set on an error that every rank is known to raise at the same place: the ranks can then end in good order."""
+    """Set on an error that every rank raises at the same place: the ranks then end together, with one message."""
 
     def __str__(self) -> str:
         return shown_lines(super().__str__())
@@ -37,15 +37,15 @@ class LaunchError(HpcfsdpError):
 
 
 class CommunicationError(HpcfsdpError):
-    """A collective was called with wrong tensors, or not by all ranks in the same way."""
+    """A collective has wrong tensors, or ranks call it in different ways."""
 
 
 class DifferentCallsError(CommunicationError):
-    """Ranks came to one place with different calls; every rank that takes part raises it."""
+    """Ranks meet in one collective with different calls. Every rank that takes part raises it."""
 
 
 class CrossedCallsError(DifferentCallsError):
-    """Ranks wait for each other in different calls, which can never meet; every rank that waits raises it."""
+    """Ranks wait for each other in different calls, which can never meet. Every waiting rank raises it."""
 
 
 class DataError(HpcfsdpError):
@@ -53,11 +53,11 @@ class DataError(HpcfsdpError):
 
 
 class EngineError(HpcfsdpError):
-    """The sharding engine was used in a way that it does not allow."""
+    """A use of the sharding engine that it does not allow."""
 
 
 class StateDictError(HpcfsdpError, ValueError):
-    """A state dict of a model or an optimizer cannot be made, or does not fit what it is to be loaded into."""
+    """A state dict of a model or an optimizer cannot be made, or does not fit the model or optimizer that loads it."""
 
 
 class ShardingError(HpcfsdpError, ValueError):
@@ -79,11 +79,11 @@ class CheckpointCorruptError(CheckpointError):
 
 
 class CheckpointReplacedError(CheckpointError):
-    """While the file was being read, another one has got its name."""
+    """Another file has replaced this one while it was read."""
 
 
 class DisagreementError(HpcfsdpError):
-    """Ranks that must hold the same value hold different ones."""
+    """Ranks have different values where they must have equal ones."""
 
 
 class DifferentValuesWarning(UserWarning):
@@ -91,7 +91,7 @@ class DifferentValuesWarning(UserWarning):
 
 
 def rebuild(kind: str, message: str) -> HpcfsdpError:
-    """The error that another rank described by the name of its class and its message."""
+    """The error of another rank, from the name of its class and its message."""
     found = globals().get(kind)
     if isinstance(found, type) and issubclass(found, HpcfsdpError):
         return found(message)
@@ -99,7 +99,7 @@ def rebuild(kind: str, message: str) -> HpcfsdpError:
 
 
 _MOST_COMPARED = 100
-"""Names that difflib, which takes about a millisecond for two long ones, is given."""
+"""Names that difflib compares. It takes about a millisecond for two long ones."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -109,13 +109,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if len(candidates) > _MOST_COMPARED:  # a large model has 100,000
         likely = heapq.nlargest(_MOST_COMPARED, candidates, key=lambda key: _shared_ends(name, key))
     close = difflib.get_close_matches(name, likely, n=1, cutoff=0.5)
-    if not close:  # the right key in the wrong section
+    if not close:  # the key in another section
         close = [key for key in candidates if key.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]][:1]
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _shared_ends(one: str, other: str) -> int:
-    """How many characters two names have in common at their beginnings and ends, less those by which one is longer."""
+    """The number of equal characters at the beginnings and ends of two names, less their difference in length."""
     shorter, longer = sorted((len(one), len(other)))
     ends = _shared_beginning(one, other) + _shared_beginning(one[::-1], other[::-1])
     return min(ends, shorter) - (longer - shorter)
@@ -129,8 +129,7 @@ def _shared_beginning(one: str, other: str) -> int:
 def p_assert(condition: object, message: str) -> None:
     """``assert`` for code that autograd calls: prints the message and the stack to stderr before it raises.
 
-    What is raised inside of a callback of autograd may reach the caller without its traceback, in another thread, or
-    not at all.
+    An error in a callback of autograd may reach the caller without its traceback, in another thread, or not at all.
 
     Raises:
         AssertionError: `condition` does not hold.

@@ -1,8 +1,8 @@
-"""Text from anywhere (files, the environment, other programs) as a terminal may be given it.
+"""Text from files, the environment and other programs, escaped for terminals.
 
-Names and values in files can hold escape sequences, control characters, marks that turn the direction of writing, or
-halves of surrogate pairs. Nothing of that reaches a terminal or a log: errors of hpcfsdp, its log lines, and all that
-its commands write to stdout pass through here.
+Names and values in files can contain escape sequences, control characters, marks that change the direction of writing,
+or halves of surrogate pairs. None of these reaches a terminal or a log: errors of hpcfsdp, its log lines, and the
+output of its commands pass through here.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import re
 from typing import Any
 
 _STYLES = re.compile(r"(\x1b\[[0-9;]*m)")
-"""What sets colours, and nothing else."""
+"""Escape sequences that set colours."""
 
 
 def shown(value: Any) -> str:
-    """A value in one line. What cannot be printed is there as Python writes it in a string (``\\x1b``, ``\\n``)."""
+    """A value in one line. Characters that cannot be printed become Python's escapes (``\\x1b``, ``\\n``)."""
     text = str(value)
     if text.isprintable():
         return text
@@ -30,11 +30,11 @@ def shown_lines(text: str) -> str:
 
 
 def shown_message(text: str) -> str:
-    """As ``shown_lines``, with lines after the first set in: none of them looks like a message of its own."""
+    """As ``shown_lines``, with indented lines after the first: none of them looks like another message."""
     first, *rest = shown_lines(text).split("\n")
     return "\n".join([first, *(line if line[:1] in ("", " ", "\t") else f"  {line}" for line in rest)])
 
 
 def shown_styled(text: str) -> str:
-    """As ``shown_lines``, but sequences that set colours stay."""
+    """As ``shown_lines``, but colours stay."""
     return "".join(part if place % 2 else shown_lines(part) for place, part in enumerate(_STYLES.split(text)))

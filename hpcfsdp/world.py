@@ -1,4 +1,4 @@
-"""All processes of the job, found through MPI: ranks and nodes, a device for each, a process group, meshes."""
+"""All processes of the job, as MPI knows them: ranks, nodes, devices, the process group, meshes."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ class World:
     """All processes of the job as this process sees them."""
 
     rank: int
-    """Of this process among all, 0 to size - 1."""
+    """Of this process in the job, 0 to size - 1."""
     topology: Topology
     """Which ranks share a node."""
     device: torch.device
-    """Where this rank computes."""
+    """The device of this rank."""
     comm: MPI.Intracomm
-    """An mpi4py communicator of its own over all processes, for your messages: they meet no one else's."""
+    """An mpi4py communicator over all processes, for your messages alone."""
     communicator: Communicator
-    """Carries tensors on `device` between all ranks."""
+    """For tensors on `device`, over all ranks."""
     host: MpiCommunicator
-    """Carries tensors in host memory between all ranks; `communicator` itself where `device` is the CPU."""
+    """For tensors in host memory, over all ranks; `communicator` itself where `device` is the CPU."""
     settings: _Settings
-    """What ``init`` was called with."""
+    """The arguments of ``init``."""
     made_process_group: bool
-    """Whether ``init`` made the process group, so that ``finalize`` takes it down."""
+    """Whether ``init`` created the process group, so that ``finalize`` destroys it."""
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """torch's default process group: NCCL where `device` is a GPU, hpcmpi otherwise."""
         import torch.distributed as dist
 
-        # Not held here: a group of gloo that outlives its destruction ends the process with an abort.
+        # No reference here: a group of gloo that outlives its destruction aborts the process.
         return dist.group.WORLD
 
     @property
@@ -93,22 +93,22 @@ class World:
     def mesh(self, **dimensions: Extent) -> DeviceMesh:
         """Collective over all ranks. A torch ``DeviceMesh`` that follows the nodes.
 
-        The last dimensions are within nodes wherever their product divides the ranks of a node, however the launcher
-        numbered the ranks::
+        The last dimensions are within nodes wherever their product divides the ranks of a node, for any numbering by
+        the launcher::
 
             world.mesh()                                          # 1-D, "shard" over all ranks
             world.mesh(replicate="nodes", shard="node")           # hybrid: shard within a node, replicate across nodes
-            world.mesh(replicate=2, shard=None, tensor=4)         # None: what the others leave
+            world.mesh(replicate=2, shard=None, tensor=4)         # None: all remaining ranks
 
         Args:
-            dimensions: name -> ranks along it, the outermost first: a number, "nodes" (how many there are), "node" (the
-                ranks on each), or None for what is left. Default: ``shard=None``.
+            dimensions: name -> ranks along it, the outermost first: a number, "nodes" (their number), "node" (the ranks
+                on each), or None for all remaining ranks. Default: ``shard=None``.
 
         Raises:
-            LaunchError: the product is not the number of ranks, or nodes differ where "nodes" or "node" is asked; on
-                all ranks, even if it is so on one of them alone.
+            LaunchError: on all ranks, if on one of them the product is not the number of ranks, or nodes differ in size
+                and a dimension is "nodes" or "node".
         """
-        from hpcfsdp.comm.agree import raise_together  # these load torch
+        from hpcfsdp.comm.agree import raise_together  # load torch
         from hpcfsdp.comm.mesh import make_mesh, plan_mesh
 
         with raise_together(self.host):
@@ -121,7 +121,7 @@ _before_finalize: list[Callable[[], None]] = []
 
 
 def current_world() -> World | None:
-    """The world that ``init`` made, None before it and after ``finalize``."""
+    """The world of ``init``, None before it and after ``finalize``."""
     return _world
 
 
@@ -137,18 +137,18 @@ def init(
 
     The launcher is mpirun, mpiexec or srun; a plain ``python`` process is a world of one. Ranks and nodes come from
     MPI (``MPI_Comm_split_type``), never from the environment. A second call returns the same world.
-    Ranks that ask for different things, or find different devices, all raise.
+    All ranks raise if their arguments or kinds of device differ.
 
     Args:
         device: "cpu", "cuda", or one device such as "cuda:1". Default: a GPU where one is visible, else the CPU. Of
             several visible GPUs each rank takes the one of its local rank.
         backend: of torch's default process group: "hpcmpi", "nccl", "gloo". Default: "nccl" on a GPU, else "hpcmpi".
         timeout_s: seconds after which a collective gives up waiting for other ranks.
-        split_nodes: imagine each node to be so many. For tests of several nodes on one machine.
+        split_nodes: divide each node into so many. For tests of several nodes on one machine.
 
     Raises:
-        LaunchError: the launcher does not fit the MPI library, the wanted device is not there, two ranks share one
-            GPU, there is no such backend, ranks differ in what they ask for or find, ``init`` was called before with
+        LaunchError: the launcher does not fit the MPI library, the device does not exist, two ranks share one GPU,
+            there is no such backend, ranks differ in arguments or kinds of device, ``init`` was called before with
             other arguments, or torch.distributed was initialised before with another number of ranks.
     """
     global _world
@@ -163,7 +163,7 @@ def init(
     comm = job.comm
     import torch.distributed as dist
 
-    # What loads torch comes after MPI: Cray systems want it so.
+    # These load torch, after MPI: Cray systems need this order.
     from hpcfsdp.comm import backend as hpcmpi, select
     from hpcfsdp.comm.mpi_communicator import MpiCommunicator
     from hpcfsdp.comm.torch_group import TorchGroupCommunicator
@@ -171,13 +171,13 @@ def init(
 
     hpcmpi.register()
     shutdown.mark_clean(False)
-    topology, wanted = _agreed(settings)
+    topology, wanted = _agree(settings)
     node = comm.Split(job.topology.node_rank(comm.rank), comm.rank)
     chosen = devices.bind(wanted, node, exclusive="nccl" in (backend or "nccl"))
     node.Free()
-    made = not dist.is_initialized()
+    creates_group = not dist.is_initialized()
 
-    if not dist.is_initialized():
+    if creates_group:
         backend = backend or ("nccl" if chosen.type == "cuda" else hpcmpi.NAME)
         store, address = rendezvous.open_store(comm, single_node=job.topology.num_nodes == 1, timeout_s=timeout_s)
         job.export(topology, address, store.port)
@@ -186,7 +186,7 @@ def init(
         dist.init_process_group(
             backend, store=store, rank=comm.rank, world_size=comm.size, timeout=timeout, pg_options=options
         )
-        shutdown.catch_errors(comm)  # again: torch has put a hook in front, which holds output back until ours returns
+        shutdown.catch_errors(comm)  # again: the hook of torch holds output back until ours returns
     elif backend is not None and backend != dist.get_backend():
         raise LaunchError(f"backend {backend!r} was asked for, but torch.distributed runs on {dist.get_backend()!r}")
     elif dist.get_world_size() != comm.size or dist.get_rank() != comm.rank:
@@ -194,7 +194,7 @@ def init(
             f"torch.distributed was initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but MPI has this "
             f"process as rank {comm.rank} of {comm.size}: call hpcfsdp.init() first, or start with one launcher"
         )
-    if hpcmpi.carries(dist.group.WORLD):
+    if hpcmpi.is_mpi_group(dist.group.WORLD):
         host = dist.group.WORLD.communicator
     else:
         host = MpiCommunicator(comm.Dup(), topology, timeout_s=timeout_s, compare_calls=env.compare_calls())
@@ -206,16 +206,16 @@ def init(
         communicator=host if chosen.type == "cpu" else TorchGroupCommunicator(dist.group.WORLD, chosen),
         host=host,
         settings=settings,
-        made_process_group=made,
+        made_process_group=creates_group,
     )
     select.set_default(_world.communicator)
     return _world
 
 
-def _agreed(settings: _Settings) -> tuple[Topology, torch.device]:
-    """Collective over all ranks. The topology and this rank's device, if all ranks want the same and can have it.
+def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
+    """Collective over all ranks. The topology and this rank's device. Raises on all ranks if arguments or kinds differ.
 
-    One node with a broken driver would else compute on its CPUs and leave the others waiting in NCCL.
+    Otherwise a node with a broken driver would compute on its CPUs, and the others would wait for it in NCCL.
     """
     from hpcfsdp.launch import device as devices  # loads torch
 
@@ -266,48 +266,48 @@ def _check_backend(backend: str | None) -> None:
 
 
 def before_finalize(finish: Callable[[], None]) -> None:
-    """Not collective. Have ``finalize`` call `finish` first, on all ranks: what it does may be collective.
+    """Not collective. Have ``finalize`` call `finish` first, on all ranks. `finish` may call collectives.
 
-    If it raises, then on all ranks; ``finalize`` raises that when it has done its own work.
+    If it raises, it must raise on all ranks. ``finalize`` raises the error after its own work.
     """
     _before_finalize.append(finish)
 
 
 def _finish_others() -> Exception | None:
-    """Collective over all processes of the job. Call what waits for ``finalize``; the first error."""
+    """Collective over all processes of the job. Call the functions of ``before_finalize``. Returns the first error."""
     problems: list[Exception] = []
     for finish in _before_finalize:
         try:
             finish()
-        except Exception as error:  # of whatever kind: the others wait in the barrier that follows
+        except Exception as error:  # of any kind: the others wait in the next barrier
             problems.append(error)
     return problems[0] if problems else None
 
 
 @public_call("hpcfsdp.finalize")
 def finalize() -> None:
-    """Collective over all processes of the job. Take down the process group that ``init`` made and forget the world.
+    """Collective over all processes of the job. Destroy the process group of ``init``, and end the world.
 
-    A checkpoint that is still being written is waited for. MPI itself ends with the process, so ``init`` may be called
-    again. Without a world this does nothing. While an exception is on its way up (in a ``finally``) it waits for
-    nobody: the others may not come.
+    Waits for a checkpoint that is still being written. MPI itself ends with the process, so ``init`` may be called
+    again. Without a world this does nothing. While an exception propagates (in a ``finally``) it does not wait for
+    other ranks, which may not come.
 
     Raises:
-        CheckpointError: the checkpoint that was being written is lost; all the rest has been done.
+        CheckpointError: the checkpoint that was being written is lost. Everything else has been done.
     """
     global _world
     if _world is None:
         return
     import torch.distributed as dist
 
-    from hpcfsdp.comm import select  # torch is loaded by now
-    from hpcfsdp.comm.backend import carries
+    from hpcfsdp.comm import select  # torch is loaded already
+    from hpcfsdp.comm.backend import is_mpi_group
 
     leaving = sys.exc_info()[0] is not None
     problem = None if leaving else _finish_others()
     world, _world = _world, None
     select.set_default(None)
-    own_host = world.made_process_group or not carries(world.process_group)
+    own_host = world.made_process_group or not is_mpi_group(world.process_group)
     if leaving:
         world.host.abandon()
         return

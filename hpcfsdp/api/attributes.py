@@ -16,19 +16,15 @@ from hpcfsdp.sharded.unit import ShardedUnit
 
 
 class PublicAttributes:
-    """What the wrapper inherits. They can be read only, and come before those of the wrapped module."""
+    """Read-only attributes of the wrapper. They come before those of the wrapped module."""
 
     _unit: ShardedUnit
     _given: dict[str, Any]
-    """Arguments of the constructor that are shown as they were given."""
-
-    def _show(self, **given: Any) -> None:
-        """Called by the constructor."""
-        self._given = given
+    """Arguments of the constructor, as they were given."""
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """Never None. That which was asked for, on one rank too."""
+        """Never None. The requested one, also on one rank."""
         return self._unit.mesh.strategy
 
     @property
@@ -56,10 +52,10 @@ class PublicAttributes:
     @property
     @public_call("process_group")
     def process_group(self) -> dist.ProcessGroup:
-        """That over which the unit is sharded, under ``NO_SHARD`` that over which it is replicated.
+        """The process group over which the unit is sharded, or replicated under ``NO_SHARD``.
 
-        A ``ProcessGroup`` that was given, or was the mesh's, itself. For a ``Communicator``, and for hybrid strategies
-        without groups, one of the default backend, which is made the first time: then it is collective over the ranks.
+        It is the given ``ProcessGroup``, or that of the mesh. For a ``Communicator``, and for hybrid strategies without
+        groups, the first access makes one of the default backend, and is collective over its ranks.
 
         Raises:
             RuntimeError: torch.distributed has not been initialised.
@@ -78,7 +74,7 @@ class PublicAttributes:
 
     @property
     def compute_device(self) -> torch.device:
-        """Where the module computes."""
+        """The device of the computation."""
         flats = self._unit.flats
         return flats[0].device if flats else self._unit.mesh.dtensor_ranks.device
 

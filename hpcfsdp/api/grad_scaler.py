@@ -1,4 +1,4 @@
-"""A gradient scaler for gradients of which each rank holds a part."""
+"""A gradient scaler for sharded gradients."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from hpcfsdp.launch.calls import public_call
 
 
 class ShardedGradScaler(TorchShardedGradScaler):
-    """torch's scaler of the same name, with ranks that never differ in whether they step.
+    """torch's scaler of the same name; all ranks step, or none.
 
     A rank sees the gradients of its own shards, so all ranks have to agree on whether there is an inf or a NaN. Beyond
     torch's:
 
-    - fused optimizers, which unscale on their own, are agreed upon too: in torch the ranks without an inf step, and the
-      scale is another on each;
-    - the process group is looked up when it is needed; in torch the default is the one there was when the module was
-      imported;
-    - ranks whose gradients lie on different devices, or that have none, do not wait for each other;
+    - ranks agree also for fused optimizers, which unscale on their own; in torch ranks without an inf step, and the
+      scales differ;
+    - the process group is looked up when it is needed; in torch the default is that of the time of import;
+    - ranks with gradients on different devices, or without gradients, do not wait for each other;
     - the scale does not grow to infinity on the CPU either.
 
     Args:
-        device: where the scale lives, "cuda" or "cpu".
+        device: of the scale, "cuda" or "cpu".
         init_scale: the first scale.
         backoff_factor: of the scale, after a step with an inf or a NaN.
         growth_factor: of the scale, after `growth_interval` steps without.
@@ -60,7 +59,7 @@ class ShardedGradScaler(TorchShardedGradScaler):
     @public_call("ShardedGradScaler.unscale_")
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Collective over the process group. Divide the gradients of an optimizer by the scale."""
-        # Not torch's sharded one, which agrees after _unscale_grads_: here that has been done.
+        # Not torch's sharded one, which agrees after _unscale_grads_: ours agrees within.
         GradScaler.unscale_(self, optimizer)
 
     @public_call("ShardedGradScaler.step")
@@ -75,7 +74,7 @@ class ShardedGradScaler(TorchShardedGradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        # Both ways come through here: unscale_, and the check for optimizers that unscale on their own.
+        # Called by unscale_, and by the check for optimizers that unscale on their own.
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         comm = communicator_for(self.process_group, required=False)
         here = sum(flag.detach().reshape(1).to(comm.device) for flag in found.values())

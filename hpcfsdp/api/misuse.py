@@ -1,4 +1,4 @@
-"""Ways to use a wrapped model that would go past its forward: errors that say what to call instead."""
+"""Uses of a wrapped model that bypass its forward: errors with what to call instead."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from hpcfsdp.sharded.lazy_init import become_root
 from hpcfsdp.sharded.unit import ShardedUnit
 
 PAST_FORWARD = frozenset({"generate"})
-"""Methods of wrapped modules that run them, of which the wrapper hears nothing: those of transformers."""
+"""Methods of wrapped modules that compute without a call of the wrapper: those of transformers."""
 
 
 def guarded(unit: ShardedUnit, name: str, method: Any) -> Any:
-    """A method of the wrapped module that computes, as the wrapper shows it. Collective, if it is called.
+    """A method of the wrapped module that computes. Calls are collective.
 
-    Raises:
-        EngineError: when it is called while parameters of the wrapper itself are sharded.
+    They raise an ``EngineError`` while parameters of the wrapper itself are sharded.
     """
     if not callable(method):
         return method
@@ -33,26 +32,22 @@ def guarded(unit: ShardedUnit, name: str, method: Any) -> Any:
         if unit.phase is Phase.IDLE and not all(flat.is_unsharded or flat.shows_whole for flat in unit.flats):
             raise EngineError(
                 f"{unit.name}: {name} runs the wrapped module without the forward of the wrapper, which gathers the "
-                f"parameters that no unit inside has: call it within FullyShardedDataParallel.summon_full_params("
+                f"parameters outside of inner units: call it within FullyShardedDataParallel.summon_full_params("
                 "model, recurse=False, writeback=False), where units inside gather their own"
             )
         if unit.root is None:
-            become_root(unit)  # before units inside take themselves for the outermost ones
+            become_root(unit)  # before units inside become roots
         return method(*args, **kwargs)
 
     return call
 
 
 class RefusesOtherWrappers:
-    """What the wrapper inherits."""
+    """Attributes that other libraries read before they wrap a module."""
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """Asked for by torch's DistributedDataParallel, before it changes anything.
-
-        Raises:
-            EngineError: always.
-        """
+        """Read by torch's DistributedDataParallel before it changes anything. Always raises an ``EngineError``."""
         raise EngineError(
             "DistributedDataParallel, or Accelerator.prepare, was called with a model that FullyShardedDataParallel "
             "has wrapped, which reduces gradients itself: use the wrapped model as it is; with accelerate prepare the "
@@ -60,12 +55,12 @@ class RefusesOtherWrappers:
             "replicated; for replicas of shards use sharding_strategy=ShardingStrategy.HYBRID_SHARD"
         )
 
-    @functools.cached_property  # which accelerate may set
+    @functools.cached_property  # accelerate may set it
     def _is_accelerate_prepared(self) -> bool:
-        """Asked for by ``Accelerator.prepare`` and ``Accelerator.prepare_model``, before they change anything.
+        """Read by ``Accelerator.prepare`` and ``Accelerator.prepare_model`` before they change anything.
 
         Warns:
-            UserWarning: accelerate takes this process for the only one, which the model is not sharded over.
+            UserWarning: accelerate counts one process, and the model is sharded over several.
         """
         size = self._unit.mesh.dtensor_ranks.size  # type: ignore[attr-defined]
         accelerate = sys.modules.get("accelerate")
@@ -79,10 +74,10 @@ class RefusesOtherWrappers:
 
 
 def refuse_ddp_around(unit: ShardedUnit) -> None:
-    """Called when a wrapper is asked for parameters of its own: torch's DistributedDataParallel asks all modules.
+    """Called when a wrapper lists its own parameters, as torch's DistributedDataParallel does for all modules.
 
     Raises:
-        EngineError: one is being built around the wrapper, and is to average what the wrapper shards.
+        EngineError: one is under construction around the wrapper, and would average sharded parameters.
     """
     found = _compat.ddp_in_construction()
     if found is None:
@@ -91,11 +86,11 @@ def refuse_ddp_around(unit: ShardedUnit) -> None:
     name = next((name for name, module in model.named_modules() if module is unit.wrapper), "")
     plain = unit.ignored.params
     sharded = [inner for inner, param in unit.wrapper.named_parameters(prefix=name) if param not in plain]
-    taken = [inner for inner in sharded if inner not in ignored]
-    if taken:
+    averaged = [inner for inner in sharded if inner not in ignored]
+    if averaged:
         raise EngineError(
             f"DistributedDataParallel was called with a {type(model).__name__} in which FullyShardedDataParallel has "
-            f"wrapped {name!r}: it would overwrite this rank's shard of {taken[0]!r} with rank 0's, and average the "
+            f"wrapped {name!r}: it would overwrite this rank's shard of {averaged[0]!r} with rank 0's, and average the "
             "gradients of different parts: wrap the other modules in DistributedDataParallel each, or all of the model "
             "in FullyShardedDataParallel"
         )

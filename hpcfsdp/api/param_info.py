@@ -1,4 +1,4 @@
-"""What the parameters of a model are without sharding: for groups of an optimizer by shape."""
+"""Names, shapes and dtypes of a model's parameters without sharding, for parameter groups by shape."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hpcfsdp.state.wrappers import clean_fqn
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """One parameter of the model as it was before it was wrapped.
+    """One parameter of the model as it was before wrapping.
 
     Attributes:
         name: without those of wrappers.
         shape: whole, of all ranks together.
-        dtype: that it is kept in.
-        param: what an optimizer steps for it: the parameter itself, or without `use_orig_params` the flat parameter
-            that it is a part of, which several have in common.
+        dtype: of the shard.
+        param: the parameter that an optimizer steps: itself, or without `use_orig_params` the flat parameter around it,
+            which is common to several.
     """
 
     name: str
@@ -44,7 +44,7 @@ class ParamInfo:
 def param_info(model: nn.Module) -> dict[str, ParamInfo]:
     """Not collective. The parameters by name, in the order of the plain model; the same on all ranks, but for `param`.
 
-    Those that no unit has are there too, so it works for plain modules. A tied parameter has its first name alone.
+    It includes parameters outside of units, so it works for plain modules. A tied parameter has its first name alone.
     """
     names: dict[nn.Module, tuple[str, ...]] = {}
     sharded: dict[tuple[nn.Module, str], tuple[torch.Size, torch.dtype, nn.Parameter, nn.Parameter]] = {}
@@ -74,10 +74,10 @@ def param_info(model: nn.Module) -> dict[str, ParamInfo]:
 def param_groups(
     model: nn.Module, weight_decay: float, decays: Callable[[ParamInfo], bool] = lambda info: len(info.shape) >= 2
 ) -> list[dict[str, Any]]:
-    """Not collective. Two groups for an optimizer, with and without weight decay, of what is trained.
+    """Not collective. Two groups for an optimizer, with and without weight decay, of the trained parameters.
 
     Args:
-        decays: whether a parameter belongs to the first; by default matrices do, and biases and norms do not.
+        decays: whether a parameter belongs to the first group; by default matrices do, biases and norms do not.
 
     Raises:
         EngineError: parts of one flat parameter belong to different groups.

@@ -1,9 +1,8 @@
-"""``FullyShardedDataParallel``: a module whose parameters, gradients and optimizer state are sharded over ranks."""
+"""``FullyShardedDataParallel``: a module with parameters, gradients and optimizer state sharded over ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,18 +17,17 @@ from hpcfsdp.api.attributes import PublicAttributes
 from hpcfsdp.api.misuse import PAST_FORWARD, RefusesOtherWrappers, guarded, refuse_ddp_around
 from hpcfsdp.api.state_dicts import StateDictMethods
 from hpcfsdp.comm import Communicator, raise_together_over
-from hpcfsdp.engine.clip import clip_grad_norm
 from hpcfsdp.engine.containers import to_kwargs
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.gradient import note_unchanged
-from hpcfsdp.flat.names import get_root_modules
+from hpcfsdp.flat.prefixes import get_root_modules
 from hpcfsdp.launch import calls
 from hpcfsdp.launch.calls import public_call
 from hpcfsdp.sharded import copying, mixed_precision as precisions, policies, unshard
 from hpcfsdp.sharded.arguments import check_module, check_readers, check_types, target_device, warn_of_container
 from hpcfsdp.sharded.build import join_tp_group, make_unit, sync_values, warn_of_units
+from hpcfsdp.sharded.clip import clip_model_grads
 from hpcfsdp.sharded.eval_precision import follow_eval_mode
 from hpcfsdp.sharded.flatten import move_outside, own_params
 from hpcfsdp.sharded.groups import resolve_mesh, with_dtensors
@@ -38,11 +36,10 @@ from hpcfsdp.sharded.ignored import resolve_ignored
 from hpcfsdp.sharded.lazy_init import become_root
 from hpcfsdp.sharded.materialize import materialize
 from hpcfsdp.sharded.optimizer_check import watch_optimizers
-from hpcfsdp.sharded.tensor_parallel import replicated_grad
 from hpcfsdp.sharded.unit import WRAPPED, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
-from hpcfsdp.state.later import load_when_known
 from hpcfsdp.state.settings import default_settings
+from hpcfsdp.state.within import load_when_known
 
 
 class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDictMethods, nn.Module):
@@ -70,22 +67,22 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         mixed_precision: dtypes to compute and to reduce in, and of buffers.
         ignored_modules: modules that stay as they are.
         param_init_fn: gives values to modules that were built on the meta device; their ``reset_parameters`` otherwise.
-        device_id: where the module is moved before it is sharded; by default the world's device, or none for a
-            `process_group` of one's own.
-        sync_module_states: every rank takes rank 0's parameters and buffers.
-        forward_prefetch: gather the unit that comes next in the forward before computing with one.
-        limit_all_gathers: accepted for torch's sake: memory for one unit ahead is all that is ever taken.
+        device_id: the device to move the module to before sharding; by default the world's device, or none with a
+            `process_group`.
+        sync_module_states: broadcast rank 0's parameters and buffers.
+        forward_prefetch: gather the next unit of the forward before computing with one.
+        limit_all_gathers: accepted for compatibility: never more than one unit is gathered ahead.
         use_orig_params: ``parameters()`` are the original ones.
         ignored_states: instead of `ignored_modules`: modules or parameters.
         device_mesh: instead of `process_group`: a mesh of one dimension, or (replicate, shard).
 
     Raises:
         ValueError: the module is wrapped already, has parameters on several devices, or tied parameters that the policy
-            tears apart; arguments that exclude each other.
+            puts into different units; arguments that exclude each other.
         DisagreementError: ranks pass different models.
 
     Warns:
-        DifferentValuesWarning: ranks pass different values, and not `sync_module_states`.
+        DifferentValuesWarning: ranks pass different values without `sync_module_states`.
     """
 
     @public_call("FullyShardedDataParallel(...)")
@@ -114,51 +111,45 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         check_types(cpu_offload, mixed_precision, backward_prefetch)
         mesh = resolve_mesh(process_group, device_mesh, sharding_strategy)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
-        if not isinstance(process_group, UnitMesh):  # those of an outer unit, which has looked at all of the model
+        if not isinstance(process_group, UnitMesh):  # that of an outer unit has them
             mesh = with_dtensors(mesh, module, ignored.params)
-        self._show(
-            cpu_offload=cpu_offload,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-        )
+        self._given = {
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+        }
         self._full_in_eval = env.full_precision_in_eval()
         self.register_load_state_dict_post_hook(load_when_known)
         device = target_device(process_group, device_mesh, device_id)
-        fresh = functools.partial(
-            materialize,
+        if device is not None:
+            move_outside(module, device, ignored=ignored)
+        if auto_wrap_policy is not None:
+            self._wrap_children(
+                module,
+                auto_wrap_policy,
+                process_group=mesh,
+                mixed_precision=mixed_precision,
+                param_init_fn=param_init_fn,
+                device_id=device,
+                sync_module_states=sync_module_states,
+                use_orig_params=use_orig_params,
+                ignored_states=ignored,
+                **self._given,
+            )
+        made = materialize(
             module,
             device=device or torch.device("cpu"),
             param_init_fn=param_init_fn,
             ignored=ignored,
             values_count=not sync_module_states,
         )
-        if device is not None:
-            move_outside(module, device, ignored=ignored)
-        made = [] if auto_wrap_policy is not None else fresh()
-        if auto_wrap_policy is not None:
-            self._wrap_children(
-                module,
-                auto_wrap_policy,
-                process_group=mesh,
-                cpu_offload=cpu_offload,
-                backward_prefetch=backward_prefetch,
-                mixed_precision=mixed_precision,
-                param_init_fn=param_init_fn,
-                device_id=device,
-                sync_module_states=sync_module_states,
-                forward_prefetch=forward_prefetch,
-                limit_all_gathers=limit_all_gathers,
-                use_orig_params=use_orig_params,
-                ignored_states=ignored,
-            )
-            made = fresh()
         check_readers(module)
-        apart = precisions.ignored_classes(mixed_precision)
-        in_full = precisions.find_full_precision(module, apart)
+        full_precision = precisions.ignored_classes(mixed_precision)
+        in_full = precisions.find_full_precision(module, full_precision)
         self._fsdp_wrapped_module = module
         with raise_together_over(mesh.lines()):
-            own = own_params(module, ignored=ignored, apart=apart, mesh=mesh)
+            own = own_params(module, ignored=ignored, full_precision=full_precision, mesh=mesh)
         if own.groups:
             warn_of_container(module)
         outside = dict.fromkeys(precisions.modules_outside(module))
@@ -174,7 +165,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
             mixed_precision=mixed_precision or MixedPrecision(),
-            full_precision=apart,
+            full_precision=full_precision,
             made=None if sync_module_states else frozenset(made),
         )
         unit.param_names, unit.state_dict_settings = param_names, default_settings()
@@ -184,10 +175,10 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         self._unit = unit
         guard_modules(unit)
         precisions.keep_full_precision(in_full)
-        for inner in units_in(module):  # those that have no part in tensor parallelism, and were made before
+        for inner in units_in(module):  # inner units without DTensors
             if mesh.tensor is not None and inner.mesh.tensor is None:
                 join_tp_group(inner, mesh.tensor_mesh, sync_module_states=sync_module_states)
-        if not isinstance(process_group, UnitMesh):  # one warning for all units that this call has made
+        if not isinstance(process_group, UnitMesh):  # one warning for all units of this call
             warn_of_units(self, stacklevel=3)
 
     @property
@@ -195,15 +186,15 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         """The wrapped module."""
         return self._fsdp_wrapped_module
 
-    # What follows has names with an underscore, for others are looked up in the wrapped module.
+    # Own methods have a leading underscore: other names are looked up in the wrapped module.
 
     @_compat.run_as_written
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Collective over the process group. Run the wrapped module with gathered parameters.
 
-        The outermost wrapper moves tensors in the arguments to the device that it computes on.
+        The outermost wrapper moves tensors in the arguments to the device of the computation.
         """
-        compiler = _compat.set_compiler(None)  # torch.compile may work on what is inside, not on the engine
+        compiler = _compat.set_compiler(None)  # torch.compile may compile the module inside, not the engine
         unit, outermost = self._unit, not calls.here.call
         if outermost:
             calls.here.call = f'forward of "{unit.name}"'
@@ -212,7 +203,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             if not root.is_busy:
                 if self._full_in_eval:
                     follow_eval_mode(unit)
-                if root.device.type != "cpu":  # a batch may lie in host memory
+                if root.device.type != "cpu":  # a batch may be in host memory
                     args, kwargs = to_kwargs(args, kwargs, root.device)
             return root.forward(unit, self._fsdp_wrapped_module, args, kwargs, compiler)
         finally:
@@ -222,7 +213,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
 
     @public_call("check_is_root")
     def check_is_root(self) -> bool:
-        """Whether this wrapper is the outermost one; decides it, if nothing has been called yet."""
+        """Whether this wrapper is the outermost one. Before the first call of the model, makes it so."""
         if self._unit.root is None:
             become_root(self._unit)
         return self._unit.is_root
@@ -230,10 +221,10 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
     @contextlib.contextmanager
     @public_call("no_sync")
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients back without communication, until a backward outside of this context reduces their sum.
+        """Accumulate gradients without communication, until a backward outside of this context reduces their sum.
 
-        Each rank holds whole gradients meanwhile, in at least float32, which parameters show as ``grad``: they may be
-        read, changed in place, and thrown away (``zero_grad``, ``grad = None``), but neither clipped nor stepped. For
+        Meanwhile each rank holds whole gradients, in at least float32, which parameters show as ``grad``. They may be
+        read, changed in place, and discarded (``zero_grad``, ``grad = None``), but neither clipped nor stepped. For
         the root only, around forward and backward.
 
         Raises:
@@ -259,41 +250,14 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         if root.holds_grads:
             with raise_together_over(self._unit.mesh.lines()):
                 root.refuse_held("clip_grad_norm_")
-        mesh = self._unit.mesh
-        num_ranks, num_blocks = mesh.size("replicate", "shard"), mesh.size("tensor")
-        shares: dict[int, list[torch.Tensor]] = {}
-        params: dict[nn.Parameter, None] = {}
-        managed: set[nn.Parameter] = set()
-        for unit in units_in(self):
-            inner = unit.mesh
-            if inner.size("replicate", "shard") > num_ranks:
-                raise EngineError(
-                    f"{unit.name} is sharded over more ranks than the root ({num_ranks}), which cannot know "
-                    "the norm of all gradients: wrap the root over all ranks"
-                )
-            for flat in unit.flats:
-                managed.update((flat.parameter, *flat.leaves))
-                params.update(dict.fromkeys(flat.leaves if flat.use_orig_params else (flat.parameter,)))
-                for copies, grad in flat.grad_parts(num_blocks):
-                    shares.setdefault(inner.size("replicate") * copies, []).append(grad)
-        for param in self.parameters():
-            if param not in managed:
-                params[param] = None
-                if param.grad is not None:
-                    copies, grad = replicated_grad(param, mesh)
-                    shares.setdefault(num_ranks * copies, []).append(grad)
-        norm = clip_grad_norm(list(params), shares.items(), mesh.lines(), max_norm, norm_type)
-        for param in params:
-            note_unchanged(param.grad)
-        return norm
+        return clip_model_grads(self._unit, max_norm, norm_type)
 
     @public_call("register_comm_hook")
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have `hook` reduce gradients instead; for the root only, before training.
+        """Have `hook` reduce gradients; for the root only, before training.
 
-        It is called as ``hook(state, full_gradient, output)``, both 1-D in the dtype in which gradients travel, and has
-        to fill `output` with this rank's segment of the average; under ``NO_SHARD`` as ``hook(state, gradient)``, to
-        average in place.
+        It is called as ``hook(state, full_gradient, output)``, both 1-D in the reduce dtype, and must fill `output`
+        with this rank's segment of the average; under ``NO_SHARD`` as ``hook(state, gradient)``, to average in place.
 
         Raises:
             EngineError: called on a unit inside of another one, the strategy is hybrid, or there is a hook already.
@@ -316,46 +280,13 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         """All wrappers within `module`, itself included, outer ones first.
 
         Args:
-            root_only: leave out wrappers that lie inside of another one.
+            root_only: leave out wrappers inside of another one.
         """
         found = [inner for inner in module.modules() if isinstance(inner, FullyShardedDataParallel)]
         return get_root_modules(found) if root_only else found
 
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> contextlib.AbstractContextManager[None]:
-        """Collective over the process group. A context in which parameters are whole, see ``api.unshard``."""
-        return unshard.unshard_params(
-            module,
-            recurse=recurse,
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        )
-
-    @staticmethod
-    def walk_full_params(
-        module: nn.Module,
-        writeback: bool = False,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Collective over the process group, at each turn. The units one by one, whole, see ``api.unshard``."""
-        return unshard.walk_full_params(
-            module,
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        )
+    summon_full_params = staticmethod(unshard.unshard_params)
+    walk_full_params = staticmethod(unshard.walk_full_params)
 
     @public_call("apply")
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
@@ -367,13 +298,13 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; within ``summon_full_params`` without the names of wrappers."""
+        """As for any module; within ``summon_full_params`` without the names of wrappers."""
         if kwargs.get("recurse") is False:
             refuse_ddp_around(self._unit)
         return self._named(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As of any module; within ``summon_full_params`` without the names of wrappers."""
+        """As for any module; within ``summon_full_params`` without the names of wrappers."""
         return self._named(super().named_buffers(*args, **kwargs))
 
     def _named(self, found: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -401,19 +332,19 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == WRAPPED:  # not set yet: an attribute is missing while the constructor runs
+            if name == WRAPPED:  # an attribute is missing while the constructor runs
                 raise
             found = getattr(self._fsdp_wrapped_module, name)
             return guarded(self._unit, name, found) if name in PAST_FORWARD else found
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """For torch.distributed.checkpoint: the wrapped module's name is in no FQN, and ``module`` is not one in it."""
+        """For torch.distributed.checkpoint: FQNs contain neither the wrapped module's name nor ``module``."""
         refuse_mistakes(self._unit)
         return {"module": WRAPPED}
 
     @public_call("copy.deepcopy")
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
-        """Collective over the ranks of the model. A copy that shares process groups alone, see ``api.copying``."""
+        """Collective over the ranks of the model. A copy of the shards; process groups are shared."""
         return copying.copy_wrapper(self._unit, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -432,11 +363,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         return len(self._fsdp_wrapped_module)
 
     def _as_root(self, what: str) -> Root:
-        """The units under this one, at rest.
-
-        Raises:
-            EngineError: it is not the root, or some unit is at work; with `what` the user has called.
-        """
+        """The units under this one, for the call `what`. Refuses inner units, and calls in a forward or backward."""
         unit = self._unit
         if unit.root is not None and not unit.is_root:
             raise EngineError(f"{what} is to be called on the root FullyShardedDataParallel")
@@ -466,7 +393,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
 
 
 def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
-    """``Module.apply`` that leaves units inside of a summoned one to themselves."""
+    """``Module.apply``, but units inside of a summoned one summon their own parameters."""
     if isinstance(module, FullyShardedDataParallel):
         module.apply(fn)
         return

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
 from hpcfsdp.bench.step import STOCK, training_step
+from hpcfsdp.bench.tables import Table, faster_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.world import World
 
@@ -25,3 +27,14 @@ def measure(world: World, *, layers: int, width: int, repeats: int) -> dict[str,
     del steps
     gc.collect()  # a group of gloo that outlives its destruction aborts the process, and models in circles hold it
     return found
+
+
+def table(found: Mapping[str, Mapping[str, Times]]) -> Table:
+    """A row for each engine and backend, with its speed as a multiple of that of gloo."""
+    rows = [
+        (engine, name, *time_cells(times), faster_cell(times, ways["gloo"]))
+        for engine, ways in found.items()
+        for name, times in ways.items()
+    ]
+    as_json = {engine: times_json(ways) for engine, ways in found.items()}
+    return Table(("engine", "backend", "step", "min-max", "against gloo"), rows, as_json)

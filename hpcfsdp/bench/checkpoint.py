@@ -1,4 +1,4 @@
-"""Saving and loading a sharded model, of the engine and of its peers, on one disk and in one run.
+"""Saving and loading a sharded model, by the engine and by its peers, on one disk and in one run.
 
 The model is many parameters of one size and nothing else. Peers hold the same values, sharded by FSDP2 over gloo.
 """
@@ -12,11 +12,10 @@ import os
 import shutil
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
@@ -28,8 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType, fully_shard
 
 from hpcfsdp import checkpoint
-from hpcfsdp.bench.step import OWN
-from hpcfsdp.bench.timing import Times
+from hpcfsdp.bench.step import OWN, quiet
+from hpcfsdp.bench.tables import Table, ratio_cell, time_cells, times_json
+from hpcfsdp.bench.timing import Times, timed
 from hpcfsdp.checkpoint import CheckpointManager
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
@@ -48,20 +48,19 @@ UNIT_TENSORS = 10
 _SETTLE_S = 0.5
 _WARMUP = 1
 _FILES_AT_ONCE = 7
-"""Most files of the model's size that lie in the folder together: one for each way to save, and a managed one with that
-which takes its place."""
+"""Most files of the model's size in the folder: one for each way to save, a managed one and its successor."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What saving and loading took.
+    """Times of saving and loading.
 
     Attributes:
         nbytes: of the parameters, over all ranks.
-        tensors: how many parameters.
-        times: task -> way -> times. The tasks are ``SAVE``, ``LOAD`` (nothing of the files is in the page cache, where
-            the file system knows one), ``LOAD_CACHED``, ``HELD`` (an asynchronous save, until training goes on, and the
-            copying of the same bytes once) and ``FLOORS``.
+        tensors: number of parameters.
+        times: task -> way -> times. The tasks are ``SAVE``, ``LOAD`` (the page cache holds nothing of the files, where
+            the file system has one), ``LOAD_CACHED``, ``HELD`` (an asynchronous save, until training goes on; and one
+            copy of the same bytes) and ``FLOORS``.
     """
 
     nbytes: int
@@ -69,23 +68,10 @@ class Measurement:
     times: dict[str, dict[str, Times]]
 
 
-class Way(NamedTuple):
-    """One way to do a task, over all ranks.
-
-    Attributes:
-        prepare: before each run, outside of the time that counts.
-    """
-
-    task: str
-    name: str
-    prepare: Callable[[], object]
-    call: Callable[[], object]
-
-
 def measure(
     world: World, *, nbytes: int, tensors: int, folder: str | os.PathLike[str] | None, repeats: int
 ) -> Measurement:
-    """Collective over all ranks. Save and load in every way in turn; what is loaded is compared with what was saved.
+    """Collective over all ranks. Save and load in every way in turn, and compare loaded values with saved ones.
 
     Args:
         nbytes: of all parameters, float32; about.
@@ -93,25 +79,48 @@ def measure(
             folder there, which is removed again.
 
     Raises:
-        HpcfsdpError: the file system has no room, or a way has loaded something other than what was saved.
+        HpcfsdpError: the file system has no room, or loaded values differ from saved ones.
     """
     shape = shape_of(nbytes, tensors)
-    with scratch(world.host, folder, _FILES_AT_ONCE * tensors * math.prod(shape) * 4) as place, _quiet():
+    with scratch(world.host, folder, _FILES_AT_ONCE * tensors * math.prod(shape) * 4) as place, quiet():
         gloo = dist.new_group(backend="gloo")
         own = make_model(OWN, None, tensors, shape)
         peer = make_model(FSDP2, gloo, tensors, shape)
         contest = _Contest(world.host, place, own, peer, gloo)
         try:
             times = contest.run(repeats)
-            contest.close()
         finally:
             del contest, own, peer
             gc.collect()  # a group of gloo that outlives its destruction aborts the process, and models hold it
     return Measurement(tensors * math.prod(shape) * 4, tensors, times)
 
 
+def table(found: Measurement) -> Table:
+    """A row for each task and way.
+
+    With its speed as a part of that of raw files, DCP's time as a multiple of it, and it as a multiple of hpcfsdp's
+    time. Work in memory is compared with hpcfsdp's saving.
+    """
+    rows = [
+        (
+            task,
+            way,
+            *time_cells(times),
+            f"{found.nbytes / times.median_s / 1e9:.2f}",
+            f"{100 * ways[RAW].ratio_to(times):.0f}%" if RAW in ways and way != RAW else "",
+            ratio_cell(ways.get(DCP), times),
+            "" if way == OWN else ratio_cell(times, ways.get(OWN, found.times[SAVE][OWN])),
+        )
+        for task, ways in found.times.items()
+        for way, times in ways.items()
+    ]
+    tasks = {task: times_json(ways) for task, ways in found.times.items()}
+    columns = ("task", "way", "median", "min-max", "GB/s", "of raw", "dcp / it", "it / hpcfsdp")
+    return Table(columns, rows, {"bytes": found.nbytes, "tensors": found.tensors, **tasks})
+
+
 def shape_of(nbytes: int, tensors: int) -> tuple[int, int]:
-    """About square, of so many float32 that `tensors` of this shape take about `nbytes` bytes. Pure."""
+    """A shape of rows and columns, about square: `tensors` of it in float32 take about `nbytes` bytes. Pure."""
     numel = max(1, nbytes // (4 * tensors))
     columns = math.isqrt(numel)
     return numel // columns, columns
@@ -127,11 +136,11 @@ class Unit(nn.Module):
 
 
 def make_model(engine: str, group: Any, tensors: int, shape: tuple[int, int]) -> nn.Module:
-    """Collective over `group`. As many parameters, with values that differ everywhere, in units of a few.
+    """Collective over `group`. A model of that many parameters, with values that all differ, in units of a few.
 
     Args:
         engine: "fsdp2" or "hpcfsdp".
-        group: what the engine takes as its process group.
+        group: the engine's process group.
     """
     generator = torch.Generator().manual_seed(0)
     mesh = DeviceMesh.from_group(group, "cpu") if engine == FSDP2 else None
@@ -169,7 +178,7 @@ def scratch(comm: Communicator, folder: str | os.PathLike[str] | None, nbytes: i
 
 
 class _Contest:
-    """The ways to save and load a model, as functions that are collective over all ranks."""
+    """The ways to save and load a model. All methods are collective over all ranks."""
 
     def __init__(self, comm: Communicator, folder: Path, own: nn.Module, peer: nn.Module, group: Any) -> None:
         self._comm, self._folder, self._own, self._peer, self._group = comm, folder, own, peer, group
@@ -180,70 +189,47 @@ class _Contest:
         self._files = Files()
         self._manager, self._step = CheckpointManager(folder / "managed", keep_last=1, asynchronous=True), 0
 
-    def ways(self) -> list[Way]:
-        """Each loads what the one of its name has saved before."""
-        calls = {
-            SAVE: {
-                RAW: self._save_raw,
-                OWN: lambda: checkpoint.save(self._path(OWN), model=self._own),
-                DCP: self._save_dcp,
-                SAFETENSORS: self._save_safetensors,
-                GATHERED: self._save_gathered,
-            },
-            LOAD: {
-                RAW: self._load_raw,
-                OWN: lambda: checkpoint.load(self._path(OWN), model=self._own),
-                DCP: self._load_dcp,
-                SAFETENSORS: self._load_safetensors,
-            },
-            HELD: {OWN: self._save_later, COPY: self._copy},
-            FLOORS: {SUMS: self._sum_up},
-        }
-        calls[LOAD_CACHED] = calls[LOAD]
-        prepare = {
-            SAVE: self._remove,
-            LOAD: self._drop,
-            LOAD_CACHED: self._cache,
-            HELD: self._settle,
-            FLOORS: self._settle,
-        }
-        return [
-            Way(task, name, lambda task=task, name=name: prepare[task](name), call)
-            for task in (SAVE, LOAD, LOAD_CACHED, HELD, FLOORS)
-            for name, call in calls[task].items()
-        ]
-
     def run(self, repeats: int) -> dict[str, dict[str, Times]]:
-        """Collective over all ranks. Every way once in each round."""
-        found: dict[str, dict[str, list[float]]] = {}
+        """Collective over all ranks. Every way once in each round; each loads the files that its namesake saved."""
+        load = {
+            RAW: self._load_raw,
+            OWN: lambda: checkpoint.load(self._path(OWN), model=self._own),
+            DCP: self._load_dcp,
+            SAFETENSORS: self._load_safetensors,
+        }
+        save = {
+            RAW: self._save_raw,
+            OWN: lambda: checkpoint.save(self._path(OWN), model=self._own),
+            DCP: self._save_dcp,
+            SAFETENSORS: self._save_safetensors,
+            GATHERED: self._save_gathered,
+        }
+        tasks: dict[str, tuple[Callable[[str], object], dict[str, Callable[[], object]]]] = {  # prepare, then time
+            SAVE: (self._remove, save),
+            LOAD: (self._drop, load),
+            LOAD_CACHED: (self._cache, load),
+            HELD: (self._settle, {OWN: self._save_later, COPY: self._copy}),
+            FLOORS: (self._settle, {SUMS: self._sum_up}),
+        }
+        found: dict[str, dict[str, list[float]]] = {task: {name: [] for name in tasks[task][1]} for task in tasks}
         for count in range(_WARMUP + repeats):
-            for way in self.ways():
-                if count == 0 and way.task == LOAD:
-                    self._forget(way.name)
-                seconds = self._timed(way)
-                if count == 0 and way.task == LOAD:
-                    self._check(way.name)
-                if count >= _WARMUP:
-                    found.setdefault(way.task, {}).setdefault(way.name, []).append(seconds)
+            for task, (prepare, ways) in tasks.items():
+                for name, way in ways.items():
+                    checks = count == 0 and task == LOAD
+                    if checks:
+                        self._forget(name)
+                    prepare(name)
+                    gc.collect()
+                    seconds, _ = timed(self._comm, way)
+                    if checks:
+                        self._check(name)
+                    if count >= _WARMUP:
+                        found[task][name].append(seconds)
+        self._manager.close()
         return {task: {name: Times(tuple(s)) for name, s in ways.items()} for task, ways in found.items()}
 
-    def close(self) -> None:
-        """Collective over all ranks."""
-        self._manager.close()
-
-    def _timed(self, way: Way) -> float:
-        """Collective over all ranks. Seconds of the slowest rank, which all start together."""
-        way.prepare()
-        gc.collect()
-        self._comm.barrier()
-        began_s = time.perf_counter()
-        way.call()
-        mine = torch.tensor([time.perf_counter() - began_s], dtype=torch.float64)
-        self._comm.all_reduce(mine, "max")
-        return float(mine)
-
     def _path(self, name: str) -> Path:
-        """Of what a way saves: one file, or a folder with files of all ranks."""
+        """Of the file that a way saves, or of its folder with files of all ranks."""
         return self._folder / name.replace(" ", "-")
 
     def _own_file(self, name: str) -> Path:
@@ -254,7 +240,7 @@ class _Contest:
         return [path] if path.is_file() else sorted(path.iterdir())
 
     def _remove(self, name: str) -> None:
-        """Collective over all ranks. Each save makes new files: none is paid for letting go of the old ones."""
+        """Collective over all ranks. Remove a way's files, so that no save waits for their removal."""
         if self._comm.rank == 0:
             path = self._path(name)
             if path.is_file():
@@ -262,21 +248,18 @@ class _Contest:
             shutil.rmtree(path, ignore_errors=True)
             if name in (RAW, SAFETENSORS):
                 path.mkdir()
-            os.sync()  # nor for writing out what others have left in the cache
-            time.sleep(_SETTLE_S)  # nor for what the disk does when files are gone
+            os.sync()  # nor for data of other ways in the page cache
+            time.sleep(_SETTLE_S)  # nor for the disk's own work after a removal
         self._comm.barrier()
 
     def _drop(self, name: str) -> None:
-        """Have the system forget what it keeps of a way's files; they have been forced to the disk."""
+        """Drop a way's files from the page cache; they have been forced to the disk."""
         for path in self._all_files(name):
-            fd = self._files.open_to_read(path)
-            try:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                self._files.close(fd)
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _cache(self, name: str) -> None:
-        """Have the system keep a way's files in memory, as far as there is room."""
+        """Read a way's files into the page cache, as far as there is room."""
         buffer = bytearray(1 << 22)
         for path in self._all_files(name) if self._comm.rank == 0 else ():
             with open(path, "rb", buffering=0) as file:
@@ -284,11 +267,11 @@ class _Contest:
                     pass
 
     def _settle(self, name: str) -> None:
-        """Collective over all ranks. Wait until nothing is written behind the training any more."""
+        """Collective over all ranks. Wait for saves in the background."""
         self._manager.wait()
 
     def _model(self, name: str) -> nn.Module:
-        """What a way loads into."""
+        """The model into which a way loads."""
         return self._own if name in (OWN, RAW) else self._peer
 
     def _forget(self, name: str) -> None:
@@ -296,27 +279,22 @@ class _Contest:
             param.detach().zero_()
 
     def _check(self, name: str) -> None:
-        """Collective over all ranks. Raise if a model does not have the values that were saved."""
+        """Collective over all ranks. Raise if the values of a model differ from the saved ones."""
         model = self._model(name)
         with raise_together(self._comm):
             if _digest(model) != self._saved[id(model)]:
-                raise HpcfsdpError(f"{name} has loaded something other than what it has saved")
+                raise HpcfsdpError(f"{name} has loaded values that differ from the saved ones")
 
     def _save_raw(self) -> None:
-        fd = os.open(self._own_file(RAW), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            self._files.write(fd, [memoryview(shard.numpy()).cast("B") for shard in self._mine], 0)
-            self._files.sync(fd)
-        finally:
-            self._files.close(fd)
+        with open(self._own_file(RAW), "xb", buffering=0) as file:
+            self._files.write(file.fileno(), [memoryview(shard.numpy()) for shard in self._mine], 0)
+            os.fsync(file.fileno())
 
     def _load_raw(self) -> None:
-        fd, offset = self._files.open_to_read(self._own_file(RAW)), 0
-        try:
+        offset = 0
+        with open(self._own_file(RAW), "rb", buffering=0) as file:
             for shard in self._mine:
-                offset += self._files.read(fd, memoryview(shard.numpy()).cast("B"), offset)
-        finally:
-            self._files.close(fd)
+                offset += self._files.read(file.fileno(), memoryview(shard.numpy()).cast("B"), offset)
 
     def _save_dcp(self) -> None:
         writer = dcp.FileSystemWriter(self._path(DCP))  # forces files to the disk by default
@@ -329,13 +307,8 @@ class _Contest:
     def _save_safetensors(self) -> None:
         from safetensors.torch import save_file
 
-        path = self._own_file(SAFETENSORS)
-        save_file(self._theirs, path)
-        fd = self._files.open_to_read(path)
-        try:
-            self._files.sync(fd)
-        finally:
-            self._files.close(fd)
+        save_file(self._theirs, self._own_file(SAFETENSORS))
+        _force_to_disk(self._own_file(SAFETENSORS))
 
     def _load_safetensors(self) -> None:
         from safetensors.torch import load_file
@@ -351,22 +324,17 @@ class _Contest:
             state = self._own.state_dict()
         if self._comm.rank:
             return
-        path = self._path(GATHERED)
-        with h5py.File(path, "w") as file:
+        with h5py.File(self._path(GATHERED), "w") as file:
             for name, value in state.items():
                 file.create_dataset(name, data=value.numpy())
-        fd = self._files.open_to_read(path)
-        try:
-            self._files.sync(fd)
-        finally:
-            self._files.close(fd)
+        _force_to_disk(self._path(GATHERED))
 
     def _save_later(self) -> None:
         self._step += 1
         self._manager.save(self._step, model=self._own)
 
     def _sum_up(self) -> None:
-        """As much as saving or loading computes of checksums, and nothing else."""
+        """Compute the checksums of a save or a load, and nothing else."""
         for shard in self._mine:
             data = shard.view(torch.uint8).numpy()
             for begin in range(0, data.size, schema.BLOCK_BYTES):
@@ -377,15 +345,12 @@ class _Contest:
             spare.copy_(shard)
 
 
+def _force_to_disk(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
 def _digest(model: nn.Module) -> list[int]:
     """Checksums of this rank's part of each parameter."""
     locals_of = [value.to_local() if hasattr(value, "to_local") else value for value in model.parameters()]
     return [schema.checksum(np.ascontiguousarray(value.detach().numpy())) for value in locals_of]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch says that types of state dicts are on their way out
-        warnings.simplefilter("ignore", UserWarning)
-        yield

@@ -1,4 +1,4 @@
-"""Collectives on one node: this project's against gloo, plain MPI calls, and the speed of copying memory."""
+"""Collectives on one node: this project's, gloo's, plain MPI calls, and the speed of copying memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 
 from hpcfsdp import _compat
+from hpcfsdp.bench.tables import MIB, Table, faster_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.comm.communicator import segment
 from hpcfsdp.comm.reduce import reduce_into
 from hpcfsdp.world import World
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,8 @@ class Measurement:
 
     Attributes:
         nbytes: of the full float32 tensor.
-        floor_s: seconds that it takes to read and write as many bytes in memory of one's own, all ranks at once: what
-            any way on this machine must take. 0 where nothing has to be moved.
+        floor_s: seconds to read and write as many bytes in private memory, all ranks at once: the least that any way
+            takes on this machine. 0 for a collective that moves nothing.
         ways: name -> times.
     """
 
@@ -43,7 +42,7 @@ def measure(world: World, sizes: Sequence[int], *, repeats: int) -> list[Measure
         numel = max(1, nbytes // 4 // world.size) * world.size
         buffers = _Buffers(world, numel)
         for collective, floor, ways in _competitors(world, gloo, buffers):
-            calls = _calls(nbytes) if floor else 200
+            calls = min(200, max(1, 4 * MIB // nbytes)) if floor else 200
             times = in_turn(world.host, ways | ({"floor": floor} if floor else {}), repeats=repeats, calls=calls)
             floor_s = times.pop("floor").median_s if floor else 0.0
             found.append(Measurement(collective, numel * 4, floor_s, times))
@@ -51,8 +50,26 @@ def measure(world: World, sizes: Sequence[int], *, repeats: int) -> list[Measure
     return found
 
 
-def _calls(nbytes: int) -> int:
-    return min(200, max(1, 4 * MIB // nbytes))
+def table(found: Sequence[Measurement]) -> Table:
+    """A row for each way, with its speed as a multiple of gloo's, and its time as a multiple of the floor."""
+    rows = [
+        (
+            one.collective,
+            f"{one.nbytes / MIB:g} MiB",
+            name,
+            *time_cells(times),
+            faster_cell(times, one.ways.get("gloo")),
+            f"{times.median_s / one.floor_s:.2f}x" if one.floor_s else "",
+        )
+        for one in found
+        for name, times in one.ways.items()
+    ]
+    as_json = [
+        {"collective": one.collective, "bytes": one.nbytes, "floor_s": one.floor_s, "ways": times_json(one.ways)}
+        for one in found
+    ]
+    columns = ("collective", "size", "way", "median", "min-max", "against gloo", "against the floor")
+    return Table(columns, rows, as_json)
 
 
 class _Buffers:
@@ -90,7 +107,7 @@ class _Buffers:
 def _competitors(
     world: World, gloo: Any, b: _Buffers
 ) -> list[tuple[str, Callable[[], object] | None, dict[str, Callable[[], object]]]]:
-    """name, the same bytes moved in memory of one's own, and the ways to do it."""
+    """Name, the same work in private memory, and the ways to do it."""
     from mpi4py import MPI
 
     host, mpi = world.host, world.comm

@@ -1,11 +1,11 @@
-"""What an engine costs the host: forward and backward of many small units, in one process, where no byte travels.
+"""The host time of an engine: forward and backward of many small units, in one process that sends nothing.
 
-Peers work on torch's "fake" process group, hpcfsdp on its communicator of the same kind, both as rank 0 of several.
+Peers run on torch's "fake" process group, hpcfsdp on its fake communicator, both as rank 0 of several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpcfsdp.bench.step import OWN, wrap
+from hpcfsdp.bench.tables import Table, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.comm.fake import FakeCommunicator
 
@@ -22,11 +23,11 @@ ENGINES = (PLAIN, "fsdp1", "fsdp1_orig", "fsdp2", OWN, f"{OWN}_orig")
 RANKS = 8
 WIDTH, ROWS = 16, 2
 _CALLS = 4
-"""Steps in a run: a single one would show what it costs to come back into a cold cache after the others."""
+"""Steps in a run: a single one would start with a cold cache after the other engines."""
 
 
 class SmallUnit(nn.Module):
-    """So small that computing it costs little but the launching of its kernels."""
+    """So small that its time is that of launching kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,30 +45,21 @@ class Measurement:
     Attributes:
         units: in the model.
         times: engine -> times of a step of the whole model.
-        skipped: engine -> why it was not measured.
+        skipped: engine -> the reason why it was not measured.
     """
 
     units: int
     times: dict[str, Times]
     skipped: dict[str, str]
 
-    def per_unit(self, engine: str) -> Times:
-        """Seconds for each unit."""
-        return Times(tuple(seconds / self.units for seconds in self.times[engine].seconds))
 
-    def over_plain(self, engine: str) -> Times:
-        """Seconds for each unit above those that the plain modules took in the same round."""
-        both = zip(self.per_unit(engine).seconds, self.per_unit(PLAIN).seconds, strict=True)
-        return Times(tuple(mine - plain for mine, plain in both))
-
-
-def measure(*, units: int, repeats: int, engines: Sequence[str] = ENGINES) -> Measurement:
-    """Take the default process group of this process, which must have none yet, and measure all engines in turn."""
+def measure(*, units: int, repeats: int) -> Measurement:
+    """Make the default process group of this process, and measure all engines in turn."""
     dist.init_process_group("fake", rank=0, world_size=RANKS)
     try:
         steps: dict[str, Callable[[], None]] = {}
         skipped: dict[str, str] = {}
-        for engine in engines:
+        for engine in ENGINES:
             group = FakeCommunicator(0, RANKS) if engine.startswith(OWN) else dist.group.WORLD
             try:
                 steps[engine] = _step(engine, group, units)
@@ -76,6 +68,28 @@ def measure(*, units: int, repeats: int, engines: Sequence[str] = ENGINES) -> Me
         return Measurement(units, in_turn(FakeCommunicator(), steps, repeats=repeats, warmup=8, calls=_CALLS), skipped)
     finally:
         dist.destroy_process_group()
+
+
+def table(found: Measurement) -> Table:
+    """A row for each engine, for each unit of the model, and hpcfsdp's overhead as a multiple of its overhead."""
+    per_unit = {engine: Times(tuple(s / found.units for s in times.seconds)) for engine, times in found.times.items()}
+    over = {  # the plain modules of the same round
+        engine: Times(tuple(s - plain for s, plain in zip(times.seconds, per_unit[PLAIN].seconds, strict=True)))
+        for engine, times in per_unit.items()
+    }
+    rows = [
+        (engine, *time_cells(times), *time_cells(over[engine]), ratio_cell(over[OWN], over[engine]))
+        if engine != PLAIN
+        else (engine, *time_cells(times), "", "", "")
+        for engine, times in per_unit.items()
+    ]
+    as_json: dict[str, Any] = {
+        engine: {**one, "median_over_plain_s": over[engine].median_s} for engine, one in times_json(per_unit).items()
+    }
+    as_json |= {engine: {"skipped": reason} for engine, reason in found.skipped.items()}
+    notes = [f"{engine} was skipped: {reason}" for engine, reason in found.skipped.items()]
+    columns = ("engine", "per unit", "min-max", "over plain", "min-max", "hpcfsdp / it, over plain")
+    return Table(columns, rows, as_json, notes)
 
 
 def _step(engine: str, group: Any, units: int) -> Callable[[], None]:

@@ -1,15 +1,12 @@
-"""Peak memory of a training step, of the engine and of stock torch, beside what it has to be.
+"""Peak memory of a training step, of the engine and of stock torch, next to the analytic peak.
 
-hpcfsdp is measured in the processes that the launcher started, since only these are ranks of MPI. After that each of
-them starts a process of its own for every other engine, so that each begins with nothing: they find each other over
-gloo. ``python -m hpcfsdp.bench.memory JSON`` is such a process.
+hpcfsdp is measured in the processes that the launcher started, since only these are ranks of MPI. Then each of them
+starts a new process for every other engine, with empty memory. These processes communicate over gloo. Each is
+``python -m hpcfsdp.bench.memory JSON``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
 import json
 import os
 import subprocess
@@ -22,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpcfsdp.bench.pss import Sampler
+from hpcfsdp.bench.pss import Sampler, give_back_at_once, sampled, trim
 from hpcfsdp.bench.step import OWN, STOCK, loss_of, make_batch, make_model, training_step, units
+from hpcfsdp.bench.tables import Table, mib, peak_cells, peak_json
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.agree import raise_together
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
@@ -38,7 +36,6 @@ _WHOLE = (PLAIN, "ddp")
 _ADAMW = 4
 """Tensors for each parameter: itself, its gradient, and two moments."""
 _WARMUP = 3
-_M_MMAP_THRESHOLD, _THRESHOLD_BYTES = -3, 128 << 10
 _STORE_TIMEOUT_S = 300.0
 
 
@@ -49,12 +46,12 @@ class Peak:
     Attributes:
         baseline_bytes: before there is a model.
         steps_bytes: the peak of each step, above the baseline.
-        analytic_bytes: what the peak above the baseline has to be, see ``analytic_bytes``.
+        analytic_bytes: the least peak above the baseline, see ``analytic_bytes``.
     """
 
     engine: str
     baseline_bytes: int
-    steps_bytes: tuple[int, ...]
+    steps_bytes: Sequence[int]
     analytic_bytes: int
 
     @property
@@ -64,7 +61,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class _Order:
-    """What the processes of one engine are told."""
+    """The arguments of a measurement on one rank."""
 
     engine: str
     layers: int
@@ -79,40 +76,28 @@ class _Order:
 
 @dataclass(frozen=True)
 class _Samples:
-    """What a rank has to tell. Bytes, for each rank."""
+    """The result of a measurement. Bytes, for each rank."""
 
     baseline_bytes: int
-    steps_bytes: tuple[int, ...]
+    steps_bytes: Sequence[int]
     activation_bytes: int = 0
 
 
-def measure(
-    world: World,
-    *,
-    layers: int,
-    width: int,
-    repeats: int,
-    keep_freed: bool = False,
-    engines: Sequence[str] = ENGINES,
-) -> list[Peak]:
+def measure(world: World, *, layers: int, width: int, repeats: int, keep_freed: bool = False) -> list[Peak]:
     """Collective over all ranks. Measure the engines, one after the other.
 
-    Call it before anything large has been in memory. `engines` starts with hpcfsdp and plain, in this order: the one
-    needs a process that has not worked yet, the other tells how large activations are.
+    Call it before anything large has been in memory: hpcfsdp comes first, in this process.
 
     Args:
         repeats: steps that count, after some that do not.
-        keep_freed: leave it to the C library what becomes of memory that is freed within a step. By default it goes
-            back to the system at once: the peak is what the engine holds, and not what was held before.
+        keep_freed: let the C library keep memory that is freed within a step. By default it goes back to the system
+            at once: then the peak is the memory of the engine alone.
     """
     sizes = _unit_sizes(layers, width)
     found: dict[str, _Samples] = {}
-    for engine in engines:
+    for engine in ENGINES:
         order = _Order(engine, layers, width, repeats, world.rank, world.size, world.node_rank, keep_freed)
-        if engine == OWN:
-            found[engine] = _sample(order, None, world.host)
-        else:
-            found[engine] = _sample_elsewhere(order, world)
+        found[engine] = _sample(order, None, world.host) if engine == OWN else _sample_elsewhere(order, world)
     activation_bytes = found[PLAIN].activation_bytes
     return [
         Peak(
@@ -125,14 +110,30 @@ def measure(
     ]
 
 
-def analytic_bytes(unit_numels: Sequence[int], ranks: int | None, activation_bytes: int, itemsize: int = 4) -> int:
-    """The peak of a step: parameters, gradients and AdamW's state, and the activations.
+def table(found: Sequence[Peak]) -> Table:
+    """A row for each engine, as a multiple of the analytic peak, and hpcfsdp's peak as a multiple of its peak."""
+    own = next(one for one in found if one.engine == OWN)
+    rows = [
+        (
+            one.engine,
+            mib(one.baseline_bytes),
+            *peak_cells(one.steps_bytes, one.analytic_bytes),
+            "" if one is own else f"{own.peak_bytes / one.peak_bytes:.2f}x",
+        )
+        for one in found
+    ]
+    as_json = {one.engine: {**peak_json(one), "hpcfsdp_ratio": own.peak_bytes / one.peak_bytes} for one in found}
+    columns = ("engine", "baseline", "peak above it", "min-max of steps", "analytic", "peak / analytic", "hpcfsdp / it")
+    return Table(columns, rows, as_json)
 
-    Sharded over `ranks`, each holds its part of these, and besides that two gathered units and the gradient of one, the
-    largest each.
+
+def analytic_bytes(unit_numels: Sequence[int], ranks: int | None, activation_bytes: int, itemsize: int = 4) -> int:
+    """The least peak of a step: parameters, gradients, AdamW's state and activations.
+
+    A sharded rank holds its part of the state, and whole the two largest units and the gradient of the largest one.
 
     Args:
-        ranks: None where nothing is sharded.
+        ranks: that shard; None for an engine that does not.
     """
     state = _ADAMW * sum(unit_numels) * itemsize
     if ranks is None:
@@ -142,7 +143,7 @@ def analytic_bytes(unit_numels: Sequence[int], ranks: int | None, activation_byt
 
 
 def saved_bytes(forward: Callable[[], torch.Tensor], model: nn.Module) -> int:
-    """What autograd keeps for backward when `forward` has run: every storage once, parameters of `model` left out."""
+    """Bytes that autograd keeps for backward after `forward`: every storage once, without parameters of `model`."""
     own = {param.untyped_storage().data_ptr() for param in model.parameters()}
     seen: dict[int, int] = {}
 
@@ -154,7 +155,7 @@ def saved_bytes(forward: Callable[[], torch.Tensor], model: nn.Module) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         result = forward()
-    del result  # not earlier: what it keeps would go, and its addresses might come up again
+    del result  # not earlier: the addresses of freed storages might be used again
     return sum(seen.values())
 
 
@@ -166,65 +167,30 @@ def _unit_sizes(layers: int, width: int) -> list[int]:
     return [*inner, sum(param.numel() for param in model.parameters()) - sum(inner)]
 
 
-class _Watch:
-    """The ranks of this node, watched by the first of them. ``start`` and ``stop`` say 0 on the others."""
-
-    def __init__(self, node: int, comm: Communicator) -> None:
-        """Collective over `comm`."""
-        self._comm = comm
-        self._sampler = None
-        everyone = comm.all_gather_object((node, os.getpid()))
-        pids = [pid for where, pid in everyone if where == node]
-        with raise_together(comm):
-            if pids[0] == os.getpid():
-                self._sampler = Sampler(pids)
-
-    def start(self) -> int:
-        """Collective over `comm`. See ``Sampler.start``; all ranks rest while it looks."""
-        self._comm.barrier()
-        nbytes = self._sampler.start() if self._sampler else 0
-        self._comm.barrier()
-        return nbytes
-
-    def stop(self) -> int:
-        """Collective over `comm`. See ``Sampler.stop``."""
-        self._comm.barrier()
-        return self._sampler.stop() if self._sampler else 0
-
-    def close(self) -> None:
-        if self._sampler:
-            self._sampler.close()
-
-
 def _sample(order: _Order, group: Any, comm: Communicator) -> _Samples:
-    """Collective over `comm`. Build the engine and take steps, watched from outside."""
+    """Collective over `comm`. Build the engine, take steps, and sample their memory."""
     if not order.keep_freed:
         give_back_at_once()
     shape = {"layers": order.layers, "width": order.width, "rank": order.rank, "ranks": order.ranks}
-    # What the first use of torch's kernels leaves in memory is none of the engine's.
+    # The first use of torch's kernels takes memory, which does not count.
     training_step(PLAIN, None, **{**shape, "layers": 1})()
-    watch = _Watch(order.node, comm)
-    trim()
-    baseline = watch.start()
-    watch.stop()
+    pids = [pid for node, pid in comm.all_gather_object((order.node, os.getpid())) if node == order.node]
+    with raise_together(comm):
+        sampler = Sampler(pids) if pids[0] == os.getpid() else None  # one for each node
+    baseline, _ = sampled(comm, sampler, lambda: None)
     step = training_step(order.engine, group, **shape)
-    peaks = []
-    for _ in range(_WARMUP + order.repeats):
-        trim()
-        watch.start()
-        step()
-        peaks.append(watch.stop())
-    watch.close()
+    peaks = [sampled(comm, sampler, step)[1] for _ in range(_WARMUP + order.repeats)][_WARMUP:]
+    if sampler is not None:
+        sampler.close()
     del step
     trim()  # the next engines need the room
-    peaks = peaks[_WARMUP:]
     totals = [sum(values) for values in zip(*comm.all_gather_object([baseline, *peaks]), strict=True)]
     baseline, *peaks = (total // order.ranks for total in totals)
     return _Samples(baseline, tuple(peak - baseline for peak in peaks))
 
 
 def _sample_elsewhere(order: _Order, world: World) -> _Samples:
-    """Collective over all ranks. ``_sample`` in processes that this one and its peers start."""
+    """Collective over all ranks. Call ``_sample`` in new processes, one for each rank."""
     store, address = rendezvous.open_store(world.comm, single_node=world.num_nodes == 1, timeout_s=_STORE_TIMEOUT_S)
     given = {**asdict(order), "store": (address, store.port)}
     with raise_together(world.host):
@@ -237,8 +203,7 @@ def _sample_elsewhere(order: _Order, world: World) -> _Samples:
         )
         if done.returncode:
             raise HpcfsdpError(f"measuring {order.engine} failed with exit code {done.returncode}")
-        answer = json.loads(done.stdout.splitlines()[-1])
-    return _Samples(answer["baseline_bytes"], tuple(answer["steps_bytes"]), answer["activation_bytes"])
+        return _Samples(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def main(order: _Order) -> None:
@@ -253,22 +218,6 @@ def main(order: _Order) -> None:
     print(json.dumps(samples), flush=True)
     dist.barrier()
     os._exit(0)  # a group of gloo that outlives its destruction aborts the process, and models in circles hold it
-
-
-def give_back_at_once() -> None:
-    """Have the C library hand what is freed back to the system, rather than keep it for later.
-
-    By default glibc does so from a size on that it raises to that of the largest block which was freed; smaller ones
-    stay in its heap, and how well they fit together next time differs from run to run.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
-
-
-def trim() -> None:
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 if __name__ == "__main__":

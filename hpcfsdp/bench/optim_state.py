@@ -1,8 +1,8 @@
-"""State dicts of a model and its optimizer, of the engine and of stock torch's FSDP1 over gloo, in one run.
+"""State dicts of a model and its optimizer, by the engine and by stock torch's FSDP1 over gloo, in one run.
 
-The model is a row of linear layers, each a unit of its own. Both engines have taken the same step, so that what they
-show, and what they load, is compared, too. Their optimizers step flat parameters: with ``use_orig_params=True`` FSDP1
-shows wrong values of state that it offloads on the CPU.
+The model is a row of linear layers, each a unit. Both engines have taken the same step, so that their state dicts, and
+the state that they load, are compared, too. Their optimizers step flat parameters: with ``use_orig_params=True`` FSDP1
+gives wrong values of state that it offloads on the CPU.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,14 +23,15 @@ from torch.distributed.fsdp import StateDictType
 
 import hpcfsdp.fsdp as ours
 from hpcfsdp._compat import ShardedTensor
-from hpcfsdp.bench.memory import give_back_at_once, trim
-from hpcfsdp.bench.pss import Sampler
-from hpcfsdp.bench.step import OWN, wrap
-from hpcfsdp.bench.timing import Times, in_turn
+from hpcfsdp.bench.pss import Sampler, give_back_at_once, sampled
+from hpcfsdp.bench.step import OWN, quiet, wrap
+from hpcfsdp.bench.tables import Table, peak_cells, peak_json, time_cells, times_json
+from hpcfsdp.bench.timing import Times, timed
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.agree import raise_together
-from hpcfsdp.errors import HpcfsdpError
+from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.flat.layout import Box
+from hpcfsdp.reshard.boxes import whole_box
 from hpcfsdp.tensor.sharded import local_blocks, properties_of
 from hpcfsdp.world import World
 
@@ -43,7 +43,7 @@ _ROWS = 2
 _WARMUP = 1
 _MEMORY_CALLS = 3
 _TOLERANCE = 1e-5
-"""Of what engines show, as a part of the sum of absolute values: gradients are added up in another order."""
+"""Between engines, as a part of the sum of absolute values: they add gradients up in different orders."""
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 
@@ -66,7 +66,7 @@ class Way(NamedTuple):
     Attributes:
         call: "optim_state_dict", "optim_state_dict_to_load" or "state_dict".
         kind: of the state dict.
-        rank0_only: only rank 0 gets one that is full.
+        rank0_only: only rank 0 gets a full one.
     """
 
     call: str
@@ -82,7 +82,7 @@ class Way(NamedTuple):
         return self.call == "optim_state_dict_to_load"
 
     def given(self, trained: Trained) -> dict[str, Any] | None:
-        """Collective over the ranks of the model. What the call takes: the state dict that it is the way back of."""
+        """Collective over the ranks of the model. The state dict that the call loads."""
         return Way("optim_state_dict", self.kind)(trained, None) if self.loads else None
 
     def __call__(self, trained: Trained, given: dict[str, Any] | None) -> dict[str, Any]:
@@ -106,17 +106,17 @@ WAYS = (
     Way("state_dict", SHARDED),
 )
 MEMORY_WAYS = tuple(way for way in WAYS if way.loads or (way.rank0_only and way.call == "optim_state_dict"))
-"""Those of which is said what memory they have to take."""
+"""Calls with an analytic peak of memory."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes that calls took at their peak, above those that were held before the first of them.
+    """Peak bytes of calls, above the memory before the first of them.
 
     Attributes:
         ranks: "rank 0", or "others": the highest of them.
         calls_bytes: of each call.
-        analytic_bytes: what it has to be, see ``analytic_bytes``.
+        analytic_bytes: the least peak, see ``analytic_bytes``.
     """
 
     way: str
@@ -145,39 +145,59 @@ class Measurement:
     peaks: list[Peak]
 
 
-def measure(
-    world: World, *, layers: int, width: int, repeats: int, engines: Sequence[str] = ENGINES, ways: Sequence[Way] = WAYS
-) -> Measurement:
+def measure(world: World, *, layers: int, width: int, repeats: int) -> Measurement:
     """Collective over all ranks. Calls of all engines in turn: stock torch over gloo, hpcfsdp over the world.
 
-    Memory comes last, for from then on the C library gives back at once what is freed, which takes time.
+    Memory comes last, because from then on the C library returns freed memory at once, which takes time.
 
     Raises:
-        HpcfsdpError: engines show different things, or load something other than what they have.
+        HpcfsdpError: state dicts of engines differ, or an engine loads something other than its own state.
+        UsageError: there is one rank.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # FSDP1 says that its state dicts are on their way out
-        warnings.simplefilter("ignore", UserWarning)
+    if world.size == 1:
+        raise UsageError("hpcfsdp bench: optim-state compares sharded state: start it with mpirun -n 2, or more")
+    with quiet():
         gloo = dist.new_group(backend="gloo")
         trained = {
             engine: train(engine, None if engine == OWN else gloo, layers=layers, width=width, rank=world.rank)
-            for engine in engines
+            for engine in ENGINES
         }
-        gc.freeze()  # what is there already need not be looked through after every call
-        times = {str(way): _times(world.host, way, trained, repeats) for way in ways}
-        watched = [way for way in ways if way in MEMORY_WAYS]
-        peaks = _peaks(world.host, watched, trained, {"layers": layers, "width": width})
+        gc.freeze()  # so that later collections skip the existing objects
+        times = {str(way): _times(world.host, way, trained, repeats) for way in WAYS}
+        peaks = _peaks(world.host, trained, {"layers": layers, "width": width})
     del trained
     gc.unfreeze()
     gc.collect()  # a group of gloo that outlives its destruction aborts the process, and models in circles hold it
     return Measurement(layers * _unit_numel(width), times, peaks)
 
 
+def table(found: Measurement) -> Table:
+    """A row for each call and engine, with FSDP1's time as a multiple of hpcfsdp's; then a table of peaks of memory."""
+    rows = [
+        (way, engine, *time_cells(times), f"{engines[FSDP1].ratio_to(times):.2f}x" if engine == OWN else "")
+        for way, engines in found.times.items()
+        for engine, times in engines.items()
+    ]
+    times = {
+        way: {
+            engine: {**one, "hpcfsdp_ratio": engines[OWN].ratio_to(engines[engine])}
+            for engine, one in times_json(engines).items()
+        }
+        for way, engines in found.times.items()
+    }
+    as_json = {"parameters": found.parameters, "times": times, "memory": [peak_json(one) for one in found.peaks]}
+    peaks = [(one.way, one.ranks, one.engine, *peak_cells(one.calls_bytes, one.analytic_bytes)) for one in found.peaks]
+    columns = ("call", "ranks", "engine", "peak", "min-max of calls", "analytic", "peak / analytic")
+    return Table(
+        ("call", "engine", "median", "min-max", "fsdp1 / hpcfsdp"), rows, as_json, second=Table(columns, peaks, None)
+    )
+
+
 def train(engine: str, group: Any, *, layers: int, width: int, rank: int) -> Trained:
-    """Collective over `group`. A new model under an engine, whose optimizer has the state of one step.
+    """Collective over `group`. A new model under an engine, after one step of its optimizer.
 
     Args:
-        group: what the engine takes as its process group.
+        group: the engine's process group.
         rank: chooses the data.
     """
     torch.manual_seed(0)
@@ -191,10 +211,10 @@ def train(engine: str, group: Any, *, layers: int, width: int, rank: int) -> Tra
 
 
 def analytic_bytes(way: Way, *, layers: int, width: int, ranks: int, is_first: bool, itemsize: int = 4) -> int:
-    """What a call of `MEMORY_WAYS` has to take at its peak.
+    """The least peak of a call of `MEMORY_WAYS`.
 
-    Loading, that is this rank's part of the state, and the two largest parameters. Gathering, the whole state on rank
-    0, and on all ranks one unit.
+    Loading: this rank's part of the state, and the two largest parameters. Gathering: the whole state on rank 0, and
+    one unit on all ranks.
     """
     state = MOMENTS * layers * _unit_numel(width)
     if way.loads:
@@ -208,52 +228,41 @@ def _unit_numel(width: int) -> int:
 
 
 def _settings(kind: StateDictType, *, rank0_only: bool) -> tuple[Any, ...]:
-    """What ``state_dict_type`` takes. Made anew each time, as torch writes into configurations."""
+    """Arguments of ``state_dict_type``. New ones for each call, as torch writes into configurations."""
     if kind is SHARDED:
         return kind, stock.ShardedStateDictConfig(), stock.ShardedOptimStateDictConfig()
-    # Everything is in host memory. FSDP1 fails there if it is to offload parameters: it frees what it has gathered.
+    # Everything is in host memory. FSDP1 cannot offload parameters there: it frees the gathered ones.
     model = stock.FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only)
     return kind, model, stock.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
 
 
 def _times(comm: Communicator, way: Way, trained: Mapping[str, Trained], repeats: int) -> dict[str, Times]:
-    """Collective over `comm`. What a call returns is looked at once, and let go of when its time has been taken."""
+    """Collective over `comm`. Time the calls, and compare the results of the first ones."""
     given = {engine: way.given(one) for engine, one in trained.items()}
-    shown: dict[str, dict[str, Any]] = {}
+    digests_of: dict[str, dict[str, Any]] = {}
     found: dict[str, list[float]] = {engine: [] for engine in trained}
     for count in range(_WARMUP + repeats):
         for engine, one in trained.items():
-            seconds, result = _timed(comm, partial(way, one, given[engine]))
+            seconds, result = timed(comm, partial(way, one, given[engine]))
             if count == 0:
-                shown[engine] = dict(digests(result))
-                if way.loads:
-                    with raise_together(comm):
-                        check_same(
-                            way, engine, shown[engine], "its optimizer", dict(digests(one.optimizer.state_dict()))
-                        )
+                digests_of[engine] = dict(digests(result))
             if count >= _WARMUP:
                 found[engine].append(seconds)
             del result
             gc.collect()
-    if not way.loads:
-        first, *others = shown
-        with raise_together(comm):
-            for other in others:
-                check_same(way, first, shown[first], other, shown[other])
+    first = next(iter(trained))
+    with raise_together(comm):
+        for engine, one in trained.items():
+            if way.loads:
+                own = dict(digests(one.optimizer.state_dict()))
+                check_same(way, engine, digests_of[engine], "its optimizer", own)
+            else:
+                check_same(way, first, digests_of[first], engine, digests_of[engine])
     return {engine: Times(tuple(seconds)) for engine, seconds in found.items()}
 
 
-def _timed(comm: Communicator, call: Callable[[], Any]) -> tuple[float, Any]:
-    """Collective over `comm`. Seconds of the slowest rank, and what this rank's call has returned."""
-    kept: list[Any] = []
-    times = in_turn(comm, {"call": lambda: kept.append(call())}, repeats=1, warmup=0)
-    return times["call"].median_s, kept[0]
-
-
-def _peaks(
-    comm: Communicator, ways: Sequence[Way], trained: Mapping[str, Trained], shape: Mapping[str, int]
-) -> list[Peak]:
-    """Collective over `comm`. Each rank watches itself.
+def _peaks(comm: Communicator, trained: Mapping[str, Trained], shape: Mapping[str, int]) -> list[Peak]:
+    """Collective over `comm`. Each rank samples its own memory.
 
     Args:
         shape: layers and width of the model.
@@ -262,12 +271,12 @@ def _peaks(
     with raise_together(comm):
         sampler = Sampler([os.getpid()])
     found = []
-    for way in ways:
+    for way in MEMORY_WAYS:
         for engine, one in trained.items():
-            first, *others = comm.all_gather_object(_calls_bytes(comm, sampler, way, one))
-            by_ranks = {"rank 0": first}
-            if others:
-                by_ranks["others"] = [max(calls) for calls in zip(*others, strict=True)]
+            call = partial(way, one, way.given(one))
+            baselines, peaks = zip(*(sampled(comm, sampler, call) for _ in range(_MEMORY_CALLS)), strict=True)
+            first, *others = comm.all_gather_object([peak - baselines[0] for peak in peaks])
+            by_ranks = {"rank 0": first, "others": [max(calls) for calls in zip(*others, strict=True)]}
             for ranks, calls in by_ranks.items():
                 analytic = analytic_bytes(way, **shape, ranks=comm.size, is_first=ranks == "rank 0")
                 found.append(Peak(str(way), engine, ranks, tuple(calls), analytic))
@@ -275,30 +284,13 @@ def _peaks(
     return found
 
 
-def _calls_bytes(comm: Communicator, sampler: Sampler, way: Way, trained: Trained) -> list[int]:
-    """Collective over `comm`. The peak of each call on this rank, above what it held before the first."""
-    given = way.given(trained)
-    baseline, peaks = None, []
-    for _ in range(_MEMORY_CALLS):
-        trim()
-        comm.barrier()
-        before = sampler.start()
-        baseline = before if baseline is None else baseline
-        comm.barrier()
-        result = way(trained, given)
-        comm.barrier()
-        peaks.append(sampler.stop() - baseline)
-        del result
-    return peaks
-
-
 @dataclass(frozen=True)
 class Digest:
-    """What a tensor is, without its values.
+    """A tensor without its values.
 
     Attributes:
         shape: of the whole tensor, if it is distributed.
-        boxes: which blocks of it this rank has.
+        boxes: the blocks of it that this rank stores.
         size: the sum of absolute values on this rank.
         sum: of these values, each weighted by its place.
     """
@@ -312,7 +304,7 @@ class Digest:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Digest:
         shape, dtype = properties_of(tensor)
-        blocks = local_blocks(tensor) if isinstance(tensor, ShardedTensor) else [(_whole(shape), tensor)]
+        blocks = local_blocks(tensor) if isinstance(tensor, ShardedTensor) else [(whole_box(shape), tensor)]
         size = total = 0.0
         for _, block in blocks:
             flat = block.detach().flatten().double()
@@ -330,12 +322,8 @@ class Digest:
         return abs(self.size - other.size) <= bound and abs(self.sum - other.sum) <= bound
 
 
-def _whole(shape: tuple[int, ...]) -> Box:
-    return Box((0,) * len(shape), shape)
-
-
 def digests(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """All that is in a state dict by its path, tensors as their digests, in no order that counts."""
+    """The values of a state dict by their paths, tensors as their digests, in any order."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from digests(inner, f"{path}/{key}")

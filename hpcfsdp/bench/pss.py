@@ -1,32 +1,38 @@
-"""Memory of processes as their proportional set size, sampled from a process of its own.
+"""Memory of processes as their proportional set size, sampled by another process.
 
-What processes share counts once: each has its part of it. Run as ``python -m hpcfsdp.bench.pss PID...`` this is the
-sampler: it reads "start" and "stop" from its standard input, and answers each with a number of bytes. From the outside,
-since a sampling thread would take turns with the measured program for the interpreter, and would not see several
-processes at one time.
+Shared memory counts once: each process has an equal part of it. ``python -m hpcfsdp.bench.pss PID...`` is the sampler:
+it reads "start" and "stop" from its standard input, and answers each with a number of bytes. It is a process because a
+sampling thread would compete with the measured program for the interpreter, and would not see other processes.
 
-``/proc/PID/smaps_rollup`` is exact, but the kernel walks through all pages for it: milliseconds, in which a peak passes
-by, and in which the process cannot map memory. ``/proc/PID/status`` takes microseconds. So the first says where a
-process stands when watching starts, and what it shares whenever that changes; the second, how it goes on from there.
+``/proc/PID/smaps_rollup`` is exact, but the kernel walks through all pages for it. That takes milliseconds, which may
+miss a peak, and during which the process cannot map memory. ``/proc/PID/status`` takes microseconds. So the first gives
+the memory at the start and the shared part whenever that changes, the second the changes since then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import os
 import re
 import select
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from hpcfsdp.errors import LaunchError
 
+if TYPE_CHECKING:
+    from hpcfsdp.comm import Communicator
+
 INTERVAL_S = 0.0003
+_M_MMAP_THRESHOLD, _THRESHOLD_BYTES = -3, 128 << 10
 
 _OWN = re.compile(rb"^(?:RssAnon|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 _SHARED = re.compile(rb"^RssShmem:\s*(\d+) kB$", re.MULTILINE)
-# Without memory that mirrors files, which is program code: how much of it is there depends on who else runs it.
+# Without memory of mapped files, which is program code: its size depends on other processes that run it.
 _OWN_PART = re.compile(rb"^(?:Pss_Anon|SwapPss):\s*(\d+) kB$", re.MULTILINE)
 _SHARED_PART = re.compile(rb"^Pss_Shmem:\s*(\d+) kB$", re.MULTILINE)
 
@@ -38,9 +44,9 @@ class Sampler:
         """Start it.
 
         Raises:
-            LaunchError: this system does not tell what memory processes hold.
+            LaunchError: this system does not show the memory of processes.
         """
-        Watch(pids).close()  # raises here what would go wrong there
+        Watch(pids).close()  # raises the error of the sampler here
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, *map(str, pids)],
             stdin=subprocess.PIPE,
@@ -49,13 +55,13 @@ class Sampler:
         )
 
     def start(self) -> int:
-        """Begin to watch; the bytes that all the processes hold at this moment."""
+        """Begin to sample; the bytes that all processes hold at this moment."""
         return self._ask("start")
 
     def stop(self) -> int:
-        """The most that each process has held since ``start``, added up.
+        """The peak of each process since ``start``, added up.
 
-        Not the most that all have held at one moment, which depends on how they happen to be in step.
+        Not the peak of their sum, which depends on how their peaks happen to coincide.
         """
         return self._ask("stop")
 
@@ -72,8 +78,37 @@ class Sampler:
         return int(answer)
 
 
+def sampled(comm: Communicator, sampler: Sampler | None, action: Callable[[], object]) -> tuple[int, int]:
+    """Collective over `comm`. Bytes before `action`, and at its peak, with its result; 0 without a sampler."""
+    trim()
+    comm.barrier()
+    before = sampler.start() if sampler is not None else 0
+    comm.barrier()
+    result = action()
+    comm.barrier()
+    peak = sampler.stop() if sampler is not None else 0
+    del result
+    return before, peak
+
+
+def give_back_at_once() -> None:
+    """Have the C library return freed memory to the system at once.
+
+    By default glibc keeps blocks below a size that grows with the largest freed block, and how well they are used again
+    differs from run to run.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
+
+
+def trim() -> None:
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class Watch:
-    """The bytes that each of some processes holds: its own memory, and an equal part of what they all share."""
+    """The bytes that each of some processes holds: its own memory, and an equal part of their shared memory."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._status: list[int] = []
@@ -86,12 +121,12 @@ class Watch:
         except (OSError, ValueError) as error:
             self.close()
             raise LaunchError(
-                f"/proc does not say what memory processes {', '.join(map(str, pids))} hold ({error}); Linux does from "
+                f"/proc does not show the memory of processes {', '.join(map(str, pids))} ({error}); Linux does from "
                 "5.4 on"
             ) from None
 
     def begin(self) -> list[int]:
-        """What they hold now, exactly. ``now`` goes on from here."""
+        """What they hold now, exactly. ``now`` adds later changes to it."""
         exact = [_read(fd) for fd in self._rollup]
         rough = [_read(fd) for fd in self._status]
         self._ahead = [_kib(_OWN_PART, one) - _kib(_OWN, other) for one, other in zip(exact, rough, strict=True)]
@@ -140,6 +175,6 @@ def main(pids: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    # What it watches has ended, and so does it.
+    # An error here means that the watched processes have ended.
     with contextlib.suppress(LaunchError, OSError, ValueError):
         main([int(pid) for pid in sys.argv[1:]])

@@ -1,13 +1,14 @@
 """A training step of the engine, of stock torch, and of no communication at all, in one run.
 
-The work is that of the comparisons in docs/benchmarks.md: a GPT, forward, backward, AdamW, gradients forgotten.
+docs/benchmarks.md shows its results. A step of a GPT is forward, backward, AdamW, and ``zero_grad``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import hpcfsdp.fsdp as ours
+from hpcfsdp.bench.tables import Table, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, in_turn
+from hpcfsdp.errors import UsageError
 from hpcfsdp.examples.gpt.parallel import parallelize
 from hpcfsdp.examples.gpt.run_config import ModelConfig
 from hpcfsdp.examples.gpt.transformer import GPT, VOCABULARY, Block
@@ -31,7 +34,7 @@ FLOOR, OWN = "floor", "hpcfsdp"
 STOCK = ("ddp", "fsdp1", "fsdp2")
 ENGINES = (FLOOR, *STOCK, OWN)
 IN_TWO_DIMENSIONS = (FLOOR, "fsdp1", "fsdp2", OWN)
-"""Those that shard layers which are cut over other ranks."""
+"""Engines that shard tensor-parallel layers."""
 CONTEXT, BATCH, HEADS = 64, 2, 8
 
 
@@ -41,23 +44,24 @@ class Measurement:
 
     Attributes:
         times: engine -> times of a step.
-        losses: engine -> this rank's loss in the last step. Equal but for rounding where engines do the same work;
-            the floor learns nothing.
+        losses: engine -> this rank's loss in the last step. Equal but for rounding; the floor learns nothing.
     """
 
     times: dict[str, Times]
     losses: dict[str, float]
 
 
-def measure(
-    world: World, *, layers: int, width: int, repeats: int, tensor: int = 1, engines: Sequence[str] | None = None
-) -> Measurement:
+def measure(world: World, *, layers: int, width: int, repeats: int, tensor: int = 1) -> Measurement:
     """Collective over all ranks. Steps of all engines in turn: stock torch over gloo, hpcfsdp over the world.
 
     Args:
-        tensor: ranks that layers are cut over, which compute with the same sequences; the others shard.
-        engines: all that can do it by default.
+        tensor: tensor-parallel ranks, which compute with the same sequences.
     """
+    if world.size % tensor or HEADS % tensor:
+        raise UsageError(
+            f"hpcfsdp bench: --tensor {tensor} has to divide the {world.size} rank(s) and the {HEADS} heads of "
+            "attention"
+        )
     own, gloo = (None, dist.new_group(backend="gloo")) if tensor == 1 else _meshes(world, tensor)
     rank = world.rank if own is None else own.get_local_rank("shard")
     losses: dict[str, float] = {}
@@ -72,23 +76,37 @@ def measure(
 
         return run
 
-    engines = engines or (ENGINES if tensor == 1 else IN_TWO_DIMENSIONS)
+    engines = ENGINES if tensor == 1 else IN_TWO_DIMENSIONS
     times = in_turn(world.host, {engine: noting_loss(engine) for engine in engines}, repeats=repeats, warmup=3)
     gc.collect()  # a group of gloo that outlives its destruction aborts the process, and models in circles hold it
     return Measurement(times, losses)
 
 
+def table(found: Measurement) -> Table:
+    """A row for each engine, as a multiple of the floor, and hpcfsdp's time as a multiple of it."""
+    own, floor = found.times[OWN], found.times[FLOOR]
+    rows = [
+        (engine, *time_cells(times), f"{times.ratio_to(floor):.2f}x", ratio_cell(own, times))
+        for engine, times in found.times.items()
+    ]
+    as_json = {
+        engine: {**one, "loss": found.losses[engine], "hpcfsdp_ratio": own.ratio_to(found.times[engine])}
+        for engine, one in times_json(found.times).items()
+    }
+    return Table(("engine", "step", "min-max", "x floor", "hpcfsdp / it"), rows, as_json)
+
+
 def training_step(
     engine: str, group: Any, *, layers: int, width: int, rank: int, ranks: int, tensor: int = 1
 ) -> Callable[[], torch.Tensor]:
-    """Collective over `group`. A new model under an engine, and the function that takes one step and returns the loss.
+    """Collective over `group`. Make a model under an engine; the function takes one step and returns the loss.
 
     Args:
-        engine: see ``wrap``, or "floor": the module as it is, with an optimizer for a rank's share of the parameters.
-        group: what the engine takes as its process group; a mesh ("shard", "tensor") where layers are cut.
+        engine: see ``wrap``, or "floor": the bare module, with an optimizer for a rank's share of the parameters.
+        group: the engine's process group; a mesh ("shard", "tensor") for tensor-parallel layers.
         rank: chooses the data.
-        ranks: among which the floor shares the parameters out.
-        tensor: ranks that layers are cut over.
+        ranks: that shard the parameters.
+        tensor: tensor-parallel ranks.
     """
     torch.manual_seed(0)
     module = make_model(layers, width)
@@ -100,51 +118,58 @@ def training_step(
     model = module if engine == FLOOR else wrap(engine, module, group, unit=Block)
     params = [_share(module, ranks)] if engine == FLOOR else model.parameters()
     optimizer = torch.optim.AdamW(params, lr=1e-4)
-    forget = model.zero_grad if engine == FLOOR else optimizer.zero_grad
+    zero_grad = model.zero_grad if engine == FLOOR else optimizer.zero_grad
     ids = make_batch(rank)
 
     def step() -> torch.Tensor:
         loss = loss_of(model, ids)
         loss.backward()
         optimizer.step()
-        forget()
+        zero_grad()
         return loss.detach()
 
     return step
 
 
 def make_model(layers: int, width: int) -> GPT:
-    """The GPT of the comparisons: that of ``hpcfsdp train``, but its output embedding is a parameter of its own."""
+    """The GPT of ``hpcfsdp train``, with an untied output embedding."""
     model = GPT(ModelConfig(layers=layers, width=width, heads=HEADS, context=CONTEXT, dropout=0.0))
     model.head = nn.Linear(width, VOCABULARY, bias=False)
     return model
 
 
 def make_batch(rank: int) -> torch.Tensor:
-    """The bytes that a rank learns from, (sequences, one more than the context)."""
+    """A rank's training bytes, (sequences, context + 1)."""
     return torch.randint(0, VOCABULARY, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(rank))
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Of predicting every byte of a batch from those before it."""
+    """The loss of predicting each byte of a batch from the bytes before it."""
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """A context without torch's warnings: FSDP1 and types of state dicts are deprecated, and warn of the CPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
 
 def wrap(engine: str, model: nn.Module, group: Any, *, unit: type[nn.Module]) -> nn.Module:
     """Collective over `group`. The model under an engine.
 
     Args:
-        engine: "plain" (as it is), "ddp", "fsdp1", "fsdp2" or "hpcfsdp"; "fsdp1_orig" and "hpcfsdp_orig" are those
-            with ``use_orig_params``.
+        engine: "plain" (the bare model), "ddp", "fsdp1", "fsdp2" or "hpcfsdp"; "fsdp1_orig" and "hpcfsdp_orig" set
+            ``use_orig_params``.
         group: its process group, or a mesh of one dimension.
         unit: the class of the modules that become units.
     """
     name, _, orig = engine.partition("_")
     mesh = group if isinstance(group, DeviceMesh) else None
     where = {"process_group": group} if mesh is None else {"device_mesh": mesh}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # FSDP1 says that it is on its way out
-        warnings.simplefilter("ignore", UserWarning)  # and that it runs on the CPU
+    with quiet():
         if name == "ddp":
             return DistributedDataParallel(model, process_group=group)
         if name == "fsdp2":
@@ -160,7 +185,7 @@ def wrap(engine: str, model: nn.Module, group: Any, *, unit: type[nn.Module]) ->
 
 
 def units(model: nn.Module, unit: type[nn.Module]) -> Iterable[nn.Module]:
-    """The modules that become units, but for the model itself."""
+    """The modules that become units, without the model itself."""
     return [module for module in model.modules() if isinstance(module, unit)]
 
 
@@ -183,7 +208,7 @@ def _meshes(world: World, tensor: int) -> tuple[DeviceMesh, DeviceMesh]:
 
 
 def _keep_first_block(model: GPT, tensor: int) -> None:
-    """Leave of each layer what one rank has of it where it is cut over `tensor` ranks."""
+    """Keep one rank's part of each tensor-parallel layer."""
     for block in model.blocks:
         layers = (block.attention.qkv, 0), (block.attention.merge, 1), (block.up, 0), (block.down, 1)
         for layer, dimension in layers:
@@ -193,7 +218,7 @@ def _keep_first_block(model: GPT, tensor: int) -> None:
 
 
 def _share(model: nn.Module, ranks: int) -> nn.Parameter:
-    """As many parameter elements as a rank's optimizer has when they are sharded."""
+    """A parameter with as many elements as a rank's shards."""
     share = nn.Parameter(torch.zeros(sum(param.numel() for param in model.parameters()) // ranks))
     share.grad = torch.randn_like(share)
     return share

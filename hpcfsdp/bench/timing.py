@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,14 +23,23 @@ class Times:
     def median_s(self) -> float:
         return statistics.median(self.seconds)
 
-    @property
-    def spread_s(self) -> tuple[float, float]:
-        """The fastest and the slowest run."""
-        return min(self.seconds), max(self.seconds)
-
     def ratio_to(self, other: Times) -> float:
         """How many times as long as `other`: the median over rounds, which met the same noise."""
         return statistics.median(mine / its for mine, its in zip(self.seconds, other.seconds, strict=True))
+
+
+def timed(comm: Communicator, call: Callable[[], Any], calls: int = 1) -> tuple[float, Any]:
+    """Collective over `comm`. Seconds of one call on the slowest rank, and its result on this rank.
+
+    The ranks start together.
+    """
+    comm.barrier()
+    began_s = time.perf_counter()
+    for _ in range(calls):
+        result = call()
+    mine = torch.tensor([(time.perf_counter() - began_s) / calls], dtype=torch.float64)
+    comm.all_reduce(mine, "max")
+    return float(mine), result
 
 
 def in_turn(
@@ -38,8 +48,8 @@ def in_turn(
     """Collective over `comm`. Time each way `repeats` times, one after the other, the ranks starting together.
 
     Args:
-        calls: how often a way is called in each run; the time is that of one call. More than one for what is too
-            short for the clock and for the start of the ranks.
+        calls: of a way in each run; the time is that of one call. More than one for calls that are too short for the
+            clock and for the start of the ranks.
     """
     for way in ways.values():
         for _ in range(warmup):
@@ -47,11 +57,5 @@ def in_turn(
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
-            comm.barrier()
-            began_s = time.perf_counter()
-            for _ in range(calls):
-                way()
-            mine = torch.tensor([(time.perf_counter() - began_s) / calls], dtype=torch.float64)
-            comm.all_reduce(mine, "max")
-            found[name].append(float(mine))
+            found[name].append(timed(comm, way, calls)[0])
     return {name: Times(tuple(seconds)) for name, seconds in found.items()}

@@ -1,4 +1,4 @@
-"""Opening checkpoint files: their bytes, their seals, and what of them HDF5 may see. Not collective."""
+"""Opens checkpoint files: reads their bytes and seals, and gives HDF5 the parts it may parse. Not collective."""
 
 from __future__ import annotations
 
@@ -10,46 +10,34 @@ from pathlib import Path
 import h5py
 
 from hpcfsdp.checkpoint.files import Files, reason
-from hpcfsdp.checkpoint.format.image import Stretches
+from hpcfsdp.checkpoint.format.image import KnownRanges
 from hpcfsdp.checkpoint.format.seal import Seal, read_regions, read_seal
-from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
+from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 
 LEAST_ROOM_BYTES = 16 << 20
 """Of memory that any file may ask for."""
 
 ROOM_PER_BYTE = 8
-"""How many bytes of memory a file may ask for, beside those, for each that it takes on the disk."""
+"""Further bytes of memory that a file may claim for each of its bytes on the disk."""
 
 
-class Room:
-    """The memory that a file may ask for: in proportion to what it takes on the disk.
+class MemoryBudget:
+    """The memory that a file may claim, in proportion to its size on the disk.
 
-    A small file can claim any size: by holes, or by a dataset with a thousand names.
+    Holes let a small file claim any size.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """
-        Args:
-            nbytes: that the file takes on the disk.
-        """
         self._allocated = nbytes
         self._left = LEAST_ROOM_BYTES + ROOM_PER_BYTE * nbytes
 
     @classmethod
-    def of(cls, files: Files, fd: int) -> Room:
-        """That of an open file.
-
-        Raises:
-            OSError: the system does not say how long it is.
-        """
+    def of_file(cls, files: Files, fd: int) -> MemoryBudget:
+        """The budget of an open file."""
         return cls(files.allocated(fd))
 
-    def take(self, nbytes: int) -> None:
-        """Ask for bytes.
-
-        Raises:
-            ValueError: there have been too many.
-        """
+    def claim(self, nbytes: int) -> None:
+        """Claims bytes; raises ValueError when the file has claimed too many."""
         self._left -= nbytes
         if self._left < 0:
             raise ValueError(
@@ -59,11 +47,10 @@ class Room:
 
 
 @contextlib.contextmanager
-def opened(files: Files, path: Path) -> Iterator[int]:
-    """The descriptor of a checkpoint file.
+def open_file(files: Files, path: Path, seal: Seal | None = None) -> Iterator[int]:
+    """Opens a checkpoint file to read, as a descriptor; raises CheckpointError where that fails.
 
-    Raises:
-        CheckpointError: there is no such file, or it cannot be opened.
+    With `seal`, raises CheckpointReplacedError if the file has another one by now.
     """
     try:
         fd = files.open_to_read(path)
@@ -72,68 +59,62 @@ def opened(files: Files, path: Path) -> Iterator[int]:
     except OSError as error:
         raise CheckpointError(f"{path}: {reason(error)}") from None
     try:
+        if seal is not None and read_file_seal(files, fd, path) != seal:
+            raise CheckpointReplacedError(f"{path}: has been replaced since it was opened: open it again")
         yield fd
     finally:
-        with contextlib.suppress(OSError):  # nothing was written; all that was read has been checked
+        with contextlib.suppress(OSError):  # nothing was written, and all bytes that were read have been verified
             files.close(fd)
 
 
 @contextlib.contextmanager
-def hdf5_of(files: Files, fd: int, path: Path, seal: Seal | None) -> Iterator[h5py.File]:
-    """What HDF5 may see of an open file: of one with a seal the regions that it names, which are checked here.
-
-    Raises:
-        CheckpointError: it cannot be read.
-        CheckpointCorruptError: the regions do not have their checksum.
-    """
+def open_hdf5(files: Files, fd: int, path: Path, seal: Seal | None) -> Iterator[h5py.File]:
+    """Opens a file in HDF5, which sees only the regions that the seal names. Their checksum is verified first."""
     if seal is None:
         with os.fdopen(os.dup(fd), "rb") as plain, h5py.File(plain, "r") as file:
             yield file
         return
-    known = regions_of(files, fd, path, seal)
-    with h5py.File(Stretches(seal.file_bytes, known), "r") as file:
+    known = read_file_regions(files, fd, path, seal)
+    with h5py.File(KnownRanges(seal.file_bytes, known), "r") as file:
         yield file
 
 
-def regions_of(files: Files, fd: int, path: Path, seal: Seal) -> list[tuple[int, bytes | bytearray]]:
-    """The bytes of all regions of an open file: (first byte, bytes).
-
-    Raises:
-        CheckpointError: it cannot be read.
-        CheckpointCorruptError: they do not have their checksum, or are mostly holes.
-    """
-    with damage(path):
-        Room.of(files, fd).take(sum(nbytes for _, nbytes in seal.regions))
-        return read_regions(seal, lambda begin, nbytes: bytes_of(files, fd, path, begin, nbytes))
+def read_file_regions(files: Files, fd: int, path: Path, seal: Seal) -> list[tuple[int, bytes | bytearray]]:
+    """Reads and verifies all regions of an open file: (first byte, bytes)."""
+    with naming_damage(path):
+        MemoryBudget.of_file(files, fd).claim(sum(nbytes for _, nbytes in seal.regions))
+        return read_regions(seal, lambda begin, nbytes: read_bytes(files, fd, path, begin, nbytes))
 
 
-def seal_of(files: Files, fd: int, path: Path) -> Seal | None:
-    """The seal of an open file; None if it has none.
-
-    Raises:
-        CheckpointCorruptError: it is damaged.
-    """
-    with damage(path):
-        return read_seal(files.size(fd), lambda begin, nbytes: bytes_of(files, fd, path, begin, nbytes))
+def read_file_seal(files: Files, fd: int, path: Path) -> Seal | None:
+    """The seal of an open file; None if it has none. Raises CheckpointCorruptError for a damaged seal."""
+    with naming_damage(path):
+        return read_seal(files.size(fd), lambda begin, nbytes: read_bytes(files, fd, path, begin, nbytes))
 
 
-def bytes_of(files: Files, fd: int, path: Path, begin: int, nbytes: int) -> bytearray:
-    """Bytes of an open file.
-
-    Raises:
-        CheckpointError: they cannot be read.
-        CheckpointCorruptError: the file ends before.
-    """
+def read_bytes(files: Files, fd: int, path: Path, begin: int, nbytes: int) -> bytearray:
+    """Reads exactly `nbytes` bytes; raises CheckpointCorruptError where the file ends before."""
     buffer = bytearray(nbytes)
-    with damage(path):
+    with naming_damage(path):
         if files.read(fd, memoryview(buffer), begin) < nbytes:
             raise CheckpointCorruptError(f"{path}: has become shorter while it was read")
     return buffer
 
 
 @contextlib.contextmanager
-def damage(path: Path) -> Iterator[None]:
-    """Have what goes wrong name the file: errors of the system, and ``ValueError`` that says what is damaged."""
+def naming_errors(path: Path) -> Iterator[None]:
+    """Adds the file's name to a CheckpointError without it."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(error).startswith(str(path)):
+            raise
+        raise type(error)(f"{path}: {error}") from None
+
+
+@contextlib.contextmanager
+def naming_damage(path: Path) -> Iterator[None]:
+    """Adds the file's name to errors: OSError becomes CheckpointError, ValueError becomes CheckpointCorruptError."""
     try:
         yield
     except OSError as error:

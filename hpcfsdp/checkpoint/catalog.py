@@ -1,4 +1,4 @@
-"""Checkpoint files in a directory, by the step in their names. Opens none of them."""
+"""Checkpoint files of a directory, by the step in their names. Opens no file."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ _STEP_NAME = re.compile(r"step-(\d+)\.h5")
 
 
 def checkpoint_path(directory: str | Path, step: int) -> Path:
-    """The name under which a run keeps the checkpoint of a step."""
+    """The path of the checkpoint of a step."""
     return Path(directory) / f"step-{step:08d}.h5"
 
 
 def partial_path(path: Path, token: str) -> Path:
-    """Where a checkpoint is written before it gets its final name; ``ls`` and ``latest`` pass over it.
+    """Where a save writes before the file gets its name.
 
-    Args:
-        token: of one save alone. Two jobs that save to one path must not write into one file.
+    The token is unique to the save; ``latest`` ignores the file.
     """
     return path.with_name(f".{path.name}.{token}.partial")
 
 
 def abandoned_partials(path: Path, now_s: float) -> list[Path]:
-    """Files that savers of `path` left behind: not written to for ``ABANDONED_AFTER_S`` before `now_s` (Unix time)."""
+    """Partial files of `path` that were last written more than ``ABANDONED_AFTER_S`` before `now_s` (Unix time)."""
     found = []
     for part in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         with contextlib.suppress(FileNotFoundError):  # its saver has finished or removed it since
@@ -37,11 +36,7 @@ def abandoned_partials(path: Path, now_s: float) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint.
-
-    Raises:
-        ValueError: the name is not that of one.
-    """
+    """The step in a checkpoint's name; raises ValueError for any other name."""
     match = _STEP_NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path}: is not called step-<number>.h5")

@@ -1,4 +1,4 @@
-"""What a checkpoint is going to hold: tensors and who writes them, and the small values beside them."""
+"""Collects the content of a checkpoint: the plan of its tensors, and the small values next to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpcfsdp.checkpoint.extra import leaves_of
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.skeleton import Skeleton, build_skeleton
 from hpcfsdp.checkpoint.match import check_patterns, chosen_of
-from hpcfsdp.checkpoint.plain_values import plain
+from hpcfsdp.checkpoint.plain_values import to_plain
 from hpcfsdp.checkpoint.same_call import compare, compare_leaves
 from hpcfsdp.checkpoint.save_plan import SavePlan, plan_save
 from hpcfsdp.comm import Communicator, raise_together
@@ -36,10 +36,9 @@ Metrics = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 
 @dataclass(frozen=True)
 class Content:
-    """A checkpoint that has not been written.
+    """The content of a checkpoint before it is written.
 
     Attributes:
-        plan: the tensors, and who writes what of them.
         attributes: of the root group: numbers and strings.
         small: further datasets by path: arrays, or ASCII text as bytes.
     """
@@ -49,12 +48,12 @@ class Content:
     small: Mapping[str, np.ndarray | bytes]
 
     def skeleton(self) -> Skeleton:
-        """The file but for the tensors' bytes."""
+        """Lays the file out, without the tensors' bytes."""
         return build_skeleton(self.plan.specs, self.plan.links, len(self.plan.blocks), self.attributes, self.small)
 
 
 def root_attributes(step: int, world_size: int) -> dict[str, Any]:
-    """Attributes of the root group that tell where a file comes from, with the time of now."""
+    """Attributes of the root group that describe the file's origin, with the current time."""
     return {
         "software": "hpcfsdp",
         "software_version": __version__,
@@ -72,18 +71,11 @@ def small_values(
     metrics: Metrics | None = None,
     module_states: Mapping[str, Any] | None = None,
 ) -> dict[str, np.ndarray | bytes]:
-    """The small datasets of a checkpoint but for random number states.
+    """The small datasets of a checkpoint except random number states; raises CheckpointError for an unsupported value.
 
     Args:
-        extra: as ``save`` takes it.
-        config: as JSON knows it.
-        groups, scalars: hyper-parameters of an optimizer's groups and those of its state that are plain numbers; None
-            for a file without an optimizer.
-        metrics: as ``save`` takes them.
-        module_states: what modules keep beside tensors, by name.
-
-    Raises:
-        CheckpointError: a value that cannot be kept.
+        groups, scalars: the optimizer's hyper-parameters and number-valued state; None for a file without an optimizer.
+        module_states: extra states of modules, by name.
     """
     small: dict[str, np.ndarray | bytes] = {}
     if groups is not None:
@@ -92,22 +84,22 @@ def small_values(
     values, arrays = extras.split_arrays(dict(extra or {}))
     small[schema.EXTRA_VALUES] = schema.to_json(values)
     if module_states:
-        kept = {name: list(plain(name, state)) for name, state in module_states.items()}
-        states, further = extras.split_arrays(kept, first=len(arrays))
+        kept = {name: list(to_plain(name, state)) for name, state in module_states.items()}
+        states, more = extras.split_arrays(kept, first=len(arrays))
         small[schema.MODULE_STATES] = schema.to_json(states)
-        arrays |= further
+        arrays |= more
     small |= {f"{schema.EXTRA_ARRAYS}/{name}": array for name, array in arrays.items()}
     try:
         small[schema.CONFIG] = schema.to_json(None if config is None else dict(config))
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"config must hold what JSON knows: {error}") from None
+        raise CheckpointError(f"config must hold JSON values only: {error}") from None
     for name, curve in (metrics or {}).items():
         small |= {f"{schema.METRICS}/{name}/{part}": array for part, array in _curve(name, curve).items()}
     return small
 
 
 def _curve(name: str, curve: tuple[Sequence[int], Sequence[float]]) -> dict[str, np.ndarray]:
-    """The datasets of a metric, checked."""
+    """Checks a metric and makes its datasets."""
     if not name.isprintable() or name in ("", ".", "..") or "/" in name:
         raise CheckpointError(f"metrics: {name!r} cannot be the name of a group: rename the metric")
     try:
@@ -122,12 +114,8 @@ def _curve(name: str, curve: tuple[Sequence[int], Sequence[float]]) -> dict[str,
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a user gives to be saved; arguments of ``save``.
-
-    Attributes:
-        names: patterns of the model's tensors that are to be saved; None for all.
-    """
+class SaveArguments:
+    """The arguments of ``save`` that describe what to save."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
@@ -138,11 +126,7 @@ class Given:
     names: Sequence[str] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """What has to be the same on all ranks, and is small.
-
-        Raises:
-            TypeError, ValueError: `step` or `names` are not what they have to be.
-        """
+        """The small values that must be equal on all ranks; raises TypeError or ValueError for wrong arguments."""
         check_patterns(self.names)
         return {
             "step": operator.index(self.step),
@@ -151,15 +135,11 @@ class Given:
         }
 
 
-def collect(comm: Communicator, given: Given) -> tuple[Content, list[StateTensor]]:
-    """Collective over `comm`. What a checkpoint of these is to hold, and this rank's memory of the plan's tensors.
+def collect_content(comm: Communicator, given: SaveArguments) -> tuple[Content, list[StateTensor]]:
+    """Collects the content, and this rank's tensors in the plan's order. Collective over `comm`.
 
-    Args:
-        given: of which ranks know that ``facts`` are the same.
-
-    Raises:
-        CheckpointError: a value cannot be kept.
-        DisagreementError: ranks hold different models or optimizers, or give different values.
+    Ranks must have compared ``given.facts()`` before. Raises CheckpointError for a value that cannot be stored,
+    DisagreementError where ranks have different models, optimizers or values.
     """
     model, optimizer, leaves = given.model, given.optimizer, {}
     with raise_together(comm):
@@ -174,8 +154,8 @@ def collect(comm: Communicator, given: Given) -> tuple[Content, list[StateTensor
         leaves = _leaves(given, small) if comm.size > 1 else {}
     digests = {part: None if found is None else digest_of(sorted(found.items())) for part, found in leaves.items()}
     everyone = comm.all_gather_object((plan.fingerprint(), digests, states))
-    what = "the plan of the checkpoint (the tensors of model and optimizer)"
-    compare("checkpoint.save", [{what: fingerprint} for fingerprint, _, _ in everyone])
+    name = "the plan of the checkpoint (the tensors of model and optimizer)"
+    compare("checkpoint.save", [{name: fingerprint} for fingerprint, _, _ in everyone])
     for part, found in leaves.items():
         if len({parts[part] for _, parts, _ in everyone} - {None}) > 1:
             compare_leaves(comm, "checkpoint.save", found)
@@ -184,11 +164,8 @@ def collect(comm: Communicator, given: Given) -> tuple[Content, list[StateTensor
     return Content(plan, root_attributes(given.step, comm.size), small), [tensor for _, tensor in tensors]
 
 
-def _leaves(given: Given, small: Mapping[str, np.ndarray | bytes]) -> dict[str, dict[str, str] | None]:
-    """What rank 0 writes for all ranks and has to be the same on them, by its place.
-
-    Ranks other than 0 need not give any `extra`.
-    """
+def _leaves(given: SaveArguments, small: Mapping[str, np.ndarray | bytes]) -> dict[str, dict[str, str] | None]:
+    """Values that rank 0 writes for all ranks, by their place. They must be equal on all ranks that give them."""
     arrays = {path.removeprefix(f"{schema.EXTRA_ARRAYS}/"): value for path, value in small.items()}
     found: dict[str, dict[str, str] | None] = {"optimizer": {}, "extra": None}
     if schema.PARAM_GROUPS in small:
@@ -203,9 +180,9 @@ def _leaves(given: Given, small: Mapping[str, np.ndarray | bytes]) -> dict[str, 
 
 
 def _tensors_and_small(
-    given: Given, state: OptimizerState | None
+    given: SaveArguments, state: OptimizerState | None
 ) -> tuple[list[tuple[str, StateTensor]], dict[str, np.ndarray | bytes]]:
-    """Tensors with the group each goes to, and the small datasets that are the same on all ranks."""
+    """Tensors with their groups in the file, and the small datasets that are equal on all ranks."""
     model, found = given.model, model_tensors(given.model)
     modules, groups, scalars = stateful_modules(model), None, None
     if given.names is not None:
@@ -235,11 +212,7 @@ def _plain_group(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def memory_of_blocks(plan: SavePlan, tensors: Sequence[StateTensor]) -> Callable[[int], torch.Tensor]:
-    """Of a block that this rank has, by its place in the plan, its memory: uint8, 1-D, on the tensor's device.
-
-    Args:
-        tensors: as the plan has them.
-    """
+    """A function from a block's place in the plan to its memory on this rank: uint8, 1-D, on the tensor's device."""
     flat: tuple[LocalPiece, torch.Tensor] | None = None
     of, starts, numels = (plan.blocks[name] for name in ("tensor", "start", "numel"))
 
@@ -248,17 +221,13 @@ def memory_of_blocks(plan: SavePlan, tensors: Sequence[StateTensor]) -> Callable
         start = starts.item(index)
         piece = tensors[of.item(index)].piece_of(start)
         if flat is None or flat[0] is not piece:
-            flat = piece, piece.flat()  # a copy, where elements do not lie in order
+            flat = piece, piece.flat()  # a copy unless it is contiguous
         return flat[1].narrow(0, start - piece.start, numels.item(index)).view(torch.uint8)
 
     return memory_of
 
 
 def bytes_in_memory(plan: SavePlan, tensors: Sequence[StateTensor]) -> BytesOf:
-    """Where ``BlockWriter`` gets the bytes of blocks that lie in this rank's memory.
-
-    Args:
-        tensors: as the plan has them.
-    """
+    """A function for ``BlockWriter`` that reads blocks from this rank's memory."""
     memory_of = memory_of_blocks(plan, tensors)
     return lambda index: memory_of(index).cpu().numpy()

@@ -1,9 +1,8 @@
-"""A checkpoint file before it has its name: created, written to by all ranks, and committed or discarded."""
+"""A checkpoint file before it gets its name: all ranks write to it, then it is committed or discarded."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from hpcfsdp.checkpoint.catalog import abandoned_partials, partial_path
-from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.files import Files, reason
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.seal import Seal
 from hpcfsdp.checkpoint.format.skeleton import Skeleton
@@ -26,25 +25,21 @@ BytesOf = Callable[[int], np.ndarray]
 
 
 class DraftMissingError(CheckpointError):
-    """The file that a checkpoint is being written into is not there, or not to be seen on this rank."""
+    """This rank does not find the file that the checkpoint is being written to."""
 
 
 class Draft:
-    """A file that becomes a checkpoint by ``commit``. Not collective: one rank creates, commits or discards it.
+    """A file that ``commit`` turns into a checkpoint. Not collective: one rank creates, commits or discards it.
 
     Attributes:
-        path: what it will be called.
-        token: of this save alone.
-        partial: what it is called until then, beside `path`.
-        has_name: whether it is called `path` by now.
+        path: its final name.
+        token: unique to this save, so that two jobs that save to one path write to two files.
+        partial: its temporary name, next to `path`.
+        has_name: whether it has its final name.
     """
 
     def __init__(self, files: Files, path: Path, token: str) -> None:
-        """Touches no disk.
-
-        Args:
-            token: of this save alone. Two jobs that save to one path must not write into one file.
-        """
+        """Touches no disk."""
         self.files = files
         self.path = path
         self.token = token
@@ -52,19 +47,14 @@ class Draft:
         self.has_name = False
 
     def create(self, nbytes: int, elsewhere: int = 0) -> None:
-        """Make the file, of so many bytes, all holes. What savers of the same path left behind long ago is removed.
+        """Makes the file, all holes, and removes what earlier saves of this path have abandoned.
 
-        Args:
-            elsewhere: bytes of files that are going to be written beside it.
-
-        Raises:
-            CheckpointError: the file system has no room for it.
-            OSError: it cannot be made.
+        Other files next to it will need `elsewhere` bytes. Raises CheckpointError without enough room.
         """
         self._make_folder()
         if self.path.is_dir():
             raise IsADirectoryError("there is a directory of that name")
-        with contextlib.suppress(OSError):  # another saver removes or renames them, or they are somebody else's
+        with contextlib.suppress(OSError):  # another saver removes or renames them, or another user owns them
             now = time.time()
             for abandoned in (
                 *abandoned_partials(self.path, now),
@@ -81,7 +71,7 @@ class Draft:
             raise
 
     def _make_folder(self) -> None:
-        """Make the folder and those that it is in, where they are missing, and force their names to the disk."""
+        """Makes missing folders and syncs their names to the disk."""
         missing = []
         for folder in (self.path.parent, *self.path.parent.parents):
             if folder.exists():
@@ -93,11 +83,9 @@ class Draft:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
-        """A descriptor to write with. What is written is to be forced to the disk before it is given back.
+        """A descriptor to write with; the caller syncs before it leaves.
 
-        Raises:
-            DraftMissingError: there is no such file, where this process looks for it.
-            OSError: as the system has it, also when the descriptor is given back.
+        Raises DraftMissingError where there is no file.
         """
         try:
             fd = self.files.open_to_write(self.partial)
@@ -112,20 +100,17 @@ class Draft:
             with contextlib.suppress(OSError):  # the first error counts
                 self.files.close(fd)
             raise
-        self.files.close(fd)  # some file systems tell only now of what they could not write
+        self.files.close(fd)  # some file systems report failed writes only here
 
     def commit(self, skeleton: Skeleton, rows: np.ndarray, parts: np.ndarray | None = None) -> Seal:
-        """Write what makes the file a checkpoint, force it to the disk, and give it its name; its seal.
+        """Writes everything but the tensors, whose bytes are synced already; syncs and renames the file; its seal.
 
-        The parts of a checkpoint that had this name are removed, unless they may still be of use.
+        Parts of a replaced checkpoint are removed, unless other files may need them. Raises OSError if the file did not
+        get its name, CheckpointError if it did but the name could not be synced.
 
         Args:
-            rows: the table of extents. The bytes of tensors have been forced to the disk.
-            parts: the table of other files, which are there under their names.
-
-        Raises:
-            CheckpointError: the file has its name, but that could not be forced to the disk.
-            OSError: the file has not got its name.
+            rows: the table of extents.
+            parts: the table of other files, which have their names already.
         """
         regions, seal = skeleton.sealed(rows, parts)
         with self.opened() as fd:
@@ -140,24 +125,23 @@ class Draft:
         try:
             self.files.sync_folder(self.path.parent)
         except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else str(error)
             raise CheckpointError(
-                f"the new {self.path.name} is in place, but its name could not be forced to the disk: {reason}. If "
-                "the machine crashes now, what was there before may be back"
+                f"the new {self.path.name} is in place, but its name could not be forced to the disk: {reason(error)}. "
+                "If the machine crashes now, the previous file may be back"
             ) from error
         with contextlib.suppress(OSError):  # the checkpoint is there; who saves next finds them as abandoned
             remove_parts(self.files, self.path.parent, replaced)
         return seal
 
     def discard(self) -> None:
-        """Remove the file, if it is there and can be removed."""
+        """Removes the file, if possible."""
         with contextlib.suppress(OSError):
             self.files.remove(self.partial)
 
 
 @contextlib.contextmanager
-def errors_of(path: Path) -> Iterator[None]:
-    """Have every error name the file, also those of the operating system and of HDF5."""
+def naming_write_errors(path: Path) -> Iterator[None]:
+    """Adds the file's name to all errors, also those of the operating system and of HDF5."""
     try:
         yield
     except CheckpointError as error:
@@ -166,17 +150,15 @@ def errors_of(path: Path) -> Iterator[None]:
         kind = CheckpointError if isinstance(error, DraftMissingError) else type(error)  # one that all ranks know
         raise kind(f"{path}: {error}") from error
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise CheckpointError(f"{path}: cannot write the checkpoint: {reason}") from error
+        raise CheckpointError(f"{path}: cannot write the checkpoint: {reason(error)}") from error
 
 
 class BlockWriter:
-    """Writes blocks of a plan. Those that follow each other in the file go to the system in one call.
+    """Writes blocks of a plan; adjacent blocks go to the system in one call.
 
     Args:
-        offsets: by tensor, where its bytes begin in the file.
-        bytes_of: where the bytes come from. They are kept until they have been written, at most ``AT_ONCE`` bytes and
-            a block.
+        offsets: by tensor, its first byte in the file.
+        bytes_of: reads a block. At most ``AT_ONCE`` bytes and one block are in memory until they are written.
     """
 
     AT_ONCE = 4 << 20
@@ -190,11 +172,7 @@ class BlockWriter:
         self._dirty = sys.maxsize
 
     def write(self, indices: np.ndarray) -> np.ndarray:
-        """Write these blocks, by their places in the plan; their checksums, uint64, in the same order.
-
-        Raises:
-            OSError: as the system has it.
-        """
+        """Writes these blocks, by their places in the plan; their checksums, uint64, in the same order."""
         blocks = self._plan.blocks[indices]
         itemsizes = self._plan.itemsizes[blocks["tensor"]]
         begins = self._offsets[blocks["tensor"]] + blocks["start"].astype(np.int64) * itemsizes
@@ -231,10 +209,9 @@ class BlockWriter:
 
 
 def extent_rows(plan: SavePlan, offsets: Sequence[int], sums: Sequence[bytes]) -> np.ndarray:
-    """The table of extents. Pure.
+    """The table of extents.
 
-    Args:
-        sums: by rank, the bytes of the checksums of its blocks, uint64, in the order of the plan.
+    Pure. `sums` has the bytes of each rank's checksums, in the order of its blocks in the plan.
     """
     blocks = plan.blocks
     rows = np.zeros(len(blocks), schema.EXTENT_DTYPE)

@@ -1,4 +1,4 @@
-"""Whether a table of extents fits the tensors and files that it is of. Pure."""
+"""Checks a table of extents against tensors and files. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointCorruptError
-from hpcfsdp.reshard.rows import MOST_ELEMENTS, TilingError, byte_stretches, first_untiled
+from hpcfsdp.reshard.rows import MOST_ELEMENTS, TilingError, byte_ranges, first_untiled
 
 
-def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges that hold what these do, ascending and apart."""
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merges ranges that touch or overlap; ascending."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if found and begin <= found[-1][1]:
@@ -32,15 +32,11 @@ def check_extents(
     size: int,
     part_sizes: Sequence[int] = (),
 ) -> dict[str, tuple[int, int]]:
-    """Prove that the extents tile every tensor, lie inside of the file, and on nothing else; the rows of each tensor.
+    """Proves that the extents tile every tensor, and neither leave the files nor overlap; the rows of each tensor.
 
     Args:
-        regions: (first byte, end) of what is no tensor.
-        size: of the file.
-        part_sizes: of the files beside it.
-
-    Raises:
-        CheckpointCorruptError: they do not.
+        regions: (first byte, end) of everything but tensors.
+        size: of the file; `part_sizes` of the files next to it.
     """
     paths = list(specs)
     of = rows["tensor"].astype(np.int64)
@@ -65,7 +61,7 @@ def check_extents(
 
 
 def _check_lengths(path: Path, specs: dict[str, TensorSpec], rows: np.ndarray) -> None:
-    """Raise if a row, of those that tile the tensors, has too many bytes: to check it, all of it is read."""
+    """Raises if a row has more bytes than a block: a reader reads rows whole to verify them."""
     itemsizes = np.array([spec.itemsize for spec in specs.values()], np.int64)
     lengths = rows["count"].astype(np.int64) * rows["numel"].astype(np.int64) * itemsizes[rows["tensor"]]
     long = np.flatnonzero(lengths > schema.BLOCK_BYTES)
@@ -83,10 +79,9 @@ _BEYOND_ANY_FILE = MOST_ELEMENTS
 def _check_places(
     path: Path, specs: dict[str, TensorSpec], rows: np.ndarray, regions: list[tuple[int, int]], sizes: np.ndarray
 ) -> None:
-    """Raise unless all elements, of tensors that the rows tile, lie in their files, and on nothing else."""
+    """Raises unless all elements are within their files, and no two byte ranges overlap."""
     paths, itemsizes = list(specs), np.array([spec.itemsize for spec in specs.values()], np.int64)
-    spans = (rows["count"].astype(np.int64) - 1) * rows["stride"].astype(np.int64) + rows["numel"].astype(np.int64)
-    ends = rows["byte_offset"].astype(np.int64) + spans * itemsizes[rows["tensor"]]
+    ends = rows["byte_offset"].astype(np.int64) + schema.row_spans(rows) * itemsizes[rows["tensor"]]
     beyond = np.flatnonzero(ends > sizes[rows["file"]])
     if len(beyond):
         tensor, file = paths[rows["tensor"][beyond[0]]], int(rows["file"][beyond[0]])
@@ -103,25 +98,19 @@ def _check_places(
             order = np.argsort(begins, kind="stable")
             begins, ends = begins[order], ends[order]
         if np.any(begins[1:] < ends[:-1]):
-            raise CheckpointCorruptError(f"{path}: damaged: two things stand at one place of it")
+            raise CheckpointCorruptError(f"{path}: damaged: two of its byte ranges overlap")
 
 
 def elements_in(rows: np.ndarray, itemsizes: np.ndarray, file: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which bytes of a file are elements: first bytes and ends of stretches, ascending; see ``byte_stretches``.
-
-    Args:
-        rows: of the table of extents, which tile the tensors.
-        itemsizes: bytes of an element, by tensor.
-        file: as in the table.
-    """
+    """First bytes and ends of the ranges of file number `file` that are elements, ascending; see ``byte_ranges``."""
     rows = rows[rows["file"] == file]
     tensors, sizes = rows["tensor"], itemsizes[rows["tensor"]]
     begins, counts = rows["byte_offset"].astype(np.int64), rows["count"].astype(np.int64)
     numels, strides = (rows[name].astype(np.int64) * sizes for name in ("numel", "stride"))
-    # Elements of a tensor that all lie as in the tensor, from one byte on, cannot lie on each other.
+    # Elements at their distances in the tensor, from one first byte on, cannot overlap.
     base = begins - rows["start"].astype(np.int64) * sizes
     order = np.lexsort((base, tensors))
     changes = (np.diff(tensors[order].astype(np.int64), prepend=-1) != 0) | (np.diff(base[order], prepend=-1) != 0)
     owners = np.empty(len(rows), np.int64)
     owners[order] = np.cumsum(changes)
-    return byte_stretches(begins, numels, counts, strides, owners)
+    return byte_ranges(begins, numels, counts, strides, owners)

@@ -1,4 +1,4 @@
-"""User values beside the tensors: JSON, with arrays taken out and kept as datasets."""
+"""User values next to the tensors: JSON, with arrays as datasets of their own."""
 
 from __future__ import annotations
 
@@ -15,14 +15,9 @@ _ITEMS_KEY = "__items__"
 
 
 def split_arrays(value: Any, path: str = "", first: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
-    """JSON-ready `value`, in which arrays and tensors are replaced by references, and those arrays by name.
+    """JSON-ready `value` with references in place of arrays and tensors, and the arrays by name, numbered from `first`.
 
-    Args:
-        path: of `value`, for messages.
-        first: number that is the name of the first array.
-
-    Raises:
-        CheckpointError: something that is neither JSON nor numeric array, by its place in `value`.
+    Raises CheckpointError, with the place in `value`, for anything but JSON and numeric arrays.
     """
     arrays: dict[str, np.ndarray] = {}
 
@@ -41,14 +36,15 @@ def split_arrays(value: Any, path: str = "", first: int = 0) -> tuple[Any, dict[
             return {_ITEMS_KEY: [list(pair) for pair in entries.items()]}  # JSON would make strings of the keys
         if isinstance(item, (list, tuple)):
             return [visit(entry, f"{place}[{index}]") for index, entry in enumerate(item)]
-        array = _as_array(item, place)
-        if array is None:
+        if hasattr(item, "resolve_conj"):  # a tensor, recognized without importing torch
+            item = array_of(item, f"extra{place}:")
+        if not isinstance(item, np.ndarray) or item.dtype.kind not in "biufc":
             raise CheckpointError(
                 f"extra{place} is a {type(item).__name__}: numbers, strings, lists, dicts, arrays and tensors can be "
                 "saved"
             )
         name = str(first + len(arrays))
-        arrays[name] = array
+        arrays[name] = item
         return {_ARRAY_KEY: name}
 
     return visit(value, path), arrays
@@ -68,12 +64,7 @@ def join_arrays(value: Any, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def leaves_of(name: str, value: Any, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """What is in a value that ``split_arrays`` gave, in short texts, by its place, as "extra['data'][0]". Pure.
-
-    Args:
-        name: of the value.
-        arrays: that were taken out of it.
-    """
+    """Short descriptions of all leaves of a value from ``split_arrays``, by place ("extra['data'][0]"). Pure."""
     found: dict[str, str] = {}
 
     def visit(item: Any, place: str) -> None:
@@ -94,12 +85,9 @@ def leaves_of(name: str, value: Any, arrays: Mapping[str, np.ndarray]) -> dict[s
     return found
 
 
-def _as_array(item: Any, place: str) -> np.ndarray | None:
-    if hasattr(item, "resolve_conj"):  # a tensor, told without importing torch
-        try:
-            item = item.detach().resolve_conj().resolve_neg().cpu().numpy()
-        except (TypeError, NotImplementedError, RuntimeError) as error:
-            raise CheckpointError(f"extra{place}: a tensor of {item.dtype} on {item.device}: {error}") from None
-    if isinstance(item, np.ndarray) and item.dtype.kind in "biufc":
-        return item
-    return None
+def array_of(tensor: Any, holder: str, hint: str = "") -> np.ndarray:
+    """A torch tensor as an array; raises CheckpointError, beginning with `holder`, where numpy cannot hold it."""
+    try:
+        return tensor.detach().resolve_conj().resolve_neg().cpu().numpy()
+    except (TypeError, NotImplementedError, RuntimeError) as error:
+        raise CheckpointError(f"{holder} a tensor of {tensor.dtype} on {tensor.device}: {error}{hint}") from None

@@ -1,6 +1,6 @@
-"""Every operation on the disk that a checkpoint needs, in one object, so that each of them can be made to fail.
+"""All disk operations of checkpoints, in one object, so that tests can make each of them fail.
 
-Calls that the operating system may cut short (a write of fewer bytes, a signal) are repeated until all is done.
+Calls that the operating system cuts short (a partial write, a signal) are repeated until they are complete.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _BUFFERS_AT_ONCE = 1024
 _NO_SUCH_CALL = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 _MOST_HOLES = 1 << 16
-"""That are looked for in a file. What lies behind them is taken for data."""
+"""Most holes that are searched for in a file. The bytes after them count as data."""
 
 
 def reason(error: OSError) -> str:
-    """What an error of the operating system says, without the name of the file."""
+    """The operating system's description of an error, without the file's name."""
     return error.strerror or (os.strerror(error.errno) if error.errno else str(error))
 
 
 @functools.cache
 def _system_id() -> str:
-    """Of the kernel that runs; of this process alone, where that is not known."""
+    """The running kernel's id; one of this process alone where the kernel has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -39,18 +39,16 @@ def _system_id() -> str:
 
 
 def _fallocate(fd: int, nbytes: int) -> None:
-    """As Linux has it. ``os.posix_fallocate`` writes into every block where the file system has no such call."""
+    """Linux's fallocate. ``os.posix_fallocate`` writes to every block where the file system lacks the call."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def check_regular(mode: int) -> None:
-    """Raise unless a file of this mode (``st_mode``) is a regular one.
+    """Raises unless `st_mode` is of a regular file:
 
-    Raises:
-        IsADirectoryError: it is a directory.
-        OSError: it is a pipe, a device or a socket.
+    IsADirectoryError for a directory, OSError for pipes, devices, sockets.
     """
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "is a directory, not a file")
@@ -59,7 +57,7 @@ def check_regular(mode: int) -> None:
 
 
 class System:
-    """The calls themselves, as ``os`` has them; a test puts another object in this place."""
+    """The system calls, as ``os`` provides them; tests replace this object."""
 
     open = staticmethod(os.open)
     close = staticmethod(os.close)
@@ -75,20 +73,13 @@ class System:
 
 
 class Files:
-    """Reads and writes of whole ranges. Not collective.
-
-    Every method raises ``OSError`` as the system call did.
-    """
+    """Reads and writes whole ranges. Not collective. Every method raises ``OSError`` as the system call did."""
 
     def __init__(self, system: System | None = None) -> None:
         self._system = system or System()
 
     def create(self, path: Path, nbytes: int) -> int:
-        """A new file of `nbytes` bytes, all holes; its descriptor.
-
-        Raises:
-            FileExistsError: there is a file of that name.
-        """
+        """Makes a file of `nbytes` bytes, all holes; its descriptor. Raises FileExistsError if it exists."""
         fd = self._repeated(self._system.open, path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             self._repeated(self._system.ftruncate, fd, nbytes)
@@ -102,11 +93,9 @@ class Files:
         return self._repeated(self._system.open, path, os.O_WRONLY | os.O_CLOEXEC)
 
     def open_to_read(self, path: Path) -> int:
-        """The descriptor of a regular file. Waits for nobody: to open a pipe would be to wait for one that writes.
+        """The descriptor of a regular file; see ``check_regular``.
 
-        Raises:
-            IsADirectoryError: it is a directory.
-            OSError: it is a pipe, a device or a socket; or as the system call did.
+        Never blocks: opening a pipe would wait for its writer.
         """
         check_regular(os.stat(path).st_mode)  # to open a device may do something
         fd = self._repeated(self._system.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -118,7 +107,7 @@ class Files:
         return fd
 
     def close(self, fd: int) -> None:
-        """Give the descriptor back. A signal in between has closed it already (Linux)."""
+        """Closes the descriptor. After a signal Linux has closed it already."""
         with contextlib.suppress(InterruptedError):
             self._system.close(fd)
 
@@ -127,7 +116,7 @@ class Files:
         return self._repeated(self._system.fstat, fd).st_size
 
     def allocated(self, fd: int) -> int:
-        """Bytes of the file that are not in holes. All of them, where the file system does not say."""
+        """Bytes of the file outside of holes; all bytes where the file system does not report holes."""
         status = self._repeated(self._system.fstat, fd)
         if status.st_blocks * 512 >= status.st_size:
             return status.st_size
@@ -144,19 +133,22 @@ class Files:
         return found + status.st_size - end
 
     def next_data(self, fd: int, begin: int) -> int | None:
-        """The first byte from `begin` on that is in no hole; None if there is none. `begin` where that is not known."""
+        """The first byte from `begin` on outside of holes;
+
+        None without one. `begin` where the system does not report holes.
+        """
         try:
             return self._repeated(self._system.lseek, fd, begin, os.SEEK_DATA)
         except OSError as error:
             return None if error.errno == errno.ENXIO else begin
 
     def place(self, fd: int) -> tuple[str, int, int]:
-        """Which file it is, and on which running system: two processes with the same share its pages in memory."""
+        """The running system and the file: processes with equal values share the file's pages in memory."""
         status = self._repeated(self._system.fstat, fd)
         return _system_id(), status.st_dev, status.st_ino
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        """Write buffers one after the other, all of them."""
+        """Writes all bytes of the buffers, one buffer after the other."""
         views = [view.cast("B") for view in buffers if view.nbytes]
         first = 0
         while first < len(views):
@@ -171,7 +163,7 @@ class Files:
                 views[first] = views[first][written:]
 
     def reserve(self, fd: int, nbytes: int) -> None:
-        """Have room for the first `nbytes` bytes of a file, where the file system can promise it."""
+        """Reserves room for the first `nbytes` bytes, where the file system supports it."""
         try:
             self._repeated(self._system.fallocate, fd, nbytes)
         except OSError as error:
@@ -179,7 +171,7 @@ class Files:
                 raise
 
     def read(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """Fill a buffer from the file; how many bytes there were: fewer only where the file ends."""
+        """Fills a buffer from the file; the number of bytes, which is smaller only at the file's end."""
         done = 0
         while done < buffer.nbytes:
             got = self._repeated(self._system.preadv, fd, [buffer[done:]], offset + done)
@@ -189,25 +181,25 @@ class Files:
         return done
 
     def sync(self, fd: int) -> None:
-        """Force what has been written to the disk."""
+        """Forces written bytes to the disk."""
         self._repeated(self._system.fsync, fd)
 
     @staticmethod
     def start_sync(fd: int, offset: int, nbytes: int) -> None:
-        """Have the system begin to write a range to the disk, and return at once: a hint, which may do nothing.
+        """A hint to begin writing a range to the disk; returns at once.
 
-        What it is told is that the range will not be read soon. Linux then begins to write what is dirty of it, which
-        it else leaves to ``sync``: the disk would be idle until then.
+        It declares that the range will not be read soon. Linux then starts to write its dirty pages, which would
+        otherwise wait for ``sync``, with an idle disk until then.
         """
         with contextlib.suppress(AttributeError, OSError):
             os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def rename(self, path: Path, target: Path) -> None:
-        """Give a file its name, in place of one that has it; to be forced to the disk by ``sync_folder``."""
+        """Renames a file, replacing any other; ``sync_folder`` forces it to the disk."""
         self._repeated(self._system.replace, path, target)
 
     def sync_folder(self, path: Path) -> None:
-        """Force the names in a folder to the disk, where the file system has such a call."""
+        """Forces the names in a folder to the disk, where the file system supports it."""
         try:
             fd = self._repeated(self._system.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
         except PermissionError:  # a folder may be written to and not be read
@@ -221,7 +213,7 @@ class Files:
             self.close(fd)
 
     def remove(self, path: Path) -> None:
-        """Remove a file, if it is there."""
+        """Removes a file, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self._repeated(self._system.unlink, path)
 

@@ -1,8 +1,7 @@
-"""``open``: a checkpoint as a mapping of tensors of which nothing is read before it is asked for. Needs no MPI."""
+"""``open``: a checkpoint as a mapping of tensors that are read on access. Needs no MPI."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import os
@@ -25,7 +24,7 @@ def open(path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
 
     Args:
         path: of the file.
-        verify: compare what is read with its checksums.
+        verify: compare the bytes with their checksums.
 
     Raises:
         CheckpointError: there is no such file, it cannot be opened, or it is of a newer format.
@@ -107,7 +106,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
 
 
 class LazyTensor:
-    """A tensor in a checkpoint. Indexing reads what is asked for, and of the file hardly more.
+    """A tensor in a checkpoint. Indexing reads little more of the file than the requested elements.
 
     ``tensor[2:5, ::2]`` is a ``torch.Tensor`` of the same dtype; ``numpy.asarray(tensor)`` is all of it as numbers that
     numpy knows, bfloat16 and 8-bit floats as float32.
@@ -170,94 +169,46 @@ class LazyTensor:
         ranges, dropped = _ranges(key, self.shape)
         runs = _Runs(self.shape, ranges)
         output = np.empty(runs.count * runs.numel, schema.numpy_dtype(self.dtype))
-        if output.size:
-            for first in range(0, runs.count, _RUNS_AT_ONCE):
-                self._read_runs(runs, first, min(first + _RUNS_AT_ONCE, runs.count), output)
+        for first in range(0, runs.count if output.size else 0, _RUNS_AT_ONCE):
+            end = min(first + _RUNS_AT_ONCE, runs.count)
+            part = output[first * runs.numel : end * runs.numel]
+            self._reader.read_runs(self._spec.path, runs.starts(first, end), part)
         return output.reshape([len(r) for dim, r in enumerate(ranges) if dim not in dropped])
 
-    def _read_runs(self, runs: _Runs, first: int, end: int, output: np.ndarray) -> None:
-        """Bring some of the runs to where they belong in the output."""
-        starts, numel, path = runs.starts(first, end), runs.numel, self._spec.path
-        output = output[first * numel : end * numel]
-        for low, high in _stretches(starts, numel, self._spec.itemsize):
-            begin, target = int(starts[low]), output[low * numel : high * numel]
-            if high - low == 1:
-                self._reader.read_into(path, begin, target)
-                continue
-            stretch = self._reader.read(path, begin, int(starts[high - 1]) + numel - begin)
-            if len(stretch) == len(target):
-                target[:] = stretch
-            else:
-                windows = np.lib.stride_tricks.sliding_window_view(stretch, numel)
-                target.reshape(-1, numel)[:] = windows[starts[low:high] - begin]
-
-
-_AT_ONCE_BYTES = 16 << 20
-"""Most bytes of a stretch that is read for the runs in it, and of which only they are kept."""
-
-_GAP_BYTES = 1 << 20
-"""Between two runs: to read so many costs about as much as to begin another read."""
 
 _RUNS_AT_ONCE = 1 << 18
 
 
 class _Runs:
-    """What is asked for of a tensor, as runs of elements that lie one behind the other in it; all of one length.
-
-    Attributes:
-        count: of the runs.
-        numel: elements of each.
-    """
+    """The requested elements of a tensor as `count` contiguous runs of `numel` elements each."""
 
     def __init__(self, shape: tuple[int, ...], ranges: list[range]) -> None:
-        # Dimensions behind the last one that is cut are read whole, and what is asked for of that one at once.
+        # Later dimensions are whole, so that the range in this one is contiguous unless it has steps.
         cut = max((dim for dim, size in enumerate(shape) if len(ranges[dim]) != size), default=0)
         inner = math.prod(shape[cut:])
         self.numel, self._offset = inner, 0
         self._outer = [(r, math.prod(shape[dim + 1 :])) for dim, r in enumerate(ranges[:cut])]
         if shape and inner:
-            taken, row = ranges[cut], inner // shape[cut]
-            if len(taken) < 2 or taken.step == 1:
-                self.numel, self._offset = len(taken) * row, (taken[0] if taken else 0) * row
+            places, row = ranges[cut], inner // shape[cut]
+            if len(places) < 2 or places.step == 1:
+                self.numel, self._offset = len(places) * row, (places[0] if places else 0) * row
             else:
                 self.numel = row
-                self._outer.append((taken, row))
+                self._outer.append((places, row))
         self.count = math.prod(len(r) for r, _ in self._outer)
 
     def starts(self, first: int, end: int) -> np.ndarray:
         """The first elements of some of the runs, ascending, int64."""
         left = np.arange(first, end)
         found = np.full(end - first, self._offset)
-        for taken, stride in reversed(self._outer):
-            left, place = np.divmod(left, len(taken))
-            found += (taken[0] + place * taken.step) * stride
+        for places, stride in reversed(self._outer):
+            left, place = np.divmod(left, len(places))
+            found += (places[0] + place * places.step) * stride
         return found
 
 
-def _stretches(starts: np.ndarray, numel: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """(first run, end) of runs to read at once: those with little between them, up to ``_AT_ONCE_BYTES``.
-
-    Args:
-        starts: of the runs, ascending.
-        numel: of each run.
-    """
-    apart = (starts[1:] - starts[:-1] - numel) * itemsize > _GAP_BYTES
-    edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(starts)]
-    reach = _AT_ONCE_BYTES // itemsize - numel  # from the start of the first run to that of the last
-    for first, end in itertools.pairwise(edges):
-        while first < end:
-            stop = first + int(np.searchsorted(starts[first:end] - starts[first], reach, side="right"))
-            stop = max(stop, first + 1)
-            yield first, stop
-            first = stop
-
-
 def _ranges(key: Any, shape: tuple[int, ...]) -> tuple[list[range], set[int]]:
-    """What of each dimension is asked for, and the dimensions that whole numbers take away.
-
-    Raises:
-        IndexError: outside of the tensor, or of a kind that is not supported.
-    """
+    """The requested range of each dimension, and the dimensions that integers remove; raises IndexError."""
     parts = list(key) if isinstance(key, tuple) else [key]
     dots = [place for place, part in enumerate(parts) if part is Ellipsis]
     if len(dots) > 1:

@@ -20,11 +20,11 @@ from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
 from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.match import FileNames, Match, check_patterns, match_model
-from hpcfsdp.checkpoint.plain_values import rebuilt
+from hpcfsdp.checkpoint.plain_values import from_plain
 from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.checkpoint.retention import reading
-from hpcfsdp.checkpoint.same_call import Facts, GivenPath, enter
-from hpcfsdp.checkpoint.shares import rows_needed, share_of
+from hpcfsdp.checkpoint.same_call import Facts, GivenPath, compare_calls
+from hpcfsdp.checkpoint.shares import rows_needed, select_share
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import (
     CheckpointCorruptError,
@@ -33,9 +33,8 @@ from hpcfsdp.errors import (
     CheckpointReplacedError,
 )
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.state.materialize import materialized
-from hpcfsdp.state.model import communicator_of, device_of, model_tensors, stateful_modules
-from hpcfsdp.state.optim.in_file import OptimizerRestore, check_saved
+from hpcfsdp.state.model import communicator_of, device_of, materialized, model_tensors, stateful_modules
+from hpcfsdp.state.optim.in_file import OptimizerRestore
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, TensorInfo, staged_of
 from hpcfsdp.state.wrappers import settle
 
@@ -59,31 +58,30 @@ def load(
 ) -> CheckpointInfo:
     """Collective over the model's ranks. Load a checkpoint that any number of ranks wrote.
 
-    Parameters, buffers, the optimizer's state and hyper-parameters and the random number generators become what they
-    were. Every byte that is read is checked against its checksum, and nothing is changed before all ranks have checked
-    theirs: what is loaded in place is read twice for that, first to be looked at only, which the ranks of a node divide
-    among them. With as many ranks as wrote the file each continues its own random numbers; ranks beyond those get new
-    ones, which follow from file and rank.
+    Restores parameters, buffers, the optimizer's state and hyper-parameters and the random number generators. Every
+    byte is checked against its checksum, and nothing changes before all ranks have checked theirs: tensors that are
+    loaded in place are read twice, and the ranks of a node divide the first reading among them. With as many ranks as
+    wrote the file each continues its own random numbers; further ranks get new ones, which depend on file and rank.
 
     Args:
         path: of the file. Ranks other than 0 may give None.
         model: with the same parameters as the saved one; sharded, or a plain module (then every rank loads all of it),
-            in wrappers as ``DistributedDataParallel`` or not. Names in the file may be those that it has within
-            wrappers. What of it is on the meta device gets memory of the CPU, and stays the same object.
+            in wrappers as ``DistributedDataParallel`` or not. Names in the file may be those within wrappers. Tensors
+            on the meta device get memory of the CPU, and stay the same objects.
         optimizer: None leaves the optimizer's part of the file unread.
-        strict: False also takes a file that lacks some of the model's tensors, which stay as they are, and one that has
-            more; the result lists both. Shapes and dtypes have to be the same in any case, and so has the optimizer.
+        strict: False also accepts a file that lacks some of the model's tensors, which then stay unchanged, or has more
+            tensors; the result lists both. Shapes and dtypes, and the optimizer, always have to match.
         names: patterns of names of the model's tensors ("blocks.0.*", see ``inspect.names.matching``): the others stay
-            as they are, and without an optimizer the random number generators too. An optimizer may step no others.
-        verify: False compares no tensor with its checksums, and reads once: if the disk fails in the middle of it, a
-            part of the model is loaded.
-        files: what operates on the disk, for tests that have it fail.
+            unchanged, and without an optimizer the random number generators too. An optimizer may step no others.
+        verify: False compares no checksums, and reads once: if the disk fails in the middle, a part of the model is
+            loaded.
+        files: the disk operations, for tests.
 
     Returns:
         Step, world size, `extra` and more of the checkpoint.
 
     Raises:
-        CheckpointError: there is no such file, it cannot be read, or a pattern matches nothing.
+        CheckpointError: the file is missing or cannot be read, or a pattern matches nothing.
         CheckpointMismatchError: it belongs to another model or optimizer; names and shapes are listed.
         CheckpointCorruptError: it is damaged.
         DifferentCallsError: a rank makes another call, as ``save``.
@@ -96,9 +94,9 @@ def load(
         # Of models that are not sharded, ranks may have different parts, and load different names of one file.
         return {"path": GivenPath(path) if comm.rank == 0 or path is not None else None}
 
-    path = Path(enter(comm, "checkpoint.load", facts)["path"].expanded)
+    path = Path(compare_calls(comm, "checkpoint.load", facts)["path"].expanded)
     with reading(path), contextlib.ExitStack() as stack, torch.no_grad():
-        index, reader, peers = _opened_by_all(comm, stack, files or Files(), path, verify)
+        index, reader, peers = _open_on_all_ranks(comm, stack, files or Files(), path, verify)
         with raise_together(comm):
             settle(model)
             in_file, match, targets = _match_targets(index, model, names, strict, stack)
@@ -132,13 +130,12 @@ def load(
     return dataclasses.replace(index.info, missing=match.missing, unexpected=match.unexpected)
 
 
-def _opened_by_all(
+def _open_on_all_ranks(
     comm: Communicator, stack: contextlib.ExitStack, files: Files, path: Path, verify: bool
 ) -> tuple[CheckpointIndex, BlockReader, list[int]]:
-    """Collective over `comm`. The index, as rank 0 reads it, the same file opened by all ranks, and the ranks whose
-    system keeps it in its memory for this rank, too.
+    """Opens the file on all ranks, with the index that rank 0 reads. Collective over `comm`.
 
-    A file that is replaced by a newer one meanwhile is given up for that.
+    Starts again if the file is replaced meanwhile. The third result are the ranks that share this rank's page cache.
     """
     for _ in range(_TRIES):
         index: CheckpointIndex | None = None
@@ -158,11 +155,7 @@ def _opened_by_all(
 
 
 def _pieces(path: str, tensor: StateTensor) -> list[_Piece]:
-    """What this rank has of a tensor that stands under `path` in the file.
-
-    Raises:
-        CheckpointError: it cannot be filled.
-    """
+    """This rank's pieces of a tensor at `path` in the file; raises CheckpointError for expanded memory."""
     for piece in tensor.pieces:
         if any(step == 0 and size > 1 for step, size in zip(piece.tensor.stride(), piece.tensor.shape, strict=True)):
             raise CheckpointError(f"{tensor.name!r} is an expanded tensor, which cannot be filled: make it contiguous")
@@ -170,7 +163,7 @@ def _pieces(path: str, tensor: StateTensor) -> list[_Piece]:
 
 
 def _read_optimizer(reader: BlockReader, in_file: FileNames, restore: OptimizerRestore) -> None:
-    """Read the new state of an optimizer, which is beside the old one."""
+    """Reads the new state of an optimizer, which is allocated next to the old one."""
     for tensor in restore.tensors:
         for item in _pieces(f"{schema.OPTIM_STATE}/{in_file.in_file(tensor.name)}", tensor):
             _read_piece(reader, *item)
@@ -180,19 +173,15 @@ def _read_optimizer(reader: BlockReader, in_file: FileNames, restore: OptimizerR
 def _check_rows(
     comm: Communicator, reader: BlockReader, index: CheckpointIndex, needed: np.ndarray, peers: Sequence[int]
 ) -> None:
-    """Collective over `comm`. Look at all before anything is changed: damage must not leave a half-loaded model.
+    """Verifies everything before anything changes: damage must not leave a half-loaded model. Collective over `comm`.
 
-    To keep what is read here would take as much memory as the model. When it is read again, it is most often in the
-    system's memory.
-
-    Args:
-        needed: rows of the table of extents, all that this rank needs.
-        peers: the ranks of this node. Those for which the same rows are needed divide them.
+    Keeping the data would double the memory of the model; the second read is mostly served from the page cache. Ranks
+    of a node (`peers`) that need the same rows of the table of extents (`needed`) divide them.
     """
     digests = comm.all_gather_object(schema.checksum(needed))
     alike = [rank for rank in peers if digests[rank] == digests[comm.rank]]
     with raise_together(comm):
-        reader.check_rows(share_of(index, needed, alike.index(comm.rank), len(alike)))
+        reader.check_rows(select_share(index, needed, alike.index(comm.rank), len(alike)))
 
 
 def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece]) -> None:
@@ -204,14 +193,14 @@ def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece]) -> None:
 
 
 def _read_piece(reader: BlockReader, path: str, piece: LocalPiece, dtype: torch.dtype) -> None:
-    """Read a piece, straight into its memory where its elements lie in order there."""
+    """Reads a piece, directly into its memory where its elements are contiguous."""
     memory = piece.tensor.detach()
     if memory.device.type != "cpu" or not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
         piece.fill(torch.from_numpy(reader.read(path, piece.start, piece.numel)).view(dtype))
         return
     kind = schema.numpy_dtype(str(dtype).removeprefix("torch."))
     reader.read_into(path, piece.start, memory.view(-1).view(torch.uint8).numpy().view(kind))
-    memory.view(-1)[:0].zero_()  # autograd is told that the memory has changed
+    memory.view(-1)[:0].zero_()  # tells autograd that the memory has changed
 
 
 def _match_targets(
@@ -221,10 +210,9 @@ def _match_targets(
     strict: bool,
     stack: contextlib.ExitStack,
 ) -> tuple[FileNames, Match, list[StateTensor]]:
-    """Names in the file, what of a model it holds, and the tensors to be filled; they have memory from now on.
+    """The file's names, the match with the model, and the tensors to fill. They have memory from now on.
 
-    Args:
-        stack: takes memory away again from what had none, if it is left by an error.
+    `stack` removes memory of meta tensors again after an error.
     """
     tensors = model_tensors(model)
     files = FileNames(index, {name for tensor in tensors for name in (tensor.name, *tensor.aliases)})
@@ -248,21 +236,13 @@ def _plan_optimizer(in_file: FileNames, model: nn.Module, optimizer: torch.optim
         if path.startswith(prefix)
     }
     try:
-        check_saved(index.param_groups, index.scalars)
         return OptimizerRestore(model, optimizer, saved, *in_file.optimizer())
     except CheckpointMismatchError as error:
         raise CheckpointMismatchError(f"{index.info.path}: {error}") from None
 
 
 def _check_steps_only(chosen: Collection[str], restore: OptimizerRestore, path: Path) -> None:
-    """Raise if an optimizer steps what is not loaded.
-
-    Args:
-        chosen: names of the tensors that are.
-
-    Raises:
-        CheckpointError: it does.
-    """
+    """Raises CheckpointError if the optimizer steps a parameter that is not chosen."""
     others = [name for name in restore.param_names if name not in chosen]
     if others:
         raise CheckpointError(
@@ -272,24 +252,16 @@ def _check_steps_only(chosen: Collection[str], restore: OptimizerRestore, path: 
 
 
 def _module_state(in_file: FileNames, name: str) -> Any:
-    """What a module keeps beside tensors, as the file has it.
-
-    Raises:
-        CheckpointCorruptError: it cannot be made of that.
-    """
+    """A module's extra state from the file; raises CheckpointCorruptError where it is damaged."""
     try:
-        return rebuilt(*in_file.index.module_states[in_file.in_file(name)])
+        return from_plain(*in_file.index.module_states[in_file.in_file(name)])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         path = in_file.index.info.path
         raise CheckpointCorruptError(f"{path}: the state of a module {name!r} is not as a saver writes it") from error
 
 
 def _generators(index: CheckpointIndex, comm: Communicator, device: torch.device) -> Callable[[], None]:
-    """What puts the random number generators where they were. It has been tried: nothing fails any more.
-
-    Raises:
-        CheckpointCorruptError: the file's states are none of generators.
-    """
+    """A function that restores the random number generators. It has been tried, so that it will not fail."""
     if not index.rng:  # written by a converter, or through torch.distributed.checkpoint
         return lambda: None
     row = min(comm.rank, index.info.world_size - 1)

@@ -1,12 +1,11 @@
-"""The checkpoints of a training in one folder: saved while it goes on, kept as long as wanted, found again."""
+"""Manages the checkpoints of a training in one folder: saves, removes and loads them."""
 
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,17 @@ import torch
 from torch import nn
 
 from hpcfsdp.checkpoint import catalog, retention
-from hpcfsdp.checkpoint.content import Content, Given, Metrics, collect
-from hpcfsdp.checkpoint.draft import errors_of
-from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.content import Metrics, SaveArguments, collect_content
+from hpcfsdp.checkpoint.draft import naming_write_errors
+from hpcfsdp.checkpoint.files import Files, reason
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
 from hpcfsdp.checkpoint.loader import load
 from hpcfsdp.checkpoint.match import check_patterns
 from hpcfsdp.checkpoint.pending import PendingSave
-from hpcfsdp.checkpoint.same_call import GivenPath, enter
+from hpcfsdp.checkpoint.same_call import GivenPath, compare_calls
 from hpcfsdp.checkpoint.staging import Ring
-from hpcfsdp.checkpoint.writer import draft_of, save_given, writer_called
+from hpcfsdp.checkpoint.writer import make_draft, save_given, writer_class
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import (
     CheckpointCorruptError,
@@ -37,7 +36,6 @@ from hpcfsdp.errors import (
 )
 from hpcfsdp.launch.calls import public_call
 from hpcfsdp.state.model import communicator_of
-from hpcfsdp.state.tensors import StateTensor
 from hpcfsdp.world import current_world
 
 log = logging.getLogger("hpcfsdp.checkpoint")
@@ -48,12 +46,12 @@ STAGING_BYTES = 4 << 30
 class CheckpointManager:
     """Saves checkpoints of a training to ``directory/step-<number>.h5``, removes old ones, and loads the newest.
 
-    A context manager: ``close`` is called at its end, unless an exception is on its way up that other ranks may not
-    have; a checkpoint that is not committed is then given up.
+    A context manager: it calls ``close`` at the end, except after an exception that other ranks may not have; an
+    uncommitted checkpoint is then given up.
 
     Attributes:
-        directory: where the files are.
-        passed_over: (file, reason) of what the last ``load_latest`` could not load, newest first.
+        directory: of the files.
+        passed_over: (file, reason) of files that the last ``load_latest`` could not load, newest first.
     """
 
     def __init__(
@@ -68,36 +66,35 @@ class CheckpointManager:
         names: Sequence[str] | None = None,
         files: Files | None = None,
     ) -> None:
-        """Not collective, but all ranks need the same; touches no disk.
+        """Not collective, but all ranks need the same arguments; touches no disk.
 
         Args:
             directory: on a file system that all ranks share; made when it is needed.
-            keep_last: how many of the newest checkpoints stay when a further one has been committed; None for all, or
-                for 1 where `keep_every` is given.
-            keep_every: those of steps that are a multiple of this stay, too. Whatever the two say, the newest
-                checkpoint that is not damaged stays, and what this process is reading.
+            keep_last: how many of the newest checkpoints stay after a commit; None for all, or for 1 with `keep_every`.
+            keep_every: checkpoints of steps that are a multiple of this stay, too. In any case the newest valid
+                checkpoint stays, and files that this process is reading.
             asynchronous: ``save`` copies the bytes of this rank and returns; a thread writes them. The file appears at
                 a later call of ``step``, ``save``, ``wait`` or ``close``, and errors are raised there.
-            staging_bytes: the most host memory that copies take on this rank, at least 4 MiB (4 << 20). As much as the
-                rank has to save is taken at the first save, up to this, and kept until ``close``. What is beyond it
-                waits in ``save`` until there is room.
-            writer: see ``save``; asynchronous, "posix" alone.
-            names: patterns of the model's tensors that are saved and loaded, as the adapters that alone are trained;
-                see ``save``. None for all.
-            files: what operates on the disk, for tests that have it fail.
+            staging_bytes: the most host memory for copies on this rank, at least 4 MiB (4 << 20). The first save
+                allocates the bytes that the rank saves, up to this; ``close`` frees them. Further bytes wait in
+                ``save`` for room.
+            writer: see ``save``; asynchronous saves support "posix" alone.
+            names: patterns of the model's tensors to save and load, for example trained adapters; see ``save``. None
+                for all.
+            files: the disk operations, for tests.
 
         Raises:
             UsageError: a number that is not whole or too small, `directory` is no path, or another writer than "posix"
                 with `asynchronous`.
             TypeError, ValueError: `names` are no patterns.
-            CheckpointError: there is no such writer, or it cannot be used here.
+            CheckpointError: the writer is unknown, or it cannot be used here.
         """
         retention.check_rules(keep_last, keep_every)
         if staging_bytes < schema.BLOCK_BYTES:
             raise UsageError(f"staging_bytes must be at least {schema.BLOCK_BYTES}, not {staging_bytes}")
         if asynchronous and writer != "posix":
             raise UsageError(f"asynchronous saves are written by 'posix', not by {writer!r}")
-        writer_called(writer)
+        writer_class(writer)
         check_patterns(names)
         try:
             self.directory = Path(os.path.abspath(os.path.expanduser(directory)))
@@ -108,7 +105,7 @@ class CheckpointManager:
         self._asynchronous, self._staging_bytes = asynchronous, staging_bytes
         self._writer, self._names, self._files = writer, names, files or Files()
         self._pending: PendingSave | None = None
-        self._last: PendingSave | None = None  # of which threads may be at work still
+        self._last: PendingSave | None = None  # its threads may still be running
         self._ring: Ring | None = None
         self._comms: list[tuple[Communicator, Communicator]] = []
         self._swept_s: float | None = None
@@ -137,21 +134,21 @@ class CheckpointManager:
         config: Mapping[str, Any] | None = None,
         metrics: Metrics | None = None,
     ) -> Path:
-        """Collective over the model's ranks. Save a checkpoint of a step, in place of one that there may be.
+        """Collective over the model's ranks. Saves a checkpoint of a step, and replaces an earlier one of this step.
 
-        A save that is still under way is waited for first. Asynchronous, what is saved is what there is at the call:
-        afterwards everything may be changed. Writing begins at once.
+        Waits for a save in progress first. An asynchronous save captures the values of the call: afterwards everything
+        may be changed. Writing begins at once.
 
         Args:
-            step: at least 0. A checkpoint of a higher step in the folder counts as newer, which the log warns of, once.
+            step: at least 0. A checkpoint of a higher step in the folder counts as newer; the log warns of it once.
             model, optimizer, extra, config, metrics: see ``save``.
 
         Returns:
-            The path of the file; asynchronous, it is there later.
+            The path of the file; an asynchronous save makes it later.
 
         Raises:
-            CheckpointError: the file cannot be written, or a value cannot be kept. Or the save before this one has
-                failed; nothing of this one has then been done.
+            CheckpointError: the file cannot be written, or a value cannot be stored. Or the previous save has failed;
+                this one has then not begun.
             DifferentCallsError: a rank makes another call, as ``load_latest``.
             DisagreementError: ranks hold different models or optimizers, or give different values.
             UsageError: `step` is no whole number, or negative.
@@ -159,26 +156,29 @@ class CheckpointManager:
         self._check_open()
         self.wait()
         began_s = time.perf_counter()
-        given = Given(model, optimizer, step, extra, config, metrics, self._names)
+        given = SaveArguments(model, optimizer, step, extra, config, metrics, self._names)
         comm = communicator_of(model)
 
         def path_of() -> Path:
             if comm.rank == 0 and self._has_saved and not self.directory.exists():
                 log.error("%s was removed, with all checkpoints in it: this one goes into a new folder", self.directory)
-            return catalog.checkpoint_path(self.directory, _checked(step))
+            return catalog.checkpoint_path(self.directory, retention.whole_number("step", step, least=0))
 
         if not self._asynchronous:
             path = save_given(comm, path_of, given, self._writer, self._files)
             if comm.rank == 0:
                 self._committed(path, step, began_s)
             return path
-        draft = draft_of(comm, path_of, given, self._writer, self._files, asynchronous=True)
-        with errors_of(draft.path):
-            content, tensors = collect(comm, given)
-        content = _captured(content)
+        draft = make_draft(comm, path_of, given, self._writer, self._files, asynchronous=True)
+        with naming_write_errors(draft.path):
+            content, tensors = collect_content(comm, given)
+        # Users may change arrays afterwards.
+        small = {path: np.array(v) if isinstance(v, np.ndarray) else v for path, v in content.small.items()}
+        content = replace(content, small=small)
+        for_gpu = any(piece.tensor.is_cuda for tensor in tensors for piece in tensor.pieces)
         own = self._own_communicator(comm)
         with raise_together(own):
-            ring = self._ring_of(int(content.plan.bytes_of_ranks()[comm.rank]), for_gpu=_on_gpu(tensors))
+            ring = self._ring_of(int(content.plan.bytes_of_ranks()[comm.rank]), for_gpu=for_gpu)
         pending = PendingSave(own, draft, content, ring, lambda path: self._committed(path, step, began_s))
         self._last = pending
         pending.stage(tensors)
@@ -187,7 +187,7 @@ class CheckpointManager:
 
     @public_call("CheckpointManager.step")
     def step(self) -> None:
-        """Collective over the ranks of a save under way; nothing if there is none. To be called after every step.
+        """Advances a save in progress, if there is one; call it after every training step. Collective over its ranks.
 
         Raises:
             CheckpointError: the save has failed, on any rank.
@@ -196,7 +196,7 @@ class CheckpointManager:
 
     @public_call("CheckpointManager.wait")
     def wait(self) -> None:
-        """Collective over the ranks of a save under way; nothing if there is none. Wait until it is committed.
+        """Waits until a save in progress is committed, if there is one. Collective over its ranks.
 
         Raises:
             CheckpointError: the save has failed, on any rank.
@@ -205,9 +205,9 @@ class CheckpointManager:
 
     @public_call("CheckpointManager.close")
     def close(self) -> None:
-        """Collective over the ranks of a save under way, and of all models that were saved asynchronously.
+        """Waits for a save in progress, and frees the staging memory and the communicators.
 
-        Wait for it, and give back the memory for copies, and what messages between ranks have taken.
+        Collective over the ranks of the save, and of all models that were saved asynchronously.
 
         Raises:
             CheckpointError: the save has failed, on any rank.
@@ -221,41 +221,40 @@ class CheckpointManager:
             self._let_go()
 
     def latest(self) -> Path | None:
-        """Not collective. The checkpoint of the highest step in the folder, None where there is none.
+        """The checkpoint of the highest step in the folder, None without one; it may be damaged. Not collective.
 
-        It may be damaged. On a shared file system ranks may see what another has done at different times.
+        On a shared file system ranks may see another rank's file at different times.
         """
         return catalog.latest(self.directory)
 
     @public_call("CheckpointManager.load_latest")
     def load_latest(self, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> CheckpointInfo | None:
-        """Collective over the model's ranks. Load the checkpoint of the highest step that is not damaged.
+        """Collective over the model's ranks. Loads the checkpoint of the highest step that is not damaged.
 
-        One that any rank finds damaged or cannot read is passed over, with a warning in the log that names it, and the
-        one before it is loaded; see ``passed_over``.
+        A checkpoint that any rank cannot read is passed over, with a warning in the log, and the one before it is
+        loaded; see ``passed_over``.
 
         Args:
             model, optimizer: see ``load``.
 
         Returns:
-            What ``load`` returns, with the path; None if the folder holds no checkpoints.
+            The result of ``load``; None if the folder holds no checkpoints.
 
         Raises:
             CheckpointMismatchError: a checkpoint belongs to another model or optimizer. Older ones are not tried.
-            CheckpointCorruptError: there are checkpoints, and none can be loaded.
+            CheckpointCorruptError: there are checkpoints, but none can be loaded.
         """
         self._check_open()
         self.wait()
         comm = communicator_of(model)
         found: list[Path] = []
-        enter(comm, "CheckpointManager.load_latest", lambda: {"directory": GivenPath(self.directory)})
+        compare_calls(comm, "CheckpointManager.load_latest", lambda: {"directory": GivenPath(self.directory)})
         with raise_together(comm):
             if comm.rank == 0:
                 try:
                     found = catalog.checkpoint_files(self.directory)
                 except OSError as error:
-                    reason = os.strerror(error.errno) if error.errno else str(error)
-                    raise CheckpointError(f"{self.directory}: the folder cannot be listed: {reason}") from error
+                    raise CheckpointError(f"{self.directory}: the folder cannot be listed: {reason(error)}") from error
         found = comm.broadcast_object(found)
         self.passed_over = ()
         for path in reversed(found):
@@ -265,7 +264,7 @@ class CheckpointManager:
                     log.warning("went back to %s step=%d", path, info.step)
                 return info
         if found:
-            lines = "".join(f"\n  {path.name}: {reason}" for path, reason in self.passed_over)
+            lines = "".join(f"\n  {path.name}: {problem}" for path, problem in self.passed_over)
             error = CheckpointCorruptError(f"{self.directory}: none of its checkpoints can be loaded:{lines}")
             error.raised_on_all_ranks = True
             raise error
@@ -274,7 +273,7 @@ class CheckpointManager:
     def _load(
         self, comm: Communicator, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> CheckpointInfo | None:
-        """Load, or note why not; the same on all ranks."""
+        """Loads, or records the reason why not; the same on all ranks."""
         while True:
             info, error = None, None
             try:
@@ -282,8 +281,8 @@ class CheckpointManager:
                     info = load(path, model=model, optimizer=optimizer, names=self._names)
             except CheckpointError as caught:
                 error = caught
-            told = None if error is None else (type(error), str(error))
-            problems = [problem for problem in comm.all_gather_object(told) if problem is not None]
+            own = None if error is None else (type(error), str(error))
+            problems = [problem for problem in comm.all_gather_object(own) if problem is not None]
             if not problems:
                 return info
             for kind, message in problems:
@@ -291,10 +290,10 @@ class CheckpointManager:
                     raise error if isinstance(error, kind) else kind(message)
             if all(issubclass(kind, CheckpointReplacedError) for kind, _ in problems):
                 continue  # a job that saves the same step: its file is as good
-            reason = problems[0][1].replace(f"{path}: ", "", 1)
-            self.passed_over += ((path, reason),)
+            problem = problems[0][1].replace(f"{path}: ", "", 1)
+            self.passed_over += ((path, problem),)
             if comm.rank == 0:
-                log.warning("%s cannot be loaded, the one before it is tried: %s", path, reason)
+                log.warning("%s cannot be loaded, the one before it is tried: %s", path, problem)
             return None
 
     def _advance(self, *, wait: bool) -> None:
@@ -310,7 +309,7 @@ class CheckpointManager:
                 self._last, self._pending = self._pending, None
 
     def _committed(self, path: Path, step: int, began_s: float) -> None:
-        """On rank 0: tell of the file, and remove what is not to be kept. It is safe: nothing here is its failure."""
+        """On rank 0: logs the save and removes old checkpoints. The file is safe: errors here do not fail the save."""
         seconds = time.perf_counter() - began_s
         self._has_saved = True
         try:
@@ -319,8 +318,8 @@ class CheckpointManager:
             removal = retention.plan_removal(
                 self.directory, keep_last=self._keep_last, keep_every=self._keep_every, spare=(path,)
             )
-            for damaged, reason in removal.damaged.items():
-                log.warning("%s is damaged: %s", damaged, reason)
+            for damaged, problem in removal.damaged.items():
+                log.warning("%s is damaged: %s", damaged, problem)
             retention.remove(self._files, removal.going)
             for old in removal.going:
                 log.info("removed %s", old)
@@ -334,14 +333,14 @@ class CheckpointManager:
             return
         self._warned = True
         log.warning(
-            "saved step=%d, but %s is of a higher step, which counts as newer for load_latest and for what is kept: "
+            "saved step=%d, but %s is of a higher step, which counts as newer for load_latest and keep_last: "
             "remove it if it is of another run",
             step,
             newest,
         )
 
     def _sweep(self) -> None:
-        """Remove what savers have left behind, from time to time: the folder and its checkpoints are looked through."""
+        """Removes abandoned files from time to time: it reads the whole folder."""
         now_s = time.monotonic()
         if self._swept_s is not None and now_s - self._swept_s < catalog.ABANDONED_AFTER_S:
             return
@@ -351,7 +350,7 @@ class CheckpointManager:
             log.info("removed %s, which a save had left behind", left)
 
     def _own_communicator(self, comm: Communicator) -> Communicator:
-        """Collective over `comm`, the first time. One of the same ranks, for saves under way alone."""
+        """A communicator of the same ranks, for saves in progress alone. Collective over `comm`, the first time."""
         for known, own in self._comms:
             if known == comm:  # of a group of torch there are several objects
                 return own
@@ -362,7 +361,7 @@ class CheckpointManager:
         return self._comms[-1][1]
 
     def _ring_of(self, nbytes: int, *, for_gpu: bool) -> Ring:
-        """A ring for so many bytes, as far as that is allowed, that no thread uses any more."""
+        """A ring of at most `staging_bytes` that no thread uses."""
         if self._last is not None:
             self._last.wait_for_threads()  # one that has failed on another rank
             self._last = None
@@ -386,28 +385,3 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError(f"{self.directory}: this CheckpointManager has been closed: make another one")
-
-
-def _checked(step: Any) -> int:
-    """A step.
-
-    Raises:
-        UsageError: it is none.
-    """
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise UsageError(f"step must be a whole number, not {step!r}") from None
-    if number < 0:
-        raise UsageError(f"step must be at least 0, not {number}")
-    return number
-
-
-def _on_gpu(tensors: Iterable[StateTensor]) -> bool:
-    return any(piece.tensor.is_cuda for tensor in tensors for piece in tensor.pieces)
-
-
-def _captured(content: Content) -> Content:
-    """With copies of arrays that users may change."""
-    small = {path: np.array(value) if isinstance(value, np.ndarray) else value for path, value in content.small.items()}
-    return replace(content, small=small)

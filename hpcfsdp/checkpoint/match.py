@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint belong to which of a model. Pure."""
+"""Matches tensors of a checkpoint with those of a model. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.index import CheckpointIndex
-from hpcfsdp.checkpoint.inspect.names import hits, matching
+from hpcfsdp.checkpoint.inspect.names import match_names, matching
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, nearest
 from hpcfsdp.state.tensors import StateTensor
 from hpcfsdp.state.wrappers import CHILD, NUM_AVERAGED
@@ -25,13 +25,12 @@ _WRAPPED = re.compile(rf"(?:{CHILD}\.)*")
 
 @dataclass(frozen=True)
 class FileNames:
-    """What the parameters and modules of a model are called in a file.
+    """Names of parameters and modules in a file.
 
-    As in the model, unless every name in the file begins with the name of a wrapper's child (``module.``), as those of
-    a ``DistributedDataParallel`` in other programs' files do.
+    They equal the model's, unless every name in the file begins with the name of a wrapper's child (``module.``), as in
+    other programs' files of a ``DistributedDataParallel``.
 
     Attributes:
-        index: of the file.
         known: the model's names.
     """
 
@@ -40,7 +39,7 @@ class FileNames:
 
     @cached_property
     def prefix(self) -> str:
-        """What names in the file have before those of the model."""
+        """The text before the model's names in the file."""
         paths = (*self.index.tensors, *self.index.links)
         there = {path.removeprefix(_MODEL) for path in paths if path.startswith(_MODEL)} - {NUM_AVERAGED}
         if not there.isdisjoint(self.known):  # it may be a part of a model with a module that is called so
@@ -48,15 +47,15 @@ class FileNames:
         return f"{CHILD}." * max(0, _depth(there) - _depth(self.known))
 
     def in_file(self, name: str) -> str:
-        """What is called so in the model."""
+        """The name in the file, by that in the model."""
         return name if name == NUM_AVERAGED else self.prefix + name
 
     def in_model(self, name: str) -> str:
-        """What is called so in the file."""
+        """The name in the model, by that in the file."""
         return name.removeprefix(self.prefix)
 
     def optimizer(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Scalars by ``name/key`` and ``param_groups`` of the file's optimizer, by the names in the model."""
+        """Scalars by ``name/key`` and ``param_groups`` of the file's optimizer, by names in the model."""
         scalars, groups = dict(self.index.scalars or {}), list(self.index.param_groups or ())
         if self.prefix:
             scalars = {self.in_model(name): value for name, value in scalars.items()}
@@ -64,40 +63,35 @@ class FileNames:
         return scalars, groups
 
     def patterns(self, patterns: Iterable[str]) -> list[str]:
-        """Patterns of names in the model, as such of names in the file; those that match there stay as they are."""
+        """Patterns of names in the model as patterns of names in the file; patterns that match there stay."""
         known = [*self.index.tensors, *self.index.links]
         return [
-            each if not self.prefix or hits(each, known) else self.prefix + each.removeprefix(_MODEL)
+            each if not self.prefix or match_names(each, known) else self.prefix + each.removeprefix(_MODEL)
             for each in patterns
         ]
 
     def has_chosen(self, patterns: Iterable[str], names: Iterable[str]) -> bool:
-        """Whether a pattern matches one of the names of something in the model, or what that is called in the file."""
+        """Whether a pattern matches one of these names of the model, or its name in the file."""
         paths = [_MODEL + each for name in names for each in (name, self.in_file(name))]
-        return any(hits(pattern, paths) for pattern in patterns)
+        return any(match_names(pattern, paths) for pattern in patterns)
 
     def paths(self, tensor: StateTensor) -> list[str]:
-        """What a tensor of the model may be called in the file."""
+        """Possible paths of a tensor of the model in the file."""
         return [_MODEL + self.in_file(name) for name in (tensor.name, *tensor.aliases)]
 
     def path_in(self, tensor: StateTensor) -> str | None:
-        """What a tensor of the model is called in the file, if that has it."""
+        """The path of a tensor of the model in the file, if it is there."""
         index = self.index
         return next((path for path in self.paths(tensor) if path in index.tensors or path in index.links), None)
 
 
 def _depth(names: Iterable[str]) -> int:
-    """How many wrappers all names go through."""
+    """The number of wrappers in all names."""
     return min((len(_WRAPPED.match(name)[0]) for name in names), default=0) // len(f"{CHILD}.")
 
 
 def check_patterns(names: Sequence[str] | None) -> None:
-    """Raise unless `names` are patterns of names, or None.
-
-    Raises:
-        TypeError: they are a string, or of another kind.
-        ValueError: there are none.
-    """
+    """Raises TypeError or ValueError unless `names` is a list of patterns, or None."""
     if names is None:
         return
     if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
@@ -109,48 +103,45 @@ def check_patterns(names: Sequence[str] | None) -> None:
 def chosen_of(
     tensors: Sequence[StateTensor], modules: Mapping[str, nn.Module], patterns: Sequence[str]
 ) -> tuple[list[StateTensor], dict[str, nn.Module], set[str]]:
-    """Those of a model's tensors and modules with a state that patterns match, and all names of these tensors.
+    """The tensors, and modules with extra state, that match the patterns, and all names of these tensors.
 
-    Raises:
-        CheckpointError: a pattern matches no tensor; names the nearest.
+    Raises CheckpointError, with the nearest name, if a pattern matches no tensor.
     """
     of_name = {_MODEL + name: tensor.name for tensor in tensors for name in (tensor.name, *tensor.aliases)}
     chosen: set[str] = set()
     for pattern in patterns:
-        here = hits(pattern, of_name)
-        if not here and not hits(pattern, [_MODEL + name for name in modules]):
+        here = match_names(pattern, of_name)
+        if not here and not match_names(pattern, [_MODEL + name for name in modules]):
             hint = nearest(pattern.removeprefix(_MODEL), [path.removeprefix(_MODEL) for path in of_name])
             raise CheckpointError(f"no tensor of the model matches {pattern!r}{hint}")
         chosen.update(of_name[path] for path in here)
     found = [tensor for tensor in tensors if tensor.name in chosen]
-    states = {n: module for n, module in modules.items() if any(hits(each, [_MODEL + n]) for each in patterns)}
+    states = {n: module for n, module in modules.items() if any(match_names(each, [_MODEL + n]) for each in patterns)}
     return found, states, chosen.union(*(tensor.aliases for tensor in found))
 
 
 @dataclass(frozen=True)
 class Match:
-    """Names of tensors of the model that are in the file, that are not, and of those of the file that are not in it."""
+    """Names of the model's tensors in the file, those missing in the file, and those only in the file."""
 
     found: frozenset[str]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     states: frozenset[str]
-    """Of modules, beside tensors: those that the file has as well."""
+    """Modules with extra state in the file."""
 
 
 def match_model(
     files: FileNames, tensors: Sequence[StateTensor], states: Collection[str], names: Sequence[str] | None, strict: bool
 ) -> Match:
-    """What of a model the file holds.
+    """Matches a model with the file.
+
+    Raises CheckpointError if a pattern matches nothing in the file, CheckpointMismatchError with a list of missing,
+    unexpected and different tensors.
 
     Args:
-        tensors: of the model.
-        states: names of what modules keep beside tensors.
+        states: names of modules with extra state.
         names, strict: as ``load`` takes them.
-
-    Raises:
-        CheckpointError: a pattern matches nothing in the file.
-        CheckpointMismatchError: the file is of another model; the message lists what is missing, unexpected, different.
     """
     index = files.index
     there = {path for path in (*index.tensors, *index.links) if path.startswith(_MODEL)}
@@ -177,9 +168,10 @@ def match_model(
     if lines:
         shown = lines[:40] + ([f"  ... and {len(lines) - 40} more"] if len(lines) > 40 else [])
         is_part = strict and len(lines) == len(missing) < len(targets)
-        what = "holds a part of the model alone: load it with names= of that part, or strict=False"
-        what = what if is_part else "the checkpoint is of another model"
-        raise CheckpointMismatchError(f"{index.info.path}: {what}\n" + "\n".join(shown))
+        problem = "the checkpoint is of another model"
+        if is_part:
+            problem = "holds a part of the model alone: load it with names= of that part, or strict=False"
+        raise CheckpointMismatchError(f"{index.info.path}: {problem}\n" + "\n".join(shown))
     return Match(
         frozenset(tensor.name for tensor in targets if tensor.name not in missing),
         tuple(sorted(missing)),
@@ -189,7 +181,7 @@ def match_model(
 
 
 def _differences(files: FileNames, tensor: StateTensor) -> list[str]:
-    """What of a tensor, if the file has it, is not as in the model, in lines to be shown."""
+    """Messages about differences between a tensor in the file and in the model."""
     index, path = files.index, files.path_in(tensor)
     if path is None:
         return []
@@ -201,19 +193,19 @@ def _differences(files: FileNames, tensor: StateTensor) -> list[str]:
             f"  differing: {tensor.name} is {list(spec.shape)} {spec.dtype} in the file, "
             f"{list(tensor.shape)} {dtype} in the model"
         )
-    own = {further: index.links.get(further, further) for further in files.paths(tensor) if further != path}
+    own = {alias: index.links.get(alias, alias) for alias in files.paths(tensor) if alias != path}
     return lines + [
-        f"  differing: {files.in_model(further.removeprefix(_MODEL))} is a tensor of its own in the file, tied to "
+        f"  differing: {files.in_model(alias.removeprefix(_MODEL))} is a tensor of its own in the file, tied to "
         f"{tensor.name} in the model"
-        for further, real in own.items()
+        for alias, real in own.items()
         if real in index.tensors and not _same_elements(index, path, real)
     ]
 
 
 def _same_elements(index: CheckpointIndex, one: str, other: str) -> bool:
-    """Whether two tensors of a file are equal bit by bit, as their checksums say.
+    """Whether two tensors of a file are equal bit by bit, by their checksums.
 
-    Writers that know nothing of ties, as torch.distributed.checkpoint does, have a tensor for each name.
+    Writers that do not record ties, as torch.distributed.checkpoint, write a tensor for each name.
     """
     left, right = index.resolve(one), index.resolve(other)
     fields = ["start", "numel", "count", "stride", "checksum"]

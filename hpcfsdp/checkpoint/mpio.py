@@ -1,7 +1,7 @@
 """All ranks write one file together, through HDF5 and MPI-IO. Needs an h5py that was built for MPI.
 
-The file has the same bytes as one that each rank writes its ranges of: HDF5 is given a file that is complete but for
-the tensors, and writes those. What it may have changed of the rest is written again at the commit.
+The file has the same bytes as with other writers: HDF5 opens a file that is complete except for the tensors, and
+writes those. The commit writes again what HDF5 may have changed of the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 
 from hpcfsdp.checkpoint.content import bytes_in_memory
-from hpcfsdp.checkpoint.draft import BytesOf, errors_of
+from hpcfsdp.checkpoint.draft import BytesOf, naming_write_errors
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.skeleton import select
 from hpcfsdp.checkpoint.save_plan import SavePlan
@@ -41,21 +41,17 @@ class MpioWriter(PosixWriter):
 
     @classmethod
     def check_usable(cls) -> None:
-        """Not collective.
-
-        Raises:
-            CheckpointError: this h5py knows nothing of MPI.
-        """
+        """Raises CheckpointError if this h5py does not support MPI. Not collective."""
         if not h5py.get_config().mpi:
             raise CheckpointError(
                 'writer="mpio" needs an h5py that was built for MPI, which the wheels are not (docs/file-systems.md '
-                'tells how to build it); or save with writer="posix", which writes the same bytes'
+                'describes the build); or save with writer="posix", which writes the same bytes'
             )
 
     def begin(self) -> None:
-        """Make the file on rank 0: what HDF5 has to know of it, and room for the tensors."""
+        """Makes the file on rank 0: HDF5's metadata, and room for the tensors."""
         super().begin()
-        with raise_together(self._comm), errors_of(self._draft.path):
+        with raise_together(self._comm), naming_write_errors(self._draft.path):
             if self._skeleton is not None:
                 with self._draft.opened() as fd:
                     # Where a collective write fails on one rank, some MPI libraries leave the others waiting.
@@ -65,13 +61,10 @@ class MpioWriter(PosixWriter):
                     self._draft.files.sync(fd)  # another node's HDF5 reads it
 
     def write(self, tensors: Sequence[StateTensor]) -> None:
-        """Write this rank's blocks, and force them to the disk.
+        """Writes this rank's blocks and syncs them. `tensors` are in the plan's order.
 
-        Every rank makes the same calls of HDF5 in the same order, with nothing to write where it has nothing, and also
-        after one of them has failed: an error is raised when all have come to the end of a stage.
-
-        Args:
-            tensors: as the plan has them.
+        Every rank makes the same calls of HDF5 in the same order, even without data, and after a failure: errors are
+        raised when all ranks have finished a stage.
         """
         comm, draft, plan = self._comm, self._draft, self._content.plan
         own = plan.blocks_of(comm.rank)
@@ -79,25 +72,25 @@ class MpioWriter(PosixWriter):
         stages = by_stage(tensors)  # the same on all ranks
         with self._hdf5() as file:
             writer = _Blocks(plan, own, file, bytes_in_memory(plan, tensors), self._sums)
-            with raise_together(comm), errors_of(draft.path):
+            with raise_together(comm), naming_write_errors(draft.path):
                 writer.write(stages.get(None, ()))
             for staged in staged_of(tensors):
                 staged.gather()
-                with raise_together(comm), errors_of(draft.path):
+                with raise_together(comm), naming_write_errors(draft.path):
                     writer.write(stages[staged])
                 staged.free()
-        with raise_together(comm), errors_of(draft.path), draft.opened() as fd:
+        with raise_together(comm), naming_write_errors(draft.path), draft.opened() as fd:
             draft.files.sync(fd)
 
     @contextlib.contextmanager
     def _hdf5(self) -> Iterator[h5py.File]:
-        """Collective. The file, opened by all ranks; an error of opening or closing it is one of all ranks."""
-        ranks = self._comm.all_gather_object(_rank_in_mpi())
-        with raise_together(self._comm), errors_of(self._draft.path):
+        """Opens the file on all ranks; errors of opening and closing are raised on all ranks. Collective."""
+        ranks = self._comm.all_gather_object(load_mpi().COMM_WORLD.rank)
+        with raise_together(self._comm), naming_write_errors(self._draft.path):
             mpi = _mpi_of(ranks)
         file: h5py.File | None = None
         try:
-            with raise_together(self._comm), errors_of(self._draft.path):
+            with raise_together(self._comm), naming_write_errors(self._draft.path):
                 file = h5py.File(self._draft.partial, "r+", driver="mpio", comm=mpi, libver=schema.LIBVER)
             yield file
         except BaseException:
@@ -106,18 +99,18 @@ class MpioWriter(PosixWriter):
                     file.close()
             raise
         else:
-            with raise_together(self._comm), errors_of(self._draft.path):
+            with raise_together(self._comm), naming_write_errors(self._draft.path):
                 file.close()
         finally:
             mpi.Free()
 
 
 class _Blocks:
-    """Writes this rank's blocks of tensors, in calls of which all ranks make the same number.
+    """Writes this rank's blocks of tensors. All ranks make the same number of calls.
 
     Args:
         own: places of this rank's blocks in the plan.
-        sums: of its blocks, to be filled.
+        sums: filled with the checksums of its blocks.
     """
 
     def __init__(self, plan: SavePlan, own: np.ndarray, file: h5py.File, bytes_of: BytesOf, sums: np.ndarray) -> None:
@@ -128,7 +121,7 @@ class _Blocks:
         self._together.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
 
     def write(self, tensors: Sequence[int]) -> None:
-        """Collective. Write what this rank has of these tensors; raises the first error when all is through."""
+        """Writes this rank's blocks of these tensors; raises the first error at the end. Collective."""
         problems: list[Exception] = []
         for tensor in tensors:
             dataset = self._file[self._plan.specs[tensor].path].id
@@ -136,17 +129,17 @@ class _Blocks:
             edges = self._first[tensor] + np.arange(self._calls[tensor] + 1) * BLOCKS_AT_ONCE
             edges = np.minimum(edges, self._first[tensor + 1]).tolist()
             for begin, end in pairwise(edges):
-                what = _nothing(dataset)
+                transfer = _nothing(dataset)
                 if begin < end and not problems:
                     with _kept(problems):
-                        what = self._blocks(tensor, dataset, begin, end)
+                        transfer = self._blocks(tensor, dataset, begin, end)
                 with _kept(problems):
-                    dataset.write(*what, kind, self._together)
+                    dataset.write(*transfer, kind, self._together)
         if problems:
             raise problems[0]
 
     def _blocks(self, tensor: int, dataset: h5py.h5d.DatasetID, begin: int, end: int) -> _Transfer:
-        """Not collective. The blocks from one to another of this rank's, and their checksums noted."""
+        """The transfer of some of this rank's blocks; stores their checksums. Not collective."""
         spec, places = self._plan.specs[tensor], self._own[begin:end]
         data = [self._bytes_of(int(place)) for place in places]
         self._sums[begin:end] = [schema.checksum(block) for block in data]
@@ -161,7 +154,7 @@ class _Blocks:
 
 
 def _nothing(dataset: h5py.h5d.DatasetID) -> _Transfer:
-    """What a rank takes part with that has nothing to write."""
+    """The transfer of a rank without data."""
     here, there = h5py.h5s.create_simple((1,)), dataset.get_space()
     here.select_none()
     there.select_none()
@@ -170,7 +163,7 @@ def _nothing(dataset: h5py.h5d.DatasetID) -> _Transfer:
 
 @contextlib.contextmanager
 def _kept(problems: list[Exception]) -> Iterator[None]:
-    """Keep an error for later: the other ranks wait for this one in the next call."""
+    """Keeps an error for later: the other ranks wait for this one in the next call."""
     try:
         yield
     except Exception as error:
@@ -178,7 +171,7 @@ def _kept(problems: list[Exception]) -> Iterator[None]:
 
 
 def calls_by_tensor(plan: SavePlan) -> np.ndarray:
-    """For each tensor, how often every rank has to call HDF5, until the one with the most blocks is done. Pure."""
+    """For each tensor, the number of HDF5 calls that the rank with the most blocks needs. Pure."""
     keys = plan.blocks["tensor"].astype(np.int64) * plan.num_ranks + plan.blocks["rank"]
     keys, counts = np.unique(keys, return_counts=True)
     most = np.zeros(len(plan.specs), np.int64)
@@ -186,16 +179,8 @@ def calls_by_tensor(plan: SavePlan) -> np.ndarray:
     return -(-most // BLOCKS_AT_ONCE)
 
 
-def _rank_in_mpi() -> int:
-    return load_mpi().COMM_WORLD.rank
-
-
 def _mpi_of(ranks: Sequence[int]) -> Any:
-    """Collective over these ranks of MPI. A communicator of them, in this order.
-
-    Raises:
-        CheckpointError: they were not started by MPI.
-    """
+    """An MPI communicator of these ranks, in this order. Collective over them. Raises CheckpointError without MPI."""
     if len(set(ranks)) < len(ranks):
         raise CheckpointError('writer="mpio" needs ranks that mpirun or srun has started; save with writer="posix"')
     world = load_mpi().COMM_WORLD

@@ -1,7 +1,7 @@
-"""Files that hold a part of a checkpoint's tensors, beside the file that is the checkpoint. Not collective.
+"""Part files: each stores the tensors' elements that one node wrote, next to the checkpoint file. Not collective.
 
-One such file stands for each node that wrote. Its name is of one save alone, so that an old checkpoint and a new one
-never share a part; a checkpoint knows its parts by name, size and the digest of their seals.
+A part's name is unique to one save, so that an old checkpoint and a new one never share a part; a checkpoint records
+name, size and seal digest of its parts.
 """
 
 from __future__ import annotations
@@ -21,17 +21,13 @@ from hpcfsdp.errors import CheckpointError
 _NAME = re.compile(r"(?P<stem>.+)\.[0-9a-f]{8}\.node-\d+\.h5")
 _PARTIAL_NAME = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]+\.partial")
 _LOOKED_AT = 64 << 20
-"""Bytes at the beginning of a file, among which those of HDF5's own lie that tell of other files."""
+"""Bytes at the beginning of a file that contain HDF5's metadata, with the names of other files."""
 
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
 def part_path(path: Path, token: str, node: int) -> Path:
-    """Where the checkpoint `path` has the tensors' elements that the ranks of a node write.
-
-    Args:
-        token: of one save alone: 8 hexadecimal digits.
-    """
+    """The path of a node's part of the checkpoint `path`. The token of the save has 8 hexadecimal digits."""
     return path.with_name(f"{path.stem}.{token}.node-{node}.h5")
 
 
@@ -41,20 +37,15 @@ def is_part(path: Path) -> bool:
 
 
 def parts_of(path: Path, files: Files | None = None) -> list[Path]:
-    """The parts that a checkpoint names, whether they are there or not; none for one that is whole by itself.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """The paths of a checkpoint's parts, whether they exist or not."""
     index = open_index(path, files)
     return [_folder_of(path) / part.name for part in index.parts]
 
 
 def owned_parts(path: Path, files: Files | None = None) -> list[Path]:
-    """The parts that are of no use when `path` is removed or replaced; none where that is not certain.
+    """The parts that become useless when `path` is removed or replaced; none where that is uncertain.
 
-    A checkpoint that has a second name, by a hard or a symbolic link, goes on to need its parts, and so does a copy of
-    it in the same folder.
+    Hard and symbolic links to a checkpoint, and copies of it in the same folder, still need its parts.
     """
     candidates = {part.name for part in _named_after(path)}
     if not candidates:  # the usual case, and opening a large index takes a while
@@ -71,13 +62,10 @@ def owned_parts(path: Path, files: Files | None = None) -> list[Path]:
 
 
 def remove_checkpoint(files: Files, path: Path) -> None:
-    """Remove a checkpoint and the parts that it has to itself. A process that is reading one of the files goes on to.
+    """Removes a checkpoint and the parts that only it needs. Processes that have them open can still read them.
 
-    The checkpoint goes first: there is never one that lacks a part. Where it is damaged its parts cannot be known; they
-    stay, and ``abandoned_parts`` finds them.
-
-    Raises:
-        OSError: a file cannot be removed.
+    The checkpoint goes first, so that none ever lacks a part. The parts of a damaged checkpoint are unknown; they stay
+    until ``abandoned_parts`` finds them. Raises OSError where a file cannot be removed.
     """
     own = owned_parts(path, files)
     files.remove(path)
@@ -85,11 +73,7 @@ def remove_checkpoint(files: Files, path: Path) -> None:
 
 
 def remove_parts(files: Files, folder: Path, parts: list[Path]) -> None:
-    """Remove parts in a folder that no checkpoint names any more.
-
-    Raises:
-        OSError: one cannot be removed.
-    """
+    """Removes parts that no checkpoint of the folder needs any more; raises OSError where that fails."""
     if parts:
         files.sync_folder(folder)  # the checkpoint that named them must not come back without them
     for part in parts:
@@ -97,16 +81,14 @@ def remove_parts(files: Files, folder: Path, parts: list[Path]) -> None:
 
 
 def abandoned_parts(folder: Path, now_s: float, stem: str | None = None) -> list[Path]:
-    """Parts, whole or partial, that savers left behind: old, and named by no checkpoint of the folder.
+    """Parts, complete or partial, that saves left behind: old, and not named by any checkpoint of the folder.
 
-    Where a file of the folder may be a checkpoint, but cannot be read, all whole parts are taken to be its own.
+    If a possible checkpoint of the folder cannot be read, no complete part counts as abandoned. Raises OSError if the
+    folder cannot be read.
 
     Args:
-        now_s: Unix time. What was written to less than ``ABANDONED_AFTER_S`` before is not abandoned.
-        stem: of the checkpoint's name; None for those of all checkpoints of the folder.
-
-    Raises:
-        OSError: the folder cannot be read.
+        now_s: Unix time. Parts written less than ``ABANDONED_AFTER_S`` before are not abandoned.
+        stem: of the checkpoint's name; None for all checkpoints of the folder.
     """
     whole, partial = [], []
     for path in sorted(folder.iterdir()):
@@ -124,7 +106,7 @@ def abandoned_parts(folder: Path, now_s: float, stem: str | None = None) -> list
 
 
 def _checkpoints(folder: Path) -> Iterator[Path]:
-    """HDF5 files of a folder, under whatever name, that are not named as parts."""
+    """HDF5 files of a folder, under any name, that are not named as parts."""
     for path in folder.iterdir():
         if path.is_file() and not is_part(path) and not path.name.endswith(".partial"):
             with path.open("rb") as file:
@@ -133,13 +115,10 @@ def _checkpoints(folder: Path) -> Iterator[Path]:
 
 
 def _may_name(path: Path, names: list[str], seal: Seal | None) -> bool:
-    """Whether an HDF5 file names one of these parts, of which the checkpoint with this seal does.
+    """Whether an HDF5 file may name one of these parts of the checkpoint with this seal.
 
-    Names are of one save alone, which has sealed one file: another sealed one that has them is a copy of it. In a file
-    that other programs have written they are looked for.
-
-    Raises:
-        OSError: it cannot be read.
+    A sealed file names them only if it is a copy of the checkpoint, because names are unique to a save. Files of other
+    programs are searched for the names.
     """
     with path.open("rb") as file:
 
@@ -156,7 +135,7 @@ def _may_name(path: Path, names: list[str], seal: Seal | None) -> bool:
 
 
 def _named_after(path: Path) -> list[Path]:
-    """Parts that bear the name of a checkpoint, of whichever save."""
+    """Parts with the name of a checkpoint, of any save."""
     with contextlib.suppress(OSError):
         found = (_NAME.fullmatch(other.name) for other in path.parent.iterdir())
         return [path.with_name(match.string) for match in found if match and match["stem"] == path.stem]
@@ -164,5 +143,5 @@ def _named_after(path: Path) -> list[Path]:
 
 
 def _folder_of(path: Path) -> Path:
-    """Where the parts of a checkpoint lie, as HDF5 looks for them too: beside the file itself, not a link to it."""
+    """The folder of a checkpoint's parts, as HDF5 resolves it: that of the file itself, not of a link to it."""
     return Path(os.path.realpath(path)).parent

@@ -1,15 +1,16 @@
-"""A checkpoint that is written by a thread while training goes on, and committed at a later step boundary.
+"""Writes a checkpoint in threads while training goes on, and commits it at a later step.
 
-The thread that trains copies bytes and takes part in all messages between ranks; others lay the file out, compute
-checksums and work on the disk. None ever forks the process.
+The training thread copies bytes and makes all communication between ranks; other threads lay the file out, compute
+checksums and write. None forks the process.
 
-So that writing needs no message, every rank lays the file out by itself: where tensors begin depends on nothing that
-ranks may have differently. The small values, of which rank 0's count, are put behind the tensors.
+Writing needs no communication because every rank lays the file out by itself: the places of tensors depend only on
+values that are equal on all ranks. The small values, which only rank 0 knows, follow the tensors.
 """
 
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -17,14 +18,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from hpcfsdp.checkpoint.content import Content, memory_of_blocks
-from hpcfsdp.checkpoint.draft import BlockWriter, Draft, DraftMissingError, errors_of, extent_rows
+from hpcfsdp.checkpoint.draft import BlockWriter, Draft, DraftMissingError, extent_rows, naming_write_errors
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.skeleton import Skeleton, build_skeleton
 from hpcfsdp.checkpoint.staging import Ring
@@ -51,55 +53,42 @@ LOOK_S = 0.1
 T = TypeVar("T")
 
 
-class Task(Generic[T]):
-    """Work on a checkpoint in a thread of its own, which the end of the program does not wait for."""
+class Task(Future[T]):
+    """Work on a checkpoint in a daemon thread, which the end of the program does not wait for."""
 
     def __init__(self, path: Path, work: Callable[[], T]) -> None:
-        self._path, self._work = path, work
-        self._error: BaseException | None = None
-        self._ended = threading.Event()
-        threading.Thread(target=self._run, name="hpcfsdp-checkpoint", daemon=True).start()
-
-    @property
-    def is_done(self) -> bool:
-        return self._ended.is_set()
+        super().__init__()
+        self._path = path
+        threading.Thread(target=self._run, args=(work,), name="hpcfsdp-checkpoint", daemon=True).start()
 
     @property
     def has_failed(self) -> bool:
-        return self._error is not None
+        return self.done() and self.exception() is not None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end; whether it has come."""
-        return self._ended.wait(timeout_s)
+        """Waits for the end; whether it has come."""
+        return bool(concurrent.futures.wait([self], timeout_s).done)
 
-    def result(self) -> T:
-        """Wait for the end; what the work returned.
+    def result(self, timeout: float | None = None) -> T:
+        """As ``Future.result``, but errors of other kinds become a CheckpointError that names the file."""
+        error = self.exception(timeout)
+        if error is not None and not isinstance(error, HpcfsdpError):
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{self._path}: cannot write the checkpoint: {reason}") from error
+        return super().result()
 
-        Raises:
-            CheckpointError: what the work raised; of other kinds of errors, one that names the file and says what.
-        """
-        self._ended.wait()
-        if self._error is None:
-            return self._result
-        if isinstance(self._error, HpcfsdpError):
-            raise self._error
-        reason = f"{type(self._error).__name__}: {self._error}"
-        raise CheckpointError(f"{self._path}: cannot write the checkpoint: {reason}") from self._error
-
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], T]) -> None:
         try:
-            self._result = self._work()
+            self.set_result(work())
         except BaseException as error:
-            self._error = error
-        finally:
-            self._ended.set()
+            self.set_exception(error)
 
 
 class PendingSave:
-    """A checkpoint under way. Methods are collective over its ranks unless they say otherwise.
+    """A save in progress. Methods are collective over its ranks unless stated otherwise.
 
     Attributes:
-        path: what it will be called.
+        path: its final name.
         ended: whether it has been committed, or given up.
     """
 
@@ -114,9 +103,9 @@ class PendingSave:
         """Not collective; touches no disk.
 
         Args:
-            comm: over the ranks of the plan, for this alone: its messages come between those of a training.
-            ring: not in use. No block is larger.
-            committed: called on rank 0, in the thread that has committed the file.
+            comm: the ranks of the plan; used by this save alone, as its messages interleave with those of training.
+            ring: not in use; holds the largest block.
+            committed: called in a thread of rank 0 after the commit.
         """
         self.path, self.ended = draft.path, False
         self._comm, self._draft, self._content, self._ring, self._committed = comm, draft, content, ring, committed
@@ -128,16 +117,11 @@ class PendingSave:
         self._made_s: float | None = None
 
     def stage(self, tensors: Sequence[StateTensor]) -> None:
-        """Copy what is to be saved, and begin to write. When this returns, the tensors may be changed.
+        """Copies the tensors, in the plan's order, and begins to write. Afterwards the tensors may be changed.
 
-        Where all ranks' bytes fit into their rings, nothing is waited for. Bytes beyond wait until those before them
-        have been written. What has to be put together first is put together, copied and forgotten one after the other.
-
-        Args:
-            tensors: as the plan has them.
-
-        Raises:
-            CheckpointError: the file cannot be made, where that has to be waited for. There is nothing left of it.
+        Returns without waiting if all ranks' bytes fit into their rings. Further bytes wait until earlier ones are
+        written. Staged tensors are gathered, copied and freed one after the other. Raises CheckpointError if it waited
+        and the file cannot be made; the file is then removed.
         """
         comm, plan = self._comm, self._content.plan
         memory_of = memory_of_blocks(plan, tensors)
@@ -148,7 +132,7 @@ class PendingSave:
         try:
             with raise_together(comm):
                 self._put(first, memory_of, wait=False)
-            fits = not staged_of(tensors) and all(self._together(not first))
+            fits = not staged_of(tensors) and all(self._all_agree(not first))
             # Not before: it would take half of the time from the copies.
             self._laying = Task(self.path, self._lay_out)
             self._task = Task(self.path, self._write)
@@ -171,17 +155,16 @@ class PendingSave:
         self._ring.end()
 
     def advance(self) -> bool:
-        """Find out how all ranks are getting on, and take the next step where they can; whether it is committed.
+        """Compares the progress of all ranks and takes the next step if possible; whether the file is committed.
 
-        Raises:
-            CheckpointError: a rank could not write. All ranks raise, and the file is given up.
+        Raises CheckpointError on all ranks if one of them could not write; the file is then given up.
         """
         if self.ended:
             return True
         task = self._commit_task or (None if self._all_written else self._task)
         fine = task is None or not task.has_failed
-        made = self._comm.rank != 0 or (self._laying.is_done and not self._laying.has_failed)
-        all_done, all_fine, is_made = self._together(task is None or task.is_done, fine, made)
+        made = self._comm.rank != 0 or (self._laying.done() and not self._laying.has_failed)
+        all_done, all_fine, is_made = self._all_agree(task is None or task.done(), fine, made)
         if is_made:
             self._note_made()
         try:
@@ -197,24 +180,20 @@ class PendingSave:
         return self.ended
 
     def wait(self) -> None:
-        """Wait until it is committed.
-
-        Raises:
-            CheckpointError: as ``advance``.
-        """
+        """Waits until it is committed; raises as ``advance``."""
         while not self.advance():
             self.wait_for_threads(POLL_S)
 
     def wait_for_threads(self, timeout_s: float | None = None) -> None:
-        """Not collective. Wait until this rank's threads have nothing to do, at most for that long."""
+        """Waits until this rank's threads are idle, at most for that long. Not collective."""
         for task in (self._laying, self._task, self._commit_task):
             if task is not None:
                 task.wait(timeout_s)
 
     def give_up(self) -> None:
-        """Not collective. Let this rank's threads come to their end, and on rank 0 remove what there is of the file.
+        """Stops this rank's threads; rank 0 removes the file.
 
-        What another rank is just writing goes into a file without a name.
+        Not collective. Other ranks may still write to the unnamed file.
         """
         self.ended = True
         _uncommitted.pop(self, None)
@@ -225,7 +204,7 @@ class PendingSave:
             self._draft.discard()
 
     def leave(self) -> None:
-        """Not collective. The program ends: say so if the file is lost, and leave nothing half-written behind."""
+        """At the program's end: logs a lost file and removes the draft. Not collective."""
         if self._commit_task is not None and self._commit_task.wait() and not self._commit_task.has_failed:
             return  # rank 0 has come to the end of it alone
         if self._all_written and self._comm.rank != 0:
@@ -241,7 +220,7 @@ class PendingSave:
         self.give_up()
 
     def _go_on(self) -> None:
-        """Collective. Every rank is done with what it was at."""
+        """Takes the next step when every rank has finished its current task. Collective."""
         if self._all_written:
             self.ended = True
             _uncommitted.pop(self, None)
@@ -262,17 +241,17 @@ class PendingSave:
         self._all_written = True
 
     def _note_made(self) -> None:
-        """Rank 0 has made the file."""
+        """Notes when rank 0 made the file."""
         self._made_s = self._made_s or time.monotonic()
 
-    def _together(self, *facts: bool) -> list[bool]:
-        """Collective. Of each fact, whether it is one on all ranks."""
-        told = torch.tensor(facts, dtype=torch.int64, device=self._comm.device)
-        self._comm.all_reduce(told, "min")
-        return [bool(fact) for fact in told.tolist()]
+    def _all_agree(self, *facts: bool) -> list[bool]:
+        """Which of these facts hold on all ranks. Collective."""
+        agreed = torch.tensor(facts, dtype=torch.int64, device=self._comm.device)
+        self._comm.all_reduce(agreed, "min")
+        return [bool(fact) for fact in agreed.tolist()]
 
     def _put(self, places: deque[int], memory_of: Callable[[int], torch.Tensor], *, wait: bool = True) -> None:
-        """Copy blocks into the ring, as far as there is room for them, and take them from `places`."""
+        """Copies blocks into the ring while there is room, and removes them from `places`."""
         # In groups: to wake the writer for each of thousands of small blocks takes longer than to copy them. A small
         # ring is filled while it is emptied.
         most = min(BlockWriter.AT_ONCE, self._ring.nbytes // 4)
@@ -290,9 +269,9 @@ class PendingSave:
                 places.popleft()
 
     def _lay_out(self) -> Skeleton:
-        """In a thread: find out where tensors begin; on rank 0, make the file."""
+        """In a thread: lays the file out; rank 0 makes it."""
         content, is_first = self._content, self._comm.rank == 0
-        with errors_of(self.path):
+        with naming_write_errors(self.path):
             skeleton = build_skeleton(
                 content.plan.specs,
                 content.plan.links,
@@ -305,20 +284,20 @@ class PendingSave:
         return skeleton
 
     def _write(self) -> np.ndarray:
-        """In a thread: write what comes through the ring, and force it to the disk; the checksums, uint64."""
+        """In a thread: writes the blocks that come through the ring and syncs; their checksums, uint64."""
         draft, ring = self._draft, self._ring
         sums = np.zeros(len(self._own), np.uint64)
         try:
             offsets = self._laying.result().offsets
-            with errors_of(self.path), self._opened() as fd:
+            with naming_write_errors(self.path), self._opened() as fd:
                 views: dict[int, np.ndarray] = {}
                 blocks = BlockWriter(draft.files, fd, self._content.plan, offsets, views.__getitem__)
-                while taken := ring.take(BlockWriter.AT_ONCE):
-                    places = [block.key for block in taken]
-                    views.update((int(self._own[block.key]), np.asarray(block.arrived())) for block in taken)
+                while staged := ring.take(BlockWriter.AT_ONCE):
+                    places = [block.key for block in staged]
+                    views.update((int(self._own[block.key]), np.asarray(block.arrived())) for block in staged)
                     sums[places] = blocks.write(self._own[places])
                     views.clear()
-                    ring.release(taken)
+                    ring.release(staged)
                 if not ring.stopped:
                     draft.files.sync(fd)
         except BaseException:
@@ -344,7 +323,7 @@ class PendingSave:
 
     def _commit(self, sums: Sequence[bytes]) -> None:
         """In a thread of rank 0."""
-        with errors_of(self.path):
+        with naming_write_errors(self.path):
             skeleton = self._laying.result()
             self._draft.commit(skeleton, extent_rows(self._content.plan, skeleton.offsets, sums))
         self._committed(self.path)
@@ -357,12 +336,12 @@ _process = os.getpid()
 
 
 def _finish(saves: Iterable[PendingSave]) -> None:
-    """Collective over the ranks of each. Wait for all of them, and raise the first error."""
+    """Waits for all of them and raises the first error. Collective over the ranks of each."""
     problem: Exception | None = None
     for save in saves:
         try:
             save.wait()
-        except Exception as error:  # of whatever kind: the other ranks wait for the next one
+        except Exception as error:  # of any kind: the other ranks wait for the next one
             problem = problem or error
     if problem is not None:
         raise problem

@@ -1,4 +1,4 @@
-"""Values that are no tensors of a model, as what JSON and arrays can hold, and back to what they were."""
+"""Converts values that are no tensors of a model to JSON and arrays, and back."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpcfsdp.checkpoint.extra import array_of
 from hpcfsdp.errors import CheckpointError
 
 Place = tuple[int, ...]
 """Positions in lists and dicts, from outside inwards."""
 
 Types = tuple[tuple[Place, str], ...]
-"""Places in a value, and what stood there: "tuple", "tensor" or "bytes". Inner ones come before outer ones."""
+"""Places in a value, and the types there: "tuple", "tensor" or "bytes". Inner places come before outer ones."""
 
 
-def plain(name: str, value: Any) -> tuple[Any, Types]:
-    """A value with lists for tuples and arrays for tensors and bytes, and where there were some.
+def to_plain(name: str, value: Any) -> tuple[Any, Types]:
+    """A value with lists for tuples and arrays for tensors and bytes, and the places of these types.
 
-    Args:
-        name: of the entry, for the message.
-
-    Raises:
-        CheckpointError: something in it is of another type; names the entry.
+    Raises CheckpointError for other types; `name` of the entry is for its message.
     """
     types: list[tuple[Place, str]] = []
 
@@ -35,7 +32,7 @@ def plain(name: str, value: Any) -> tuple[Any, Types]:
         if isinstance(item, (list, tuple)) and (kind or type(item) is list):
             item = [visit(entry, (*path, place)) for place, entry in enumerate(item)]
         elif isinstance(item, torch.Tensor) and kind:
-            item = _array(name, item)
+            item = array_of(item, f"the state dict's {name!r} holds, in a tuple,", "; put it into a list or a dict")
         elif isinstance(item, (bytes, bytearray)):
             item = np.frombuffer(bytes(item), np.uint8)
         elif isinstance(item, np.generic) and item.dtype.kind in "biuf" and item.dtype.itemsize <= 8:
@@ -66,18 +63,8 @@ def _is_plain(item: Any) -> bool:
     return type(item) in (type(None), bool, int, float, str)
 
 
-def _array(name: str, tensor: torch.Tensor) -> np.ndarray:
-    try:
-        return tensor.detach().resolve_conj().resolve_neg().cpu().numpy()
-    except (TypeError, NotImplementedError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the state dict's {name!r} holds, in a tuple, a tensor of {tensor.dtype} on {tensor.device}: {error}; put "
-            "it into a list or a dict"
-        ) from None
-
-
-def rebuilt(value: Any, types: Types) -> Any:
-    """Undo ``plain``."""
+def from_plain(value: Any, types: Types) -> Any:
+    """Undoes ``to_plain``."""
     value = copy.deepcopy(value)
     for path, kind in types:
         if not path:

@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder stay, and the removal of the others. Needs neither MPI nor torch."""
+"""Chooses which checkpoints of a folder stay, and removes the others. Needs neither MPI nor torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpcfsdp.checkpoint.catalog import abandoned_partials, checkpoint_files, step_of
-from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.files import Files, reason
 from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.parts import abandoned_parts, remove_checkpoint
 from hpcfsdp.checkpoint.reader import BlockReader
@@ -27,14 +28,14 @@ _reading_changes = threading.Lock()
 
 @dataclass(frozen=True)
 class Removal:
-    """What is to go from a folder.
+    """The removals of a folder.
 
     Attributes:
         going: files, lowest step first.
         staying: the others, lowest step first.
-        damaged: by file, what is wrong with it; of those that were looked at, from the newest down to the newest good.
-        good: the newest file that is a whole checkpoint, which never goes; None where nothing was to go, or if there is
-            none (then nothing goes).
+        damaged: descriptions of the damage by file; only files newer than `good` are checked.
+        good: the newest valid checkpoint, which never goes; None if nothing was to go, or none is valid (then nothing
+            goes).
     """
 
     going: tuple[Path, ...]
@@ -44,32 +45,29 @@ class Removal:
 
 
 def check_rules(keep_last: int | None, keep_every: int | None) -> None:
-    """Raise unless these are rules.
-
-    Raises:
-        UsageError: one that is no whole number, or not positive.
-    """
+    """Raises UsageError unless the rules are whole numbers of at least 1, or None."""
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-        if value is None:
-            continue
-        try:
-            number = operator.index(value)
-        except TypeError:
-            raise UsageError(f"{name} must be a whole number, not {value!r}") from None
-        if number < 1:
-            raise UsageError(f"{name} must be at least 1, not {value}: the newest checkpoint always stays")
+        if value is not None:
+            whole_number(name, value, least=1, hint=": the newest checkpoint always stays")
+
+
+def whole_number(name: str, value: Any, *, least: int, hint: str = "") -> int:
+    """An argument as int; raises UsageError unless it is a whole number of at least `least`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise UsageError(f"{name} must be a whole number, not {value!r}") from None
+    if number < least:
+        raise UsageError(f"{name} must be at least {least}, not {number}{hint}")
+    return number
 
 
 def which_to_remove(steps: Iterable[int], *, keep_last: int | None, keep_every: int | None) -> set[int]:
-    """The steps whose checkpoints are not to be kept. Pure.
+    """The steps of checkpoints to remove. Pure. Raises UsageError as ``check_rules``.
 
     Args:
-        steps: of all checkpoints, in any order.
-        keep_last: how many of the highest steps stay; None for 1 where `keep_every` is given, else for all.
+        keep_last: how many of the highest steps stay; None for 1 with `keep_every`, else for all.
         keep_every: multiples of this stay, too; None for none.
-
-    Raises:
-        UsageError: a number that is not positive.
     """
     check_rules(keep_last, keep_every)
     ordered = sorted(set(steps))
@@ -86,18 +84,11 @@ def plan_removal(
     keep_every: int | None,
     spare: Collection[Path] = (),
 ) -> Removal:
-    """Find out what is to go from a folder; not collective, removes nothing.
+    """Chooses the files to remove from a folder; not collective, removes nothing.
 
-    Before anything is to go the newest files are opened, one after the other, until one is good: its seal is right, and
-    with it all but the tensors' elements. That one stays, whatever the rules say; if none is good, all stay.
-
-    Args:
-        keep_last, keep_every: see ``which_to_remove``.
-        spare: files that stay in any case.
-
-    Raises:
-        UsageError: a number that is not positive.
-        OSError: the folder cannot be read.
+    Opens the newest files first, until one is valid: its seal is right, and with it everything but the tensors'
+    elements. That one stays, whatever the rules are; if none is valid, all stay. `spare` lists files that always stay.
+    Raises UsageError as ``check_rules``, OSError if the folder cannot be read.
     """
     files = checkpoint_files(directory)
     steps = which_to_remove(map(step_of, files), keep_last=keep_last, keep_every=keep_every)
@@ -112,29 +103,19 @@ def plan_removal(
 
 
 def remove(files: Files, paths: Sequence[Path]) -> None:
-    """Remove checkpoints, with the files that hold parts of them, in the order given; not collective.
+    """Removes checkpoints with their parts, in this order; not collective. Open files remain readable.
 
-    Another process that is reading one goes on to read it: on POSIX a file lives until nobody has it open.
-
-    Raises:
-        CheckpointError: one cannot be removed; those after it are left.
+    Raises CheckpointError at the first that cannot be removed.
     """
     for path in paths:
         try:
             remove_checkpoint(files, path)
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be removed: {os.strerror(error.errno or 0)}") from error
+            raise CheckpointError(f"{path}: cannot be removed: {reason(error)}") from error
 
 
 def abandoned(directory: str | os.PathLike[str], now_s: float) -> list[Path]:
-    """Files of a folder that savers, to whatever path in it, have left behind; not collective, removes nothing.
-
-    Args:
-        now_s: Unix time. What was written to less than ``catalog.ABANDONED_AFTER_S`` before is not abandoned.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Files that saves have left behind in a folder before `now_s` (Unix time); not collective, removes nothing."""
     directory = Path(directory)
     targets = {match[1] for path in directory.iterdir() if (match := _PARTIAL_NAME.fullmatch(path.name))}
     partials = {partial for name in targets for partial in abandoned_partials(directory / name, now_s)}
@@ -142,11 +123,7 @@ def abandoned(directory: str | os.PathLike[str], now_s: float) -> list[Path]:
 
 
 def newest_good(files: Sequence[Path]) -> tuple[Path | None, dict[Path, str]]:
-    """The newest file that is a whole checkpoint, and what is wrong with those after it; not collective.
-
-    Args:
-        files: lowest step first.
-    """
+    """The newest valid checkpoint of files in order of steps, and the damage of later ones by file; not collective."""
     damaged: dict[Path, str] = {}
     for path in reversed(files):
         try:
@@ -163,7 +140,7 @@ def newest_good(files: Sequence[Path]) -> tuple[Path | None, dict[Path, str]]:
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Keep this process from removing a checkpoint while the block runs; not collective."""
+    """Keeps this process from removing a checkpoint during the block; not collective."""
     path = _known_as(path)
     with _reading_changes:
         _reading[path] += 1
@@ -175,7 +152,7 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def in_use(paths: Iterable[Path]) -> set[Path]:
-    """Those of the files that this process is reading: within ``reading``, or open."""
+    """The files that this process is reading: within ``reading``, or with a descriptor."""
     with _reading_changes:
         read = {path for path, readers in _reading.items() if readers}
     found = set()
@@ -193,7 +170,7 @@ def _known_as(path: str | os.PathLike[str]) -> Path:
 
 
 def _open_files() -> set[tuple[int, int]]:
-    """Device and inode of all that this process has open; nothing where the system does not list it."""
+    """Device and inode of all files that this process has open; empty where the system does not list them."""
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir("/dev/fd"):

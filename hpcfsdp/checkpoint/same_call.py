@@ -1,10 +1,10 @@
-"""What the ranks give to one call, compared: a value that is taken from rank 0 must be the others', too."""
+"""Compares the arguments of one call over ranks: a value that rank 0 provides must be equal on the others."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,25 +19,20 @@ _SHOWN = 300
 
 
 @dataclass(frozen=True)
-class OfFirst:
-    """A value of which rank 0's counts: equal to that of any other rank."""
+class Rank0Value:
+    """A value that rank 0 provides: equal to that of any other rank."""
 
     value: Any = field(compare=False)
 
 
 class GivenPath:
-    """A path as one rank gives it. Equal to one that is spelled alike, or leads from the root to the same place.
+    """A rank's path: equal to one of the same spelling or the same absolute path, and to None.
 
-    Ranks may have different working directories: of the same relative path rank 0's counts. Equal to None, too: a rank
-    other than 0 need not give any.
+    Ranks may have different working directories: rank 0's relative path counts. Other ranks need not give a path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Touches no disk.
-
-        Raises:
-            TypeError: it is no path.
-        """
+        """Touches no disk. Raises TypeError for anything but a path."""
         self.given = os.fspath(path)
         self.expanded = os.path.expanduser(path)
         self.absolute = os.path.abspath(self.expanded)
@@ -53,16 +48,13 @@ class GivenPath:
         return self.absolute
 
 
-def enter(comm: Communicator, call: str, facts: Callable[[], Facts]) -> Facts:
-    """Collective over `comm`. See that all ranks make the same call and give the same to it; what rank 0 gives.
+def compare_calls(comm: Communicator, call: str, facts: Callable[[], Facts]) -> Facts:
+    """Checks that all ranks make the same call with the same arguments; returns rank 0's. Collective over `comm`.
+
+    Raises DifferentCallsError or DisagreementError on all ranks, and what `facts` raises on any rank.
 
     Args:
         call: its public name, as "checkpoint.save".
-        facts: may raise, on any rank; then all do.
-
-    Raises:
-        DifferentCallsError: a rank makes another call.
-        DisagreementError: a rank gives something else than rank 0.
     """
     mine: Facts = {}
     with raise_together(comm):
@@ -70,7 +62,8 @@ def enter(comm: Communicator, call: str, facts: Callable[[], Facts]) -> Facts:
     everyone: list[tuple[str, Facts]] = comm.all_gather_object((call, mine))
     calls = [name for name, _ in everyone]
     if len(set(calls)) > 1:
-        where = ", ".join(f"{_ranks(ranks)} in {name}" for name, ranks in _by_value(calls))
+        ranks_of = {name: [rank for rank, other in enumerate(calls) if other == name] for name in calls}
+        where = ", ".join(f"{_ranks(ranks)} in {name}" for name, ranks in ranks_of.items())
         error = DifferentCallsError(f"{where}: all ranks of a model make the same calls, in the same order")
         error.raised_on_all_ranks = True
         raise error
@@ -79,14 +72,11 @@ def enter(comm: Communicator, call: str, facts: Callable[[], Facts]) -> Facts:
 
 
 def compare(call: str, everyone: Sequence[Facts]) -> None:
-    """Not collective. Raise for the first thing that a rank gives otherwise than rank 0; the same on all ranks.
+    """Raises DisagreementError for the first value that differs from rank 0's; the same on all ranks. Not collective.
 
     Args:
         call: for the message.
-        everyone: by rank, as all ranks know it.
-
-    Raises:
-        DisagreementError: there is something.
+        everyone: by rank, equal on all ranks.
     """
     for key in dict.fromkeys(itertools.chain(*everyone)):
         values = [facts.get(key, _MISSING) for facts in everyone]
@@ -103,11 +93,7 @@ def compare(call: str, everyone: Sequence[Facts]) -> None:
 
 
 def compare_leaves(comm: Communicator, call: str, leaves: Mapping[str, str] | None) -> None:
-    """Collective over `comm`, where their digests differ. As ``compare``, of what ``extra.leaves_of`` gives.
-
-    Args:
-        leaves: None on a rank that gives nothing, which may be any but 0.
-    """
+    """As ``compare`` for ``extra.leaves_of``; None on ranks without values. Collective over `comm`."""
     everyone = comm.all_gather_object(leaves)
     compare(call, [everyone[0] or {} if own is None else own for own in everyone])
 
@@ -123,11 +109,3 @@ def _shown(value: Any) -> str:
 def _ranks(ranks: Sequence[int], one: str = "is", several: str = "are") -> str:
     listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {listed} {one}" if len(ranks) == 1 else f"ranks {listed} {several}"
-
-
-def _by_value(values: Iterable[Any]) -> list[tuple[Any, list[int]]]:
-    """Each different value, and the ranks that have it."""
-    found: dict[Any, list[int]] = {}
-    for rank, value in enumerate(values):
-        found.setdefault(value, []).append(rank)
-    return list(found.items())

@@ -1,4 +1,4 @@
-"""Who writes which bytes of a checkpoint. Pure: every rank computes the same plan without a message.
+"""Plans which rank writes which bytes of a checkpoint. Pure: every rank computes the same plan without communication.
 
 Plans are made for any number of imagined ranks. Runs and blocks are arrays, for there may be millions.
 """
@@ -58,17 +58,17 @@ class SavePlan:
         return np.array([spec.itemsize for spec in self.specs], np.int64)
 
     def blocks_of(self, rank: int) -> np.ndarray:
-        """The places in `blocks` of those that a rank writes."""
+        """The places in `blocks` of a rank's blocks."""
         return np.flatnonzero(self.blocks["rank"] == rank)
 
     def bytes_of_ranks(self) -> np.ndarray:
-        """What each rank writes, in bytes."""
+        """The number of bytes that each rank writes."""
         numels = self.blocks["numel"].astype(np.int64) * self.blocks["count"]
         nbytes = numels * self.itemsizes[self.blocks["tensor"]]
         return np.bincount(self.blocks["rank"], nbytes, self.num_ranks).astype(np.int64)
 
     def fingerprint(self) -> str:
-        """Equal on two ranks whose plans are equal."""
+        """A text that is equal for equal plans."""
         digest = hashlib.blake2b(repr((self.specs, self.links, self.num_ranks)).encode(), digest_size=8)
         digest.update(np.ascontiguousarray(self.blocks))
         return digest.hexdigest()
@@ -77,18 +77,17 @@ class SavePlan:
 def plan_save(
     tensors: Sequence[tuple[str, StateTensor]], num_ranks: int, block_bytes: int = schema.BLOCK_BYTES
 ) -> SavePlan:
-    """Tile each tensor with blocks of at most `block_bytes`, along the runs that ranks have.
+    """Tiles each tensor with blocks of at most `block_bytes`, along the runs of the ranks.
 
-    What several ranks have is written once: long runs in equal parts by all of them, shorter ones in fewer parts by
-    those that have the least to write so far.
+    Each element is written once. Ranks with copies share the work: all of them split long runs equally; fewer ranks,
+    those with the least to write so far, split shorter ones.
 
     Args:
-        tensors: the group in the file that each goes to ("model", "optim/state"), and the tensor.
+        tensors: with their groups in the file ("model", "optim/state").
         num_ranks: that write.
 
     Raises:
-        CheckpointError: a name that cannot stand in a file, a dtype that is not supported, or runs that do not make up
-            their tensor.
+        CheckpointError: an invalid name, an unsupported dtype, or runs that do not tile their tensor.
     """
     specs: list[TensorSpec] = []
     links: list[tuple[str, str]] = []
@@ -97,7 +96,7 @@ def plan_save(
         links += [(f"{group}/{alias}", specs[-1].path) for alias in tensor.aliases]
     check_names(specs, links)
     balance = _Balance(num_ranks)
-    # Where there is no choice comes first: those that may choose then even out what there is.
+    # Runs with fixed writers come first: the others then even out the loads.
     parts = [balance.fixed(tensor.runs, spec.itemsize) for spec, (_, tensor) in zip(specs, tensors, strict=True)]
     for index, (spec, (_, tensor)) in enumerate(zip(specs, tensors, strict=True)):
         if parts[index] is None:
@@ -108,11 +107,7 @@ def plan_save(
 
 
 def check_tiling(plan: SavePlan) -> None:
-    """Raise unless the blocks of a plan have each element of its tensors once.
-
-    Raises:
-        CheckpointError: names the first tensor that they do not tile, an element, and the ranks that write it.
-    """
+    """Raises CheckpointError unless the blocks of a plan tile its tensors; names a tensor, an element and its ranks."""
     try:
         untiled = first_untiled(plan.blocks, [spec.numel for spec in plan.specs])
     except TilingError as error:
@@ -120,14 +115,14 @@ def check_tiling(plan: SavePlan) -> None:
     if untiled is not None:
         spec = plan.specs[untiled]
         raise CheckpointError(
-            f"what {plan.num_ranks} rank(s) have of {spec.path}, {list(spec.shape)}, does not make it up, each element "
-            f"once{_first_fault(spec, plan.blocks[plan.blocks['tensor'] == untiled])}: save with all ranks that have a "
+            f"the parts of {plan.num_ranks} rank(s) do not tile {spec.path}, {list(spec.shape)}, each element "
+            f"once{_first_fault(spec, plan.blocks[plan.blocks['tensor'] == untiled])}: save with all ranks that own a "
             "part of it"
         )
 
 
 def _first_fault(spec: TensorSpec, blocks: np.ndarray) -> str:
-    """Where blocks of one tensor fail to tile it, if each of them is one run."""
+    """Describes the first gap or overlap of one tensor's blocks, if each of them is one run."""
     begins = blocks["start"].astype(np.int64)[:, None]
     ends = begins + blocks["numel"].astype(np.int64)[:, None]
     if np.any(blocks["count"] != 1) or np.any(ends > spec.numel):
@@ -143,23 +138,23 @@ def _first_fault(spec: TensorSpec, blocks: np.ndarray) -> str:
 
 
 class _Balance:
-    """Decides who writes what several ranks have."""
+    """Divides runs among the ranks that have copies of them."""
 
     def __init__(self, num_ranks: int) -> None:
         self._loads = np.zeros(num_ranks, np.int64)
 
     def fixed(self, runs: Runs, itemsize: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """The edges of parts and the rank that writes each; None if not all that have a run are to write of it."""
-        copies = runs.holders.shape[1]
-        return self._split(runs, runs.holders, itemsize) if _ways(runs, itemsize) == copies else None
+        """Edges of parts and the rank that writes each, if all ranks with a copy write; else None."""
+        copies = runs.ranks.shape[1]
+        return self._split(runs, runs.ranks, itemsize) if _num_writers(runs, itemsize) == copies else None
 
     def chosen(self, runs: Runs, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same, with those of each run's holders that have the least to write so far."""
-        lightest = np.argsort(self._loads[runs.holders], axis=1, kind="stable")[:, : _ways(runs, itemsize)]
-        return self._split(runs, np.take_along_axis(runs.holders, lightest, axis=1), itemsize)
+        """The same, with the ranks of each run that have the least to write so far."""
+        lightest = np.argsort(self._loads[runs.ranks], axis=1, kind="stable")[:, : _num_writers(runs, itemsize)]
+        return self._split(runs, np.take_along_axis(runs.ranks, lightest, axis=1), itemsize)
 
     def _split(self, runs: Runs, writers: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
-        """Each run in as many parts as it has writers."""
+        """Splits each run into as many parts as it has writers."""
         ways = writers.shape[1]
         edges, ranks = runs.edges, writers.reshape(-1)
         if ways > 1:  # shorter runs have shorter parts, perhaps empty ones
@@ -171,9 +166,9 @@ class _Balance:
         return edges, ranks
 
 
-def _ways(runs: Runs, itemsize: int) -> int:
-    """Over how many of its holders a run is split: those of a tensor, which are about equal, all alike."""
-    copies = runs.holders.shape[1]
+def _num_writers(runs: Runs, itemsize: int) -> int:
+    """The number of ranks that split a run. All runs of a tensor, which are about equal, are split alike."""
+    copies = runs.ranks.shape[1]
     if copies == 1:
         return 1
     longest = int(np.diff(runs.edges).max(initial=0)) * itemsize
@@ -181,11 +176,7 @@ def _ways(runs: Runs, itemsize: int) -> int:
 
 
 def _cut(specs: Sequence[TensorSpec], parts: Sequence[tuple[np.ndarray, np.ndarray]], block_bytes: int) -> np.ndarray:
-    """All tensors, cut into blocks.
-
-    Args:
-        parts: of each tensor, the edges of parts and the rank that writes each.
-    """
+    """Cuts all tensors into blocks; `parts` has edges and writers by tensor."""
     found, first = [np.empty(0, BLOCK_DTYPE)], 0
     while first < len(parts):  # many tensors of few parts, or few of many: there is memory for some of them at a time
         end, count = first, 0
@@ -199,18 +190,18 @@ def _cut(specs: Sequence[TensorSpec], parts: Sequence[tuple[np.ndarray, np.ndarr
 
 
 def _blocks(first: int, parts: Sequence[tuple[np.ndarray, np.ndarray]], steps: Sequence[int]) -> np.ndarray:
-    """Some tensors, from the one of number `first` on, cut into blocks of at most so many elements each."""
+    """Cuts some tensors, from number `first` on, into blocks of at most `steps` elements each."""
     numbers = [len(ranks) for _, ranks in parts]
     starts = np.concatenate([edges[:-1] for edges, _ in parts])
     sizes = np.concatenate([edges[1:] for edges, _ in parts]) - starts
     step = np.repeat(np.array(steps), numbers)
     counts = -(-sizes // step)
-    whose = np.repeat(np.arange(len(sizes)), counts)
-    within = (np.arange(len(whose)) - (np.cumsum(counts) - counts)[whose]) * step[whose]
-    found = np.empty(len(whose), BLOCK_DTYPE)
-    found["tensor"] = np.repeat(np.arange(first, first + len(parts)), numbers)[whose]
-    found["rank"] = np.concatenate([ranks for _, ranks in parts])[whose]
-    found["start"], found["numel"] = starts[whose] + within, np.minimum(step[whose], sizes[whose] - within)
+    part = np.repeat(np.arange(len(sizes)), counts)
+    within = (np.arange(len(part)) - (np.cumsum(counts) - counts)[part]) * step[part]
+    found = np.empty(len(part), BLOCK_DTYPE)
+    found["tensor"] = np.repeat(np.arange(first, first + len(parts)), numbers)[part]
+    found["rank"] = np.concatenate([ranks for _, ranks in parts])[part]
+    found["start"], found["numel"] = starts[part] + within, np.minimum(step[part], sizes[part] - within)
     found["count"], found["stride"] = 1, found["numel"]
     return found
 
@@ -218,27 +209,17 @@ def _blocks(first: int, parts: Sequence[tuple[np.ndarray, np.ndarray]], steps: S
 def plan_alone(
     specs: Sequence[TensorSpec], links: Sequence[tuple[str, str]] = (), block_bytes: int = schema.BLOCK_BYTES
 ) -> SavePlan:
-    """The plan of one process that writes all.
-
-    Args:
-        specs: in file order.
-        links: (alias, path of the tensor).
-
-    Raises:
-        CheckpointError: a name that cannot stand in a file, or a dtype that is not supported.
-    """
+    """The plan of one process that writes everything; raises CheckpointError as ``check_names``."""
     check_names(specs, links)
     parts = [(np.array((0, spec.numel)), np.zeros(1, np.int64)) for spec in specs]
     return SavePlan(tuple(specs), _cut(specs, parts, block_bytes), tuple(links), 1)
 
 
 def box_blocks(shape: Sequence[int], box: Box, itemsize: int, block_bytes: int = schema.BLOCK_BYTES) -> np.ndarray:
-    """The blocks that hold a box, in the order of its elements; tensor and rank are 0.
+    """The blocks of a box, of ``BLOCK_DTYPE``, in the order of its elements; tensor and rank are 0.
 
-    A block has at most `block_bytes` bytes, and so has the stretch of the file in which its runs lie.
-
-    Returns:
-        Of ``BLOCK_DTYPE``; each is `count` times `numel` elements of the box, one after the other.
+    Each is `count` times `numel` elements of the box, one after the other. A block has at most `block_bytes` bytes, and
+    so has the range of the file that its runs span.
     """
     if not box.numel:
         return np.empty(0, BLOCK_DTYPE)
@@ -254,7 +235,7 @@ def box_blocks(shape: Sequence[int], box: Box, itemsize: int, block_bytes: int =
     else:
         count, stride = levels.repeated[-1]
         starts = levels.starts(len(levels.repeated) - 1)
-        cuts = np.arange(0, count, max(1, most // stride))  # the same for boxes beside each other
+        cuts = np.arange(0, count, max(1, most // stride))  # the same for adjacent boxes
         blocks = np.empty(len(starts) * len(cuts), BLOCK_DTYPE)
         blocks["start"] = (starts[:, None] + cuts * stride).reshape(-1)
         blocks["count"] = np.tile(np.diff(cuts, append=count), len(starts))
@@ -265,14 +246,7 @@ def box_blocks(shape: Sequence[int], box: Box, itemsize: int, block_bytes: int =
 
 
 def check_names(specs: Sequence[TensorSpec], links: Sequence[tuple[str, str]]) -> None:
-    """Raise if a file cannot hold tensors of these names and dtypes.
-
-    Args:
-        links: (alias, path of the tensor).
-
-    Raises:
-        CheckpointError: a name that cannot stand in a file, or a dtype that is not supported.
-    """
+    """Raises CheckpointError for an invalid name or an unsupported dtype."""
     for spec in specs:
         if not schema.supported(spec.dtype):
             raise CheckpointError(f"{spec.path!r} has dtype {spec.dtype}, which checkpoints do not hold")
@@ -284,6 +258,6 @@ def check_names(specs: Sequence[TensorSpec], links: Sequence[tuple[str, str]]) -
         parent = path.rpartition("/")[0]
         while parent and parent not in groups:
             if parent in datasets:
-                raise CheckpointError(f"{parent!r} and {path!r} cannot both stand in a file: rename one of them")
+                raise CheckpointError(f"{parent!r} and {path!r} cannot both be in a file: rename one of them")
             groups.add(parent)
             parent = parent.rpartition("/")[0]

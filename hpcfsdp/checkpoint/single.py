@@ -1,4 +1,4 @@
-"""A checkpoint written by one process, from bytes that it reads elsewhere: what converters need."""
+"""Writes a checkpoint from one process, with bytes that it reads elsewhere; for converters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hpcfsdp.checkpoint.content import Content, root_attributes, small_values
-from hpcfsdp.checkpoint.draft import BlockWriter, Draft, errors_of, extent_rows
+from hpcfsdp.checkpoint.draft import BlockWriter, Draft, extent_rows, naming_write_errors
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.save_plan import plan_alone
@@ -33,25 +33,21 @@ def write_alone(
     scalars: Mapping[str, Any] | None = None,
     files: Files | None = None,
 ) -> Path:
-    """Write a checkpoint file; not collective. At most a few blocks are in memory at a time.
+    """Writes a checkpoint file; not collective. At most a few blocks are in memory at a time.
+
+    Raises CheckpointError where it cannot be written, or a name or value cannot be stored.
 
     Args:
-        path: of the file, which appears there when it is whole.
+        path: of the file, which appears there when it is complete.
         specs: the tensors, by their paths in the file.
-        read: where their elements come from; asked for each element once, in the order of the file.
+        read: reads elements of a tensor; called for each element once, in the order of the file.
         links: (alias, path of the tensor).
         step, extra, config: as ``save`` takes them.
-        groups, scalars: of the optimizer, see ``content.small_values``; None: there is none.
-
-    Returns:
-        The path.
-
-    Raises:
-        CheckpointError: it cannot be written, or a name or value cannot be kept.
+        groups, scalars: of the optimizer, see ``content.small_values``; None without one.
     """
     target = Path(os.path.abspath(os.path.expanduser(path)))
     draft = Draft(files or Files(), target, secrets.token_hex(4))
-    with errors_of(target):
+    with naming_write_errors(target):
         plan = plan_alone(specs, links)
         content = Content(plan, root_attributes(step, 1), small_values(extra, config, groups, scalars))
         skeleton = content.skeleton()

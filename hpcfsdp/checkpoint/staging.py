@@ -1,4 +1,4 @@
-"""A bounded stretch of host memory through which bytes go from the thread that trains to the one that writes."""
+"""A bounded ring of host memory that passes bytes from the training thread to the writing thread."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ log = logging.getLogger("hpcfsdp.checkpoint")
 
 @dataclass(frozen=True, eq=False)
 class StagedBlock:
-    """Bytes that wait in a ring to be written.
+    """Bytes in a ring that wait to be written.
 
     Attributes:
-        key: whatever they were put in with.
+        key: the caller's key.
         memory: the bytes, uint8, 1-D.
-        event: of the GPU that copies them; None where they are there already.
-        end: where they end, counted from the first byte that ever went through the ring.
+        event: of the GPU's copy; None if they are there already.
+        end: their end, counted from the first byte that ever went through the ring.
     """
 
     key: Any
@@ -32,30 +32,25 @@ class StagedBlock:
     end: int
 
     def arrived(self) -> memoryview:
-        """Not collective. Wait until the bytes are there; the bytes."""
+        """Waits until the bytes are there; the bytes. Not collective."""
         if self.event is not None:
             self.event.synchronize()
         return memoryview(self.memory.numpy())
 
 
 class Ring:
-    """First in, first out, between one thread that puts bytes in and one that takes them.
+    """First in, first out, between one thread that puts bytes in and one that takes them out.
 
-    A round of use is ``put`` as often as needed and ``end`` on the one side, ``take`` and ``release`` until ``take``
-    has nothing more on the other, where ``stop`` says that the bytes are not wanted any more.
+    A round of use is ``put`` as often as needed and ``end`` on one side, ``take`` and ``release`` until ``take``
+    returns nothing on the other; ``stop`` there discards all further bytes.
 
     Attributes:
-        nbytes: of the memory; never more than was asked for.
-        for_gpu: whether it was asked to be page-locked.
+        nbytes: of the memory.
+        for_gpu: whether page-locked memory was requested, into which GPUs copy asynchronously.
     """
 
     def __init__(self, nbytes: int, *, for_gpu: bool = False) -> None:
-        """Take the memory.
-
-        Args:
-            nbytes: at least as many as the largest piece that is put in.
-            for_gpu: have it page-locked, so that GPUs copy into it while the thread that puts bytes in goes on.
-        """
+        """Allocates the memory, of at least the bytes of the largest piece."""
         self.nbytes, self.for_gpu = nbytes, for_gpu
         self._memory = torch.empty(nbytes, dtype=torch.uint8)
         self._changed = threading.Condition()
@@ -67,32 +62,27 @@ class Ring:
         self.start()
 
     def close(self) -> None:
-        """Give the memory back, when what GPUs copy into it has arrived. The ring is not used any more."""
+        """Frees the memory, after pending copies of GPUs. The ring must not be used afterwards."""
         if self._copied is not None:
             self._copied.synchronize()
         if self._unlock is not None:
             self._unlock()
 
     def start(self) -> None:
-        """Begin a round: the ring is empty, whatever was in it."""
+        """Begins a round with an empty ring."""
         with self._changed:
             self._head = self._tail = 0
             self._waiting: deque[StagedBlock] = deque()
             self._ended = self._stopped = False
 
     def put(self, pieces: Sequence[tuple[Any, torch.Tensor]], *, wait: bool = True) -> bool:
-        """Copy bytes into the ring; they may be changed afterwards, by work enqueued on the current stream if on a GPU.
+        """Copies bytes into the ring; whether it did. Afterwards the source may change, on a GPU by the current stream.
+
+        After ``stop`` the bytes are discarded. Raises ValueError for more bytes than the ring has.
 
         Args:
-            pieces: the key and the bytes of each, uint8, 1-D, together no more than the ring holds.
-            wait: for room for all, until what was put in before has been written.
-
-        Returns:
-            Whether they were taken. After ``stop`` they are, and are forgotten; without `wait` they are not where there
-            is no room for them.
-
-        Raises:
-            ValueError: they do not fit into the ring at all.
+            pieces: the key and the bytes of each, uint8, 1-D.
+            wait: until all of them fit. Otherwise nothing is copied when they do not fit.
         """
         nbytes = sum(source.numel() for _, source in pieces)
         if nbytes > self.nbytes:
@@ -111,7 +101,7 @@ class Ring:
             event = None
             if source.is_cuda:
                 event = self._copied = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(source.device))  # on which the copy is, whatever GPU is current
+                event.record(torch.cuda.current_stream(source.device))  # the copy's stream, not the current GPU's
             end += source.numel()
             blocks.append(StagedBlock(key, memory, event, end))
         with self._changed:
@@ -121,30 +111,30 @@ class Ring:
         return True
 
     def end(self) -> None:
-        """Say that nothing more is put in."""
+        """Ends the input of this round."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def take(self, nbytes: int) -> list[StagedBlock]:
-        """Wait for bytes; those that are there, up to `nbytes` of them but one piece at least; empty after the last."""
+        """Waits for bytes and returns blocks of up to `nbytes`, at least one block; empty after the last."""
         with self._changed:
             while not self._waiting and not self._ended and not self._stopped:
                 self._changed.wait()
-            taken: list[StagedBlock] = []
-            while self._waiting and not self._stopped and (not taken or nbytes >= self._waiting[0].memory.numel()):
-                taken.append(self._waiting.popleft())
-                nbytes -= taken[-1].memory.numel()
-            return taken
+            blocks: list[StagedBlock] = []
+            while self._waiting and not self._stopped and (not blocks or nbytes >= self._waiting[0].memory.numel()):
+                blocks.append(self._waiting.popleft())
+                nbytes -= blocks[-1].memory.numel()
+            return blocks
 
-    def release(self, taken: list[StagedBlock]) -> None:
-        """Give back the room of bytes that have been written."""
+    def release(self, blocks: list[StagedBlock]) -> None:
+        """Frees the room of blocks that have been written."""
         with self._changed:
-            self._tail = taken[-1].end
+            self._tail = blocks[-1].end
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Forget what is in the ring, and what is put in from now on."""
+        """Discards the ring's bytes, and all further input."""
         with self._changed:
             self._stopped = True
             self._waiting.clear()
@@ -155,7 +145,7 @@ class Ring:
         return self._stopped
 
     def _room(self, nbytes: int) -> int | None:
-        """Where as many bytes can go without a break, counted from the first byte ever; None for nowhere yet."""
+        """The place of the next `nbytes` contiguous bytes, counted from the first byte ever; None without room."""
         if self._head == self._tail:
             # Nothing is in the ring: begin at its start, where there is room for the largest piece.
             self._head = self._tail = -(-self._head // self.nbytes) * self.nbytes if self.nbytes else 0
@@ -170,7 +160,7 @@ class Ring:
 
 
 def _lock_pages(memory: torch.Tensor) -> bool:
-    """Whether CUDA has locked the pages of this memory. Where it has not, copies are only slower."""
+    """Locks the pages of this memory for CUDA; whether it succeeded. Without, copies are only slower."""
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if code:
         log.warning(

@@ -1,8 +1,8 @@
-"""A checkpoint of several files: one for each node, and a small one beside them that is the checkpoint.
+"""Writes a checkpoint of several files: a part for each node, and a small file that is the checkpoint.
 
-Each node's ranks write one after the other what they have of each tensor into a file that no other node writes to. The
-checkpoint has the tensors as virtual datasets, so that any HDF5 tool shows them whole, and its table of extents tells
-where each run stands. Files of nodes get their names, each of which is of one save alone, before the checkpoint does.
+The ranks of a node write their elements of each tensor contiguously into a part that no other node writes to. The
+checkpoint has virtual datasets, so that any HDF5 tool shows whole tensors, and its table of extents has the place of
+each run. Parts get their names, which are unique to a save, before the checkpoint does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from hpcfsdp import env
 from hpcfsdp.checkpoint.content import Content
-from hpcfsdp.checkpoint.draft import BlockWriter, BytesOf, Draft, errors_of, extent_rows
+from hpcfsdp.checkpoint.draft import BlockWriter, BytesOf, Draft, extent_rows, naming_write_errors
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.seal import Seal
@@ -33,14 +33,14 @@ virtual dataset names whenever it is read."""
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What the ranks of one node write into their file.
+    """The content of a node's part file.
 
     Attributes:
         node: its number.
         blocks: places in the whole plan, ascending.
-        plan: the file's own: of each tensor the elements that the node writes, 1-D, in the order of the tensor; blocks
-            are those in `blocks`.
-        tensors: by tensor of the file, its place in the whole plan.
+        plan: the part's own: for each tensor the node's elements, 1-D, in the order of the tensor; its blocks are those
+            in `blocks`.
+        tensors: by tensor of the part, its number in the whole plan.
     """
 
     node: int
@@ -50,11 +50,11 @@ class Part:
 
 
 def divide(plan: SavePlan, topology: Topology, least_bytes: int = LEAST_BYTES) -> list[Part]:
-    """What goes into the file of each node that has something to write; all else stays in the checkpoint. Pure.
+    """Divides a plan into parts, one for each node that writes; all else stays in the checkpoint. Pure.
 
     Args:
         topology: of the plan's ranks.
-        least_bytes: of a tensor that is divided. Scalars never are.
+        least_bytes: of a tensor in parts. Scalars never are.
     """
     node_of_rank = np.array([topology.node_rank(rank) for rank in range(topology.size)], np.int64)
     # Elements that do not follow each other would have to, in a file that has nothing between them.
@@ -79,10 +79,9 @@ def _part(plan: SavePlan, node: int, places: np.ndarray) -> Part:
 
 
 def sources_of(plan: SavePlan, parts: Sequence[Part], names: Sequence[str]) -> dict[int, list[Source]]:
-    """For each tensor that is divided, by its place in the plan: who has which runs of it. Pure.
+    """For each tensor in parts, by its number in the plan: which runs each part has.
 
-    Args:
-        names: of the files of parts.
+    Pure. `names` are the parts' files.
     """
     found: dict[int, list[Source]] = {}
     for part, name in zip(parts, names, strict=True):
@@ -100,14 +99,10 @@ def sources_of(plan: SavePlan, parts: Sequence[Part], names: Sequence[str]) -> d
 
 
 class SubfilesWriter(PosixWriter):
-    """Writes of each rank into its node's file; small tensors go into the checkpoint itself."""
+    """Each rank writes into its node's part; small tensors go into the checkpoint itself."""
 
     def __init__(self, comm: Communicator, draft: Draft, content: Content, *, least_bytes: int | None = None) -> None:
-        """Collective over `comm`; touches no disk.
-
-        Args:
-            least_bytes: see ``divide``; None for ``LEAST_BYTES``.
-        """
+        """Collective over `comm`; touches no disk. `least_bytes`: see ``divide``."""
         super().__init__(comm, draft, content)
         topology = _topology_of(comm)
         self._parts = divide(content.plan, topology, LEAST_BYTES if least_bytes is None else least_bytes)
@@ -122,9 +117,9 @@ class SubfilesWriter(PosixWriter):
         self._seals: list[Seal] = []
 
     def begin(self) -> None:
-        """Make the checkpoint on rank 0 and the nodes' files on their leaders, all holes; tell where tensors begin."""
+        """Makes the checkpoint on rank 0 and the parts on their leaders, all holes; exchanges the places of tensors."""
         laid_out: tuple[Sequence[int], bytes] = ((), b"")
-        with raise_together(self._comm), errors_of(self._draft.path):
+        with raise_together(self._comm), naming_write_errors(self._draft.path):
             if self._comm.rank == 0:
                 self._skeleton = self._whole_skeleton()
                 elsewhere = sum(part.plan.nbytes for part in self._parts)
@@ -142,7 +137,7 @@ class SubfilesWriter(PosixWriter):
 
     @contextlib.contextmanager
     def _opened(self, bytes_of: BytesOf) -> Iterator[tuple[Callable[[np.ndarray], np.ndarray], Callable[[], None]]]:
-        """Not collective. What writes blocks, given their places in the plan, and what forces them to the disk."""
+        """Functions that write blocks, by their places in the plan, and that sync them. Not collective."""
         files, own = self._draft.files, self._own
         with contextlib.ExitStack() as stack:
             fds = [stack.enter_context(self._draft.opened())]
@@ -170,24 +165,24 @@ class SubfilesWriter(PosixWriter):
             yield write, sync
 
     def finish(self) -> None:
-        """Commit the nodes' files, then the checkpoint that names them."""
+        """Commits the parts, then the checkpoint that names them."""
         comm, path = self._comm, self._draft.path
         everyone = comm.all_gather_object(self._sums.tobytes())
         rows = extent_rows(self._content.plan, self._offsets, everyone)
         seal: Seal | None = None
-        with raise_together(comm), errors_of(path):
+        with raise_together(comm), naming_write_errors(path):
             if self._leads:
                 seal = self._part_draft.commit(self._part_skeleton, self._rows_of(self._own, rows))
-        told = comm.all_gather_object(None if seal is None else (seal.file_bytes, seal.digest))
-        with raise_together(comm), errors_of(path):
+        seals = comm.all_gather_object(None if seal is None else (seal.file_bytes, seal.digest))
+        with raise_together(comm), naming_write_errors(path):
             if self._skeleton is not None:
                 for number, part in enumerate(self._parts):
                     rows["file"][part.blocks] = number + 1
                     rows["byte_offset"][part.blocks] = self._rows_of(number, rows)["byte_offset"]
-                self._draft.commit(self._skeleton, rows, self._table([told[leader] for leader in self._leaders]))
+                self._draft.commit(self._skeleton, rows, self._table([seals[leader] for leader in self._leaders]))
 
     def discard(self) -> None:
-        """Not collective. Remove what there is of the files, but what a checkpoint that has its name may need."""
+        """Removes the files, except parts that a renamed checkpoint may need. Not collective."""
         if self._leads:
             self._part_draft.discard()
         if self._comm.rank == 0:
@@ -220,7 +215,7 @@ class SubfilesWriter(PosixWriter):
         return build_skeleton(part.plan.specs, (), len(part.blocks), attributes, {})
 
     def _rows_of(self, number: int, whole: np.ndarray) -> np.ndarray:
-        """The table of extents of a node's file, from that of all."""
+        """A part's table of extents, from that of the whole."""
         part, offsets = self._parts[number], self._part_offsets[number]
         rows = whole[part.blocks].copy()
         for name in part.plan.blocks.dtype.names:
@@ -240,6 +235,6 @@ class SubfilesWriter(PosixWriter):
 
 
 def _topology_of(comm: Communicator) -> Topology:
-    """Collective over `comm`. Which of its ranks share a node, by the names of hosts where it does not know."""
+    """The communicator's topology, or one from host names. Collective over `comm`."""
     known = getattr(comm, "topology", None)
     return known or Topology.from_labels(comm.all_gather_object(env.host_name()))

@@ -14,17 +14,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpcfsdp.checkpoint.content import Content, Given, Metrics, bytes_in_memory, collect
-from hpcfsdp.checkpoint.draft import BlockWriter, BytesOf, Draft, errors_of, extent_rows
+from hpcfsdp.checkpoint.content import Content, Metrics, SaveArguments, bytes_in_memory, collect_content
+from hpcfsdp.checkpoint.draft import BlockWriter, BytesOf, Draft, extent_rows, naming_write_errors
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format.skeleton import Skeleton
-from hpcfsdp.checkpoint.same_call import Facts, GivenPath, OfFirst, enter
+from hpcfsdp.checkpoint.same_call import Facts, GivenPath, Rank0Value, compare_calls
 from hpcfsdp.checkpoint.save_plan import SavePlan
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, nearest
 from hpcfsdp.launch.calls import public_call
 from hpcfsdp.state.model import communicator_of
-from hpcfsdp.state.tensors import Staged, StateTensor, staged_of
+from hpcfsdp.state.tensors import StateTensor, staged_of
+from hpcfsdp.tensor.whole import Staging
 
 
 @public_call("checkpoint.save")
@@ -43,14 +44,14 @@ def save(
 ) -> Path:
     """Collective over the model's ranks. Write model, optimizer and random number generators into one HDF5 file.
 
-    The file is written under a temporary name beside `path`, forced to disk by every rank, and renamed: at any moment
+    The file is written under a temporary name next to `path`, forced to disk by every rank, and renamed: at any moment
     `path` is the previous file, the new one, or absent. A failure on any rank is raised on every rank.
 
     Args:
         path: of the file, on a file system that all ranks share. The directory is made if it is missing. Ranks other
             than 0 may give None.
         model: sharded by ``FullyShardedDataParallel`` or ``fully_shard``, or a plain module (then rank 0 writes it); in
-            wrappers as ``DistributedDataParallel`` or not, which names in the file say nothing of.
+            wrappers as ``DistributedDataParallel`` or not, which do not show in the file's names.
         optimizer: built from ``model.parameters()``.
         step: number of the training step, kept in the file.
         extra: further values: nested dicts and lists of numbers, strings, arrays and tensors. Ranks other than 0 give
@@ -58,11 +59,11 @@ def save(
         config: the configuration of the run, as JSON knows it. Rank 0's is kept.
         metrics: numbers that training has noted, by name: the steps, and as many values. Rank 0's are kept.
         names: patterns of names of the model's tensors ("*.lora_A.*", see ``inspect.names.matching``): only these are
-            written, and of the optimizer what it remembers of them.
+            written, with the optimizer's state of them.
         writer: "posix", each rank writes its ranges of the file; "mpio", all ranks write together through HDF5 and
             MPI-IO, the same bytes, with an h5py that was built for MPI; "subfiles", each node writes a file of its own
-            beside a small one that is the checkpoint, and names them.
-        files: what operates on the disk, for tests that have it fail.
+            next to a small one that is the checkpoint, and names them.
+        files: the disk operations, for tests.
 
     Returns:
         The path.
@@ -73,26 +74,22 @@ def save(
         DifferentCallsError: a rank makes another call, as ``load``.
         DisagreementError: ranks hold different models or optimizers, or give different values.
     """
-    given = Given(model, optimizer, step, extra, config, metrics, names)
+    given = SaveArguments(model, optimizer, step, extra, config, metrics, names)
     return save_given(communicator_of(model), lambda: path, given, writer, files)
 
 
 def save_given(
     comm: Communicator,
     path_of: Callable[[], str | os.PathLike[str] | None],
-    given: Given,
+    given: SaveArguments,
     writer: str,
     files: Files | None,
 ) -> Path:
-    """Collective over `comm`. As ``save``.
-
-    Args:
-        path_of: may raise, on any rank; then all do.
-    """
-    draft = draft_of(comm, path_of, given, writer, files)
-    with errors_of(draft.path):
-        content, tensors = collect(comm, given)
-        writing = writer_called(writer)(comm, draft, content)
+    """As ``save``. `path_of` may raise on any rank; then all ranks raise. Collective over `comm`."""
+    draft = make_draft(comm, path_of, given, writer, files)
+    with naming_write_errors(draft.path):
+        content, tensors = collect_content(comm, given)
+        writing = writer_class(writer)(comm, draft, content)
     try:
         writing.begin()
         writing.write(tensors)
@@ -103,12 +100,8 @@ def save_given(
     return draft.path
 
 
-def writer_called(name: str) -> type[PosixWriter]:
-    """The class of a writer, by the name that ``save`` takes.
-
-    Raises:
-        CheckpointError: there is none of that name, or it cannot be used here.
-    """
+def writer_class(name: str) -> type[PosixWriter]:
+    """The class of a writer by its name; raises CheckpointError if it is unknown or cannot be used here."""
     modules = {"posix": "writer", "mpio": "mpio", "subfiles": "subfiles"}
     if name not in modules:
         known = ", ".join(modules)
@@ -119,51 +112,45 @@ def writer_called(name: str) -> type[PosixWriter]:
     return found
 
 
-def draft_of(
+def make_draft(
     comm: Communicator,
     path_of: Callable[[], str | os.PathLike[str] | None],
-    given: Given,
+    given: SaveArguments,
     writer: str,
     files: Files | None,
     *,
     asynchronous: bool = False,
 ) -> Draft:
-    """Collective over `comm`. A new file for the path, once all ranks give the same; touches no disk.
+    """A draft for the path, after comparing the arguments over ranks; touches no disk. Collective over `comm`.
 
-    Raises:
-        TypeError, ValueError: an argument is not what it has to be. Other ranks raise an HpcfsdpError.
-        CheckpointError: the writer cannot be used here.
-        DifferentCallsError, DisagreementError: see ``calls.enter``.
+    Raises TypeError or ValueError for wrong arguments, on other ranks an HpcfsdpError; CheckpointError if the writer
+    cannot be used here; DifferentCallsError or DisagreementError as ``same_call.compare_calls``.
     """
 
     def facts() -> Facts:
         path = path_of()
-        writer_called(writer)
+        writer_class(writer)
         is_first = comm.rank == 0
         return {
             "path": GivenPath(path) if is_first or path is not None else None,
             **given.facts(),
             "writer": writer,
             "asynchronous": asynchronous,
-            "token": OfFirst(secrets.token_hex(4) if is_first else None),
+            "token": Rank0Value(secrets.token_hex(4) if is_first else None),
         }
 
-    first = enter(comm, "checkpoint.save", facts)
+    first = compare_calls(comm, "checkpoint.save", facts)
     return Draft(files or Files(), Path(first["path"].absolute), first["token"].value)
 
 
 class PosixWriter:
-    """Plain writes of each rank into one file that rank 0 lays out. All methods but ``discard`` are collective.
+    """Each rank writes into one file that rank 0 lays out. All methods but ``discard`` are collective.
 
-    ``begin``, ``write`` and ``finish`` are called in this order; after an error in any of them, ``discard``.
+    Call ``begin``, ``write`` and ``finish`` in this order; after an error in any of them, ``discard``.
     """
 
     def __init__(self, comm: Communicator, draft: Draft, content: Content) -> None:
-        """Touches no disk.
-
-        Args:
-            comm: the ranks of the plan.
-        """
+        """Touches no disk. `comm` has the ranks of the plan."""
         self._comm, self._draft, self._content = comm, draft, content
         self._skeleton: Skeleton | None = None
         self._offsets: Sequence[int] = ()
@@ -171,11 +158,11 @@ class PosixWriter:
 
     @classmethod
     def check_usable(cls) -> None:
-        """Not collective. Raise a CheckpointError if this writer cannot be used here."""
+        """Raises CheckpointError if this writer cannot be used here. Not collective."""
 
     def begin(self) -> None:
-        """Make the file on rank 0, all holes; every rank then knows where each tensor begins."""
-        with raise_together(self._comm), errors_of(self._draft.path):
+        """Makes the file on rank 0, all holes, and broadcasts the places of tensors."""
+        with raise_together(self._comm), naming_write_errors(self._draft.path):
             if self._comm.rank == 0:
                 self._skeleton = self._content.skeleton()
                 self._draft.create(self._skeleton.nbytes)
@@ -183,60 +170,57 @@ class PosixWriter:
         self._offsets = self._comm.broadcast_object(self._offsets)
 
     def write(self, tensors: Sequence[StateTensor]) -> None:
-        """Write this rank's blocks, and force them to the disk.
+        """Writes this rank's blocks and syncs them; `tensors` are in the plan's order.
 
-        What has to be put together first is put together, written and forgotten one after the other.
-
-        Args:
-            tensors: as the plan has them.
+        Staged tensors are gathered, written and freed one after the other.
         """
         comm, draft, plan = self._comm, self._draft, self._content.plan
         own = plan.blocks_of(comm.rank)
         self._sums = np.zeros(len(own), np.uint64)
         places = places_by_stage(plan, tensors, own)
         with contextlib.ExitStack() as stack:
-            with raise_together(comm), errors_of(draft.path):
+            with raise_together(comm), naming_write_errors(draft.path):
                 write, sync = stack.enter_context(self._opened(bytes_in_memory(plan, tensors)))
                 first = places.get(None, [])
                 self._sums[first] = write(own[first])
             for staged in staged_of(tensors):
                 staged.gather()
-                with raise_together(comm), errors_of(draft.path):
+                with raise_together(comm), naming_write_errors(draft.path):
                     now = places.get(staged, [])
                     self._sums[now] = write(own[now])
                 staged.free()
-            with raise_together(comm), errors_of(draft.path):
+            with raise_together(comm), naming_write_errors(draft.path):
                 sync()
                 stack.close()
 
     @contextlib.contextmanager
     def _opened(self, bytes_of: BytesOf) -> Iterator[tuple[Callable[[np.ndarray], np.ndarray], Callable[[], None]]]:
-        """Not collective. What writes blocks, given their places in the plan, and what forces them to the disk."""
+        """Functions that write blocks, by their places in the plan, and that sync them. Not collective."""
         with self._draft.opened() as fd:
             blocks = BlockWriter(self._draft.files, fd, self._content.plan, self._offsets, bytes_of)
             yield blocks.write, lambda: self._draft.files.sync(fd)
 
     def finish(self) -> None:
-        """Commit: after this the file has its name."""
+        """Commits the file, which then has its name."""
         everyone = self._comm.all_gather_object(self._sums.tobytes())
-        with raise_together(self._comm), errors_of(self._draft.path):
+        with raise_together(self._comm), naming_write_errors(self._draft.path):
             if self._skeleton is not None:
                 self._draft.commit(self._skeleton, extent_rows(self._content.plan, self._offsets, everyone))
 
     def discard(self) -> None:
-        """Not collective. Remove what there is of the file."""
+        """Removes the file. Not collective."""
         if self._comm.rank == 0:
             self._draft.discard()
 
 
-def places_by_stage(plan: SavePlan, tensors: Sequence[StateTensor], own: np.ndarray) -> dict[Staged | None, list[int]]:
-    """Places in `own`, which are blocks of the plan, by what has to be gathered before they can be written."""
+def places_by_stage(plan: SavePlan, tensors: Sequence[StateTensor], own: np.ndarray) -> dict[Staging | None, list[int]]:
+    """Places in `own`, this rank's blocks of the plan, by the stage that must be gathered before they are written."""
     return by_stage(tensors[tensor] for tensor in plan.blocks["tensor"][own].tolist())
 
 
-def by_stage(tensors: Iterable[StateTensor]) -> dict[Staged | None, list[int]]:
-    """Places in a row of tensors, by what has to be gathered before they can be written. Pure."""
-    places: dict[Staged | None, list[int]] = {}
+def by_stage(tensors: Iterable[StateTensor]) -> dict[Staging | None, list[int]]:
+    """Places in a sequence of tensors, by the stage that must be gathered before they are written. Pure."""
+    places: dict[Staging | None, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.staged, []).append(place)
     return places

@@ -1,4 +1,4 @@
-"""``hpcfsdp diff A B [PATTERN...]``: what two checkpoints differ in. Needs neither MPI nor torch."""
+"""``hpcfsdp diff A B [PATTERN...]``: the differences of two checkpoints. Needs neither MPI nor torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ from typing import Any
 from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.inspect.diff import ABSENT, Difference, compare, to_compare
 from hpcfsdp.checkpoint.inspect.numbers import json_number
-from hpcfsdp.cli.reporting import (
-    PATTERN_HELP,
-    Parser,
-    plain_value,
-    print_json,
-    print_table,
-    readable_number,
-    readable_shape,
-)
+from hpcfsdp.cli.reporting import Parser, plain_value, print_json, print_table, readable_number, readable_shape
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, UsageError
 from hpcfsdp.observe.progress_bar import byte_progress
 
@@ -28,17 +20,17 @@ def main(arguments: Sequence[str]) -> int:
     """Compare and print; the exit code: 0 if nothing differs, else 1.
 
     Raises:
-        UsageError: a file cannot be looked at. As with diff(1) that is 2: 1 says that they differ.
+        UsageError: a file cannot be read. As for diff(1) the exit code is 2: 1 means that the files differ.
     """
     parser = Parser(
         "diff",
-        "Tell what B has other than A: tensors, bit by bit, and all values beside them. When, by how many ranks and by "
-        "which version a file was written is not compared. Exit code 0: they are the same; 1: they differ; 2: wrong "
-        "usage, or a file that cannot be opened; 4: a file is damaged.",
+        "Compare B with A: tensors bit by bit, and all other values. The date, the number of ranks and the version of "
+        "the writer are not compared. Exit code 0: they are the same; 1: they differ; 2: wrong usage, or a file that "
+        "cannot be opened; 4: a file is damaged.",
     )
     parser.add_argument("a", metavar="A", type=Path)
     parser.add_argument("b", metavar="B", type=Path)
-    parser.add_argument("patterns", metavar="PATTERN", nargs="*", help=f"compare these alone: {PATTERN_HELP}")
+    parser.add_patterns("compare these alone: ")
     options = parser.parse_intermixed_args(arguments)
     try:
         a, b = open_index(options.a), open_index(options.b)

@@ -1,4 +1,4 @@
-"""``hpcfsdp doctor``: what surrounds the process, a finding per line with what to do. Also for mpirun and srun."""
+"""``hpcfsdp doctor``: checks of the surroundings, each with a remedy. Also under mpirun and srun."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     """Collective over all processes of the job. Examine and print; the exit code is the same on every rank."""
     parser = Parser(
         "doctor",
-        "Look at Python, torch, MPI, HDF5, devices, cores and the network, and say what to do about each problem. "
+        "Check Python, torch, MPI, HDF5, devices, cores and the network, and give a remedy for each problem. "
         "As a plain process, or on many ranks: mpirun -n 4 hpcfsdp doctor.",
     )
     parser.add_argument("--timeout", metavar="SECONDS", type=float, default=60.0, help="for MPI to answer (default 60)")
@@ -37,8 +37,8 @@ def _print_as_json(diagnosis: Diagnosis) -> None:
 
 
 def _print_as_text(diagnosis: Diagnosis) -> None:
-    """One line for each finding; on a terminal what to do stands below it."""
-    if sys.stdout.isatty() and env.launcher_rank() is None:  # mpirun gives its ranks terminals that lead anywhere
+    """One line for each finding; on a terminal its remedy on the next line."""
+    if sys.stdout.isatty() and env.launcher_rank() is None:  # mpirun gives its ranks terminals that are not the user's
         _print_on_terminal(diagnosis.findings)
     else:
         for finding in diagnosis.findings:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES, Exported, export_checkpoint
 from hpcfsdp.checkpoint.convert.peft import CONFIG_NAME, FORMAT as PEFT, export_peft
-from hpcfsdp.cli.reporting import Parser, print_json, print_table, readable_bytes
+from hpcfsdp.cli.reporting import Parser, print_result, readable_bytes
 from hpcfsdp.errors import UsageError
 from hpcfsdp.observe.progress_bar import byte_progress
 
@@ -18,8 +18,8 @@ def main(arguments: Sequence[str]) -> int:
     """Export, and return the exit code."""
     parser = Parser(
         "export",
-        "Write the model of a checkpoint in another format. Every byte is checked against its checksum; what is "
-        "written appears when it is whole.",
+        "Write the model of a checkpoint in another format. Every byte is checked against its checksum; a file appears "
+        "when it is complete.",
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="a checkpoint")
     parser.add_argument(
@@ -28,15 +28,15 @@ def main(arguments: Sequence[str]) -> int:
         type=Path,
         help=f"a file *.safetensors or *{', *'.join(PT_SUFFIXES)}, or a folder (with --format or --shard-bytes)",
     )
-    parser.add_argument("--format", choices=(*FORMATS, PEFT), help="by the name of OUT where it is not given")
-    parser.add_argument("--names", nargs="+", default=(), metavar="PATTERN", help="of the tensors to take, as for ls")
+    parser.add_argument("--format", choices=(*FORMATS, PEFT), help="default: by the name of OUT")
+    parser.add_argument("--names", nargs="+", default=(), metavar="PATTERN", help="of the tensors to export, as for ls")
     parser.add_argument(
         "--shard-bytes", type=int, metavar="N", help="split safetensors into files of at most N bytes, in a folder OUT"
     )
-    parser.add_argument("--optimizer", action="store_true", help="take the optimizer's state too")
+    parser.add_argument("--optimizer", action="store_true", help="export the optimizer's state, too")
     parser.add_argument("--config", metavar="FILE", help=f"for {PEFT}: the adapter's {CONFIG_NAME}, as PEFT writes it")
-    parser.add_argument("--adapter", metavar="NAME", help=f"for {PEFT}: which one of the model; default: default")
-    parser.add_argument("--force", action="store_true", help="replace what is there")
+    parser.add_argument("--adapter", metavar="NAME", help=f"for {PEFT}: its name in the model; default: default")
+    parser.add_argument("--force", action="store_true", help="replace existing files")
     options = parser.parse_args(arguments)
     done = _export(options)
     facts = {
@@ -46,14 +46,14 @@ def main(arguments: Sequence[str]) -> int:
         "bytes": done.nbytes,
         "tied names": dict(done.ties),
     }
-    if options.json:
-        print_json(facts)
-        return 0
-    shown = [(key, value) for key, value in facts.items() if key not in ("files", "tied names", "bytes")]
-    shown.append(("bytes", f"{done.nbytes} ({readable_bytes(done.nbytes)})"))
-    shown += [("file", path) for path in facts["files"]]
-    shown += [("tied name", f"{further} = {name}") for further, name in done.ties.items()]
-    print_table(("what", "value"), shown)
+    rows = [
+        ("format", done.format),
+        ("tensors", done.tensors),
+        ("bytes", f"{done.nbytes} ({readable_bytes(done.nbytes)})"),
+        *(("file", path) for path in done.files),
+        *(("tied name", f"{alias} = {name}") for alias, name in done.ties.items()),
+    ]
+    print_result(options.json, facts, ("what", "value"), rows)
     return 0
 
 

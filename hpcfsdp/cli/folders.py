@@ -1,4 +1,4 @@
-"""Checkpoints in the folders that verbs are given, which other jobs may be writing to and removing from."""
+"""Checkpoints in a folder. Other jobs may write and remove files there at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpcfsdp.errors import CheckpointError
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, or of the run that has it, lowest step first; at least one.
+    """The checkpoints in a folder or in its checkpoints/, lowest step first; at least one.
 
     Raises:
         CheckpointError: there is none, or the folder cannot be read.
@@ -26,7 +26,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def size_of(path: Path) -> int | None:
-    """Bytes of a file; of a link that leads nowhere those of the link; None where nothing has that name any more."""
+    """Bytes of a file, or of a dangling link; None for a missing file."""
     for look in (os.stat, os.lstat):
         with contextlib.suppress(OSError):
             return look(path).st_size

@@ -1,4 +1,4 @@
-"""``hpcfsdp import IN OUT``: a checkpoint from safetensors, a .pt file or a DCP folder. Executes nothing of them."""
+"""``hpcfsdp import IN OUT``: a checkpoint from safetensors, a .pt file or a DCP folder. Executes no code of theirs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES
 from hpcfsdp.checkpoint.convert.importing import import_checkpoint
-from hpcfsdp.cli.reporting import Parser, print_json, print_table, readable_bytes
+from hpcfsdp.cli.reporting import Parser, print_result, readable_bytes
 from hpcfsdp.observe.progress_bar import byte_progress
 
 
@@ -16,8 +16,8 @@ def main(arguments: Sequence[str]) -> int:
     """Import, and return the exit code."""
     parser = Parser(
         "import",
-        "Write a checkpoint with the model, and the optimizer's state where there is one, that another program saved. "
-        "Nothing of its files is executed.",
+        "Write a checkpoint with the model, and the optimizer's state if there is one, of another program. No code in "
+        "its files is executed.",
     )
     parser.add_argument(
         "source",
@@ -27,18 +27,18 @@ def main(arguments: Sequence[str]) -> int:
         "safetensors or of DCP",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the checkpoint file")
-    parser.add_argument("--format", choices=FORMATS, help="by the name of IN where it is not given")
-    parser.add_argument("--step", type=int, metavar="N", help="of training; what IN tells, or 0, where it is not given")
+    parser.add_argument("--format", choices=FORMATS, help="default: by the name of IN")
+    parser.add_argument("--step", type=int, metavar="N", help="of training; default: that of IN, or 0")
     parser.add_argument(
         "--tie",
         type=_pair,
         action="append",
         default=[],
         metavar="NAME=KEPT",
-        help="two names of one tensor (DCP cannot tell); may be given more than once",
+        help="two names of one tensor (DCP does not store ties); may be repeated",
     )
     parser.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
     options = parser.parse_args(arguments)
     done = import_checkpoint(
         options.source,
@@ -60,18 +60,15 @@ def main(arguments: Sequence[str]) -> int:
         "tied names": dict(done.ties),
         "extra": list(done.extra),
     }
-    if options.json:
-        print_json(facts)
-        return 0
     shown = {**facts, "bytes": f"{done.nbytes} ({readable_bytes(done.nbytes)})", "extra": ", ".join(done.extra)}
     del shown["tied names"]
-    ties = [("tied name", f"{further} = {path}") for further, path in done.ties]
-    print_table(("what", "value"), [*shown.items(), *ties])
+    ties = [("tied name", f"{alias} = {path}") for alias, path in done.ties]
+    print_result(options.json, facts, ("what", "value"), [*shown.items(), *ties])
     return 0
 
 
 def _pair(text: str) -> tuple[str, str]:
-    further, sign, kept = text.partition("=")
-    if not (further and sign and kept):
+    alias, _, kept = text.partition("=")
+    if not (alias and kept):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=KEPT")
-    return further, kept
+    return alias, kept

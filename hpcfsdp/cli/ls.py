@@ -10,7 +10,7 @@ from typing import Any
 from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.inspect.names import matching
 from hpcfsdp.cli.folders import checkpoints_in, size_of
-from hpcfsdp.cli.reporting import PATTERN_HELP, Parser, print_json, print_table, readable_bytes, readable_shape
+from hpcfsdp.cli.reporting import Parser, print_result, readable_bytes, readable_shape
 from hpcfsdp.errors import CheckpointError, UsageError
 
 
@@ -18,13 +18,13 @@ def main(arguments: Sequence[str]) -> int:
     """List, and return the exit code: that of the first damaged file if there is one."""
     parser = Parser("ls", "List the checkpoints in a folder (also that of a run), or the tensors in a checkpoint.")
     parser.add_argument("path", metavar="PATH", type=Path)
-    parser.add_argument("patterns", metavar="PATTERN", nargs="*", help=f"in a checkpoint: {PATTERN_HELP}")
+    parser.add_patterns("in a checkpoint: ")
     options = parser.parse_intermixed_args(arguments)
-    # Not Path.is_dir, which raises where a folder above may not be searched: to open it tells what is wrong.
+    # Not Path.is_dir, which raises where a parent folder may not be searched: opening the file gives a better error.
     if not os.path.isdir(options.path):
         return _list_file(options.path, options.patterns, options.json)
     if options.patterns:
-        raise UsageError(f"{options.path}: is a folder, and patterns are of tensors in a file")
+        raise UsageError(f"{options.path}: is a folder, and patterns match tensors in a file")
     return _list_folder(options.path, options.json)
 
 
@@ -33,7 +33,7 @@ def _list_folder(folder: Path, as_json: bool) -> int:
     exit_code = 0
     for path in checkpoints_in(folder):
         nbytes = size_of(path)
-        if nbytes is None:  # removed since the folder was read, say by a training that keeps a few
+        if nbytes is None:  # removed since, for instance by a training that keeps a few
             continue
         entry: dict[str, Any] = {"file": str(path), "bytes": nbytes}
         try:
@@ -47,9 +47,6 @@ def _list_folder(folder: Path, as_json: bool) -> int:
             info = index.info
             entry |= {"step": info.step, "ranks": info.world_size, "date": info.date, "tensors": len(index.tensors)}
         entries.append(entry)
-    if as_json:
-        print_json(entries)
-        return exit_code
     columns = ("step", "file", "size", "tensors", "ranks", "date")
     rows = [
         ("?", e["file"], readable_bytes(e["bytes"]), "", "", e["error"])
@@ -57,30 +54,21 @@ def _list_folder(folder: Path, as_json: bool) -> int:
         else (e["step"], e["file"], readable_bytes(e["bytes"]), e["tensors"], e["ranks"], e["date"])
         for e in entries
     ]
-    print_table(columns, rows, right=("step", "size", "tensors", "ranks"))
+    print_result(as_json, entries, columns, rows, right=("step", "size", "tensors", "ranks"))
     return exit_code
 
 
 def _list_file(path: Path, patterns: Sequence[str], as_json: bool) -> int:
     index = open_index(path)
     specs = [(name, index.resolve(name)) for name in matching(index, patterns)]
-    if as_json:
-        print_json(
-            [
-                {"name": name, "shape": list(spec.shape), "dtype": spec.dtype, "bytes": spec.nbytes}
-                | ({"same_as": spec.path} if name != spec.path else {})
-                for name, spec in specs
-            ]
-        )
-        return 0
-    rows = [
-        (
-            name,
-            readable_shape(spec.shape),
-            spec.dtype,
-            readable_bytes(spec.nbytes) if name == spec.path else f"= {spec.path}",
-        )
+    value = [
+        {"name": name, "shape": list(spec.shape), "dtype": spec.dtype, "bytes": spec.nbytes}
+        | ({"same_as": spec.path} if name != spec.path else {})
         for name, spec in specs
     ]
-    print_table(("name", "shape", "dtype", "size"), rows, right=("size",))
+    sizes = [readable_bytes(spec.nbytes) if name == spec.path else f"= {spec.path}" for name, spec in specs]
+    rows = [
+        (name, readable_shape(spec.shape), spec.dtype, size) for (name, spec), size in zip(specs, sizes, strict=True)
+    ]
+    print_result(as_json, value, ("name", "shape", "dtype", "size"), rows, right=("size",))
     return 0

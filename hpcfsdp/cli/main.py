@@ -1,6 +1,6 @@
 """``hpcfsdp <verb>``: finds the verb, and turns errors into a message on stderr and an exit code.
 
-What verbs write to stdout passes through ``_Output``: whatever they print, a terminal is given no control characters.
+The output of verbs passes through ``_Output``, so that no control characters reach a terminal.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from hpcfsdp.terminal import shown_lines, shown_message, shown_styled
 # verb -> module with main(arguments) -> exit code, and one line for the help
 VERBS = {
     "train": ("hpcfsdp.cli.train", "train a byte-level GPT (run it with mpirun or srun)"),
-    "bench": ("hpcfsdp.cli.bench", "measure against the peers (run it with mpirun or srun)"),
+    "bench": ("hpcfsdp.cli.bench", "measure hpcfsdp and its peers (run it with mpirun or srun)"),
     "ls": ("hpcfsdp.cli.ls", "list checkpoints in a folder, or tensors in a checkpoint"),
-    "doctor": ("hpcfsdp.cli.doctor", "say what here would break a training (alone, or with mpirun or srun)"),
-    "show": ("hpcfsdp.cli.show", "show what a checkpoint, or one tensor of it, holds"),
+    "doctor": ("hpcfsdp.cli.doctor", "check whether a training would run here (alone, or with mpirun or srun)"),
+    "show": ("hpcfsdp.cli.show", "show facts of a checkpoint, or of one of its tensors"),
     "export": ("hpcfsdp.cli.export", "write a checkpoint as safetensors, .pt, a DCP folder or a PEFT adapter"),
     "import": ("hpcfsdp.cli.import_", "write a checkpoint from safetensors, .pt or a DCP folder"),
-    "stats": ("hpcfsdp.cli.stats", "tell minimum, maximum, mean, norm, NaN and Inf of tensors"),
+    "stats": ("hpcfsdp.cli.stats", "show minimum, maximum, mean, norm, NaN and Inf of tensors"),
     "verify": ("hpcfsdp.cli.verify", "check every byte of checkpoints"),
-    "diff": ("hpcfsdp.cli.diff", "tell what two checkpoints differ in"),
+    "diff": ("hpcfsdp.cli.diff", "show the differences of two checkpoints"),
     "prune": ("hpcfsdp.cli.prune", "remove old checkpoints of a folder"),
     "plot": ("hpcfsdp.cli.plot", "draw histograms, norms per layer, or the loss"),
 }
@@ -39,13 +39,13 @@ usage: hpcfsdp <verb> [PATH] [options]
 
 {verbs}
 
-hpcfsdp <verb> --help tells the options of a verb; hpcfsdp --version the version.
+hpcfsdp <verb> --help shows the options of a verb, hpcfsdp --version the version.
 Data goes to stdout, messages to stderr. Exit codes: 0 fine, 1 failure, 2 usage,
 3 environment, 4 checkpoint corrupt, 75 checkpointed after a signal (run me again),
-141 nobody reads the output any more."""
+141 the reader of the output has closed it."""
 
 EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
-"""As of a program that this signal has ended, which Python turns into an error. Never 0: not all was said."""
+"""As of a program that this signal has ended; Python turns it into an error. Not 0, since the output is incomplete."""
 
 
 def usage() -> str:
@@ -63,10 +63,10 @@ class OutputError(HpcfsdpError):
 
 
 class _Output:
-    """A stream to which printable text, line ends and tabs are written, and whose own errors are ``OutputError``.
+    """A stream of printable text, line ends and tabs. Its own errors are ``OutputError``.
 
     Attributes:
-        styled: the same stream for text that also sets colours, see ``arguments.console``.
+        styled: the same stream for text that also sets colours, see ``reporting.console``.
     """
 
     def __init__(self, stream: Any, cleaned: Callable[[str], str] = shown_lines) -> None:
@@ -81,20 +81,20 @@ class _Output:
 
     def write(self, text: str) -> int:
         cleaned = self._cleaned(text)
-        if not cleaned.isascii():  # the terminal may have no more than ASCII
+        if not cleaned.isascii():  # the terminal may know ASCII only
             encoding = getattr(self._stream, "encoding", None) or "utf-8"
             cleaned = cleaned.encode(encoding, "backslashreplace").decode(encoding)
-        with _told():
+        with _output_errors():
             self._stream.write(cleaned)
         return len(text)
 
     def flush(self) -> None:
-        with _told():
+        with _output_errors():
             self._stream.flush()
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _output_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -102,18 +102,20 @@ def _told() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; its exit code. Errors that users can hint are printed, others propagate."""
+    """Run one command; its exit code. Errors of hpcfsdp are printed, others propagate."""
     try:
         return _run(arguments)
     except HpcfsdpError as error:
-        if error.exit_code != EXIT_BROKEN_PIPE:  # the reader of our output, say `head`, has seen enough
-            _say(f"hpcfsdp: {shown_message(str(error))}")
-        _empty(sys.stdout)
+        if error.exit_code != EXIT_BROKEN_PIPE:  # the reader of the output, such as `head`, has read enough
+            with contextlib.suppress(OSError):
+                print(f"hpcfsdp: {shown_message(str(error))}", file=sys.stderr)
+            _flush_or_drop(sys.stderr)
+        _flush_or_drop(sys.stdout)
         return error.exit_code
 
 
 def _run(arguments: Sequence[str]) -> int:
-    if sys.stdout is None:  # it was closed before we began
+    if sys.stdout is None:  # it was closed before this process began
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             return _command(arguments)
     with contextlib.redirect_stdout(_Output(sys.stdout)):
@@ -122,7 +124,7 @@ def _run(arguments: Sequence[str]) -> int:
         except SystemExit:  # the help of a verb
             sys.stdout.flush()
             raise
-        sys.stdout.flush()  # what waits for the end of the process could no longer be an error of this command
+        sys.stdout.flush()  # here, where an error still changes the exit code
         return code
 
 
@@ -141,14 +143,8 @@ def _command(arguments: Sequence[str]) -> int:
     return importlib.import_module(VERBS[verb][0]).main(rest)
 
 
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr)
-    _empty(sys.stderr)
-
-
-def _empty(stream: Any) -> None:
-    """Bring out what waits in a stream, or give it up: the interpreter would fail of it once more when it ends."""
+def _flush_or_drop(stream: Any) -> None:
+    """Flush a stream, or drop its buffer: the interpreter would fail again when it ends."""
     if stream is None:
         return
     try:

@@ -13,29 +13,29 @@ from hpcfsdp.checkpoint.inspect import plots
 from hpcfsdp.checkpoint.inspect.names import tensors_matching
 from hpcfsdp.checkpoint.inspect.walk import nbytes_of
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.cli.reporting import PATTERN_HELP, Parser, print_json, print_line
+from hpcfsdp.cli.reporting import Parser, print_json, print_line
 from hpcfsdp.errors import UsageError
 from hpcfsdp.observe.progress_bar import byte_progress
 
 _KIND_HELP = (
     "histogram: of all elements of the model together, or of each tensor that a pattern matches; norms: of each layer "
-    "of the model, or of what patterns match; loss: curves of metrics with loss in their names, or of those that "
-    "patterns match"
+    "of the model, or of tensors that patterns match; loss: curves of metrics with loss in their names, or of those "
+    "that patterns match"
 )
 
 
 def main(arguments: Sequence[str]) -> int:
     """Draw, print the path of the picture or its numbers, and return the exit code."""
-    parser = Parser("plot", "Draw what a checkpoint holds. What is read of tensors is checked against its checksums.")
+    parser = Parser("plot", "Draw the tensors or curves of a checkpoint. Tensors are checked against their checksums.")
     parser.add_argument("file", metavar="FILE", type=Path)
-    parser.add_argument("patterns", metavar="PATTERN", nargs="*", help=PATTERN_HELP)
+    parser.add_patterns()
     parser.add_argument("--kind", choices=tuple(_KINDS), required=True, help=_KIND_HELP)
     parser.add_argument(
         "--out",
         metavar="PNG",
         type=Path,
-        help="the picture (also .pdf or .svg), which may be there already; default: <name of the file>-<kind>.png in "
-        "the working directory, and with --json, which prints the numbers that would be drawn, none",
+        help="the picture (also .pdf or .svg); an existing file is replaced; default: <name of the file>-<kind>.png in "
+        "the working directory, but none with --json, which prints the numbers",
     )
     options = parser.parse_intermixed_args(arguments)
     index = open_index(options.file)
@@ -63,17 +63,13 @@ def _histograms(index: CheckpointIndex, options: argparse.Namespace) -> list[plo
     else:
         groups = {f"{len(paths)} tensors of the model": paths}
     with BlockReader(index) as reader, byte_progress("histogram", 2 * nbytes_of(index, paths)) as advance:
-        return [plots.histogram(index, reader, name, of, advance=advance) for name, of in groups.items()]
+        return [plots.histogram(index, reader, name, group, advance=advance) for name, group in groups.items()]
 
 
 def _norms(index: CheckpointIndex, options: argparse.Namespace) -> dict[str, float]:
     paths = _paths(index, options)
     with BlockReader(index) as reader, byte_progress("norms", nbytes_of(index, paths)) as advance:
         return plots.layer_norms(index, reader, paths, advance)
-
-
-def _curves(index: CheckpointIndex, options: argparse.Namespace) -> dict[str, Any]:
-    return plots.curves(index, options.patterns)
 
 
 def _paths(index: CheckpointIndex, options: argparse.Namespace) -> list[str]:
@@ -84,5 +80,5 @@ def _paths(index: CheckpointIndex, options: argparse.Namespace) -> list[str]:
 _KINDS: dict[str, tuple[Callable[[CheckpointIndex, argparse.Namespace], Any], Callable[[str, Any], Any]]] = {
     "histogram": (_histograms, plots.draw_histograms),
     "norms": (_norms, plots.draw_norms),
-    "loss": (_curves, plots.draw_curves),
+    "loss": (lambda index, options: plots.curves(index, options.patterns), plots.draw_curves),
 }

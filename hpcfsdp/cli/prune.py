@@ -12,24 +12,24 @@ from hpcfsdp.checkpoint import retention
 from hpcfsdp.checkpoint.catalog import checkpoint_files, step_of
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.cli.folders import size_of
-from hpcfsdp.cli.reporting import Parser, print_json, print_table, readable_bytes
+from hpcfsdp.cli.reporting import Parser, print_result, readable_bytes
 from hpcfsdp.errors import CheckpointError, UsageError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Remove, tell, and return the exit code."""
+    """Remove and list files, and return the exit code."""
     parser = Parser(
         "prune",
-        "Remove old checkpoints of a folder (also that of a run), and what savers that were killed have left behind "
-        "for over an hour (.*.partial). The newest checkpoint that is not damaged always stays.",
+        "Remove old checkpoints of a folder (also that of a run), and files of killed saves that are over an hour old "
+        "(.*.partial). The newest checkpoint that is not damaged always stays.",
     )
     parser.add_argument("folder", metavar="DIR", type=Path)
-    parser.add_argument("--keep-last", metavar="N", type=int, help="how many of the newest stay (1 with --keep-every)")
-    parser.add_argument("--keep-every", metavar="K", type=int, help="those of steps that are a multiple stay, too")
-    parser.add_argument("--dry-run", action="store_true", help="only tell what would go")
+    parser.add_argument("--keep-last", metavar="N", type=int, help="the newest N stay (default with --keep-every: 1)")
+    parser.add_argument("--keep-every", metavar="K", type=int, help="steps that are a multiple of K stay, too")
+    parser.add_argument("--dry-run", action="store_true", help="list files, and remove none")
     options = parser.parse_args(arguments)
     if options.keep_last is None and options.keep_every is None:
-        raise UsageError("hpcfsdp prune: say what is to stay: --keep-last N, --keep-every K, or both")
+        raise UsageError("hpcfsdp prune: choose which files stay: --keep-last N, --keep-every K, or both")
     try:
         folder = _folder_of(options.folder)
         removal = retention.plan_removal(folder, keep_last=options.keep_last, keep_every=options.keep_every)
@@ -42,32 +42,30 @@ def main(arguments: Sequence[str]) -> int:
                 files.remove(path)
     except OSError as error:
         raise CheckpointError(f"{error.filename or options.folder}: {os.strerror(error.errno or 0)}") from error
-    if options.json:
-        print_json({"dry_run": options.dry_run, "files": entries})
-    else:
-        said = "would go" if options.dry_run else "removed"
-        rows = [
-            (
-                "" if entry["step"] is None else entry["step"],
-                entry["file"],
-                readable_bytes(entry["bytes"]),
-                said if entry["goes"] else "stays",
-                _why(entry),
-            )
-            for entry in entries
-        ]
-        print_table(("step", "file", "size", "what", "note"), rows, right=("step", "size"))
+    goes = "would go" if options.dry_run else "removed"
+    rows = [
+        (
+            "" if entry["step"] is None else entry["step"],
+            entry["file"],
+            readable_bytes(entry["bytes"]),
+            goes if entry["goes"] else "stays",
+            "left behind" if entry["step"] is None else f"damaged: {entry['error']}" if "error" in entry else "",
+        )
+        for entry in entries
+    ]
+    value = {"dry_run": options.dry_run, "files": entries}
+    print_result(options.json, value, ("step", "file", "size", "what", "note"), rows, right=("step", "size"))
     return 0
 
 
 def _folder_of(folder: Path) -> Path:
-    """Where the checkpoints are: a run has them in a folder of their own."""
+    """The folder of the checkpoints, given that of the run or their own."""
     inner = folder / "checkpoints"
     return inner if not checkpoint_files(folder) and inner.is_dir() else folder
 
 
 def _entries(removal: retention.Removal, left_behind: Sequence[Path]) -> list[dict[str, Any]]:
-    """What there is, with what becomes of it, lowest step first."""
+    """The files, and whether they go, lowest step first."""
     entries: list[dict[str, Any]] = []
     for path in sorted([*removal.going, *removal.staying], key=lambda path: (step_of(path), path)):
         entry = {"file": str(path), "step": step_of(path), "bytes": size_of(path) or 0, "goes": path in removal.going}
@@ -77,9 +75,3 @@ def _entries(removal: retention.Removal, left_behind: Sequence[Path]) -> list[di
     for path in left_behind:
         entries.append({"file": str(path), "step": None, "bytes": size_of(path) or 0, "goes": True})
     return entries
-
-
-def _why(entry: dict[str, Any]) -> str:
-    if entry["step"] is None:
-        return "left behind"
-    return f"damaged: {entry['error']}" if "error" in entry else ""

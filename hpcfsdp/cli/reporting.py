@@ -1,4 +1,4 @@
-"""What the reporting verbs share: their arguments, tables and numbers."""
+"""Arguments, tables and numbers of the reporting verbs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ from hpcfsdp.terminal import shown
 if TYPE_CHECKING:
     from rich.console import Console
 
-PATTERN_HELP = (
-    "names of tensors, with or without model/ before them; * stands for any text, ? for any character, [ab] for a or b"
-)
-
 
 class Parser(argparse.ArgumentParser):
     """Raises a ``UsageError`` instead of ending the process, and knows ``--json``."""
@@ -27,6 +23,14 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, verb: str, description: str) -> None:
         super().__init__(prog=f"hpcfsdp {verb}", description=description, allow_abbrev=False)
         self.add_argument("--json", action="store_true", help="machine-readable output")
+
+    def add_patterns(self, before: str = "") -> None:
+        """Add patterns of names, in front of which the help says `before`."""
+        text = (
+            f"{before}names of tensors, with or without model/ before them; * stands for any text, ? for any "
+            "character, [ab] for a or b"
+        )
+        self.add_argument("patterns", metavar="PATTERN", nargs="*", help=text)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: {message}")
@@ -36,19 +40,19 @@ def print_json(value: Any) -> None:
     """Write one JSON document to stdout.
 
     Raises:
-        ValueError: it has a NaN or an infinity, which JSON has not: see ``plain_value``.
+        ValueError: it contains a NaN or an infinity, which JSON cannot hold: see ``plain_value``.
     """
     json.dump(value, sys.stdout, indent=2, allow_nan=False)
     print()
 
 
 def print_line(*parts: Any) -> None:
-    """Write parts to stdout as one line, whatever characters are in them, with a space between two of them."""
+    """Write parts to stdout as one line of printable characters, separated by spaces."""
     print(*map(shown, parts))
 
 
 def console() -> Console:
-    """What draws on the terminal that stdout is. It takes printable text alone: ``shown``."""
+    """A console on stdout, a terminal. Give it printable text only: ``shown``."""
     from rich.console import Console
 
     return Console(
@@ -56,11 +60,21 @@ def console() -> Console:
     )
 
 
+def print_result(
+    as_json: bool, value: Any, columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[str] = ()
+) -> None:
+    """Write `value` to stdout as JSON, or else a table."""
+    if as_json:
+        print_json(value)
+    else:
+        print_table(columns, rows, right)
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[str] = ()) -> None:
     """Write a table to stdout: aligned and coloured on a terminal, tab-separated otherwise.
 
     Args:
-        right: names of the columns that are set flush right.
+        right: names of the columns that are aligned to the right.
     """
     if not sys.stdout.isatty():
         for row in (columns, *rows):
@@ -106,7 +120,7 @@ def readable_number(value: Any) -> str:
 
 
 def plain_value(value: Any) -> Any:
-    """A value that was saved beside tensors, as JSON can hold it: arrays told by shape and dtype, NaN as text."""
+    """A value of a checkpoint for JSON: arrays by their shape and dtype, NaN and infinity as text."""
     if isinstance(value, dict):
         return {plain_value(key): plain_value(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

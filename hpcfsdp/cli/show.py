@@ -1,4 +1,4 @@
-"""``hpcfsdp show FILE [NAME]``: what a checkpoint, or one tensor of it, holds. Needs neither MPI nor torch."""
+"""``hpcfsdp show FILE [NAME]``: facts of a checkpoint, or of one of its tensors. Needs neither MPI nor torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.inspect.numbers import decoded, json_number
 from hpcfsdp.checkpoint.inspect.stats import file_statistics
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.cli.reporting import Parser, plain_value, print_json, print_table, readable_bytes, readable_shape
+from hpcfsdp.cli.reporting import Parser, plain_value, print_result, readable_bytes, readable_shape
 from hpcfsdp.errors import CheckpointError, nearest
 
 FIRST_VALUES = 8
@@ -22,18 +19,13 @@ FIRST_VALUES = 8
 
 def main(arguments: Sequence[str]) -> int:
     """Show, and return the exit code."""
-    parser = Parser(
-        "show", "Show what a checkpoint holds, or the values of one tensor (checked against their checksums)."
-    )
+    parser = Parser("show", "Show facts of a checkpoint, or of one of its tensors (checked against its checksums).")
     parser.add_argument("file", metavar="FILE", type=Path)
     parser.add_argument("name", metavar="NAME", nargs="?", help="of a tensor, with or without model/ before it")
     options = parser.parse_args(arguments)
     index = open_index(options.file)
     facts = _about_file(index) if options.name is None else _about_tensor(index, options.name)
-    if options.json:
-        print_json(facts)
-    else:
-        print_table(("what", "value"), [(key, _readable(key, value)) for key, value in facts.items()])
+    print_result(options.json, facts, ("what", "value"), [(key, _readable(key, facts[key])) for key in facts])
     return 0
 
 
@@ -59,17 +51,15 @@ def _about_file(index: CheckpointIndex) -> dict[str, Any]:
         listed = {"params": len(group["params"])} if "params" in group else {}
         facts[f"optimizer group {number}"] = plain_value({**group, **listed})
     if index.metrics:
-        facts["metrics"] = {name: _last(*series) for name, series in index.metrics.items()}
+        facts["metrics"] = {
+            name: f"{len(steps)} values" + (f", {values[-1]:.6g} at step {steps[-1]}" if len(steps) else "")
+            for name, (steps, values) in index.metrics.items()
+        }
     if index.parts:
         facts["files beside it"] = [part.name for part in index.parts]
     facts["extra"] = plain_value(info.extra)
     facts["config"] = plain_value(info.config)
     return facts
-
-
-def _last(steps: np.ndarray, values: np.ndarray) -> str:
-    """How long a curve is, and where it ends."""
-    return f"{len(steps)} values" + (f", {values[-1]:.6g} at step {steps[-1]}" if len(steps) else "")
 
 
 def _about_tensor(index: CheckpointIndex, name: str) -> dict[str, Any]:
@@ -79,15 +69,10 @@ def _about_tensor(index: CheckpointIndex, name: str) -> dict[str, Any]:
     if path != spec.path:
         facts["same tensor as"] = spec.path
     facts["written by ranks"] = sorted(set(index.rows_of(path)["rank"].tolist()))
-    return facts | _numbers(index, spec)
-
-
-def _numbers(index: CheckpointIndex, spec: TensorSpec) -> dict[str, Any]:
-    """The first values, and statistics."""
     with BlockReader(index) as reader:
         first = decoded(reader.read(spec.path, 0, min(FIRST_VALUES, spec.numel)), spec.dtype)
         (_, found), *_ = file_statistics(index, reader, [spec.path])
-    facts: dict[str, Any] = {"first values": [json_number(value) for value in first]}
+    facts["first values"] = [json_number(value) for value in first]
     if found.min is not None:
         facts |= {name: json_number(getattr(found, name)) for name in ("min", "max", "mean", "norm")}
     return facts | {"nan": found.nan, "infinite": found.inf}

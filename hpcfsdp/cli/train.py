@@ -1,6 +1,6 @@
-"""``hpcfsdp train [run.yaml] [--section.key value]``: runs the program in examples/gpt, and what belongs around it.
+"""``hpcfsdp train [run.yaml] [--section.key value]``: runs the program in examples/gpt.
 
-That is the configuration, the folder of the run, its logs and metrics, signals, and exit codes.
+Adds the configuration, the folder of the run, its logs and metrics, signals, and exit codes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _main(arguments: Sequence[str], comm: Any, stop: StopRequest) -> int:
-    from hpcfsdp import world as worlds  # from here on torch, which MPI has to come before
+    from hpcfsdp import world as worlds  # loads torch, which has to come after MPI
     from hpcfsdp.comm.agree import raise_together
     from hpcfsdp.comm.mpi_communicator import MpiCommunicator
 
@@ -74,24 +74,24 @@ def _main(arguments: Sequence[str], comm: Any, stop: StopRequest) -> int:
 def run(config: RunConfig, world: World, stop: StopRequest) -> Outcome:
     """Collective over all ranks. Run the training that `config` describes, as the only job in the folder of the run."""
     from hpcfsdp.comm.agree import raise_together  # as above
-    from hpcfsdp.examples.gpt.loop import train
+    from hpcfsdp.examples.gpt.loop import Trainer
 
     with raise_together(world.host):
         check(config, world.size, world.num_nodes)
     lock = RunLock(Path(config.run_dir))
     with raise_together(world.host), _writing_to(config.run_dir):
         if world.rank == 0:
-            lock.take(by_force=config.take_over)
+            lock.acquire(by_force=config.take_over)
     callbacks = _Command(config, world, stop, lock)
     try:
-        return train(config, world, callbacks)
+        return Trainer(config, world, callbacks).run()
     finally:
         callbacks.close()
         lock.release()
 
 
 class _Command(Callbacks):
-    """What the command does at the turns of the training. Rank 0 has the lock, and writes."""
+    """Writes the configuration and metrics of the run, shows steps, and passes signals on. Rank 0 holds the lock."""
 
     def __init__(self, config: RunConfig, world: World, stop: StopRequest, lock: RunLock) -> None:
         self._config, self._world, self._stop, self._lock = config, world, stop, lock

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp.checkpoint.inspect.verify import Report, verify_file
+from hpcfsdp.checkpoint.inspect.verify import verify_file
 from hpcfsdp.cli.folders import checkpoints_in, size_of
 from hpcfsdp.cli.reporting import Parser, print_json, print_line, readable_bytes
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
@@ -18,11 +18,11 @@ EXIT_DAMAGED = CheckpointCorruptError.exit_code
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Verify and print; the exit code: 4 if a file is damaged, else 1 if one cannot be looked at, else 0."""
+    """Verify and print; the exit code: 4 if a file is damaged, else 1 if one cannot be read, else 0."""
     parser = Parser(
         "verify",
-        "Check every byte of checkpoints, and list all that is wrong. Exit code 4: a file is damaged, not finished or "
-        "no checkpoint; 1: a file could not be looked at; 0: all is well.",
+        "Check every byte of checkpoints, and list all faults. Exit code 4: a file is damaged, not finished or not a "
+        "checkpoint; 1: a file could not be read; 0: all files are sound.",
     )
     parser.add_argument(
         "paths", metavar="PATH", nargs="+", type=Path, help="a file, or a folder of checkpoints (also that of a run)"
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     codes = set()
     for path, is_listed in _files(options.paths):
         entry = _entry(path)
-        if is_listed and size_of(path) is None:  # removed since, say by a training that keeps a few
+        if is_listed and size_of(path) is None:  # removed since, for instance by a training that keeps a few
             continue
         codes.add(entry.pop("exit_code"))
         entries.append(entry)
@@ -44,30 +44,28 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _files(paths: Sequence[Path]) -> list[tuple[Path, bool]]:
-    """The files that are meant, and whether they were found in a folder."""
+    """The files of the arguments, and whether they were found in a folder."""
     found: list[tuple[Path, bool]] = []
     for path in paths:
-        # Not Path.is_dir, which raises where a folder above may not be searched.
+        # Not Path.is_dir, which raises where a parent folder may not be searched.
         found += [(file, True) for file in checkpoints_in(path)] if os.path.isdir(path) else [(path, False)]
     return found
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    """What is told of a file, and the exit code that it asks for."""
+    """The facts of a file, and its exit code."""
     try:
         with byte_progress(f"verify {path.name}", size_of(path) or 0) as advance:
             report = verify_file(path, advance)
     except CheckpointError as error:
         return {"file": str(path), "error": str(error).removeprefix(f"{path}: "), "exit_code": error.exit_code}
-    return {"file": str(path), **_as_json(report), "exit_code": 0 if report.sound else EXIT_DAMAGED}
-
-
-def _as_json(report: Report) -> dict[str, Any]:
     return {
+        "file": str(path),
         "sound": report.sound,
         "tensors": report.tensors,
         "bytes": report.nbytes,
         "faults": [asdict(fault) for fault in report.faults],
+        "exit_code": 0 if report.sound else EXIT_DAMAGED,
     }
 
 

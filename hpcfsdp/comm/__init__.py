@@ -1,4 +1,4 @@
-"""Collectives on tensors behind one protocol, whatever carries them; topology and meshes."""
+"""Collectives on tensors behind one interface, over MPI, torch process groups, or one process; meshes."""
 
 from hpcfsdp.comm.agree import assert_same, raise_together, raise_together_over
 from hpcfsdp.comm.communicator import Communicator

@@ -1,4 +1,4 @@
-"""Agreement between ranks: one rank's error is everyone's error, and equal things are proven equal."""
+"""Agreement between ranks: all raise an error of one, and compare values that must be equal."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ def raise_together(comm: Communicator) -> Iterator[None]:
     """Collective over `comm`, at its end. If the block raises on any rank, every rank raises.
 
     The block itself must not call collectives on `comm`: a rank that fails would not take part. Ranks on which the
-    block succeeded raise the error of the lowest rank that failed, with that rank named. Errors that are not
-    hpcfsdp's own (say an OSError) reach the others as an ``HpcfsdpError``.
+    block succeeded raise the error of the lowest rank that failed, and name that rank. Errors of other classes than
+    hpcfsdp's own (say an OSError) become an ``HpcfsdpError`` there.
     """
     mine: Exception | None = None
     try:
         yield
     except Exception as error:
         mine = error
-    described = None if mine is None else (type(mine).__name__, str(mine), getattr(mine, "raised_on_all_ranks", False))
-    everyone = comm.all_gather_object(described)
+    mine_sent = None if mine is None else (type(mine).__name__, str(mine), getattr(mine, "raised_on_all_ranks", False))
+    everyone = comm.all_gather_object(mine_sent)
     for rank, error in enumerate(everyone):
         if error is None:
             continue
         kind, message, named = error
-        who = "" if named else f"rank {rank}: "  # what several ranks have raised together says itself who
+        who = "" if named else f"rank {rank}: "  # an error that several ranks have raised together names them
         raised = mine or rebuild(kind, f"{who}{message}")
         if raised is not mine and type(raised) is HpcfsdpError:
             raised = HpcfsdpError(f"{who}{kind}: {message}")
@@ -47,7 +47,7 @@ def raise_together_over(comms: Iterable[Communicator]) -> Iterator[None]:
 
 
 def assert_same(comm: Communicator, value: Any, what: str) -> None:
-    """Collective over `comm`. Raise on every rank unless `value` (small and comparable) is the same on all of them."""
+    """Collective over `comm`. Raise on every rank unless `value` (small and comparable) is equal on all of them."""
     values = comm.all_gather_object(value)
     for rank, other in enumerate(values):
         if other != values[0]:

@@ -1,73 +1,74 @@
-"""The protocol that the engine and the checkpoints speak, and what all its implementations share."""
+"""The interface that the engine and the checkpoints use, and the checks of arguments that all transports share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from hpcfsdp.comm.reduce import OptionalTensors, ReduceOp, Reduction, Tensors, accumulate_dtype, refuse_op
+from hpcfsdp.comm.waits import same_call
 from hpcfsdp.errors import CommunicationError
-
-ReduceOp = Literal["sum", "average", "product", "min", "max", "band", "bor", "bxor"]
+from hpcfsdp.launch import calls
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in progress."""
 
     def wait(self) -> None:
-        """Return when the result may be used. Raises what went wrong."""
+        """Return when the result may be used. Raises the error of the collective."""
 
     def is_completed(self) -> bool:
-        """Whether the result may be used already; moves the collective on where it can."""
+        """Whether the result may be used already. Advances the collective where the transport allows it."""
 
 
-class Communicator(Protocol):
+class Communicator:
     """Collectives over `size` ranks. All methods are collective over them unless they say otherwise.
 
     Tensors are contiguous and on `device`. A call returns when its result may be used and its inputs may be changed; on
     a GPU that means: by work that is enqueued on the current stream afterwards. With ``async_op`` it returns a ``Work``
-    at once, and the tensors must be left alone until that has been waited for. Work of one rank that is never waited
-    for is completed by later calls.
+    at once, and the caller must not touch the tensors until it has waited for that. Later calls complete work that a
+    rank never waits for.
 
-    Tensors of float16, bfloat16 and fp8 are reduced in float32 unless `accumulate` says otherwise. An average of
-    integers is their sum, divided and rounded towards zero. The order of
-    reduction is fixed: equal input gives bitwise equal output, the same on all ranks.
+    Tensors of float16, bfloat16 and fp8 are reduced in float32 unless `accumulate` names another dtype. An average of
+    integers is their sum, divided and rounded towards zero. The order of reduction is fixed: equal input gives bitwise
+    equal output, the same on all ranks.
+
+    This class checks arguments, and allocates memory that no other rank sees. Its subclasses are the transports: they
+    implement the methods that begin with an underscore.
     """
 
     rank: int
     size: int
     device: torch.device
+    shares_gathered = False
+    """Whether memory from ``alloc(gathered=True)`` is one memory for all ranks."""
+    shares_memory = False
+    """Whether some ranks read each other's memory from ``alloc``; the same on all ranks."""
 
     # Memory
 
-    @property
-    def shares_gathered(self) -> bool:
-        """Whether memory from ``alloc(gathered=True)`` is one memory for all ranks."""
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether some ranks read each other's memory from ``alloc``; the same on all ranks."""
-
     def alloc(self, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> torch.Tensor:
-        """Memory of `numel` elements, 1-D and zero, on which the collectives of this communicator work best.
+        """Allocate `numel` elements, 1-D and zero, for which the collectives of this communicator are fastest.
 
-        Where ranks share a node's memory, peers read it directly instead of being sent its content.
+        Where ranks share a node's memory, peers read it directly and receive no messages.
 
         Args:
-            gathered: memory for the output of ``all_gather_into_tensor``, of which a node may hold one copy for all of
-                its ranks. A rank may write its own segment (``numel / size`` elements) only, and gathering that segment
-                into the whole moves no bytes within the node. See ``release`` and ``claim``.
+            gathered: memory for the output of ``all_gather_into_tensor``. A node may hold one copy for all of its
+                ranks. A rank may write its own segment (``numel / size`` elements) only, and only when no rank reads
+                it: a barrier separates reads from writes. Gathering that segment moves no bytes within the node.
         """
+        if numel < 0:
+            raise CommunicationError(f"alloc on rank {self.rank}: size must be >= 0, got {numel}")
+        if gathered and numel % self.size:
+            raise CommunicationError(
+                f"alloc on rank {self.rank}: {numel} elements do not divide into {self.size} equal segments"
+            )
+        return self._alloc(numel, dtype, gathered)
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Not collective. Give back what ``alloc`` returned; the memory is gone when no rank uses it any more."""
-
-    def release(self, full: torch.Tensor) -> None:
-        """Not collective. Say that this rank reads gathered memory no more, until it is gathered again."""
-
-    def claim(self, full: torch.Tensor) -> None:
-        """Wait until all ranks that share gathered memory have released it: now its own segment may be written."""
+        """Not collective. Free what ``alloc`` returned. The memory exists until no rank uses it any more."""
 
     # Collectives on tensors
 
@@ -75,6 +76,10 @@ class Communicator(Protocol):
         self, output: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False
     ) -> Work | None:
         """`output` (size * n elements) becomes the shards (n elements each) of all ranks, in rank order."""
+        label = f"all_gather_into_tensor of {describe(shard)}"
+        self._check(label, shard, output)
+        check_sizes(label, self, output, shard)
+        return self._all_gather_into_tensor(label, output, shard, async_op)
 
     def reduce_scatter_tensor(
         self,
@@ -88,13 +93,19 @@ class Communicator(Protocol):
     ) -> Work | None:
         """`output` (n elements) becomes segment `rank` of `full` (size * n elements), reduced over ranks.
 
-        Three dtypes: values travel in that of `full`, are summed in `accumulate` (default: ``accumulate_dtype`` of
-        `full`), and are kept in that of `output`.
+        Three dtypes: ranks send values in that of `full`, sum them in `accumulate` (default: ``accumulate_dtype`` of
+        `full`), and store the result in that of `output`.
 
         Args:
-            label: what it is that is reduced. Where it costs nothing (in shared memory) ranks that reduce different
-                things at a time raise; elsewhere it is for messages.
+            label: the name of the values. In shared memory, where the comparison is free, ranks that reduce values of
+                different names at the same time raise. Elsewhere it is part of messages.
         """
+        label = _reduction_label(label, "reduce_scatter_tensor", op, full, accumulate)
+        self._check(label, full)
+        self._check(label, written=[output])  # may have another dtype
+        check_sizes(label, self, full, output)
+        reduction = self._reduction(label, op, full, accumulate)
+        return self._reduce_scatter_tensor(label, output, full, reduction, async_op)
 
     def all_reduce(
         self,
@@ -106,50 +117,147 @@ class Communicator(Protocol):
         async_op: bool = False,
     ) -> Work | None:
         """`tensor` becomes its reduction over all ranks, bitwise the same on each. See ``reduce_scatter_tensor``."""
+        label = _reduction_label(label, "all_reduce", op, tensor, accumulate)
+        self._check(label, written=[tensor])
+        return self._all_reduce(label, tensor, self._reduction(label, op, tensor, accumulate), async_op)
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None:
-        """`tensor` becomes what it is on rank `src`."""
+        """`tensor` becomes the tensor of rank `src`."""
+        label = f"broadcast from {src} of {describe(tensor)}"
+        self._check(label, written=[tensor])
+        check_peer(label, self, src)
+        return self._broadcast(label, tensor, src, async_op)
 
-    def all_gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, async_op: bool = False
-    ) -> Work | None:
+    def all_gather(self, outputs: Tensors, tensor: torch.Tensor, *, async_op: bool = False) -> Work | None:
         """`outputs[i]` becomes rank i's `tensor`. Ranks may contribute different numbers of elements, also none."""
+        label = f"all_gather of {tensor.dtype}"
+        check_list(label, self, "outputs", outputs)
+        self._check(label, tensor, written=outputs)
+        check_same_numel(label, self, outputs[self.rank], tensor)
+        return self._all_gather(label, outputs, tensor, async_op)
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, async_op: bool = False
-    ) -> Work | None:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, *, async_op: bool = False) -> Work | None:
         """`outputs[i]` becomes ``inputs[rank]`` of rank i. Sizes may differ between pairs, and may be 0."""
+        check_list("all_to_all", self, "outputs", outputs)
+        check_list("all_to_all", self, "inputs", inputs)
+        label = f"all_to_all of {inputs[0].dtype}"
+        self._check(label, *inputs, written=outputs)
+        check_same_numel(label, self, outputs[self.rank], inputs[self.rank])
+        return self._exchange(label, outputs, inputs, async_op)
 
-    def gather(
-        self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, dst: int, *, async_op: bool = False
-    ) -> Work | None:
+    def gather(self, outputs: Tensors | None, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Work | None:
         """On rank `dst` `outputs[i]` becomes rank i's `tensor`; `outputs` is None elsewhere. Sizes may differ."""
+        label = f"gather to {dst} of {tensor.dtype}"
+        check_peer(label, self, dst)
+        self._check(label, tensor)
+        if self.rank == dst:
+            check_list(label, self, "outputs", outputs)
+            self._check(label, tensor, written=outputs)
+            check_same_numel(label, self, outputs[dst], tensor)
+        received = outputs if self.rank == dst else [None] * self.size
+        return self._exchange(label, received, self._only(dst, tensor), async_op)
 
-    def scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, *, async_op: bool = False
-    ) -> Work | None:
+    def scatter(self, output: torch.Tensor, inputs: Tensors | None, src: int, *, async_op: bool = False) -> Work | None:
         """`output` becomes ``inputs[rank]`` of rank `src`; `inputs` is None elsewhere. Sizes may differ."""
+        label = f"scatter from {src} of {output.dtype}"
+        check_peer(label, self, src)
+        self._check(label, written=[output])
+        if self.rank == src:
+            check_list(label, self, "inputs", inputs)
+            self._check(label, output, *inputs)
+            check_same_numel(label, self, output, inputs[src])
+        sent = inputs if self.rank == src else [None] * self.size
+        return self._exchange(label, self._only(src, output), sent, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait for all ranks."""
+        return self._barrier(async_op)
 
-    def labelled_barrier(self, note: str) -> None:
-        """Wait for all ranks, and raise on each of them, naming both, if one came with another note.
+    def labelled_barrier(self, label: str) -> None:
+        """Wait for all ranks, and raise on each of them, naming both labels, if one has another label.
 
         Raises:
-            CommunicationError: the notes differ.
+            CommunicationError: the labels differ.
         """
+        if self.size > 1:
+            self._labelled_barrier(label)
 
     # Collectives on small, picklable Python objects
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The values of all ranks in rank order."""
+        """The values of all ranks in rank order. Raises on all ranks if they are in different public calls."""
+        return same_call(self._all_gather_object((calls.current(), value)))
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         """The value of rank `src`."""
+        check_peer("broadcast_object", self, src)
+        return self._broadcast_object(value, src)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        """Collective over `ranks`, ascending ranks of this communicator, which the others need not call."""
+        """Collective over `ranks`, ascending ranks of this communicator. The other ranks need not call it."""
+        members = list(ranks)
+        if self.rank not in members or members != sorted(set(members) & set(range(self.size))):
+            raise CommunicationError(
+                f"subgroup on rank {self.rank} of {self.size}: {members} must be ascending ranks of this communicator, "
+                "this rank among them"
+            )
+        return self._subgroup(members)
+
+    # What transports implement
+
+    def _alloc(self, numel: int, dtype: torch.dtype, gathered: bool) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def _all_gather_into_tensor(
+        self, label: str, output: torch.Tensor, shard: torch.Tensor, async_op: bool
+    ) -> Work | None:
+        raise NotImplementedError
+
+    def _reduce_scatter_tensor(
+        self, label: str, output: torch.Tensor, full: torch.Tensor, reduction: Reduction, async_op: bool
+    ) -> Work | None:
+        raise NotImplementedError
+
+    def _all_reduce(self, label: str, tensor: torch.Tensor, reduction: Reduction, async_op: bool) -> Work | None:
+        raise NotImplementedError
+
+    def _broadcast(self, label: str, tensor: torch.Tensor, src: int, async_op: bool) -> Work | None:
+        raise NotImplementedError
+
+    def _all_gather(self, label: str, outputs: Tensors, tensor: torch.Tensor, async_op: bool) -> Work | None:
+        return self._exchange(label, outputs, [tensor] * self.size, async_op)
+
+    def _exchange(self, label: str, outputs: OptionalTensors, inputs: OptionalTensors, async_op: bool) -> Work | None:
+        """`outputs[i]` becomes ``inputs[rank]`` of rank i. None: the pair of ranks exchanges nothing this way."""
+        raise NotImplementedError
+
+    def _barrier(self, async_op: bool) -> Work | None:
+        raise NotImplementedError
+
+    def _labelled_barrier(self, label: str) -> None:
+        raise NotImplementedError
+
+    def _all_gather_object(self, value: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def _broadcast_object(self, value: Any, src: int) -> Any:
+        raise NotImplementedError
+
+    def _subgroup(self, ranks: list[int]) -> Communicator:
+        raise NotImplementedError
+
+    def _check(self, label: str, *tensors: torch.Tensor, written: Tensors = ()) -> None:
+        """Raise unless this transport can read all of these tensors, and write to `written`."""
+        check_tensors(label, self, *tensors, *written)
+
+    def _reduction(self, label: str, op: ReduceOp, tensor: torch.Tensor, accumulate: torch.dtype | None) -> Reduction:
+        problem = refuse_op(op, tensor.dtype)
+        if problem:
+            raise CommunicationError(f"{label} on rank {self.rank}: {problem}")
+        return Reduction(op, accumulate or accumulate_dtype(tensor.dtype, op), self.size)
+
+    def _only(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor | None]:
+        return [tensor if other == rank else None for other in range(self.size)]
 
 
 def segment(full: torch.Tensor, comm: Communicator) -> torch.Tensor:
@@ -158,45 +266,18 @@ def segment(full: torch.Tensor, comm: Communicator) -> torch.Tensor:
     return full[comm.rank * numel : (comm.rank + 1) * numel]
 
 
-_NARROW = {torch.float16, torch.bfloat16} | {
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-    if hasattr(torch, name)
-}
-# torch has these dtypes but hardly any arithmetic for them; wider signed ones wrap around to the same bits.
-_WITHOUT_ARITHMETIC = {
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.uint64: torch.int64,
-    torch.complex32: torch.complex64,
-}
+def describe(tensor: torch.Tensor) -> str:
+    """A tensor in messages."""
+    return f"{tensor.numel()} x {tensor.dtype}"
 
 
-def accumulate_dtype(dtype: torch.dtype, op: str = "sum") -> torch.dtype:
-    """The dtype in which values of `dtype` are reduced by `op`."""
-    if dtype in _NARROW:
-        return torch.float32
-    if op == "average" and not dtype.is_floating_point and not dtype.is_complex:
-        return torch.int64  # an average fits where the sum that it is made of does not
-    return _WITHOUT_ARITHMETIC.get(dtype, dtype)
-
-
-def refuse_op(op: str, dtype: torch.dtype) -> str | None:
-    """Why values of `dtype` cannot be reduced by `op`, None where they can."""
-    whole = not dtype.is_floating_point and not dtype.is_complex
-    if op not in ("sum", "average", "product", "min", "max", "band", "bor", "bxor"):
-        return f"unknown reduction {op!r}"
-    if op == "average" and dtype in (torch.bool, torch.uint64):
-        return f"{dtype} has no average: sum, and divide in a dtype of your choice"
-    if op in ("band", "bor", "bxor") and not whole:
-        return f"{op} needs whole numbers or bool, not {dtype}"
-    if op in ("min", "max") and (dtype.is_complex or dtype is torch.uint64):
-        return f"{dtype} has no order that torch can compute with: {op} is not there"
-    return None
+def _reduction_label(label: str, operation: str, op: str, tensor: torch.Tensor, accumulate: torch.dtype | None) -> str:
+    prefix = f"{label}: " if label else ""
+    return f"{prefix}{operation}({op}) of {describe(tensor)}" + (f" in {accumulate}" if accumulate else "")
 
 
 def check_sizes(operation: str, comm: Communicator, full: torch.Tensor, shard: torch.Tensor) -> None:
-    """Refuse tensors of which the one is not `size` times the other."""
+    """Raise unless `full` has `size` times the elements of `shard`, and `shard` is not another rank's segment of it."""
     if full.numel() != comm.size * shard.numel():
         raise CommunicationError(
             f"{operation} on rank {comm.rank} of {comm.size}: the full tensor has {full.numel()} elements, the shard "
@@ -207,8 +288,8 @@ def check_sizes(operation: str, comm: Communicator, full: torch.Tensor, shard: t
     mine = begin + comm.rank * (end - begin) // comm.size
     if first < end and begin < last and (first != mine or last - first != (end - begin) // comm.size):
         raise CommunicationError(
-            f"{operation} on rank {comm.rank} of {comm.size}: the shard lies within the full tensor, but is not "
-            f"segment {comm.rank} of it: others would read what is being written"
+            f"{operation} on rank {comm.rank} of {comm.size}: the shard is a part of the full tensor, but is not "
+            f"segment {comm.rank} of it: other ranks would read what this rank writes"
         )
 
 
@@ -218,60 +299,15 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def check_same_numel(operation: str, comm: Communicator, output: torch.Tensor, given: torch.Tensor) -> None:
-    """Refuse an output that cannot hold what its own rank contributes."""
+    """Raise unless a rank's output for itself has the size of its input for itself."""
     if output.numel() != given.numel():
         raise CommunicationError(
             f"{operation} on rank {comm.rank}: its own output has {output.numel()} elements, its input {given.numel()}"
         )
 
 
-def check_alloc(comm: Communicator | PlainMemory, numel: int, gathered: bool) -> None:
-    """Refuse a size that no memory can have, or that does not divide into segments."""
-    if numel < 0 or (gathered and numel % comm.size):
-        why = f"are not {comm.size} equal segments" if numel >= 0 else "are no size"
-        raise CommunicationError(f"alloc on rank {comm.rank}: {numel} elements {why}")
-
-
-class PlainMemory:
-    """The memory of a communicator that shares none: what torch allocates, and nothing to wait for."""
-
-    shares_memory = False
-
-    rank: int
-    size: int
-    device: torch.device
-
-    @property
-    def shares_gathered(self) -> bool:
-        return False
-
-    def alloc(self, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> torch.Tensor:
-        check_alloc(self, numel, gathered)
-        return torch.zeros(numel, dtype=dtype, device=self.device)
-
-    def free(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def release(self, full: torch.Tensor) -> None:
-        pass
-
-    def claim(self, full: torch.Tensor) -> None:
-        pass
-
-
-def check_members(comm: Communicator, ranks: Sequence[int]) -> list[int]:
-    """Refuse a list that is not one of ascending ranks, this one among them; the list."""
-    members = list(ranks)
-    if comm.rank not in members or members != sorted(set(members) & set(range(comm.size))):
-        raise CommunicationError(
-            f"subgroup on rank {comm.rank} of {comm.size}: {members} must be ascending ranks of this communicator, "
-            "this rank among them"
-        )
-    return members
-
-
-def check_tensors(operation: str, comm: Communicator, *tensors: torch.Tensor, same_dtype: bool = True) -> None:
-    """Refuse tensors that no transport could take as they are: other device, other dtype, holes in memory."""
+def check_tensors(operation: str, comm: Communicator, *tensors: torch.Tensor) -> None:
+    """Raise unless all are contiguous tensors of one dtype on the device of the communicator."""
     for tensor in tensors:
         where = f"{operation} on rank {comm.rank} of {comm.size}"
         if not isinstance(tensor, torch.Tensor):
@@ -282,22 +318,22 @@ def check_tensors(operation: str, comm: Communicator, *tensors: torch.Tensor, sa
                 f"with .to({comm.device.type!r})"
             )
         if tensor.layout is not torch.strided or not tensor.is_contiguous():
-            how = tensor.layout if tensor.layout is not torch.strided else f"stride {tensor.stride()}"
-            raise CommunicationError(f"{where}: the tensor of shape {tuple(tensor.shape)} is not contiguous ({how})")
-        if same_dtype and tensor.dtype != tensors[0].dtype:
+            layout = tensor.layout if tensor.layout is not torch.strided else f"stride {tensor.stride()}"
+            raise CommunicationError(f"{where}: the tensor of shape {tuple(tensor.shape)} is not contiguous ({layout})")
+        if tensor.dtype != tensors[0].dtype:
             raise CommunicationError(f"{where}: the tensors differ in dtype: {tensors[0].dtype} and {tensor.dtype}")
 
 
 def check_peer(operation: str, comm: Communicator, peer: int) -> None:
-    """Refuse a rank that is not in the communicator."""
+    """Raise unless `peer` is a rank of the communicator."""
     if not 0 <= peer < comm.size:
         raise CommunicationError(
             f"{operation} on rank {comm.rank}: there is no rank {peer}, they are 0 to {comm.size - 1}"
         )
 
 
-def check_list(operation: str, comm: Communicator, what: str, tensors: Sequence[torch.Tensor] | None) -> None:
-    """Refuse a list that does not hold one tensor for each rank."""
+def check_list(operation: str, comm: Communicator, what: str, tensors: Tensors | None) -> None:
+    """Raise unless the list has one tensor for each rank."""
     if tensors is None or len(tensors) != comm.size:
         given = "None" if tensors is None else f"{len(tensors)} tensor(s)"
         raise CommunicationError(

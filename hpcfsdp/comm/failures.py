@@ -1,27 +1,26 @@
-"""Collectives that failed on one rank: it lets the others know, who may wait for messages that it will not send."""
+"""Failures of collectives: the rank that finds one informs the others, which may wait for messages from it."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from mpi4py import MPI
 
 from hpcfsdp.errors import CommunicationError, DifferentCallsError
 
 _KEPT = 16
-"""Failures that are remembered: this rank may come to the call later than the rank on which it failed."""
+"""Failures that are stored: this rank may come to the call later than the rank on which it failed."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank has found to be wrong with a message.
+    """A message that does not fit the call of the rank that received it.
 
     Attributes:
         sequence: the number of the collective, the same on all ranks; 0 for none.
-        rank, peer: the rank that has found it, and the one that sent the message.
-        mine, theirs: what the two have called.
-        text: what is wrong if both have called the same.
+        rank, peer: the rank that received the message, and the one that sent it.
+        mine, theirs: the calls of the two.
+        text: what is wrong, if their calls are the same.
     """
 
     sequence: int
@@ -32,11 +31,11 @@ class Failure:
     text: str = ""
 
     def error(self, label: str, rank: int, call: str) -> CommunicationError:
-        """What `rank` raises.
+        """The error that `rank` raises.
 
         Args:
-            label: what it is in, for messages.
-            call: what it has called, to be compared with `mine` and `theirs`.
+            label: the collective, for messages.
+            call: the call of `rank`, to be compared with `mine` and `theirs`.
         """
         if self.text:
             where = "" if rank == self.rank else f"failed on rank {self.rank}: "
@@ -46,38 +45,33 @@ class Failure:
 
 
 class Failures:
-    """The failures of the collectives of one communicator that others have found."""
+    """The failures of the collectives of one communicator, sent to and received from other ranks. Not collective.
+
+    Attributes:
+        known: failures that other ranks have found, by the number of the collective.
+    """
 
     def __init__(self, comm: MPI.Intracomm, tag: int) -> None:
-        """Not collective.
-
-        Args:
-            tag: of the messages by which ranks let each other know; no others have it.
         """
+        Args:
+            tag: of the messages about failures alone.
+        """
+        self.known: dict[int, Failure] = {}
         self._comm = comm
         self._tag = tag
-        self._known: dict[int, Failure] = {}
-        self._sent: list[tuple[MPI.Request, bytes]] = []
+        self._requests: list[MPI.Request] = []
 
     def announce(self, failure: Failure) -> None:
-        """Not collective. Let all other ranks know."""
-        message = json.dumps(asdict(failure)).encode()
-        self._sent = [pair for pair in self._sent if not pair[0].Test()]
+        """Send a failure to all other ranks."""
+        self._requests = [request for request in self._requests if not request.Test()]
         for step in range(1, self._comm.size):
             peer = (self._comm.rank + step) % self._comm.size
-            self._sent.append((self._comm.Isend([message, MPI.BYTE], dest=peer, tag=self._tag), message))
+            self._requests.append(self._comm.isend(failure, dest=peer, tag=self._tag))
 
-    def of(self, sequence: int) -> Failure | None:
-        """Not collective. What is known to be wrong with a collective, None for nothing."""
-        return self._known.get(sequence)
-
-    def listen(self) -> None:
-        """Not collective. Take what other ranks have announced."""
-        status = MPI.Status()
-        while (message := self._comm.Improbe(tag=self._tag, status=status)) is not None:
-            content = bytearray(status.Get_count(MPI.BYTE))
-            message.Recv([content, MPI.BYTE])
-            failure = Failure(**json.loads(content))
-            self._known[failure.sequence] = failure
-        for sequence in sorted(self._known)[:-_KEPT]:
-            del self._known[sequence]
+    def receive(self) -> None:
+        """Receive the failures that other ranks have announced."""
+        while (message := self._comm.improbe(tag=self._tag)) is not None:
+            failure = message.recv()
+            self.known[failure.sequence] = failure
+        for sequence in sorted(self.known)[:-_KEPT]:
+            del self.known[sequence]

@@ -1,4 +1,4 @@
-"""Ranks along two communicators, where there is none over all of them."""
+"""Collectives over the ranks of two communicators, where no communicator covers all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hpcfsdp.comm.communicator import Communicator
 
 
 class Grid:
-    """The ranks of two communicators that cross. Rank 0 is rank 0 of both; `inner` ranks are consecutive."""
+    """The ranks of two orthogonal communicators. Rank 0 is rank 0 of both; `inner` ranks are consecutive."""
 
     def __init__(self, inner: Communicator | Grid, outer: Communicator) -> None:
         self._inner, self._outer = inner, outer
@@ -29,7 +29,7 @@ class Grid:
         return self._outer.broadcast_object(value, row)
 
     def broadcast(self, tensor: Any, src: int) -> None:
-        """Collective over all ranks. `tensor` becomes what it is on rank `src`."""
+        """Collective over all ranks. `tensor` becomes the tensor of rank `src`."""
         row, place = divmod(src, self._inner.size)
         if self._outer.rank == row:
             self._inner.broadcast(tensor, place)

@@ -24,7 +24,7 @@ class MeshPlan:
         names: of the dimensions, the outermost first.
         shape: ranks along each dimension; the product is the number of all ranks.
         ranks: all ranks in row-major order. With more than one dimension they run through one node after the other,
-            so that the last dimensions lie within nodes wherever their product divides the ranks of a node.
+            so that the last dimensions are within nodes wherever their product divides the ranks of a node.
     """
 
     names: tuple[str, ...]
@@ -47,11 +47,11 @@ def plan_mesh(topology: Topology, dimensions: Mapping[str, Extent]) -> MeshPlan:
 
     Args:
         dimensions: name -> number of ranks along it, the outermost first. "nodes": the number of nodes; "node": the
-            ranks of a node; None, for one dimension at most: what the others leave.
+            ranks of a node; None, for one dimension at most: all remaining ranks.
 
     Raises:
-        LaunchError: the product is not the number of ranks, "nodes" or "node" is asked of nodes of different sizes or
-            in the wrong order, or an extent is no positive number.
+        LaunchError: the product is not the number of ranks, "nodes" or "node" is given for nodes of different sizes or
+            in the wrong order, or an extent is not a positive number.
     """
     if not dimensions:
         raise LaunchError("a mesh needs at least one dimension, for example shard=None")
@@ -59,7 +59,7 @@ def plan_mesh(topology: Topology, dimensions: Mapping[str, Extent]) -> MeshPlan:
     written = " x ".join(f"{name}={'?' if extent is None else extent}" for name, extent in known.items())
     open_names = [name for name, extent in known.items() if extent is None]
     if len(open_names) > 1:
-        raise LaunchError(f"mesh {written}: only one dimension may be None (what the others leave)")
+        raise LaunchError(f"mesh {written}: only one dimension may be None (all remaining ranks)")
     product = prod(extent for extent in known.values() if extent is not None)
     if open_names and topology.size % product == 0:
         known[open_names[0]] = topology.size // product
@@ -82,9 +82,9 @@ def plan_mesh(topology: Topology, dimensions: Mapping[str, Extent]) -> MeshPlan:
 
 
 def _ordered(topology: Topology, names: tuple[str, ...], shape: tuple[int, ...], written: str) -> MeshPlan:
-    """The plan with the ranks of every line in order.
+    """The plan with ascending ranks in every line.
 
-    torch sorts the ranks of each group: in any other order a coordinate would not be the rank in its group.
+    torch sorts the ranks of each group: in another order a coordinate would not be the rank in its group.
     """
     plan = MeshPlan(names, shape, tuple(rank for node in topology.nodes for rank in node))
     if plan.is_ascending:
@@ -92,14 +92,14 @@ def _ordered(topology: Topology, names: tuple[str, ...], shape: tuple[int, ...],
     per_node = topology.ranks_per_node
     if len(shape) > 1 and (per_node is None or per_node % shape[-1] == 0):
         raise LaunchError(
-            f"mesh {written}: the ranks lie on the nodes in a way that this mesh cannot follow ({topology.nodes}); "
+            f"mesh {written}: this mesh cannot follow the order of the ranks on the nodes ({topology.nodes}); "
             "start them block by block (srun --distribution=block)"
         )
-    return MeshPlan(names, shape, tuple(range(topology.size)))  # no line could lie within a node anyway
+    return MeshPlan(names, shape, tuple(range(topology.size)))  # no line could be within a node anyway
 
 
 def _numbers(topology: Topology, dimensions: Mapping[str, Extent]) -> dict[str, int | None]:
-    """The dimensions with "node" and "nodes" as numbers."""
+    """The dimensions with numbers in place of "node" and "nodes"."""
     known: dict[str, int | None] = {}
     for name, extent in dimensions.items():
         if extent in ("nodes", "node"):

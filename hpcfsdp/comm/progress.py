@@ -1,8 +1,8 @@
-"""Collectives as steps that are taken when they can be: one way to wait, to time out, and to say for whom.
+"""The progress of collectives: one loop that waits, times out, and names the missing ranks.
 
-A collective is a generator. It posts messages or flags, yields a ``Condition``, and goes on when that holds. Whoever
-waits for one collective moves all others along that this process has begun, so collectives under way never block each
-other, and nothing ever blocks inside of MPI: signals and timeouts are heard at once.
+A collective is a generator. It posts messages or flags, yields a ``Condition``, and continues when that holds. A wait
+for one collective advances all others that this process has begun, so they never block each other. No call blocks
+inside of MPI: the loop handles signals and timeouts at once.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from hpcfsdp.launch import calls
 log = logging.getLogger("hpcfsdp.comm")
 
 _YIELD_AFTER = 4
-"""Looks before the core is offered to others. Where nobody else wants it the offer costs next to nothing; where ranks
-outnumber cores the peer that is waited for gets it at once."""
+"""Polls before the process yields the core. On a free core that costs next to nothing; where ranks outnumber cores the
+awaited peer gets the core at once."""
 _CLOCK_EVERY = 8
 _SLEEP_S = 0.0002
-"""A long wait (rank 0 writes a file, a peer compiles) stops burning its core."""
+"""Sleep between polls in a long wait: rank 0 writes a file, a peer compiles."""
 
 
 class Condition(Protocol):
-    """What a collective waits for."""
+    """The condition that a collective waits for."""
 
     def holds(self) -> bool:
-        """Whether the wait is over. Raises what the wait found to be wrong."""
+        """Whether the wait is over. Raises the error that ends it."""
 
     def missing(self) -> Sequence[int]:
-        """The ranks that have not come yet."""
+        """The ranks that have not arrived yet."""
 
 
 class Owner(Protocol):
-    """What a collective belongs to."""
+    """The communicator, or another object, that has begun a collective."""
 
     def departed(self) -> set[int]:
-        """The ranks of which it is known that they have left the program."""
+        """The ranks that are known to have left the program."""
 
 
 Steps = Generator[Condition, None, None]
 
 
 class Running:
-    """A collective that has been begun. See ``Work`` in communicator.py."""
+    """A collective in progress. See ``Work`` in communicator.py."""
 
     def __init__(self, steps: Steps, label: str, rank: int, timeout_s: float, owner: Owner, number: Any = None) -> None:
         self.label = label
         self.owner = owner
         self.number = number
         self.optional = False
-        """Whether it may never complete, like a receive that nobody sends to."""
-        self._heard = False
+        """Whether it may never complete, like a receive without a send."""
+        self._error_is_raised = False
         self._steps = steps
         self._rank = rank
         self._timeout_s = timeout_s
@@ -74,7 +74,7 @@ class Running:
             _threads.add(threading.get_ident())
         self._advance()
         if not self._done:
-            _under_way.append(self)
+            _in_progress.append(self)
 
     def is_completed(self) -> bool:
         _advance_all()  # others, too: this one may wait for a rank that waits for one of them
@@ -85,18 +85,18 @@ class Running:
         """Return when the collective is complete.
 
         Raises:
-            CommunicationError: what the collective found to be wrong, or it took longer than `timeout_s` (default:
-                that of the communicator).
+            CommunicationError: the collective failed, or it took longer than `timeout_s` (default: that of the
+                communicator).
         """
         if not self._done:
             self._wait(self._timeout_s if timeout_s is None else timeout_s, firm=timeout_s is None)
-        self._heard = True
+        self._error_is_raised = True
         if self._error is not None:
             raise _within_call(self._error)
 
     def __del__(self) -> None:
-        if self._done and self._error is not None and not self._heard:
-            log.error("%s, which nobody waited for, failed: %s", self.label, self._error)
+        if self._done and self._error is not None and not self._error_is_raised:
+            log.error("%s failed, and no caller waited for it: %s", self.label, self._error)
 
     def _wait(self, timeout_s: float, *, firm: bool) -> None:
         watch: Watch | None = None
@@ -106,7 +106,7 @@ class Running:
                     self._give_up(functools.partial(_timed_out, timeout_s, watch))
                 elif waited_s > waits.LOOK_AFTER_S:
                     time.sleep(_SLEEP_S)
-                    self._look_for_departed()
+                    self._check_departed()
                     watch = watch or Watch(self.label, self.owner, self.number, firm=firm and len(_threads) == 1)
                     if waited_s > watch.due_s:
                         self._give_up(functools.partial(watch.look, waited_s, self._rank), CrossedCallsError)
@@ -115,34 +115,33 @@ class Running:
                 watch.end(failed=self._error is not None)
 
     def _waiting(self) -> Iterator[float]:
-        """Move all work on until this one is done; from time to time, for how long that has been in seconds."""
-        began_s, looks = time.monotonic(), 0
+        """Advance all collectives until this one is done. Yields the seconds of the wait from time to time."""
+        began_s, polls = time.monotonic(), 0
         while not self._done:
             self._advance()
-            if len(_under_way) > 1:
+            if len(_in_progress) > 1:
                 _advance_all()
-            looks += 1
-            if looks < _YIELD_AFTER:
+            polls += 1
+            if polls < _YIELD_AFTER:
                 continue
             os.sched_yield()
-            if looks % _CLOCK_EVERY == 0:
+            if polls % _CLOCK_EVERY == 0:
                 yield time.monotonic() - began_s
 
     @torch.no_grad()
     def _advance(self) -> None:
-        """Take all steps that can be taken now."""
-        if self._done or not self._stepping.acquire(blocking=False):  # another thread is at it
+        """Continue until a condition does not hold yet."""
+        if self._done or not self._stepping.acquire(blocking=False):  # another thread advances it
             return
         try:
             while not self._done and (self._condition is None or self._condition.holds()):
                 self._condition = next(self._steps)
         except StopIteration:
             self._finish(None)
-        except Exception as error:
+        except BaseException as error:  # an interrupt, too: a later wait must not take this for complete
             self._finish(error)
-        except BaseException as error:  # an interrupt; without this a later wait would take the steps to be complete
-            self._finish(error)
-            raise
+            if not isinstance(error, Exception):
+                raise
         finally:
             self._stepping.release()
 
@@ -151,10 +150,10 @@ class Running:
         self._done = True
         self._condition = None
         self._steps.close()
-        if self in _under_way:
-            _under_way.remove(self)
+        if self in _in_progress:
+            _in_progress.remove(self)
 
-    def _look_for_departed(self) -> None:
+    def _check_departed(self) -> None:
         departed = self.owner.departed()
         if departed:
             self._advance()  # what they sent before they left
@@ -163,8 +162,8 @@ class Running:
     def _give_up(
         self, reason: Callable[[Sequence[int]], str | None], kind: type[CommunicationError] = CommunicationError
     ) -> None:
-        """End with an error, if there is a reason to; `reason` is told the ranks that are missing."""
-        with self._stepping:  # no other thread is in the middle of a step
+        """End with an error if `reason`, called with the missing ranks, returns one."""
+        with self._stepping:  # no other thread advances it meanwhile
             why = None if self._done else reason(self._condition.missing() if self._condition is not None else [])
             if why:
                 where = f"{self.label} on rank {self._rank}: " if kind is CommunicationError else ""
@@ -177,7 +176,7 @@ def _left(ranks: set[int]) -> str | None:
 
 
 def _within_call(error: BaseException) -> BaseException:
-    """The error, which names the public call that this rank is in."""
+    """The error with the public call of this rank."""
     call = calls.current()
     if isinstance(error, CommunicationError) and call not in error.args[0]:
         error.args = (f"{call}: {error.args[0]}",)
@@ -195,7 +194,7 @@ def _timed_out(timeout_s: float, watch: Watch | None, missing: Sequence[int]) ->
 
 
 class Finished:
-    """The work of a collective that was complete when its call returned."""
+    """The work of a collective that is complete when its call returns."""
 
     def wait(self) -> None:
         pass
@@ -204,26 +203,20 @@ class Finished:
         return True
 
 
-_under_way: list[Running] = []
+_in_progress: list[Running] = []
 _threads: set[int] = set()
-"""Those that have begun collectives. Of several one may do what another one's wait is for."""
+"""Threads that have begun collectives. If there are several, one may make the call that another waits for."""
 
 
 def _advance_all() -> None:
-    for work in tuple(_under_way):
+    for work in tuple(_in_progress):
         work._advance()
 
 
 def run(
-    steps: Steps,
-    label: str,
-    rank: int,
-    timeout_s: float,
-    async_op: bool,
-    owner: Owner,
-    number: Any = None,
+    steps: Steps, label: str, rank: int, timeout_s: float, async_op: bool, owner: Owner, number: Any = None
 ) -> Running | None:
-    """Begin a collective of `owner`, its call of that number, and complete it unless `async_op`."""
+    """Begin a collective of `owner`, with its `number` there, and complete it unless `async_op`."""
     work = Running(steps, label, rank, timeout_s, owner, number)
     if async_op:
         return work
@@ -232,15 +225,13 @@ def run(
 
 
 def complete(owner: object) -> None:
-    """Complete all collectives of `owner` that are under way; nobody may have waited for them.
-
-    Receives that no message has come for are given up: there may never be one.
+    """Complete all collectives of `owner` in progress. Receives without a message time out at once.
 
     Raises:
         CommunicationError: that of the first collective that failed.
     """
     errors = []
-    for work in tuple(_under_way):
+    for work in tuple(_in_progress):
         if work.owner is owner and not work.is_completed():
             try:
                 work.wait(0.0 if work.optional else None)

@@ -1,17 +1,20 @@
-"""Arithmetic on tensors that are here: what turns moved bytes into a reduction, for every dtype and operation."""
+"""The arithmetic of reductions on this rank, for every dtype and operation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from hpcfsdp.comm.communicator import ReduceOp
+Tensors = Sequence[torch.Tensor]
+OptionalTensors = Sequence[torch.Tensor | None]
+ReduceOp = Literal["sum", "average", "product", "min", "max", "band", "bor", "bxor"]
 
 _CHUNK_NUMEL = 1 << 17
-"""Elements reduced at a time where that takes several steps: the running total stays in the core's own cache while one
-source after the other is added to it (512 KiB of float32)."""
+"""Elements reduced at a time where that takes several steps. The running total stays in the core's own cache while the
+sources are added to it (512 KiB of float32)."""
 
 _COMBINE = {
     "sum": torch.add,
@@ -23,7 +26,7 @@ _COMBINE = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-# A sum of bools says whether any is true, as torch's other backends have it; adding bytes would wrap around.
+# A sum of bools is true if any is true, as with torch's other backends; adding bytes would wrap around.
 _COMBINE_BOOL = _COMBINE | {
     "sum": torch.bitwise_or,
     "max": torch.bitwise_or,
@@ -31,10 +34,45 @@ _COMBINE_BOOL = _COMBINE | {
     "min": torch.bitwise_and,
 }
 
+_NARROW = {
+    *(torch.float16, torch.bfloat16),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+}
+# torch has these dtypes but hardly any arithmetic for them; wider signed ones wrap around to the same bits.
+_WITHOUT_ARITHMETIC = {
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+    torch.complex32: torch.complex64,
+}
+
+
+def accumulate_dtype(dtype: torch.dtype, op: str = "sum") -> torch.dtype:
+    """The dtype in which values of `dtype` are reduced by `op`."""
+    if dtype in _NARROW:
+        return torch.float32
+    if op == "average" and not dtype.is_floating_point and not dtype.is_complex:
+        return torch.int64  # an average fits where the sum that it is made of does not
+    return _WITHOUT_ARITHMETIC.get(dtype, dtype)
+
+
+def refuse_op(op: str, dtype: torch.dtype) -> str | None:
+    """Why values of `dtype` cannot be reduced by `op`, None where they can."""
+    whole = not dtype.is_floating_point and not dtype.is_complex
+    if op not in _COMBINE:
+        return f"unknown reduction {op!r}"
+    if op == "average" and dtype in (torch.bool, torch.uint64):
+        return f"{dtype} has no average: sum, and divide in a dtype of your choice"
+    if op in ("band", "bor", "bxor") and not whole:
+        return f"{op} needs whole numbers or bool, not {dtype}"
+    if op in ("min", "max") and (dtype.is_complex or dtype is torch.uint64):
+        return f"{dtype} has no order that torch can compute with: {op} is not defined"
+    return None
+
 
 @dataclass(frozen=True)
 class Reduction:
-    """How values are reduced, and what they are summed in."""
+    """A reduction over `size` ranks, with sums in the dtype `accumulate`."""
 
     op: ReduceOp
     accumulate: torch.dtype
@@ -47,12 +85,7 @@ class Reduction:
 
 @torch.no_grad()
 def reduce_into(
-    output: torch.Tensor,
-    sources: Sequence[torch.Tensor],
-    op: ReduceOp,
-    accumulate: torch.dtype,
-    *,
-    divisor: int = 1,
+    output: torch.Tensor, sources: Tensors, op: ReduceOp, accumulate: torch.dtype, *, divisor: int = 1
 ) -> None:
     """`output` becomes the reduction of `sources`, in their order, computed in `accumulate`.
 

@@ -1,11 +1,11 @@
-"""Long waits: what a rank waits for and for whom goes to the log, and ranks that wait for each other raise.
+"""Long waits: log lines with the collective and the missing ranks, and errors where ranks wait for each other.
 
-Who has waited for a second writes down in torch's store which collective that is, in which public call, and which ranks
-are missing; and reads the same of these. Under what a peer waits for it writes what it has called itself in that place:
-the same, something else, or nothing yet. Two ranks that are missing to each other, and have both called something else
-or nothing yet, will never meet: neither can go on. Both know, and both raise.
+A rank that has waited for a second stores a record in torch's store: its collective, its public call, and the missing
+ranks. It reads the records of these ranks. To each it adds an answer: its own call at the place where that rank waits,
+which is the same collective, another, or nothing yet. Two ranks that are missing to each other, and have both called
+another collective or nothing yet, will never meet. Both know, and both raise.
 
-The store is spoken to by a thread: it may not answer, and a wait has to hear of signals and timeouts all the same.
+A thread accesses the store: the store may not answer, and a wait must handle signals and timeouts all the same.
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ log = logging.getLogger("hpcfsdp.comm")
 LOOK_AFTER_S = 1.0
 """A wait of this length is a long one."""
 _LOOK_EVERY_S = (0.25, 4.0)
-"""Between two looks at the store, at first and after a long time."""
+"""Between two polls of the store, at first and after a long time."""
 SETTLE_S = 1.0
-"""How long a rank that has found out goes on looking for further ranks that wait for it, so that they raise as well."""
+"""How long a rank that has detected this continues to poll: further ranks that wait for it must raise as well."""
 _MOST_READ = 16
-"""Missing ranks that are looked at: all of a large job read those that are missing."""
+"""The number of records of missing ranks that a rank reads."""
 _LOG_AT = (1, 3, 6, 12, 30)
-"""When a wait is logged, in multiples of ``env.wait_log_s``; later on after as much time as the last of them again."""
+"""When a wait is logged, in multiples of ``env.wait_log_s``; then after each further multiple of the last."""
 _MOST_LOGGING = 16
-"""Ranks up to which every one of a group logs; in larger ones the lowest that waits does."""
+"""Up to so many ranks of a group each logs its waits; in larger groups the lowest waiting rank does."""
 
 Place = tuple[Any, Any]
-"""A collective: the key of its ``Member``, and which of its calls."""
+"""A collective: the key of its ``Member``, and the number of the call."""
 UNKNOWN, NOTHING_YET = None, ""
 
 
 class Member(Protocol):
-    """What has collectives whose calls are counted: a communicator, or an order of units.
+    """An object that counts its collectives: a communicator, or an order of units.
 
     Attributes:
-        key: by which all ranks know it.
-        world_ranks: its ranks in the world; None where these are not known: then waits are only logged.
+        key: its name, the same on all ranks.
+        world_ranks: its ranks in the world; None where these are not known. Then its waits are only logged.
     """
 
     key: Any
     world_ranks: Sequence[int] | None
 
     def called(self, number: Any) -> str | None:
-        """What this rank has called as its `number`-th collective: ``NOTHING_YET``, ``UNKNOWN``, or its label."""
+        """The label of this rank's `number`-th collective, or ``NOTHING_YET``, or ``UNKNOWN``."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a rank has written down.
+    """The record of a waiting rank in the store.
 
     Attributes:
-        serial: of this rank's long waits.
+        serial: the number of the wait among the long waits of this rank.
         call: the public call, "" outside of all of them.
         label: of the collective.
-        place: which collective it is, None if nobody can count those.
+        place: of the collective, None where collectives are not counted.
         missing: ranks of the world.
         firm: whether the rank does nothing else until this wait is over.
-        answers: what this rank has called in the places that other ranks wait in: rank -> serial of its wait, label.
+        answers: this rank's calls at the places where other ranks wait: rank -> serial of its wait, label.
         over: whether the wait has ended with an error.
     """
 
@@ -91,7 +91,7 @@ class Waiting:
 
 
 def crossed(mine: Waiting, theirs: Waiting) -> bool:
-    """Whether two ranks wait for each other, and neither will do what the other one waits for."""
+    """Whether two ranks wait for each other, and neither will make the call that the other waits for."""
     if not (mine.firm and theirs.firm and theirs.rank in mine.missing and mine.rank in theirs.missing):
         return False
     about_mine, about_theirs = theirs.answers.get(mine.rank), mine.answers.get(theirs.rank)
@@ -106,7 +106,7 @@ def crossed(mine: Waiting, theirs: Waiting) -> bool:
 
 
 def describe(mine: Waiting, theirs: Sequence[Waiting]) -> str:
-    """The message for ranks whose calls have crossed."""
+    """The error message of ranks with crossed calls."""
     calls_of = {each.rank: each.call or each.label for each in (mine, *theirs)}
     if len(set(calls_of.values())) == 1:  # within the same public call
         calls_of = {each.rank: str(each) for each in (mine, *theirs)}
@@ -118,7 +118,7 @@ def describe(mine: Waiting, theirs: Sequence[Waiting]) -> str:
 
 
 class _Board:
-    """What ranks have written, as of the last time that the thread has looked."""
+    """The records in the store, as of the thread's last access."""
 
     def __init__(self) -> None:
         self.read: dict[int, Waiting] = {}
@@ -128,7 +128,7 @@ class _Board:
         self._thread: threading.Thread | None = None
 
     def exchange(self, rank: int, mine: Waiting | None, peers: Sequence[int]) -> None:
-        """Not blocking. Have `mine` written as that of `rank`, and `peers` read."""
+        """Not blocking. Write `mine` as the record of `rank`, and read those of `peers`."""
         self._wanted = rank, mine, tuple(peers)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="hpcfsdp-waits", daemon=True)
@@ -141,7 +141,7 @@ class _Board:
             self._wake.clear()
             wanted, self._wanted = self._wanted, None
             if wanted is not None:
-                with contextlib.suppress(Exception):  # the store is gone, with its rank: then nobody knows more
+                with contextlib.suppress(Exception):  # the store is gone with its rank: no record changes any more
                     self._serve_one(*wanted)
 
     def _serve_one(self, rank: int, mine: Waiting | None, peers: Sequence[int]) -> None:
@@ -149,12 +149,12 @@ class _Board:
         if store is None:
             return
         store.set(_key(rank), b"" if mine is None else pickle.dumps(mine))
-        found = {}
+        records = {}
         for peer in peers:
-            text = store.compare_set(_key(peer), "", "")  # as get, which would wait for a key that is not there
+            text = store.compare_set(_key(peer), "", "")  # as get, which would wait for a missing key
             if text:
-                found[peer] = pickle.loads(text)
-        self.read, self.written = found, mine
+                records[peer] = pickle.loads(text)
+        self.read, self.written = records, mine
 
 
 def _key(rank: int) -> str:
@@ -164,12 +164,12 @@ def _key(rank: int) -> str:
 _board = _Board()
 _serials = itertools.count(1)
 _members: dict[Any, weakref.ref[Member]] = {}
-"""Those of this process, by key."""
+"""The members of this process, by key."""
 _made: collections.Counter[Sequence[int]] = collections.Counter()
 
 
 def key_of(member: Member, world_ranks: Sequence[int]) -> Any:
-    """Not collective. By what all ranks know a communicator: who is in it, and how many of these were made before."""
+    """Not collective. The key of a communicator: its ranks, and how many communicators of these came before it."""
     _made[world_ranks] += 1
     key = (hashlib.blake2b(repr(world_ranks).encode(), digest_size=8).hexdigest(), _made[world_ranks])
     register(key, member)
@@ -177,15 +177,15 @@ def key_of(member: Member, world_ranks: Sequence[int]) -> Any:
 
 
 def register(key: Any, member: Member) -> None:
-    """Not collective. Have ranks answered that wait for this one in a call of `member`, which all know by `key`."""
+    """Not collective. Answer ranks that wait for this one in a call of `member`. `key` is the same on all ranks."""
     _members[key] = weakref.ref(member)
 
 
 def same_call(gathered: Sequence[tuple[str, Any]]) -> list[Any]:
-    """The values that ranks have sent together with the name of the public call that each is in.
+    """The values of pairs (public call, value) from all ranks.
 
     Raises:
-        DifferentCallsError: they are in different ones. On all ranks.
+        DifferentCallsError: the calls differ. On all ranks.
     """
     for rank, (call, _) in enumerate(gathered):
         if call != gathered[0][0]:
@@ -199,12 +199,12 @@ def same_call(gathered: Sequence[tuple[str, Any]]) -> list[Any]:
 
 
 class Watch:
-    """One wait, looked after from its first second on by the thread that waits."""
+    """A wait of more than a second. The waiting thread calls ``look`` from time to time."""
 
     def __init__(self, label: str, owner: Any, number: Any, *, firm: bool) -> None:
         """
         Args:
-            owner: of the collective: a ``Member``, or another one, of which only the log hears.
+            owner: of the collective. If it is not a ``Member``, its waits are only logged.
             number: of the call, None where calls are not counted.
             firm: whether this process does nothing else meanwhile.
         """
@@ -222,28 +222,27 @@ class Watch:
         self.due_s = LOOK_AFTER_S if self._ranks is not None else self._next_log_s()
 
     def look(self, waited_s: float, rank: int, missing: Sequence[int]) -> str | None:
-        """Write down what this rank waits for, and read what those wait for that are missing.
+        """Store this rank's record, and read those of missing ranks.
 
         Returns:
-            Why this wait will never end, None where it may.
+            Why this wait will never end, None where it may end.
         """
-        ranks = self._ranks
-        self.due_s = waited_s + self._pause_s if ranks is not None else self._next_log_s()
-        reason = None
+        ranks, reason = self._ranks, None
         if ranks is not None:
-            reason = self._compare(waited_s, ranks[rank], [ranks[each] for each in missing])
+            self.due_s = waited_s + self._pause_s
             rank, missing = ranks[rank], [ranks[each] for each in missing]
+            reason = self._compare(waited_s, rank, missing)
         if waited_s >= self._next_log_s():
             while waited_s >= self._next_log_s():
                 self._logged += 1
             if len(ranks or ()) <= _MOST_LOGGING or rank == min(set(ranks or ()) - set(missing), default=rank):
                 self._report(waited_s, rank, missing)
-            if ranks is None:
-                self.due_s = self._next_log_s()
+        if ranks is None:
+            self.due_s = self._next_log_s()
         return reason
 
     def end(self, failed: bool) -> None:
-        """The wait is over."""
+        """End the wait: remove the record, or mark it as failed."""
         if self._mine is not None:
             over = replace(self._mine, over=True) if failed else None
             _board.exchange(self._mine.rank, over, ())
@@ -253,7 +252,7 @@ class Watch:
         answers = {
             peer: (each.serial, _called(each.place)) for peer, each in read.items() if peer in missing and not each.over
         }
-        kept = self._mine.answers if self._mine is not None else {}
+        earlier = self._mine.answers if self._mine is not None else {}
         mine = Waiting(
             rank,
             self._serial,
@@ -262,13 +261,13 @@ class Watch:
             self._place,
             tuple(missing[:_MOST_READ]),
             self._firm and self._place is not None,
-            {**kept, **answers},
+            {**earlier, **answers},
         )
         self._mine = mine
-        found = [read[peer] for peer in mine.missing if peer in read and crossed(mine, read[peer])]
+        crossing = [read[peer] for peer in mine.missing if peer in read and crossed(mine, read[peer])]
         known = written is not None and (written.serial, written.answers) == (mine.serial, mine.answers)
         _board.exchange(rank, mine, mine.missing)
-        if not found or not known:
+        if not crossing or not known:
             self._pause_s = min(1.5 * self._pause_s, _LOOK_EVERY_S[1])
             return None
         if self._found_s is None:
@@ -276,14 +275,15 @@ class Watch:
         if waited_s - self._found_s < SETTLE_S:
             self.due_s = waited_s + _LOOK_EVERY_S[0]
             return None
-        return describe(mine, found)
+        return describe(mine, crossing)
 
     def others(self, missing: Sequence[int]) -> str:
-        """What is known of ranks of the owner that are missing."""
-        if self._ranks is None:
-            return ""
+        """Describe the waits of missing ranks of the owner, for messages."""
+        return "" if self._ranks is None else self._describe([self._ranks[each] for each in missing])
+
+    def _describe(self, missing: Sequence[int]) -> str:
         parts = []
-        for rank in [self._ranks[each] for each in missing][:_MOST_READ]:
+        for rank in missing[:_MOST_READ]:
             each = _board.read.get(rank)
             if each is None:
                 parts.append(f"rank {rank} does not wait within hpcfsdp: it computes, or waits elsewhere")
@@ -303,16 +303,8 @@ class Watch:
     def _report(self, waited_s: float, rank: int, missing: Sequence[int]) -> None:
         call = calls.current()
         where = f"{call} ({self._label})" if call else self._label
-        places = range(len(self._ranks)) if self._ranks is not None else ()
-        others = self.others([place for place in places if self._ranks[place] in missing])
-        log.warning(
-            "rank %d has waited %.0f s in %s for %s%s",
-            rank,
-            waited_s,
-            where,
-            _names(missing),
-            f": {others}" if others else "",
-        )
+        others = f": {self._describe(missing)}" if self._ranks is not None and missing else ""
+        log.warning("rank %d has waited %.0f s in %s for %s%s", rank, waited_s, where, _names(missing), others)
 
 
 def _names(ranks: Sequence[int]) -> str:
@@ -323,11 +315,11 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def _called(place: Place | None) -> str | None:
-    """What this rank has called in a place that another one waits in."""
+    """This rank's call at a place where another rank waits."""
     if place is None:
         return UNKNOWN
     key, number = place
     if key not in _members:
-        return NOTHING_YET  # a communicator that this rank has not made yet
+        return NOTHING_YET  # this rank has not created the communicator yet
     member = _members[key]()
     return UNKNOWN if member is None else member.called(number)

@@ -1,6 +1,6 @@
 """Memory that the ranks of one node share, with the flags by which they take turns on it.
 
-The protocol, and why each wait is there, is told in docs/design/windows.md.
+docs/design/windows.md describes the protocol, with the reason of each wait.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 ARRIVED, DONE = 0, 1
-"""Counters of a rank: operations it has entered (what it contributes is written), and left (it reads no more)."""
+"""Counters of a rank: operations that it has entered (its contribution is written), and left (it reads no more)."""
 
 _LINE = 256
-"""Bytes of flags for each rank, a multiple of the cache line: two counters, then two notes."""
+"""Bytes of flags for each rank, a multiple of the cache line: two counters, then two labels."""
 _COUNTERS = 16
-_NOTE = (_LINE - _COUNTERS) // 2
+_LABEL_BYTES = (_LINE - _COUNTERS) // 2
 _ALIGNMENT = 4096
 
-# x86 keeps loads and stores of one core in the order in which the protocol needs them. Elsewhere two rounds through a
-# lock do: a release followed by an acquire is a barrier for everything before against everything after.
+# x86 keeps loads and stores of one core in the order that the protocol needs. Elsewhere two rounds through a lock do:
+# a release followed by an acquire is a barrier for everything before against everything after.
 _NEEDS_FENCE = platform.machine().lower() not in ("x86_64", "amd64")
 _lock = threading.Lock()
 
@@ -45,11 +45,11 @@ def _fence() -> None:
 
 
 def share(node: MPI.Intracomm, nbytes: int) -> torch.Tensor:
-    """Collective over `node`, ranks that share memory. `nbytes` bytes, zero, mapped by all of them, as uint8.
+    """Collective over `node`, ranks that share memory. Maps `nbytes` zero bytes on all of them, as uint8.
 
-    The memory has no name (``memfd_create``, opened by the others through ``/proc``), so none is left behind in
-    /dev/shm, however processes end, and the size of /dev/shm (64 MiB in many containers) is no limit. Where processes
-    do not see each other in ``/proc``, a file in /dev/shm is used, whose name is removed as soon as all have it.
+    The memory has no name (``memfd_create``, opened by the others through ``/proc``), so nothing stays in /dev/shm,
+    however processes end, and the size of /dev/shm (64 MiB in many containers) is no limit. Where processes do not see
+    each other in ``/proc``, this uses a file in /dev/shm, and removes its name as soon as all ranks have opened it.
 
     Raises:
         CommunicationError: on all ranks, if one cannot map the memory.
@@ -68,11 +68,11 @@ def share(node: MPI.Intracomm, nbytes: int) -> torch.Tensor:
 
 
 def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[torch.Tensor | None, str | None]:
-    """Map what `opener` gives on every rank of `node`; the mapping, or what went wrong on the lowest rank it did."""
+    """Map the file of `opener` on every rank of `node`. Returns the mapping, or the error of the lowest such rank."""
     fd, memory, problem, opened = -1, None, None, None
     try:
         fd, name, opened = opener(None, nbytes) if node.rank == 0 else (-1, None, None)
-    except Exception as error:  # whatever it is, the others have to hear of it
+    except Exception as error:  # of any kind: the others must learn of it
         name, problem = None, f"local rank 0: {error}"
     identity = node.bcast((name, os.fstat(fd).st_ino, os.fstat(fd).st_dev) if fd >= 0 else None)
     if identity is not None:
@@ -82,7 +82,7 @@ def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[torch.Tensor | N
                 found = os.fstat(fd)
                 if (found.st_ino, found.st_dev) != identity[1:]:
                     raise OSError(f"{identity[0]} is another file here: do processes have process ids of their own?")
-            # Unlike mmap.mmap this keeps no file descriptor, of which a process may have few.
+            # Unlike mmap.mmap this keeps no file descriptor open: processes may have few.
             memory = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
         except Exception as error:
             problem = f"local rank {node.rank}: {error}"
@@ -123,7 +123,7 @@ _alive: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
 
 
 def window_at(tensor: torch.Tensor) -> Window | None:
-    """The window of this process, of whatever communicator, that `tensor` lies in."""
+    """The window of this process, of any communicator, that holds `tensor`."""
     return _alive.get(tensor.untyped_storage().data_ptr()) if _alive and tensor.numel() else None
 
 
@@ -134,7 +134,7 @@ class Window:
         gathered: whether there is one region for all.
         regions: for each rank of the node, in order, its memory as a 1-D tensor; the same one if `gathered`.
         epoch: operations begun on this window, the same number on all ranks.
-        busy: whether one of them is under way.
+        is_busy: whether one of them is in progress.
     """
 
     def __init__(
@@ -143,11 +143,11 @@ class Window:
         """Collective over `node`.
 
         Args:
-            ranks: the names of the node's ranks in messages, those in the communicator.
+            ranks: the node's ranks, as the communicator numbers them, for messages.
         """
         self.gathered = gathered
         self.epoch = 0
-        self.busy = False
+        self.is_busy = False
         self._ranks = tuple(ranks)
         self._mine = node.rank
         self._peers = tuple(place for place in range(node.size) if place != node.rank)
@@ -168,36 +168,32 @@ class Window:
 
     @property
     def address(self) -> int:
-        """Where the window begins; the storage of every tensor on it begins there, too."""
+        """The address of the window, and of the storage of every tensor on it."""
         return self.mine.untyped_storage().data_ptr()
 
-    def arrive(self, note: str) -> None:
-        """Tell the peers that this rank's part of the operation is written.
-
-        Args:
-            note: what the operation is; the peers compare it with theirs.
-        """
-        begin = self._note_begin(self._mine)
-        self._flags[begin : begin + _NOTE] = fitted(note, _NOTE)
+    def arrive(self, label: str) -> None:
+        """Signal to the peers that this rank has written its part of the operation. They compare labels."""
+        begin = self._label_begin(self._mine)
+        self._flags[begin : begin + _LABEL_BYTES] = fit_label(label, _LABEL_BYTES)
         self._set(ARRIVED)
 
     def done(self) -> None:
-        """Tell the peers that this rank reads nothing of the operation any more."""
+        """Signal to the peers that this rank reads nothing of the operation any more."""
         self._set(DONE)
 
-    def all_arrived(self) -> Turn:
-        return Turn(self, ARRIVED, self.epoch, compare=True)
+    def all_arrived(self) -> PeersReached:
+        return PeersReached(self, ARRIVED, self.epoch, compare=True)
 
-    def all_done(self) -> Turn:
-        return Turn(self, DONE, self.epoch, compare=False)
+    def all_done(self) -> PeersReached:
+        return PeersReached(self, DONE, self.epoch, compare=False)
 
-    def note_of(self, place: int) -> bytes:
-        begin = self._note_begin(place)
-        return bytes(self._flags[begin : begin + _NOTE])
+    def label_of(self, place: int) -> bytes:
+        begin = self._label_begin(place)
+        return bytes(self._flags[begin : begin + _LABEL_BYTES])
 
-    def _note_begin(self, place: int) -> int:
-        # Two notes in turn: a peer may be one operation ahead before its last note has been read.
-        return place * _LINE + _COUNTERS + _NOTE * (self.epoch % 2)
+    def _label_begin(self, place: int) -> int:
+        # Two labels in turn: a peer may be one operation ahead before this rank has read its last label.
+        return place * _LINE + _COUNTERS + _LABEL_BYTES * (self.epoch % 2)
 
     def _set(self, counter: int) -> None:
         _fence()
@@ -211,8 +207,8 @@ class Window:
         return True
 
 
-class Turn:
-    """Until a counter of every peer has reached an operation. A ``Condition`` of progress.py."""
+class PeersReached:
+    """Holds when a counter of every peer has reached an operation. A ``Condition`` of progress.py."""
 
     def __init__(self, window: Window, counter: int, epoch: int, *, compare: bool) -> None:
         self._window = window
@@ -228,11 +224,12 @@ class Turn:
             if not window._reached(place, self._counter, self._epoch):
                 return False
             if self._compare:
-                mine, theirs = window.note_of(window._mine), window.note_of(place)
+                mine, theirs = window.label_of(window._mine), window.label_of(place)
                 if mine != theirs:
                     raise DifferentCallsError(
-                        f"rank {window._ranks[window._mine]} calls {_text(mine)}, but rank {window._ranks[place]} "
-                        f"calls {_text(theirs)} on the same memory: all ranks must call the same"
+                        f"rank {window._ranks[window._mine]} calls {decode_label(mine)}, but rank "
+                        f"{window._ranks[place]} calls {decode_label(theirs)} on the same memory: all ranks must call "
+                        "the same"
                     )
             self._awaited.pop()
         return True
@@ -242,17 +239,17 @@ class Turn:
         return [window._ranks[p] for p in self._awaited if not window._reached(p, self._counter, self._epoch)]
 
 
-def fitted(note: str, nbytes: int) -> bytes:
-    """A note in so many bytes; one that is too long is cut, and told from others by a digest of all of it."""
-    text = note.encode()
+def fit_label(label: str, nbytes: int) -> bytes:
+    """A label in `nbytes` bytes. One that is too long is cut, and ends with a digest of the whole."""
+    text = label.encode()
     if len(text) > nbytes:
         mark = b"..." + hashlib.blake2b(text, digest_size=6).hexdigest().encode()
         text = text[: nbytes - len(mark)] + mark
     return text.ljust(nbytes)
 
 
-def _text(note: bytes) -> str:
-    return note.decode(errors="replace").rstrip()
+def decode_label(label: bytes) -> str:
+    return label.decode(errors="replace").rstrip()
 
 
 def _aligned(nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""What all ranks together know: places, cores, devices, the way to each other, its speed. Runs in the child."""
+"""Facts of all ranks: nodes, cores, devices, the network between ranks and its speed. Runs in the child."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpcfsdp.launch.job import current_job
 
 
 def steps(limit_s: float) -> Iterator[dict[str, Any]]:
-    """Collective over all processes of the job. Facts, each stage announced; equal on all ranks."""
+    """Collective over all processes of the job. Facts, equal on all ranks; "stage" names the next step."""
     yield {"stage": "finding the nodes"}
     job = current_job()
     topology = job.topology
@@ -39,7 +39,7 @@ def steps(limit_s: float) -> Iterator[dict[str, Any]]:
     if network["error"] is not None:
         return
 
-    on_gpu = all_on_gpus_of_their_own(table)
+    on_gpu = _all_on_own_gpus(table)
     yield {"stage": f"hpcfsdp.init on {'GPUs' if on_gpu else 'the CPU'}"}
     try:
         world = worlds.init(None if on_gpu else "cpu", timeout_s=limit_s)
@@ -57,8 +57,8 @@ def steps(limit_s: float) -> Iterator[dict[str, Any]]:
     worlds.finalize()
 
 
-def all_on_gpus_of_their_own(table: list[dict[str, Any]]) -> bool:
-    """Whether ``hpcfsdp.init`` will put every rank on a GPU, and no two on the same."""
+def _all_on_own_gpus(table: list[dict[str, Any]]) -> bool:
+    """Whether ``hpcfsdp.init`` will give each rank a GPU that no other rank uses."""
     uuids = [row["gpu"]["uuid"] for row in table if row["gpu"]]
     return len(uuids) == len(table) == len(set(uuids))
 

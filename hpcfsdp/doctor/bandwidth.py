@@ -1,7 +1,8 @@
-"""How fast tensors go from rank to rank: a few all-gathers and reduce-scatters, also in shared memory."""
+"""The speed of a few all-gathers and reduce-scatters, also in shared memory."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpcfsdp.comm.communicator import Communicator, segment
+from hpcfsdp.comm.communicator import segment
 from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.world import World
 
@@ -36,7 +37,7 @@ def shared_memory(world: World) -> dict[str, Any]:
 
 
 def way_of(maps: str, address: int) -> str:
-    """What is mapped at an address, given the text of ``/proc/self/maps``."""
+    """The kind of memory at an address, by the text of ``/proc/self/maps``."""
     for line in maps.splitlines():
         first, _, end = line.split(" ", 1)[0].partition("-")
         if int(first, 16) <= address < int(end, 16):
@@ -45,95 +46,95 @@ def way_of(maps: str, address: int) -> str:
 
 
 def measure(world: World, *, shared: bool) -> dict[str, dict[str, Any]]:
-    """Collective. Seconds and GB/s of each collective, by name; nothing where there is only one rank.
+    """Collective. Seconds and GB/s of each collective, by name; empty for a single rank.
 
-    GB/s are the bytes that move from others to a rank (or to them) in a second, whatever the number of ranks; None
-    where no bytes move, as when a node's ranks gather in memory that they share.
+    GB/s are the bytes that a rank receives (or sends) in a second, for any number of ranks; None where no bytes move,
+    as when a node's ranks gather in shared memory.
 
     Args:
-        shared: also in the memory that ``alloc`` gives. On a GPU that is ordinary memory, and left out.
+        shared: also in the memory of ``alloc``. On a GPU that is ordinary memory, and left out.
     """
     comm = world.communicator
     if comm.size == 1:
         return {}
     numel = min(SHARD_BYTES, MOST_BYTES // comm.size) // 4
     found = {
-        "all-gather": _timed(world, *_all_gather(comm, numel, torch.zeros(comm.size * numel, device=comm.device))),
-        "reduce-scatter": _timed(world, *_reduce_scatter(comm, torch.zeros(comm.size * numel, device=comm.device))),
+        "all-gather": _all_gather(world, torch.zeros(comm.size * numel, device=comm.device)),
+        "reduce-scatter": _reduce_scatter(world, torch.zeros(comm.size * numel, device=comm.device)),
     }
     if shared and comm.device.type == "cpu":
         gathered = comm.alloc(comm.size * numel, torch.float32, gathered=True)
-        found["all-gather in shared memory"] = _timed(world, *_all_gather_in_place(world, gathered))
+        found["all-gather in shared memory"] = _all_gather_in_place(world, gathered)
         comm.free(gathered)
         full = comm.alloc(comm.size * numel, torch.float32)
-        found["reduce-scatter in shared memory"] = _timed(world, *_reduce_scatter(comm, full))
+        found["reduce-scatter in shared memory"] = _reduce_scatter(world, full)
         comm.free(full)
     return found
 
 
-Operation = tuple[Callable[[], None], Callable[[], bool], int, int]
-"""Runs the collective; whether its result is right; bytes that a rank gets from others, and those of them that move."""
+def _all_gather(world: World, full: torch.Tensor) -> dict[str, Any]:
+    comm = world.communicator
+    shard = torch.full((full.numel() // comm.size,), float(comm.rank + 1), device=comm.device)
+
+    def is_right() -> bool:
+        expected = torch.arange(1.0, comm.size + 1, device=full.device)
+        return bool((full.view(comm.size, -1) == expected[:, None]).all())
+
+    return _timed(world, lambda: comm.all_gather_into_tensor(full, shard), is_right, full)
 
 
-def _all_gather(comm: Communicator, numel: int, full: torch.Tensor) -> Operation:
-    shard = torch.full((numel,), float(comm.rank + 1), device=comm.device)
-    nbytes = _foreign(comm, full)
-    return lambda: comm.all_gather_into_tensor(full, shard), lambda: _holds_all_ranks(comm, full), nbytes, nbytes
-
-
-def _all_gather_in_place(world: World, full: torch.Tensor) -> Operation:
+def _all_gather_in_place(world: World, full: torch.Tensor) -> dict[str, Any]:
     comm = world.communicator
     shard = segment(full, comm)
-    elsewhere = world.size - world.local_size  # ranks on other nodes, whose shards the ranks of this one fetch in turn
+    elsewhere = world.size - world.local_size  # ranks on other nodes: those of this node fetch their shards
     moved = elsewhere * shard.numel() * shard.element_size() // world.local_size
 
     def run() -> None:
-        comm.claim(full)
+        comm.labelled_barrier("bandwidth")  # no rank reads any more
         shard[0] = comm.rank + 1
         comm.all_gather_into_tensor(full, shard)
-        comm.release(full)
 
-    def right() -> bool:
+    def is_right() -> bool:
         comm.all_gather_into_tensor(full, shard)
-        held = torch.equal(full.view(comm.size, -1)[:, 0], torch.arange(1.0, comm.size + 1))
-        comm.release(full)
-        return held
+        return torch.equal(full.view(comm.size, -1)[:, 0], torch.arange(1.0, comm.size + 1))
 
-    return run, right, _foreign(comm, full), moved
+    return _timed(world, run, is_right, full, moved)
 
 
-def _reduce_scatter(comm: Communicator, full: torch.Tensor) -> Operation:
+def _reduce_scatter(world: World, full: torch.Tensor) -> dict[str, Any]:
+    comm = world.communicator
     full.fill_(comm.rank + 1)
     output = torch.zeros(full.numel() // comm.size, device=comm.device)
-    total, nbytes = comm.size * (comm.size + 1) / 2, _foreign(comm, full)
-    return (
-        lambda: comm.reduce_scatter_tensor(output, full, "sum"),
-        lambda: bool((output == total).all()),
-        nbytes,
-        nbytes,
-    )
+    total = comm.size * (comm.size + 1) / 2
+    run = functools.partial(comm.reduce_scatter_tensor, output, full, "sum")
+    return _timed(world, run, lambda: bool((output == total).all()), full)
 
 
-def _holds_all_ranks(comm: Communicator, full: torch.Tensor) -> bool:
-    expected = torch.arange(1.0, comm.size + 1, device=full.device)
-    return bool((full.view(comm.size, -1) == expected[:, None]).all())
+def _timed(
+    world: World, run: Callable[[], object], is_right: Callable[[], bool], full: torch.Tensor, moved: int | None = None
+) -> dict[str, Any]:
+    """The median of all rounds, each of which lasts as long as on its slowest rank.
 
-
-def _foreign(comm: Communicator, full: torch.Tensor) -> int:
-    return full.numel() * full.element_size() * (comm.size - 1) // comm.size
-
-
-def _timed(world: World, run: Callable[[], None], right: Callable[[], bool], nbytes: int, moved: int) -> dict[str, Any]:
-    """A round counts as long as on its slowest rank; the median of all rounds counts."""
+    Args:
+        run: the collective.
+        is_right: checks its result.
+        full: the tensor of all ranks together.
+        moved: bytes that a rank receives; by default those of all other ranks.
+    """
+    nbytes = full.numel() * full.element_size() * (world.size - 1) // world.size
     first = _round(world, run)
-    rounds = [_round(world, run) for _ in range(1 if first > _SLOW_S else REPETITIONS)]
-    seconds = statistics.median(rounds)
-    correct = all(world.comm.allgather(right()))
-    speed = moved / seconds / 1e9 if moved else None
-    return {"bytes": nbytes, "seconds": seconds, "gb_per_s": speed, "correct": correct}
+    seconds = statistics.median(_round(world, run) for _ in range(1 if first > _SLOW_S else REPETITIONS))
+    correct = all(world.comm.allgather(is_right()))
+    moved = nbytes if moved is None else moved
+    return {
+        "bytes": nbytes,
+        "seconds": seconds,
+        "gb_per_s": moved / seconds / 1e9 if moved else None,
+        "correct": correct,
+    }
 
 
-def _round(world: World, run: Callable[[], None]) -> float:
+def _round(world: World, run: Callable[[], object]) -> float:
     _settle(world)
     world.comm.Barrier()
     began = time.perf_counter()

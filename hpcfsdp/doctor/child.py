@@ -1,4 +1,4 @@
-"""A child process that does what may end a process, with a limit on its time. It reports by lines of JSON."""
+"""A child process for steps that may end a process, with a limit on its time. It reports facts by lines of JSON."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from types import FrameType
 from typing import Any
 
 DUMP_SIGNAL = signal.SIGUSR2
-"""Has the child print to stderr what it is just doing (``faulthandler``)."""
+"""Has the child print its stack to stderr (``faulthandler``)."""
 
 _POLL_S = 0.05
 _DUMP_S = 0.5
 _END_S = 4.0
 _LEAVE_S = 30.0
-"""For the end of a child that has reported everything: on a busy node it takes seconds to take MPI down."""
+"""For the end of a child that has reported everything: on a busy node MPI takes seconds to finalize."""
 _KEPT_BYTES = 1 << 16
 _TAIL_LINES = 12
 _FRAMES = 3
@@ -33,19 +33,19 @@ class Child:
     """``python -m module arguments FD``: it writes JSON objects, one on a line, to the file descriptor FD.
 
     Attributes:
-        said: all it has reported; later values of a key replace earlier ones.
+        facts: its reports; later values of a key replace earlier ones.
         failure: how it ended, if not by itself with exit code 0; None as long as nothing is wrong.
-        deadline: when its time is over, by ``time.monotonic``.
+        deadline: by ``time.monotonic``.
     """
 
     def __init__(self, module: str, *arguments: str, limit_s: float, forward: bool = False) -> None:
         """Start it.
 
         Args:
-            limit_s: seconds after which waiting for it is given up.
-            forward: what it prints goes to stderr at once: a launcher that ends the job may leave no time for more.
+            limit_s: seconds until the parent stops waiting.
+            forward: write its output to stderr at once: a launcher that ends the job may leave no time for more.
         """
-        self.said: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
         self.failure: str | None = None
         self.deadline = time.monotonic() + limit_s
         self._limit_s = limit_s
@@ -58,14 +58,14 @@ class Child:
         os.set_blocking(self._reports, False)
         os.set_blocking(self._output, False)
         os.set_inheritable(reports, True)
-        # A launcher that ends the job sends SIGTERM and SIGKILL a moment later: time to say how far we came.
+        # A launcher that ends the job sends SIGTERM and SIGKILL a moment later: time for a message.
         self._previous = signal.signal(signal.SIGTERM, self._note)
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments, str(reports)],
             stdin=subprocess.PIPE,
-            stdout=output,  # not ours: MPI libraries print to stdout, too
+            stdout=output,  # not the parent's: MPI libraries print to stdout, too
             stderr=output,
-            close_fds=False,  # one of them leads to the mpirun of MPICH
+            close_fds=False,  # one of them is a pipe to the mpirun of MPICH
         )
         os.close(reports)
         os.close(output)
@@ -86,11 +86,11 @@ class Child:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
 
     def wait_for(self, key: str) -> bool:
-        """Wait until the child has said `key`; False if it ended before, took too long, or a signal came."""
-        while key not in self.said and self.failure is None:
+        """Wait until the child has reported `key`; False if it ended before, took too long, or a signal came."""
+        while key not in self.facts and self.failure is None:
             ended = self._process.poll() is not None
             self._receive()
-            if key in self.said:
+            if key in self.facts:
                 break
             if ended:
                 self.failure = how_it_ended(self._process.returncode)
@@ -99,7 +99,7 @@ class Child:
             elif time.monotonic() > self.deadline:
                 self._dump()
                 self.failure = f"gave no answer within {self._limit_s:g} s"
-        return key in self.said
+        return key in self.facts
 
     def answer(self, value: Any) -> None:
         """Send one line to the child."""
@@ -108,7 +108,7 @@ class Child:
             self._process.stdin.flush()
 
     def ended_well(self) -> bool:
-        """Wait for the end of the child; False and a ``failure`` if it fails at that."""
+        """Wait for the end of the child; False and a ``failure`` if that goes wrong."""
         if not self._wait_for_end(_LEAVE_S):
             self._dump()
             self.failure = f"did not end within {_LEAVE_S:g} s"
@@ -117,17 +117,17 @@ class Child:
         return self.failure is None
 
     def output(self, *, unseen: bool = False) -> list[str]:
-        """The last lines that it printed, and what it was doing when its time was over.
+        """The last lines of its output, and its last calls if its time was over.
 
         Args:
-            unseen: without what has been forwarded.
+            unseen: without output that was forwarded.
         """
         printed = [] if unseen and self._forward else last_lines(self._printed.decode(errors="replace"))
         return printed + innermost_frames(self._stack.decode(errors="replace"))
 
     @property
     def ended_from_outside(self) -> bool:
-        """Whether the launcher, or someone else, told this process to end."""
+        """Whether another process, such as the launcher, has sent SIGTERM."""
         return self._signal != 0
 
     def _wait_for_end(self, limit_s: float) -> bool:
@@ -137,7 +137,7 @@ class Child:
         return self._process.poll() is not None
 
     def _receive(self) -> None:
-        """Take what has come, or wait a moment for more."""
+        """Read reports and output, or wait a moment for some."""
         select.select([self._reports, self._output], [], [], _POLL_S)
         printed, report = _read(self._output), _read(self._reports)
         if self._dumping:
@@ -149,7 +149,7 @@ class Child:
                 sys.stderr.flush()
         *lines, self._report = (self._report + report).split(b"\n")
         for line in lines:
-            self.said |= json.loads(line)
+            self.facts |= json.loads(line)
         if not printed and not report:
             time.sleep(_POLL_S / 5)  # it has closed a pipe, so that select does not wait
 
@@ -177,13 +177,13 @@ def last_lines(output: str) -> list[str]:
 
 
 def innermost_frames(dump: str) -> list[str]:
-    """Where a process is, by what ``faulthandler`` printed."""
+    """The last calls in a stack that ``faulthandler`` printed."""
     frames = [line.strip() for line in dump.splitlines() if " File " in line and "<frozen " not in line]
     return [f"in {frame}" for frame in frames[:_FRAMES]]
 
 
 def command_output(command: Sequence[str], limit_s: float) -> str | None:
-    """What a short command prints, None if it fails or takes too long."""
+    """The output of a short command, None if it fails or takes too long."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, text=True, check=False

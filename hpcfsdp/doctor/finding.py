@@ -1,4 +1,4 @@
-"""One line of the report."""
+"""A finding of the doctor: one line of its report."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Literal
 from hpcfsdp.errors import LaunchError
 
 Level = Literal["ok", "note", "warning", "problem"]
-LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "problem")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that was looked at.
+    """The result of one check.
 
     Attributes:
-        area: what it is about, in one word.
+        area: the subject, in one word.
         level: "ok", "note" (good to know), "warning" (slow, or will break one day), "problem" (breaks a training).
-        what: what was found.
-        hint: what to do about it; may be empty.
+        what: the facts.
+        hint: the remedy; may be empty.
     """
 
     area: str
@@ -29,8 +28,24 @@ class Finding:
     hint: str = ""
 
 
+def ok(area: str, what: str) -> Finding:
+    return Finding(area, "ok", what)
+
+
+def note(area: str, what: str, hint: str = "") -> Finding:
+    return Finding(area, "note", what, hint)
+
+
+def warning(area: str, what: str, hint: str) -> Finding:
+    return Finding(area, "warning", what, hint)
+
+
+def problem(area: str, what: str, hint: str) -> Finding:
+    return Finding(area, "problem", what, hint)
+
+
 def exit_code(findings: Iterable[Finding]) -> int:
-    """That of an environment that does not fit, if there is a problem."""
+    """The exit code of the command: 3 if there is a problem, else 0."""
     return LaunchError.exit_code if any(finding.level == "problem" for finding in findings) else 0
 
 

@@ -1,4 +1,4 @@
-"""What the packages here are and can do. Most of it is found by loading them, which is the child's business."""
+"""Versions and features of the packages. The child loads them, because that may end a process."""
 
 from __future__ import annotations
 
@@ -27,26 +27,27 @@ def steps(*, initialise_mpi: bool) -> Iterator[dict[str, Any]]:
     """Facts, one package after the other: loading the next one may end the process.
 
     Args:
-        initialise_mpi: MPI runs in this process. Otherwise its library is loaded, without starting it.
+        initialise_mpi: MPI runs in this process. Otherwise its library is loaded, but MPI does not start.
     """
     if not initialise_mpi:
         with contextlib.suppress(ImportError, AttributeError):
             import mpi4py
 
             mpi4py.rc.initialize = False
-    looks = {"torch": _torch, "h5py": _h5py, "library": _mpi_library}
-    if initialise_mpi:  # the library is there already; else it comes last, since it is the one that ends processes
-        looks = {"library": _mpi_library, **looks}
-    for name, look in looks.items():
+    checks = {"torch": _torch, "h5py": _h5py, "library": _mpi_library}
+    if initialise_mpi:  # the library is loaded already; otherwise it comes last, because it may end the process
+        checks = {"library": _mpi_library, **checks}
+    for name, check in checks.items():
         yield {"stage": f"loading {name if name != 'library' else 'the MPI library'}"}
-        yield {name: look()}
+        try:
+            yield {name: check()}
+        except Exception as error:
+            yield {name: {"error": f"{type(error).__name__}: {error}".splitlines()[0]}}
 
 
 def _torch() -> dict[str, Any]:
-    try:
-        import torch
-    except Exception as error:
-        return {"error": _first_line(error)}
+    import torch
+
     facts: dict[str, Any] = {
         "version": importlib.metadata.version("torch"),
         "cuda": torch.version.cuda,
@@ -61,10 +62,8 @@ def _torch() -> dict[str, Any]:
 
 
 def _mpi_library() -> dict[str, Any]:
-    try:
-        from mpi4py import MPI
-    except Exception as error:
-        return {"error": _first_line(error)}
+    from mpi4py import MPI
+
     facts: dict[str, Any] = {
         "text": MPI.Get_library_version().split("\n")[0].strip("\0 "),
         "standard": ".".join(map(str, MPI.Get_version())),
@@ -84,17 +83,14 @@ def _mpi_library() -> dict[str, Any]:
 
 def _h5py() -> dict[str, Any]:
     known = set(mpi_files(_maps()))
-    try:
-        import h5py
+    import h5py
 
-        return {
-            "version": h5py.__version__,
-            "hdf5": h5py.version.hdf5_version,
-            "mpi": bool(h5py.get_config().mpi),
-            "other_mpi_files": sorted(set(mpi_files(_maps())) - known) if known else [],
-        }
-    except Exception as error:
-        return {"error": _first_line(error)}
+    return {
+        "version": h5py.__version__,
+        "hdf5": h5py.version.hdf5_version,
+        "mpi": bool(h5py.get_config().mpi),
+        "other_mpi_files": sorted(set(mpi_files(_maps())) - known) if known else [],
+    }
 
 
 def mpi_files(maps: str) -> list[str]:
@@ -107,7 +103,3 @@ def _maps() -> str:
         return Path("/proc/self/maps").read_text()
     except OSError:
         return ""
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -2,57 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from hpcfsdp.doctor.finding import Finding
+from hpcfsdp.doctor.finding import Finding, note, ok, problem, warning
 from hpcfsdp.doctor.spans import members, ranks as named, spans
 
 Rows = list[dict[str, Any]]
 _SHOWN_NODES = 8
 
 
-def judge(nodes: list[list[int]], table: Rows) -> list[Finding]:
+def judge(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
     """Topology, devices, binding and threads.
 
     Args:
         nodes: the ranks of each node.
         table: facts of each rank.
     """
-    return [
-        *judge_nodes(nodes, [row["host"] for row in table]),
-        *judge_devices(nodes, table),
-        *judge_binding(nodes, [members(row["cores"]) for row in table]),
-        *judge_threads(nodes, table),
-    ]
+    yield from judge_nodes(nodes, [row["host"] for row in table])
+    yield from judge_devices(nodes, table)
+    yield from judge_binding(nodes, [members(row["cores"]) for row in table])
+    yield from judge_threads(nodes, table)
 
 
-def judge_nodes(nodes: list[list[int]], hosts: list[str]) -> list[Finding]:
-    """Which ranks are where."""
-    shown = [f"{hosts[node[0]]}: {named(node)}" for node in nodes[:_SHOWN_NODES]]
+def judge_nodes(nodes: list[list[int]], hosts: list[str]) -> Iterator[Finding]:
+    """The ranks of each node."""
+    listed = [f"{hosts[node[0]]}: {named(node)}" for node in nodes[:_SHOWN_NODES]]
     more = f", and {len(nodes) - _SHOWN_NODES} more" if len(nodes) > _SHOWN_NODES else ""
-    found = [Finding("nodes", "ok", f"{len(nodes)} node(s): {', '.join(shown)}{more}")]
+    yield ok("nodes", f"{len(nodes)} node(s): {', '.join(listed)}{more}")
     counts = [len(node) for node in nodes]
     if len(set(counts)) > 1:
         what = f"nodes hold {min(counts)} to {max(counts)} ranks: hybrid sharding needs the same number on each"
-        found.append(Finding("nodes", "note", what, "srun --ntasks-per-node=N, mpirun --map-by ppr:N:node"))
+        yield note("nodes", what, "srun --ntasks-per-node=N, mpirun --map-by ppr:N:node")
     if any(after != before + 1 for node in nodes for before, after in pairwise(node)):
-        found.append(Finding("nodes", "note", "ranks are dealt out to the nodes in turn, which is fine"))
-    return found
+        yield note("nodes", "ranks are dealt out to the nodes in turn, which is fine")
 
 
 def judge_devices(nodes: list[list[int]], table: Rows) -> list[Finding]:
-    """Whether each rank has a GPU of its own, or none has any."""
+    """Whether each rank has its own GPU, or no rank has one."""
     errors = [(rank, row["gpu_error"]) for rank, row in enumerate(table) if row["gpu_error"]]
     if errors:
         what = f"{named(rank for rank, _ in errors)} cannot use the GPU: {errors[0][1]}"
-        return [Finding("devices", "problem", what, "compare the driver (nvidia-smi) with the CUDA of torch")]
+        return [problem("devices", what, "compare the driver (nvidia-smi) with the CUDA of torch")]
     without = [rank for rank, row in enumerate(table) if not row["gpu"]]
     if len(without) == len(table):
-        return [Finding("devices", "ok", "all ranks compute on the CPU")]
+        return [ok("devices", "all ranks compute on the CPU")]
     if without:
         what = f"{named(without)} see no GPU, the others do"
-        return [Finding("devices", "problem", what, "ask for GPUs on every node, or train with --device cpu")]
+        return [problem("devices", what, "ask for GPUs on every node, or train with --device cpu")]
     found, hint = [], "at most one rank per GPU; or let each rank see another one: srun --gpus-per-task=1"
     for node in nodes:
         owners: dict[str, list[int]] = {}
@@ -61,17 +59,17 @@ def judge_devices(nodes: list[list[int]], table: Rows) -> list[Finding]:
         for rank, *twins in owners.values():
             if twins:
                 what = f"{named([rank, *twins])} on {table[rank]['host']} share one GPU, which NCCL refuses"
-                found.append(Finding("devices", "problem", what, hint))
+                found.append(problem("devices", what, hint))
         visible = table[node[0]]["gpus_visible"]
         if visible > len(node) > 0 and len(owners) == len(node):
             what = f"{table[node[0]]['host']} has {visible} visible GPUs for {len(node)} rank(s): some are idle"
-            found.append(Finding("devices", "note", what, f"start {visible} ranks on each node"))
+            found.append(note("devices", what, f"start {visible} ranks on each node"))
     kinds = sorted({row["gpu"]["name"] for row in table})
     if len(kinds) > 1:
-        found.append(Finding("devices", "note", f"GPUs differ: {', '.join(kinds)}; the slowest sets the pace"))
+        found.append(note("devices", f"GPUs differ: {', '.join(kinds)}; the slowest sets the pace"))
     if any(finding.level == "problem" for finding in found):
         return found
-    return [Finding("devices", "ok", f"each rank has a GPU of its own ({', '.join(kinds)})"), *found]
+    return [ok("devices", f"each rank has its own GPU ({', '.join(kinds)})"), *found]
 
 
 def judge_binding(nodes: list[list[int]], cores: list[set[int]]) -> list[Finding]:
@@ -80,23 +78,23 @@ def judge_binding(nodes: list[list[int]], cores: list[set[int]]) -> list[Finding
     Args:
         cores: for each rank the cores that it may run on.
     """
-    found, everyone = [], []
+    found, counts = [], []
     for node in nodes:
         usable = set().union(*(cores[rank] for rank in node))
         if len(node) > len(usable):
             hint = "fewer ranks on each node, or more cores (srun --cpus-per-task, mpirun --map-by slot:PE=N)"
-            found.append(Finding("binding", "warning", f"{named(node)} share {len(usable)} core(s)", hint))
+            found.append(warning("binding", f"{named(node)} share {len(usable)} core(s)", hint))
             continue
         poor = [rank for rank in node if core_share(rank, node, cores) < 1 - 1e-9]
         if poor:
             what = f"{named(poor)} are pinned to the same core(s) {spans(set().union(*(cores[r] for r in poor)))}"
             hint = "mpirun --bind-to none, or --map-by slot:PE=N with N cores for each rank; srun --cpus-per-task=N"
-            found.append(Finding("binding", "warning", f"{what}, while others are free", hint))
-        everyone += [len(cores[rank]) for rank in node]
+            found.append(warning("binding", f"{what}, while others are free", hint))
+        counts += [len(cores[rank]) for rank in node]
     if found:
         return found
-    few, many = min(everyone), max(everyone)
-    return [Finding("binding", "ok", f"each rank may run on {few if few == many else f'{few} to {many}'} core(s)")]
+    few, many = min(counts), max(counts)
+    return [ok("binding", f"each rank may run on {few if few == many else f'{few} to {many}'} core(s)")]
 
 
 def core_share(rank: int, node: list[int], cores: list[set[int]]) -> float:
@@ -104,10 +102,10 @@ def core_share(rank: int, node: list[int], cores: list[set[int]]) -> float:
     return sum(1 / sum(core in cores[other] for other in node) for core in cores[rank])
 
 
-def judge_threads(nodes: list[list[int]], table: Rows) -> list[Finding]:
+def judge_threads(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
     """Whether the threads of all ranks fit the cores of their node."""
     if any("threads" not in row for row in table):
-        return []
+        return
     for node in nodes:
         usable = set().union(*(members(table[rank]["cores"]) for rank in node))
         threads = sum(table[rank]["threads"] for rank in node)
@@ -116,6 +114,7 @@ def judge_threads(nodes: list[list[int]], table: Rows) -> list[Finding]:
             origin = f"OMP_NUM_THREADS={chosen}" if chosen else "torch's default"
             what = f"{named(node)} run {threads} threads ({origin}) on {len(usable)} core(s)"
             hint = f"export OMP_NUM_THREADS={max(1, len(usable) // len(node))}, or leave it unset"
-            return [Finding("threads", "warning", what, hint)]
+            yield warning("threads", what, hint)
+            return
     counts = sorted({row["threads"] for row in table})
-    return [Finding("threads", "ok", f"{' or '.join(map(str, counts))} on each rank")]
+    yield ok("threads", f"{' or '.join(map(str, counts))} on each rank")

@@ -1,7 +1,7 @@
-"""The child of ``hpcfsdp doctor``: starts MPI, and reports what it finds there as lines of JSON.
+"""The child of ``hpcfsdp doctor``: starts MPI, and reports facts as lines of JSON.
 
-Run as ``python -m hpcfsdp.doctor.probe [--without-mpi] LIMIT_S FD``. It inherits the launcher's variables, so that it
-is the rank which its parent was started as. It may die at any point; what it has said until then counts.
+Run as ``python -m hpcfsdp.doctor.probe [--without-mpi] LIMIT_S FD``. It inherits the launcher's variables, so it
+has the rank of its parent. It may die at any point; the parent uses the facts that it has reported until then.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 from hpcfsdp.doctor import installed
@@ -24,71 +25,50 @@ from hpcfsdp.launch.job import load_mpi
 _PR_SET_PDEATHSIG = 1
 
 
-class Report:
-    """The way to the parent."""
-
-    def __init__(self, fd: int) -> None:
-        self._pipe = os.fdopen(fd, "w")
-        os.set_inheritable(fd, False)
-
-    def say(self, **facts: Any) -> None:
-        """Report facts. ``stage`` says what is begun now, so that the parent knows where we died."""
-        self._pipe.write(f"{json.dumps(facts)}\n")
-        self._pipe.flush()
-
-
 def main(arguments: list[str]) -> None:
-    """Report on the packages, and unless that is refused on MPI and on all ranks."""
+    """Report on the packages, and unless ``--without-mpi`` is given on MPI and on all ranks."""
     *flags, limit_s, fd = arguments
-    _die_with_the_parent()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.register(DUMP_SIGNAL, all_threads=False)
-    report = Report(int(fd))
-    if "--without-mpi" in flags:
-        for facts in installed.steps(initialise_mpi=False):
-            report.say(**facts)
-        report.say(complete=True)
-        return
+    os.set_inheritable(int(fd), False)
     try:
-        _with_mpi(report, float(limit_s))
+        with os.fdopen(int(fd), "w") as pipe:
+            for facts in _without_mpi() if "--without-mpi" in flags else _with_mpi(float(limit_s)):
+                print(json.dumps(facts), file=pipe, flush=True)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # not through MPI: it would end the job before the parents have told anything, or wait for the rest
+        os._exit(1)  # not through MPI: it would end the job before the parents have reported, or wait for other ranks
 
 
-def _with_mpi(report: Report, limit_s: float) -> None:
-    report.say(stage="initialising MPI")
+def _without_mpi() -> Iterator[dict[str, Any]]:
+    yield from installed.steps(initialise_mpi=False)
+    yield {"complete": True}
+
+
+def _with_mpi(limit_s: float) -> Iterator[dict[str, Any]]:
+    """Collective over all processes of the job. "stage" is the step that begins now: the child may die in it."""
+    yield {"stage": "initialising MPI"}
     try:
-        mpi = load_mpi()  # before torch, which Cray systems want
+        mpi = load_mpi()  # before torch, as Cray systems require
     except (ImportError, RuntimeError) as error:
-        report.say(mpi_error={"kind": type(error).__name__, "text": str(error)})
-        for facts in installed.steps(initialise_mpi=False):
-            report.say(**facts)
-        report.say(complete=True)
+        yield {"mpi_error": {"kind": type(error).__name__, "text": str(error)}}
+        yield from _without_mpi()
         return
-    report.say(world={"rank": mpi.COMM_WORLD.rank, "size": mpi.COMM_WORLD.size})
-    report.say(stage="loading torch and h5py")
+    yield {"world": {"rank": mpi.COMM_WORLD.rank, "size": mpi.COMM_WORLD.size}}
+    yield {"stage": "loading torch and h5py"}
     if mpi.COMM_WORLD.rank == 0:
-        for facts in installed.steps(initialise_mpi=True):
-            report.say(**facts)
-    from hpcfsdp.doctor import all_ranks  # loads torch, which MPI has to come before
+        yield from installed.steps(initialise_mpi=True)
+    from hpcfsdp.doctor import all_ranks  # loads torch, which has to come after MPI
 
-    for facts in all_ranks.steps(limit_s):
-        report.say(**facts)
-    report.say(complete=True, stage="waiting for the report of rank 0")
-    verdict = _verdict_of_the_parent() if mpi.COMM_WORLD.rank == 0 else None
-    report.say(verdict=mpi.COMM_WORLD.bcast(verdict))
-
-
-def _verdict_of_the_parent() -> int:
-    """The exit code of the command, which only the parent of rank 0 knows; it has printed by then."""
-    line = sys.stdin.readline()
-    return int(line) if line.strip() else LaunchError.exit_code
-
-
-def _die_with_the_parent() -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    yield from all_ranks.steps(limit_s)
+    yield {"complete": True, "stage": "waiting for the report of rank 0"}
+    verdict = None
+    if mpi.COMM_WORLD.rank == 0:
+        line = sys.stdin.readline()  # the exit code of the command, from the parent, when it has printed its report
+        verdict = int(line) if line.strip() else LaunchError.exit_code
+    yield {"verdict": mpi.COMM_WORLD.bcast(verdict)}
 
 
 if __name__ == "__main__":

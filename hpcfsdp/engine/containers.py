@@ -22,16 +22,12 @@ _Rule = Callable[[_Visit, Any], Any]
 
 
 def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """The arguments of a call as one tuple, for functions that take no keywords. ``unpack_kwargs`` is the way back.
-
-    Returns:
-        All values, those of keywords last, and the keywords.
-    """
+    """All values of a call, those of keywords last, and the keywords. ``unpack_kwargs`` is the inverse."""
     return (*args, *kwargs.values()), tuple(kwargs)
 
 
 def unpack_kwargs(flat_args: tuple[Any, ...], kwarg_keys: tuple[str, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments from what ``pack_kwargs`` made of them.
+    """Positional and keyword arguments from the result of ``pack_kwargs``.
 
     Raises:
         ValueError: there are more keywords than values.
@@ -45,7 +41,7 @@ def unpack_kwargs(flat_args: tuple[Any, ...], kwarg_keys: tuple[str, ...]) -> tu
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """All tensors in nested tuples, lists, sets, mappings, dataclasses, packed sequences and pytree nodes.
 
-    Passes over objects of other types, into which ``objects.Visit`` looks, too.
+    Passes over objects of other types, which ``objects.Visit`` enters.
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -65,16 +61,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
-    """`container` with each tensor in it replaced by what `fn` makes of it.
+    """`container` with each tensor in it replaced by the result of `fn`.
 
-    Looks into what ``tensors_in`` looks into: tuples, lists, sets and mappings with their subclasses,
-    dataclasses, the data of packed sequences, and types that are registered with ``torch.utils._pytree``. Anything else
-    is passed on as it is, modules too, and so are the keys of mappings.
+    Enters the types of ``tensors_in``: tuples, lists, sets and mappings with their subclasses, dataclasses, the data of
+    packed sequences, and types registered with ``torch.utils._pytree``. All other objects, modules too, and the keys of
+    mappings stay as they are.
 
-    A container in which nothing was replaced is returned itself, so that the caller sees what is written into it later.
-    Otherwise it is a copy of the same type, with the same order, attributes and default factory. It is made without
-    running constructors, ``__post_init__`` or ``__setitem__`` of the type: attributes that mirror an item follow it,
-    and cached properties are forgotten.
+    A container in which nothing was replaced is returned itself. Otherwise it is a copy of the same type, with the same
+    order, attributes and default factory, made without running constructors, ``__post_init__`` or ``__setitem__`` of
+    the type. Attributes that mirror a replaced item hold the new one, and cached properties are dropped.
     """
 
     def visit(value: Any) -> Any:
@@ -86,10 +81,7 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
 
 
 def rebuild(visit: Callable[[Any], Any], container: Any) -> Any:
-    """`container`, one level of it rebuilt with what `visit` makes of each of its items, as ``apply_to_tensors`` does.
-
-    Itself if `visit` returns all items as they are.
-    """
+    """``apply_to_tensors`` for one level: `visit` is called with each item of `container`."""
     kind = type(container)
     return (_RULES.get(kind) or _rule_for(kind))(visit, container)
 
@@ -99,7 +91,7 @@ def cast_forward_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a forward with their floating-point tensors in `dtype`; with None as they are.
 
-    Whole numbers, bool and complex stay. The cast is differentiable: an input that requires grad gets it in its own
+    Integer, bool and complex tensors stay. The cast is differentiable: an input that requires grad gets it in its own
     dtype. Containers are treated as in ``apply_to_tensors``.
     """
     if dtype is None:
@@ -117,18 +109,35 @@ def recursive_to(
     """`inputs` with all tensors on `target_device`. Containers are treated as in ``apply_to_tensors``.
 
     Args:
-        use_side_stream_for_tensor_copies: copy to a GPU on a stream beside the current one, from pinned memory, so that
-            the copies overlap with the work that is enqueued. The current stream waits for them before it goes on; the
-            host does not. Has no meaning for other devices.
+        use_side_stream_for_tensor_copies: copy to a GPU on a side stream, from pinned memory, so that the copies
+            overlap with the work that is enqueued. The current stream waits for them; the host does not. Ignored for
+            other devices.
     """
     device = torch.device(target_device)
     if device.type != "cuda" or not use_side_stream_for_tensor_copies:
         return apply_to_tensors(lambda tensor: tensor.to(device), inputs)
-    if device.index is None:  # tensors say their index
+    if device.index is None:  # those of tensors have one
         device = torch.device("cuda", torch.cuda.current_device())
-    copies = _SideCopies(device)
-    moved = apply_to_tensors(copies, inputs)
-    copies.join()
+    stream, copies = _side_stream(device), []
+
+    def copy_on_side(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == device:
+            return tensor
+        if tensor.layout is not torch.strided:  # its memory cannot be passed from stream to stream
+            return tensor.to(device)
+        # From pageable memory the host would wait for the copy. Pinning is not differentiable.
+        if tensor.device.type == "cpu" and not tensor.requires_grad and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        with torch.cuda.stream(stream):
+            copies.append(tensor.to(device, non_blocking=True))
+        return copies[-1]
+
+    moved = apply_to_tensors(copy_on_side, inputs)
+    if copies:
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(stream)
+        for tensor in copies:
+            tensor.record_stream(current)  # else its memory, when freed, could be written by the next copies at once
     return moved
 
 
@@ -147,37 +156,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _SideCopies:
-    """Copies to one GPU on its side stream. The current stream may use them after ``join``."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = _side_stream(device)
-        self.made: list[torch.Tensor] = []
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device == self.device:
-            return tensor
-        if tensor.layout is not torch.strided:  # whose memory cannot be handed from stream to stream
-            return tensor.to(self.device)
-        # From pageable memory the host would wait for the copy. Pinning is kept away from autograd.
-        if tensor.device.type == "cpu" and not tensor.requires_grad and not tensor.is_pinned():
-            tensor = tensor.pin_memory()
-        with torch.cuda.stream(self.stream):
-            made = tensor.to(self.device, non_blocking=True)
-        self.made.append(made)
-        return made
-
-    def join(self) -> None:
-        if not self.made:
-            return
-        current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self.stream)
-        for tensor in self.made:
-            tensor.record_stream(current)  # else its memory, when freed, could be written by the next copies at once
-
-
-# How to rebuild a container of each type. All return the value itself if nothing in it was replaced.
+# How to rebuild a container of each type. All return the value itself if no item was replaced.
 
 
 def _tensor(visit: _Visit, value: torch.Tensor) -> Any:
@@ -189,7 +168,7 @@ def _leave(_visit: _Visit, value: Any) -> Any:
 
 
 def _map_items(visit: _Visit, items: Sequence[Any]) -> list[Any] | None:
-    """The mapped items, None if none was replaced."""
+    """The mapped items; None if none was replaced."""
     mapped = None
     for index, item in enumerate(items):
         new = visit(item)
@@ -216,7 +195,7 @@ def _dict(visit: _Visit, value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _map_values(visit: _Visit, pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """The new values, for the keys whose value was replaced."""
+    """The replaced values, by key."""
     changes = {}
     for key, item in pairs:
         new = visit(item)
@@ -230,7 +209,7 @@ def _packed_sequence(visit: _Visit, value: PackedSequence) -> Any:
     if data is value.data:
         return value
     orders = [value.sorted_indices, value.unsorted_indices]
-    if isinstance(data, torch.Tensor):  # the orders belong where the data is, the batch sizes always on the CPU
+    if isinstance(data, torch.Tensor):  # the orders move with the data, the batch sizes stay on the CPU
         orders = [None if order is None else order.to(data.device) for order in orders]
     return type(value)(data, value.batch_sizes, *orders)
 
@@ -245,7 +224,7 @@ def _tuple_subclass(visit: _Visit, value: tuple[Any, ...]) -> tuple[Any, ...]:
         made = tuple.__new__(kind, mapped)
     except TypeError:  # the named results of torch's operators, which have a constructor in C
         return kind(mapped)
-    return _take_attributes(made, value, _replacements(old, mapped))
+    return _copy_attributes(made, value, _replacements(old, mapped))
 
 
 def _list_subclass(visit: _Visit, value: list[Any]) -> list[Any]:
@@ -255,7 +234,7 @@ def _list_subclass(visit: _Visit, value: list[Any]) -> list[Any]:
         return value
     made = list.__new__(type(value))
     list.extend(made, mapped)
-    return _take_attributes(made, value, _replacements(old, mapped))
+    return _copy_attributes(made, value, _replacements(old, mapped))
 
 
 def _set(visit: _Visit, value: set[Any] | frozenset[Any]) -> set[Any] | frozenset[Any]:
@@ -269,7 +248,7 @@ def _set(visit: _Visit, value: set[Any] | frozenset[Any]) -> set[Any] | frozense
     else:
         made = set.__new__(kind)
         set.update(made, mapped)
-    return _take_attributes(made, value, _replacements(old, mapped))
+    return _copy_attributes(made, value, _replacements(old, mapped))
 
 
 def _dict_subclass(visit: _Visit, value: dict[Any, Any]) -> dict[Any, Any]:
@@ -281,7 +260,7 @@ def _dict_subclass(visit: _Visit, value: dict[Any, Any]) -> dict[Any, Any]:
     for key, item in base.items(value):
         base.__setitem__(made, key, changes.get(key, item))
     replacements = {id(dict.__getitem__(value, key)): new for key, new in changes.items()}
-    return _take_attributes(made, value, replacements)
+    return _copy_attributes(made, value, replacements)
 
 
 def _mutable_mapping(visit: _Visit, value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
@@ -305,15 +284,15 @@ def _dataclass(visit: _Visit, value: Any) -> Any:
     mapped = _map_items(visit, old)
     if mapped is None:
         return value
-    made = _take_attributes(type(value).__new__(type(value)), value, _replacements(old, mapped))
+    made = _copy_attributes(type(value).__new__(type(value)), value, _replacements(old, mapped))
     for name, before, after in zip(names, old, mapped, strict=True):
-        if after is not before:  # not only among the attributes: it may be the default that the class holds
+        if after is not before:  # the attribute may be the class's default
             object.__setattr__(made, name, after)
     return made
 
 
 def _registered(visit: _Visit, value: Any) -> Any:
-    parts = _compat.take_apart(value)
+    parts = _compat.flatten_one_level(value)
     if parts is None:
         return value
     children, rebuild = parts
@@ -325,12 +304,8 @@ def _replacements(old: Iterable[Any], mapped: Iterable[Any]) -> dict[int, Any]:
     return {id(before): after for before, after in zip(old, mapped, strict=True) if after is not before}
 
 
-def _take_attributes(made: Any, old: Any, replacements: dict[int, Any]) -> Any:
-    """Give `made` the attributes of `old`, in ``__dict__`` and in slots; replaced items among them in their new form.
-
-    Args:
-        replacements: by the id of the item that was replaced.
-    """
+def _copy_attributes(made: Any, old: Any, replacements: dict[int, Any]) -> Any:
+    """Copy attributes and slots of `old` to `made`, with `replacements` by the id of the replaced item."""
     kind = type(old)
     attributes = getattr(old, "__dict__", None)
     if attributes is old:  # a dict whose keys are its attributes
@@ -358,7 +333,7 @@ _RULES: dict[type, _Rule] = {
     dict: _dict,
     **dict.fromkeys((type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device), _leave),
 }
-"""For exact types. Others are looked up each time: a type may be registered with pytree after it was first seen."""
+"""For exact types. Others are looked up each time: a type may be registered with pytree later."""
 
 
 def _rule_for(kind: type) -> _Rule:

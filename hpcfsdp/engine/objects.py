@@ -1,8 +1,7 @@
-"""What a module is given and what it returns: tensors in objects of any type, replaced where they lie.
+"""Arguments and results of modules: tensors in objects of any type, replaced in place.
 
-What a module is given may be written to by it, and is read by others when it is through: it has to stay the object
-that it is. So lists, dicts and objects keep their identity here. Only what cannot be written to (tuples, sets, packed
-sequences) is rebuilt, as ``containers`` does it.
+A module may write to its arguments, and its caller reads them afterwards. So lists, dicts and other objects keep their
+identity here. Only immutable containers (tuples, sets, packed sequences) are rebuilt, as in ``containers``.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from hpcfsdp.engine.containers import rebuild
 Hook = Callable[[torch.Tensor], None]
 
 MOST_OBJECTS = 20_000
-"""How many objects one visit looks into."""
+"""Objects that one visit enters."""
 MOST_ITEMS = 200_000
-"""How many items and attributes of objects that are no containers, and of what they hold, it looks at."""
+"""Items and attributes that one visit reads in objects that are no containers, and below them."""
 _MOST_DEPTH = 100
 
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, Enum, np.ndarray)
@@ -47,30 +46,28 @@ _NO_OUTPUTS = (
     ProcessGroup,
     DeviceMesh,
 )
-"""What is not looked into although it may lead to tensors: those are no arguments and no results."""
+"""Types that are not entered: their tensors are neither arguments nor results."""
 _REBUILT = (tuple, set, frozenset, PackedSequence)
 _SILENT_MODULES = sys.stdlib_module_names | {"torch", "numpy", "mpi4py", "hpcfsdp"}
-"""Where types come from that hold no tensors if their instances have no attributes."""
+"""Modules of types that hold no tensors if their instances have no attributes."""
 _OPEN_IN_STDLIB = (dict, list, deque, Mapping, types.SimpleNamespace, Namespace)
 
 Cell = tuple[Callable[[Any, Any, Any], None], Any, Any, Any]
-"""A place where an object keeps something: how to write it, the owner, the key, and what is there."""
+"""An item or attribute of an object: how to write it, the owner, the key, and the value."""
 
 
 class Visit:
-    """Replaces each tensor that can be reached from a value by what `fn` makes of it.
+    """Replaces each tensor that can be reached from a value by the result of `fn`.
+
+    `fn` is called with a tensor, and whether it is within an object that is no container; for one tensor possibly
+    several times.
 
     Attributes:
-        holders: the outermost objects that can be written to; the module may leave tensors in these.
-        opaque: types of objects that cannot be looked into.
+        holders: the outermost mutable objects; the module may leave tensors in these.
+        opaque: types of objects that cannot be searched.
     """
 
     def __init__(self, fn: Callable[[torch.Tensor, bool], torch.Tensor]) -> None:
-        """
-        Args:
-            fn: called with a tensor, and whether it lies in an object whose type is no container. It may come to one
-                tensor several times.
-        """
         self.holders: list[Any] = []
         self.opaque: dict[type, None] = {}
         self._fn = fn
@@ -80,7 +77,7 @@ class Visit:
         self._items = 0
 
     def __call__(self, value: Any) -> Any:
-        """`value` with its tensors replaced: itself, unless it is a tensor or cannot be written to."""
+        """`value` with its tensors replaced: the same object, unless it is a tensor or immutable."""
         if isinstance(value, torch.Tensor):
             return self._fn(value, self._within > 0)
         if isinstance(value, _ATOMS):
@@ -134,32 +131,31 @@ class Visit:
 
 
 class Arguments:
-    """What a module computes with in place of the tensors that it was called with, while it runs.
+    """The tensors that replace a module's arguments while it runs.
 
-    Each tensor with a gradient to come is replaced by a view that only this call uses: its gradient is complete when
-    the call is through, also where others use the tensor. Objects that can be written to show the views as long as the
-    module runs, and their own tensors before and after: the module, and others, may keep them and write to them.
+    Each tensor that requires a gradient is replaced by a view that only this call uses. The gradient of the view is
+    complete when the backward of the call is, even if others use the tensor. Mutable objects hold the views while the
+    module runs, and their own tensors before and after: the module and others may keep them and write to them.
+
+    Args:
+        unit: its name, for messages.
+        dtype: floating-point tensors are cast to it, except for those in objects of unknown types.
+        hook: for the gradients of the views; None for no views.
     """
 
     def __init__(self, unit: str, dtype: torch.dtype | None, hook: Hook | None) -> None:
-        """
-        Args:
-            unit: its name, for messages.
-            dtype: floating-point tensors are cast to it, except for those in objects of unknown types.
-            hook: for the gradients of the views; None for no views.
-        """
         self._unit = unit
         self._dtype = dtype
         self._hook = hook
         self._views: list[tuple[torch.Tensor, Any]] = []
         self._given: dict[tuple[int, bool], torch.Tensor] = {}
-        self._originals: dict[int, torch.Tensor] = {}  # by the id of what was given in place of each
-        self._nodes: dict[int, Any] = {}  # what computed each original, by its id
+        self._originals: dict[int, torch.Tensor] = {}  # by the id of the replacement
+        self._nodes: dict[int, Any] = {}  # the grad_fn of each original, by its id
         self._holders: list[Any] = []
 
     def lend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments to call the module with. ``restore`` has to follow."""
-        visit = Visit(self._give)
+        """The arguments to call the module with. ``restore`` must follow."""
+        visit = Visit(self._replace)
         self._holders = visit.holders
         try:
             args, kwargs = visit(args), {name: visit(value) for name, value in kwargs.items()}
@@ -171,10 +167,10 @@ class Arguments:
         return args, kwargs
 
     def restore(self) -> list[torch.Tensor]:
-        """The module has run. Give objects their own tensors back.
+        """After the module has run: put the original tensors back into mutable objects.
 
         Returns:
-            Tensors that need gradients, and that the module has put into these objects, or changed there.
+            Tensors in these objects that require gradients, and that the module has stored or changed there.
         """
         written: dict[int, torch.Tensor] = {}
 
@@ -191,15 +187,15 @@ class Arguments:
         return list(written.values())
 
     def computed(self, outputs: Any, written: Iterable[torch.Tensor]) -> tuple[Any, Iterable[torch.Tensor]]:
-        """Find what the module has computed, in its outputs and in its arguments.
+        """Find the tensors that the module has computed, in its outputs and in its arguments.
 
         Args:
-            written: what ``restore`` has returned.
+            written: the result of ``restore``.
 
         Returns:
-            The outputs, in which inputs that the module returns are views of their own, and all tensors found.
+            The outputs, with a view in place of each input that the module returns, and all tensors found.
         """
-        # The gradient of an input that the module returns would reach the input before the output's hook runs.
+        # Without the view the gradient of such an input would reach it before the output's hook runs.
         passed_on: dict[int, torch.Tensor] = {}
         found = {id(tensor): tensor for tensor in written}
 
@@ -219,19 +215,19 @@ class Arguments:
         return outputs, found.values()
 
     def nodes(self) -> tuple[list[Any], bool]:
-        """The nodes of the views, and whether an operation in place has taken one of them out of the graph."""
+        """The nodes of the views, and whether an in-place operation has replaced one of them in the graph."""
         nodes = [node for _, node in self._views]
         return nodes, any(view.grad_fn is not node for view, node in self._views)
 
     def _is_unchanged(self, tensor: torch.Tensor) -> bool:
-        """Whether the module was given a view of this tensor, and has not changed it."""
+        """Whether the tensor is an argument that the module has not changed."""
         return id(tensor) in self._nodes and self._nodes[id(tensor)] is tensor.grad_fn
 
-    def _give(self, tensor: torch.Tensor, in_object: bool) -> torch.Tensor:
-        if id(tensor) in self._originals:  # two ways lead to the place where it lies
+    def _replace(self, tensor: torch.Tensor, in_object: bool) -> torch.Tensor:
+        if id(tensor) in self._originals:  # its holder was reached twice
             return tensor
         cast = self._dtype is not None and not in_object and tensor.is_floating_point()
-        given = self._given.get((id(tensor), cast))  # what is passed twice stays one tensor
+        given = self._given.get((id(tensor), cast))  # an argument passed twice stays one tensor
         if given is not None:
             return given
         given = tensor.to(self._dtype) if cast else tensor
@@ -247,23 +243,19 @@ class Arguments:
 
 
 def needs_hook(tensor: torch.Tensor) -> bool:
-    """Whether a gradient may come to a tensor that some unit has computed."""
+    """Whether a computed tensor may get a gradient."""
     return tensor.requires_grad and not tensor.is_leaf
 
 
 def warn_of_opaque(kinds: dict[type, None], unit: str) -> None:
-    """Warn once of each type whose instances cannot be looked into for tensors.
-
-    Args:
-        unit: the name of the unit that was given, or has returned, instances.
-    """
+    """Warn once about each type that cannot be searched for tensors, in arguments or results of a unit."""
     for kind in kinds:
         if kind not in _warned:
             _warned.add(kind)
             name = f"{kind.__module__}.{kind.__qualname__}"
             warnings.warn(
-                f"{unit}: an object of type {name} goes into its forward or comes out of it, and cannot be looked into "
-                f"for tensors. If it holds tensors that need gradients, register the type: "
+                f"{unit}: an object of type {name} is an argument or a result of its forward, and cannot be searched "
+                f"for tensors. If it holds tensors that require gradients, register the type: "
                 f"torch.utils._pytree.register_pytree_node({kind.__qualname__}, flatten, unflatten)",
                 stacklevel=2,
             )
@@ -276,7 +268,7 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def _classify(kind: type) -> str:
-    """What to do with instances of a type: look into them, pass them in silence, or warn of them."""
+    """Whether to search instances of a type (open), pass over them (silent), or warn about them (opaque)."""
     if issubclass(kind, _NO_OUTPUTS):
         return _SILENT
     if issubclass(kind, _OPEN_IN_STDLIB) or _compat.is_registered(kind):
@@ -290,12 +282,12 @@ def _classify(kind: type) -> str:
 
 
 def _is_container(value: Any) -> bool:
-    """Whether torch's FSDP looks into it, too, and casts what it finds."""
+    """Whether torch's FSDP searches it too, and casts the tensors in it."""
     return isinstance(value, (list, Mapping)) or dataclasses.is_dataclass(value)
 
 
 def _cells(value: Any) -> Iterator[Cell]:
-    """Where an object keeps what it holds."""
+    """The items and attributes of an object."""
     kind = type(value)
     if isinstance(value, dict):
         for key, item in dict.items(value):
@@ -324,7 +316,7 @@ def _set_slot(owner: Any, slot: types.MemberDescriptorType, item: Any) -> None:
 
 
 def _slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
-    """Those that classes written in Python have declared; what C has is not to be written to."""
+    """Those that Python classes have declared; those of C types must not be written to."""
     known = _SLOTS.get(kind)
     if known is None:
         declared = (member for base in kind.__mro__ if "__slots__" in vars(base) for member in vars(base).values())

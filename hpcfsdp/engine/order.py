@@ -1,10 +1,10 @@
-"""Turns of units that are new: ranks confirm them with each other before anything is sent.
+"""New events in the order of units: ranks confirm them with each other before they send anything.
 
-Ranks that gather different units at a time would wait for each other without end, or mix up values of equal size. In
-the first pass all ranks compare every turn in a barrier. Later on a rank that leaves the known paths writes so into the
-store of torch.distributed and waits there for the others: ranks that do not leave the paths are on their way into the
-collective already. Other ranks see that wait as they see those in collectives, and it ends early where a missing rank
-waits for this one elsewhere.
+Ranks that gather different units at the same time would wait for each other forever, or mix up values of equal size. In
+the first pass all ranks compare every event in a barrier. Later a rank that leaves the known paths notes it in the
+store of torch.distributed and waits there for the others, because ranks that stay on the paths enter the collective
+without asking. Other ranks see that wait like those in collectives, and it ends early where a missing rank waits for
+this one elsewhere.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from hpcfsdp import _compat
@@ -23,38 +24,33 @@ from hpcfsdp.errors import CrossedCallsError, DifferentCallsError, DisagreementE
 PATIENCE_S = 600.0
 """How long a rank that leaves the known orders waits for the others to do the same."""
 _ASK_EVERY_S = (0.001, 0.1)
-"""Between two questions to the store, at first and after a second: all ranks ask the same one."""
+"""Between two queries of the store, at first and after a second: all ranks query the same one."""
 _RANKS_IN_A_WORD = 32
-"""The store has counters of 64 bits, with a sign."""
+"""The store has signed 64-bit counters."""
 Event = tuple[str, str]
-"""What a unit does, and its name."""
+""""forward", "backward" or "end", and the name of the unit."""
 
 
 @dataclass(eq=False)
-class Turn:
-    """A place in the tree of known orders."""
+class Node:
+    """A node in the tree of known orders: an event after those of its parents."""
 
     event: Event
     depth: int
     digest: str
-    before: Turn | None
-    following: dict[Event, Turn] = field(default_factory=dict)
+    parent: Node | None
+    children: dict[Event, Node] = field(default_factory=dict)
 
-    def follow(self, event: Event) -> Turn:
+    def add(self, event: Event) -> Node:
         digest = hashlib.blake2b(f"{self.digest} {event}".encode(), digest_size=6).hexdigest()
-        turn = self.following[event] = Turn(event, self.depth + 1, digest, self)
-        return turn
+        child = self.children[event] = Node(event, self.depth + 1, digest, self)
+        return child
 
 
 class _Arrivals:
-    """The ranks that have come to a new turn, as the store knows them: a ``Condition``."""
+    """The ranks that have reached a new event, as bits of counters in the store: a ``Condition``."""
 
     def __init__(self, store: Any, key: str, comm: Communicator, label: str) -> None:
-        """
-        Args:
-            key: of the turn, unlike that of any other.
-            label: what this rank comes to, for a message.
-        """
         self.keys = [f"{key}/{word}" for word in range(-(-comm.size // _RANKS_IN_A_WORD))]
         self._store = store
         self._comm = comm
@@ -63,7 +59,7 @@ class _Arrivals:
         self._words = [0] * len(self.keys)
 
     def steps(self) -> Steps:
-        """Say that this rank has come, and wait for the others."""
+        """Set this rank's bit, and wait for the others."""
         self._ask(self._comm.rank // _RANKS_IN_A_WORD, 1 << self._comm.rank % _RANKS_IN_A_WORD)
         yield self
 
@@ -78,7 +74,7 @@ class _Arrivals:
             missing = self.missing()
         if missing and waited_s > PATIENCE_S:
             raise DisagreementError(
-                f"rank {self._comm.rank} comes to {self._label}; {len(missing)} of {self._comm.size} ranks do not. All "
+                f"rank {self._comm.rank} reached {self._label}; {len(missing)} of {self._comm.size} ranks did not. All "
                 "ranks must call the same modules in the same order, and equally often: give every rank the same "
                 "number of batches, and take branches that depend on data on all ranks or on none"
             )
@@ -97,55 +93,51 @@ class _Arrivals:
 
 @dataclass
 class Position:
-    """Where this rank is.
+    """The last event of this rank, and the number of passes that have begun."""
 
-    Attributes:
-        turn: the last one of this pass that it has come to.
-        passes: how many have begun.
-    """
-
-    turn: Turn
+    node: Node
     passes: int = 0
 
     def text(self, event: Event, depth: int) -> str:
         """An event of this pass, for messages."""
-        return f"{describe(event)} (turn {depth} of step {self.passes})"
+        return f"{describe(event)} (event {depth} of step {self.passes})"
+
+    def path(self) -> list[str]:
+        """The events since the pass began."""
+        found, node = [], self.node
+        while node.parent is not None:
+            found.append(describe(node.event))
+            node = node.parent
+        return found[::-1]
 
 
 class Confirmation:
-    """Compares turns that are new between ranks: a ``waits.Member``."""
+    """Compares new events between ranks: a ``waits.Member``. Arguments are those of ``Order``."""
 
     def __init__(self, comm: Communicator, label: str, position: Position) -> None:
-        """Not collective.
-
-        Args:
-            comm: all ranks that have to keep the same order.
-            label: of the engine, the same on all ranks, unlike that of any other.
-            position: of this rank; it moves on.
-        """
         self._comm = comm
         self._label = label
         self._position = position
-        self._keys: Sequence[str] = ()  # in the store, of the last new turn
-        self._event: Event | None = None  # that is being confirmed
+        self._keys: Sequence[str] = ()  # in the store, of the last new event
+        self._event: Event | None = None  # being confirmed
         self.key = label
         self.world_ranks: Sequence[int] | None = getattr(comm, "world_ranks", None)
         waits.register(label, self)
 
     def confirm(self, event: Event) -> None:
-        """Collective. All ranks come to the same new turn.
+        """Collective. Wait until all ranks reach the same new event.
 
         Raises:
-            DisagreementError: another rank does something else; both are named.
+            DisagreementError: another rank does something else. It names both.
         """
         at = self._position
-        depth = at.turn.depth + 1
+        depth = at.node.depth + 1
         text = at.text(event, depth)
         store = _compat.default_store() if at.passes > 1 else None
         if store is None:
-            self._compare(text)
+            self._compare(event, text)
             return
-        label = self._label_of(event, at.turn)
+        label = self._label_of(event, at.node)
         digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         arrivals = _Arrivals(store, f"hpcfsdp/order/{self._label}/{at.passes}/{depth}/{digest}", self._comm, label)
         self._event = event
@@ -153,48 +145,61 @@ class Confirmation:
             run(arrivals.steps(), label, self._comm.rank, float("inf"), False, self, (at.passes, depth))
         finally:
             self._event = None
-        if self._comm.rank == 0:  # all have come to the new keys, and need those before no more
+        if self._comm.rank == 0:  # all have reached the new keys, and read the old ones no more
             for key in self._keys:
                 store.delete_key(key)
         self._keys = arrivals.keys
 
     def called(self, number: tuple[int, int]) -> str | None:
-        """What this rank has come to in a turn of a pass, see ``waits.Member``."""
+        """The label of this rank's event at (pass, depth), see ``waits.Member``."""
         step, depth = number
-        turn, passes = self._position.turn, self._position.passes
+        node, passes = self._position.node, self._position.passes
         if step != passes:
             return waits.NOTHING_YET if step > passes else waits.UNKNOWN
-        if depth > turn.depth:
-            is_next = self._event is not None and depth == turn.depth + 1
-            return self._label_of(self._event, turn) if is_next else waits.NOTHING_YET
-        while turn.depth > depth and turn.before is not None:
-            turn = turn.before
-        return self._label_of(turn.event, turn.before or turn)
+        if depth > node.depth:
+            is_next = self._event is not None and depth == node.depth + 1
+            return self._label_of(self._event, node) if is_next else waits.NOTHING_YET
+        while node.depth > depth and node.parent is not None:
+            node = node.parent
+        return self._label_of(node.event, node.parent or node)
 
     def departed(self) -> set[int]:
-        """Not collective. The ranks that are known to have left the program."""
+        """Not collective. The ranks that have left the program, as far as known."""
         return self._comm.departed() if hasattr(self._comm, "departed") else set()
 
-    def _label_of(self, event: Event, before: Turn) -> str:
-        """Names the wait for a new turn; the same on all ranks that come to it, then and later."""
-        expected = " or ".join(describe(known) for known in before.following if known != event) or "nothing"
-        return f"{self._position.text(event, before.depth + 1)}, where in earlier steps it came to {expected}"
+    def _label_of(self, event: Event, parent: Node) -> str:
+        """Names the wait for a new event; the same on all ranks that reach it, then and later."""
+        expected = " or ".join(describe(known) for known in parent.children if known != event) or "nothing"
+        return f"{self._position.text(event, parent.depth + 1)}, where in earlier steps it reached {expected}"
 
-    def _compare(self, text: str) -> None:
-        """Collective. Raise on every rank unless all have come to the same."""
+    def _compare(self, event: Event, text: str) -> None:
+        """Collective. Raise on every rank unless all have reached the same event."""
         try:
             self._comm.labelled_barrier(text)
         except CrossedCallsError:  # the others are elsewhere
             raise
         except DifferentCallsError as error:
-            texts = self._comm.all_gather_object(text)
-            rank = next((rank for rank, other in enumerate(texts) if other != texts[0]), 0)
-            raised = DisagreementError(
-                f"ranks run modules in different orders: rank 0 comes to {texts[0]}, rank {rank} comes to "
-                f"{texts[rank]}. All ranks must call the same modules in the same order, and equally often"
-            )
-            raised.raised_on_all_ranks = True
-            raise raised from error
+            path = [*self._position.path(), describe(event)]
+            raise first_difference(self._comm, path, self._position.passes) or error from None
+
+
+def first_difference(comm: Communicator, path: list[str], passes: int) -> DisagreementError | None:
+    """Collective. The error that names the first event in which ranks differ; None if all have the same.
+
+    All ranks call it whose labels differ in a barrier, be it for a new event or in between.
+    """
+    paths = comm.all_gather_object(path)
+    for rank, other in enumerate(paths):
+        for index, (first, second) in enumerate(zip_longest(paths[0], other, fillvalue="nothing more")):
+            if first != second:
+                error = DisagreementError(
+                    f"ranks run modules in different orders: as event {index + 1} of step {passes} rank 0 has {first}, "
+                    f"rank {rank} has {second}. All ranks must call the same modules in the same order, and equally "
+                    "often"
+                )
+                error.raised_on_all_ranks = True
+                return error
+    return None
 
 
 def describe(event: Event) -> str:

@@ -1,7 +1,7 @@
-"""What users hang on parameters to be called when a gradient is there: here that is after it has been reduced.
+"""Users' hooks on accumulated gradients, deferred until the gradients are reduced.
 
-Autograd adds to leaves what this rank alone has computed, while they show whole values. Hooks that step an optimizer
-have to find the shard and the gradient of it, as they would find the parameter of a plain module.
+When autograd accumulates a gradient it is that of this rank alone, and the leaf is unsharded. Hooks that step an
+optimizer need the shard and its reduced gradient, as they would find the parameter of a plain module.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from hpcfsdp import _compat
 
 
 class OwnHook(functools.partial):
-    """A hook of the engine, which autograd calls when it has come to a leaf."""
+    """A hook of the engine, which autograd calls when it has accumulated the gradient of a leaf."""
 
 
 class _Deferred:
-    """A hook of the user's that autograd finds in its place, and that runs later."""
+    """Takes the place of a user's hook, which runs later."""
 
     def __init__(self, hook: Callable[[nn.Parameter], Any]) -> None:
         self.hook = hook
@@ -30,20 +30,20 @@ class _Deferred:
 
 
 def defer_hooks(leaf: nn.Parameter, detached: set[nn.Parameter]) -> bool:
-    """Not collective. Keep hooks of ``register_post_accumulate_grad_hook``, and optimizers in backward, until later.
+    """Not collective. Defer hooks of ``register_post_accumulate_grad_hook``, and optimizers in backward.
 
     Handles of hooks stay valid.
 
     Args:
-        detached: leaves whose optimizers have been taken from autograd; added to.
+        detached: leaves with optimizers that autograd no longer steps; added to.
 
     Returns:
-        Whether another node adds to the gradient of the leaf than before.
+        Whether the leaf got another accumulator.
     """
     hooks = _compat.hooks_after_accumulation(leaf)
     for key, hook in hooks.items() if hooks else ():
         if not isinstance(hook, (OwnHook, _Deferred)):
-            hooks[key] = _Deferred(hook)  # under the same key: removing it is the handle's business
+            hooks[key] = _Deferred(hook)  # under the same key, by which the user's handle removes it
     if not hasattr(leaf, _compat.STEPPED_IN_BACKWARD) or leaf in detached:
         return False
     _compat.forget_accumulator(leaf)  # which steps the optimizer
@@ -52,7 +52,7 @@ def defer_hooks(leaf: nn.Parameter, detached: set[nn.Parameter]) -> bool:
 
 
 def run_hooks(param: nn.Parameter) -> None:
-    """Call what waits for the gradient of a parameter, which is reduced and at rest."""
+    """Call the deferred hooks of a parameter, at rest, with its reduced gradient."""
     hooks = _compat.hooks_after_accumulation(param)
     for hook in list(hooks.values()) if hooks else ():
         if param.grad is not None and not isinstance(hook, OwnHook):

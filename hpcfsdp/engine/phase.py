@@ -6,18 +6,18 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """What a unit is doing."""
+    """The state of a unit."""
 
     IDLE = "idle"
     """Between steps, or between its forward and its backward: sharded."""
     FORWARD = "forward"
-    """Inside of its forward: unsharded."""
+    """Its forward runs: unsharded."""
     BACKWARD = "backward"
-    """Gradients flow through it: unsharded until they have."""
+    """Its backward runs: unsharded."""
     RECOMPUTE = "recompute"
-    """Its forward runs again inside of its backward (activation checkpointing): unsharded, and stays so."""
+    """Its forward runs again within its backward (activation checkpointing): stays unsharded."""
     SUMMON = "summon_full_params"
-    """The user has asked for its whole parameters."""
+    """Its parameters are whole for the user."""
 
 
 TRANSITIONS = {

@@ -7,7 +7,6 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,11 +14,12 @@ from torch import nn
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
-from hpcfsdp.engine.context import Context, Order, place
+from hpcfsdp.engine.context import Context, Order
+from hpcfsdp.engine.order import first_difference
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.streams import Queue, Streams, Wait, streams_for
 from hpcfsdp.engine.unit import Call, Unit
-from hpcfsdp.errors import CrossedCallsError, DifferentCallsError, DisagreementError, EngineError
+from hpcfsdp.errors import CrossedCallsError, DifferentCallsError, EngineError
 from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.launch import calls
 
@@ -27,15 +27,16 @@ from hpcfsdp.launch import calls
 class Root:
     """All units under the outermost one.
 
-    A pass is a call of the outermost unit with the backward that follows. Ranks meet before it, after its forward, and
-    after its backward, and compare what they have done. Where they share the memory of the gathered values
-    (``FlatParam.is_resident``), nobody may write a shard in between, and outside nobody reads those of others.
+    A pass is a call of the outermost unit with the backward that follows. Ranks meet in a labelled barrier before it,
+    after its forward, and after its backward, and compare what they have done. Where they share the memory of gathered
+    values (``FlatParam.is_resident``), no rank may write a shard during a forward or backward, nor read those of others
+    outside.
 
     Attributes:
         units: in the order in which the modules were registered, the root first.
         context: what the units share.
         device: where the units compute.
-        in_backward: whether a backward pass has begun and its end has been asked for.
+        in_backward: whether a backward has begun. ``_finish_backward`` ends it.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class Root:
 
         Args:
             everyone: all ranks that run these units.
-            label: the same on all ranks, unlike that of any other root.
-            host: connects the same ranks through host memory, which they meet in; None if nothing does, and then only
-                ranks that share the memory of gathered values meet.
+            label: the same on all ranks, and unlike that of any other root.
+            host: connects the same ranks through host memory, for the barriers. Without it only ranks that share the
+                memory of gathered values meet.
         """
         self.units = list(units)
         flats = [flat for unit in units for flat in unit.flats]
@@ -63,21 +64,19 @@ class Root:
         self._backwards = 0  # how many have begun
         self._is_running = functools.partial(_runs_backward, weakref.ref(self))
         self._offloads = any(flat.is_offloaded for flat in flats)
-        resident = [flat for flat in flats if flat.is_resident]
-        self._resident = resident
-        meeting = [flat.comm for flat in resident]
+        self._resident = [flat for flat in flats if flat.is_resident]
+        meeting = [flat.comm for flat in self._resident]
         if host is not None and host.size > 1:
             meeting.append(host)
         self._meeting = list(dict.fromkeys(meeting))
-        self._order = Order(host or everyone, label, confirm=len(resident) < len(flats))
-        self.context = Context(self._streams, self._order)
-        self.context.name({unit.name: unit.values for unit in units})
+        self._order = Order(host or everyone, label, confirm=len(self._resident) < len(flats))
+        self.context = Context(self._streams, self._order, {unit.name: unit.values for unit in units})
         for unit in units:
             unit.attach(self.context)
         self._depth = 0
-        self._called: dict[Unit, None] = {}  # units with a backward to come, in the order in which their forward ended
-        self._expected: list[tuple[Unit, bool, tuple[bool, int]]] = []  # of units, before this pass
-        self._due: deque[Unit] = deque()
+        self._called: dict[Unit, None] = {}  # units that expect a backward, in the order in which their forwards ended
+        self._before: list[tuple[Unit, bool, bool, int]] = []  # backwards expected before this pass
+        self._due: deque[Unit] = deque()  # units that expect this backward, in its order
 
     @property
     def is_busy(self) -> bool:
@@ -86,18 +85,15 @@ class Root:
 
     @property
     def holds_grads(self) -> bool:
-        """Whether ``no_sync`` has kept gradients back that have not been reduced since; the same on all ranks."""
+        """Whether ``no_sync`` keeps back gradients that are not reduced yet; the same on all ranks."""
         return any(grad.held is not None for unit in self.units for grad in unit.grads)
 
     def refuse_held(self, what: str, params: Iterable[torch.Tensor] | None = None) -> None:
-        """Not collective. Refuse what needs gradients that are averaged over ranks while ``no_sync`` holds others.
+        """Not collective. Refuse an operation on averaged gradients while ``no_sync`` holds gradients of one rank.
 
         Args:
-            what: the user does.
-            params: it is done to; None for all.
-
-        Raises:
-            EngineError: with the name of a unit, and what to do.
+            what: the operation, for the message.
+            params: its parameters; None for all.
         """
         if not self.holds_grads:
             return
@@ -107,14 +103,14 @@ class Root:
                 held_by = grad.held.shown_on if grad.held is not None else []
                 if any(wanted is None or param in wanted for param in held_by):
                     raise EngineError(
-                        f"{what} would take gradients of {grad.name!r} that are those of rank {grad.flat.comm.rank} "
-                        "alone, held by no_sync: run the last backward before it outside of no_sync, or throw the "
-                        "gradients away by zero_grad()"
+                        f"{what} would use gradients of {grad.name!r} of rank {grad.flat.comm.rank} alone, "
+                        "held by no_sync: run the last backward before it outside of no_sync, or discard the gradients "
+                        "by zero_grad()"
                     )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Not collective. A context in which backwards keep gradients back, and reduce none."""
+        """Not collective. A context in which backwards keep gradients back instead of reducing them."""
         reductions = self.context.reductions
         before, reductions.keeps_back = reductions.keeps_back, True
         try:
@@ -130,7 +126,7 @@ class Root:
         """Collective over the ranks of the unit. Call a unit's module with gathered parameters.
 
         Args:
-            compiler: of torch.compile, for what is inside of the module.
+            compiler: of torch.compile, set while the module runs.
         """
         self._enter(unit)
         broken = True
@@ -148,7 +144,9 @@ class Root:
                 unit.end_forward(broken=True)
                 raise
             if call.has_backward and unit.phase is not Phase.RECOMPUTE:
-                self._expect_backward(unit)
+                self._called.pop(unit, None)
+                self._called[unit] = None
+                unit.expect_backward(later=not self.in_backward)
             unit.end_forward(broken=False)
             broken = False
         finally:
@@ -156,7 +154,7 @@ class Root:
         return outputs
 
     def _enter(self, unit: Unit) -> None:
-        """Collective for the outermost call. A unit is called."""
+        """Collective for the outermost call. Begin a call of a unit."""
         if self._depth == 0:
             self.recover()
             if not self.in_backward:
@@ -164,7 +162,7 @@ class Root:
         self._depth += 1
 
     def _leave(self, unit: Unit, *, broken: bool) -> None:
-        """Collective for the outermost call, unless `broken` by an exception. A unit's call ends."""
+        """Collective for the outermost call, unless `broken` by an exception. End a call of a unit."""
         self._depth -= 1
         if self._depth or self.in_backward:
             return
@@ -176,31 +174,22 @@ class Root:
         self.context.free_retired(keep=0)
         if broken:
             self._order.forget()
-            self._forget_forward()
+            # Other ranks may have called other units in this pass: expect the backwards from before it.
+            for each, was_called, owes_grads, num_calls in self._before:
+                each.restore_expected(owes_grads, num_calls)
+                if not was_called:
+                    self._called.pop(each, None)
         else:
             self._meet("end of the forward", unit)
 
-    def _expect_backward(self, unit: Unit) -> None:
-        """A call of the unit has ended with outputs that gradients may come to."""
-        self._called.pop(unit, None)
-        self._called[unit] = None
-        unit.expect_backward(later=not self.in_backward)
-
-    def _forget_forward(self) -> None:
-        """Expect what was expected before this pass: it may have come to other units on other ranks."""
-        for unit, was_called, expected in self._expected:
-            unit.expect_again(expected)
-            if not was_called:
-                self._called.pop(unit, None)
-
     def rest(self) -> None:
-        """Not collective. Reshard what a forward has left whole for a backward that may not come."""
+        """Not collective. Reshard units that a forward has left unsharded for its backward."""
         if self._depth == 0 and not self.in_backward:
             self._reshard(self.units)
             self.context.free_retired(keep=0)
 
     def recover(self) -> None:
-        """Collective if a pass was broken off by an exception. Bring all units back to rest then."""
+        """Collective after an exception in a backward: bring all units back to rest. Otherwise do nothing."""
         if not self.in_backward or _compat.in_backward():
             return
         self.in_backward = False
@@ -221,7 +210,7 @@ class Root:
             if each.phase is Phase.SUMMON and (each is unit or each in unit.inside):
                 raise EngineError(f"{each.name}: the model was called within summon_full_params: leave that first")
         self._reshard(self.units)  # left over from a forward without a backward
-        self._expected = [(each, each in self._called, each.expected) for each in self.units]
+        self._before = [(each, each in self._called, each.owes_grads, each.num_calls) for each in self.units]
         self._order.begin()
         for each in self.units:
             for flat in each.flats if each.phase is Phase.IDLE else ():
@@ -232,7 +221,7 @@ class Root:
         self.context.shards_written = self._streams.record(Queue.COMPUTE)
 
     def _meet(self, what: str, unit: Unit | None = None) -> None:
-        """Collective. Wait for all ranks; they have done the same since the pass began, or all of them raise."""
+        """Collective. Wait for all ranks. All raise unless they have done the same since the pass began."""
         if not self._meeting:
             return
         where = f" of {unit.name!r}" if unit is not None else ""
@@ -241,25 +230,10 @@ class Root:
         for comm in self._meeting:
             try:
                 comm.labelled_barrier(label)
-            except CrossedCallsError:  # the others are elsewhere
+            except CrossedCallsError:  # the others are in another call
                 raise
             except DifferentCallsError as error:
-                raise self._explained(comm, error) from None
-
-    def _explained(self, comm: Communicator, error: DifferentCallsError) -> Exception:
-        """Collective. What ranks that met with different labels have done, unit by unit."""
-        paths = comm.all_gather_object(self._order.path())
-        for rank, path in enumerate(paths):
-            for turn, (first, other) in enumerate(zip_longest(paths[0], path, fillvalue="nothing more")):
-                if first != other:
-                    found = DisagreementError(
-                        f"ranks run modules in different orders: as turn {turn + 1} of step {self._order.passes} "
-                        f"rank 0 has {first}, rank {rank} has {other}. All ranks must call the same modules "
-                        "in the same order, and equally often"
-                    )
-                    found.raised_on_all_ranks = True
-                    return found
-        return error
+                raise first_difference(comm, self._order.path(), self._order.passes) or error from None
 
     def _reshard(self, units: Iterable[Unit]) -> None:
         for unit in units:
@@ -267,13 +241,13 @@ class Root:
                 self.context.reshard(unit.values)
 
     def _reshard_ahead(self) -> None:
-        """Free what has been gathered for units that were not called."""
+        """Free the values of units that were gathered ahead and not called."""
         self._reshard([unit for unit in self.units if unit.values in self.context.ahead])
 
     # Backward
 
     def _pre_backward(self, unit: Unit, call: Call) -> None:
-        """Collective when it is the first for this unit. Gather the parameters before gradients flow through."""
+        """Collective the first time in a backward of the unit. Gather its parameters; called by a hook on an output."""
         if unit.phase is Phase.FORWARD:
             raise EngineError(f"{unit.name}: backward ran through the unit while its forward was still running")
         self._begin_backward()
@@ -282,12 +256,12 @@ class Root:
         call.backward = self._backwards
         unit.check_versions(call)
         if unit.phase is Phase.IDLE:
-            self._take_turn(unit)
+            self._run_unused_before(unit)
             unit.begin_backward()
         unit.pre_backward(call)
 
     def _begin_backward(self) -> None:
-        """Gradients have come to the first unit of this backward."""
+        """The first unit of this backward has got a gradient."""
         if self.in_backward:
             return
         self.in_backward = True
@@ -298,11 +272,11 @@ class Root:
         self._due = deque(reversed(self._called))
         self.context.reductions.alloc()
 
-    def _take_turn(self, unit: Unit) -> None:
-        """Collective. The unit's backward begins: those whose turn was before it, and got no gradient, take theirs now.
+    def _run_unused_before(self, unit: Unit) -> None:
+        """Collective. Run the backward of units that are due before this one and got no gradient.
 
-        Other ranks may have gradients for them, with which they wait. A unit that holds this one begins with it: both
-        may return the same tensor, of which the inner one hears first.
+        Other ranks may have gradients for them, and wait with these. A unit that holds this one begins its backward
+        with it: both may return the same tensor, and the hook of the inner one runs first.
         """
         if unit not in self._due:
             return
@@ -311,7 +285,7 @@ class Root:
 
     @torch.no_grad()
     def _finish_backward(self) -> None:
-        """Collective. Called once at the end of the backward pass."""
+        """Collective. Called by autograd at the end of a backward."""
         streams = self._streams
         for unit in self.units:
             if unit.phase is Phase.BACKWARD:
@@ -319,7 +293,7 @@ class Root:
         while self._due:
             self._due.popleft().run_unused_backward()
         if not self.context.reductions.keeps_back:
-            for unit in self.units:  # called in earlier passes without synchronisation, and not in this one
+            for unit in self.units:  # called in earlier passes under no_sync, and not in this one
                 if unit.owes_grads and unit not in self._called:
                     unit.run_unused_backward()
         self._reshard_ahead()
@@ -335,7 +309,7 @@ class Root:
         self._settle()
         self._called.clear()
         for unit in self.units:
-            unit.end_backward()
+            unit.end_backward(reduced=not self.context.reductions.keeps_back)
         self.in_backward = False
         for unit in self.units:
             unit.run_hooks()
@@ -349,27 +323,22 @@ class Root:
             return
         self.context.reductions.settle()
         grads = [grad for unit in owing for grad in unit.grads]
-        for grad in grads:
-            home = Queue.HOST if grad.flat.is_offloaded else Queue.COMPUTE
-            self._streams.touch(home, reads=[place(grad, "shard grad")], writes=[place(grad, "shard grad")])
         for grad, used in zip(grads, _used_anywhere(grads), strict=True):
             grad.settle(used)
-        for unit in owing:
-            unit.settle()
 
 
 def _runs_backward(root: weakref.ref[Root]) -> bool:
-    """Whether the calling thread is in a backward that has come to units of a root."""
+    """Whether the calling thread is in a backward of units of a root."""
     found = root()
     return found is not None and found.in_backward and _compat.in_backward()
 
 
 def _used_anywhere(grads: Sequence[FlatGrad]) -> list[list[bool]]:
-    """Collective. For each gradient, which leaves had a part in it on any rank."""
+    """Collective. For each gradient, by leaf, whether any rank has used the leaf."""
     found = [grad.used for grad in grads]
     groups: dict[tuple[Communicator, Communicator | None], list[int]] = {}
     for index, grad in enumerate(grads):
-        if not grad.is_alone:
+        if grad.flat.comm.size > 1 or grad.flat.replicas is not None:  # other ranks contribute
             groups.setdefault((grad.flat.comm, grad.flat.replicas), []).append(index)
     for members in groups.values():
         flat = grads[members[0]].flat

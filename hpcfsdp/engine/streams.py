@@ -1,14 +1,13 @@
 """Queues of work on a device, and the waits between them: one interface for GPUs, for the CPU, and for tests.
 
-The engine has four queues. It launches work on them, declares which memory that reads and writes, and makes one queue
-wait for what another has done. Every wait has a name (``Wait``) and a reason, see docs/design/streams.md. What is read
-and written matters to tests alone, whose own queues prove that no wait is missing.
+The engine has four queues. It launches work on them, and makes one queue wait for what another has done. Every wait has
+a name (``Wait``) and a reason, see docs/design/streams.md.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, Protocol
 
@@ -19,7 +18,7 @@ from hpcfsdp.comm.progress import Finished
 
 
 class Queue(Enum):
-    """Where work is put. Work of one queue is done in order; queues run side by side."""
+    """Where work runs: in order within a queue, concurrently across queues."""
 
     COMPUTE = "compute"
     """The module's own operations, the optimizer, and everything else that the user does."""
@@ -43,9 +42,6 @@ class Wait(Enum):
     SHARDS_READ = "the program may write shards in host memory that a gather read"
 
 
-Place = tuple[int, str]
-"""Memory by name: the flat parameter that it belongs to, and which part of it."""
-
 Begin = Callable[[bool], Work | None]
 """Starts work. Called with whether the work may go on in the background; then it returns the work to wait for."""
 
@@ -54,60 +50,33 @@ class Streams(Protocol):
     """The queues of one device.
 
     Attributes:
-        overlap: whether queues run side by side, so that memory for one unit more lets a gather run while another unit
-            is computed with.
+        overlap: whether queues run concurrently, so that a gather can run while another unit computes.
     """
 
     overlap: bool
 
-    def launch(
-        self,
-        queue: Queue,
-        begin: Begin,
-        finish: Callable[[], None] | None = None,
-        *,
-        reads: Iterable[Place] = (),
-        writes: Iterable[Place] = (),
-    ) -> Any:
+    def launch(self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None) -> Any:
         """Put work on a queue: `begin`, and `finish` when that is done. Returns the event that both are done."""
 
     def record(self, queue: Queue) -> Any:
         """The event that everything on the queue up to here is done."""
 
     def wait(self, queue: Queue, event: Any, why: Wait) -> None:
-        """Let nothing that comes on `queue` start before the event."""
-
-    def touch(self, queue: Queue, *, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> None:
-        """Say that work which others put on the queue uses this memory."""
-
-    def free(self, *places: Place) -> None:
-        """Say that the memory may be given to another place of the same kind from here on."""
+        """Start nothing that comes later on `queue` before the event."""
 
     def drain(self) -> None:
-        """Collective. End what has been begun on all queues, and forget what was to be done after it."""
+        """Collective. Wait for the work on all queues, and drop each `finish` that has not run."""
 
 
-class _Unobserved:
-    """Queues to which it does not matter what memory is used."""
-
-    def touch(self, queue: Queue, *, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> None:
-        pass
-
-    def free(self, *places: Place) -> None:
-        pass
-
-
-class HostStreams(_Unobserved):
-    """The queues of the CPU. Collectives go on in the background, everything else is done at once."""
+class HostStreams:
+    """The queues of the CPU. Collectives run in the background, everything else runs at once."""
 
     overlap = False
 
     def __init__(self) -> None:
         self._pending: dict[Queue, deque[_Pending]] = {queue: deque() for queue in Queue}
 
-    def launch(
-        self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None, **_places: Iterable[Place]
-    ) -> _Pending | None:
+    def launch(self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None) -> _Pending | None:
         waiting = self._pending[queue]
         work = begin(True)
         work = None if isinstance(work, Finished) else work
@@ -123,7 +92,7 @@ class HostStreams(_Unobserved):
 
     def wait(self, queue: Queue, event: _Pending | None, why: Wait) -> None:
         del queue, why
-        # In order, for what is left to do may be collective.
+        # In order: `finish` may be collective.
         while event is not None and not event.done:
             first = self._pending[event.queue].popleft()
             first.done = True
@@ -149,21 +118,16 @@ class _Pending:
         self.queue, self.work, self.finish, self.done = queue, work, finish, False
 
 
-class CudaStreams(_Unobserved):
-    """The queues of a GPU: CUDA streams, of which COMPUTE is the one that is current."""
+class CudaStreams:
+    """The queues of a GPU: CUDA streams. COMPUTE is the current stream."""
 
     overlap = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = {
-            Queue.GATHER: torch.cuda.Stream(device, priority=-1),
-            Queue.REDUCE: torch.cuda.Stream(device, priority=-1),
-        }
+        self._streams = {queue: torch.cuda.Stream(device, priority=-1) for queue in (Queue.GATHER, Queue.REDUCE)}
 
-    def launch(
-        self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None, **_places: Iterable[Place]
-    ) -> torch.cuda.Event:
+    def launch(self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None) -> torch.cuda.Event:
         with torch.cuda.stream(self._stream(queue)):
             begin(False)
             if finish is not None:
@@ -185,7 +149,7 @@ class CudaStreams(_Unobserved):
             self._stream(queue).wait_event(event)
 
     def drain(self) -> None:
-        for stream in self._streams.values():  # the program waits, too: it may free or write host memory next
+        for stream in self._streams.values():  # the program waits too: it may free or write host memory next
             stream.synchronize()
 
     def _stream(self, queue: Queue) -> torch.cuda.Stream:

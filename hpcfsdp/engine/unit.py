@@ -1,4 +1,4 @@
-"""One unit: parameters that are gathered before use, freed after it, and whose gradients are reduced when complete.
+"""One unit: its parameters are gathered before use and freed after it, its gradients reduced when complete.
 
 The methods stand in the order of a step: ``pre_forward, post_forward, pre_backward, post_backward``. The root calls
 them. docs/design/step.md lists what happens on which event.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from hpcfsdp import _compat
+from hpcfsdp.engine.call import Call, Leaf
 from hpcfsdp.engine.containers import tensors_in
 from hpcfsdp.engine.context import Context, Values
 from hpcfsdp.engine.objects import Arguments, Hook, needs_hook
@@ -25,80 +26,41 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.flat.param import FlatParam
 
-Leaf = tuple[FlatGrad, int]
-"""A leaf by the gradient that it has a part in, and its index there."""
-BeforeBackward = Callable[["Unit", "Call"], None]
+BeforeBackward = Callable[["Unit", Call], None]
 HOOK_KEY = "hpcfsdp"
 """Of the engine's hook among those of a module; torch's keys are numbers."""
 
 
-class Call:
-    """One forward call of a unit, as far as its backward has to know.
-
-    Lives as long as the graph that the call made: the hooks on its outputs hold it, those on its inputs do not.
-
-    Attributes:
-        inputs: nodes through which gradients leave the call towards what was computed before it.
-        has_backward: whether its outputs may get gradients.
-        is_open: whether its inputs do not show when its backward is through.
-        accumulators: nodes that add to the gradients of the unit's leaves.
-        versions: of what it computed with, see ``FlatParam.versions``, by the unit's gradients.
-        inputs_pending: how many of `inputs` have not had their gradient in this backward.
-        ends_at_inputs: whether gradients leave it in this backward; a module may detach what it is given.
-        backward: the root's number of the last backward that has come to it; several may go through one graph.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "accumulators",
-        "backward",
-        "ends_at_inputs",
-        "has_backward",
-        "inputs",
-        "inputs_pending",
-        "is_open",
-        "versions",
-    )
-
-    def __init__(self) -> None:
-        self.inputs: list[Any] = []
-        self.accumulators: list[tuple[Leaf, Any]] = []
-        self.versions: list[list[int]] = []
-        self.has_backward = self.is_open = self.ends_at_inputs = False
-        self.inputs_pending = self.backward = 0
-
-
 class ComputedView(Protocol):
-    """A tensor that stands in for a leaf in the modules that compute with it."""
+    """A tensor that replaces a leaf in the modules while they compute."""
 
     def show(self) -> None:
-        """Let modules have it, made of the leaf's values, which are there, as autograd is set."""
+        """Make it of the leaf's gathered values, and have modules hold it."""
 
     def hide(self) -> None:
-        """Let modules have the leaf again; nothing, if they do."""
+        """Have modules hold the leaf."""
 
 
 class Unit:
-    """Flat parameters that live and die together, and the module calls that need them.
+    """Flat parameters that are gathered and freed together, and the calls of the module that needs them.
 
     Attributes:
-        name: of the wrapped module within the root, for messages; unlike any other's under the root.
-        views: what modules have in place of leaves while they compute, where that is not the leaves themselves.
-        registries: of hooks before forward, of the modules that hold parameters; `hook_at_rest` is in them at rest,
-            and nothing of the engine's while the modules compute.
-        hook_at_rest: refuses calls of modules that would compute with shards.
-        flats: one for each dtype and ``requires_grad`` among the parameters; empty if children own all of them.
-        grads: of those flat parameters that may get gradients.
+        name: of the wrapped module within the root, unique under the root.
+        views: replace leaves in modules that compute.
+        registries: of hooks before forward, of the modules that hold parameters. At rest they contain `hook_at_rest`,
+            which refuses calls of modules that would compute with shards.
+        flats: one for each dtype and ``requires_grad`` among the parameters; empty if units inside own all of them.
+        grads: of the flat parameters that may get gradients.
         inside: other units that the module holds.
-        phase: what the unit is doing; changed by ``_enter`` alone.
+        phase: changed by ``_enter`` alone.
         values: of the flat parameters, while they are gathered.
-        owes_grads: whether a forward has been run whose gradients have not been reduced yet.
-        num_calls: with a backward to come; several forwards may have made them.
+        owes_grads: whether gradients of a forward have not been reduced yet.
+        num_calls: forwards that expect a backward.
         context: shared with all units under the same root, None until that is first called.
-        input_dtype: floating inputs are cast to it, None to leave them.
+        input_dtype: floating-point inputs are cast to it; None to leave them.
         reshard_after_forward: whether the values are freed between forward and backward.
-        prefetch_forward, prefetch_backward: gather the unit that comes next; "pre": before, "post": after the
-            gradients of this one.
+        prefetch_forward: gather the next unit of a forward.
+        prefetch_backward: gather the next unit of a backward, "pre" or "post" this one's gradients.
     """
 
     def __init__(
@@ -126,12 +88,12 @@ class Unit:
         self.num_calls = 0
         self.grads = tuple(FlatGrad(flat) for flat in self.flats if flat.is_differentiable)
         self._hooked: set[nn.Parameter] = set()
-        self._detached: set[nn.Parameter] = set()  # leaves whose optimizers in backward wait for reduced gradients
+        self._detached: set[nn.Parameter] = set()  # leaves with optimizers in backward, which are deferred
         self.look_at_leaves()
         self._changes_dtype = any(flat.dtypes.compute != flat.dtypes.param for flat in self.flats)
-        self._calls: list[Call] = []  # those whose backward has begun
+        self._calls: list[Call] = []  # with a backward under way
         self._counted: set[Any] = set()  # accumulators that will run, or have run, in this backward
-        # How often each leaf is still to get a gradient, by run of autograd: reentrant checkpoints have their own.
+        # Gradients that each leaf is still to get, by run of autograd: reentrant checkpoints have their own.
         self._outstanding: Counter[tuple[int, Leaf]] = Counter()
         self._num_outstanding = 0
         self._held: set[FlatGrad] = set()  # gradients that are not complete before the unit is
@@ -140,14 +102,14 @@ class Unit:
         self._arguments: Arguments | None = None  # of the forward that is running
 
     def look_at_leaves(self) -> None:
-        """Not collective, at rest. Follow the leaves that the flat parameters have now."""
+        """Not collective, at rest. Follow changes of ``FlatParam.leaves``."""
         self._leaves = [(grad, index, leaf) for grad in self.grads for index, leaf in enumerate(grad.flat.leaves)]
         self._trained = [False] * len(self._leaves)  # their requires_grad when the unit was last called
-        # A leaf has one such node as long as someone holds it and the leaf's dtype and device stay.
+        # A leaf keeps this node while a reference to it exists, and its own dtype and device stay.
         self._accumulators: list[tuple[Leaf, Any]] | None = None
 
     def attach(self, context: Context) -> None:
-        """Not collective. Work in what the units under a root share."""
+        """Not collective. Join the units under a root."""
         self.context = context
         for index, grad in enumerate(self.grads):
             grad.name = f"{self.name}[{index}]" if index else self.name
@@ -156,15 +118,11 @@ class Unit:
     # The life of a step
 
     def begin_forward(self) -> None:
-        """Not collective. A call of the module begins.
-
-        Raises:
-            EngineError: the unit is called from inside of its own forward.
-        """
+        """Not collective. Begin a call of the module. Refuses a call from inside of the unit's own forward."""
         self._enter(Phase.RECOMPUTE if self.phase is Phase.BACKWARD else Phase.FORWARD)
 
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Any, ...], Any]:
-        """Collective. Gather the parameters; from here on the module may compute, with the arguments that return."""
+        """Collective. Gather the parameters. Returns the call, and the arguments to call the module with."""
         call, context = Call(), self.context
         if self.flats:
             self._follow_leaves()
@@ -181,13 +139,10 @@ class Unit:
         return call, args, kwargs
 
     def post_forward(self, call: Call, outputs: Any, before_backward: BeforeBackward) -> Any:
-        """Not collective. Wait for gradients at the outputs.
-
-        Args:
-            before_backward: called with this unit and `call` when gradients come to the outputs.
+        """Not collective. Register hooks on the outputs, which call `before_backward` with this unit and `call`.
 
         Returns:
-            The outputs, in which inputs that the module has passed on are views of their own.
+            The outputs; inputs among them are replaced by views.
         """
         arguments, self._arguments = self._arguments, None
         written = [] if arguments is None else arguments.restore()
@@ -196,19 +151,26 @@ class Unit:
                 arguments = arguments or Arguments(self.name, None, None)  # the module has switched gradients on
                 call.inputs, call.is_open = arguments.nodes()
                 outputs, computed = arguments.computed(outputs, written)
-                self._watch(call, computed, _output_hook(self, call, before_backward))
+                hook = _output_hook(self, call, before_backward)
+                for tensor in computed:
+                    self._check_owner(tensor)
+                    if needs_hook(tensor):
+                        tensor.register_hook(hook)
+                        call.has_backward = True
+                if call.has_backward:
+                    call.accumulators = self._accumulators_now()
+                    call.versions = [grad.flat.versions for grad in self.grads]
             else:
                 for tensor in tensors_in(outputs):
                     self._check_owner(tensor)
             if torch.is_autocast_enabled(self.flats[0].device.type) and torch.is_autocast_cache_enabled():
-                torch.clear_autocast_cache()  # casts of weights, which are freed, too
+                torch.clear_autocast_cache()  # its casts of weights, which are freed too
         return outputs
 
     def end_forward(self, *, broken: bool) -> None:
-        """Not collective. A call of the module ends; free the parameters, unless its backward wants them.
+        """Not collective. End a call of the module, `broken` by an exception or not; free the parameters.
 
-        Args:
-            broken: by an exception.
+        They stay where ``reshard_after_forward`` is False and a backward may follow.
         """
         if self._arguments is not None:
             self._arguments.restore()
@@ -223,27 +185,18 @@ class Unit:
                 self.context.reshard(self.values)
 
     def expect_backward(self, *, later: bool) -> None:
-        """Not collective. A call has ended with outputs that may get gradients.
-
-        Args:
-            later: than the end of a backward that is running.
-        """
+        """Not collective. A call has returned outputs that may get gradients, `later` than in a running backward."""
         self.owes_grads = True
         self.num_calls += later
 
-    @property
-    def expected(self) -> tuple[bool, int]:
-        """What is expected of backwards, for ``expect_again``."""
-        return self.owes_grads, self.num_calls
-
-    def expect_again(self, expected: tuple[bool, int]) -> None:
-        """Not collective. Forget what has been called since this was `expected`."""
-        self.owes_grads, self.num_calls = expected
+    def restore_expected(self, owes_grads: bool, num_calls: int) -> None:
+        """Not collective. Forget the calls since these values were read."""
+        self.owes_grads, self.num_calls = owes_grads, num_calls
 
     def check_versions(self, call: Call) -> None:
-        """Not collective. Refuse gradients at other values than those of the forward, as torch does where it saved any.
+        """Not collective. Refuse parameters changed since the forward, as torch does for saved tensors.
 
-        Parameters without a part in this backward may have been changed, for instance by another optimizer.
+        Parameters that this backward does not reach may have changed, for instance by another optimizer.
         """
         for grad, before in zip(self.grads, call.versions, strict=True):
             now = grad.flat.versions
@@ -253,13 +206,13 @@ class Unit:
                 place = index if grad.flat.use_orig_params else 0
                 if own is grad and now[place] != before[place] and _will_run(node):
                     raise EngineError(
-                        f"{self.name}: {grad.flat.layout.slots[index].fqn!r} was changed after the forward whose "
-                        "backward has come (by optimizer.step(), or in place in another way), so the gradients would "
-                        "be wrong: run the backward before the step, or the forward again after it"
+                        f"{self.name}: {grad.flat.layout.slots[index].fqn!r} was changed between a forward and its "
+                        "backward (by optimizer.step(), or in place in another way), so the gradients would be wrong: "
+                        "run the backward before the step, or the forward again after it"
                     )
 
     def pre_backward(self, call: Call) -> None:
-        """Collective if nothing else follows. Gradients reach a call: count the leaves that will get some of them."""
+        """Collective if nothing else follows. Gradients reach a call: count the leaves that will get a gradient."""
         self._calls.append(call)
         call.inputs_pending = sum(map(_will_run, call.inputs))
         call.ends_at_inputs = call.inputs_pending > 0
@@ -273,13 +226,13 @@ class Unit:
                 self._num_outstanding += 1
                 leaf[0].outstanding += 1
             elif node is not None and leaf[0] not in self._held:
-                # It may be in the graph of a reentrant checkpoint, or have no part in this backward.
+                # It may be in the graph of a reentrant checkpoint, or this backward does not reach it.
                 self._held.add(leaf[0])
                 leaf[0].outstanding += 1
         self._finish_when_complete()
 
     def post_backward(self) -> None:
-        """Collective. Nothing more flows through this unit: its gradients are complete, free its parameters."""
+        """Collective. All gradients of the unit are complete: free its parameters, reduce what can be reduced."""
         context = self.context
         self._hide()
         self._enter(Phase.IDLE)
@@ -290,26 +243,23 @@ class Unit:
             context.gather_ahead("backward")
 
     def enqueue_at_the_end(self) -> None:
-        """The backward is over: enqueue gradients that would have held up those of other units."""
+        """The backward is over: enqueue gradients that would have delayed those of other units."""
         if self._enqueues_at_the_end:
             self._enqueues_at_the_end = False
             self._enqueue()
 
-    def end_backward(self) -> None:
-        """Not collective. The backward is over for all units."""
+    def end_backward(self, *, reduced: bool) -> None:
+        """Not collective. The backward is over for all units, and has reduced gradients unless under ``no_sync``."""
         self.num_calls = 0
-
-    def settle(self) -> None:
-        """Not collective. All gradients of the unit have been reduced."""
-        self.owes_grads = False
+        self.owes_grads &= not reduced
 
     def run_unused_backward(self) -> None:
-        """Collective. Take part in the backward of other ranks; this rank's backward does not reach the unit."""
+        """Collective. Gather and reduce with the other ranks; this rank's backward does not reach the unit."""
         self.begin_backward()
         self.post_backward()
 
     def begin_summon(self) -> None:
-        """Not collective. The user takes over the leaves."""
+        """Not collective. The leaves become the user's, for ``summon_full_params``."""
         self._enter(Phase.SUMMON)
 
     def end_summon(self) -> None:
@@ -318,7 +268,7 @@ class Unit:
         self._enter(Phase.IDLE)
 
     def reset(self) -> None:
-        """Back to rest after a backward that was broken off by an exception."""
+        """Back to rest after an exception in a backward."""
         self._hide()
         self.phase = Phase.IDLE
         self._forget_calls()
@@ -330,7 +280,7 @@ class Unit:
     # Parts of it
 
     def begin_backward(self) -> None:
-        """Collective. Gather the parameters, and make way for gradients."""
+        """Collective. Gather the parameters, and prepare for gradients."""
         context = self.context
         self._enter(Phase.BACKWARD)
         self.owes_grads = True
@@ -389,29 +339,13 @@ class Unit:
             grad.outstanding = 0
 
     def _follow_leaves(self) -> None:
-        """Follow what users have done to ``requires_grad`` since the last time."""
+        """Follow changes of ``requires_grad`` since the last call."""
         for flat in self.flats:
             if flat.use_orig_params:
                 if self._defer_hooks(flat):
                     self._accumulators = None
                 continue
-            if _compat.hooks_on_gradient(flat.parameter):
-                raise EngineError(
-                    f"{self.name}: register_hook was called on a flat parameter, which has no part in the graph: use "
-                    "register_post_accumulate_grad_hook, which is called with the reduced gradient of the shard, or "
-                    "wrap with use_orig_params=True"
-                )
-            if flat.parameter.requires_grad != flat.trained:
-                flat.trained = flat.parameter.requires_grad
-                for leaf in flat.leaves:
-                    leaf.requires_grad_(flat.trained)
-            for leaf, slot in zip(flat.leaves, flat.layout.slots):  # noqa: B905 (in each call of a unit)
-                if leaf.requires_grad != flat.trained:
-                    raise EngineError(
-                        f"{self.name}: requires_grad of {slot.fqn!r} was set to {leaf.requires_grad}, but it is a part "
-                        f"of a flat parameter with requires_grad={flat.trained}: set it before wrapping, wrap with "
-                        "use_orig_params=True, or set it for all of the unit by model.requires_grad_()"
-                    )
+            flat.follow_requires_grad(self.name)
         for place, (grad, index, leaf) in enumerate(self._leaves):
             trained = leaf.requires_grad
             if trained is self._trained[place]:
@@ -424,18 +358,18 @@ class Unit:
                 self._hooked.add(leaf)
 
     def guard(self, registries: list[dict[Any, Any]], hook: Callable[..., Any]) -> None:
-        """Not collective, at rest. Have modules call `hook` before their forward whenever the unit is at rest."""
+        """Not collective, at rest. Have modules call `hook` before a forward while the unit is at rest."""
         self.registries, self.hook_at_rest = registries, hook
         self._hide()
 
     def _has_hooks(self, param: nn.Parameter) -> bool:
-        """Whether hooks of users, or optimizers, wait for the gradient of a parameter."""
+        """Whether users' hooks or optimizers wait for the gradient of a parameter."""
         hooks = _compat.hooks_after_accumulation(param)
         own = param in self._hooked
         return bool(hooks and len(hooks) > own) or hasattr(param, _compat.STEPPED_IN_BACKWARD)
 
     def _defer_hooks(self, flat: FlatParam) -> bool:
-        """Keep users' hooks from autograd; whether other nodes than before add to the gradients of leaves."""
+        """Defer users' hooks. Returns whether leaves got other accumulators."""
         changed = False
         for leaf in flat.leaves:
             changed |= self._has_hooks(leaf) and defer_hooks(leaf, self._detached)
@@ -444,47 +378,33 @@ class Unit:
     def run_hooks(self) -> None:
         """Call users' hooks for the gradients that a backward has reduced."""
         for grad in self.grads:
-            for param in grad.take_handed():
+            for param in grad.pop_updated():
                 if self._has_hooks(param):
                     run_hooks(param)
 
-    def _watch(self, call: Call, computed: Iterable[torch.Tensor], hook: Hook) -> None:
-        """Wait for gradients at what a call has computed."""
-        for tensor in computed:
-            self._check_owner(tensor)
-            if needs_hook(tensor):
-                tensor.register_hook(hook)
-                call.has_backward = True
-        if call.has_backward:
-            call.accumulators = self._accumulators_now()
-            call.versions = [grad.flat.versions for grad in self.grads]
-
     def _check_owner(self, tensor: torch.Tensor) -> None:
         for flat in self.flats:
-            parts = (tensor,) if type(tensor) is torch.Tensor else _compat.within(tensor)
+            parts = (tensor,) if type(tensor) is torch.Tensor else _compat.inner_tensors(tensor)
             if any(map(flat.owns_memory_of, parts)):
                 raise EngineError(
                     f"{self.name}: its forward returns a view of one of its own parameters (shape "
-                    f"{tuple(tensor.shape)}), whose memory is freed when the unit is left; return a clone"
+                    f"{tuple(tensor.shape)}), and their memory is freed after the forward: return a clone"
                 )
 
     def _accumulators_now(self) -> list[tuple[Leaf, Any]]:
-        """The nodes that add to the gradients of the leaves in the graph that has just been made."""
+        """The nodes that add to the gradients of the leaves in the latest graph."""
         if self._accumulators is None or self._changes_dtype:
             with torch.enable_grad():
                 self._accumulators = [((grad, index), _accumulator_of(leaf)) for grad, index, leaf in self._leaves]
-            self._check_accumulators(self._accumulators)
+            for (grad, index), node in self._accumulators:
+                slot = grad.flat.layout.slots[index]
+                if node is not None and tuple(_compat.inputs_of_node(node)[0].shape) != slot.shape:
+                    raise EngineError(
+                        f"{self.name}: the AccumulateGrad node of {slot.fqn!r} was read while the parameter was "
+                        "sharded, and cannot get whole gradients: use register_post_accumulate_grad_hook, which is "
+                        "called with the reduced gradient of the shard, or read the node within the forward"
+                    )
         return self._accumulators
-
-    def _check_accumulators(self, nodes: list[tuple[Leaf, Any]]) -> None:
-        for (grad, index), node in nodes:
-            slot = grad.flat.layout.slots[index]
-            if node is not None and tuple(_compat.inputs_of_node(node)[0].shape) != slot.shape:
-                raise EngineError(
-                    f"{self.name}: the AccumulateGrad node of {slot.fqn!r} was taken while the parameter was sharded, "
-                    "and cannot take whole gradients: use register_post_accumulate_grad_hook, which is called with the "
-                    "reduced gradient of the shard, or take the node within the forward"
-                )
 
     def _input_done(self, call: Call) -> None:
         call.inputs_pending -= 1
@@ -497,10 +417,10 @@ class Unit:
                 f"{self.phase.value}; parameters of a unit may be used only through a call of the unit, and what a "
                 "unit returns must not be changed in place where it is a view: use x = x + y instead of x += y"
             )
-        if not self.context.reductions.take(grad, index) and not self._enqueues_at_the_end:
+        if not self.context.reductions.move_from_leaf(grad, index) and not self._enqueues_at_the_end:
             raise EngineError(
                 f"{self.name}: a gradient of {grad.flat.layout.slots[index].fqn!r} arrived when those of the unit had "
-                "been reduced: autograd has come to it in a way that the engine did not foresee; wrap a larger module"
+                "been reduced: autograd reached it in a way that the engine does not support; wrap a larger module"
             )
         leaf = grad, index
         self._arrived.add(leaf)
@@ -516,10 +436,10 @@ class Unit:
     def _finish_when_complete(self) -> None:
         """End the unit's backward if nothing can need its parameters any more.
 
-        They may be needed until the gradients of the inputs are done, not only those of the parameters: think of frozen
-        weights, or of a weight that is used detached. Without inputs to tell the end by, all leaves together do, or
-        the end of the backward: units inside may need the parameters of this one, and reentrant checkpoints hide leaves
-        in graphs of their own.
+        They may be needed until the gradients of the inputs are computed, for instance frozen or detached weights. If
+        no gradient leaves through the inputs, the backward ends when all leaves have theirs, or with the backward of
+        the model: units inside may need the parameters of this one, and reentrant checkpoints hide leaves in graphs of
+        their own.
         """
         if self.phase is not Phase.BACKWARD or self._num_outstanding:
             return
@@ -538,15 +458,15 @@ class Unit:
 
 
 def _accumulator_of(leaf: torch.Tensor) -> Any:
-    """The node of the graph that adds to the gradient of a leaf, None for a leaf that wants none."""
+    """The graph's node that adds to the gradient of a leaf; None if it does not require one."""
     return leaf.view_as(leaf).grad_fn.next_functions[0][0] if leaf.requires_grad else None
 
 
 def _will_run(node: Any) -> bool:
-    """Whether the backward that is running will come to a node of the graph."""
+    """Whether the running backward will run a node of the graph."""
     try:
         return node is not None and _compat.will_run(node)
-    except RuntimeError:  # a leaf for which torch.autograd.grad was asked: its gradient goes to the caller
+    except RuntimeError:  # a leaf passed to torch.autograd.grad: its gradient goes to the caller
         return False
 
 
@@ -563,8 +483,8 @@ def _output_hook(unit: Unit, call: Call, before_backward: BeforeBackward) -> Hoo
 
 
 def _weak_hook(function: Callable[[Any, Any], None], first: Any, second: Any) -> Hook:
-    """A hook that calls `function` with two objects that it does not keep alive, as long as both live."""
-    # A leaf belongs to the flat parameter and that to the unit: a strong reference back would keep all of them.
+    """A hook that calls `function` with two objects as long as both live. It does not keep them alive."""
+    # The unit holds its leaves: a strong reference from a leaf back to it would be a cycle.
     weak_first, weak_second = weakref.ref(first), weakref.ref(second)
 
     def hook(_tensor: torch.Tensor) -> None:

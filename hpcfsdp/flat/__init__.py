@@ -1,1 +1,1 @@
-"""Flat parameters: where each element of each parameter lies, and the memory it lies in."""
+"""Flat parameters: layout, memory, gathered values, gradients."""

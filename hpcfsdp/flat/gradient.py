@@ -1,4 +1,4 @@
-"""The gradient of a flat parameter: put together leaf by leaf, reduced over ranks, handed to the optimizer."""
+"""The gradient of a flat parameter: assembled leaf by leaf, reduced over ranks, stored as ``grad``."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ CommHook = Callable[..., Any]
 
 
 class FlatGrad:
-    """What happens to the gradients of one flat parameter, in the order of the methods, which run without autograd.
+    """The gradients of one flat parameter. Methods stand in the order of a step, and run without autograd.
 
     Attributes:
-        flat: the parameter.
         name: for messages; the same on all ranks.
-        held: what backwards without synchronisation (``no_sync``) have left; None if there has been none since the
-            last reduction, which is the same on all ranks.
+        held: the gradient of backwards under ``no_sync``; None if there was none since the last reduction. Whether it
+            is None is the same on all ranks.
         numel: elements of the full gradient, with padding.
-        outstanding: how many gradients of leaves are still to come; counted by the unit.
-        buffer: the full gradient in the reduce dtype while it is put together, None otherwise.
-        comm_hook: what reduces the gradient instead, with its state; None for averaging.
+        outstanding: gradients of leaves still to come; counted by the unit.
+        buffer: the full gradient in the reduce dtype while it is assembled, None otherwise.
+        comm_hook: (state, function) that reduces the gradient; None for averaging.
+        used: by leaf, whether it has had a gradient on this rank since the last ``settle``.
     """
 
     def __init__(self, flat: FlatParam) -> None:
@@ -38,61 +38,42 @@ class FlatGrad:
         self.buffer: torch.Tensor | None = None
         self.comm_hook: tuple[Any, CommHook] | None = None
         self.used = [False] * len(flat.leaves)
-        """Leaves that have had a gradient on this rank since the last ``settle``."""
         self._targets: Sequence[torch.Tensor] = ()
         self._filled = [False] * len(flat.leaves)
         self._ranges = [slice(slot.offset, slot.end) for slot in flat.layout.slots]
         self._gaps = [slice(begin, end) for begin, end in flat.layout.gaps()]
-        self._sent: torch.Tensor | None = None  # the buffer that is being reduced
+        self._sent: torch.Tensor | None = None  # the buffer during its reduction
         self._arriving: torch.Tensor | None = None  # this rank's part of the result
         self._reduced: torch.Tensor | None = None
-        self._landing: list[torch.Tensor] = []  # on their way to host memory: nobody may read them before `settle`
-        self._set_aside: list[torch.Tensor | None] | None = None  # what parameters had of backwards before
-        self._handed: list[torch.nn.Parameter] = []
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of full gradients that are put together, on their way, or wait."""
-        held = (self.buffer, self._sent, self.held and self.held.whole)
-        return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other rank has a part in it: the full gradient is the reduced one."""
-        return self.flat.comm.size == 1 and self.flat.replicas is None
+        self._landing: list[torch.Tensor] = []  # being copied to host memory, not to be read before `settle`
+        self._set_aside: list[torch.Tensor | None] | None = None  # ``grad`` of earlier backwards
+        self._updated: list[torch.nn.Parameter] = []
 
     @property
     def has_waiting(self) -> bool:
-        """Whether there are gradients on leaves, or there were any of backwards that were not synchronised."""
+        """Whether leaves have gradients, or ``no_sync`` holds some."""
         return self.held is not None or any(leaf.grad is not None for leaf in self.flat.leaves)
 
     def prepare(self) -> None:
-        """Make way on the leaves for the gradients that are to come.
-
-        Raises:
-            EngineError: the program has changed a gradient that is held, see ``HeldGrad.end_show``.
-        """
+        """Take ``grad`` off the leaves before a backward. Raises as ``HeldGrad.end_show``."""
         if self.held is not None and self.held.is_shown:
             assert self._set_aside is not None
             self.held.end_show(self._set_aside, self.used)
         elif self.flat.use_orig_params and self._set_aside is None:
-            # They have the shape of the shard, to which autograd cannot add what comes now.
+            # They have the shape of the shard, and autograd will add whole gradients.
             self._set_aside = [leaf.grad for leaf in self.flat.leaves]
             for leaf in self.flat.leaves:
                 leaf.grad = None
 
     def begin(self, buffer: torch.Tensor) -> None:
-        """Put the gradient together in `buffer`, 1-D, ``padded_numel`` elements of the reduce dtype.
-
-        What has come already is taken.
-        """
+        """Assemble the gradient in `buffer`, 1-D, ``padded_numel`` elements of the reduce dtype."""
         self.buffer = buffer
         self._targets = self.flat.views(buffer)
         self._filled = [False] * len(self.flat.leaves)
         for index in range(len(self._filled)):
-            self.take(index)
+            self.move_from_leaf(index)
 
-    def take(self, index: int) -> None:
+    def move_from_leaf(self, index: int) -> None:
         """Move the gradient that autograd left on one leaf to its place in the buffer, cast to the reduce dtype."""
         leaf = self.flat.leaves[index]
         grad, leaf.grad = leaf.grad, None
@@ -110,7 +91,7 @@ class FlatGrad:
             self._filled[index] = self.used[index] = True
 
     def keep_back(self) -> None:
-        """Add the buffer to what waits for a later synchronisation (``no_sync``), and let go of it."""
+        """Add the buffer to the held gradient (``no_sync``), and release it."""
         if self.buffer is None:
             return
         self._complete()
@@ -120,17 +101,14 @@ class FlatGrad:
         self._drop_buffer()
 
     def complete(self) -> None:
-        """Zeros where no gradient came, and what was kept back. All of it on the queue that allocated the memory."""
+        """Fill in zeros for leaves without a gradient, and add the held gradient, on the queue that owns the memory."""
         self._complete()
         if self.held is not None and self.held.whole is not None:
             self.buffer.copy_(self.held.whole.add_(self.buffer))
         self.held = None
 
     def reduce(self, label: str, *, async_op: bool) -> Work | None:
-        """Collective. Begin to average the buffer, which is complete, over all ranks; ``arrive`` when the work is done.
-
-        The one before has arrived.
-        """
+        """Collective. Begin to average the complete buffer over all ranks. ``finish_reduce`` follows."""
         assert self.buffer is not None and self._arriving is None
         flat, dtypes = self.flat, self.flat.dtypes
         full = self._sent = self.buffer
@@ -155,11 +133,11 @@ class FlatGrad:
             return None
         return flat.replicas.all_reduce(full, "average", accumulate=dtypes.accumulate, label=label, async_op=async_op)
 
-    def arrive(self, label: str, *, own_buffer: bool) -> None:
-        """Collective over the replicas. Take in what was reduced; its buffer is free for others then.
+    def finish_reduce(self, label: str, *, own_buffer: bool) -> None:
+        """Collective over the replicas. Store the result of the reduction; its buffer is free afterwards.
 
         Args:
-            own_buffer: nobody else will use the memory of the buffer.
+            own_buffer: no other gradient will use the memory of the buffer.
         """
         assert self._arriving is not None
         flat, arrived, self._arriving = self.flat, self._arriving, None
@@ -167,27 +145,27 @@ class FlatGrad:
             flat.replicas.all_reduce(arrived, "average", accumulate=flat.dtypes.accumulate, label=label)
         if arrived is self._sent and arrived.dtype == flat.dtypes.grad and not own_buffer:
             arrived = arrived.clone()
-        arrived = _brought_home(arrived.to(flat.dtypes.grad), flat.parameter.device)
+        arrived = _copied_to(flat.parameter.device, arrived.to(flat.dtypes.grad))
         self._sent = None
         if flat.is_offloaded:
             self._landing.append(arrived)
             return
         if self._reduced is None:
             self._reduced = arrived
-        else:  # the unit was reduced before all of its gradients were there
+        else:  # the unit was reduced before all of its gradients were complete
             self._reduced.add_(arrived)
         # Not onto leaves that still show whole values, or may get more gradients.
         if all(self.used) and not flat.use_orig_params:
-            self._hand_over(self.used)
+            self._update_grads(self.used)
 
     def settle(self, used_anywhere: Sequence[bool]) -> None:
-        """Hand what was reduced to the optimizer; leaves without a gradient on any rank keep the one they had."""
-        self._hand_over(used_anywhere)
+        """Store the result as ``grad``. Leaves that no rank has used keep the gradient they had."""
+        self._update_grads(used_anywhere)
         self.used = [False] * len(self.used)
-        self.pause()
+        self.restore_grads()
 
-    def pause(self) -> None:
-        """Give the parameters back the gradients that they had before this backward."""
+    def restore_grads(self) -> None:
+        """Give the parameters the gradients that they had before this backward."""
         if self._set_aside is None:
             return
         for param, grad in zip(self.flat.stepped, self._set_aside, strict=True):
@@ -195,48 +173,47 @@ class FlatGrad:
         self._set_aside = None
 
     def show_held(self) -> None:
-        """Have the parameters show what ``no_sync`` has kept back, until the next backward begins."""
+        """Have the parameters show the held gradient (``no_sync``) until the next backward begins."""
         if self.held is None or self.held.whole is None:
-            self.pause()
+            self.restore_grads()
         elif not self.held.is_shown:
             if self._set_aside is None:
                 self._set_aside = [param.grad for param in self.flat.stepped]
             self.held.show(self.used, self._set_aside)
 
-    def _hand_over(self, used: Sequence[bool]) -> None:
+    def _update_grads(self, used: Sequence[bool]) -> None:
         reduced, self._reduced = self._reduced, None
         for landed in self._landing:
             reduced = landed if reduced is None else reduced.add_(landed)
         self._landing.clear()
         if reduced is None:
             return
-        self.pause()
+        self.restore_grads()
         flat = self.flat
         if not flat.use_orig_params:
             if any(used):
                 _add_grad(flat.parameter, reduced)
-                self._handed.append(flat.parameter)
+                self._updated.append(flat.parameter)
             return
         parts = flat.shard_views(reduced)
         for leaf, part, slot, is_used in zip(flat.leaves, parts, flat.layout.slots, used, strict=True):
-            # A rank that holds nothing of a parameter has nothing to step; some optimizers divide by the number of
-            # elements.
+            # Without elements there is nothing to step; some optimizers divide by the number of elements.
             if is_used and (part.numel() or not slot.numel):
                 _add_grad(leaf, part)
-                self._handed.append(leaf)
+                self._updated.append(leaf)
 
-    def take_handed(self) -> list[torch.nn.Parameter]:
-        """The parameters that reduced gradients have been handed to since the last time."""
-        handed, self._handed = self._handed, []
+    def pop_updated(self) -> list[torch.nn.Parameter]:
+        """The parameters that got reduced gradients since the last call."""
+        updated, self._updated = self._updated, []
         if self.flat.comm.size > 1:
-            for param in handed:
+            for param in updated:
                 note_unchanged(param.grad)
-        return handed
+        return updated
 
     def drop(self) -> None:
-        """Forget gradients of a backward that was broken off, and those kept back by micro-steps before it.
+        """After an exception in a backward: forget its gradients, and those that earlier micro-steps have left.
 
-        The step is to be done again from its first micro-step: which of the gradients are complete differs by rank.
+        The step must be repeated from its first micro-step: which gradients are complete differs by rank.
         """
         self._drop_buffer()
         self._sent = self._arriving = self._reduced = None
@@ -244,15 +221,14 @@ class FlatGrad:
             self.held.drop(self._set_aside)
             self.held = None
         self._landing.clear()
-        self._handed.clear()
+        self._updated.clear()
         self.used = [False] * len(self.used)
         if self._set_aside is not None or not self.flat.use_orig_params:
             for leaf in self.flat.leaves:
                 leaf.grad = None
-        self.pause()
+        self.restore_grads()
 
     def _complete(self) -> None:
-        """Zeros where no gradient came."""
         assert self.buffer is not None
         for filled, elements in zip(self._filled, self._ranges, strict=True):
             if not filled:
@@ -272,22 +248,22 @@ _VERSION = "_hpcfsdp_version"
 
 
 def note_unchanged(grad: torch.Tensor | None) -> None:
-    """Note that the gradient of a shard is as it should be now."""
+    """Note the version of a shard's gradient."""
     if grad is not None:
         setattr(grad, _VERSION, grad._version)
 
 
 def is_noted(grad: torch.Tensor) -> bool:
-    """Whether it is the gradient of a shard, which ``note_unchanged`` has been called with."""
+    """Whether ``note_unchanged`` was called with the gradient."""
     return hasattr(grad, _VERSION)
 
 
 def is_changed(grad: torch.Tensor) -> bool:
-    """Whether the gradient of a shard has been changed in place since that was noted."""
+    """Whether the gradient was changed in place since ``note_unchanged``."""
     return getattr(grad, _VERSION, grad._version) != grad._version
 
 
-def _brought_home(grad: torch.Tensor, home: torch.device) -> torch.Tensor:
+def _copied_to(home: torch.device, grad: torch.Tensor) -> torch.Tensor:
     if grad.device == home:
         return grad
     landed = torch.empty(grad.shape, dtype=grad.dtype, device=home, pin_memory=grad.device.type == "cuda")

@@ -1,7 +1,7 @@
-"""Gradients of backwards that were not synchronised (``no_sync``): held whole on each rank, and shown as ``grad``.
+"""Gradients of backwards under ``no_sync``: held whole on each rank, and shown as ``grad``.
 
-Between such backwards the parameters that the optimizer has show what is held of them, as views: what a program does to
-it in place is done to what is held. What else it has done is looked up when the next backward begins.
+Between such backwards the optimizer's parameters show views of the held gradient, so in-place changes by the program
+change it. Other changes of ``grad`` are read when the next backward begins.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hpcfsdp.flat.param import FlatParam, set_grad
 
 
 class HeldGrad:
-    """The gradient that one flat parameter has of backwards that were not synchronised.
+    """The held gradient of one flat parameter.
 
     Attributes:
-        whole: 1-D, ``padded_numel`` elements of the accumulation dtype; None if the program has thrown all away.
+        whole: 1-D, ``padded_numel`` elements of the accumulation dtype; None if the program has discarded it.
     """
 
     def __init__(self, flat: FlatParam) -> None:
@@ -29,12 +29,12 @@ class HeldGrad:
 
     @property
     def is_shown(self) -> bool:
-        """Whether ``show`` was called, and ``end_show`` is to follow."""
+        """Whether ``show`` was called, and not ``end_show`` yet."""
         return self._shown is not None
 
     @property
     def shown_on(self) -> list[nn.Parameter]:
-        """The parameters whose ``grad`` is what is held."""
+        """The parameters that show a held gradient."""
         if self._shown is None:
             return []
         pairs = zip(self._flat.stepped, self._shown, strict=True)
@@ -48,40 +48,36 @@ class HeldGrad:
             self.whole.add_(buffer)
 
     def drop(self, averaged: list[torch.Tensor | None] | None) -> None:
-        """Take ``grad`` off the parameters; what is held is forgotten.
-
-        Args:
-            averaged: as for ``end_show``.
-        """
+        """Take ``grad`` off the parameters, and forget the held gradient. `averaged`: see ``end_show``."""
         if self._shown is not None and averaged is not None:
             for index, (param, shown) in enumerate(zip(self._flat.stepped, self._shown, strict=True)):
                 if shown is None or param.grad is not shown[0]:
                     averaged[index] = param.grad
 
     def show(self, used: Sequence[bool], averaged: Sequence[torch.Tensor | None]) -> None:
-        """Have the parameters show what is held of them.
+        """Have the parameters show their held gradients.
 
         Args:
             used: by leaf, whether it has had a gradient.
-            averaged: what parameters of which nothing is held are to show instead.
+            averaged: shown by parameters without a held gradient.
         """
         used = used if self._flat.use_orig_params else [any(used)]
         self._shown = []
         for param, part, is_held, before in zip(self._flat.stepped, self._parts(), used, averaged, strict=True):
-            # With a version of its own: what is done to one part leaves the versions of others.
+            # ``.data`` has a version of its own: a change of one part must not change the versions of others.
             set_grad(param, part.data if is_held else before)
             self._shown.append((param.grad, param.grad._version) if is_held and param.grad is not None else None)
 
     def end_show(self, averaged: list[torch.Tensor | None], used: list[bool]) -> None:
-        """Take ``grad`` off the parameters, with what the program has done to it.
+        """Take ``grad`` off the parameters, and adopt the program's changes of it.
 
         Args:
-            averaged: of each parameter, the gradient of earlier backwards that were synchronised; changed where the
-                program has thrown it away with what was held, or has given the parameter another one.
-            used: by leaf; changed where nothing is left of its gradient.
+            averaged: by parameter, the gradient of earlier synchronised backwards; changed where the program has
+                discarded it with the held one, or has assigned another one.
+            used: by leaf; changed where its gradient is gone.
 
         Raises:
-            EngineError: it has changed what was held in place, and cannot have meant that alone.
+            EngineError: the program has changed a held gradient in place where there is an averaged one, too.
         """
         assert self._shown is not None
         parts = self._parts()
@@ -115,9 +111,9 @@ class HeldGrad:
             if param.grad._version != shown[1] and param.grad.any():
                 fqn = self._flat.layout.slots[index].fqn if self._flat.use_orig_params else "the flat parameter"
                 raise EngineError(
-                    f"the gradient of {fqn!r} was changed in place between two backwards; it holds what no_sync has "
-                    "kept back on this rank, and not the average of the backwards before: change gradients after a "
-                    "backward outside of no_sync, or throw all of them away by zero_grad()"
+                    f"the gradient of {fqn!r} was changed in place between two backwards; it is the gradient that "
+                    "no_sync holds on this rank, without the average of earlier backwards: change gradients after a "
+                    "backward outside of no_sync, or discard all of them by zero_grad()"
                 )
 
     def _parts(self) -> Sequence[torch.Tensor]:

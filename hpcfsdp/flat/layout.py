@@ -1,13 +1,13 @@
-"""Which elements of which parameter lie where, and on which rank: the one index that everything else reads.
+"""The index of a flat parameter: where each element of each parameter is stored, and on which rank.
 
-A layout is a pure value. It is made from names and shapes alone, for any number of imagined ranks, and touches no
-memory. The flat buffer is one dimension long::
+A layout is an immutable value, made from names and shapes alone, for any number of ranks. The flat buffer has one
+dimension::
 
     | weight (row-major) | gap | bias | gap | ... | padding |
     | shard of rank 0        | shard of rank 1    | ...      |
 
-Every parameter starts at an aligned element, every rank's shard has the same number of elements, and what no parameter
-owns (gaps between parameters, padding at the end) is zero.
+Every parameter starts at an aligned element, and every rank's shard has the same number of elements. Gaps between
+parameters and padding at the end are zero.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import numpy as np
 import torch
 
 ALIGNMENT_BYTES = 16
-"""Of each parameter and each shard in the flat buffer: vector instructions and GPU loads work on whole words of it."""
-_KEPT_SHARDS = 1024
-"""Up to so many shards the edges of parameters are kept for the next save; with more they take many megabytes."""
+"""Of each parameter and each shard in the flat buffer, for vector instructions and GPU loads."""
+_CACHED_SHARDS = 1024
+"""Up to so many shards ``param_edges`` are cached for the next save; with more they take many megabytes."""
 
 
 class Box(NamedTuple):
-    """A block of a tensor: where it begins, and how far it goes, in each dimension."""
+    """A block of a tensor: its offset and size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -43,18 +43,18 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What takes the block out of the tensor."""
+        """The index of the block in the tensor."""
         return tuple(slice(begin, begin + size) for begin, size in zip(*self, strict=True))
 
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """Of a parameter that is cut, or replicated, over tensor-parallel ranks: what each of them has.
+    """The blocks of a parameter on its tensor-parallel ranks, and the one of this rank.
 
     Attributes:
         shape: of the whole.
         boxes: by tensor-parallel rank; equal ones for replicas.
-        rank: that of them whose block it is.
+        rank: this tensor-parallel rank.
         placements: torch's, in the dimensions of the mesh of these ranks.
     """
 
@@ -70,26 +70,26 @@ class TensorBlock:
     @cached_property
     def stride(self) -> tuple[int, ...]:
         """Of the whole, where it is contiguous."""
-        return tuple(math.prod(max(size, 1) for size in self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+        return contiguous_strides(self.shape)
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether each of the ranks has all of it."""
+        """Whether each rank has the whole parameter."""
         return all(box.sizes == self.shape for box in self.boxes)
 
     @property
     def largest_numel(self) -> int:
-        """Elements of the largest of the blocks, which all ranks know."""
+        """Elements of the largest block; the same on all ranks."""
         return max(box.numel for box in self.boxes)
 
     @property
     def copies(self) -> int:
-        """How many of the ranks have this block."""
+        """How many ranks have this block."""
         return self.boxes.count(self.box)
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """The first rank that has each of the different blocks, in ascending order."""
+        """For each distinct block the first rank that has it, in ascending order."""
         first: dict[Box, int] = {}
         for rank, box in enumerate(self.boxes):
             if box.numel:
@@ -99,18 +99,21 @@ class TensorBlock:
 
 @dataclass(frozen=True)
 class ParamSlot:
-    """The place of one parameter, or of this rank's block of it, in the flat buffer."""
+    """The place of one parameter, or of this rank's block of it, in the flat buffer.
+
+    Attributes:
+        fqn: fully qualified name, without the names of wrappers.
+        shape: of the block if there is one.
+        offset: first element in the flat buffer.
+        aliases: other names of the same (tied) parameter.
+        block: None for a whole parameter.
+    """
 
     fqn: str
-    """Fully qualified name, without the names of wrappers."""
     shape: tuple[int, ...]
-    """Of what is laid out: of the block, where there is one."""
     offset: int
-    """First element in the flat buffer."""
     aliases: tuple[str, ...] = ()
-    """Other names of the same (tied) parameter."""
     block: TensorBlock | None = None
-    """Which part of the parameter it is; None for the whole."""
 
     @property
     def is_cut(self) -> bool:
@@ -132,20 +135,24 @@ class ParamSlot:
 
 
 class Run(NamedTuple):
-    """Consecutive elements of one tensor, consecutive in memory, too."""
+    """Consecutive elements of one tensor, consecutive in memory too.
+
+    Attributes:
+        index: of the tensor.
+        start: first element within the tensor, in row-major order.
+        numel: elements.
+        offset: first element within the memory that holds the run.
+    """
 
     index: int
-    """Which tensor."""
     start: int
-    """First element within the tensor, in row-major order."""
     numel: int
     offset: int
-    """First element within the memory that holds the run."""
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters of one dtype, laid end to end and cut into equal shards. Made by ``plan``."""
+    """Parameters of one dtype, one after the other, cut into equal shards. Made by ``plan``."""
 
     slots: tuple[ParamSlot, ...]
     dtype: torch.dtype
@@ -166,7 +173,7 @@ class FlatLayout:
             params: fully qualified name, shape and aliases of each.
             dtype: of all of them.
             num_shards: ranks to cut for, at least 1.
-            blocks: by name, of parameters whose shape is that of a block.
+            blocks: by name, of parameters given by the shape of a block.
 
         Raises:
             ValueError: no rank, or a name given twice.
@@ -187,11 +194,6 @@ class FlatLayout:
         return cls(tuple(slots), dtype, num_shards, _round_up(-(-used // num_shards), align))
 
     @property
-    def numel(self) -> int:
-        """Elements that belong to parameters."""
-        return sum(slot.numel for slot in self.slots)
-
-    @property
     def padded_numel(self) -> int:
         """Elements of the whole flat buffer: all shards, gaps and padding."""
         return self.shard_numel * self.num_shards
@@ -203,11 +205,11 @@ class FlatLayout:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """Where slots are among all, by name, aliases too."""
+        """Indices of slots by name, aliases too."""
         return {name: place for place, slot in enumerate(self.slots) for name in (slot.fqn, *slot.aliases)}
 
     def gaps(self) -> list[tuple[int, int]]:
-        """(first element, end) of every run of the flat buffer that no parameter owns."""
+        """(first element, end) of every gap and padding in the flat buffer."""
         runs, end = [], 0
         for slot in self.slots:
             if slot.offset > end:
@@ -218,32 +220,32 @@ class FlatLayout:
         return runs
 
     def param_edges(self, fqn: str) -> tuple[int, np.ndarray]:
-        """The runs that together are the parameter `fqn` (or an alias), over all ranks, in row-major order.
+        """The runs of the parameter `fqn` (or an alias) over all ranks, in row-major order.
 
         Returns:
-            The first rank that has a run, and int64 ``[runs + 1]``, not to be changed: the first element of each, and
-            the number of all.
+            The first rank that has a run, and a read-only int64 array ``[runs + 1]``: the first element of each run,
+            and the number of elements.
         """
-        if self.num_shards > _KEPT_SHARDS:
+        if self.num_shards > _CACHED_SHARDS:
             return self._edges_of(self.by_name[fqn])
-        return self._kept("edges", fqn, lambda: self._edges_of(self.by_name[fqn]))
+        return self._cached("edges", fqn, lambda: self._edges_of(self.by_name[fqn]))
 
     def _edges_of(self, slot: ParamSlot) -> tuple[int, np.ndarray]:
         if slot.numel == 0:
             return 0, np.zeros(1, np.int64)
         first, end = slot.offset // self.shard_numel, (slot.end - 1) // self.shard_numel + 1
         edges = np.arange(first, end + 1, dtype=np.int64) * self.shard_numel - slot.offset
-        edges[0], edges[-1] = 0, slot.numel  # shards begin before and end behind it
+        edges[0], edges[-1] = 0, slot.numel  # its first shard begins before it, its last ends behind it
         edges.flags.writeable = False
         return first, edges
 
     def runs(self, shard_rank: int, *, apart: bool = False) -> list[Run]:
-        """The runs of parameters that lie on one rank, by their place among the slots; none where it is all padding.
+        """The runs of parameters on one rank, with ``Run.index`` that of the slot.
 
-        Found without a look at the slots of other shards, as a plan asks for all shards.
+        Does not iterate over the slots of other shards: a plan needs the runs of all shards.
 
         Args:
-            apart: each run lies in memory of its own, and not in the rank's shard.
+            apart: each run is in memory of its own, and not in the rank's shard.
         """
         found, begin = [], shard_rank * self.shard_numel
         end = begin + self.shard_numel
@@ -257,7 +259,7 @@ class FlatLayout:
         return found
 
     def param_run(self, fqn: str, shard_rank: int) -> Run | None:
-        """The run of the parameter `fqn` (or an alias) that lies on one rank, None if there is none."""
+        """The run of the parameter `fqn` (or an alias) on one rank, None if there is none."""
         slot, begin = self.by_name[fqn], shard_rank * self.shard_numel
         first, last = max(slot.offset, begin), min(slot.end, begin + self.shard_numel)
         return Run(self.places[fqn], first - slot.offset, last - first, first - begin) if first < last else None
@@ -271,7 +273,7 @@ class FlatLayout:
         return dataclasses.replace(self, slots=slots)
 
     def aliased(self, others: Iterable[FlatLayout]) -> FlatLayout:
-        """The same layout, in which the names that `others` give to the same slots are further names."""
+        """The same layout; the names that `others` give to the same slots become aliases."""
         slots = self.slots
         for other in others:
             slots = tuple(
@@ -281,21 +283,21 @@ class FlatLayout:
         return dataclasses.replace(self, slots=slots)
 
     def known_as(self, paths: tuple[str, ...], join: Callable[[str, str], str]) -> FlatLayout:
-        """The same layout with the names that parameters have below `paths`, of which the first one counts.
+        """The same layout with names below the first of `paths`, and aliases below the others.
 
         Args:
-            join: the name of a parameter below a path.
+            join: makes the name of a parameter below a path.
         """
 
         def rename() -> FlatLayout:
             first, *others = (self.renamed(functools.partial(join, path)) for path in paths)
             return first.aliased(others)
 
-        return self._kept("names", (paths, join), rename)
+        return self._cached("names", (paths, join), rename)
 
     def of_tensor_rank(self, rank: int) -> FlatLayout:
-        """The layout that another tensor-parallel rank has of its own blocks."""
-        return self._kept("tensor rank", rank, lambda: self._planned_for(rank))
+        """The layout of the blocks of another tensor-parallel rank."""
+        return self._cached("tensor rank", rank, lambda: self._planned_for(rank))
 
     def _planned_for(self, rank: int) -> FlatLayout:
         if all(slot.block is None or slot.block.rank == rank for slot in self.slots):
@@ -304,8 +306,7 @@ class FlatLayout:
         params = [(s.fqn, blocks[s.fqn].box.sizes if s.block else s.shape, s.aliases) for s in self.slots]
         return FlatLayout.plan(params, self.dtype, self.num_shards, blocks)
 
-    def _kept(self, what: str, key: Any, make: Callable[[], Any]) -> Any:
-        """What has been made before for a key, or is made now."""
+    def _cached(self, what: str, key: Any, make: Callable[[], Any]) -> Any:
         if (what, key) not in self._made:
             self._made[what, key] = make()
         return self._made[what, key]
@@ -315,8 +316,12 @@ class FlatLayout:
         return {}
 
     def fingerprint(self) -> str:
-        """A short text that two layouts share when they are equal."""
+        """A short text, equal for equal layouts."""
         return hashlib.blake2b(repr((self.slots, self.dtype, self.num_shards)).encode(), digest_size=8).hexdigest()
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -1,11 +1,11 @@
-"""A flat parameter: one shard that stays, a buffer in which all shards come together, and what the leaves view.
+"""A flat parameter: its shard, the buffer into which all shards are gathered, and the data of the leaves.
 
-The original parameters stay the objects they were. While the flat parameter is unsharded their data views the buffer,
-so the all-gather's output is what the module computes with, without a copy. At rest they view
+The leaves are the original parameters, the same objects as before. While the flat parameter is unsharded their data
+views the buffer, so modules compute with the output of the all-gather without a copy. At rest it views
 
-- one NaN expanded to their shape: shape and dtype can be asked for, values read by mistake show at once, and writing
-  raises or is forgotten; or
-- with `use_orig_params` their own run of the shard, 1-D: what the optimizer steps.
+- one NaN expanded to their shape: shape and dtype are right, values read by mistake are NaN, and writes raise or are
+  lost; or
+- with `use_orig_params` their own run of the shard, 1-D, which the optimizer steps.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work, segment
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.layout import FlatLayout, contiguous_strides
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.flat.storage import Buffer, Resident, Transient, Whole
 
@@ -27,17 +28,17 @@ class FlatParam:
     """Parameters of one dtype and device, laid out by a ``FlatLayout`` and sharded over `comm`.
 
     Attributes:
-        layout: where each parameter lies.
         comm: the ranks that hold the shards.
         dtypes: of the shard, of the gathered values, of gradients.
         leaves: the original parameters, in the order of the layout's slots.
-        parameter: this rank's shard, 1-D, ``layout.shard_numel`` elements. Without `use_orig_params` it is what the
-            optimizer steps, and its ``grad`` is the averaged gradient of the shard.
-        device: where the module computes; the shard lies there, too, unless it is offloaded.
+        parameter: this rank's shard, 1-D, ``layout.shard_numel`` elements. Without `use_orig_params` the optimizer
+            steps it, and its ``grad`` is the averaged gradient of the shard.
+        device: of the computation; the shard is there too unless it is offloaded.
         is_unsharded: whether the leaves hold their full values.
-        trained: the ``requires_grad`` of all leaves, as far as is known; with `use_orig_params` each has its own.
-        places: of each leaf, the modules that should hold it, with its name there, where users may assign another.
-        on_assigned: called by ``adopt_user_data`` where a module holds another one; may call ``replace_leaf``.
+        shows_whole: whether they do at rest too.
+        trained: the last known ``requires_grad`` of all leaves; with `use_orig_params` each has its own.
+        places: by leaf, the modules that should hold it, with its name there.
+        on_assigned: called by ``adopt_user_data`` where a module holds another parameter; may call ``replace_leaf``.
     """
 
     def __init__(
@@ -52,12 +53,12 @@ class FlatParam:
         offload: bool = False,
         always_whole: bool = False,
     ) -> None:
-        """Collective over `comm`. Take over the leaves' values, the same on all ranks.
+        """Collective over `comm`. Move the leaves' values, the same on all ranks, into the shards.
 
         Args:
             replicas: ranks that hold the same shard as this one.
-            offload: the shard lies in host memory.
-            always_whole: the leaves show their values at rest, too; for one shard alone.
+            offload: keep the shard in host memory.
+            always_whole: the leaves hold their values at rest too; for a single shard.
         """
         self.layout = layout
         self.comm = comm
@@ -68,42 +69,38 @@ class FlatParam:
         self.device = self.leaves[0].device
         self.is_unsharded = False
         self.trained = any(leaf.requires_grad for leaf in self.leaves)
-        self._places = [(slot.shape, _row_major(slot.shape), slot.offset) for slot in layout.slots]
+        self._places = [(slot.shape, contiguous_strides(slot.shape), slot.offset) for slot in layout.slots]
         runs = {run.index: slice(run.offset, run.offset + run.numel) for run in layout.runs(comm.rank)}
         self._runs = [runs.get(index, slice(0, 0)) for index in range(len(layout.slots))]
 
         full = self._flattened()
         self._buffer, shard = self._place(full, torch.device("cpu") if offload else self.device)
         self.parameter = nn.Parameter(shard, requires_grad=self.trained)
-        self._always_whole = always_whole
+        self.shows_whole = always_whole
         self._come_to_rest(shard)
 
     def _come_to_rest(self, shard: torch.Tensor) -> None:
-        """Have the leaves show what they do at rest; buffer and parameter are there."""
+        """Set up the leaves at rest; buffer and parameter exist."""
         self._others: dict[torch.dtype, tuple[Buffer, tuple[torch.Tensor, ...]]] = {}  # and their views
         self.places: Sequence[Sequence[tuple[nn.Module, str]]] = ()
         self.on_assigned: Callable[[], None] | None = None
-        self._shard = shard  # as the optimizer should find it; a user may have put something else in its place
+        self._shard = shard  # a user may assign other data to ``parameter``
         self._nothing_value = torch.nan if self.layout.dtype.is_floating_point or self.layout.dtype.is_complex else 0
         self._nothing = torch.full(
             (len(self.leaves),), self._nothing_value, dtype=self.layout.dtype, device=self.device
         )
-        if self._always_whole or self.use_orig_params:
+        if self.shows_whole or self.use_orig_params:
             self._resting = list(self.shard_views(shard))
         else:
             pairs = zip(self._nothing.unbind(), self.layout.slots, strict=True)
             self._resting = [nothing.expand(slot.shape) for nothing, slot in pairs]
         self._views = self._views_of(self._buffer.full)
         self._buffer.free()
-        self._stays_bound = self._always_whole and isinstance(self._buffer, Whole)
+        self._stays_bound = self.shows_whole and isinstance(self._buffer, Whole)
         self._bind(self._resting)
 
     def copy(self, leaves: Sequence[nn.Parameter]) -> FlatParam:
-        """Collective over `comm` where ranks share memory. Another one with the same values, at rest.
-
-        Args:
-            leaves: of the other, without memory of their own; their ``requires_grad`` counts.
-        """
+        """Collective over `comm` where ranks share memory. A copy at rest, with `leaves` that have no memory yet."""
         made = object.__new__(FlatParam)
         made.__dict__.update(self.__dict__)
         made.leaves, made.is_unsharded = tuple(leaves), False
@@ -128,42 +125,37 @@ class FlatParam:
 
     @property
     def stepped(self) -> Sequence[nn.Parameter]:
-        """The parameters that the optimizer has."""
+        """The parameters that the optimizer steps."""
         return self.leaves if self.use_orig_params else (self.parameter,)
 
     @property
     def versions(self) -> list[int]:
-        """One number for each of ``stepped``, which changes in place count up; those of ``.data`` do not."""
+        """The version of each of ``stepped``. In-place changes increment it; those through ``.data`` do not."""
         return [param._version for param in self.stepped]
 
     def mark_changed(self) -> None:
-        """Count the versions up for a change that torch has not seen."""
+        """Increment the versions after a change through ``.data``."""
         for param in self.stepped:
             torch.autograd.graph.increment_version(param)
 
     @property
     def is_differentiable(self) -> bool:
-        """Whether its dtype can have gradients."""
+        """Whether the dtype can have gradients."""
         return self.layout.dtype.is_floating_point or self.layout.dtype.is_complex
 
     @property
     def is_here(self) -> bool:
-        """Whether nothing has to be gathered: the values stay."""
+        """Whether the values stay, and no gather is needed."""
         return self._buffer.resident
 
     @property
-    def shows_whole(self) -> bool:
-        """Whether the leaves hold their full values at rest, too."""
-        return self._always_whole
-
-    @property
     def is_offloaded(self) -> bool:
-        """Whether the shard lies elsewhere than the module computes."""
+        """Whether the shard is on another device than the computation."""
         return self.parameter.device != self.device
 
     @property
     def is_resident(self) -> bool:
-        """Whether ranks share the memory of the gathered values, and have to meet around its use."""
+        """Whether ranks share the memory of the gathered values; then barriers must enclose its use."""
         return isinstance(self._buffer, Resident)
 
     @property
@@ -171,15 +163,10 @@ class FlatParam:
         """The gathered values, 1-D, ``layout.padded_numel`` elements; without memory at rest unless it is resident."""
         return self._buffer.full
 
-    @property
-    def unsharded_bytes(self) -> int:
-        """Bytes held for gathered values beyond the shard, 0 when at rest."""
-        return self._buffer.held_bytes
-
     def compute_in(self, dtype: torch.dtype) -> None:
-        """Collective over `comm`, the first time for a dtype. From now on gather values of another dtype; at rest only.
+        """Collective over `comm`, the first time for a dtype; at rest. From now on gather values in `dtype`.
 
-        For the dtype of the shard, or that of ``dtypes.compute``.
+        It is that of the shard, or ``dtypes.compute``.
         """
         if dtype == self._buffer.full.dtype:
             return
@@ -194,13 +181,37 @@ class FlatParam:
             buffer.free()
         self._buffer, self._views = self._others[dtype]
 
+    def follow_requires_grad(self, unit: str) -> None:
+        """Without `use_orig_params`: set the leaves' ``requires_grad`` to that of ``parameter``. `unit`: for messages.
+
+        Raises:
+            EngineError: the user has set that of a leaf, or has registered a hook that would never be called.
+        """
+        if _compat.hooks_on_gradient(self.parameter):
+            raise EngineError(
+                f"{unit}: register_hook was called on a flat parameter, which is not in the graph: use "
+                "register_post_accumulate_grad_hook, which is called with the reduced gradient of the shard, or "
+                "wrap with use_orig_params=True"
+            )
+        if self.parameter.requires_grad != self.trained:
+            self.trained = self.parameter.requires_grad
+            for leaf in self.leaves:
+                leaf.requires_grad_(self.trained)
+        for leaf, slot in zip(self.leaves, self.layout.slots):  # noqa: B905 (in each call of a unit)
+            if leaf.requires_grad != self.trained:
+                raise EngineError(
+                    f"{unit}: requires_grad of {slot.fqn!r} was set to {leaf.requires_grad}, but it is part of a flat "
+                    f"parameter with requires_grad={self.trained}: set it before wrapping, wrap with "
+                    "use_orig_params=True, or set it for all of the unit by model.requires_grad_()"
+                )
+
     def publish(self) -> None:
-        """Have this rank's segment of resident memory hold the shard, before the ranks meet to use it."""
+        """Copy the shard into this rank's segment of resident memory; a barrier must follow."""
         if isinstance(self._buffer, Resident):
             self._buffer.write(self._shard)
 
     def gather(self, *, async_op: bool = False) -> Work | None:
-        """Collective over `comm`. Bring all shards together; ``bind`` shows them to the module when that is done."""
+        """Collective over `comm`. Gather all shards; ``bind`` may follow when the returned work is done."""
         return self._buffer.gather(self._shard, async_op=async_op)
 
     def bind(self) -> None:
@@ -210,36 +221,22 @@ class FlatParam:
             self._bind(self._views)
 
     def unbind(self) -> None:
-        """Let the leaves view what they do at rest."""
+        """Let the leaves view their data at rest."""
         self.is_unsharded = False
         if self._stays_bound:
             return
-        self._nothing.fill_(self._nothing_value)  # someone may have written to it
+        self._nothing.fill_(self._nothing_value)  # a user may have written to it
         self._bind(self._resting)
 
     def free(self) -> None:
-        """Give back the memory of the gathered values, where it does not stay."""
+        """Free the memory of the gathered values, unless it is resident."""
         self._buffer.free()
 
-    def reshard(self) -> None:
-        """Free the gathered values; only the shard is left."""
-        self.unbind()
-        self.free()
-
-    def unshard(self) -> None:
-        """Collective over `comm`. Gather all shards; the leaves hold their full values afterwards."""
-        if not self.is_unsharded:
-            self.publish()
-            if self.is_resident:
-                self.comm.labelled_barrier("unshard")
-            self.gather()
-            self.bind()
-
     def adopt_user_data(self) -> None:
-        """Copy what a user has put in place of the shard (``param.data = ...``) into it.
+        """Copy data that a user has assigned (``param.data = ...``) into the shard.
 
         Raises:
-            EngineError: it has another number of elements.
+            EngineError: the data has another number of elements.
         """
         if self.on_assigned is not None and not self.is_unsharded and self._is_assigned():
             self.on_assigned()
@@ -262,16 +259,16 @@ class FlatParam:
         return False
 
     def replace_leaf(self, index: int, leaf: nn.Parameter) -> None:
-        """Not collective, at rest, with `use_orig_params`. Have another parameter in place of a leaf, and its values.
+        """Not collective, at rest, with `use_orig_params`. Replace a leaf by another parameter, with its values.
 
         Raises:
-            EngineError: it has another shape than this rank's shard of the parameter.
+            EngineError: it has another shape than this rank's run of the parameter.
         """
         resting, fqn = self._resting[index], self.layout.slots[index].fqn
         if leaf.shape != resting.shape:
             raise EngineError(
-                f"rank {self.comm.rank}: a parameter of shape {tuple(leaf.shape)} was assigned to {fqn!r}, of which "
-                f"this rank holds {tuple(resting.shape)}: assign values for the shard, or assign whole parameters "
+                f"rank {self.comm.rank}: a parameter of shape {tuple(leaf.shape)} was assigned to {fqn!r}, but "
+                f"this rank holds {tuple(resting.shape)} of it: assign values for the shard, or whole parameters "
                 "within FullyShardedDataParallel.summon_full_params(model)"
             )
         self._replace(resting, leaf.data, repr(fqn))
@@ -279,17 +276,17 @@ class FlatParam:
         self.leaves = (*self.leaves[:index], leaf, *self.leaves[index + 1 :])
 
     def shard_views(self, shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Each parameter's part of a tensor laid out like the shard: its run, 1-D, empty where it has none here.
+        """Each parameter's run of a tensor laid out like the shard: 1-D, empty without elements on this rank.
 
-        If one rank holds everything and shows it at rest, the parts have the parameters' shapes.
+        With `always_whole` they have the parameters' shapes.
         """
-        return self._views_of(shard) if self._always_whole else self._runs_of(shard)
+        return self._views_of(shard) if self.shows_whole else self._runs_of(shard)
 
     def grad_parts(self, num_blocks: int) -> list[tuple[int, torch.Tensor]]:
-        """What there is of the gradient here, with how many ranks that are parallel over tensors have the same.
+        """The parts of the gradient on this rank, each with the number of tensor-parallel ranks that have the same.
 
         Args:
-            num_blocks: of such ranks; they all have what is not cut over them.
+            num_blocks: tensor-parallel ranks.
         """
         blocks = [slot.block for slot in self.layout.slots]
         copies = [num_blocks if block is None else block.copies for block in blocks]
@@ -302,19 +299,19 @@ class FlatParam:
         return [(count, grad) for count, grad in found if grad is not None]
 
     def views(self, full: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Each parameter's elements in a tensor laid out like ``full``, as views of their shapes."""
+        """Views of a tensor laid out like ``full``, in the parameters' shapes."""
         return self._views if full is self._buffer.full else self._views_of(full)
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` views the gathered values, which are gone after ``reshard``."""
+        """Whether `tensor` views the gathered values, which ``free`` releases."""
         if tensor.layout is not torch.strided or not self.is_unsharded or self._stays_bound:
             return False
-        if not tensor.numel():  # of which no memory is anyone's
+        if not tensor.numel():
             return False
         return tensor.untyped_storage().data_ptr() == self._buffer.full.untyped_storage().data_ptr()
 
     def _flattened(self) -> torch.Tensor:
-        """The values of all leaves, whose own memory is given up one by one."""
+        """The values of all leaves; frees the leaves' own memory one by one."""
         full = torch.empty(self.layout.padded_numel, dtype=self.layout.dtype, device=self.device)
         for begin, end in self.layout.gaps():
             full[begin:end].zero_()
@@ -325,7 +322,7 @@ class FlatParam:
         return full
 
     def _place(self, full: torch.Tensor, home: torch.device) -> tuple[Buffer, torch.Tensor]:
-        """The buffer, and the shard with its values."""
+        """The buffer for gathered values, and the shard."""
         numel, compute = self.layout.padded_numel, self.dtypes.compute
         mine = segment(full, self.comm)
         if self.comm.shares_gathered and home == self.device:
@@ -364,20 +361,12 @@ class FlatParam:
         target.copy_(values.reshape(target.shape))
 
 
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= max(1, extent)
-    return tuple(reversed(strides))
-
-
 def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
     """Give a parameter a gradient, which may have another dtype or shape."""
     if grad is None or (grad.dtype == param.dtype and grad.shape == param.shape):
         param.grad = grad
         return
-    # The setter refuses it; what the gradient holds may be exchanged all the same.
+    # The setter refuses it, but the data of a gradient may be exchanged.
     values = grad.data
     grad.data = torch.empty_like(param)
     param.grad = grad

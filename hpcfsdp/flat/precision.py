@@ -1,4 +1,4 @@
-"""The dtypes that a parameter and its gradient go through in a step."""
+"""The dtypes of a parameter and its gradient in a step."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from hpcfsdp.comm.communicator import accumulate_dtype
+from hpcfsdp.comm.reduce import accumulate_dtype
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Of one flat parameter. Each is chosen apart from the others; nothing is converted twice.
+    """The dtypes of one flat parameter.
 
     Attributes:
-        param: of the shard that the optimizer steps.
-        compute: of the gathered values that the module computes with.
-        reduce: of the gradients as they travel between ranks.
-        accumulate: of the sum over ranks, and of gradients that wait for the next synchronisation (``no_sync``).
-        grad: of the gradient that the optimizer sees.
+        param: of the shard.
+        compute: of the gathered values.
+        reduce: of gradients between ranks.
+        accumulate: of sums over ranks, and of gradients held by ``no_sync``.
+        grad: of the gradient that the optimizer reads.
     """
 
     param: torch.dtype
@@ -36,14 +36,14 @@ class Dtypes:
         reduce: torch.dtype | None = None,
         keep_low_precision_grads: bool = False,
     ) -> Dtypes:
-        """The dtypes of parameters of a dtype, by the rules of torch's ``MixedPrecision``.
+        """The dtypes for parameters of `dtype`, by the rules of torch's ``MixedPrecision``.
 
         Args:
             param: to compute in; None for `dtype`.
-            reduce: to send gradients in; None for the dtype they are computed in.
-            keep_low_precision_grads: the optimizer sees gradients as they travelled; otherwise in `dtype`.
+            reduce: to send gradients in; None for the dtype of the computation.
+            keep_low_precision_grads: the optimizer gets gradients in the reduce dtype; otherwise in `dtype`.
         """
-        if not dtype.is_floating_point:  # whole numbers and complex ones are never cast
+        if not dtype.is_floating_point:  # integer and complex parameters are never cast
             return cls(dtype, dtype, dtype, accumulate_dtype(dtype), dtype)
         compute = param or dtype
         reduce = reduce or compute

@@ -1,11 +1,10 @@
-"""Memory behind a tensor, taken and given back while the tensor stays; the memory of gathered values."""
+"""Storage of a tensor, allocated and freed while the tensor stays; the buffers of gathered values."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
 from math import prod
-from typing import Protocol
 
 import torch
 
@@ -15,16 +14,16 @@ from hpcfsdp.errors import EngineError
 
 
 def alloc_storage(tensor: torch.Tensor, size: int | Sequence[int]) -> bool:
-    """Give the storage of `tensor` room for `size` elements. The content is not defined.
+    """Allocate storage for `size` elements. The content is undefined.
 
     Args:
-        size: the number of elements, or the shape that they have (a ``torch.Size``).
+        size: the number of elements, or their shape (a ``torch.Size``).
 
     Returns:
-        Whether memory was allocated; False where it was there already.
+        Whether memory was allocated; False if it was allocated already.
 
     Raises:
-        EngineError: the storage holds another number of elements, or belongs to somebody else.
+        EngineError: the storage holds another number of elements, or torch does not own its memory.
     """
     storage = tensor.untyped_storage()
     wanted = (prod(size) if isinstance(size, Sequence) else size) * tensor.element_size()
@@ -38,13 +37,13 @@ def alloc_storage(tensor: torch.Tensor, size: int | Sequence[int]) -> bool:
 
 
 def free_storage(tensor: torch.Tensor) -> bool:
-    """Give the memory behind `tensor` back, for all tensors that view it. Sizes and strides of the tensors stay.
+    """Free the memory of `tensor` and of all its views. Sizes and strides of the tensors stay.
 
     Returns:
-        Whether memory was freed; False where there was none.
+        Whether memory was freed; False if there was none.
 
     Raises:
-        EngineError: `tensor` is not all that lives in the storage, or the storage belongs to somebody else.
+        EngineError: `tensor` does not span its storage, or torch does not own the storage's memory.
     """
     storage = tensor.untyped_storage()
     held = storage.size()
@@ -60,7 +59,7 @@ def free_storage(tensor: torch.Tensor) -> bool:
 
 
 def data_ptr_allocated(tensor: torch.Tensor) -> bool:
-    """Whether there is memory behind `tensor`: not after ``free_storage``, on the meta device, or without elements."""
+    """Whether `tensor` has memory: not after ``free_storage``, on the meta device, or without elements."""
     return tensor.untyped_storage().data_ptr() != 0
 
 
@@ -83,57 +82,41 @@ def _resize(storage: torch.UntypedStorage, size_bytes: int) -> None:
         ) from None
 
 
-class Buffer(Protocol):
-    """Where the values of all shards come together: ``Whole``, ``Transient`` or ``Resident``.
+class Buffer:
+    """Gathered values. Here they stay in memory; ``Transient`` allocates and frees it.
 
     Attributes:
-        full: 1-D, all shards; always the same tensor, whose memory may come and go.
-        resident: whether the memory stays, so that values are there from one meeting of the ranks to the next.
+        full: 1-D, all shards; always the same tensor, but its memory may be freed.
+        resident: whether the memory stays, so that the values are valid between two barriers.
     """
 
+    resident = True
     full: torch.Tensor
-    resident: bool
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that this rank holds for it now, beyond the shards."""
 
     def gather(self, shard: torch.Tensor, *, async_op: bool) -> Work | None:
-        """Collective. Have all shards stand in `full`."""
+        """Collective. Gather all shards into `full`."""
+        del shard, async_op
 
     def free(self) -> None:
-        """Give the memory back, where it does not stay."""
+        """Free the memory, unless it stays."""
 
 
-class Whole:
+class Whole(Buffer):
     """One rank holds everything: the shard is the full parameter."""
-
-    resident = True
-    held_bytes = 0
 
     def __init__(self, shard: torch.Tensor) -> None:
         self.full = shard
 
-    def gather(self, shard: torch.Tensor, *, async_op: bool) -> None:
-        del shard, async_op
 
-    def free(self) -> None:
-        pass
-
-
-class Transient:
-    """Memory taken for each gather and given back after use."""
+class Transient(Buffer):
+    """Memory that is allocated for each gather, and freed after use."""
 
     resident = False
 
     def __init__(self, comm: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._comm = comm
-        self.full = torch.empty(numel, dtype=dtype, device=device)  # until `free`: views are made of it first
+        self.full = torch.empty(numel, dtype=dtype, device=device)  # until `free`: the caller makes views of it first
         self._segment = segment(self.full, comm)
-
-    @property
-    def held_bytes(self) -> int:
-        return self.full.untyped_storage().size()
 
     def gather(self, shard: torch.Tensor, *, async_op: bool) -> Work | None:
         alloc_storage(self.full, self.full.numel())
@@ -150,37 +133,21 @@ class Transient:
         free_storage(self.full)
 
 
-class Resident:
-    """Memory that all ranks share, of which each has one segment: gathered as soon as everyone has written its own.
+class Resident(Buffer):
+    """Memory that all ranks share. Each rank writes its own segment; then the values are gathered.
 
-    No byte moves, and a node holds every value once. The price is that a segment may be written only while no rank
-    computes with it: the ranks meet before its first and after its last use.
+    No byte moves, and a node holds every value once. A segment may be written only while no rank computes with it, so
+    the ranks meet in a barrier before its first and after its last use.
     """
 
-    resident = True
-
     def __init__(self, comm: Communicator, numel: int, dtype: torch.dtype, *, is_cast: bool) -> None:
-        """Collective over `comm`.
-
-        Args:
-            is_cast: the segment is a copy of the shard in another dtype, rather than the shard itself.
-        """
+        """Collective over `comm`. `is_cast`: the segment is a copy of the shard in another dtype, not the shard."""
         self.is_cast = is_cast
         self.full = comm.alloc(numel, dtype, gathered=True)
         weakref.finalize(self, comm.free, self.full).atexit = False
         self.segment = segment(self.full, comm)
 
-    @property
-    def held_bytes(self) -> int:
-        return self.segment.numel() * self.segment.element_size() if self.is_cast else 0
-
-    def gather(self, shard: torch.Tensor, *, async_op: bool) -> None:
-        del shard, async_op
-
-    def free(self) -> None:
-        pass
-
     def write(self, shard: torch.Tensor) -> None:
-        """Put this rank's values in place."""
+        """Copy this rank's shard into its segment, unless it is the segment."""
         if shard.data_ptr() != self.segment.data_ptr():
             self.segment.copy_(shard)

@@ -1,4 +1,4 @@
-"""One rank's parameters and buffers given to all ranks of a communicator, after they agreed on what there is."""
+"""Broadcasts of one rank's parameters and buffers, after all ranks have compared names, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ _MOST_DIFFERENCES = 3
 def verify_param_shape_across_processes(comm: Communicator, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Collective over `comm`. Raise on every rank unless all have the same names, shapes and dtypes in the same order.
 
-    Few bytes travel where they agree; all descriptions only where they do not.
-
     Raises:
-        DisagreementError: names the parameters, what each rank has, and the ranks of `comm`.
+        DisagreementError: names the parameters, and what each rank has.
     """
     _agree(comm, {f"parameter {name!r}": _described(tensor) for name, tensor in named_params})
 
@@ -41,13 +39,12 @@ def sync_module_states(
 ) -> None:
     """Collective over `comm`. All parameters and buffers of `module` become what they are on rank `src`, bit by bit.
 
-    For hybrid sharding call it over the replicas and over the shards, in either order. Nothing is marked as done, so
-    each call takes all of them.
+    For hybrid sharding call it over the replicas and over the shards, in either order.
 
     Args:
         src: a rank of `comm`.
         bucket_bytes: see ``sync_params_and_buffers``.
-        ignored: parameters and buffers to leave alone, themselves or their names; one name of a tied one is enough.
+        ignored: parameters and buffers to skip, themselves or their names; one name of a tied one is enough.
         buffers: also buffers, persistent or not.
 
     Raises:
@@ -66,17 +63,17 @@ def sync_params_and_buffers(
 ) -> None:
     """Collective over `comm`. All `tensors` become what they are on rank `src`, bit by bit.
 
-    They may have any dtype and strides, also other strides on each rank, and live on any device. Tensors that are the
-    same memory travel once. Wrapper subclasses (DTensor) are synchronized by the tensors within them.
+    They may have any dtype and device, and strides that differ between ranks. Tensors that are the same memory are sent
+    once. Wrapper subclasses (DTensor) are synchronized by the tensors within them.
 
     Args:
-        bucket_bytes: tensors of one dtype travel together up to so many bytes, through a buffer of that size. A larger
-            one travels by itself, from where it is if it is contiguous.
+        bucket_bytes: tensors of one dtype are sent together up to so many bytes, through a buffer of that size. A
+            larger one is sent alone, without a copy if it is contiguous.
         src: a rank of `comm`.
 
     Raises:
         DisagreementError: the ranks differ in the tensors' number, shapes, dtypes or ties, or in the arguments; it
-            says which ranks have what. Raised on every rank, before anything is changed.
+            lists which ranks have what. Raised on every rank, before anything is changed.
         EngineError: a tensor has no memory to be synchronized. Raised on every rank, before anything is changed.
     """
     _sync(comm, {f"tensor {index}": tensor for index, tensor in enumerate(tensors)}, bucket_bytes, src)
@@ -88,21 +85,21 @@ def _sync(comm: Communicator, named: dict[str, torch.Tensor], bucket_bytes: int,
         parts = [part for name, tensor in named.items() for part in _plain_parts(name, tensor)]
     owners: dict[object, str] = {}
     described = {"src": str(src), "bucket_bytes": str(bucket_bytes)}
-    travelling = []
+    sent = []
     for name, tensor in parts:
         owner = owners.setdefault(_place(tensor), name)
         described[name] = _described(tensor) + (f", tied to {owner}" if owner != name else "")
         if owner == name and tensor.numel():
-            travelling.append(_without_repeats(tensor))
+            sent.append(_without_repeats(tensor))
     _agree(comm, described)
     if comm.size == 1:
         return
-    for bucket in _buckets(travelling, bucket_bytes):
+    for bucket in _buckets(sent, bucket_bytes):
         _broadcast(comm, bucket, src)
 
 
 def _plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensor, or those that a wrapper subclass holds; they have memory."""
+    """The tensor, or those within a wrapper subclass. Refuses tensors without memory."""
     if hasattr(tensor, "__tensor_flatten__"):
         for attribute in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, attribute)
@@ -120,7 +117,7 @@ def _plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
 
 
 def _place(tensor: torch.Tensor) -> object:
-    """Equal for tensors that are the same memory in the same way."""
+    """Equal for tensors that view the same memory in the same way."""
     if not tensor.numel():
         return object()
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
@@ -141,14 +138,14 @@ def _repeated_dimensions(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """One of the many elements that an expanded tensor keeps in one place: torch refuses to write to all of them."""
+    """The elements of an expanded tensor that are distinct in memory: torch refuses to write to the others."""
     for dimension in _repeated_dimensions(tensor):
         tensor = tensor.narrow(dimension, 0, 1)
     return tensor
 
 
 def _agree(comm: Communicator, described: dict[str, str]) -> None:
-    """Collective over `comm`. Raise on every rank unless all give the same."""
+    """Collective over `comm`. Raise on every rank unless all have the same descriptions."""
     digest = hashlib.blake2b(repr(list(described.items())).encode(), digest_size=16).digest()
     if len(set(comm.all_gather_object(digest))) == 1:
         return
@@ -158,7 +155,7 @@ def _agree(comm: Communicator, described: dict[str, str]) -> None:
 
 
 def _difference(everyone: Sequence[dict[str, str]]) -> str:
-    """What differs between the descriptions of all ranks."""
+    """The differences between the descriptions of all ranks."""
     found = []
     for name in dict.fromkeys(name for described in everyone for name in described):
         message = _by_value(name, [described.get(name, "missing") for described in everyone])
@@ -173,7 +170,7 @@ def _difference(everyone: Sequence[dict[str, str]]) -> str:
 
 
 def _by_value(name: str, values: Sequence[str]) -> str:
-    """Which ranks have which of the values; nothing if all have the same."""
+    """Which ranks have which value; "" if all have the same."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -194,7 +191,7 @@ def _rank_list(ranks: Sequence[int]) -> str:
 
 
 def _buckets(tensors: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """The tensors, each bucket of one dtype. Depends on nothing in which ranks may differ."""
+    """Buckets of tensors of one dtype; the same on all ranks."""
     filling: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
     for tensor in tensors:
         size_bytes = tensor.numel() * tensor.element_size()
@@ -213,8 +210,8 @@ def _buckets(tensors: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[lis
 
 def _broadcast(comm: Communicator, bucket: Sequence[torch.Tensor], src: int) -> None:
     first = bucket[0]
-    if len(bucket) == 1 and _travels_as_it_is(first, comm):
-        comm.broadcast(first.view(-1), src)  # flat on each rank, also where others send a copy
+    if len(bucket) == 1 and _needs_no_copy(first, comm):
+        comm.broadcast(first.view(-1), src)  # flat on each rank, as on ranks that send a copy
         return
     numels = [tensor.numel() for tensor in bucket]
     flat = torch.empty(sum(numels), dtype=first.dtype, device=comm.device)
@@ -228,7 +225,7 @@ def _broadcast(comm: Communicator, bucket: Sequence[torch.Tensor], src: int) -> 
             tensor.copy_(place)
 
 
-def _travels_as_it_is(tensor: torch.Tensor, comm: Communicator) -> bool:
-    # Conjugation and negation that torch put off are not in the memory.
+def _needs_no_copy(tensor: torch.Tensor, comm: Communicator) -> bool:
+    # Lazy conjugation and negation are not in the memory.
     lazily = tensor.is_conj() or tensor.is_neg()
     return tensor.is_contiguous() and tensor.device.type == comm.device.type and not lazily

@@ -1,1 +1,1 @@
-"""This process and its surroundings: MPI, the device, the way to a store, signals and aborts."""
+"""This process and its environment: MPI, the device, the store, signals and aborts."""

@@ -1,6 +1,6 @@
-"""The public call that this process is in, so that messages can name it: "checkpoint.save", not a collective of it.
+"""The public call that this process is in, for messages: "checkpoint.save", and not a collective of it.
 
-Of calls within calls the outermost counts, which is the one that the user has made.
+Of nested calls the outermost counts: the user has made it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Here(threading.local):
-    """Where this thread is.
+    """The call of this thread.
 
     Attributes:
-        call: the outermost public call that the thread is in, "" outside of all of them.
+        call: the outermost public call of the thread, "" outside of all calls.
     """
 
     call = ""
@@ -28,7 +28,7 @@ class Backward:
     """The last backward of a model.
 
     Attributes:
-        label: of it.
+        label: describes it.
         is_running: whether the calling thread is in it.
     """
 
@@ -44,67 +44,62 @@ backward = Backward()
 
 
 def current() -> str:
-    """The public call that this thread is in, "" outside of all of them."""
+    """The public call that this thread is in, "" outside of all calls."""
     return backward.label if backward.is_running() else here.call
 
 
 def within(label: str) -> str:
-    """A collective, with the public call that this thread makes it in."""
+    """The label of a collective, with the public call of this thread in front."""
     call = current()
     return f"{call}: {label}" if call else label
 
 
 def public_call(name: str) -> Callable[[Function], Function]:
-    """A function of the public interface, called `name` in messages. Of a generator each step is such a call."""
+    """Decorate a public function, which messages call `name`. Each step of a generator is such a call."""
 
     def decorate(function: Function) -> Function:
         if inspect.isgeneratorfunction(function):
 
             @functools.wraps(function)
-            def go_through(*args: Any, **kwargs: Any) -> _Steps:
+            def start(*args: Any, **kwargs: Any) -> _Steps:
                 return _Steps(name, function(*args, **kwargs))
 
-            return go_through  # type: ignore[return-value]
+            return start  # type: ignore[return-value]
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if here.call:
-                return function(*args, **kwargs)
-            here.call = name
-            try:
-                return function(*args, **kwargs)
-            finally:
-                here.call = ""
+            return _call(name, function, *args, **kwargs)
 
         return call  # type: ignore[return-value]
 
     return decorate
 
 
+def _call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if here.call:
+        return function(*args, **kwargs)
+    here.call = name
+    try:
+        return function(*args, **kwargs)
+    finally:
+        here.call = ""
+
+
 class _Steps(Generator):
-    """A generator that is inside of a public call while it runs, and outside of it between its steps."""
+    """A generator whose steps are public calls."""
 
     def __init__(self, name: str, steps: Generator[Any, Any, Any]) -> None:
         self._name = name
         self._steps = steps
 
     def send(self, value: Any) -> Any:
-        return self._labelled(self._steps.send, value)
+        return _call(self._name, self._steps.send, value)
 
     def throw(self, *error: Any) -> Any:
-        return self._labelled(self._steps.throw, *error)
+        return _call(self._name, self._steps.throw, *error)
 
     def close(self) -> None:
-        self._labelled(self._steps.close)
+        _call(self._name, self._steps.close)
 
     def __del__(self) -> None:
         self.close()
-
-    def _labelled(self, step: Callable[..., Any], *args: Any) -> Any:
-        if here.call:
-            return step(*args)
-        here.call = self._name
-        try:
-            return step(*args)
-        finally:
-            here.call = ""

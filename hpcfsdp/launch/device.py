@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and how many threads it may use."""
+"""The device and the number of threads of a rank."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hpcfsdp.errors import LaunchError
 
 
 def choose(wanted: str | torch.device | None, local_rank: int) -> torch.device:
-    """The device for the rank with this local rank; the GPU with index ``local_rank % visible`` unless one is named.
+    """The device of the rank with this local rank: the GPU with index ``local_rank % visible`` unless one is named.
 
-    Under ``--gpus-per-task=1`` every rank sees one device, which is index 0 for each of them.
+    Under ``--gpus-per-task=1`` every rank sees one device, with index 0.
     """
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
@@ -36,7 +36,7 @@ def choose(wanted: str | torch.device | None, local_rank: int) -> torch.device:
 
 
 def fair_threads(mine: set[int], everyone: list[set[int]]) -> int:
-    """Threads for a process that may run on the cores `mine`, where each core is split among all that may use it."""
+    """Threads for a process that may run on the cores `mine`. Processes share a core equally."""
     share = sum(1 / max(1, sum(core in cores for cores in everyone)) for core in mine)
     return max(1, int(share + 1e-9))
 
@@ -45,7 +45,7 @@ def bind(wanted: str | torch.device | None, node: Any, *, exclusive: bool = True
     """Collective over `node` (the ranks of one node). Choose this rank's device and make it current.
 
     Args:
-        exclusive: refuse ranks that share a GPU, as NCCL does. hpcmpi, which stages through the host, lets them.
+        exclusive: refuse ranks that share a GPU, as NCCL does. hpcmpi, which stages through the host, allows it.
     """
     device = choose(wanted, node.rank)
     if device.type == "cuda":

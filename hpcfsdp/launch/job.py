@@ -1,4 +1,4 @@
-"""The job as MPI sees it, before torch is loaded: all processes, and which of them share a node."""
+"""The job as MPI sees it, before torch is loaded: all processes and their nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""How long a collective waits for ranks that do not take part."""
+"""How long a collective waits for missing ranks."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,17 @@ class Job:
     """All processes that the launcher started together.
 
     Attributes:
-        comm: over all of them, for what has to be exchanged while groups are made.
+        comm: over all of them, for messages while groups are created.
     """
 
     comm: MPI.Intracomm
     topology: Topology
 
     def export(self, topology: Topology, address: str, port: int) -> None:
-        """Set the variables by which third-party code finds its rank and the store, only where they are unset.
+        """Set the variables that give third-party code its rank and the store, only where they are unset.
 
         Args:
-            topology: which gives the local ranks.
+            topology: of the local ranks.
             address, port: of the store.
         """
         env.export_rendezvous(
@@ -56,8 +56,8 @@ def load_mpi() -> Any:
     On Cray systems mpi4py has to be loaded before torch: commands call this first of all.
 
     Raises:
-        LaunchError: MPI has been finalised already, or the launcher started several processes that this MPI library
-            takes for one each.
+        LaunchError: MPI has been finalised already, or the launcher started several processes, and this MPI library
+            takes each for a job of one.
     """
     with env.singleton_mpi():
         from mpi4py import MPI
@@ -69,15 +69,15 @@ def load_mpi() -> Any:
         library = MPI.Get_library_version().splitlines()[0].strip("\x00 ")
         raise LaunchError(
             f"the launcher started {count} processes ({variable}={count}), but the MPI library that mpi4py loaded "
-            f"({library}) does not hear it: every process would be rank 0 of 1. Start with that library's own mpirun, "
-            "choose its plug-in (srun --mpi=pmix or --mpi=pmi2), or install mpi4py for the launcher's MPI"
+            f"({library}) does not detect it: every process would be rank 0 of 1. Start with that library's own "
+            "mpirun, choose its plug-in (srun --mpi=pmix or --mpi=pmi2), or install mpi4py for the launcher's MPI"
         )
     return MPI
 
 
 @functools.cache
 def current_job() -> Job:
-    """Collective over all processes of the job, the first time. Start MPI, find the nodes, guard against failures."""
+    """Collective over all processes of the job, the first time. Start MPI, find the nodes, install the abort hooks."""
     mpi = load_mpi()
     comm = mpi.COMM_WORLD.Dup()
     node = comm.Split_type(mpi.COMM_TYPE_SHARED)
@@ -91,14 +91,14 @@ def current_job() -> Job:
 
 def _warn_of_forks(mpi: Any) -> None:
     """Warn the first time that this process forks, as a DataLoader does for its workers by default on Linux."""
-    process, warned = os.getpid(), []  # a forked process is not watched
+    process, warned = os.getpid(), []  # forked processes do not warn
 
     def warn_once() -> None:
         if os.getpid() != process or warned or mpi.Is_finalized():
             return
         warned.append(True)
         warnings.warn(
-            "this process forks after MPI has started: MPI may hang or fail in the child, and in this process, too. "
+            "this process forks after MPI has started: MPI may hang or fail in the child and in this process. "
             'For a DataLoader with workers give multiprocessing_context="spawn" or "forkserver", or num_workers=0',
             RuntimeWarning,
             stacklevel=2,

@@ -1,4 +1,4 @@
-"""One training at a time in a run's folder: a file there names the job and shows that it still runs."""
+"""A lock on a run's folder: a file names the training that holds it, and shows that the training still runs."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ log = logging.getLogger("hpcfsdp.train")
 
 NAME = "running.json"
 BEAT_S = 10.0
-"""The holder touches the file as often as this."""
+"""Seconds between two touches of the file by its holder."""
 SILENT_S = 150.0
-"""A holder that does not touch the file for so long is dead. Clients of NFS may see a new time only after a minute."""
+"""A holder that does not touch the file for so long is dead. NFS clients may see a new time only after a minute."""
 LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A job in a folder.
+    """A job that holds a folder.
 
     Attributes:
         host, pid: of its rank 0.
-        system: the running system and its space of process numbers; a pid means something within it.
-        started: when the process was started, as its system counts; another process may get the same pid later.
-        job, restart: the scheduler's number of the job, and how often it has started the job again.
-        since: when the job took the folder, ISO 8601.
-        token: of this holder alone.
+        system: the boot of the system and its pid namespace, in which `pid` is unique.
+        started: the start time of the process in the system's units; another process may get the same pid later.
+        job, restart: the scheduler's number of the job, and how often it has requeued the job.
+        since: when the job locked the folder, ISO 8601.
+        token: unique for this holder.
     """
 
     host: str
@@ -57,9 +57,9 @@ class Holder:
         return cls(env.host_name(), pid, _system(), _started(pid), job, restart, since, secrets.token_hex(8))
 
     def is_alive(self, observer: Holder) -> bool | None:
-        """Whether this process runs. None if `observer`, which is the current process, cannot see that."""
+        """Whether this process runs. None if `observer`, the current process, cannot see that."""
         if self.job and self.job == observer.job and self.restart != observer.restart:
-            return False  # the scheduler has ended it, and started the job again
+            return False  # the scheduler has ended it, and requeued the job
         if not self.system or self.system != observer.system:
             return None
         return _started(self.pid) == self.started
@@ -70,7 +70,7 @@ class Holder:
 
 
 class RunLock:
-    """A folder that this process holds from ``take`` until ``release``. For one rank of the job."""
+    """A folder that this process holds from ``acquire`` until ``release``. For one rank of the job."""
 
     def __init__(self, folder: Path) -> None:
         """Touches no disk."""
@@ -80,15 +80,15 @@ class RunLock:
         self._thread: threading.Thread | None = None
         self._removal_logged = False
 
-    def take(self, *, by_force: bool = False) -> None:
-        """Take the folder; create it if it is missing. May wait ``SILENT_S`` to see whether a holder lives.
+    def acquire(self, *, by_force: bool = False) -> None:
+        """Lock the folder; create it if it is missing. May wait ``SILENT_S`` to see whether another holder runs.
 
         Args:
-            by_force: take it from a holder that lives.
+            by_force: take it from a running holder.
 
         Raises:
             UsageError: another job holds it.
-            OSError: it cannot be written to.
+            OSError: the folder cannot be written to.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         while not self._create():
@@ -99,7 +99,7 @@ class RunLock:
                     f"{self.folder} is another training's: {holder}. Two would write into each other's files: choose "
                     f"another run_dir, or end that one; if it has ended, remove {self.path}, or give --take_over true"
                 )
-            log.warning("%s was left behind by a training that has ended, or is taken from it", self.path)
+            log.warning("%s belongs to a training that has ended, or is taken over", self.path)
             self._remove(found)
             by_force = False  # a job that takes the folder at the same time keeps it
         self._thread = threading.Thread(target=self._beat, name="hpcfsdp-run-lock", daemon=True)
@@ -127,7 +127,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Give the folder back, if this process still holds it."""
+        """Unlock the folder, if this process still holds it."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -164,7 +164,7 @@ class RunLock:
             aside.unlink()
 
     def _living(self, holder: Holder | None) -> Holder | None:
-        """The holder if it lives, None if not. On another machine only the time of the file shows that."""
+        """The holder if it runs, None if not. On another machine only the time of the file shows that."""
         is_alive = None if holder is None else holder.is_alive(self._mine)
         if is_alive is not None:
             return holder if is_alive else None
@@ -172,7 +172,7 @@ class RunLock:
         if before is None:
             return None
         log.warning(
-            "%s is held by %s: waiting up to %d s for a sign that it lives", self.folder, holder or "a job", SILENT_S
+            "%s is held by %s: waiting up to %d s to see whether it runs", self.folder, holder or "a job", SILENT_S
         )
         while time.monotonic() - began_s <= SILENT_S:
             time.sleep(LOOK_S)
@@ -184,7 +184,7 @@ class RunLock:
         return None
 
     def _touched(self) -> int | None:
-        """When the file was last touched, as the file system has it; None where there is none."""
+        """When the file was last touched; None where there is no file."""
         try:
             with open(self.path) as file:  # clients of NFS ask the server when a file is opened
                 return os.fstat(file.fileno()).st_mtime_ns
@@ -192,7 +192,7 @@ class RunLock:
             return None
 
     def _beat(self) -> None:
-        """Show, in a thread, that this process lives."""
+        """Touch the file at intervals, in a thread."""
         while not self._ended.wait(BEAT_S):
             try:
                 if _read(self.path) in (None, self._mine):
@@ -210,7 +210,7 @@ class RunLock:
 
 
 def _read(path: Path) -> Holder | None:
-    """The holder in a file; None if there is no file, or it names none."""
+    """The holder in a file; None if there is no file, or no holder in it."""
     try:
         return Holder(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -218,7 +218,7 @@ def _read(path: Path) -> Holder | None:
 
 
 def _system() -> str:
-    """The running system and its space of process numbers; empty if unknown."""
+    """The boot of the system and its pid namespace; empty if unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -226,7 +226,7 @@ def _system() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process of this system was started, as the system counts; empty if there is none."""
+    """The start time of a process in the system's units; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

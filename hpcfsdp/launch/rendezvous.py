@@ -1,4 +1,4 @@
-"""torch's store, with its address and port agreed over MPI: nothing fixed, nothing for the user to set."""
+"""torch's store on a free port of rank 0. The ranks exchange address and port over MPI."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROBE_TIMEOUT_S = 3.0
 
 
 def addresses_of_this_host() -> list[str]:
-    """IPv4 addresses by which other nodes may reach this one: what its name resolves to first, then its interfaces."""
+    """IPv4 addresses of this host that other nodes may reach: those of its name first, then those of its interfaces."""
     import psutil
 
     found: list[str] = []
@@ -49,7 +49,7 @@ def first_reached_by_all(candidates: list[str], port: int, comm: Any) -> str:
 
 
 def open_store(comm: Any, *, single_node: bool, timeout_s: float) -> tuple[Any, str]:
-    """Collective over `comm`. A TCPStore that rank 0 hosts on a free port, and the address by which all reach it."""
+    """Collective over `comm`. A TCPStore of rank 0 on a free port, and an address of it that all ranks reach."""
     import torch.distributed as dist
 
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -63,5 +63,5 @@ def open_store(comm: Any, *, single_node: bool, timeout_s: float) -> tuple[Any, 
         address = first_reached_by_all(comm.bcast(addresses_of_this_host() if store else None), port, comm)
     if store is None:
         store = dist.TCPStore(address, port, comm.size, is_master=False, timeout=timeout)
-    comm.Barrier()  # rank 0 may fail at what comes next, and its store with it: others would try to connect in vain
+    comm.Barrier()  # if rank 0 failed next, its store would be gone, and others would try to connect in vain
     return store, address

@@ -1,12 +1,12 @@
-"""Ranks leave together: one that fails ends the whole job within seconds, one that leaves early is noticed.
+"""The end of a job: a rank that fails aborts all processes within seconds, and the others detect one that leaves early.
 
 - An uncaught exception prints its traceback with rank and host, and aborts all processes: the others would wait for
   this one in a collective.
-- ``sys.exit`` is no exception to Python, and without more the process would wait in ``MPI_Finalize`` for the others,
-  and these for it in a collective. A rank that leaves with an error code waits ``GRACE_S`` for the others to leave, too
-  (all may have found the same error), then ends the job. Not after ``hpcfsdp.finalize()``, to which all have come.
-- A rank that leaves in any other way, and finds itself alone, sends the others a message. A rank that waits for it in a
-  collective raises an error instead (``departed``).
+- ``sys.exit`` does not reach the exception hook. The process would wait in ``MPI_Finalize`` for the others, and these
+  for it in a collective. A rank that exits with an error code waits ``GRACE_S`` for the others to exit, too (all may
+  have found the same error), then aborts the job. It does not after ``hpcfsdp.finalize()``, which all ranks call.
+- A rank that exits without an error before the others sends them a message. A rank that waits for it in a collective
+  raises an error (``departed``).
 """
 
 from __future__ import annotations
@@ -30,44 +30,43 @@ from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.terminal import shown_lines
 
 OUTPUT_GRACE_S = 0.5
-"""Launchers drop output that has not reached them when the abort does."""
+"""Before an abort: launchers drop output that arrives after it."""
 TOGETHER_S = 3.0
-"""How long other ranks leave it to rank 0 to print an error that all of them raise, and to end the job."""
+"""How long other ranks wait for rank 0 to print an error that all of them raise, and to abort the job."""
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 GRACE_S = 4.0
 SEND_AFTER_S = 1.0
 MOST_RANKS = 128
-"""Up to so many ranks one sends its message to all others. In larger jobs ranks that wait for it run into a timeout."""
+"""In jobs of more ranks a rank that exits early sends no messages, and ranks that wait for it time out."""
 _TAG = 1
 
 _comm: Any = None
 _process = 0
 _last: weakref.ref[_Exit] | None = None
 _code: int = 0
-"""The error code with which this process ends, 0 if it does without error or if that is not known."""
+"""The error code of this process; 0 if it exits without an error, or if the code is not known."""
 _is_clean = False
 _gone: set[int] = set()
 
 
 def catch_errors(comm: Any) -> None:
-    """Not collective. From now on an uncaught exception prints its traceback, with rank and host, and ends the job.
+    """Not collective. Install an exception hook that prints the traceback, with rank and host, and aborts the job.
 
-    A hook that the user has set prints in place of this one. May be called again, to be in front of hooks that torch
-    has put there since.
+    A hook of the user prints in place of this one. May be called again, after torch has installed its hook.
     """
     if comm.size > 1:
         sys.excepthook = _EndOfJob(_hook_of_user(sys.excepthook), comm.rank)
 
 
 def _hook_of_user(hook: Hook) -> Hook:
-    """What prints exceptions behind the hooks of torch and of this module."""
+    """The hook that prints exceptions, behind the hooks of torch and of this module."""
     while True:
         behind = None
         if isinstance(hook, _EndOfJob):
             behind = hook.before
         elif getattr(hook, "__module__", "").startswith("torch."):
-            from hpcfsdp import _compat  # loads torch, which has to come after MPI: here it is loaded
+            from hpcfsdp import _compat  # loads torch, after MPI
 
             behind = _compat.hook_behind_torch(hook)
         if behind is None:
@@ -86,7 +85,7 @@ class _EndOfJob:
         self._process = os.getpid()
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # A forked child is no rank: its parent is. And a hook that was set later may call this one, from within it.
+        # A forked child is not a rank. And a hook that was set later may call this one, from within it.
         if os.getpid() != self._process or _EndOfJob._is_running:
             self.before(kind, error, trace)
             return
@@ -95,7 +94,7 @@ class _EndOfJob:
             if self._rank and getattr(error, "raised_on_all_ranks", False):
                 time.sleep(TOGETHER_S)
             message = "ended the job after an uncaught error"
-            if self.before is sys.__excepthook__:  # in one piece: other ranks print, too
+            if self.before is sys.__excepthook__:  # at once: other ranks print, too
                 message += "\n" + "".join(traceback.format_exception(kind, error, trace))
                 abort(message, exit_code(error))
             else:
@@ -112,12 +111,12 @@ def exit_code(error: BaseException) -> int:
 
 
 def uncaught() -> BaseException | None:
-    """What has ended this program, if a hook that the user has set later has printed it: that lets the job go on."""
+    """The uncaught error, if a hook that the user has set later has printed it and has not aborted the job."""
     return None if isinstance(sys.excepthook, _EndOfJob) else getattr(sys, "last_value", None)
 
 
 def abort(message: str, exit_code: int, show: Callable[[], Any] = lambda: None) -> None:
-    """Print a message with rank and host, and end all processes of the job. Does not return, while MPI runs.
+    """Print a message with rank and host, and abort all processes of the job. Does not return while MPI runs.
 
     Args:
         show: prints more to stderr.
@@ -126,10 +125,10 @@ def abort(message: str, exit_code: int, show: Callable[[], Any] = lambda: None) 
 
     running = not MPI.Is_finalized()
     who = f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} on " if running else ""
-    with contextlib.suppress(Exception):  # closed, or not there: the job has to end all the same
+    with contextlib.suppress(Exception):  # closed or missing: the job must end all the same
         sys.stdout.flush()
     with contextlib.suppress(BaseException):
-        # torch's own exception hook collects what is printed until ours returns, which it does not.
+        # torch's own exception hook holds output back until ours returns, which it does not.
         stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ else sys.stderr
         with contextlib.redirect_stderr(stream):
             stream.write(f"hpcfsdp: {who}{env.host_name()}: {shown_lines(message.rstrip())}\n")
@@ -141,11 +140,11 @@ def abort(message: str, exit_code: int, show: Callable[[], Any] = lambda: None) 
 
 
 class _Exit(SystemExit):
-    """What ``sys.exit`` raises. In its last moment it finds out whether it has ended the program or been caught."""
+    """The exception of ``sys.exit``. When it is deleted it detects whether it has ended the program or been caught."""
 
     def __del__(self) -> None:
         global _code
-        # Python drops an uncaught one when no Python code is running any more; a caught one dies in some function.
+        # Python deletes an uncaught one when no Python code runs any more, and a caught one within a function.
         if sys._getframe(0).f_back is None and threading.current_thread() is threading.main_thread():
             _code = _code_of(self)
 
@@ -157,7 +156,7 @@ def _code_of(error: SystemExit) -> int:
 
 
 def install(comm: Any) -> None:
-    """Collective over `comm`, an mpi4py communicator of all ranks. Watch how this process ends; once in its life."""
+    """Collective over `comm`, an mpi4py communicator of all ranks. Install the hooks of this module, once."""
     global _comm, _process
     if comm.size == 1 or _comm is not None:
         return
@@ -168,7 +167,7 @@ def install(comm: Any) -> None:
 
 
 def mark_clean(clean: bool = True) -> None:
-    """Not collective. All ranks have come to the end of their common work: what each does then is its own matter."""
+    """Not collective. All ranks have finished their collectives: how each exits then does not matter to the others."""
     global _is_clean
     _is_clean = clean
 
@@ -185,10 +184,10 @@ def departed() -> set[int]:
 
 
 def _exit(status: Any = None, /) -> NoReturn:
-    raise _made(status)  # and not held here: a frame that holds its own exception keeps it alive
+    raise _make_exit(status)  # no local variable: a frame with its own exception keeps it alive
 
 
-def _made(status: Any) -> _Exit:
+def _make_exit(status: Any) -> _Exit:
     global _last
     error = _Exit(*status) if isinstance(status, tuple) else _Exit() if status is None else _Exit(status)
     _last = weakref.ref(error)
@@ -196,7 +195,7 @@ def _made(status: Any) -> _Exit:
 
 
 def _leave() -> None:
-    """Collective, in effect: every rank comes here when its program ends."""
+    """Collective: every rank runs this when its program ends."""
     from mpi4py import MPI
 
     if os.getpid() != _process or MPI.Is_finalized():
@@ -204,7 +203,7 @@ def _leave() -> None:
     error = uncaught()
     if error is not None and not _is_clean:
         abort("ended the job after an uncaught error", exit_code(error))
-    gc.collect()  # an error that was caught, and lives on in a circle with its own traceback
+    gc.collect()  # a caught error that is still referenced in a cycle with its traceback
     alive = _last() if _last is not None else None
     code = _code or (_code_of(alive) if alive is not None else 0)
     if _is_clean:
@@ -213,11 +212,11 @@ def _leave() -> None:
     while not arrival.Test():
         waited_s = time.monotonic() - began_s
         if code and waited_s > GRACE_S:
-            abort(f"left the program with exit code {code}, while other ranks are still inside of it", code)
+            abort(f"left the program with exit code {code}, while other ranks still run", code)
         if waited_s > SEND_AFTER_S and not sent and not code and _comm.size <= MOST_RANKS:
             sent = [_comm.Isend(bytearray(1), peer, _TAG) for peer in range(_comm.size) if peer != _comm.rank]
         time.sleep(0.001)
-    # All are here. Messages that nobody has received must be, or MPI would end with messages under way.
+    # All ranks are here. Receive all messages: MPI must not end with messages in progress.
     for rank, has_sent in enumerate(_comm.allgather(bool(sent))):
         if has_sent and rank != _comm.rank and rank not in _gone:
             _comm.Recv(bytearray(1), rank, _TAG)

@@ -1,4 +1,4 @@
-"""Signals by which a scheduler announces the end of a job, turned into a flag that is read at a step boundary."""
+"""Signals that announce the end of a job, as a flag that the training reads between steps."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 
 class StopRequest:
-    """While entered, the first of ``STOP_SIGNALS`` sets ``received``; nothing else happens inside the handler.
+    """A context in which the first of ``STOP_SIGNALS`` sets ``received``.
 
-    Saving a checkpoint there would run in the middle of a collective. The training loop agrees on the flag among the
-    ranks between two steps, since a signal may reach one rank earlier than another.
+    The handler saves no checkpoint: it may run in the middle of a collective. Ranks compare the flag between two steps,
+    since a signal may reach one rank earlier than another.
     """
 
     def __init__(self) -> None:
         self.received: int = 0
-        """Number of the signal, 0 while none has come."""
+        """Number of the signal, 0 before one arrives."""
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:

@@ -1,4 +1,4 @@
-"""Which ranks share a node. A pure value: made from MPI by ``World``, or by hand for any imagined machine."""
+"""The nodes of a job and the ranks on each: a pure value, from MPI or for an imagined machine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Topology:
 
     @classmethod
     def from_labels(cls, labels: Sequence[Hashable]) -> Topology:
-        """Ranks with equal labels share a node; `labels` has one entry for each rank, say the name of its host."""
+        """Ranks with equal labels share a node. `labels` has one entry for each rank, for example its host name."""
         members: dict[Hashable, list[int]] = {}
         for rank, label in enumerate(labels):
             members.setdefault(label, []).append(rank)
@@ -56,7 +56,7 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """Ranks on all nodes together."""
+        """The number of ranks on all nodes."""
         return len(self._places)
 
     @property
@@ -89,14 +89,15 @@ class Topology:
     def proxy(self, rank: int, node: int) -> int:
         """The rank on `node` that exchanges with `rank` on its own node's behalf; `rank` itself on its own node.
 
-        Ranks take each other's place by local rank, so each of a node's N ranks carries 1/N of what crosses nodes.
+        The proxy has the same local rank, modulo the ranks of its node. So each of a node's N ranks sends and receives
+        1/N of the bytes between nodes.
         """
         if node == self.node_rank(rank):
             return rank
         return self.nodes[node][self.local_rank(rank) % len(self.nodes[node])]
 
     def clients(self, rank: int) -> tuple[int, ...]:
-        """The ranks of other nodes whose proxy on this rank's node it is."""
+        """The ranks of other nodes that have `rank` as their proxy on its node."""
         home = self.node_rank(rank)
         step, first = len(self.nodes[home]), self.local_rank(rank)
         return tuple(client for n, node in enumerate(self.nodes) if n != home for client in node[first::step])
@@ -106,7 +107,7 @@ class Topology:
         return Topology.from_labels([self.node_rank(rank) for rank in ranks])
 
     def split(self, parts: int) -> Topology:
-        """Imagine each node to be `parts` nodes. For tests: several nodes on one machine."""
+        """Divide each node into `parts` nodes. For tests of several nodes on one machine."""
         divided: list[tuple[int, ...]] = []
         for node in self.nodes:
             if len(node) < parts:

@@ -1,1 +1,1 @@
-"""What a run tells: logs, metrics, progress."""
+"""Output of a run: logs, metrics, progress."""

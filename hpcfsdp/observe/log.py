@@ -41,7 +41,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _StderrHandler(logging.StreamHandler):
-    """Writes to what stderr is at the time: a progress bar puts itself in its place and stays below the lines."""
+    """Writes to the current ``sys.stderr``: a progress bar replaces it, and stays below the lines."""
 
     @property
     def stream(self) -> TextIO:
@@ -65,7 +65,7 @@ def set_up(rank: int, size: int, host: str, directory: Path | None = None) -> No
 
 
 def close() -> None:
-    """Take the handlers of ``set_up`` away again."""
+    """Remove the handlers of ``set_up``."""
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)
         handler.close()

@@ -13,7 +13,7 @@ class MetricsFile:
     """Appends records to a JSONL file. For one rank alone."""
 
     def __init__(self, path: Path, *, resume_step: int = 0) -> None:
-        """Open the file; records of steps after `resume_step`, from a run that was cut off later, are dropped."""
+        """Open the file, and drop records of steps after `resume_step`, from a run that ended later."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             kept = [line for line in path.read_text(errors="replace").splitlines() if _step(line) <= resume_step]
@@ -24,8 +24,8 @@ class MetricsFile:
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record; its "step" says where it belongs."""
-        if os.fstat(self._file.fileno()).st_nlink == 0:  # removed: what is written there nobody will see
+        """Append one record, which has a "step"."""
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # removed: write to a new file
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file.close()
             self._file = open(self._path, "a", buffering=1)  # noqa: SIM115 - closed by close()
@@ -39,4 +39,4 @@ def _step(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line that was cut off while it was written
+        return float("inf")  # an incomplete line

@@ -1,4 +1,4 @@
-"""Where the time of a long operation goes: seconds and bytes by phase, told at debug level."""
+"""Profiles of long operations: seconds and bytes by phase, logged at debug level."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 class Phase(enum.Enum):
-    """What an operation is busy with."""
+    """A phase of an operation."""
 
     PREPROCESSING = "preprocessing"
     OBJECT_GATHER = "object gather"
@@ -23,12 +23,12 @@ class Phase(enum.Enum):
 
 @dataclass
 class Spent:
-    """On one phase, all its turns together.
+    """The sums over all turns of a phase.
 
     Attributes:
-        seconds: without those of phases that ran inside of it.
-        nbytes: that it was said to move.
-        turns: how often it was entered.
+        seconds: without those of nested phases.
+        nbytes: moved, as given to ``profile``.
+        turns: how often the phase was entered.
     """
 
     seconds: float = 0.0
@@ -37,10 +37,10 @@ class Spent:
 
 
 class SimpleProfiler:
-    """Collects what ``profile`` measures inside of ``with SimpleProfiler(...)``; on the way out a line goes to the log.
+    """A context that sums what ``profile`` measures in it, and logs a line at its end.
 
-    Profilers do not see each other: one within another takes what happens in it. Where none is active, or the log does
-    not take debug messages, ``profile`` costs next to nothing.
+    Only the innermost profiler measures. Where none is active, or the log level is above debug, ``profile`` costs next
+    to nothing.
     """
 
     def __init__(self, title: str, log: logging.Logger) -> None:
@@ -69,7 +69,7 @@ class SimpleProfiler:
 
     @contextlib.contextmanager
     def measure(self, phase: Phase, nbytes: int) -> Iterator[None]:
-        """A turn of a phase; turns may be nested, also of the same phase."""
+        """A context for a turn of a phase. Turns may be nested, also of the same phase."""
         began = time.perf_counter()
         self._inner.append(0.0)
         try:
@@ -88,10 +88,10 @@ _current: contextvars.ContextVar[SimpleProfiler | None] = contextvars.ContextVar
 
 
 def profile(phase: Phase, nbytes: int = 0) -> contextlib.AbstractContextManager[None]:
-    """A context whose time counts for `phase` in the profiler that is active, if there is one.
+    """A context whose time counts for `phase` in the active profiler, if there is one.
 
     Args:
-        nbytes: that are moved in it.
+        nbytes: moved in the context.
     """
     profiler = _current.get()
     return contextlib.nullcontext() if profiler is None else profiler.measure(phase, nbytes)

@@ -1,4 +1,4 @@
-"""How far a training or a long command has come: a bar where stderr is a terminal, since bars flood job logs."""
+"""Progress of a training or a long command: a bar if stderr is a terminal, since bars flood job logs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hpcfsdp import env
 from hpcfsdp.terminal import shown
@@ -16,31 +15,20 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-class Progress(Protocol):
-    """Told of every step. A context manager."""
+class Progress:
+    """Receives every step. A context manager. This class shows nothing."""
 
-    def __enter__(self) -> Progress: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def step(self, step: int, text: str) -> None:
-        """Step number `step` is done; `text` sums it up."""
-
-
-class _Silent:
-    def __enter__(self) -> _Silent:
+    def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
     def step(self, step: int, text: str) -> None:
-        pass
+        """Step number `step` is done. `text` is its summary."""
 
 
-class _Lines(_Silent):
+class _Lines(Progress):
     def __init__(self, logger: logging.Logger, first: int, last: int, every: int) -> None:
         self._logger, self._first, self._last, self._every = logger, first, last, every
 
@@ -49,7 +37,7 @@ class _Lines(_Silent):
             self._logger.info("step %d/%d %s", step, self._last, text)
 
 
-class _Bar(_Silent):
+class _Bar(Progress):
     def __init__(self, first: int, last: int) -> None:
         from rich import progress as rich
 
@@ -74,19 +62,19 @@ class _Bar(_Silent):
 
 
 def step_progress(logger: logging.Logger, rank: int, first: int, last: int, every: int) -> Progress:
-    """What rank `rank` shows of steps `first` to `last`; other ranks than 0 show nothing.
+    """The display of steps `first` to `last` on rank `rank`. Ranks other than 0 show nothing.
 
     Args:
-        every: steps between two lines where there is no terminal.
+        every: steps between two lines without a terminal.
     """
     if rank != 0:
-        return _Silent()
+        return Progress()
     return _Bar(first, last) if sys.stderr.isatty() else _Lines(logger, first, last, every)
 
 
 @contextlib.contextmanager
 def byte_progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar for `nbytes` bytes while the block runs, which then disappears; nothing where stderr is no terminal.
+    """A bar for `nbytes` bytes during the block, which then disappears. None if stderr is not a terminal.
 
     Args:
         what: the text in front of the bar.

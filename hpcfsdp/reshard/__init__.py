@@ -1,1 +1,1 @@
-"""Runs, boxes and moves: tensors between any two ways of lying on ranks."""
+"""Runs, boxes and moves: tensors brought from one distribution over ranks to another."""

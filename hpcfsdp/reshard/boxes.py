@@ -17,7 +17,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def chunk_box(shape: Sequence[int], num_chunks: int, chunk: int) -> Box | None:
-    """The rows that a chunk along the first dimension has, None if it has none.
+    """The rows of a chunk along the first dimension, None if it has none.
 
     As ``torch.chunk`` and DTensor's ``Shard(0)`` cut: all chunks have equally many rows but for the last ones, which
     have fewer, or none. A tensor without rows is the first chunk.
@@ -30,9 +30,9 @@ def chunk_box(shape: Sequence[int], num_chunks: int, chunk: int) -> Box | None:
 
 
 def run_boxes(shape: Sequence[int], start: int, numel: int) -> list[Box]:
-    """The boxes that are, one after the other, `numel` elements of a tensor from `start` on, in row-major order.
+    """The boxes of `numel` consecutive elements of a tensor from `start` on, in row-major order.
 
-    At most two for each dimension: what is left of a row, then of a matrix, and so on, all whole ones, and back.
+    At most two for each dimension: the rest of a row, then of a matrix, and so on, all whole ones, and back.
     """
     if not numel:
         return []
@@ -57,7 +57,7 @@ def _within_row(row: int, box: Box) -> Box:
 
 
 def joined_boxes(shape: Sequence[int], runs: Iterable[tuple[int, int]]) -> list[Box]:
-    """Few boxes that hold these elements; passing through them one after the other is the order of the runs.
+    """Few boxes with these elements; the boxes one after the other have them in the order of the runs.
 
     Args:
         shape: of the tensor, of at least one dimension and one element.
@@ -70,26 +70,11 @@ def joined_boxes(shape: Sequence[int], runs: Iterable[tuple[int, int]]) -> list[
             # A box that is completed may join the one before it in turn: a row, then a plane of rows.
             while len(found) > 1 and (joined := _joined(found[-2], found[-1])) is not None:
                 found[-2:] = [joined]
-    return _settled(found)
-
-
-def _settled(boxes: list[Box]) -> list[Box]:
-    """Join neighbours until none is left that can be."""
-    while True:
-        found: list[Box] = []
-        for box in boxes:
-            joined = _joined(found[-1], box) if found else None
-            if joined is None:
-                found.append(box)
-            else:
-                found[-1] = joined
-        if len(found) == len(boxes):
-            return found
-        boxes = found
+    return found
 
 
 def _joined(left: Box, right: Box) -> Box | None:
-    """Both as one box, if passing through it passes through the left one first and then the right one."""
+    """Both as one box, if its elements are those of the left one, then of the right one."""
     for dim, (begin, size, after) in enumerate(zip(left.offsets, left.sizes, right.offsets, strict=True)):
         behind = slice(dim + 1, None)
         if begin + size == after and left.offsets[behind] == right.offsets[behind]:

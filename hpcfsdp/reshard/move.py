@@ -1,4 +1,4 @@
-"""Values of tensors brought from one distribution over ranks to another."""
+"""Values of tensors moved from one distribution over ranks to another."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from hpcfsdp.reshard.runs import Move, intersect
 RunsOf = Callable[[int], Sequence[Run]]
 """The runs that a rank holds."""
 
+BATCH_NUMEL = 1 << 20
+"""Elements of small parameters that travel together: latency counts for less, and memory hardly."""
+
 Flat = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
-"""Memory by the index of moves, 1-D each; None, or nothing, for tensors of which this rank has nothing."""
+"""Memory by the index of moves, 1-D each; None, or no entry, for tensors without elements on this rank."""
 
 
 @dataclass(frozen=True)
 class MovePlan:
-    """What one rank keeps, sends and receives. Made from distributions alone, without a message.
+    """The moves that one rank takes part in. Made from distributions alone, without a message.
 
     Attributes:
         kept: from this rank's memory to its own.
@@ -49,7 +52,7 @@ class MovePlan:
         """This plan, one range of tensors after the other; ascending ranges that hold all of them."""
         stops, size, nothing = [group.stop for group in groups], len(self.sent), list[Move]()
         everything = [self.kept, *self.sent, *self.received]
-        # Most ranks have no move in most groups: what is made for each group is what there is.
+        # Most ranks have no move in most groups: only moves that exist are listed.
         cuts: list[dict[int, list[Move]]] = [{} for _ in stops]
         for which, moves in enumerate(everything):
             for step in moves:
@@ -61,8 +64,9 @@ class MovePlan:
             yield MovePlan(lists[0], lists[1 : 1 + size], lists[1 + size :])
 
 
-def batches(sizes: Sequence[int], limit: int) -> list[range]:
-    """Ranges of consecutive tensors that have at most `limit` elements together, or are one that has more."""
+def batches(sizes: Sequence[int], limit: int | None = None) -> list[range]:
+    """Ranges of consecutive tensors with at most `limit` elements (``BATCH_NUMEL``) together, or one larger tensor."""
+    limit = BATCH_NUMEL if limit is None else limit
     found, begin, held = [], 0, 0
     for index, size in enumerate(sizes):
         if index > begin and held + size > limit:
@@ -76,8 +80,8 @@ def batches(sizes: Sequence[int], limit: int) -> list[range]:
 def move(comm: Communicator, plan: MovePlan, source: Flat, target: Flat, dtype: torch.dtype) -> None:
     """Collective over `comm`. Bring values from `source` to `target` on all ranks as planned.
 
-    What goes to one rank, or comes from one, in a single run of the right dtype and device is sent from and received
-    in its place. For all else memory is taken for as long as it takes.
+    A single run of the right dtype and device is sent from, or received in, its place. All else is copied through
+    temporary memory.
 
     Args:
         source: of any dtype, contiguous or not.
@@ -89,7 +93,7 @@ def move(comm: Communicator, plan: MovePlan, source: Flat, target: Flat, dtype: 
     if comm.size == 1:
         return
     nothing = torch.empty(0, dtype=dtype, device=comm.device)
-    outputs = [_room(target, moves, comm, dtype, nothing) for moves in plan.received]
+    outputs = [_receive_buffer(target, moves, comm, dtype, nothing) for moves in plan.received]
     comm.all_to_all(outputs, [_packed(source, moves, comm, dtype, nothing) for moves in plan.sent])
     for moves, arrived in zip(plan.received, outputs, strict=True):
         _unpack(target, moves, arrived)
@@ -110,10 +114,10 @@ def _packed(
     return packed
 
 
-def _room(
+def _receive_buffer(
     target: Flat, moves: list[Move], comm: Communicator, dtype: torch.dtype, nothing: torch.Tensor
 ) -> torch.Tensor:
-    """Where what is received comes in: its place, if it has one."""
+    """The memory to receive in: the place of a single run, if it fits."""
     if not moves:
         return nothing
     index, _, begin, numel = moves[0]

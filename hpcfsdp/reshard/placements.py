@@ -1,4 +1,4 @@
-"""Which blocks of a tensor the ranks of a mesh have, as ``DTensor`` placements cut it. Pure: for any imagined mesh."""
+"""The blocks of a tensor on the ranks of a mesh, as ``DTensor`` placements cut it. Pure: for any imagined mesh."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def mesh_blocks(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[
 
 
 def mesh_boxes(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[Placement]) -> dict[int, list[Box]]:
-    """What each rank has of a ``DTensor``: one block, or none, but for ``_StridedShard``, which can leave it several.
+    """The blocks of a ``DTensor`` on each rank: one or none, but for ``_StridedShard``, which can leave several.
 
-    Several are parts of the local tensor, and do not lie one after the other if they are cut along an inner dimension.
+    Several are parts of the local tensor, and are not consecutive there if they are cut along an inner dimension.
     Blocks without elements are left out; a tensor without any is a block of the first rank.
 
     Args:
@@ -77,7 +77,7 @@ def _spans_by_place(
 def _spans_on_mesh(
     shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> list[tuple[list[tuple[int, int]], ...]]:
-    """By place of a mesh, in row-major order, what it has of each dimension, as (begin, end)."""
+    """By place of a mesh, in row-major order, its parts of each dimension, as (begin, end)."""
     cuts: list[list[tuple[int, int]]] = [[] for _ in shape]  # by dimension, (that of the mesh, strides)
     for axis, placement in enumerate(placements):
         if placement.is_replicate():
@@ -102,7 +102,7 @@ def _box(spans: Sequence[tuple[int, int]]) -> Box:
 
 
 def _spans(size: int, cuts: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], list[tuple[int, int]]]:
-    """What each place has of a dimension, as (begin, end), that is cut into (parts, strides) one after the other."""
+    """The parts of a dimension at each place, as (begin, end), after cuts into (parts, strides) in order."""
     table: dict[tuple[int, ...], list[tuple[int, int]]] = {(): [(0, size)]}
     for parts, strides in cuts:
         table = {

@@ -1,9 +1,9 @@
 """Whether rows of runs tile tensors, and which bytes they take. Pure.
 
-A row is `count` runs of `numel` elements, of which each begins `stride` elements after the one before it. A few bytes
-of a file can tell of millions of runs, so rows are taken as rectangles rather than run by run: where the rows of a
-stretch have one stride, its elements are a matrix with that many columns, which they have to tile. Time and memory grow
-with the number of rows. What is so irregular that rows have to be cut into parts is cut into up to ``MOST_PARTS``.
+A row is `count` runs of `numel` elements; each begins `stride` elements after the one before it. A few bytes of a file
+can describe millions of runs, so rows are treated as rectangles rather than run by run: where the rows of a range have
+one stride, its elements are a matrix with that many columns, which the rows have to tile. Time and memory grow with the
+number of rows. Irregular rows are cut into up to ``MOST_PARTS`` parts.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy as np
 from hpcfsdp.reshard.tiling import uneven_corners
 
 MOST_PARTS = 1 << 22
-"""Into which rows of one stretch are cut where they do not fit each other: about 400 MiB."""
+"""The most parts that irregular rows of one range are cut into: about 400 MiB."""
 
 MOST_ELEMENTS = 1 << 60
 """Sums of places, and of corners, are exact in int64."""
 
 
 class TilingError(ValueError):
-    """Rows that are too irregular to be looked at.
+    """Rows are too irregular to be checked.
 
     Attributes:
-        tensor: of which they are; None where they are of several.
+        tensor: the one that they are of; None if they are of several.
     """
 
     def __init__(self, tensor: int | None = None) -> None:
-        super().__init__(f"its runs lie between each other in more than {MOST_PARTS} parts")
+        super().__init__(f"its runs are interleaved in more than {MOST_PARTS} parts")
         self.tensor = tensor
 
 
@@ -63,18 +63,16 @@ def first_untiled(rows: np.ndarray, numels: Sequence[int]) -> int | None:
     return worst if worst < len(sizes) else None
 
 
-def byte_stretches(
+def byte_ranges(
     begins: np.ndarray, numels: np.ndarray, counts: np.ndarray, strides: np.ndarray, owners: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which bytes of a file rows take: first bytes and ends of stretches, by first byte, int64.
+    """The bytes of a file that rows occupy: first bytes and ends of ranges, by first byte, int64.
 
-    Stretches lie on each other where rows do. Rows that lie between each other and fill what is between the first and
-    the last of their bytes become one stretch; else each run is one.
+    Ranges overlap where rows do. Interleaved rows without gaps become one range; else each run is one.
 
     Args:
         begins: first byte of each row, int64, as are `numels` and `strides`, in bytes too, and `counts`.
-        owners: rows with the same number have no byte in common: they tile one tensor, and all its elements lie in the
-            file as they do in the tensor.
+        owners: rows with the same number have no byte in common: they tile one tensor, with all its elements in order.
 
     Raises:
         TilingError: they are too irregular.
@@ -107,7 +105,7 @@ class _Lines(NamedTuple):
 
     @classmethod
     def of(cls, rows: np.ndarray, bases: np.ndarray) -> _Lines:
-        """Rows that lie inside of their tensors, which begin at `bases`. Runs that touch each other become one."""
+        """Rows inside of their tensors, which begin at `bases`. Runs that touch each other become one."""
         begins, numels, counts, strides = (
             rows[name].astype(np.int64) for name in ("start", "numel", "count", "stride")
         )
@@ -135,13 +133,13 @@ class _Lines(NamedTuple):
 
 
 def _repeated(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each place as often as `counts` says, and for each of these how many there are before it of its kind."""
+    """Each place, repeated `counts` times, and the number of each repetition."""
     which = np.repeat(np.arange(len(counts)), counts)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _outside(rows: np.ndarray, numels: np.ndarray) -> np.ndarray:
-    """The rows that have no elements, have one twice, or are not in their tensors of so many elements."""
+    """The rows without elements, with overlapping runs, or that reach beyond their tensors of `numels` elements."""
     start, numel, stride = rows["start"], rows["numel"], rows["stride"]
     whole, count = numels.astype(np.uint64), rows["count"].astype(np.uint64)
     bad = (count < 1) | (numel < 1) | (numel > whole) | (start > whole - np.minimum(numel, whole))
@@ -152,7 +150,7 @@ def _outside(rows: np.ndarray, numels: np.ndarray) -> np.ndarray:
 
 
 def _cluster_firsts(lines: _Lines) -> np.ndarray:
-    """The first row of each cluster: of rows of which each reaches into another one."""
+    """The first row of each cluster of overlapping or interleaved rows."""
     if not len(lines.begins):
         return np.empty(0, np.int64)
     before = np.maximum.accumulate(lines.ends)[:-1]
@@ -160,7 +158,7 @@ def _cluster_firsts(lines: _Lines) -> np.ndarray:
 
 
 def _first_unfit(lines: _Lines, length: int, bases: np.ndarray) -> int | None:
-    """A place in the first tensor where the line up to `length` is not taken exactly once; None if there is none."""
+    """A place in the first tensor that is not covered exactly once, on the line up to `length`; None if all are."""
     firsts = _cluster_firsts(lines)
     if not len(firsts):
         return 0 if length else None
@@ -181,10 +179,10 @@ def _first_unfit(lines: _Lines, length: int, bases: np.ndarray) -> int | None:
 
 
 def _first_bad(lines: _Lines, of: np.ndarray, lengths: np.ndarray, lows: np.ndarray, bases: np.ndarray) -> list[int]:
-    """Where the first cluster begins that its rows do not tile, in a list, which is empty if there is none.
+    """The begin of the first cluster that its rows do not tile, in a list; an empty list if there is none.
 
     Args:
-        lines: rows, counted from the first element of their cluster; `of` which cluster that is, ascending.
+        lines: rows, counted from the first element of their cluster; `of`: the number of that, ascending.
         lengths: of the clusters, which begin at `lows`.
     """
     bad = _untiled(lines, of, lengths)
@@ -200,20 +198,20 @@ def _first_bad(lines: _Lines, of: np.ndarray, lengths: np.ndarray, lows: np.ndar
 
 
 def _untiled(lines: _Lines, of: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
-    """Which clusters their rows do not tile; None if that takes too many parts."""
+    """A mask of the clusters that their rows do not tile; None if that takes too many parts."""
     widths = _widths(lines, of, lengths)
     odd = (lines.counts > 1) & (lines.strides != widths[of])
     if int(lines.counts[odd].sum()) > MOST_PARTS + 4 * len(of):
         return None
     of, lines = np.append(of[~odd], np.repeat(of[odd], lines.counts[odd])), _joined(lines, odd)
-    # Each cluster as a matrix: its rows are rectangles of it, and so is all of it, which counts against them.
+    # Each cluster is a matrix, and its rows are rectangles in it; all of the matrix counts with the opposite sign.
     number, once = np.arange(len(lengths)), np.ones_like(lengths)
     wholes = _Lines(np.zeros_like(lengths), lengths, once, lengths)
     signs = np.append(np.ones(len(of), np.int64), -once)
     of, lines = np.append(of, number), _Lines(*map(np.append, lines, wholes))
     which, top, bottom, left, right = _rectangles(lines, widths[of])
     of, signs = of[which], signs[which]
-    # A corner is one number. Behind each line of a matrix, and behind the last, there is a place for the ends.
+    # A corner is one number. Each line of a matrix, and one after the last, has one place more for the ends.
     spans = widths + 1
     bases = np.cumsum((-(-lengths // widths) + 1) * spans)
     bases = np.append(0, bases[:-1])
@@ -250,7 +248,7 @@ def _rectangles(lines: _Lines, width: np.ndarray) -> tuple[np.ndarray, ...]:
     """Rows as rectangles of matrices that are as wide as their strides.
 
     Returns:
-        Of each rectangle which row it is of, first line, end of lines, first column, and end of columns.
+        For each rectangle the number of its row, first line, end of lines, first column, and end of columns.
     """
     which = np.arange(len(width))
     row, column = lines.begins // width, lines.begins % width

@@ -1,8 +1,8 @@
-"""Which elements of which tensor lie where, as runs, and the moves from one distribution to another. Pure.
+"""Distributions of tensors as runs, and the moves from one distribution to another. Pure.
 
-A run is consecutive elements of one tensor, in row-major order, that some memory holds without a gap. A flat
-parameter's shard, a chunk of rows, a box in the middle of a matrix and a whole tensor are all lists of runs, so one
-plan moves values between any two of them.
+A run is consecutive elements of one tensor, in row-major order, without a gap in memory. A flat parameter's shard, a
+chunk of rows, a box in the middle of a matrix and a whole tensor are all lists of runs, so one plan moves values
+between any two of them.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def box_runs(index: int, shape: Sequence[int], box: Box) -> Iterator[Run]:
 
 
 def cut_runs(index: int, frame: Box, box: Box, offset: int = 0) -> Iterator[Run]:
-    """The runs of a block that lie in a larger or smaller one, in row-major order.
+    """The runs that two blocks of a tensor have in common, in row-major order.
 
     Args:
-        frame: they start at their place in this block, as if it were the tensor.
+        frame: starts are counted in this block, as if it were the tensor.
         box: contiguous in memory of its own, from `offset` on.
     """
     begins = [max(a, b) for a, b in zip(frame.offsets, box.offsets, strict=True)]
@@ -85,10 +85,10 @@ def _row_major(shape: Sequence[int]) -> list[int]:
 
 
 def intersect(sources: Sequence[Run], targets: Sequence[Run]) -> list[Move]:
-    """What of `targets` can come from `sources`, in the order of tensors and elements.
+    """The moves from `sources` to `targets`, in the order of tensors and elements.
 
-    Both are in that order, and neither holds an element twice. It takes time in proportion to the runs of both where
-    they overlap.
+    Both are in that order, and neither has an element twice. Takes time in proportion to the runs of both where they
+    overlap.
     """
     if not sources or not targets:
         return []

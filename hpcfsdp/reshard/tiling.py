@@ -1,10 +1,10 @@
 """Whether blocks make up a tensor: each element in one of them, none in two.
 
-The blocks are compared with the whole by their corners. The function that counts in how many blocks an element lies is
-a sum of products of steps, and is known from where it steps, and by how much: at each corner of a block, up or down.
+The blocks are compared with the whole by their corners. The function that counts the blocks with an element is a sum of
+products of steps, and is known from where it steps, and by how much: at each corner of a block, up or down.
 Blocks tile a tensor when these steps add up to those of the tensor. That takes sorting the corners once, whatever the
 order of the blocks and the way in which they are cut; and of steps that are left over, the first in row-major order is
-the first element that lies in no block, or in several.
+the first element that is in no block, or in several.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 
 class Block(Protocol):
-    """Where a block begins in each dimension, and how far it goes."""
+    """The begin and the size of a block in each dimension."""
 
     @property
     def offsets(self) -> Sequence[int]: ...
@@ -57,9 +57,9 @@ def find_outside(shape: Sequence[int], blocks: Sequence[Block]) -> int | None:
 
 
 def find_fault(shape: Sequence[int], blocks: Sequence[Block]) -> Fault | None:
-    """The first gap or overlap of blocks that lie within a tensor; None if they tile it.
+    """The first gap or overlap of blocks within a tensor; None if they tile it.
 
-    Time and memory grow with the corners of the blocks, sorted: ``n log n``. Blocks without elements are nowhere.
+    Time and memory grow with the corners of the blocks, sorted: ``n log n``. Blocks without elements are ignored.
     """
     begins = np.array([block.offsets for block in blocks], dtype=np.int64).reshape(len(blocks), len(shape))
     sizes = np.array([block.sizes for block in blocks], dtype=np.int64).reshape(len(blocks), len(shape))

@@ -1,4 +1,4 @@
-"""Arguments of the wrapper: checked before anything is changed."""
+"""Checks of the wrapper's arguments, before anything is changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcfsdp.world import current_world
 
 
 def check_module(module: Any) -> None:
-    """Refuse what is no module, and what is wrapped already."""
+    """Refuse an object that is no module, or a module that is sharded already."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"FullyShardedDataParallel wraps a torch.nn.Module, not {type(module).__name__}")
     if unit_of(module) is not None:
@@ -29,17 +29,17 @@ def check_module(module: Any) -> None:
 
 
 def warn_of_container(module: nn.Module) -> None:
-    """Warn of a container without a forward, which is to have parameters of its own to gather."""
+    """Warn about a container without a forward that owns parameters of a unit."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         warnings.warn(
-            f"a {type(module).__name__} has no forward, in which its parameters could be gathered: wrap the modules in "
+            f"a {type(module).__name__} has no forward in which its parameters could be gathered: wrap the modules in "
             "it, or the module that calls them",
             stacklevel=3,
         )
 
 
 def check_types(cpu_offload: Any, mixed_precision: Any, backward_prefetch: Any) -> None:
-    """Refuse values of other types than torch's configuration classes, and dtypes that cannot be computed in."""
+    """Refuse values that are not torch's configuration classes, and dtypes that are not floating-point."""
     for name, value, kind in (
         ("cpu_offload", cpu_offload, CPUOffload),
         ("mixed_precision", mixed_precision, MixedPrecision),
@@ -54,7 +54,7 @@ def check_types(cpu_offload: Any, mixed_precision: Any, backward_prefetch: Any) 
 
 
 def check_readers(module: nn.Module) -> None:
-    """Refuse units inside of modules that read the parameters of their children without calling them."""
+    """Refuse units inside of modules that read their children's parameters without calling the children."""
     for name, reader in module.named_modules():
         if isinstance(reader, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
             inside = [child for child, m in reader.named_modules() if unit_of(m) is not None]
@@ -67,7 +67,7 @@ def check_readers(module: nn.Module) -> None:
 
 
 def target_device(process_group: Any, device_mesh: Any, device_id: int | torch.device | None) -> torch.device | None:
-    """Where to move the module, None to leave it where it is."""
+    """The device to move the module to, None to leave it."""
     if isinstance(device_id, int):
         if device_id >= torch.cuda.device_count():
             raise ValueError(f"device_id={device_id}: this process sees {torch.cuda.device_count()} GPU(s)")

@@ -1,12 +1,10 @@
-"""Parameters that users assign to modules at rest, ``module.weight = nn.Parameter(...)``: taken over at next use."""
+"""Parameters that users assign to modules at rest, ``module.weight = nn.Parameter(...)``: adopted at the next use."""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections.abc import Sequence
-
-from torch import nn
 
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.unit import Unit
@@ -17,21 +15,17 @@ from hpcfsdp.sharded.own import OwnParam
 
 
 def watch_assignments(unit: Unit, flat: FlatParam, entries: Sequence[OwnParam]) -> None:
-    """Have a flat parameter look for assigned parameters whenever it adopts what users have put in its place.
-
-    Args:
-        entries: where each of its leaves is registered, in their order.
-    """
+    """Have ``flat.adopt_user_data`` adopt assigned parameters. `entries`: those of its leaves, in their order."""
     flat.places = [entry.places for entry in entries]
-    flat.on_assigned = functools.partial(_take_over, weakref.ref(unit), weakref.ref(flat), entries)  # they hold it
+    flat.on_assigned = functools.partial(_adopt_assigned, weakref.ref(unit), weakref.ref(flat), entries)  # no cycle
 
 
-def _take_over(unit_ref: weakref.ref[Unit], flat_ref: weakref.ref[FlatParam], entries: Sequence[OwnParam]) -> None:
-    """Not collective. With `use_orig_params`, what modules hold becomes the leaf, as in torch's FSDP.
+def _adopt_assigned(unit_ref: weakref.ref[Unit], flat_ref: weakref.ref[FlatParam], entries: Sequence[OwnParam]) -> None:
+    """Not collective. With `use_orig_params` an assigned parameter becomes the leaf, as in torch's FSDP.
 
     Raises:
-        EngineError: without `use_orig_params`; a tied parameter was replaced in one of its places alone; what was
-            assigned has another number of elements than this rank's shard.
+        EngineError: without `use_orig_params`; a tied parameter was replaced in one of its places alone; the assigned
+            one has another number of elements than this rank's run.
     """
     unit, flat = unit_ref(), flat_ref()
     if unit is None or flat is None or unit.phase is not Phase.IDLE:
@@ -44,7 +38,7 @@ def _take_over(unit_ref: weakref.ref[Unit], flat_ref: weakref.ref[FlatParam], en
         what = f"{unit.name}: another parameter of shape {tuple(assigned.shape)} was assigned to {entry.fqn!r}"
         if not flat.use_orig_params:
             raise EngineError(
-                f"{what}, whose values the flat parameter has: assign it within "
+                f"{what}, which is part of a flat parameter: assign it within "
                 "FullyShardedDataParallel.summon_full_params(model), or wrap with use_orig_params=True"
             )
         if any(param is not assigned for param in held):
@@ -54,13 +48,9 @@ def _take_over(unit_ref: weakref.ref[Unit], flat_ref: weakref.ref[FlatParam], en
             raise EngineError(
                 f"{what}, which is tensor-parallel: assign it within FullyShardedDataParallel.summon_full_params(model)"
             )
-        _adopt(unit, flat, index, entry, assigned)
-
-
-def _adopt(unit: Unit, flat: FlatParam, index: int, entry: OwnParam, assigned: nn.Parameter) -> None:
-    flat.replace_leaf(index, assigned)
-    unit.look_at_leaves()
-    managed.replace(entry.param)
-    managed.mark(assigned, entry.fqn, flat.layout.slots[index].whole_shape)
-    entry.param = assigned
-    optimizer_check.check_again()
+        flat.replace_leaf(index, assigned)
+        unit.look_at_leaves()
+        managed.replace(entry.param)
+        managed.mark(assigned, entry.fqn, flat.layout.slots[index].whole_shape)
+        entry.param = assigned
+        optimizer_check.check_again()

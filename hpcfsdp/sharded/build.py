@@ -1,4 +1,4 @@
-"""Units are made: ranks compare what they wrap, parameters become flat ones and leave their modules."""
+"""Construction of units: ranks compare their models, and flat parameters replace the modules' own."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from hpcfsdp.sharded.groups import check_apart
 from hpcfsdp.sharded.own import Ignored, OwnParams
 from hpcfsdp.sharded.same_model import check_same_model, warn_of_values
 from hpcfsdp.sharded.tensor_parallel import TensorView
-from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit, flat_param_name, units_in
+from hpcfsdp.sharded.unit import ShardedUnit, clean_path, flat_param_name, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 
 _CHUNK_NUMEL = 1 << 20
-"""Of a flat parameter where ranks read each other's memory: the buffers of gradients are as large as the largest one,
-and what is in the cache when it is written there is read from the cache. Other transports want large messages."""
+"""Of a flat parameter where ranks share memory. Gradient buffers are as large as the largest flat parameter, and small
+ones stay in the cache between write and read. Other transports need large messages."""
 _KEEPS_VALUES = (ShardingStrategy.SHARD_GRAD_OP, _compat.HYBRID_SHARD_ZERO2, ShardingStrategy.NO_SHARD)
-_WARNED = "this has been warned of"
+_WARNED = "the user has been warned"
 
 
 def sync_values(own: OwnParams, mesh: UnitMesh) -> None:
-    """Collective over the unit's ranks. Have all begin with the values of the first."""
+    """Collective over the unit's ranks. Broadcast the values of the first rank."""
     for dim, comm in mesh.along.items():
         if comm.size > 1:
             sync_params_and_buffers(comm, own.params_alike + own.buffers_alike if dim == "tensor" else own.tensors)
@@ -53,13 +53,13 @@ def make_unit(
     full_precision: tuple[type[nn.Module], ...],
     made: frozenset[str] | None,
 ) -> ShardedUnit:
-    """Collective over the unit's ranks. The unit of what is owned below a module.
+    """Collective over the unit's ranks. Make the unit of a module.
 
     Args:
         wrapper: of `module`.
         offload: keep shards in host memory.
         full_precision: types of modules that compute in full precision.
-        made: names of parameters that got their values here; None if all ranks have the same values.
+        made: names of parameters that were initialised here; None if all ranks have the same values.
     """
     if any(comm.shares_memory for dim, comm in mesh.along.items() if dim != "tensor" and comm.size > 1):
         own.split(_CHUNK_NUMEL)
@@ -76,8 +76,8 @@ def make_unit(
     flats = []
     for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
         for entry in group:
-            entry.localise()
-            entry.take()  # while it has its shape
+            entry.replace_dtensor()
+            entry.mark()  # while it has its shape
         flat = FlatParam(
             [entry.param for entry in group],
             layout,
@@ -124,7 +124,7 @@ def make_unit(
 
 
 def join_tp_group(unit: ShardedUnit, tensor_mesh: DeviceMesh, *, sync_module_states: bool) -> None:
-    """Collective over the unit's ranks, and over those that are parallel over tensors, which all have it whole."""
+    """Collective over the unit's ranks and the tensor-parallel ranks. Add these to a unit without DTensors."""
     mesh, flats = unit.mesh.with_tensor(tensor_mesh), unit.flats
     sharing = mesh.ranks("replicate", "shard")
     with raise_together_over(mesh.lines()):
@@ -133,7 +133,7 @@ def join_tp_group(unit: ShardedUnit, tensor_mesh: DeviceMesh, *, sync_module_sta
     with raise_together_over(unit.mesh.lines()):
         check_same_model(mesh.tensor, [flat.layout for flat in flats], trained, mesh.ranks("tensor"))
     if sync_module_states:
-        shards = [flat.parameter.data.clone() for flat in flats]  # where memory is shared nothing may be received
+        shards = [flat.parameter.data.clone() for flat in flats]  # shared memory cannot receive
         sync_params_and_buffers(mesh.tensor, [*shards, *unit.own.buffers_alike])
         for flat, shard in zip(flats, shards, strict=True):
             flat.parameter.data.copy_(shard)
@@ -141,29 +141,29 @@ def join_tp_group(unit: ShardedUnit, tensor_mesh: DeviceMesh, *, sync_module_sta
 
 
 def warn_of_units(root: nn.Module, stacklevel: int) -> None:
-    """Warn once of values that differ between ranks in units within `root`."""
+    """Warn once about values in units within `root` that differ between ranks."""
     names = {module: name for name, module in root.named_modules()}
     found = {unit: unit.differing for unit in units_in(root) if unit.differing is not None}
     if found and _WARNED not in found.values():
         unit, what = next(iter(found.items()))
-        name = ".".join(part for part in names[unit.wrapper].split(".") if part != WRAPPED)
+        name = clean_path(names[unit.wrapper])
         warn_of_values(f"in the unit {name!r}, {what}" if name else what, stacklevel=stacklevel)
     if found:
         next(iter(found)).differing = _WARNED
 
 
 def _compare(own: OwnParams, layouts: Sequence[FlatLayout], mesh: UnitMesh, made: frozenset[str] | None) -> str | None:
-    """Collective over the unit's ranks. What they begin with different values of; they have the same parameters."""
+    """Collective over the unit's ranks. Refuse different parameters. Returns the first whose values differ."""
     trained = [group[0].param.requires_grad for group in own.groups]
     counted = {entry.fqn: entry.counted_fqn for entry in own.entries}
     comms, differing = mesh.lines(), None
     for comm in comms:
-        is_tensor = comm is mesh.tensor  # where each has another block
+        is_tensor = comm is mesh.tensor  # each has another block
         alike = [layout.of_tensor_rank(0) for layout in layouts] if is_tensor else layouts
-        # Parts that were drawn by several ranks are no less random; replicas of one part have to be the same.
+        # Shards may be drawn by different ranks; replicas of a shard must be the same.
         are_parts = not is_tensor and (mesh.size("replicate") == 1 or comm is mesh.shard)
-        left = made if made is not None and are_parts else frozenset()
-        values = None if made is None else own.named_values(left, alike_only=is_tensor)
+        excluded = made if made is not None and are_parts else frozenset()
+        values = None if made is None else own.named_values(excluded, alike_only=is_tensor)
         with raise_together_over(other for other in comms if other is not comm):
             found = check_same_model(comm, alike, trained, rank_names(comm), counted_fqns=counted, values=values)
         differing = differing or found
@@ -183,6 +183,6 @@ def _dtypes(mixed: MixedPrecision, kept: torch.dtype, full_precision: bool) -> D
 
 def _too_late(unit: str, fqn: str) -> EngineError:
     return EngineError(
-        f"{fqn!r} of the unit {unit} was to be parallelized over tensors after it had been wrapped, when it is "
-        "sharded: call parallelize_module first, and wrap its result"
+        f"parallelize_module was called with {fqn!r} of the unit {unit}, which is sharded already: call "
+        "parallelize_module first, and wrap its result"
     )

@@ -20,11 +20,7 @@ Memo = dict[int, Any]
 def copy_wrapper(unit: ShardedUnit, memo: Memo) -> nn.Module:
     """Collective over the ranks of the units in a wrapper. A copy with shards, views and hooks of its own.
 
-    As of other modules, gradients and hooks on parameters are not copied. Communicators are shared.
-
-    Args:
-        unit: of the wrapper.
-        memo: that of ``copy.deepcopy``.
+    As for other modules, gradients and hooks on parameters are not copied. Communicators are shared.
 
     Raises:
         EngineError: a forward or backward is running, or parameters are summoned.
@@ -39,7 +35,7 @@ def copy_wrapper(unit: ShardedUnit, memo: Memo) -> nn.Module:
     copied = {"_modules": {WRAPPED: module}, "_unit": _copy_unit(unit, made, flats, memo)}
     for name, value in wrapper.__dict__.items():
         made.__dict__[name] = copied[name] if name in copied else copy.deepcopy(value, memo)
-    guard_modules(made.__dict__["_unit"])  # copies of the hooks guard nothing
+    guard_modules(made.__dict__["_unit"])  # copies of the guard's hooks are inert
     return made
 
 

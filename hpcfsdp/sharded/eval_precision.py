@@ -1,4 +1,4 @@
-"""``FSDP_USE_FULL_PREC_IN_EVAL``: in eval mode units compute in the dtype that their parameters are kept in."""
+"""``FSDP_USE_FULL_PREC_IN_EVAL``: in eval mode units compute in the dtype of their shards."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hpcfsdp.sharded.unit import ShardedUnit, units_in
 
 
 def follow_eval_mode(root: ShardedUnit) -> None:
-    """Collective over the units' ranks, which are at rest. Have each compute as the mode of its module asks.
+    """Collective over the units' ranks, at rest. Set each unit's dtypes by the mode of its module.
 
     Args:
-        root: the unit that is called; buffers go by its mode, as in torch's FSDP.
+        root: the unit that is called. Its mode decides about all buffers, as in torch's FSDP.
     """
     for unit in units_in(root.wrapper):
         full, mixed = not unit.module.training, unit.mixed_precision
@@ -28,7 +28,7 @@ def follow_eval_mode(root: ShardedUnit) -> None:
 
 
 def _cast_buffers(root: ShardedUnit, *, full: bool) -> None:
-    """Give buffers that mixed precision has cast the dtypes that they had before, or the way back."""
+    """Give buffers that mixed precision has cast their original dtypes if `full`, else the lower ones again."""
     lowered = root.lowered_buffers
     if full == bool(lowered):
         return

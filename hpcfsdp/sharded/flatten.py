@@ -1,4 +1,4 @@
-"""The parameters that a unit is to own: found in the module tree, grouped and named."""
+"""The parameters that a unit will own: found in the module tree, grouped and named."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from hpcfsdp import _compat
 from hpcfsdp.sharded import managed
-from hpcfsdp.sharded.own import Ignored, OwnParam, OwnParams
+from hpcfsdp.sharded.own import NOTHING_IGNORED, Ignored, OwnParam, OwnParams
 from hpcfsdp.sharded.tensor_parallel import block_of, leaf_of
 from hpcfsdp.sharded.unit import unit_of, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
@@ -20,31 +20,29 @@ from hpcfsdp.sharded.unit_mesh import UnitMesh
 def own_params(
     root: nn.Module,
     *,
-    ignored: Ignored | None = None,
-    apart: tuple[type[nn.Module], ...] = (),
+    ignored: Ignored = NOTHING_IGNORED,
+    full_precision: tuple[type[nn.Module], ...] = (),
     mesh: UnitMesh | None = None,
 ) -> OwnParams:
-    """Parameters and buffers below `root` that lie in no unit inside.
+    """Parameters and buffers below `root`, without those of units inside.
 
     Args:
-        ignored: what not to own.
-        apart: types of modules whose parameters are not grouped with those of others.
-        mesh: the ranks of the unit; needed for DTensors, of which it takes this rank's blocks.
+        full_precision: types of modules with parameters that are not grouped with others.
+        mesh: the ranks of the unit; needed for the blocks of DTensors.
 
     Raises:
         ShardingError: a DTensor has placements that are no blocks of it.
-        ValueError: they lie on several devices, or one is tied to a parameter that another unit has taken.
+        ValueError: they are on several devices, or one is tied to a parameter of another unit.
     """
     found: dict[nn.Parameter, OwnParam] = {}
     is_apart: dict[nn.Parameter, bool] = {}
-    left = ignored or Ignored()
     buffers: dict[torch.Tensor, str] = {}
 
     def visit(module: nn.Module, prefix: str, counted: str) -> None:
         if unit_of(module) is not None:
             return
-        for name, param in [*module._parameters.items(), *_taken_from(module)]:
-            if param is None or param in left.params:
+        for name, param in [*module._parameters.items(), *_hidden_in(module)]:
+            if param is None or param in ignored.params:
                 continue
             if managed.unit_fqn(param) is not None:
                 raise ValueError(
@@ -52,7 +50,7 @@ def own_params(
                     "is wrapped already: wrap the smallest module that holds both instead"
                 )
             _check_kind(param, prefix + name, module)
-            is_apart[param] = is_apart.get(param, False) or isinstance(module, apart)
+            is_apart[param] = is_apart.get(param, False) or isinstance(module, full_precision)
             if param not in found:
                 found[param] = _own_param(param, prefix + name, len(found), mesh)
                 found[param].counted_fqn = counted + name
@@ -62,20 +60,20 @@ def own_params(
             if (module, name) not in entry.places:  # a module may be registered in several places
                 entry.places.append((module, name))
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer not in left.buffers:
+            if buffer is not None and buffer not in ignored.buffers:
                 buffers.setdefault(buffer, prefix + name)
         number = 0
         for name, child in module._modules.items():
             if child is not None:
                 visit(child, f"{prefix}{name}.", f"{counted}{number if name.isdecimal() else name}.")
-            number += child not in left.modules
+            number += child not in ignored.modules
 
     visit(root, "", "")
     devices = {entry.param.device: entry.fqn for entry in found.values()}
     if len(devices) > 1:
         places = ", ".join(f"{fqn!r} on {device}" for device, fqn in devices.items())
         raise ValueError(
-            f"the parameters of one unit lie on several devices ({places}): move them to one, or pass device_id"
+            f"the parameters of one unit are on several devices ({places}): move them to one, or pass device_id"
         )
     groups: dict[tuple[torch.dtype, bool, bool], list[OwnParam]] = {}
     for param, entry in found.items():
@@ -90,7 +88,7 @@ def _own_param(param: nn.Parameter, fqn: str, index: int, mesh: UnitMesh | None)
     assert mesh is not None and mesh.tensor is not None
     if param._backward_hooks or param._post_accumulate_grad_hooks:
         warnings.warn(
-            f"hooks of the DTensor {fqn!r} will not be called: its unit keeps this rank's block in its place; register "
+            f"hooks of the DTensor {fqn!r} will not be called: its unit replaces it by this rank's block; register "
             "them after wrapping, with use_orig_params=True",
             stacklevel=5,
         )
@@ -105,29 +103,25 @@ def _check_kind(param: nn.Parameter, fqn: str, module: nn.Module) -> None:
         )
 
 
-def _taken_from(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters of a module that a wrapper elsewhere in the model has taken, see ``OwnParam.deregister``."""
+def _hidden_in(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters of a module that another unit of the model owns, see ``OwnParam.deregister``."""
     attributes = module.__dict__.items()
     return [
         (name, value) for name, value in attributes if isinstance(value, nn.Parameter) and managed.hidden_fqn(value)
     ]
 
 
-def move_outside(root: nn.Module, device: torch.device, *, ignored: Ignored | None = None) -> None:
-    """Move what lies in no unit inside to a device; those have been moved already.
-
-    What is ignored stays, and what is on the meta device.
-    """
-    left = ignored or Ignored()
+def move_outside(root: nn.Module, device: torch.device, *, ignored: Ignored = NOTHING_IGNORED) -> None:
+    """Move parameters and buffers outside of units to a device, except ignored ones and those on the meta device."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.is_meta or tensor in left.params or tensor in left.buffers else tensor.to(device)
+        return tensor if tensor.is_meta or tensor in ignored.params or tensor in ignored.buffers else tensor.to(device)
 
     def visit(module: nn.Module) -> None:
         if unit_of(module) is not None:
             return
         if not units_in(module):
-            module._apply(moved)  # a class may have its own, which moves more than tensors that torch knows of
+            module._apply(moved)  # a class may override it, and move more than registered tensors
             return
         _compat.apply_to_module(module, moved, recurse=False)
         for child in module.children():

@@ -22,7 +22,7 @@ log = logging.getLogger("hpcfsdp.groups")
 
 
 class GroupCache:
-    """What has been made for the current process group and the current world, neither of which is held.
+    """Groups made for the current process group and the current world. It keeps neither of these alive.
 
     Methods are collective over the ranks that they name, the first time.
     """
@@ -31,7 +31,7 @@ class GroupCache:
         world = current_world()
         self._process_group = weakref.ref(dist.group.WORLD, self._forget)
         self._world = weakref.ref(world) if world is not None else None
-        self._made: dict[tuple[Any, ...], Any] = {}  # meshes by the name of their group, which must not be held either
+        self._made: dict[tuple[Any, ...], Any] = {}  # meshes by the name of their group: not by the group, to let it go
         self._given: weakref.WeakKeyDictionary[Communicator, weakref.ref[dist.ProcessGroup]]
         self._given = weakref.WeakKeyDictionary()
         self._global_ranks: weakref.WeakKeyDictionary[Communicator, tuple[int, ...]] = weakref.WeakKeyDictionary()
@@ -56,22 +56,22 @@ class GroupCache:
         return same_world and self._process_group() is dist.group.WORLD
 
     def _forget(self, _process_group: weakref.ref) -> None:
-        # Groups of gloo that outlive the end of torch.distributed can end the process with an abort.
+        # gloo groups that outlive torch.distributed can abort the process.
         self._made.clear()
 
-    def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    def _cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
     def subgroup(self, ranks: tuple[int, ...]) -> Communicator:
-        """A communicator over ascending ranks of the world. None is made for one rank, or for all."""
+        """A communicator over ascending ranks of the world. Makes no new one for one rank, or for all."""
         everyone = communicator_for(None, required=True)
         if len(ranks) == everyone.size:
             return everyone
         if len(ranks) == 1:
-            return self._once(("alone",), lambda: FakeCommunicator(device=everyone.device))
-        return self._once(("subgroup", ranks), lambda: everyone.subgroup(ranks))
+            return self._cached(("alone",), lambda: FakeCommunicator(device=everyone.device))
+        return self._cached(("subgroup", ranks), lambda: everyone.subgroup(ranks))
 
     def members_of(self, mesh: DeviceMesh) -> Communicator:
         """A communicator over all ranks of a mesh."""
@@ -80,9 +80,9 @@ class GroupCache:
         return self.subgroup(tuple(sorted(mesh.mesh.flatten().tolist())))
 
     def joined(self, line: Communicator, tensor: Communicator) -> tuple[Communicator, tuple[tuple[int, int], ...]]:
-        """A communicator over the ranks of `line`, and of the lines that the other ranks of `tensor` have in its place.
+        """A communicator over the ranks of `line`, and of the lines that the other ranks of `tensor` pass.
 
-        With it, of each of its ranks, the place in its line, and the rank in `tensor` of the line.
+        Also, for each of its ranks, the rank in its line, and the rank of that line in `tensor`.
         """
         key = "joined", self.global_ranks(line), self.global_ranks(tensor)
         if key not in self._made:
@@ -97,7 +97,7 @@ class GroupCache:
     def global_ranks(self, comm: Communicator) -> tuple[int, ...]:
         """The ranks of `comm` in torch's default group."""
         if isinstance(comm, TorchGroupCommunicator):
-            # Such objects are equal if their groups are: how long one is remembered may differ between ranks.
+            # Such objects are equal if their groups are: how long one stays in the cache may differ between ranks.
             return tuple(dist.get_process_group_ranks(comm.group))
         if comm not in self._global_ranks:
             self._remember_ranks(comm, tuple(comm.all_gather_object(dist.get_rank())))
@@ -108,7 +108,7 @@ class GroupCache:
             self._global_ranks[comm] = ranks
 
     def remember(self, comm: Communicator, group: dist.ProcessGroup) -> None:
-        """Not collective. Have `group` be that of `comm`, as long as both live."""
+        """Not collective. Remember `group` as that of `comm`, as long as both exist."""
         if not isinstance(comm, TorchGroupCommunicator):
             self._given[comm] = weakref.ref(group)
 
@@ -122,15 +122,15 @@ class GroupCache:
         ranks = self.global_ranks(comm)
         if ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD
-        return self._once(("process group", ranks), lambda: _compat.new_group_of(ranks))
+        return self._cached(("process group", ranks), lambda: _compat.new_group_of(ranks))
 
     def mesh(self, comm: Communicator) -> DeviceMesh:
-        """A mesh of one dimension, the ranks of `comm`."""
+        """A mesh of one dimension: the ranks of `comm`."""
         group = self.process_group(comm)
-        return self._once(("mesh", group.group_name), lambda: DeviceMesh.from_group(group, comm.device.type))
+        return self._cached(("mesh", group.group_name), lambda: DeviceMesh.from_group(group, comm.device.type))
 
     def joined_mesh(self, outer: DeviceMesh, inner: DeviceMesh, tensor: Communicator) -> DeviceMesh:
-        """Collective over `tensor`, the ranks of `inner`. A mesh of the dimensions of both, which are not of one."""
+        """Collective over `tensor`, the ranks of `inner`. A mesh of the dimensions of two unrelated meshes."""
 
         def make() -> DeviceMesh:
             lines = dict(zip(self.global_ranks(tensor), tensor.all_gather_object(outer.mesh.tolist()), strict=True))
@@ -141,11 +141,11 @@ class GroupCache:
             names = tuple(f"{'tensor' if mesh is inner else 'data'}_{dim}" for mesh, dim in dims)
             return DeviceMesh.from_group(groups, outer.device_type, mesh=ranks, mesh_dim_names=names)
 
-        return self._once(("joined mesh", repr((outer.mesh.tolist(), inner.mesh.tolist()))), make)
+        return self._cached(("joined mesh", repr((outer.mesh.tolist(), inner.mesh.tolist()))), make)
 
     def topology(self) -> Topology:
         """Collective over all ranks of the world. Which of them share a node."""
-        return self._once(("topology",), _topology)
+        return self._cached(("topology",), _topology)
 
 
 _current: GroupCache | None = None
@@ -154,7 +154,7 @@ _current: GroupCache | None = None
 def _topology() -> Topology:
     everyone, world = communicator_for(None, required=True), current_world()
     known = world.topology if world is not None else getattr(everyone, "topology", None)
-    # torch.distributed alone knows nothing of nodes.
+    # torch.distributed alone does not know nodes.
     found = known or Topology.from_labels(everyone.all_gather_object(env.host_name()))
     if found.num_nodes == 1 and everyone.rank == 0:
         log.info(
@@ -164,5 +164,5 @@ def _topology() -> Topology:
 
 
 def rank_names(comm: Communicator) -> tuple[int, ...]:
-    """Collective over `comm`, the first time. What messages call its ranks."""
+    """Collective over `comm`, the first time. Its ranks in torch's default group, for messages."""
     return GroupCache.current().global_ranks(comm) if dist.is_initialized() else tuple(range(comm.size))

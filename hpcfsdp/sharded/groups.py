@@ -1,4 +1,4 @@
-"""From what the user gives to the mesh of a unit: groups, pairs of groups, meshes, or nothing."""
+"""The mesh of a unit from the user's arguments: groups, pairs of groups, meshes, or nothing."""
 
 from __future__ import annotations
 
@@ -29,24 +29,23 @@ _HYBRID = (ShardingStrategy.HYBRID_SHARD, _compat.HYBRID_SHARD_ZERO2)
 def resolve_mesh(
     process_group: Any, device_mesh: DeviceMesh | None, sharding_strategy: ShardingStrategy | None
 ) -> UnitMesh:
-    """Collective over all ranks that are to be in it. The mesh for the wrapper's arguments, without "tensor".
+    """Collective over its ranks. The mesh for the wrapper's arguments, without "tensor".
 
     ``FULL_SHARD`` and ``SHARD_GRAD_OP`` shard over `process_group`, a 1-D `device_mesh`, or all ranks. ``NO_SHARD``
     replicates over them. The hybrid strategies take a pair (shard, replicate) of groups, a 2-D mesh with the dimensions
     (replicate, shard), or nothing: then they shard within each node and replicate across nodes. Nodes are those of the
-    world, and without ``hpcfsdp.init`` ranks whose hosts have one name; visible devices are never counted. These
-    groups are made once, however many units ask for them.
+    world; without ``hpcfsdp.init`` ranks with one host name are a node. Groups are made once for all units.
 
     Args:
         process_group: a ``ProcessGroup`` of torch or a ``Communicator``, a pair of them, or the ``UnitMesh`` of an
-            outer unit, which is used again, also under another strategy.
+            outer unit, also under another strategy.
         device_mesh: instead of `process_group`.
         sharding_strategy: None for ``FULL_SHARD``, or that of the ``UnitMesh``.
 
     Raises:
-        TypeError: an argument of a type that is none of these.
+        TypeError: an argument of another type.
         ValueError: `process_group` and `device_mesh` are both given, or do not fit the strategy.
-        LaunchError: nodes hold different numbers of ranks, or ranks lie on them in no order that groups can follow.
+        LaunchError: nodes hold different numbers of ranks, or the order of ranks on them allows no groups.
         DisagreementError: a pair of groups is no grid: ranks that share one have different places in the other.
         RuntimeError: there is no process group yet.
     """
@@ -115,8 +114,8 @@ def _for_strategy(mesh: UnitMesh, strategy: ShardingStrategy) -> UnitMesh:
         given = mesh.device_mesh if mesh.device_mesh is not None and mesh.device_mesh.ndim == 1 else None
         return _plain(mesh.data, strategy, given).with_tensor(mesh.tensor_mesh)
     raise ValueError(
-        f"{strategy.name} does not fit the process groups of {mesh.strategy.name} that the outer unit has: give this "
-        "unit a process_group or a device_mesh of its own"
+        f"{strategy.name} does not fit the process groups of the outer unit, which uses {mesh.strategy.name}: give "
+        "this unit a process_group or a device_mesh of its own"
     )
 
 
@@ -141,7 +140,7 @@ def _hybrid(process_group: Any, device_mesh: DeviceMesh | None, strategy: Shardi
             "within each node and replicates across nodes"
         )
     if None in process_group:
-        raise ValueError(f"{strategy.name} was given {process_group}: both groups of the pair (shard, replicate) count")
+        raise ValueError(f"{strategy.name} needs both groups of a pair (shard, replicate), not {process_group}")
     shard, replicate = (_communicator(group) for group in process_group)
     _check_grid(shard, replicate)
     has_world = current_world() is not None or dist.is_initialized()
@@ -151,7 +150,7 @@ def _hybrid(process_group: Any, device_mesh: DeviceMesh | None, strategy: Shardi
 
 
 def _communicator(group: Any) -> Communicator:
-    """The communicator for a process group, which is remembered as the one that it belongs to."""
+    """The communicator for a process group, remembered with that group."""
     comm = communicator_for(group, required=True)
     if isinstance(group, dist.ProcessGroup):
         GroupCache.current().remember(comm, group)
@@ -159,7 +158,7 @@ def _communicator(group: Any) -> Communicator:
 
 
 def _check_grid(shard: Communicator, replicate: Communicator) -> None:
-    """Collective over both. Ranks that shard one replica must be one replica, and the other way round."""
+    """Collective over both. Refuse groups that are not the rows and columns of a grid."""
     rows = shard.all_gather_object((replicate.rank, replicate.size))
     columns = replicate.all_gather_object((shard.rank, shard.size))
     for name, places, other in (("shard", rows, "replicate"), ("replicate", columns, "shard")):
@@ -185,20 +184,20 @@ def _node_groups() -> tuple[Communicator, Communicator]:
     replicate, shard = (
         cache.subgroup(next(line for line in plan.lines(dimension) if everyone.rank in line)) for dimension in (0, 1)
     )
-    cache.process_group(shard)  # programs read it, and not on all ranks at once
+    cache.process_group(shard)  # programs read it later, on some ranks alone
     return shard, replicate
 
 
 def with_dtensors(mesh: UnitMesh, module: nn.Module, ignored: Collection[torch.Tensor] = ()) -> UnitMesh:
-    """Collective over the unit's ranks, and over those of its DTensors, if there are any, which become "tensor".
+    """Collective over the unit's ranks, and over those of its DTensors, if any. These become "tensor".
 
     Args:
-        mesh: of the unit that `module` is to become.
+        mesh: of the future unit of `module`.
         ignored: parameters that may be DTensors on any ranks; they count only where there are no others.
 
     Raises:
-        ShardingError: on all of the unit's ranks; DTensors of one model lie on different meshes, on a mesh without this
-            rank, or on ranks that the unit is sharded over.
+        ShardingError: on all of the unit's ranks; DTensors of one model are on different meshes, on a mesh without this
+            rank, or on ranks over which the unit is sharded.
     """
     sharing = mesh.ranks("replicate", "shard") if dist.is_initialized() else ()
     with raise_together_over(mesh.lines()):
@@ -210,7 +209,7 @@ def _tensor_mesh(module: nn.Module, sharing: Sequence[int], ignored: Collection[
     named = [(fqn, param) for fqn, param in module.named_parameters() if isinstance(param, DTensor)]
     if any(param not in ignored for _, param in named):
         named = [(fqn, param) for fqn, param in named if param not in ignored]
-    else:  # the unit is alike on ranks that are parallel over the tensors of others
+    else:  # the unit itself is not tensor-parallel, but others of the model are
         named = [(fqn, param) for fqn, param in named if _is_apart(param.device_mesh, sharing)][:1]
     inner = {unit.name: unit.mesh.tensor_mesh for unit in units_in(module) if unit.mesh.tensor_mesh is not None}
     meshes = [(f"the unit {name}", mesh) for name, mesh in inner.items()]
@@ -221,7 +220,7 @@ def _tensor_mesh(module: nn.Module, sharing: Sequence[int], ignored: Collection[
     for other, its_mesh in meshes:
         if its_mesh != mesh:
             raise ShardingError(
-                f"{what} lies on the ranks {describe_mesh(mesh)}, and {other} on {describe_mesh(its_mesh)}: "
+                f"{what} is on the ranks {describe_mesh(mesh)}, and {other} on {describe_mesh(its_mesh)}: "
                 "parallelize all of a model over one mesh"
             )
     if mesh.get_coordinate() is None:
@@ -236,16 +235,16 @@ def _is_apart(mesh: DeviceMesh, sharing: Sequence[int]) -> bool:
 
 
 def check_apart(what: str, mesh: DeviceMesh, unit: str, sharing: Sequence[int]) -> None:
-    """Refuse a unit that is sharded over tensor-parallel ranks: more than this rank is in `mesh` and in `sharing`."""
+    """Refuse a unit that is sharded over tensor-parallel ranks: `mesh` and `sharing` share more than one rank."""
     both = sorted(set(mesh.mesh.flatten().tolist()).intersection(sharing))
     if len(both) > 1:
         raise ShardingError(
-            f"{what} is parallel over the ranks {describe_mesh(mesh)}, and {unit} is to be sharded over {both} of them "
+            f"{what} is parallel over the ranks {describe_mesh(mesh)}, and {unit} would be sharded over {both} of them "
             "too: make one mesh, as hpcfsdp.init().mesh(shard=None, tensor=2), parallelize over mesh['tensor'], and "
             "pass device_mesh=mesh['shard']"
         )
 
 
 def describe_mesh(mesh: DeviceMesh) -> str:
-    """Its ranks and dimensions for a message."""
+    """Its ranks and dimensions, for a message."""
     return f"{mesh.mesh.tolist()}" + (f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else "")

@@ -1,5 +1,4 @@
-"""What refuses to take shards for weights: state dicts, copies, pickles and calls of modules inside of a unit, and
-torch's functions for state dicts."""
+"""Refusals of state dicts, copies, pickles and calls of modules inside of a unit, which would use shards as weights."""
 
 from __future__ import annotations
 
@@ -23,15 +22,15 @@ _INSTEAD = (
 
 
 class _Guard:
-    """Hooks of the modules that hold the parameters of a unit. Raises where these parameters are not whole.
+    """Hooks of the modules that hold the parameters of a unit. They raise while these parameters are not whole.
 
-    A copy of a module is not sharded: a copy of its hooks guards nothing.
+    A copy of a module is not sharded, so a copy of the guard is inert.
     """
 
     def __init__(self, unit: ShardedUnit | None = None) -> None:
         self._is_inert = unit is None
         if unit is not None:
-            self._unit = weakref.ref(unit)  # a strong one would keep the model until the garbage collector comes
+            self._unit = weakref.ref(unit)  # a strong reference would be a cycle
             blocks = [entry.block for entry in unit.own.entries]
             self._stays_whole = (
                 unit.mesh.strategy is ShardingStrategy.NO_SHARD
@@ -57,17 +56,13 @@ class _Guard:
             )
 
     def before_forward(self, module: nn.Module, _arguments: Any) -> None:
-        """Called by a module that is called while no call of the unit, and no backward, has made its parameters whole.
-
-        Raises:
-            EngineError: they are sharded.
-        """
+        """Called before a forward of the module, unless the unit is in a forward or backward."""
         if not self._shows_whole(reading=True) and not self._is_unsharded():
             unit = self._unit()
             raise EngineError(
-                f"{'' if unit is None else f'{unit.name}: '}a {type(module).__name__} was called past the "
-                "FullyShardedDataParallel around it, which gathers the parameters that are sharded now: call that; a "
-                "method of the wrapped module, on all ranks within FullyShardedDataParallel.summon_full_params(model, "
+                f"{'' if unit is None else f'{unit.name}: '}a {type(module).__name__} was called without the "
+                "FullyShardedDataParallel around it, which gathers its parameters: call that instead; call a method of "
+                "the wrapped module on all ranks within FullyShardedDataParallel.summon_full_params(model, "
                 "writeback=False), with recurse=False if units inside are called as they are wrapped"
             )
 
@@ -91,7 +86,7 @@ class _Guard:
         return _Guard, ()
 
     def _shows_whole(self, *, reading: bool) -> bool:
-        """Whether the module holds whole parameters under their names; those of a forward can only be read."""
+        """Whether the module holds whole parameters under their names; in a forward they can only be read."""
         if self._is_inert or self._stays_whole:
             return True
         unit = self._unit()
@@ -112,7 +107,7 @@ class _Guard:
 
 
 def guard_modules(unit: ShardedUnit) -> None:
-    """Have the modules whose parameters a unit has taken refuse what would take its shards for weights."""
+    """Register the guard's hooks in the modules of a unit's parameters."""
     modules = {place: None for entry in unit.own.entries for place, _ in entry.places}
     if unit.own.entries:
         modules[unit.module] = None  # holds the flat parameters
@@ -125,7 +120,7 @@ def guard_modules(unit: ShardedUnit) -> None:
 
 @contextmanager
 def showing_state(unit: ShardedUnit) -> Iterator[None]:
-    """A context in which the modules of a unit hold what a state dict is to show of their parameters."""
+    """A context in which the modules of a unit hold values for a state dict in place of their parameters."""
     before, unit.shows_state = unit.shows_state, True
     try:
         yield
@@ -134,28 +129,28 @@ def showing_state(unit: ShardedUnit) -> Iterator[None]:
 
 
 def refuse_mistakes(unit: ShardedUnit) -> None:
-    """Called while a function of ``torch.distributed.checkpoint.state_dict`` looks at the names of a model.
+    """Called while a function of ``torch.distributed.checkpoint.state_dict`` reads the names of a model.
 
     Raises:
-        StateDictError: it would take something of the model for something else.
+        StateDictError: it would give wrong results for a model of this package.
     """
     call = _compat.stock_state_dict_call()
     if call is not None and (mistaken := _mistaken(unit, call)):
         raise StateDictError(
             f"torch.distributed.checkpoint.state_dict.{call.function} does not know this package's class, and would "
-            f"take {mistaken}: call hpcfsdp.state_dict.{call.function}, which takes the same arguments"
+            f"use {mistaken}: call hpcfsdp.state_dict.{call.function}, which takes the same arguments"
         )
 
 
 def _mistaken(unit: ShardedUnit, call: _compat.StockCall) -> str | None:
-    """What a call would take for something else; None where it is right."""
+    """What a call would use wrongly, for a message; None if its results are right."""
     if call.has_optimizers:
-        return "the shards that the optimizer steps for whole parameters"
+        return "the shards that the optimizer steps as whole parameters"
     if call.function.startswith("set_"):
         has_flats = not unit.use_orig_params and bool(unit.flats)
-        return "flat parameters for the model's own" if call.options.full_state_dict and has_flats else None
+        return "flat parameters as the model's own" if call.options.full_state_dict and has_flats else None
     is_frozen = call.options.ignore_frozen_params and not all(
         param.requires_grad for param in unit.wrapper.parameters()
     )
-    names = "the names of wrappers for parts of the names in a state dict"
+    names = "the names of wrappers as parts of the names in a state dict"
     return names if call.has_submodules or is_frozen else None

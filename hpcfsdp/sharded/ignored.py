@@ -1,4 +1,4 @@
-"""What the wrapper leaves alone: modules, parameters and buffers that the user has asked it to ignore."""
+"""The modules, parameters and buffers that a wrapper ignores, from the user's arguments."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ def resolve_ignored(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | Ignored | None,
 ) -> Ignored:
-    """What the wrapper of `root` is to ignore. Modules and parameters outside of `root` are welcome in the lists.
+    """What the wrapper of `root` ignores. The lists may contain modules and parameters outside of `root`.
 
-    What units within `root` ignore, `root` ignores too, in whatever place it is tied to. A unit inside of an ignored
-    module is a unit as before.
+    `root` also ignores what units within `root` ignore, wherever it is tied. Units inside of an ignored module stay
+    units.
 
     Args:
-        ignored_modules: modules.
-        ignored_states: instead of them: modules, or parameters, or what an outer wrapper ignores.
+        ignored_states: instead of `ignored_modules`: modules, or parameters, or the ``Ignored`` of an outer wrapper.
 
     Raises:
         TypeError: an entry is no module (or parameter), or the argument is not iterable.
         ValueError: both arguments are given, modules and parameters are mixed, or an entry is a unit.
 
     Warns:
-        UserWarning: `root` itself is to be ignored, or an entry is sharded by a unit inside already, and stays so.
+        UserWarning: `root` itself is ignored, or an entry is sharded by a unit inside already, and stays so.
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError("ignored_modules and ignored_states were both given: pass ignored_states alone")
@@ -57,7 +56,7 @@ def resolve_ignored(
     inside = dict.fromkeys(found for module in modules for found in _below(module))
     if root in inside:
         warnings.warn(
-            f"the {type(root).__name__} that is to be wrapped is to be ignored itself: none of it is sharded",
+            f"the {type(root).__name__} to be wrapped is among the ignored modules itself: none of it is sharded",
             stacklevel=3,
         )
     return Ignored(
@@ -73,16 +72,12 @@ def _not_sharded(
     params: list[nn.Parameter],
     before: Ignored,
 ) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """What can be ignored: without what units within `root` have sharded, which stays sharded as in torch's FSDP.
-
-    Raises:
-        ValueError: an entry is a unit.
-    """
+    """The entries without those that units within `root` have sharded; these stay sharded, as in torch's FSDP."""
     for module in modules:
         if unit_of(module) is not None:
             raise ValueError(
-                f"a {type(module).__name__} is to be ignored, but is sharded already: have it ignore its own modules, "
-                "or wrap from the outside in with auto_wrap_policy"
+                f"an ignored {type(module).__name__} is sharded already: have it ignore its own modules, or wrap from "
+                "the outside in with auto_wrap_policy"
             )
     wrappers = [unit.wrapper for unit in units_in(root)]
     sharded: set[Any] = {module for wrapper in wrappers for module in wrapper.modules()} - before.modules
@@ -94,15 +89,15 @@ def _not_sharded(
         one = left[0]
         what = f"a {type(one).__name__}" if isinstance(one, nn.Module) else f"a parameter of shape {tuple(one.shape)}"
         warnings.warn(
-            f"{len(left)} of what is to be ignored, first {what}, is sharded by a unit inside already, and stays so: "
-            "have that unit ignore it",
+            f"of the ignored modules or parameters {len(left)}, first {what}, is sharded by a unit inside already, and "
+            "stays so: have that unit ignore it",
             stacklevel=4,
         )
     return [entry for entry in modules if entry not in sharded], [entry for entry in params if entry not in sharded]
 
 
 def _entries(argument: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """The entries of an argument, which may be a generator, as a list."""
+    """The entries of an argument as a list. It may be a generator."""
     wanted = " or ".join(f"torch.nn.{kind.__name__}" for kind in kinds)
     if given is None:
         return []

@@ -1,4 +1,4 @@
-"""The outermost unit of a model: found when it is first called, it makes what all units inside share."""
+"""The outermost unit of a model: when it is first called, it makes the ``Root`` for all units inside."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
 from hpcfsdp.sharded.mixed_precision import cast_buffers
 from hpcfsdp.sharded.optimizer_check import watch_root
-from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit, units_in
+from hpcfsdp.sharded.unit import ShardedUnit, clean_path, units_in
 from hpcfsdp.world import current_world
 
 
-@torch.inference_mode(False)  # of the first call: what is made here is used in training, too
+@torch.inference_mode(False)  # the first call may be in inference mode, and training follows
 @torch.no_grad()
 def become_root(unit: ShardedUnit) -> Root:
-    """Collective over the unit's ranks. Have a unit be the outermost one of those inside.
+    """Collective over the unit's ranks. Make a unit the root of the units inside.
 
     Raises:
         EngineError: the model has fewer elements than ranks.
     """
     units = units_in(unit.wrapper)
-    # Of blocks the largest counts: all ranks come to the same number.
+    # The largest block counts: all ranks find the same number.
     slots = [slot for each in units for flat in each.flats for slot in flat.layout.slots]
     numel = sum(slot.numel if slot.block is None else slot.block.largest_numel for slot in slots)
     if 0 < numel < unit.mesh.shard.size:
@@ -39,7 +39,7 @@ def become_root(unit: ShardedUnit) -> Root:
     for each in units:
         mixed = each.mixed_precision
         each.is_root = each is unit
-        each.name = names[each.wrapper].replace(f"{WRAPPED}.", "").replace(WRAPPED, "") or each.name
+        each.name = clean_path(names[each.wrapper]) or each.name
         each.inside = frozenset(inner for inner in units_in(each.wrapper) if inner is not each)
         cast_inputs = mixed.cast_root_forward_inputs if each is unit else mixed.cast_forward_inputs
         each.input_dtype = mixed.param_dtype if cast_inputs else None
@@ -58,7 +58,7 @@ def become_root(unit: ShardedUnit) -> Root:
 
 
 def _host_of(comm: Communicator) -> Communicator | None:
-    """What connects the same ranks through host memory, None if there is nothing."""
+    """A communicator that connects the same ranks through host memory, None if there is none."""
     if comm.device.type == "cpu":
         return comm
     world = current_world()

@@ -1,8 +1,8 @@
-"""Gradients that each rank clips by the norm of its own shard, as ``torch.nn.utils.clip_grad_norm_`` does: noticed.
+"""A warning where each rank clips by the norm of its own shard, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-Nothing calls us then, so it is recognised by what it leaves: the gradients of the shard are changed in place, and
-their norm is the same in each step that clips, while their direction is not. What scales all ranks alike leaves no such
-norm.
+That function calls nothing of this package, so its effect is recognised: the gradients of the shard are changed in
+place, and their norm is the same in each step, while their direction is not. Scaling by a norm over all ranks does not
+have this effect.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from hpcfsdp.flat.gradient import is_changed, is_noted
 
 _ENOUGH = 3
-"""Steps in a row whose gradients have one norm."""
+"""Consecutive steps with gradients of one norm."""
 _AT_MOST = 50
-"""Steps that are looked at: a norm costs a pass over the gradients."""
+"""Steps that are examined: a norm costs a pass over the gradients."""
 _SAME = 1e-4
-"""Relative; two norms are as near to each other by chance once in 10,000 steps."""
+"""Relative tolerance; two norms are this close by chance once in 10,000 steps."""
 
 
 @dataclass
 class _Seen:
-    """What an optimizer has found in its gradients."""
+    """The gradients of an optimizer's last step, and how many steps were alike or examined."""
 
     norm: float = 0.0
     direction: float = 0.0
@@ -40,7 +40,7 @@ _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKey
 
 @torch.no_grad()
 def look_for_local_clipping(optimizer: torch.optim.Optimizer) -> None:
-    """Not collective. Warn once where the gradients that are about to be stepped were clipped by this rank alone."""
+    """Not collective, before a step. Warn once if this rank alone has clipped the gradients."""
     seen = _seen.get(optimizer)
     if seen is not None and seen.looked_at >= _AT_MOST:
         return

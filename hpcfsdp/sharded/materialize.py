@@ -1,9 +1,8 @@
-"""Modules that were built on the meta device get memory and values, and nothing is left without a value unnoticed."""
+"""Memory and values for modules built on the meta device; parameters that get no value are an error."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from hpcfsdp.sharded.own import Ignored
+from hpcfsdp.sharded.own import NOTHING_IGNORED, Ignored
 from hpcfsdp.sharded.unit import unit_of
 from hpcfsdp.tensor.whole import fill_block
 
@@ -24,23 +23,26 @@ _WITHOUT_VALUES = {
     torch.Tensor.new_empty,
     torch.Tensor.new_empty_strided,
 }
-"""What returns memory as it was found."""
+"""Functions that return uninitialised memory."""
 
 _SENTINEL_BYTE = 0xA5
-"""Of integers of two bytes and more: four of them in a row are no value that anyone initialises with."""
+"""Marks integers of two bytes and more as uninitialised: an unlikely initial value."""
 
 
 @dataclass(frozen=True)
 class _Owner:
-    """A module that owns parameters or buffers on the meta device."""
+    """A module that owns parameters or buffers on the meta device.
+
+    Attributes:
+        states: registry ("_parameters" or "_buffers"), name, and the tensor on the meta device.
+    """
 
     fqn: str
     module: nn.Module
     states: tuple[tuple[str, str, torch.Tensor], ...]
-    """Registry ("_parameters" or "_buffers"), name, and what stood there on the meta device."""
 
     def names(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """FQN of each, and what stands there now."""
+        """FQN of each, and the tensor there now."""
         prefix = f"{self.fqn}." if self.fqn else ""
         for registry, name, _ in self.states:
             yield prefix + name, getattr(self.module, registry).get(name)
@@ -51,44 +53,39 @@ def materialize(
     *,
     device: torch.device,
     param_init_fn: Callable[[nn.Module], Any] | None,
-    ignored: Ignored | None = None,
+    ignored: Ignored = NOTHING_IGNORED,
     values_count: bool = True,
 ) -> list[str]:
     """Give memory and values to parameters and buffers on the meta device below `module`, outside of units inside.
 
-    Without `param_init_fn` each module that owns some gets memory on `device`, and its ``reset_parameters()`` is
-    called, inner modules before outer ones: that is the order in which they are built, so the same seed mostly gives
-    the values that the module would have had without the meta device. ``_reset_parameters`` counts too, which
-    ``nn.MultiheadAttention`` has.
+    Without `param_init_fn` each module that owns some gets memory on `device`, and its ``reset_parameters()`` (or
+    ``_reset_parameters``) is called, inner modules before outer ones. Modules are built in that order, so the same seed
+    mostly gives the values of a module built without the meta device. While these methods run a ``DTensor`` is whole;
+    then this rank's block is kept. So with one seed on all ranks the values are those of a single process.
 
-    `param_init_fn` is called with each module that owns some, and with each that owns no tensor at all but holds such
-    modules, outer modules before inner ones, as by torch's FSDP. It gives memory and values, for example with
-    ``module.to_empty(device=..., recurse=False)`` first, to what the module itself owns.
+    `param_init_fn` is called with each module that owns some, and with each that owns no tensor but holds such modules,
+    outer modules before inner ones, as by torch's FSDP. It gives memory and values to the module's own parameters and
+    buffers, for example with ``module.to_empty(device=..., recurse=False)`` first. It finds DTensors.
 
-    Of a ``DTensor`` all is made for the time of these methods, and this rank's block of it kept: with one seed on all
-    ranks the values are those that a single process would draw. `param_init_fn` finds DTensors.
-
-    A parameter or buffer registered in several places is one afterwards too, with the values that the first of these
-    modules gives it. Neither random numbers nor memory that
-    was found are values: before the initialisation all memory holds NaN, and afterwards nothing may. Integers of one
-    byte and ``bool`` have no such mark: they are zero where nobody initialises them.
+    A parameter or buffer registered in several places stays one, with the values from the first of these modules.
+    Uninitialised memory is an error: before the initialisation all memory holds NaN, afterwards none may. One-byte
+    integers and ``bool`` cannot be marked: they are zero if not initialised.
 
     Args:
-        ignored: modules that are not entered, and parameters that do not make a module one to materialise.
-        values_count: False where another rank's values are taken afterwards (``sync_module_states``): then memory
-            is enough.
+        ignored: modules that are not entered, and parameters that alone do not make a module an owner.
+        values_count: False if another rank's values follow (``sync_module_states``): then memory is enough.
 
     Returns:
-        The FQNs, within `module`, of what has been materialised.
+        The FQNs, within `module`, of the materialised parameters and buffers.
 
     Raises:
         TypeError: without `param_init_fn`, modules that have no ``reset_parameters``.
-        ValueError: something is still on the meta device, or has no value; or `param_init_fn` cannot be called.
+        ValueError: a tensor is still on the meta device, or has no value; or `param_init_fn` cannot be called.
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(f"param_init_fn must be a function of a module, not {type(param_init_fn).__name__}")
-    reached = list(_reached(module, ignored or Ignored()))
-    owners = [owner for fqn, found in reached if (owner := _owner(fqn, found, ignored or Ignored())) is not None]
+    reached = list(_reached(module, ignored))
+    owners = [owner for fqn, found in reached if (owner := _owner(fqn, found, ignored)) is not None]
     if not owners:
         return []
     with torch.no_grad():
@@ -101,7 +98,7 @@ def materialize(
 
 
 def _reached(root: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
-    """All modules to look at and their FQNs, inner ones before outer ones, each once."""
+    """The FQNs and modules outside of units, inner ones before outer ones, each once."""
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, fqn: str) -> Iterator[tuple[str, nn.Module]]:
@@ -122,14 +119,14 @@ def _owner(fqn: str, module: nn.Module, ignored: Ignored) -> _Owner | None:
         for name, tensor in getattr(module, registry).items()
         if tensor is not None and tensor.is_meta
     )
-    # An ignored parameter alone is the user's business; beside others it is initialised with them.
+    # The user initialises a module that owns ignored parameters alone.
     if all(tensor in ignored.params for _, _, tensor in states):
         return None
     return _Owner(fqn, module, states)
 
 
 def _reset(owners: list[_Owner], device: torch.device, values_count: bool) -> None:
-    """Memory for all, then values by the modules' own methods."""
+    """Allocate memory, then call the modules' own methods."""
     methods = [
         getattr(owner.module, "reset_parameters", None) or getattr(owner.module, "_reset_parameters", None)
         for owner in owners
@@ -144,12 +141,12 @@ def _reset(owners: list[_Owner], device: torch.device, values_count: bool) -> No
             f"modules on the meta device without a method reset_parameters(): {shown}; give them one that initialises "
             "their own parameters and buffers, or pass param_init_fn"
         )
-    made: dict[int, torch.Tensor] = {}  # by what stood there: a tied parameter is made once
+    made: dict[int, torch.Tensor] = {}  # by the id of the meta tensor: a tied parameter is made once
     for owner in owners:
         for _, name, meta in owner.states:
             if id(meta) not in made:
                 made[id(meta)] = _with_memory(meta, device)
-            setattr(owner.module, name, made[id(meta)])  # not in the registry: an LSTM keeps a list of its own
+            setattr(owner.module, name, made[id(meta)])  # not in the registry: an LSTM keeps a list too
     ties = _Ties(owners)
     for method in methods:
         if method is not None:
@@ -160,7 +157,7 @@ def _reset(owners: list[_Owner], device: torch.device, values_count: bool) -> No
 
 
 def _distribute(owners: list[_Owner]) -> None:
-    """Have modules hold DTensors again where whole tensors were made instead."""
+    """Replace the whole tensors by DTensors."""
     made: dict[int, torch.Tensor] = {}
     for owner in owners:
         for registry, name, meta in owner.states:
@@ -174,7 +171,7 @@ def _distribute(owners: list[_Owner]) -> None:
 
 
 def _with_memory(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The parameter or buffer on `device`, all of it, without a value."""
+    """The whole parameter or buffer on `device`, marked as uninitialised."""
     if isinstance(meta, DTensor):
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
         _mark(tensor)
@@ -185,7 +182,7 @@ def _with_memory(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _like(meta: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """What a module holds: `tensor` as one of the class and with the attributes of what stood there."""
+    """`tensor` with the class and the attributes of the meta tensor."""
     if isinstance(meta, nn.Parameter):
         tensor = nn.Parameter.__new__(type(meta), tensor, meta.requires_grad)
     else:
@@ -195,13 +192,13 @@ def _like(meta: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _call(param_init_fn: Callable[[nn.Module], Any], owners: list[_Owner], reached: list[nn.Module]) -> None:
-    """Values by the user's function, which makes the tensors: each is put in all places of the one that it replaces."""
+    """Call the user's function, and register the tensors that it makes in all places of those they replace."""
     ties = _Ties(owners)
     reach = set(reached)
 
     def visit(module: nn.Module) -> None:
         reach.discard(module)
-        if _asks(module, reach):
+        if _needs_init(module, reach):
             param_init_fn(module)
             ties.renew()
         for child in module.children():
@@ -213,18 +210,15 @@ def _call(param_init_fn: Callable[[nn.Module], Any], owners: list[_Owner], reach
     ties.settle()
 
 
-def _asks(module: nn.Module, inner: set[nn.Module]) -> bool:
-    """Whether the user's function has something to do for a module, or for what is inside of it."""
-    own = [tensor for tensor in _own(module) if tensor is not None]
-    if own:
-        return any(tensor.is_meta for tensor in own)
-    return any(tensor.is_meta for child in module.modules() if child in inner for tensor in _own(child))
+def _needs_init(module: nn.Module, inner: set[nn.Module]) -> bool:
+    """Whether to call the user's function with a module."""
+    own = _tensors_of([module])
+    return any(tensor.is_meta for tensor in own or _tensors_of(child for child in module.modules() if child in inner))
 
 
-def _own(module: nn.Module) -> Iterator[torch.Tensor]:
-    for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
-        if tensor is not None:
-            yield tensor
+def _tensors_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    registries = (registry for module in modules for registry in (module._parameters, module._buffers))
+    return [tensor for registry in registries for tensor in registry.values() if tensor is not None]
 
 
 class _Ties:
@@ -240,7 +234,7 @@ class _Ties:
         self._first_values: list[torch.Tensor | None] = [None] * len(self._places)
 
     def renew(self) -> None:
-        """Where one place holds another tensor than before, all places get it."""
+        """Register a tensor that is new in one place in all places."""
         for number, where in enumerate(self._places):
             held = [getattr(module, name, None) for module, name in where]
             changed = [tensor for tensor in held if tensor is not None and tensor is not self._now[number]]
@@ -253,17 +247,14 @@ class _Ties:
                 self._first_values[number] = now.detach().clone()
 
     def settle(self) -> None:
-        """Values are those of the first module that gave any: of ``head.weight = embed.weight`` that of the embedding.
-
-        The second would give others to what looks like its own.
-        """
+        """Restore the values from the first module: of ``head.weight = embed.weight`` those from the embedding."""
         for now, first in zip(self._now, self._first_values, strict=True):
             if first is not None:
                 now.copy_(first)
 
 
 class _MarkEmpty(TorchFunctionMode):
-    """While it is active, memory that is asked for without values holds the mark."""
+    """While it is active, uninitialised memory is marked."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -273,7 +264,7 @@ class _MarkEmpty(TorchFunctionMode):
 
 
 def _mark(tensor: torch.Tensor) -> None:
-    """Say that a tensor has no value."""
+    """Mark a tensor as uninitialised."""
     local = _local(tensor)
     if local.is_meta or local.layout is not torch.strided:
         return
@@ -287,7 +278,7 @@ def _mark(tensor: torch.Tensor) -> None:
 
 
 def _is_marked(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or a part of it, has no value."""
+    """Whether a tensor is uninitialised, at least in part."""
     local = _local(tensor)
     if not local.numel() or local.layout is not torch.strided:
         return False
@@ -308,12 +299,12 @@ def _sentinel(dtype: torch.dtype) -> int:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor lies on this rank; reading more would be collective."""
+    """This rank's block; reading more would be collective."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _check(owners: list[_Owner], values_count: bool, param_init_fn: Any) -> None:
-    """Refuse what is still on the meta device, and what nobody has initialised."""
+    """Refuse tensors that are still on the meta device, or uninitialised."""
     found = [named for owner in owners for named in owner.names()]
     how = "param_init_fn" if param_init_fn is not None else "reset_parameters()"
     on_meta = [name for name, tensor in found if tensor is not None and tensor.is_meta]

@@ -1,4 +1,4 @@
-"""Mixed precision where modules are concerned: those that stay in full precision, and buffers."""
+"""Mixed precision of modules: buffers, and modules that stay in full precision."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
-from hpcfsdp.engine.containers import apply_to_tensors, cast_forward_inputs, tensors_in
+from hpcfsdp.engine.containers import cast_forward_inputs, tensors_in
 from hpcfsdp.sharded.unit import unit_of
 
 
 def modules_outside(root: nn.Module) -> Iterator[nn.Module]:
-    """`root` and the modules below that lie in no unit inside; one in two places comes twice."""
+    """`root` and the modules below it outside of units; one in two places comes twice."""
     if unit_of(root) is None:
         yield root
         for child in root.children():
@@ -23,7 +23,7 @@ def modules_outside(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def find_full_precision(root: nn.Module, classes: tuple[type[nn.Module], ...]) -> dict[nn.Module, torch.dtype]:
-    """The modules of these classes outside of units, with the dtype of their parameters, not flattened yet."""
+    """The modules of these classes outside of units, with the dtype of their parameters; before flattening."""
     found = {}
     for module in modules_outside(root):
         if isinstance(module, classes):
@@ -33,29 +33,23 @@ def find_full_precision(root: nn.Module, classes: tuple[type[nn.Module], ...]) -
 
 
 def keep_full_precision(modules: Mapping[nn.Module, torch.dtype]) -> None:
-    """Have each of these modules compute in its dtype, amid others that do not.
-
-    Their floating-point inputs are cast to it, and what they return is cast to the dtype that came in.
-    """
+    """Have each of these modules compute in its dtype: cast floating-point inputs to it, and outputs back."""
     for module, dtype in modules.items():
         module.register_forward_pre_hook(functools.partial(_cast_up, dtype), with_kwargs=True, prepend=True)
         module.register_forward_hook(_cast_back)
 
 
-_CAME_IN = "_hpcfsdp_came_in"
+_INPUT_DTYPE = "_hpcfsdp_input_dtype"
 
 
 def _cast_up(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dtypes = [tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
-    module.__dict__[_CAME_IN] = dtypes[0] if dtypes else None
+    module.__dict__[_INPUT_DTYPE] = dtypes[0] if dtypes else None
     return cast_forward_inputs(dtype, args, kwargs)
 
 
 def _cast_back(module: nn.Module, _args: Any, outputs: Any) -> Any:
-    came_in = module.__dict__.pop(_CAME_IN, None)
-    if came_in is None:
-        return outputs
-    return apply_to_tensors(lambda tensor: tensor.to(came_in) if tensor.is_floating_point() else tensor, outputs)
+    return cast_forward_inputs(module.__dict__.pop(_INPUT_DTYPE, None), (outputs,), {})[0][0]
 
 
 def cast_buffers(
@@ -66,15 +60,14 @@ def cast_buffers(
     ignored: Set[torch.Tensor],
     cast: dict[torch.Tensor, torch.Tensor],
 ) -> dict[tuple[nn.Module, str], torch.dtype]:
-    """Cast the floating-point buffers that stand below `root`, outside of units; modules of `classes` keep theirs.
+    """Cast the floating-point buffers below `root`, outside of units and of modules of `classes`.
 
     Args:
-        ignored: buffers that are left alone.
-        cast: what buffers have been cast to before; added to. One that is registered in several places, or in several
-            units, is one afterwards, too.
+        ignored: buffers that are not cast.
+        cast: buffers cast earlier, with the results; added to. So a buffer registered in several places stays one.
 
     Returns:
-        By module and name, the dtype that each buffer had.
+        By module and name, the original dtype of each buffer.
     """
     before: dict[tuple[nn.Module, str], torch.dtype] = {}
     modules = list(modules_outside(root))
@@ -92,7 +85,7 @@ def cast_buffers(
 
 
 def ignored_classes(precision: MixedPrecision | None) -> tuple[type[nn.Module], ...]:
-    """The classes of modules that stay in full precision; none where nothing is lowered."""
+    """The classes of modules that stay in full precision; none without lower dtypes."""
     if precision is None or (precision.param_dtype is None and precision.reduce_dtype is None):
         return ()
     return tuple(precision._module_classes_to_ignore)

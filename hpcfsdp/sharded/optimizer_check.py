@@ -1,6 +1,6 @@
-"""What is looked at before an optimizer steps: that it steps the shards, and nothing else.
+"""Checks before an optimizer steps: it must step the shards.
 
-An optimizer that was built before wrapping holds parameters that nobody computes with any more.
+An optimizer built before wrapping may hold parameters that units have replaced.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKe
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Have each optimizer of this process looked at before its first step. Further calls do nothing."""
+    """Check each optimizer of this process before its first step. Further calls do nothing."""
     register_optimizer_step_pre_hook(_check)
 
 
 def watch_root(root: Root) -> None:
-    """Have parameters that a forward without a backward has left whole resharded before an optimizer steps them."""
+    """Reshard units of `root` before an optimizer steps, if a forward has left them unsharded."""
     _roots.add(root)
 
 
 def check_again() -> None:
-    """Have each optimizer looked at once more: parameters have been replaced."""
+    """Check each optimizer once more: parameters have been replaced."""
     _checked.clear()
 
 
@@ -54,12 +54,12 @@ def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             fqn = hidden_fqn(param)
             if fqn is not None and is_replaced(param):
                 raise EngineError(
-                    f"the {type(optimizer).__name__} steps {fqn!r}, in whose place another parameter was assigned to "
-                    "the module since: build the optimizer after that, or change the parameter in place"
+                    f"the {type(optimizer).__name__} steps {fqn!r}, but another parameter was assigned to the module "
+                    "since: build the optimizer after that, or change the parameter in place"
                 )
             if fqn is not None:
                 hint = "build the optimizer from model.parameters() after wrapping the model"
-                if isinstance(param, DTensor):  # of which units keep the block
+                if isinstance(param, DTensor):  # shown within summon_full_params alone
                     hint += ", outside of summon_full_params"
                 else:
                     hint += ", or wrap it with use_orig_params=True"
@@ -72,7 +72,7 @@ def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _warn_of_decay(optimizer: torch.optim.Optimizer) -> None:
-    """Warn where groups were made by the number of dimensions of shards: then no matrix is in the one that decays."""
+    """Warn if groups were made by the number of dimensions of shards: then no sharded matrix decays."""
     decayed = [p for group in optimizer.param_groups if group.get("weight_decay") for p in group["params"]]
     others = [p for group in optimizer.param_groups if not group.get("weight_decay") for p in group["params"]]
     decays = any(group.get("weight_decay") for group in optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""What a unit owns, and what it leaves alone: parameters and buffers, with the places where modules hold them."""
+"""Parameters and buffers that a unit owns, with their places in modules, and those that it ignores."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hpcfsdp.tensor.whole import is_cut
 
 @dataclass(frozen=True)
 class Ignored:
-    """What is neither sharded nor gathered nor reduced nor cast.
+    """Modules, parameters and buffers that are neither sharded nor gathered nor reduced nor cast.
 
     Attributes:
-        modules: those given and all inside of them, down to units, which remain units.
-        params: those given, and those of the modules.
+        modules: the given ones and all below them, down to units, which remain units.
+        params: the given ones, and those of the modules.
         buffers: of the modules.
     """
 
@@ -28,54 +28,57 @@ class Ignored:
     params: frozenset[nn.Parameter] = frozenset()
     buffers: frozenset[torch.Tensor] = frozenset()
 
-    def __bool__(self) -> bool:
-        return bool(self.modules or self.params)
+
+NOTHING_IGNORED = Ignored()
 
 
 @dataclass
 class OwnParam:
-    """One parameter and every place in the module tree where it is registered."""
+    """One parameter, and every place in the module tree where it is registered.
+
+    Attributes:
+        index: among the parameters of the unit, in the order of the model.
+        block: the part of a tensor-parallel parameter that `param` is.
+        whole: that parameter, until its modules hold `param` instead.
+        counted_fqn: the name as if ignored modules did not exist, with numbered siblings counted without them.
+    """
 
     param: nn.Parameter
     fqn: str
     places: list[tuple[nn.Module, str]]
     aliases: tuple[str, ...] = ()
     index: int = 0
-    """Its place among the parameters of the unit, in the order of the model."""
     block: TensorBlock | None = None
-    """What `param` is of a parameter that is cut over ranks which are parallel over tensors."""
     whole: DTensor | None = None
-    """That parameter, until its modules hold `param` in its place."""
     counted_fqn: str = ""
-    """Its name as it were without the ignored modules: numbered siblings of these count from the first that is left."""
 
     @property
     def numel(self) -> int:
-        """Elements, of the largest block if there are several: the same on all ranks."""
+        """Elements, of the largest block: the same on all ranks."""
         return self.param.numel() if self.block is None else self.block.largest_numel
 
-    def localise(self) -> None:
-        """Have modules hold the block in place of the ``DTensor``."""
+    def replace_dtensor(self) -> None:
+        """Have modules hold the block instead of the ``DTensor``."""
         if self.whole is not None:
             for module, name in self.places:
                 module._parameters[name] = self.param
-            managed.mark(self.whole, self.fqn, tuple(self.whole.shape))  # it may be tied to one elsewhere
+            managed.mark(self.whole, self.fqn, tuple(self.whole.shape))  # another module may hold it too
             managed.hide(self.whole)
-            self.whole = None  # which shares the memory that is to be given up
+            self.whole = None  # it shares memory that will be freed
 
-    def take(self) -> None:
-        """Mark the parameter as one that belongs to a unit."""
+    def mark(self) -> None:
+        """Mark the parameter as owned by a unit."""
         managed.mark(self.param, self.fqn, tuple(self.param.shape) if self.block is None else self.block.shape)
 
     def deregister(self) -> None:
-        """Keep the parameter as a plain attribute, so that modules find it and ``parameters()`` does not."""
+        """Make the parameter a plain attribute of its modules, which ``parameters()`` does not list."""
         managed.hide(self.param)
         for module, name in self.places:
             del module._parameters[name]
             module.__dict__[name] = self.param
 
     def register(self) -> None:
-        """The way back from ``deregister``."""
+        """Undo ``deregister``."""
         managed.show(self.param)
         for module, name in self.places:
             del module.__dict__[name]
@@ -84,11 +87,10 @@ class OwnParam:
 
 @dataclass
 class OwnParams:
-    """What one unit owns.
+    """The parameters and buffers of one unit.
 
     Attributes:
-        groups: parameters that share dtype, ``requires_grad`` and the kind of their modules, one flat parameter each:
-            frozen ones cost no gradient memory, and no dtype is converted into another.
+        groups: parameters with the same dtype, ``requires_grad`` and kind of module; each becomes a flat parameter.
         buffers: persistent or not.
         buffer_fqns: their names within the wrapped module.
     """
@@ -111,28 +113,30 @@ class OwnParams:
         """All parameters, then all buffers."""
         return [entry.param for entry in self.entries] + self.buffers
 
-    def named_values(self, left: Collection[str], *, alike_only: bool) -> dict[str, torch.Tensor]:
-        """What ranks should begin with the same values of, by what messages call it.
+    def named_values(self, excluded: Collection[str], *, alike_only: bool) -> dict[str, torch.Tensor]:
+        """Parameters and buffers that should have the same values on all ranks, by their names in messages.
 
         Args:
-            left: names of parameters and buffers to leave out.
-            alike_only: leave out those of which ranks that are parallel over tensors have different parts.
+            excluded: names to leave out.
+            alike_only: leave out those with different blocks on tensor-parallel ranks.
         """
         params = [e for e in self.entries if not alike_only or e.block is None or e.block.is_whole]
-        found = {f"parameter {e.fqn!r}": e.param for e in sorted(params, key=lambda e: e.index) if e.fqn not in left}
+        found = {
+            f"parameter {e.fqn!r}": e.param for e in sorted(params, key=lambda e: e.index) if e.fqn not in excluded
+        }
         for fqn, buffer in zip(self.buffer_fqns, self.buffers, strict=True):
-            if fqn not in left and not (alike_only and is_cut(buffer)):
+            if fqn not in excluded and not (alike_only and is_cut(buffer)):
                 found[f"buffer {fqn!r}"] = buffer
         return found
 
     @property
     def params_alike(self) -> list[torch.Tensor]:
-        """Those parameters of which ranks that are parallel over tensors have no different parts."""
+        """Parameters that are the same on all tensor-parallel ranks."""
         return [entry.param for entry in self.entries if entry.block is None or entry.block.is_whole]
 
     @property
     def buffers_alike(self) -> list[torch.Tensor]:
-        """Those buffers, likewise."""
+        """Buffers that are the same on all tensor-parallel ranks."""
         return [buffer for buffer in self.buffers if not is_cut(buffer)]
 
 

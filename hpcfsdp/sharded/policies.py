@@ -1,4 +1,4 @@
-"""Which submodules become units of their own."""
+"""The choice of submodules that become units, by a policy."""
 
 from __future__ import annotations
 
@@ -8,64 +8,63 @@ from typing import Any
 from torch import nn
 
 from hpcfsdp import _compat
-from hpcfsdp.sharded.own import Ignored
+from hpcfsdp.sharded.own import NOTHING_IGNORED, Ignored
 
 Policy = Callable[..., Any]
 
 
-def choose_units(root: nn.Module, policy: Any, ignored: Ignored | None = None) -> dict[nn.Module, dict[str, Any]]:
-    """The submodules of `root` (never `root` itself) that the policy wants wrapped, inner ones before outer ones.
+def choose_units(root: nn.Module, policy: Any, ignored: Ignored = NOTHING_IGNORED) -> dict[nn.Module, dict[str, Any]]:
+    """The submodules of `root` (never `root` itself) that the policy chooses, inner ones before outer ones.
 
     Args:
         policy: one of torch's policy objects (``ModuleWrapPolicy``, ``CustomPolicy``), or a function
-            ``policy(module=, recurse=, nonwrapped_numel=) -> bool`` as torch's FSDP takes it: asked with
-            ``recurse=True`` whether to consider a module and what is inside of it at all, then with
-            ``recurse=False`` whether to wrap it, told how many elements of it no unit inside has taken.
-        ignored: modules that are never wrapped, and parameters that count for none.
+            ``policy(module=, recurse=, nonwrapped_numel=) -> bool`` as for torch's FSDP. It is called with
+            ``recurse=True`` to decide whether to enter a module, then with ``recurse=False`` to decide whether to wrap
+            it. ``nonwrapped_numel`` counts the elements below it that are in no unit.
+        ignored: modules that are never wrapped, and parameters that are not counted.
 
     Returns:
-        Each module with the constructor arguments that the policy gives it alone.
+        Each module with the constructor arguments that the policy gives it.
     """
-    left = ignored or Ignored()
     if _compat.is_policy_object(policy):
-        wanted = _compat.run_wrap_policy(policy, root, set(left.modules))
-        order = [module for module in _post_order(root) if module in wanted and _has_parameters(module, left)]
+        wanted = _compat.run_wrap_policy(policy, root, set(ignored.modules))
+        order = [module for module in _post_order(root) if module in wanted and _has_parameters(module, ignored)]
         return {module: wanted[module] for module in order if module is not root}
     if not callable(policy):
         raise TypeError(f"auto_wrap_policy must be a function or one of torch's wrap policies, not {policy!r}")
     chosen: dict[nn.Module, dict[str, Any]] = {}
-    seen: set[nn.Module] = set(left.modules)
+    seen: set[nn.Module] = set(ignored.modules)
 
     def visit(module: nn.Module) -> int:
-        """Elements below `module` that chosen units own."""
-        numel = sum(param.numel() for param in module.parameters() if param not in left.params)
-        taken = 0
+        """Returns the elements below `module` that chosen units own."""
+        numel = sum(param.numel() for param in module.parameters() if param not in ignored.params)
+        wrapped = 0
         if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-            return taken  # neither what is inside of it nor the module itself
+            return wrapped  # skip the module and all inside
         for child in module.children():
             if child not in seen:
                 seen.add(child)
-                taken += visit(child)
+                wrapped += visit(child)
         if (
             module is not root
-            and _has_parameters(module, left)
-            and policy(module=module, recurse=False, nonwrapped_numel=numel - taken)
+            and _has_parameters(module, ignored)
+            and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped)
         ):
             chosen[module] = {}
             return numel
-        return taken
+        return wrapped
 
     visit(root)
     return chosen
 
 
-def check_ties(root: nn.Module, units: dict[nn.Module, dict[str, Any]], ignored: Ignored | None = None) -> None:
+def check_ties(root: nn.Module, units: dict[nn.Module, dict[str, Any]], ignored: Ignored = NOTHING_IGNORED) -> None:
     """Raise a ValueError if two units would own one (tied) parameter: only one of them could gather it."""
     owner: dict[nn.Parameter, tuple[nn.Module, str]] = {}
 
     def visit(module: nn.Module, prefix: str, unit: nn.Module) -> None:
         for name, param in module.named_parameters(recurse=False):
-            if ignored is not None and param in ignored.params:
+            if param in ignored.params:
                 continue
             first_unit, first_name = owner.setdefault(param, (unit, prefix + name))
             if first_unit is not unit:

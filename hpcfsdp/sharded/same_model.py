@@ -1,9 +1,10 @@
-"""Whether ranks wrap the same model: the same parameters, which begin with the same values."""
+"""Comparison of the models of all ranks: the same parameters with the same initial values."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 import torch
 import xxhash
@@ -29,17 +30,16 @@ def check_same_model(
 ) -> str | None:
     """Collective over `comm`. Raise on every rank, naming the first difference, unless all have the same parameters.
 
-    Ranks that ignore different modules may call a parameter by different names, where nothing but the numbers of these
-    modules' siblings differs: that is a warning.
+    Where ranks ignore different modules and only the numbers of these modules' siblings differ in names, it warns.
 
     Args:
         trained: whether the parameters of each layout require gradients.
-        names: what the ranks of `comm` are called.
-        counted_fqns: names of parameters as they were without ignored modules, see ``OwnParam``.
-        values: what has to begin with the same values, by what it is called in messages; None to compare no values.
+        names: of the ranks of `comm`, for messages.
+        counted_fqns: names of parameters as if ignored modules did not exist, see ``OwnParam``.
+        values: tensors to compare, by their names in messages; None to compare none.
 
     Returns:
-        What of `values` differs first, and on which ranks; None if nothing does.
+        The first of `values` that differs, and the ranks, for ``warn_of_values``; None if none does.
     """
     prints = [(layout.fingerprint(), grad) for layout, grad in zip(layouts, trained, strict=True)]
     sums = None if values is None else {name: _checksum(tensor) for name, tensor in values.items()}
@@ -55,9 +55,9 @@ def check_same_model(
 
 
 def warn_of_values(difference: str, stacklevel: int) -> None:
-    """Warn that ranks begin with different values."""
+    """Warn that ranks have different initial values."""
     warnings.warn(
-        f"{difference}: each rank keeps its own part of the values that it has, or its own replica. Pass "
+        f"{difference}: each rank keeps the shard of its own values, or its own replica. Pass "
         "sync_module_states=True to begin with those of rank 0, or build the model from one seed on all ranks "
         "(torch.manual_seed). Where a state dict or a checkpoint is loaded before training this does not matter",
         DifferentValuesWarning,
@@ -76,7 +76,7 @@ def _compare_parameters(
     """Collective over `comm`. Raise, or warn where only numbers in names differ.
 
     Args:
-        differs: which ranks have other layouts than the first.
+        differs: by rank, whether its layouts are not those of rank 0.
     """
     mine = [
         ((slot.fqn, _described(slot), str(layout.dtype), "trained" if grad else "with requires_grad=False"), counted)
@@ -107,17 +107,15 @@ def _compare_parameters(
 
 
 def _first_pair(left: list, right: list) -> tuple[int, tuple, tuple] | None:
-    """The first place in which two ranks have different parameters, and both of them."""
-    for index in range(max(len(left), len(right))):
-        first = left[index][0] if index < len(left) else _NOTHING
-        second = right[index][0] if index < len(right) else _NOTHING
+    """The index of the first parameter in which two ranks differ, and both descriptions."""
+    for index, ((first, _), (second, _)) in enumerate(zip_longest(left, right, fillvalue=(_NOTHING, ""))):
         if first != second:
             return index, first, second
     return None
 
 
 def _first_difference(everyone: Sequence[Mapping[str, int]], names: Sequence[int]) -> str | None:
-    """What has another checksum on some rank than on the first, of what all have."""
+    """The first tensor with different checksums, of those that all ranks have."""
     for name, first in everyone[0].items():
         held = [sums.get(name) for sums in everyone]
         others = [str(names[rank]) for rank, checksum in enumerate(held) if checksum != first]
@@ -128,8 +126,8 @@ def _first_difference(everyone: Sequence[Mapping[str, int]], names: Sequence[int
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Of the bits of a tensor, 0 for one without plain memory."""
-    if isinstance(tensor, DTensor) and not is_cut(tensor):  # of one that is cut, ranks may hold different blocks
+    """The checksum of a tensor's bits, 0 for one without plain memory."""
+    if isinstance(tensor, DTensor) and not is_cut(tensor):  # if it is cut, ranks may hold different blocks
         tensor = tensor.to_local()
     plain = type(tensor) in (torch.Tensor, nn.Parameter)
     if not plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
@@ -137,7 +135,7 @@ def _checksum(tensor: torch.Tensor) -> int:
     with torch.no_grad():
         data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if data.device.type != "cpu":
-        return int(data.sum(dtype=torch.int64))  # nothing but a number leaves the device
+        return int(data.sum(dtype=torch.int64))  # only a number leaves the device
     return xxhash.xxh3_64_intdigest(data.numpy())
 
 

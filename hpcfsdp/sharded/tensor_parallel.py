@@ -1,4 +1,4 @@
-"""Parameters that are DTensors, as of a model that is parallel over tensors, beside the sharding of units."""
+"""Parameters of a tensor-parallel model: DTensors with blocks that units shard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpcfsdp.tensor.whole import whole_of
 
 
 def block_of(fqn: str, param: DTensor, unit_mesh: UnitMesh) -> TensorBlock:
-    """Which part of a parameter this rank has, and the others of the mesh. Not collective.
+    """Not collective. The blocks of a parameter on all ranks of the mesh.
 
     Raises:
         ShardingError: a placement that is no block of values, or along a dimension that the parameter does not have.
@@ -38,17 +38,17 @@ def block_of(fqn: str, param: DTensor, unit_mesh: UnitMesh) -> TensorBlock:
 
 
 def leaf_of(param: DTensor) -> nn.Parameter:
-    """A parameter that is this rank's block, with what else has been noted on the whole."""
+    """This rank's block as a parameter, with the attributes of the ``DTensor``."""
     leaf = nn.Parameter(local_block(param), requires_grad=param.requires_grad)
     leaf.__dict__.update(param.__dict__)
     return leaf
 
 
 def replicated_grad(param: nn.Parameter, unit_mesh: UnitMesh) -> tuple[int, torch.Tensor]:
-    """Collective over the mesh of a ``DTensor``, unless it is that of the unit and its gradient is no sum to come.
+    """The gradient of a parameter outside of units, with the number of tensor-parallel ranks that have the same.
 
-    The gradient of a parameter that no unit has, as far as it is here, with how many tensor-parallel ranks have the
-    same; all of it where it lies on other ranks.
+    For a ``DTensor`` on the unit's mesh this rank's block, for others the whole gradient. Collective over the mesh of
+    other DTensors, and where the gradient's placements are not those of the parameter.
     """
     num_blocks = unit_mesh.size("tensor")
     if not isinstance(param, DTensor) or param.device_mesh != unit_mesh.tensor_mesh:
@@ -61,11 +61,11 @@ def replicated_grad(param: nn.Parameter, unit_mesh: UnitMesh) -> tuple[int, torc
 
 @dataclass
 class TensorView:
-    """What modules have in place of a leaf while they compute: the ``DTensor`` whose block the leaf is.
+    """The ``DTensor`` that modules hold instead of a leaf while they compute; the leaf is its block.
 
     Attributes:
-        places: modules, and the names that they have the leaf under.
-        is_registered: whether modules have the leaf as a parameter, or keep it as an attribute alone.
+        places: modules, and the names of the leaf there.
+        is_registered: whether the leaf is a parameter of its modules, or an attribute alone.
     """
 
     leaf: nn.Parameter
@@ -76,17 +76,17 @@ class TensorView:
 
     @property
     def placed(self) -> Placed:
-        """How the whole lies on the mesh."""
+        """Mesh, placements, shape and stride of the whole."""
         return Placed(self.mesh, self.block.placements, torch.Size(self.block.shape), self.block.stride)
 
     def show(self) -> None:
-        """Not collective. Anew for each call: what computes with it makes a graph."""
+        """Not collective. A new one for each call, since it is part of the graph."""
         view = as_dtensor(self.leaf, self.placed)
         for module, name in self.places:
             module.__dict__[name] = view  # found before registered parameters
 
     def hide(self) -> None:
-        """Let modules have the leaf again."""
+        """Have modules hold the leaf."""
         for module, name in self.places:
             if self.is_registered:
                 module.__dict__.pop(name, None)
@@ -96,11 +96,11 @@ class TensorView:
 
 @contextlib.contextmanager
 def dtensors_shown(views: Iterable[TensorView]) -> Iterator[None]:
-    """A context in which modules have ``DTensor`` parameters in place of leaves that are whole blocks. Not collective.
+    """A context in which modules hold ``DTensor`` parameters instead of leaves that are whole blocks. Not collective.
 
-    They share the memory of the leaves, gradients too, and are changed in place: what is assigned to ``.data`` of a
-    ``DTensor`` is lost. What has been assigned in their place is brought into it, collectively over the mesh if it is
-    placed in another way.
+    They share the memory of the leaves and of their gradients. Assignments to ``.data`` of a ``DTensor`` are lost. The
+    values of parameters assigned instead of them are copied into the leaves, collectively over the mesh if their
+    placements are others.
     """
     shown: list[tuple[TensorView, nn.Parameter]] = []
     try:
@@ -118,16 +118,16 @@ def dtensors_shown(views: Iterable[TensorView]) -> Iterator[None]:
         for view, param, now in replaced:
             if now is None:
                 view.leaf.requires_grad_(param.requires_grad)
-            _take_over(view, param if now is None else now)
+            _adopt(view, param if now is None else now)
 
 
 def _shown(view: TensorView, block: torch.Tensor) -> DTensor:
-    """A ``DTensor`` in the memory of a block, on whatever device that is."""
+    """A ``DTensor`` in the memory of a block, on any device."""
     return _compat.dtensor(_compat.at_its_storage(block), *view.placed)
 
 
 def _put_back(view: TensorView, shown: nn.Parameter) -> nn.Parameter | None:
-    """Have modules hold the leaf again. What has been assigned in place of what was shown, None if nothing was."""
+    """Have modules hold the leaf again. Returns the parameter that was assigned instead of `shown`, if any."""
     managed.hide(shown)
     assigned = None
     for module, name in view.places:
@@ -138,8 +138,8 @@ def _put_back(view: TensorView, shown: nn.Parameter) -> nn.Parameter | None:
     return assigned
 
 
-def _take_over(view: TensorView, param: nn.Parameter) -> None:
-    """Have the leaf hold what `param` does."""
+def _adopt(view: TensorView, param: nn.Parameter) -> None:
+    """Give the leaf the values and the gradient of `param`."""
     values = _local(view, param.detach())
     if values.data_ptr() != view.leaf.data_ptr() or values.shape != view.leaf.shape:
         view.leaf.data = values.to(view.leaf)
@@ -153,7 +153,7 @@ def _local(view: TensorView, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device_mesh != view.mesh:
             raise EngineError(
                 f"{managed.unit_fqn(view.leaf)!r} was given a DTensor on the ranks {describe_mesh(tensor.device_mesh)} "
-                f"within summon_full_params, and lies on {describe_mesh(view.mesh)}: give it one on the same mesh"
+                f"within summon_full_params, and is on {describe_mesh(view.mesh)}: give it one on the same mesh"
             )
         if tensor.placements != view.block.placements:
             tensor = tensor.redistribute(view.mesh, view.block.placements)

@@ -1,4 +1,4 @@
-"""A unit of a model: a module, the ranks that shard it, and the parameters that it owns. Found by ``units_in``."""
+"""A unit of a model: a module, its ranks, and its parameters. ``units_in`` finds the units of a model."""
 
 from __future__ import annotations
 
@@ -19,34 +19,32 @@ from hpcfsdp.sharded.own import Ignored, OwnParams
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 
 WRAPPED = "_fsdp_wrapped_module"
-"""The name that a wrapper has for its module."""
+"""The name of the wrapped module in its wrapper."""
 
 
 def flat_param_name(index: int) -> str:
-    """Under which a unit's flat parameters are registered in its module."""
+    """The name of a unit's flat parameter in its module."""
     return f"_flat_param_{index}" if index else "_flat_param"
 
 
 class ShardedUnit(Unit):
-    """What the engine knows of a unit, with its module, its ranks, and how the user has set it.
+    """The engine's unit, with its module, its ranks, and the user's settings.
 
     Attributes:
-        mesh: the ranks.
         own: its parameters and buffers.
-        ignored: what it leaves alone.
         mixed_precision: never None.
         full_precision: classes of modules that compute in full precision all the same.
-        flat_owner: the module in which the flat parameters are registered: the wrapped one, of the time of wrapping.
-            Another may take its place later, say a checkpoint wrapper around it.
-        param_names: of its modules, in the order of the plain model.
+        flat_owner: the module in which the flat parameters are registered: the one that was wrapped. The user may
+            replace it later, for instance by a checkpoint wrapper around it.
+        param_names: by module, in the order of the plain model.
         root: of all units under the outermost one, None until that is first called.
         is_root: whether it is the outermost one.
-        buffer_dtypes: of buffers that mixed precision has cast, by module and name, what they were before.
-        lowered_buffers: the way back, while ``FSDP_USE_FULL_PREC_IN_EVAL`` has undone it.
-        computes_in_full: whether that holds now.
-        state_dict_settings: what ``set_state_dict_type`` has chosen.
-        shows_state: whether its modules hold what a state dict is to show of their parameters.
-        differing: what ranks begin with different values of; None where that is nothing, or has been warned of.
+        buffer_dtypes: original dtypes of buffers that mixed precision has cast, by module and name.
+        lowered_buffers: dtypes that they had under mixed precision, while ``FSDP_USE_FULL_PREC_IN_EVAL`` undoes it.
+        computes_in_full: whether it does so now.
+        state_dict_settings: those of ``set_state_dict_type``.
+        shows_state: whether its modules hold values for a state dict in place of their parameters.
+        differing: values that differ between ranks, for a warning; None if there are none.
     """
 
     root: Root | None = None
@@ -83,11 +81,11 @@ class ShardedUnit(Unit):
         self.param_names: dict[nn.Module, tuple[str, ...]] = {}
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self.lowered_buffers: dict[tuple[nn.Module, str], torch.dtype] = {}
-        self._wrapper = weakref.ref(wrapper)  # which holds the unit
+        self._wrapper = weakref.ref(wrapper)  # it holds the unit
 
     @property
     def wrapper(self) -> nn.Module:
-        """The module that is called in place of the wrapped one, and holds the unit."""
+        """The module around the wrapped one. It holds the unit."""
         wrapper = self._wrapper()
         assert wrapper is not None
         return wrapper
@@ -99,17 +97,14 @@ class ShardedUnit(Unit):
 
     @property
     def comm(self) -> Communicator:
-        """All ranks of the unit, replicas too; only the shards of hybrid groups that do not make up the world."""
+        """All ranks of the unit, without "tensor"; only the shards for a pair of groups that is not the world."""
         return self.mesh.data or self.mesh.shard
 
     def check_at_rest(self, what: str) -> None:
-        """Not collective. Refuse to go on at work, or summoned; reshard what a forward has left for its backward.
-
-        Args:
-            what: the user has called.
+        """Not collective. Refuse the call `what` in a forward or backward, or while summoned. Reshard the model.
 
         Raises:
-            EngineError: with what the unit is doing, and what to do.
+            EngineError: names the unit and its phase.
         """
         root = self.root
         if root is not None:
@@ -125,15 +120,20 @@ class ShardedUnit(Unit):
         if root is not None:
             root.rest()
         for flat in self.flats:
-            flat.adopt_user_data()  # while what users have assigned is not mixed with what summon_full_params registers
+            flat.adopt_user_data()  # before summon_full_params registers other parameters
+
+
+def clean_path(name: str) -> str:
+    """The name of a module without those of wrappers."""
+    return ".".join(part for part in name.split(".") if part != WRAPPED)
 
 
 def unit_of(module: nn.Module) -> ShardedUnit | None:
-    """The unit that a module is the wrapper of; None for any other module."""
+    """The unit of a wrapper; None for any other module."""
     found = module.__dict__.get("_unit")
     return found if isinstance(found, ShardedUnit) else None
 
 
 def units_in(module: nn.Module) -> list[ShardedUnit]:
-    """The units of a module and of all inside, outer ones first."""
+    """The units within a module, itself included, outer ones first."""
     return [unit for inner in module.modules() if (unit := unit_of(inner)) is not None]

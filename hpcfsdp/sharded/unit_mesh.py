@@ -29,18 +29,18 @@ Dim = Literal["shard", "replicate", "tensor"]
 class UnitMesh:
     """The ranks of a unit, along up to three dimensions.
 
-    Along "shard" they have different parts of each parameter, along "replicate" the same, along "tensor" other blocks
-    of tensor-parallel parameters. Methods that take dimensions are about the ranks that differ from this one in these
-    alone, and without any about all ranks of the unit; a dimension that the mesh does not have counts as one rank.
-    What has to be made or asked of others raises a ``RuntimeError`` before torch.distributed is initialised.
+    Along "shard" they have different shards of each parameter, along "replicate" the same, along "tensor" other blocks
+    of tensor-parallel parameters. Methods with dimensions as arguments are about the ranks that differ from this one in
+    these alone, and without arguments about all ranks of the unit. A dimension that the mesh does not have counts as
+    one rank. Methods that communicate or make groups raise a ``RuntimeError`` before torch.distributed is initialised.
 
     Attributes:
         strategy: never None.
         along: the communicator of each dimension: "shard" unless the strategy is ``NO_SHARD``, "replicate" under that
             and the hybrid ones, "tensor" for units of a tensor-parallel model.
-        data: over "replicate" and "shard"; None for a pair of groups that do not make up the world.
-        grid: int64, replicas x shards, ranks of `data`; None where that is.
-        device_mesh: what the user gave: (replicate, shard), or one of them.
+        data: over "replicate" and "shard"; None for a pair of groups that is not the world.
+        grid: int64, replicas x shards, ranks of `data`; None if that is None.
+        device_mesh: the user's: (replicate, shard), or one of them.
         tensor_mesh: of the unit's DTensors; None without "tensor".
     """
 
@@ -53,27 +53,27 @@ class UnitMesh:
 
     @cached_property
     def shard(self) -> Communicator:
-        """The ranks among which each parameter is divided; this one alone under ``NO_SHARD``."""
+        """The ranks over which each parameter is sharded; this one alone under ``NO_SHARD``."""
         return self.along.get("shard") or FakeCommunicator(device=self.along["replicate"].device)
 
     @property
     def replicate(self) -> Communicator | None:
-        """The ranks that have the same shard, over which gradients are reduced once more."""
+        """The ranks with the same shard, over which gradients are reduced once more."""
         return self.along.get("replicate")
 
     @property
     def tensor(self) -> Communicator | None:
-        """The tensor-parallel ranks, of which each has the other dimensions with others."""
+        """The tensor-parallel ranks."""
         return self.along.get("tensor")
 
     @property
     def dtensor_dim(self) -> Dim:
-        """Along which rows of a distributed tensor are cut: "shard", under ``NO_SHARD`` "replicate"."""
+        """The dimension along which rows of a distributed tensor are cut: "shard", under ``NO_SHARD`` "replicate"."""
         return "shard" if "shard" in self.along else "replicate"
 
     @property
     def dtensor_ranks(self) -> Communicator:
-        """The ranks along it."""
+        """The ranks along ``dtensor_dim``."""
         return self.along[self.dtensor_dim]
 
     @property
@@ -81,17 +81,17 @@ class UnitMesh:
         return "shard" in self.along and "replicate" in self.along
 
     def size(self, *dims: Dim) -> int:
-        """How many ranks there are."""
+        """The number of these ranks."""
         return prod(comm.size for comm in self._chosen(dims).values())
 
     def is_first(self, *dims: Dim) -> bool:
-        """Whether this rank is the first of them in each dimension: the one that speaks for them."""
+        """Whether this rank is the first in each of these dimensions."""
         return all(comm.rank == 0 for comm in self._chosen(dims).values())
 
     def comm(self, *dims: Dim) -> Communicator | Grid:
         """Collective over these ranks, the first time. A communicator over them.
 
-        A ``Grid`` over both data dimensions of a pair of groups that do not make up the world.
+        For both data dimensions of a pair of groups that is not the world it is a ``Grid``.
         """
         chosen = dict(self._chosen(dims))
         tensor = chosen.pop("tensor", None)
@@ -105,30 +105,29 @@ class UnitMesh:
         return Grid(line, tensor) if isinstance(line, Grid) else GroupCache.current().joined(line, tensor)[0]
 
     def connect(self) -> None:
-        """Collective over all ranks of the unit. Who has what of it is known from here on, without collectives."""
+        """Collective over all ranks of the unit. Make the communicators that checkpoints and state dicts need."""
         if self.tensor is not None and self.data is not None:
             self.comm()
             self.comm(self.dtensor_dim, "tensor")
 
     def lines(self) -> list[Communicator]:
-        """Communicators that together connect all ranks of the unit: lines of a grid. None where there is one rank."""
+        """Communicators that together connect all ranks of the unit, without those of one rank."""
         data = [self.data] if self.data is not None else [self.along["shard"], self.along["replicate"]]
         return [comm for comm in (*data, self.tensor) if comm is not None and comm.size > 1]
 
     def ranks(self, *dims: Dim) -> tuple[int, ...]:
-        """Collective over these ranks, the first time. Theirs in torch's default group, in the order of ``comm``."""
+        """Collective over these ranks, the first time. Their numbers in torch's default group, in ``comm``'s order."""
         return GroupCache.current().global_ranks(self.comm(*dims))
 
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Collective over these ranks, the first time. Of each rank of ``comm(dtensor_dim, "tensor")``, where it is
-        along these two dimensions."""
+        """Collective over these ranks, the first time. The ranks of ``comm(dtensor_dim, "tensor")`` along both."""
         return GroupCache.current().joined(self.dtensor_ranks, self.along["tensor"])[1]
 
     @cached_property
     def copies(self) -> np.ndarray:
         """Collective over all ranks, the first time; needs `data`. int64, shards x replicas: the ranks of ``comm()``
-        that have each shard, the one that speaks for them first. Where there are several blocks, of the first."""
+        that have each shard, the one that writes it first. With several blocks those of the first block."""
         return self._cube[:, :, 0].T
 
     @cached_property
@@ -150,9 +149,9 @@ class UnitMesh:
         return ranks[self.grid]
 
     def placed(self, block: TensorBlock | None) -> tuple[DeviceMesh, list[Placement]]:
-        """Collective over all ranks of the unit, the first time. How a ``DTensor`` of the unit is placed.
+        """Collective over all ranks of the unit, the first time. Mesh and placements of a ``DTensor`` of the unit.
 
-        Rows are cut along the last dimension of data, and along "tensor" whatever the block says.
+        Rows are cut along the last data dimension; along "tensor" the placements are those of `block`.
 
         Args:
             block: of the parameter; None for one that is not cut over tensor-parallel ranks.

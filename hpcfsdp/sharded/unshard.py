@@ -1,14 +1,14 @@
-"""Whole parameters on demand: ``summon_full_params``, its parts, and a walk that holds one unit at a time.
+"""Whole parameters on demand: ``summon_full_params``, its parts, and ``walk_full_params``, one unit at a time.
 
-Gathered values are copies in the dtype in which parameters are kept, on each rank its own: what one rank writes no
-other sees before it is written back.
+Gathered values are copies in the dtype of the shards. Each rank has its own: other ranks do not see what one rank
+writes before it is written back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,19 +19,12 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.param import FlatParam, set_grad
 from hpcfsdp.launch.calls import public_call
 from hpcfsdp.sharded.tensor_parallel import dtensors_shown
-from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit, flat_param_name, units_in
+from hpcfsdp.sharded.unit import ShardedUnit, clean_path, flat_param_name, units_in
 
 
 @dataclass(frozen=True)
 class UnshardArgs:
-    """How parameters are to be unsharded.
-
-    Attributes:
-        writeback: take over what the context has changed.
-        rank0_only: rank 0 alone holds whole parameters; the others keep what they have.
-        offload_to_cpu: whole parameters lie in host memory.
-        with_grads: gradients are unsharded, too.
-    """
+    """The options of ``unshard_params``."""
 
     writeback: bool = True
     rank0_only: bool = False
@@ -41,12 +34,12 @@ class UnshardArgs:
 
 @dataclass
 class _Whole:
-    """One flat parameter as long as it is whole.
+    """One flat parameter while it is whole.
 
     Attributes:
         present: whether this rank holds the whole values.
         at_rest: data and gradients of the leaves before.
-        full, grad: 1-D, whole; None where there is none.
+        full, grad: 1-D, whole; None where this rank does not hold them.
     """
 
     flat: FlatParam
@@ -57,14 +50,11 @@ class _Whole:
 
 
 def validate_unshard_params_args(args: UnshardArgs, unit: ShardedUnit) -> None:
-    """Collective under `with_grads`. Refuse a unit that is at work or summoned already; warn of what costs memory.
-
-    Raises:
-        EngineError: with what the unit is doing, and what to do.
-    """
+    """Collective under `with_grads`. Refuse a unit that is in use or summoned already; warn of a copy per rank."""
     unit.check_at_rest("summon_full_params")
-    if args.with_grads:
-        _refuse_held(unit)
+    if args.with_grads and unit.root is not None and any(grad.held is not None for grad in unit.grads):
+        with raise_together_over(unit.mesh.lines()):
+            unit.root.refuse_held("summon_full_params with with_grads=True")
     if args.offload_to_cpu and not args.rank0_only and unit.comm.size > 1:
         warnings.warn(
             "offload_to_cpu without rank0_only puts a copy of the whole model into host memory for each rank of the "
@@ -77,7 +67,6 @@ def validate_unshard_params_args(args: UnshardArgs, unit: ShardedUnit) -> None:
 @public_call("summon_full_params")
 def unshard_params(
     module: nn.Module,
-    *,
     recurse: bool = True,
     writeback: bool = True,
     rank0_only: bool = False,
@@ -86,23 +75,23 @@ def unshard_params(
 ) -> Iterator[None]:
     """Collective over the process groups. A context in which the parameters of the units in `module` are whole.
 
-    They are ``nn.Parameter`` of their original shapes, found by ``named_parameters()`` under their original names, and
-    may be changed in place, by ``.data``, or by assigning another parameter to the module. Where the model is parallel
-    over tensors they are ``DTensor``, of which each rank has its block, and ``.data`` of these leads nowhere. Changes
-    of padding, and changes on ranks other than 0 under `rank0_only`, are lost; of several ranks each has its own shard
-    written back. An exception within the context leaves nothing unsharded.
+    They are ``nn.Parameter`` of their original shapes, and ``named_parameters()`` has them under their original names.
+    They may be changed in place, by ``.data``, or by assigning another parameter to the module. In a tensor-parallel
+    model they are ``DTensor`` with this rank's block, and assignments to their ``.data`` have no effect. Each rank
+    writes back its own shard of its own copy; changes of padding are lost. An exception within the context leaves
+    nothing unsharded.
 
     Args:
-        recurse: units inside of `module`, too; otherwise `module` itself, which is a unit.
-        writeback: take over what has been changed, gradients too if `with_grads`. With `rank0_only` rank 0's changes
-            are scattered.
-        rank0_only: only rank 0 (of the first replica) gets whole parameters; on the others they stay as they are.
-        offload_to_cpu: whole parameters lie in host memory.
-        with_grads: ``param.grad`` is whole, too.
+        recurse: also units inside of `module`; otherwise `module` itself, which is a unit.
+        writeback: keep changes, those of gradients too if `with_grads`. With `rank0_only` rank 0's changes are
+            scattered, and those of other ranks are lost.
+        rank0_only: only rank 0 (of the first replica) gets whole parameters; those of other ranks stay sharded.
+        offload_to_cpu: whole parameters are in host memory.
+        with_grads: ``param.grad`` is whole too.
 
     Raises:
-        EngineError: a forward or backward is running, or a unit is summoned already; ``no_sync`` holds gradients, and
-            `with_grads` asks for them; a parameter has another shape than before when it is written back.
+        EngineError: a forward or backward is running, or a unit is summoned already; ``no_sync`` holds gradients under
+            `with_grads`; a parameter that is written back has another shape than before.
     """
     args = UnshardArgs(writeback, rank0_only, offload_to_cpu, with_grads)
     units = units_in(module)
@@ -119,15 +108,14 @@ def unshard_params(
 @public_call("walk_full_params")
 def walk_full_params(
     module: nn.Module,
-    *,
     writeback: bool = False,
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Collective over the process groups, at each turn. The units of a model one by one, each whole in its turn.
+    """Collective over the process groups, at each step. Iterate over the units of a model, one whole at a time.
 
-    For models that are larger than the memory of one device. Between turns a unit is sharded again.
+    For models that are larger than the memory of one device. Arguments are those of ``unshard_params``.
 
     Yields:
         The name of the unit's module within `module`, without those of wrappers, and the module.
@@ -137,13 +125,12 @@ def walk_full_params(
     for unit in units_in(module):
         validate_unshard_params_args(args, unit)
         with unshard_params_for_summon(unit, args):
-            parts = [part for part in names[unit.wrapper].split(".") if part != WRAPPED]
-            yield ".".join(parts), unit.module
+            yield clean_path(names[unit.wrapper]), unit.module
 
 
 @contextlib.contextmanager
 def unshard_params_for_summon(unit: ShardedUnit, args: UnshardArgs) -> Iterator[None]:
-    """Collective over the wrapper's process groups. One unit whole, as its modules' own parameters."""
+    """Collective over the wrapper's process groups. A context in which the parameters of one unit are whole."""
     unit.begin_summon()
     try:
         wholes = unshard_fsdp_state_params(unit, args)
@@ -160,7 +147,7 @@ def unshard_params_for_summon(unit: ShardedUnit, args: UnshardArgs) -> Iterator[
                             whole.flat.mark_changed()  # a backward at other values than the forward would be wrong
             finally:
                 for whole in wholes:
-                    _reshard(whole)
+                    _set_leaves(whole.flat, whole.at_rest)
     finally:
         unit.end_summon()
 
@@ -183,7 +170,7 @@ def unshard_fsdp_state_params(unit: ShardedUnit, args: UnshardArgs) -> list[_Who
 
 @contextlib.contextmanager
 def unflatten_as_params(unit: ShardedUnit, wholes: list[_Whole]) -> Iterator[None]:
-    """Have the original parameters show the whole values, as parameters of their modules."""
+    """A context in which the original parameters show the whole values, registered in their modules."""
     for whole in wholes:
         if whole.present:
             _show(whole)
@@ -194,7 +181,7 @@ def unflatten_as_params(unit: ShardedUnit, wholes: list[_Whole]) -> Iterator[Non
         with dtensors_shown([view for view in unit.views if view.leaf in present]):
             yield
     finally:
-        _take_over_replaced(unit)
+        _adopt_replaced(unit)
         deregister_orig_params(unit)
         register_flat_param(unit)
 
@@ -208,21 +195,21 @@ def deregister_flat_param(unit: ShardedUnit) -> None:
 
 
 def register_flat_param(unit: ShardedUnit) -> None:
-    """Show the flat parameters in ``parameters()``, unless the original ones are there."""
+    """Show the flat parameters in ``parameters()``, without `use_orig_params`."""
     for index, flat in enumerate(unit.flats):
         if not flat.use_orig_params:
             unit.flat_owner._parameters[flat_param_name(index)] = flat.parameter
 
 
 def register_orig_params(unit: ShardedUnit) -> None:
-    """Show the original parameters in ``parameters()``, where they are not, in their original order."""
+    """Show the original parameters in ``parameters()``, in their original order."""
     if not unit.use_orig_params:
         for entry in sorted(unit.own.entries, key=lambda entry: entry.index):
             entry.register()
 
 
 def deregister_orig_params(unit: ShardedUnit) -> None:
-    """Hide the original parameters from ``parameters()``, unless it is they that the optimizer steps."""
+    """Hide the original parameters from ``parameters()``, without `use_orig_params`."""
     if not unit.use_orig_params:
         for entry in unit.own.entries:
             entry.deregister()
@@ -230,7 +217,7 @@ def deregister_orig_params(unit: ShardedUnit) -> None:
 
 @torch.no_grad()
 def writeback_to_local_shard(whole: _Whole, args: UnshardArgs) -> None:
-    """Collective over the process groups under `rank0_only`. Take over the values that the leaves show.
+    """Collective over the process groups under `rank0_only`. Write the values of the leaves into the shard.
 
     Raises:
         EngineError: a parameter has another shape than before.
@@ -253,7 +240,7 @@ def writeback_to_local_shard(whole: _Whole, args: UnshardArgs) -> None:
 
 
 def _gathered(flat: FlatParam, shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor | None:
-    """Collective over the shards. All shards together, None where this rank is not to have them."""
+    """Collective over the shards. The whole values; None on ranks that do not get them."""
     comm, shard = flat.comm, shard.to(flat.comm.device)
     target = torch.device("cpu") if args.offload_to_cpu else flat.device
     if args.rank0_only:
@@ -271,7 +258,7 @@ def _store(whole: _Whole, shard: torch.Tensor, values: list[torch.Tensor], args:
     """Collective under `rank0_only`. Write this rank's runs of whole values into a tensor laid out like the shard."""
     flat, layout = whole.flat, whole.flat.layout
     problem = _changed_shape(flat, values) if whole.present else None
-    if args.rank0_only:  # the others are about to wait for what rank 0 has
+    if args.rank0_only:  # the others will wait for rank 0's values
         if flat.replicas is None or flat.replicas.rank == 0:
             problem = flat.comm.broadcast_object(problem)
         if flat.replicas is not None:
@@ -312,21 +299,18 @@ def _show(whole: _Whole) -> None:
     flat = whole.flat
     assert whole.full is not None
     grads = [None] * len(flat.leaves) if whole.grad is None else flat.views(whole.grad)
-    for leaf, value, grad in zip(flat.leaves, flat.views(whole.full), grads, strict=True):
+    _set_leaves(flat, zip(flat.views(whole.full), grads, strict=True))
+
+
+def _set_leaves(flat: FlatParam, shown: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    for leaf, (value, grad) in zip(flat.leaves, shown, strict=True):
         leaf.grad = None
         leaf.data = value
         set_grad(leaf, grad)
 
 
-def _reshard(whole: _Whole) -> None:
-    for leaf, (value, grad) in zip(whole.flat.leaves, whole.at_rest, strict=True):
-        leaf.grad = None
-        leaf.data = value
-        set_grad(leaf, grad)
-
-
-def _take_over_replaced(unit: ShardedUnit) -> None:
-    """Take the values of parameters that were assigned in place of the original ones, and put these back."""
+def _adopt_replaced(unit: ShardedUnit) -> None:
+    """Copy the values of assigned parameters into the original ones, and have modules hold these again."""
     for entry in unit.own.entries:
         for module, name in entry.places:
             now = module._parameters.get(name)
@@ -340,23 +324,15 @@ def _take_over_replaced(unit: ShardedUnit) -> None:
 
 
 def _has_grad(flat: FlatParam) -> bool:
-    """Whether there is a gradient to unshard, the same on all ranks."""
+    """Collective over the shards. Whether any rank has a gradient."""
     return _any_rank(flat, any(leaf.grad is not None for leaf in flat.leaves) or flat.parameter.grad is not None)
 
 
 def _any_rank(flat: FlatParam, here: bool) -> bool:
-    """Collective over the shards. Whether it is so on any rank."""
+    """Collective over the shards. Whether `here` is true on any rank."""
     found = torch.tensor([here], dtype=torch.uint8, device=flat.comm.device)
     flat.comm.all_reduce(found, "max")
     return bool(found)
-
-
-def _refuse_held(unit: ShardedUnit) -> None:
-    """Collective over the wrapper's process groups where ``no_sync`` has kept gradients back."""
-    root = unit.root
-    if root is not None and any(grad.held is not None for grad in unit.grads):
-        with raise_together_over(unit.mesh.lines()):
-            root.refuse_held("summon_full_params with with_grads=True")
 
 
 def _shard_grad(flat: FlatParam) -> torch.Tensor:

@@ -1,14 +1,15 @@
-"""What ``torch.distributed.checkpoint.state_dict`` does, for models with units of this package in them.
+"""The functions of ``torch.distributed.checkpoint.state_dict`` for models with units of this package in them.
 
 Torch's own functions look for torch's own class: they take a unit for an ordinary module, and the shard of a flat
-parameter for a whole one. These hand over to torch's for all other models.
+parameter for a whole one. These call torch's for all other models.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint.state_dict as stock
@@ -29,36 +30,47 @@ from hpcfsdp.launch.calls import public_call
 from hpcfsdp.sharded.managed import unit_fqn
 from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.load import load_model
+from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim import load, save
 from hpcfsdp.state.optim.keys import get_aliases, get_param_to_fqns
 from hpcfsdp.state.optim.values import same
-from hpcfsdp.state.ranks import ranks_of_model
-from hpcfsdp.state.settings import state_dict_type
-from hpcfsdp.state.transfer import StateDictFormat
-from hpcfsdp.state.wrappers import clean_fqn
+from hpcfsdp.state.settings import StateDictFormat, state_dict_type
+from hpcfsdp.state.wrappers import clean_fqn, with_clean_names
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _or_torchs(function: Function) -> Function:
+    """A function for models with units, and torch's own function of its name for all others."""
+
+    @functools.wraps(function)
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        chosen = function if units_in(model) else getattr(stock, function.__name__)
+        return chosen(model, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
 
 @public_call("get_model_state_dict")
+@_or_torchs
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
     """Collective over all ranks of the model. Its state dict, sharded unless `options` ask for the whole.
 
     Args:
-        submodules: only what lies in these; their names are left out without ``options.keep_submodule_prefixes``.
+        submodules: only the tensors in these; their names are left out without ``options.keep_submodule_prefixes``.
         options: torch's own. ``full_state_dict`` with ``cpu_offload`` gives it to rank 0 alone, an empty one to others.
     """
-    if not _is_ours(model):
-        return stock.get_model_state_dict(model, submodules=submodules, options=options)
     options = _checked(options)
     with _state_dict_type(model, options):
-        found = _cleaned(model.state_dict())
+        found = with_clean_names(model.state_dict())
     if options.full_state_dict and options.cpu_offload and ranks_of_model(model).rank != 0:
         return {}
     if options.cpu_offload:
-        found = {key: _on_cpu(value) for key, value in found.items()}
+        found = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
     if options.ignore_frozen_params:
         frozen = _frozen(model)
         found = {key: value for key, value in found.items() if key not in frozen}
@@ -66,6 +78,7 @@ def get_model_state_dict(
 
 
 @public_call("get_optimizer_state_dict")
+@_or_torchs
 def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -83,9 +96,11 @@ def get_optimizer_state_dict(
         options: torch's own; see ``get_model_state_dict``. With ``flatten_optimizer_state_dict`` the result has one
             level, with keys ``state.NAME.KEY`` and ``param_groups.NAME.KEY``.
     """
-    if not _is_ours(model):
-        return stock.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
-    _refuse_submodules(submodules)
+    if submodules:
+        raise StateDictError(
+            "submodules is not supported for optimizers: take the state dict of all parameters and keep the names you "
+            "want"
+        )
     options = _checked(options)
     form = StateDictFormat(
         sharded=not options.full_state_dict,
@@ -105,6 +120,7 @@ def get_optimizer_state_dict(
 
 
 @public_call("get_state_dict")
+@_or_torchs
 def get_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -113,13 +129,12 @@ def get_state_dict(
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Collective over all ranks of the model. The state dicts of a model and of its optimizers."""
-    if not _is_ours(model):
-        return stock.get_state_dict(model, optimizers, submodules=submodules, options=options)
     weights = get_model_state_dict(model, submodules=submodules, options=options)
     return weights, get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
 
 
 @public_call("set_model_state_dict")
+@_or_torchs
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:
@@ -131,13 +146,12 @@ def set_model_state_dict(
     Returns:
         A named tuple of missing_keys and unexpected_keys.
     """
-    if not _is_ours(model):
-        return stock.set_model_state_dict(model, model_state_dict, options=options)
     options = _checked(options)
     return load_model(model, model_state_dict, strict=options.strict, from_rank0=options.broadcast_from_rank0)
 
 
 @public_call("set_optimizer_state_dict")
+@_or_torchs
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -151,9 +165,6 @@ def set_optimizer_state_dict(
         options: torch's own. With ``broadcast_from_rank0`` rank 0 alone needs to have it; without ``strict`` parameters
             that it lacks begin anew. Names that the model does not have are refused in any case.
     """
-    if not _is_ours(model):
-        stock.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
-        return
     for optimizer, one in _to_load(model, _listed(optimizers), optim_state_dict, _checked(options)):
         optimizer.load_state_dict(one)
 
@@ -175,6 +186,7 @@ def _to_load(
 
 
 @public_call("set_state_dict")
+@_or_torchs
 def set_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -184,14 +196,6 @@ def set_state_dict(
     options: StateDictOptions | None = None,
 ) -> Any:
     """Collective over all ranks of the model. Load the state dicts of a model and of its optimizers, or neither."""
-    if not _is_ours(model):
-        return stock.set_state_dict(
-            model,
-            optimizers,
-            model_state_dict=model_state_dict,
-            optim_state_dict=optim_state_dict,
-            options=options,
-        )
     loaded = _to_load(model, _listed(optimizers), optim_state_dict, _checked(options))
     found = set_model_state_dict(model, model_state_dict, options=options)
     for optimizer, one in loaded:
@@ -318,10 +322,6 @@ def _of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, given: Map
     return {"state": state, "param_groups": kept}
 
 
-def _is_ours(model: nn.Module) -> bool:
-    return bool(units_in(model))
-
-
 def _checked(options: StateDictOptions | None) -> StateDictOptions:
     options = options or StateDictOptions()
     if options.broadcast_from_rank0 and not options.full_state_dict:
@@ -348,17 +348,6 @@ def _state_dict_type(model: nn.Module, options: StateDictOptions) -> Iterator[No
         yield
 
 
-def _cleaned(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict without the names of wrappers, which those around units leave in."""
-    found: dict[str, Any] = {}
-    for key, value in state_dict.items():
-        clean = clean_fqn(key)
-        if clean in found:
-            raise StateDictError(f"two tensors of the model are called {clean!r} without the names of wrappers")
-        found[clean] = value
-    return found
-
-
 def _frozen(model: nn.Module) -> set[str]:
     """The names of parameters that are not trained, tied names too."""
     fqns = get_param_to_fqns(model)
@@ -378,18 +367,6 @@ def _within(
         for prefix in prefixes
         if key.startswith(prefix)
     }
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
-
-
-def _refuse_submodules(submodules: set[nn.Module] | None) -> None:
-    if submodules:
-        raise StateDictError(
-            "submodules is not supported for optimizers: take the state dict of all parameters and keep the names you "
-            "want"
-        )
 
 
 def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:

@@ -19,20 +19,19 @@ from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded import unshard
 from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name
 from hpcfsdp.sharded.unit_mesh import UnitMesh
-from hpcfsdp.state.model import has_extra_state
+from hpcfsdp.state.model import has_extra_state, ranks_of_model
 from hpcfsdp.state.rank0 import FROM_RANK0, Rank0Source, checked
-from hpcfsdp.state.ranks import ranks_of_model
 from hpcfsdp.state.reading import Hook, Reading, equal
-from hpcfsdp.state.registries import Incoming, put_all_back
-from hpcfsdp.state.save import flat_numel
+from hpcfsdp.state.registries import Incoming, restore
+from hpcfsdp.state.scatter import scatter
 from hpcfsdp.state.shards import LocalShards
+from hpcfsdp.state.shown import flat_numel
 from hpcfsdp.state.tensors import Rank0Tensor
-from hpcfsdp.state.transfer import scatter
 from hpcfsdp.tensor.whole import fill_block
 
 
 class Agreed(NamedTuple):
-    """What all ranks know of each other before a state dict is loaded.
+    """Facts that all ranks have exchanged before a state dict is loaded.
 
     Attributes:
         units: that have hooks to be called, on any rank.
@@ -61,15 +60,15 @@ def load_model(
 ) -> Any:
     """Collective over the ranks of the model. Load a state dict, or change nothing on any rank.
 
-    Where names that hooks could have forgiven are refused after loading, parameters, persistent buffers and extra
-    states are what they were; what else modules have changed of their own stays.
+    If names are refused after loading, as hooks could have forgiven them, parameters, persistent buffers and extra
+    states are restored; other changes that modules have made to themselves stay.
 
     Args:
         module: a unit, or a module that holds units.
         state_dict: see ``StateDictMethods.load_state_dict``.
         strict: all names must be there, and no others.
         assign: not supported.
-        from_rank0: the first rank alone has the state dict, of whole tensors; what others pass does not count.
+        from_rank0: the first rank alone has the state dict, of whole tensors; that of other ranks is ignored.
 
     Returns:
         A named tuple of missing_keys and unexpected_keys.
@@ -114,7 +113,7 @@ def agree(reading: Reading, read: Callable[[], None]) -> Agreed:
     Raises:
         EngineError: on every rank, if a unit is at work, or summoned, on any of them.
         StateDictError: on every rank, if something is wrong on any of them; there is no unit.
-        Exception: on this rank, what `read` has raised.
+        Exception: on this rank, raised by `read`.
     """
     ranks = ranks_of_model(reading.module)
     with raise_together(ranks):  # what follows is collective, and one rank alone may be at work
@@ -122,15 +121,15 @@ def agree(reading: Reading, read: Callable[[], None]) -> Agreed:
             unit.check_at_rest("load_state_dict")
     if dist.is_initialized():
         for unit in reading.units:
-            unit.mesh.ranks(unit.mesh.dtensor_dim, "tensor")  # known from here on, whatever this rank finds
+            unit.mesh.ranks(unit.mesh.dtensor_dim, "tensor")  # known from here on, even if this rank raises
     problem: Exception | None = None
     try:
         read()
     except Exception as error:
         problem = error
     turns = [turn for turn, hooks in enumerate(reading.hooks.values()) if hooks]
-    told = None if problem is None else str(problem)
-    everyone = ranks.all_gather_object((told, reading.digest, turns, reading.names_differ))
+    message = None if problem is None else str(problem)
+    everyone = ranks.all_gather_object((message, reading.digest, turns, reading.names_differ))
     if problem is None:
         wrong = next((f"rank {rank}: {text}" for rank, (text, *_) in enumerate(everyone) if text is not None), None)
         if wrong is None and any(digest != reading.digest for _, digest, *_ in everyone):
@@ -146,7 +145,7 @@ def agree(reading: Reading, read: Callable[[], None]) -> Agreed:
 
 
 def _difference(tables: list[dict[str, str]]) -> str:
-    """The first thing in which ranks differ that all read without an error, in words."""
+    """A description of the first difference between ranks that have all read without an error."""
     rank = next(rank for rank, table in enumerate(tables) if table != tables[0])
     found = (
         (key, tables[0].get(key, "nothing"), tables[rank].get(key, "nothing")) for key in {**tables[0], **tables[rank]}
@@ -156,7 +155,7 @@ def _difference(tables: list[dict[str, str]]) -> str:
 
 
 def commit(reading: Reading, first: Rank0Source | None) -> None:
-    """Collective over the ranks of the model. Copy what has been found."""
+    """Collective over the ranks of the model. Copy the values that have been found."""
     for unit in reading.units:
         for flat in unit.flats:
             if flat in reading.found:
@@ -188,7 +187,7 @@ def _whole(source: Any, first: Rank0Source | None) -> torch.Tensor:
 
 
 def _arrived(incoming: Incoming, first: Rank0Source | None) -> torch.Tensor:
-    """Collective as ``_whole``, unless it is here. What modules are to hold."""
+    """Collective as ``_whole``, unless it is here. The tensor that modules are to hold."""
     tensor = incoming.source
     if not incoming.is_here:  # made whole, it may still be the caller's memory
         tensor = _whole(tensor, first).to(incoming.device, incoming.dtype, copy=True)
@@ -198,14 +197,14 @@ def _arrived(incoming: Incoming, first: Rank0Source | None) -> torch.Tensor:
 def finish(reading: Reading, agreed: Agreed, keys: Any) -> None:
     """Collective over the ranks of the model. Give modules their extra states, and call hooks, when values are there.
 
-    Hooks of modules find whole parameters, and what they write to them stays.
+    Hooks of modules find whole parameters, and their changes to them stay.
 
     Args:
-        keys: what hooks are told, and may change.
+        keys: missing and unexpected ones, passed to hooks, which may change them.
 
     Raises:
         StateDictError: a hook has returned something.
-        Exception: on every rank, what a module has raised on one of them.
+        Exception: on every rank, raised by a module on one of them.
     """
     ranks = ranks_of_model(reading.module)
     with raise_together(ranks):
@@ -228,9 +227,9 @@ def _call(hooks: list[Hook], keys: Any) -> None:
 
 
 def _undoing(reading: Reading) -> Callable[[], None]:
-    """What makes the tensors and extra states of the model what they are now: it holds a copy of this rank's part.
+    """A function that restores the tensors and extra states of the model from a copy of this rank's part.
 
-    Of non-persistent buffers it holds none: they are no part of a state dict.
+    Non-persistent buffers are not copied: they are no part of a state dict.
     """
     tensors = [flat.parameter.data for unit in reading.units for flat in unit.flats]
     before = [(tensor, tensor.detach().clone()) for tensor in (*tensors, *reading.plain)]
@@ -243,7 +242,7 @@ def _undoing(reading: Reading) -> Callable[[], None]:
     @torch.no_grad()
     def undo() -> None:
         for registry, tensors in held:
-            put_all_back(registry, tensors)
+            restore(registry, tensors)
         for tensor, values in before:
             if not equal(tensor, values):
                 tensor.copy_(values)

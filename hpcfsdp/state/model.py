@@ -1,33 +1,76 @@
-"""A model's parameters and buffers as named state tensors, sharded or not."""
+"""A model's ranks, and its parameters and buffers as named state tensors, sharded or not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from hpcfsdp.comm import Communicator, communicator_for
+from hpcfsdp.comm.grid import Grid
 from hpcfsdp.engine.phase import Phase
-from hpcfsdp.errors import CheckpointError
+from hpcfsdp.errors import CheckpointError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded.unit import ShardedUnit, unit_of
+from hpcfsdp.sharded.build import join_tp_group
+from hpcfsdp.sharded.unit import ShardedUnit, unit_of, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
-from hpcfsdp.state.ranks import largest_mesh, units_of
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import StateTensor, unsharded
 from hpcfsdp.state.wrappers import CleanNames, group_of
 
 EXTRA_STATE = "_extra_state"
-"""The last part of the name of a module's state beside tensors, as torch has it."""
+"""The last part of the name of a module's extra state, as in torch."""
 
 _IN_STATE_DICTS = CleanNames()
-"""There only what hpcfsdp, torch.compile and checkpoint_wrapper put into names is left out."""
+"""State dicts leave out only the names that hpcfsdp, torch.compile and checkpoint_wrapper add."""
+
+
+def units_of(model: nn.Module) -> list[ShardedUnit]:
+    """Collective over the ranks of the model, the first time. Its units, outer ones first.
+
+    Units without tensor parallelism get the tensor-parallel ranks of the others, as they do inside of an outer unit.
+    """
+    units = units_in(model)
+    tensor_mesh = next((unit.mesh.tensor_mesh for unit in units if unit.mesh.tensor is not None), None)
+    for unit in units:
+        if tensor_mesh is not None and unit.mesh.tensor is None:
+            join_tp_group(unit, tensor_mesh, sync_module_states=False)
+    return units
+
+
+def largest_mesh(units: Iterable[ShardedUnit]) -> UnitMesh:
+    """The mesh with the most ranks."""
+    return max((unit.mesh for unit in units), key=lambda mesh: mesh.size())
+
+
+def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:
+    """Collective over them, the first time. The ranks that make and load state dicts of a model together: those of
+    its largest unit.
+
+    Args:
+        group: those of a process group instead.
+
+    Raises:
+        StateDictError: there is no unit in the model.
+    """
+    units = units_of(model)
+    if not units:
+        raise StateDictError(
+            f"there is no FullyShardedDataParallel in this {type(model).__name__}: wrap the model first, or use the "
+            "optimizer's own state_dict and load_state_dict"
+        )
+    if group is not None:
+        return communicator_for(group, required=True)
+    return largest_mesh(units).comm()
 
 
 def communicator_of(model: nn.Module) -> Communicator:
-    """Collective over them, the first time. All ranks that a model is on; the world's for one that knows of none."""
+    """Collective over them, the first time. All ranks of a model; those of the world for a plain model."""
     units = units_of(model)
     if not units:
         return communicator_for(group_of(model), required=False)
@@ -45,7 +88,7 @@ def device_of(model: nn.Module) -> torch.device:
 def named_flat_params(
     model: nn.Module, name_of: Callable[[str, str], str] = _IN_STATE_DICTS
 ) -> Iterator[tuple[ShardedUnit, FlatParam, FlatLayout]]:
-    """Each flat parameter, whose it is, and its layout under the names that parameters have in the whole model.
+    """Each flat parameter, its unit, and its layout under the names that parameters have in the whole model.
 
     Args:
         name_of: see ``FlatLayout.known_as``; by default the names that a state dict has.
@@ -57,12 +100,12 @@ def named_flat_params(
             paths.setdefault(unit, []).append(path)
     for unit, known_as in paths.items():
         for flat in unit.flats:
-            flat.adopt_user_data()  # what is read or written next is the shard, not what a user has put in its place
+            flat.adopt_user_data()  # which may have been assigned in place of the shard
             yield unit, flat, flat.layout.known_as(tuple(known_as), name_of)
 
 
 def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, UnitMesh]]:
-    """Each flat parameter, its layout under the names that parameters have in a checkpoint, and who has it.
+    """Each flat parameter, its layout under the names that parameters have in a checkpoint, and its mesh.
 
     Raises:
         CheckpointError: the ranks that hold all of a parameter are not those that checkpoint the model, or its
@@ -85,7 +128,7 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, UnitM
         if (comm.size, comm.rank) != (largest.size, largest.rank):
             raise CheckpointError(
                 f"{wrapper.name} has process groups of its own, over {comm.size} ranks, and the model is on "
-                f"{largest.size}: its parameters may differ between groups, which one name in a file cannot tell; "
+                f"{largest.size}: its parameters may differ between groups, and a file has one tensor for each name; "
                 "save this unit apart from the others, or give all units the same ranks"
             )
         yield flat, layout, wrapper.mesh
@@ -105,12 +148,12 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
         names = [slot.fqn for slot in layout.slots]
         found += parts.in_file(mesh, names, with_aliases=True, are_read_by_others=flat.is_resident)
     found += [unsharded(name, tensor, tuple(aliases)) for tensor, (name, *aliases) in plain_tensors(model).items()]
-    taken: set[str] = set()
+    names: set[str] = set()
     for tensor in found:
         for name in (tensor.name, *tensor.aliases):
-            if name in taken:
+            if name in names:
                 raise CheckpointError(f"two tensors of the model are called {name!r} without the names of wrappers")
-            taken.add(name)
+            names.add(name)
     return found
 
 
@@ -121,15 +164,14 @@ def plain_tensors(model: nn.Module) -> dict[torch.Tensor, list[str]]:
     name_of = CleanNames.of(model)
     whole: dict[torch.Tensor, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        own = [*module._parameters.items(), *_persistent_buffers(module)]
-        for name, tensor in own:
-            if tensor is not None and tensor not in flat_shards:
+        for name, tensor in persistent_tensors(module):
+            if tensor not in flat_shards:
                 whole.setdefault(tensor, []).append(name_of(path, name))
     return whole
 
 
 def stateful_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules with a state beside tensors, ``get_extra_state``, by the name that it has in a checkpoint."""
+    """Modules with an extra state, by the name that it has in a checkpoint."""
     name_of = CleanNames.of(model)
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
@@ -143,5 +185,48 @@ def has_extra_state(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
-    return ((n, b) for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set)
+@contextlib.contextmanager
+def materialized(model: nn.Module, chosen: Collection[str], device: torch.device) -> Iterator[None]:
+    """Give tensors on the meta device memory that is not initialised; not collective.
+
+    If the block raises, they are on the meta device again.
+
+    Args:
+        chosen: names of the tensors, without wrappers' names; any of the names of one that is tied.
+        device: of the memory.
+
+    Raises:
+        CheckpointError: a tensor cannot be exchanged, for something else refers to it.
+    """
+    exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        for tensor, names in plain_tensors(model).items():
+            if tensor.is_meta and not set(names).isdisjoint(chosen):
+                exchanged.append((tensor, _exchange(tensor, names[0], device)))
+        yield
+    except BaseException:
+        for tensor, other in exchanged:
+            torch.utils.swap_tensors(tensor, other)
+        raise
+
+
+def _exchange(tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
+    """What was the tensor, which has memory now."""
+    other: torch.Tensor = torch.empty_like(tensor, device=device, requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+    try:
+        # Whoever holds the tensor, an optimizer or another module, goes on holding the right one.
+        torch.utils.swap_tensors(tensor, other)
+    except RuntimeError as error:
+        raise CheckpointError(f"{name!r} is on the meta device and cannot be given memory: {error}") from error
+    return other
+
+
+def persistent_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """A module's own parameters and persistent buffers."""
+    return [
+        (name, tensor)
+        for name, tensor in itertools.chain(module._parameters.items(), module._buffers.items())
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    ]

@@ -1,4 +1,4 @@
-"""What rank 0 of a model alone has, for all ranks to load: small values at once, each tensor when its turn comes."""
+"""State dicts that rank 0 of a model alone has: small values are broadcast at once, each tensor when it is loaded."""
 
 from __future__ import annotations
 
@@ -9,34 +9,28 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import HpcfsdpError, StateDictError
 from hpcfsdp.sharded.unit import units_in
-from hpcfsdp.state.ranks import ranks_of_model
+from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.sources import is_extra_state
 from hpcfsdp.state.tensors import Rank0Tensor
-from hpcfsdp.tensor.sharded import check_readable
+from hpcfsdp.tensor.sharded import check_readable, is_distributed
 
 FROM_RANK0 = (
     "if rank 0 alone has the state dict, load it with hpcfsdp.state_dict.set_model_state_dict and the options "
     "full_state_dict=True, broadcast_from_rank0=True"
 )
-"""How to load what other ranks do not have."""
+"""How to load a state dict that other ranks do not have."""
 
 _INSTEAD = "leave it out, make it of tensors and plain data, or pass the whole state dict on every rank"
 
 
 def rank0_tensor(key: str, value: torch.Tensor) -> Rank0Tensor:
-    """What stands for a tensor of rank 0.
-
-    Raises:
-        StateDictError: it is distributed, or has no readable values.
-    """
-    if isinstance(value, (ShardedTensor, DTensor)):
+    """The description of a tensor, and the tensor. Raises a ``StateDictError`` if it is distributed or unreadable."""
+    if is_distributed(value):
         raise StateDictError(
             f"{key!r} is a {type(value).__name__}: where rank 0 has the state dict for all, it has to have whole "
             "tensors; gather them, or pass the state dict on every rank"
@@ -46,13 +40,13 @@ def rank0_tensor(key: str, value: torch.Tensor) -> Rank0Tensor:
 
 
 def broadcast_values(ranks: Communicator | Grid, values_of: Callable[[], Any], src: int = 0) -> Any:
-    """Collective over `ranks`. What `values_of` returns on rank `src`, where alone it is called.
+    """Collective over `ranks`. The result of `values_of`, which is called on rank `src` alone.
 
-    Tensors that a ``Rank0Tensor`` stands for stay there. Others lie in host memory on the other ranks.
+    The tensor of a ``Rank0Tensor`` stays there. Other tensors are in host memory on the other ranks.
 
     Raises:
         StateDictError: on all ranks, if a value cannot be pickled, or not be unpickled on a rank.
-        Exception: on rank `src`, what `values_of` has raised; on others as a ``StateDictError``.
+        Exception: on rank `src`, raised by `values_of`; on others as a ``StateDictError``.
     """
     values = packed = None
     try:
@@ -63,10 +57,10 @@ def broadcast_values(ranks: Communicator | Grid, values_of: Callable[[], Any], s
     except HpcfsdpError as error:
         if type(error) is not HpcfsdpError:
             raise
-        known = StateDictError(str(error))  # of a class of its own that other ranks do not know
+        known = StateDictError(str(error))  # other ranks may not know its class
         known.raised_on_all_ranks = True
         raise known from None
-    # Ranks broadcast bytes: an object that fails as it is packed or read would leave the others waiting.
+    # Ranks broadcast bytes: an object that fails while it is pickled or unpickled would leave the others waiting.
     packed = ranks.broadcast_object(packed, src)
     with raise_together(ranks):
         return values if ranks.rank == src else _unpacked(packed, src)
@@ -82,7 +76,7 @@ def broadcast_tensor(ranks: Communicator | Grid, value: Rank0Tensor, src: int = 
 
 
 class _Pickler(pickle.Pickler):
-    """Has tensors arrive in host memory: a device of this rank may be none of another one, or another rank's own."""
+    """Moves tensors to host memory: another rank may not have this device, or use it itself."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Rank0Tensor):
@@ -111,7 +105,7 @@ def _packed(values: Any) -> bytes:
 
 
 def _sendable(value: Any) -> tuple[bytes, Exception | None]:
-    """The pickle of a value, or what is raised when it is pickled or unpickled."""
+    """The pickle of a value, or the error that is raised when it is pickled or unpickled."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
@@ -132,22 +126,21 @@ def _unpacked(packed: bytes, src: int) -> Any:
 
 
 class Rank0Source:
-    """The first rank of a model, that alone has the model's state dict."""
+    """The first rank of a model, which alone has the model's state dict."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._rank = 0
 
     def announce(self, state_dict: Any) -> tuple[dict[str, Any], Any]:
-        """Collective over the ranks of the model. What the first rank has, without its values, and the metadata.
+        """Collective over the ranks of the model. The state dict with a ``Rank0Tensor`` per tensor, and its metadata.
 
-        Extra states are objects, and come as such; tensors in them lie in host memory on other ranks.
+        Extra states are sent as objects; tensors in them are in host memory on other ranks.
 
         Raises:
-            StateDictError: it is not all whole tensors, units do not have their first rank in common, or an extra state
-                cannot be sent.
+            StateDictError: a tensor is not whole, units have different first ranks, or an extra state cannot be sent.
             TypeError: it is no state dict, on the first rank.
-            Exception: on the first rank, what its mapping has raised; on others as a ``StateDictError``.
+            Exception: on the first rank, raised by its mapping; on others as a ``StateDictError``.
         """
         units, ranks = units_in(self._module), ranks_of_model(self._module)
         is_first = units[0].mesh.is_first()
@@ -179,10 +172,10 @@ def checked(state_dict: Any, hint: str = "") -> Mapping[str, Any]:
     """The state dict itself.
 
     Args:
-        hint: what to do if there is none.
+        hint: added to the message for None.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is no mapping of names.
     """
     if not isinstance(state_dict, Mapping):
         hint = f": {hint}" if hint and state_dict is None else ""

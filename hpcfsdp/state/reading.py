@@ -1,10 +1,9 @@
-"""What of a state dict goes where in a model: found by the modules' own way of loading, without changing anything."""
+"""Which value of a state dict goes where in a model: found by the modules' own loading, without changing anything."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,27 +20,33 @@ from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name, unit_of, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
-from hpcfsdp.state.later import OWN_HOOKS
+from hpcfsdp.state.model import persistent_tensors, ranks_of_model
 from hpcfsdp.state.rank0 import FROM_RANK0
-from hpcfsdp.state.ranks import ranks_of_model
-from hpcfsdp.state.registries import Incoming, New, Place, Registries
-from hpcfsdp.state.save import flat_numel, flat_params_shown, orig_params_shown, put_back
+from hpcfsdp.state.registries import Incoming, LentTensors, New, Place, Registries
 from hpcfsdp.state.settings import kind_of
+from hpcfsdp.state.shown import StandIn, flat_numel, flat_params_shown, orig_params_shown, put_back, shown_for
 from hpcfsdp.state.sources import check_source, digest_of, facts_of, is_extra_state, source_of
-from hpcfsdp.state.stand_in import StandIn, shown_for
-from hpcfsdp.state.wrappers import clean_fqn
+from hpcfsdp.state.wrappers import clean_fqn, with_clean_names
 
 Hook = tuple[nn.Module, Callable[..., Any]]
-"""What a module has registered to be called when it has been loaded."""
+"""A module and what it has registered to be called when it has been loaded."""
+
+_own_hooks: list[Callable[..., Any]] = []
+
+
+def own_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook of this package for the time after loading: torch calls it, and a ``Reading`` leaves it out."""
+    _own_hooks.append(hook)
+    return hook
 
 
 @dataclass
 class _Shown:
-    """What stands in a module while a state dict is read.
+    """A tensor that a module holds while a state dict is read.
 
     Attributes:
-        target: whose value it is: a parameter of a unit, a flat parameter, or any other tensor.
-        tensor: what is shown: a blank without memory, or a copy of what no unit owns, to which a module may write.
+        target: the parameter of a unit, flat parameter, or other tensor that it is shown for.
+        tensor: a blank without memory, or a copy of a tensor that no unit owns, to which a module may write.
     """
 
     target: Any
@@ -50,19 +55,19 @@ class _Shown:
 
 @dataclass
 class Reading:
-    """What a state dict has for a module that holds units.
+    """The values of a state dict for a module that holds units.
 
-    For the time of ``read`` the modules have parameters without memory in place of their own, and loading puts the
-    tensors of the state dict in place of these; so hooks work, and what modules override.
+    During ``read`` the modules have parameters without memory in place of their own, and loading puts tensors of the
+    state dict in place of these. So hooks and overridden methods work.
 
     Attributes:
-        found: by parameter, flat parameter or other tensor, what is to be copied into it.
-        facts: by name, what all ranks have to have alike.
+        found: by parameter, flat parameter or other tensor, the value that is to be copied into it.
+        facts: by name, a description that must be the same on all ranks.
         states: extra states that modules are to be given.
         hooks: of the modules of each unit, inner units first: called when values are there, with whole parameters.
         hooks_at_rest: of other modules, and of wrappers: called after these.
-        replaced: buffers that a module has changed the shape of, and what it has registered where it had nothing: how
-            it is put there, and what.
+        replaced: tensors that a module is to hold in place of buffers of another shape, or where it held none: how to
+            put each there, and the tensor.
         missing, unexpected, errors: as of ``nn.Module.load_state_dict``.
     """
 
@@ -90,7 +95,7 @@ class Reading:
     def sharded(self) -> dict[Any, UnitMesh]:
         """Parameters of units, and flat ones, with the mesh that they are sharded over.
 
-        Ranks that are parallel over tensors have nothing of each other's flat parameters.
+        Tensor-parallel ranks share no flat parameters.
         """
         found: dict[Any, UnitMesh] = {}
         for unit in self.units:
@@ -110,13 +115,13 @@ class Reading:
         return digest_of(sorted(self.facts.items()))
 
     def read(self, values: Mapping[str, Any], prefix: str, metadata: Any, *, within: bool = False) -> None:
-        """Find what of `values` goes where. Not collective.
+        """Find where each of `values` goes. Not collective.
 
         Args:
             values: tensors, ``ShardedTensor``, ``DTensor`` or ``Rank0Tensor`` by name, and extra states.
             prefix: of the module's names.
             metadata: versions of modules, as ``nn.Module.state_dict`` attaches them; None if there are none.
-            within: a module around this one loads, which calls the hooks of this one that run after loading.
+            within: a module around this one loads, and calls the hooks of this one for the time after loading.
 
         Raises:
             StateDictError: two names are one without those of wrappers.
@@ -125,31 +130,27 @@ class Reading:
             for flat in unit.flats:
                 flat.adopt_user_data()
         # Versions of wrapped modules come after those of their wrappers, and are the ones that count.
-        self._metadata = {clean(path, prefix).rstrip("."): facts for path, facts in (metadata or {}).items()}
-        given: dict[str, Any] = {}
-        for key, value in values.items():
-            name = clean(key, prefix)
-            if name in given:
-                raise StateDictError(f"the state dict has {name!r} twice, if names of wrappers are left out")
-            given[name] = value if is_extra_state(name) else shown_for(value)
+        self._metadata = {clean_fqn(path, prefix).rstrip("."): facts for path, facts in (metadata or {}).items()}
+        clean = with_clean_names(values, prefix)
+        given = {name: value if is_extra_state(name) else shown_for(value) for name, value in clean.items()}
         self._is_empty = not given
         with torch.no_grad(), _compat.assigning_without_swaps(), contextlib.ExitStack() as stack:
             for unit in self.units:
                 stack.enter_context(self._blank(unit))
             stack.enter_context(self._plain())
             paths = self.module.named_modules()
-            self._names = {module: clean(prefix + path, prefix).rstrip(".") for path, module in paths}
+            self._names = {module: clean_fqn(prefix + path, prefix).rstrip(".") for path, module in paths}
             self._registries = Registries(self.module)
             try:
                 self._visit(self.module, given, prefix, self.hooks_at_rest)
             finally:
-                new = self._registries.taken_out(self._shown)
+                new = self._registries.remove_new(self._shown)
             self._find_written(self._registries)
             self._find_new(new)
         if within:
             self.hooks_at_rest = [(module, hook) for module, hook in self.hooks_at_rest if module is not self.module]
-        self.missing[:] = [clean(key, prefix) for key in self.missing]
-        self.unexpected[:] = [clean(key, prefix) for key in self.unexpected]
+        self.missing[:] = [clean_fqn(key, prefix) for key in self.missing]
+        self.unexpected[:] = [clean_fqn(key, prefix) for key in self.unexpected]
 
     @property
     def names_differ(self) -> bool:
@@ -161,13 +162,10 @@ class Reading:
         return bool(self.hooks_at_rest or any(self.hooks.values()))
 
     def check(self, *, names: bool) -> None:
-        """Refuse what does not fit.
+        """Raise a ``StateDictError`` with all errors, in the words of ``nn.Module``.
 
         Args:
-            names: missing and unexpected ones, too.
-
-        Raises:
-            StateDictError: with all of it, in the words of ``nn.Module``.
+            names: report missing and unexpected ones, too.
         """
         wrong = [*(self._wrong_names() if names else ()), *self.errors]
         if wrong:
@@ -219,7 +217,7 @@ class Reading:
         """
         copies: dict[torch.Tensor, torch.Tensor] = {}
         places: list[tuple[Place, dict[str, Any], torch.Tensor]] = []
-        for module, (name, tensor) in ((m, each) for m in self.module.modules() for each in _persistent(m)):
+        for module, (name, tensor) in ((m, each) for m in self.module.modules() for each in persistent_tensors(m)):
             if (module, name) in self._shown:
                 continue
             if is_lazy(tensor):
@@ -244,10 +242,10 @@ class Reading:
                 put_back(module, name, tensor, copies[tensor], registry)
 
     def _visit(self, module: nn.Module, given: dict[str, Any], prefix: str, hooks: list[Hook]) -> None:
-        """What ``nn.Module.load_state_dict`` does for a module and its children, by names without those of wrappers.
+        """Do as ``nn.Module.load_state_dict`` for a module and its children, by names without those of wrappers.
 
         Args:
-            hooks: added to: what it would call at once.
+            hooks: added to: those that it would call at once.
         """
         unit = unit_of(module)
         hooks_inside: list[Hook] = hooks if unit is None else []
@@ -260,29 +258,29 @@ class Reading:
             if child is None:
                 continue
             if name == wrapped:
-                inside = {clean(key, prefix): value for key, value in given.items() if key not in own}
+                inside = {clean_fqn(key, prefix): value for key, value in given.items() if key not in own}
                 self._visit(child, inside, prefix, hooks_inside)
             else:
                 begin = f"{prefix}{name}."
                 inside = {key: value for key, value in given.items() if key.startswith(begin)}
                 self._visit(child, inside, begin, hooks_inside)
         its_hooks = hooks if unit is None else self.hooks_at_rest
-        its_hooks += [(module, hook) for hook in module._load_state_dict_post_hooks.values() if hook not in OWN_HOOKS]
+        its_hooks += [(module, hook) for hook in module._load_state_dict_post_hooks.values() if hook not in _own_hooks]
         if unit is not None:
             self.hooks.setdefault(unit, []).extend(hooks_inside)
 
     def _load_own(self, module: nn.Module, given: dict[str, Any], prefix: str) -> None:
-        """Have a module read its own part of what is given, and note what it has put in place of what was shown."""
+        """Have a module read its own part of `given`, and note what it has put in place of the tensors shown to it."""
         metadata = {**self._metadata.get(prefix[:-1], {}), "assign_to_params_buffers": True}
         arguments = (given, prefix, metadata, True, self.missing, self.unexpected, self.errors)
         before, num_errors = {**module._parameters, **module._buffers}, len(self.errors)
-        lent = _Lent(module, given, prefix)
+        lent = LentTensors(module, given, prefix)
         assert self._registries is not None
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._state_kept(module, f"{prefix}_extra_state" in given, prefix))
             stack.enter_context(self._registries.watched(module))
-            stack.enter_context(_told_what_has_no_values(module, prefix))
-            if unit_of(module) is not None:  # whose own way is to read with all that is inside
+            stack.enter_context(_explaining_missing_values(module, prefix))
+            if unit_of(module) is not None:  # its own method reads all modules inside
                 _compat.load_from_state_dict(module, *arguments)
             else:
                 module._load_from_state_dict(*arguments)
@@ -292,7 +290,7 @@ class Reading:
             if shown is None or now is None:
                 continue
             if now is not was:
-                self._note(prefix + name, shown, lent.taken_back(now), may_grow=name in module._buffers)
+                self._note(prefix + name, shown, lent.original_of(now), may_grow=name in module._buffers)
             elif shown.tensor.is_meta and prefix + name in given and len(self.errors) == num_errors:
                 self.errors.append(
                     f"{prefix + name}: {type(module).__name__} has a _load_from_state_dict of its own that has not "
@@ -317,14 +315,14 @@ class Reading:
             module.__dict__.update(own)
 
     def _note(self, key: str, shown: _Shown, now: torch.Tensor, *, may_grow: bool) -> None:
-        """Note what a module has put in place of what was shown; what is wrong with it is one of the errors."""
+        """Note the tensor `now` that a module has put in place of the one shown to it, or an error."""
         target = shown.target
         mesh = self.sharded.get(target)
         try:
             source = source_of(key, now)
             shape = now.shape if may_grow else shown.tensor.shape
             check_source(key, source, None if mesh else target, shape, mesh)
-            # Flat parameters of ranks that are parallel over tensors have nothing in common.
+            # Tensor-parallel ranks have different flat parameters.
             alike = not isinstance(target, FlatParam) or all(unit.mesh.tensor is None for unit in self.units)
             self.facts[key] = facts_of(source, mesh) if alike else type(source).__name__
         except StateDictError as error:
@@ -333,7 +331,7 @@ class Reading:
             self.found[target] = source
 
     def _find_written(self, registries: Registries) -> None:
-        """Take over what modules have written to, and buffers that have another shape now."""
+        """Note tensors that modules have written to, and buffers that have another shape now."""
         grown: dict[torch.Tensor, tuple[str, torch.Tensor, torch.dtype]] = {}
         places: list[tuple[Place, torch.Tensor]] = []
         for (module, name), shown in self._shown.items():
@@ -361,7 +359,7 @@ class Reading:
                 self.replaced.append((functools.partial(setattr, module, name), found))
 
     def _find_new(self, new: list[New]) -> None:
-        """Take over what modules have registered where they had nothing."""
+        """Note tensors that modules have registered where they held none."""
         in_units = {module for unit in self.units for module in unit.wrapper.modules()}
         device = ranks_of_model(self.module).device
         found: dict[torch.Tensor, Incoming | None] = {}
@@ -387,7 +385,7 @@ class Reading:
     def _incoming(
         self, key: str, now: torch.Tensor, device: torch.device, dtype: torch.dtype, *, is_param: bool = False
     ) -> Incoming | None:
-        """What a module is to hold; None with what is wrong as one of the errors."""
+        """The tensor that a module is to hold; None if it is noted as an error."""
         requires_grad = now.requires_grad if is_param else None
         if not isinstance(now, StandIn) and not now.is_meta:  # the caller's, or a copy of it
             return Incoming(now.detach().to(device, dtype, copy=True), True, device, dtype, requires_grad)
@@ -409,36 +407,9 @@ class Reading:
         return f"{self._names[module]}.{name}" if self._names[module] else name
 
 
-class _Lent:
-    """Copies of what is given to a module with a way of its own to load, in which it may go on to write.
-
-    Modules assign what they are given: what such a one does to its parameters afterwards, as it may, would be done to
-    the caller's tensors.
-    """
-
-    def __init__(self, module: nn.Module, given: dict[str, Any], prefix: str) -> None:
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if getattr(module._load_from_state_dict, "__func__", None) is _compat.load_from_state_dict:
-            return
-        for key, value in given.items():
-            own = "." not in key[len(prefix) :] and isinstance(value, torch.Tensor) and not is_extra_state(key)
-            if own and value.layout is torch.strided and not (value.is_meta or value.is_quantized):
-                given[key] = value.clone()
-                self._copies.append((value, given[key]))
-
-    def taken_back(self, now: torch.Tensor) -> torch.Tensor:
-        """What was given, if `now` is a copy of it that was not written to: it takes no memory."""
-        if not isinstance(now, StandIn):
-            for value, copy in self._copies:
-                is_copy = now.data_ptr() == copy.data_ptr() and now.stride() == copy.stride()
-                if is_copy and now.dtype == value.dtype and torch.equal(now, value):
-                    return value
-        return now
-
-
 @contextlib.contextmanager
-def _told_what_has_no_values(module: nn.Module, prefix: str) -> Iterator[None]:
-    """A context in which a module loads its own part, and is told why it cannot read some values."""
+def _explaining_missing_values(module: nn.Module, prefix: str) -> Iterator[None]:
+    """A context in which a module loads its own part; errors for values that are not here say why they are not."""
     try:
         yield
     except (RuntimeError, TypeError) as error:  # of several kinds, which have nothing else in common
@@ -447,30 +418,16 @@ def _told_what_has_no_values(module: nn.Module, prefix: str) -> Iterator[None]:
         where = f" at {prefix[:-1]!r}" if prefix else ""
         raise StateDictError(
             f"{type(module).__name__}{where} reads or writes values when it loads that this rank does not have: "
-            "parameters of a sharded model have none before all is loaded, nor have tensors that lie on other ranks: "
+            "parameters of a sharded model have none before all is loaded, nor have tensors on other ranks: "
             f"use a hook for the time after loading, or pass the whole state dict on every rank ({error})"
         ) from error
 
 
-def clean(key: str, prefix: str) -> str:
-    """A name without those of wrappers after `prefix`."""
-    return prefix + clean_fqn(key[len(prefix) :])
-
-
 def _own_keys(wrapper: nn.Module, prefix: str) -> set[str]:
-    """The names of what a wrapper holds itself, beside the module inside of it."""
-    own = {prefix + name for name, _ in _persistent(wrapper)}
+    """The names of a wrapper's own tensors and extra state."""
+    own = {prefix + name for name, _ in persistent_tensors(wrapper)}
     has_state = getattr(type(wrapper), "set_extra_state", None) is not nn.Module.set_extra_state
     return own | {f"{prefix}_extra_state"} if has_state else own
-
-
-def _persistent(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """A module's own parameters and persistent buffers."""
-    return [
-        (name, tensor)
-        for name, tensor in itertools.chain(module._parameters.items(), module._buffers.items())
-        if tensor is not None and name not in module._non_persistent_buffers_set
-    ]
 
 
 def _registry(module: nn.Module, name: str) -> dict[str, Any]:

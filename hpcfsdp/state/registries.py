@@ -1,4 +1,7 @@
-"""What modules register while they read a state dict: it stays out of the model until all ranks load."""
+"""Tensors that modules register or write to while they read a state dict.
+
+They stay out of the model until all ranks load, and out of the state dict.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpcfsdp import _compat
+from hpcfsdp.state.shown import StandIn
+from hpcfsdp.state.sources import is_extra_state
+
 Place = tuple[nn.Module, str]
 """A module and the name of a parameter or buffer in it."""
 
 
 @dataclass(eq=False)
 class Incoming:
-    """A tensor that is to stand in a module, at one place or several.
+    """A tensor that a module is to hold, at one place or several.
 
     Attributes:
-        source: the tensor itself, which nobody else has; or a ``DTensor`` or ``Rank0Tensor`` of the state dict.
+        source: the tensor itself, in memory of its own; or a ``DTensor`` or ``Rank0Tensor`` of the state dict.
         is_here: whether it is the former; ranks make the latter whole together.
-        device, dtype: of what modules get.
+        device, dtype: of the tensor in the module.
         requires_grad: that of a parameter, None for a buffer.
     """
 
@@ -34,12 +41,11 @@ class Incoming:
 
 @dataclass(frozen=True)
 class New:
-    """What a module holds since it has begun to read.
+    """A tensor that a module holds since it has begun to read.
 
     Attributes:
-        place: where.
-        tensor: what it is now.
-        made: what it was when torch began to load into it; None if the module has put it there afterwards.
+        tensor: the one that is there now.
+        made: the one that was there when torch began to load into it; None if the module has put it there afterwards.
         is_param, is_persistent: how it is registered.
     """
 
@@ -61,12 +67,12 @@ class New:
 
 
 class Registries:
-    """What the modules of a model hold before they read a state dict."""
+    """The tensors that the modules of a model hold before they read a state dict."""
 
     def __init__(self, root: nn.Module) -> None:
         self._before = {module: (dict(module._parameters), dict(module._buffers)) for module in root.modules()}
         self.made: dict[Place, torch.Tensor] = {}
-        """What hooks before loading have registered, into which torch loads."""
+        """Registered by hooks before loading: torch loads into them."""
 
     @contextlib.contextmanager
     def watched(self, module: nn.Module) -> Iterator[None]:
@@ -78,8 +84,8 @@ class Registries:
         finally:
             hooks.pop(key, None)  # type: ignore[call-overload]
 
-    def taken_out(self, kept: Container[Place]) -> list[New]:
-        """What is new but at the places `kept`; modules are without it from here on, and hold what they held before."""
+    def remove_new(self, kept: Container[Place]) -> list[New]:
+        """Have modules hold what they held before, but at the places `kept`. Returns the tensors that were new."""
         found = []
         for module, (params, buffers) in self._before.items():
             for place, now in self._new(module):
@@ -106,7 +112,34 @@ class Registries:
         ]
 
 
-def put_all_back(registry: dict[str, Any], held: dict[str, Any]) -> None:
+class LentTensors:
+    """Copies of the tensors that are given to a module with a loading method of its own.
+
+    Modules assign what they are given. Such a method may go on to write to its parameters, which would be the caller's
+    tensors.
+    """
+
+    def __init__(self, module: nn.Module, given: dict[str, Any], prefix: str) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if getattr(module._load_from_state_dict, "__func__", None) is _compat.load_from_state_dict:
+            return
+        for key, value in given.items():
+            own = "." not in key[len(prefix) :] and isinstance(value, torch.Tensor) and not is_extra_state(key)
+            if own and value.layout is torch.strided and not (value.is_meta or value.is_quantized):
+                given[key] = value.clone()
+                self._copies.append((value, given[key]))
+
+    def original_of(self, now: torch.Tensor) -> torch.Tensor:
+        """The caller's tensor, if `now` is a copy that was not written to: it needs no memory. Else `now`."""
+        if not isinstance(now, StandIn):
+            for value, copy in self._copies:
+                is_copy = now.data_ptr() == copy.data_ptr() and now.stride() == copy.stride()
+                if is_copy and now.dtype == value.dtype and torch.equal(now, value):
+                    return value
+        return now
+
+
+def restore(registry: dict[str, Any], held: dict[str, Any]) -> None:
     """Have a module's parameters or buffers be those that it has `held`, and no others."""
     for name in [name for name in registry if name not in held]:
         del registry[name]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import StateDictSettings, StateDictType
 from torch.distributed.tensor import DTensor
 
@@ -18,30 +17,28 @@ from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.flat.layout import Box, FlatLayout
+from hpcfsdp.flat.layout import Box
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded import unshard
-from hpcfsdp.sharded.guard import showing_state
 from hpcfsdp.sharded.mixed_precision import modules_outside
 from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
-from hpcfsdp.state.settings import kind_of, settings_of
+from hpcfsdp.state.gather import gather, keeping_scratch
+from hpcfsdp.state.settings import StateDictFormat, kind_of, settings_of
 from hpcfsdp.state.shards import LocalShards
-from hpcfsdp.state.stand_in import StandIn, shown_for
-from hpcfsdp.state.transfer import StateDictFormat, gather, keeping_scratch
-from hpcfsdp.state.wrappers import clean_fqn
+from hpcfsdp.state.shown import StandIn, flat_numel, flat_params_shown, orig_params_shown, shown_for
+from hpcfsdp.state.wrappers import clean_fqn, with_clean_names
 from hpcfsdp.tensor.sharded import create_sharded_tensor
 from hpcfsdp.tensor.whole import whole_of
 
 
 @dataclass
 class _Call:
-    """One call of ``state_dict``, which units inside of the one that is called have their turns in.
+    """One call of ``state_dict``, of a unit and of all units inside.
 
     Attributes:
         keep_vars: as of ``nn.Module.state_dict``.
-        values: by unit, what is shown of each of its parameters; of its flat ones under ``LOCAL_STATE_DICT``.
-        copies: of buffers and ignored parameters that are not shown where and as they are.
+        values: by unit, the tensor shown for each of its parameters, or flat parameters under ``LOCAL_STATE_DICT``.
+        copies: of buffers and ignored parameters that are shown on another device or in another dtype.
         gathered: those of them that are DTensors, whole; units that give sharded tensors show them as they are.
     """
 
@@ -56,17 +53,12 @@ class _Call:
         return kind_of(unit, self.settings.state_dict_type)
 
     def form_of(self, unit: ShardedUnit) -> StateDictFormat:
-        config = self.settings.state_dict_config
+        """How the unit shows tensors."""
         sharded = self.kind_of(unit) is StateDictType.SHARDED_STATE_DICT
-        return StateDictFormat(
-            sharded,
-            rank0_only=getattr(config, "rank0_only", False),
-            offload_to_cpu=config.offload_to_cpu,
-            dtensor=getattr(config, "_use_dtensor", False),
-        )
+        return StateDictFormat.of(self.settings.state_dict_config, sharded=sharded)
 
     def shown(self, unit: ShardedUnit, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What a unit shows of a tensor that it does not shard."""
+        """The tensor that a unit shows for one that it does not shard."""
         if self.kind_of(unit) is StateDictType.FULL_STATE_DICT:
             tensor = self.gathered.get(tensor, tensor)
         device = torch.device("cpu") if self.settings.state_dict_config.offload_to_cpu else tensor.device
@@ -78,7 +70,7 @@ class _Call:
 
 
 class _Found(OrderedDict):
-    """What one unit's modules have saved, by names that wrappers may have added to."""
+    """The state dict of one unit's modules, by names that may have names of wrappers in them."""
 
     def __init__(self, call: _Call) -> None:
         super().__init__()
@@ -92,9 +84,9 @@ def save_model(
 ) -> dict[str, Any]:
     """Collective over the ranks of the unit, and of those inside. See ``StateDictMethods.state_dict``.
 
-    The wrapped module's own ``state_dict`` does it, so that whatever others have registered or overridden there works:
-    for the time of the call the modules have what is to be saved as their parameters and buffers. Values of all units
-    are made before: what modules do between is theirs, and if it fails on one rank, nobody waits for that.
+    It calls the wrapped module's own ``state_dict``, so hooks and overridden methods work: during the call the modules
+    hold the values to be saved as their parameters and buffers. The values of all units are gathered before, so that
+    no rank waits for another whose modules fail.
     """
     if isinstance(destination, _Found):
         _run_pre_hooks(unit, prefix, keep_vars=keep_vars)
@@ -115,7 +107,7 @@ def save_model(
     with _shards_published(units, call), keeping_scratch():
         for inner in units:
             call.values[inner] = _values(inner, call)
-            if call.kind_of(inner) is StateDictType.FULL_STATE_DICT:  # whoever shows them: meshes may span replicas
+            if call.kind_of(inner) is StateDictType.FULL_STATE_DICT:  # on all ranks: meshes may span replicas
                 tensors = (tensor for _, _, tensor, _ in _plain(inner) if isinstance(tensor, DTensor))
                 call.gathered.update((tensor, whole_of(tensor)) for tensor in dict.fromkeys(tensors))
     if destination is None:
@@ -126,7 +118,7 @@ def save_model(
 
 
 def _save(unit: ShardedUnit, call: _Call, destination: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Have the modules of a unit save what they are shown. Not collective."""
+    """Not collective. Call the ``state_dict`` of a unit's modules while they hold the values to be saved."""
     found = _Found(call)
     with _shown(unit, call):
         _compat.save_to_state_dict(unit.wrapper, found, prefix, call.keep_vars)  # what is registered on itself
@@ -152,11 +144,7 @@ def _run_pre_hooks(unit: ShardedUnit, prefix: str, *, keep_vars: bool) -> None:
 
 
 def _check_alike(comm: Communicator | Grid, units: list[ShardedUnit], asked: list[tuple[str, StateDictFormat]]) -> None:
-    """Collective over `comm`. See that all ranks are to make the same of each unit.
-
-    Raises:
-        StateDictError: on every rank, with the first unit of which they are not.
-    """
+    """Collective over `comm`. Check that all ranks are set to the same state dict for each unit."""
     everyone = comm.all_gather_object(asked)
     for rank, other in enumerate(everyone):
         for unit, first, there in zip(units, everyone[0], other, strict=True):
@@ -171,18 +159,13 @@ def _check_alike(comm: Communicator | Grid, units: list[ShardedUnit], asked: lis
 
 
 def _merge(found: _Found, destination: dict[str, Any], prefix: str) -> None:
-    """Add what has been found to `destination`, by clean names."""
-    added: set[str] = set()
-    for key, value in found.items():
-        clean = prefix + clean_fqn(key[len(prefix) :])
-        if clean in added:
-            raise StateDictError(f"two tensors of the model are called {clean!r} without the names of wrappers")
-        added.add(clean)
-        destination[clean] = _source(clean, value)
+    """Add entries to `destination`, by clean names."""
+    for name, value in with_clean_names(found, prefix).items():
+        destination[name] = _source(name, value)
     metadata = getattr(destination, "_metadata", None)
     if metadata is not None:
         for path, facts in found._metadata.items():
-            metadata[(prefix + clean_fqn(path[len(prefix) :])).rstrip(".")] = facts
+            metadata[clean_fqn(path, prefix).rstrip(".")] = facts
 
 
 def _source(key: str, value: Any) -> Any:
@@ -190,7 +173,7 @@ def _source(key: str, value: Any) -> Any:
         return value
     if value.source is None:
         raise StateDictError(
-            f"{key!r}: a hook has computed it from a parameter of which this rank has a part: save a full state "
+            f"{key!r}: a hook has computed it from a parameter that this rank has a part of: save a full state "
             "dict, or compute it from that"
         )
     return value.source
@@ -200,7 +183,7 @@ def _source(key: str, value: Any) -> Any:
 def _shards_published(units: list[ShardedUnit], call: _Call) -> Iterator[None]:
     """Collective over the shards. A context in which ranks may read each other's shards where they share memory.
 
-    Nobody leaves it, and goes on to write, before all have read.
+    No rank leaves it, and goes on to write, before all have read.
     """
     flats = [
         flat
@@ -238,65 +221,6 @@ def _shown(unit: ShardedUnit, call: _Call) -> Iterator[None]:
         shown = orig_params_shown(unit, values)
     with shown, _plain_shown(unit, call):
         yield
-
-
-@contextlib.contextmanager
-def orig_params_shown(unit: ShardedUnit, values: Mapping[nn.Parameter, Any]) -> Iterator[None]:
-    """A context in which the modules of a unit have `values` as parameters, in the places of the original ones.
-
-    Flat parameters are hidden.
-    """
-    unshard.deregister_flat_param(unit)
-    unshard.register_orig_params(unit)
-    places = [(place, entry.param) for entry in unit.own.entries for place in entry.places]
-    try:
-        for (module, name), param in places:
-            module._parameters[name] = values[param]
-        for module, names in unit.param_names.items():
-            # What was registered again stands behind parameters that had never left.
-            for name in (*names, *(name for name in module._parameters if name not in names)):
-                if name in module._parameters:
-                    module._parameters[name] = module._parameters.pop(name)
-        with showing_state(unit):
-            yield
-    finally:
-        for (module, name), param in places:
-            put_back(module, name, param, values[param])
-        unshard.deregister_orig_params(unit)
-        unshard.register_flat_param(unit)
-
-
-def put_back(module: nn.Module, name: str, tensor: Any, shown: Any, registry: dict[str, Any] | None = None) -> None:
-    """Have a module hold its own tensor again, in place of what was shown or has been assigned since.
-
-    Args:
-        registry: its buffers; by default its parameters.
-    """
-    registry = module._parameters if registry is None else registry
-    if registry.get(name) is shown:
-        registry[name] = tensor
-    else:
-        setattr(module, name, tensor)  # as it was assigned: an LSTM keeps a list of its own
-
-
-@contextlib.contextmanager
-def flat_params_shown(unit: ShardedUnit, values: Mapping[FlatParam, Any]) -> Iterator[None]:
-    """A context in which a unit has `values` in place of its flat parameters, and no original ones."""
-    owner: nn.Module = unit.flat_owner
-    before = {module: dict(module._parameters) for e in unit.own.entries for module, _ in e.places}
-    before[owner] = dict(owner._parameters)
-    try:
-        for entry in unit.own.entries:
-            for module, name in entry.places:
-                module._parameters.pop(name, None)
-        for index, flat in enumerate(unit.flats):
-            owner._parameters[flat_param_name(index)] = values[flat]
-        with showing_state(unit):
-            yield
-    finally:
-        for module, params in before.items():
-            module._parameters.clear()
-            module._parameters.update(params)
 
 
 @contextlib.contextmanager
@@ -360,13 +284,8 @@ def _nothing(shape: tuple[int, ...], flat: FlatParam) -> torch.Tensor:
     return torch.full((), value, dtype=dtype, device=flat.device).expand(shape)
 
 
-def flat_numel(layout: FlatLayout) -> int:
-    """Elements of a flat parameter up to the end of its last parameter: the same for any number of ranks."""
-    return layout.slots[-1].end
-
-
 def _local(unit: ShardedUnit, flat: FlatParam, call: _Call) -> ShardedTensor:
-    """A flat parameter as a 1-D ``ShardedTensor`` whose shards are the ranks' memory, without padding at the end.
+    """A flat parameter as a 1-D ``ShardedTensor`` in the ranks' own memory, without padding at the end.
 
     Collective over the shards, the first time.
     """

@@ -1,4 +1,4 @@
-"""Which kind of state dict a model's units give and take: chosen per model, kept on each wrapper."""
+"""Which kind of state dict a model's units save and load: chosen per model, kept on each wrapper."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -27,6 +29,7 @@ from torch.distributed.fsdp import (
 
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.sharded.unit import ShardedUnit, unit_of
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 
 log = logging.getLogger("hpcfsdp.state")
 
@@ -35,6 +38,42 @@ _CONFIGS = {
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
 }
+
+
+@dataclass(frozen=True)
+class StateDictFormat:
+    """How a state dict shows tensors.
+
+    Attributes:
+        sharded: as this rank's chunk of the rows, in a ``DTensor`` where the model was given a mesh, else in a
+            ``ShardedTensor``; otherwise whole, as always under ``NO_SHARD``.
+        rank0_only: the first rank alone gets them, whole.
+        offload_to_cpu: they are in host memory.
+        dtensor: in a ``DTensor`` without such a mesh, too.
+    """
+
+    sharded: bool = False
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    dtensor: bool = False
+
+    @classmethod
+    def of(cls, config: StateDictConfig | OptimStateDictConfig, *, sharded: bool) -> StateDictFormat:
+        """The format that a configuration chooses."""
+        rank0_only, dtensor = (getattr(config, name, False) for name in ("rank0_only", "_use_dtensor"))
+        return cls(sharded, rank0_only, config.offload_to_cpu, dtensor)
+
+    def is_made_by(self, mesh: UnitMesh) -> bool:
+        """Whether this rank takes part in the gathering: under `rank0_only` one replica does."""
+        return mesh.is_first("replicate") or not self.rank0_only
+
+    def is_shown_by(self, mesh: UnitMesh) -> bool:
+        """Whether this rank gets the result."""
+        return mesh.is_first() or not self.rank0_only
+
+    def device(self, device: torch.device) -> torch.device:
+        """The device of the result for tensors on `device`."""
+        return torch.device("cpu") if self.offload_to_cpu else device
 
 
 def default_settings() -> StateDictSettings:
@@ -68,7 +107,7 @@ def set_kind(
     config: StateDictConfig | None,
     optim_config: OptimStateDictConfig | None,
 ) -> list[tuple[ShardedUnit, StateDictSettings]]:
-    """Set all units in `module`, which is none itself perhaps; each keeps copies of the configurations.
+    """Set all units in `module`, which may be a plain module; each keeps copies of the configurations.
 
     Returns:
         The units, outer ones first, and what they were set to before.
@@ -82,8 +121,8 @@ def set_kind(
     for _, unit in _units(module):
         before.append((unit, unit.state_dict_settings))
         own = copy.deepcopy(settings)
-        if unit.mesh.device_mesh is not None:
-            set_use_dtensor(own)
+        if unit.mesh.device_mesh is not None and kind is StateDictType.SHARDED_STATE_DICT:
+            own.state_dict_config._use_dtensor = True
             set_optim_use_dtensor(own)
         unit.state_dict_settings = own
     return before
@@ -96,7 +135,7 @@ def state_dict_type(
     config: StateDictConfig | None = None,
     optim_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """A context in which all units in `module` are set so; after it each is set as before, whatever happened."""
+    """A context in which all units in `module` have a setting; after it each has its own again."""
     before = set_kind(module, kind, config, optim_config)
     try:
         yield
@@ -105,20 +144,14 @@ def state_dict_type(
             unit.state_dict_settings = settings
 
 
-def set_use_dtensor(settings: StateDictSettings) -> None:
-    """Have sharded state dicts of a unit that was given a mesh show ``DTensor``."""
-    if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        settings.state_dict_config._use_dtensor = True
-
-
 def set_optim_use_dtensor(settings: StateDictSettings) -> None:
-    """The same for the state of its optimizer."""
+    """Have sharded state dicts of an optimizer show ``DTensor``."""
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
         settings.optim_state_dict_config._use_dtensor = True
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
-    """What the units in `module` are set to; of the outermost one, as units may differ in whether they have a mesh.
+    """The settings of the units in `module`: those of the outermost one, as only some units may have a mesh.
 
     Raises:
         StateDictError: they are not set alike, or there are none.
@@ -134,8 +167,8 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     return settings
 
 
-def optim_settings_of(module: nn.Module) -> StateDictSettings:
-    """What the units in `module` are set to, for the state of their optimizer.
+def optim_format_of(module: nn.Module) -> StateDictFormat:
+    """How the units in `module` show the state of their optimizer.
 
     Raises:
         StateDictError: see ``settings_of`` and ``kind_of``.
@@ -143,18 +176,19 @@ def optim_settings_of(module: nn.Module) -> StateDictSettings:
     settings = settings_of(module)
     for _, unit in _units(module):
         kind_of(unit, settings.state_dict_type)
-    return settings
+    sharded = settings.state_dict_type is not StateDictType.FULL_STATE_DICT
+    return StateDictFormat.of(settings.optim_state_dict_config, sharded=sharded)
 
 
 def kind_of(unit: ShardedUnit, kind: StateDictType) -> StateDictType:
-    """What a unit gives and takes under a setting: whole tensors, if it is not sharded.
+    """The kind of state dict that a unit saves and loads under a setting: full, if it is not sharded.
 
     Raises:
         StateDictError: flat parameters of a model that was given a mesh.
     """
     if unit.mesh.strategy is ShardingStrategy.NO_SHARD:
         if kind is not StateDictType.FULL_STATE_DICT:
-            _tell_of_whole(kind)
+            _log_whole(kind)
         return StateDictType.FULL_STATE_DICT
     if kind is StateDictType.LOCAL_STATE_DICT and unit.mesh.device_mesh is not None:
         raise StateDictError(
@@ -165,7 +199,7 @@ def kind_of(unit: ShardedUnit, kind: StateDictType) -> StateDictType:
 
 
 @functools.cache
-def _tell_of_whole(kind: StateDictType) -> None:
+def _log_whole(kind: StateDictType) -> None:
     log.info("units under NO_SHARD give and take whole tensors, also under %s", kind.name)
 
 

@@ -1,4 +1,4 @@
-"""What a model may load into one of its tensors: seen on each rank, and in words that all ranks compare."""
+"""Values that a model loads into its tensors: checked on each rank, and described for ranks to compare."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.sharded.unit_mesh import UnitMesh
-from hpcfsdp.state.stand_in import StandIn
+from hpcfsdp.state.scatter import check_blocks, lies_on_dtensor_ranks
+from hpcfsdp.state.shown import StandIn
 from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
-from hpcfsdp.state.transfer import check_blocks, lies_on_dtensor_ranks
-from hpcfsdp.tensor.sharded import all_boxes, check_readable
+from hpcfsdp.tensor.sharded import all_boxes, check_readable, is_distributed
 
 
 def is_extra_state(key: str) -> bool:
@@ -25,10 +25,10 @@ def is_extra_state(key: str) -> bool:
 
 
 def source_of(key: str, now: torch.Tensor) -> Any:
-    """What is to be loaded where a module has put `now`.
+    """The value to load where a module has put `now`.
 
     Raises:
-        StateDictError: it was computed from what this rank does not have.
+        StateDictError: it was computed from a tensor that this rank does not have.
     """
     source = now.source if isinstance(now, StandIn) else now
     if source is None:
@@ -42,7 +42,7 @@ def source_of(key: str, now: torch.Tensor) -> Any:
 def check_source(
     key: str, source: Any, target: torch.Tensor | None, shape: Sequence[int], mesh: UnitMesh | None
 ) -> None:
-    """See that a value can be loaded. Not collective, once the ranks of `mesh` know each other's names.
+    """Check that a value can be loaded. Not collective, once the ranks of `mesh` know each other's names.
 
     Args:
         source: a tensor, ``ShardedTensor``, ``DTensor`` or ``Rank0Tensor``.
@@ -51,7 +51,7 @@ def check_source(
         mesh: over which the parameter is sharded, None where it is not.
 
     Raises:
-        StateDictError: it has another shape, no values that can be read here, or it lies on other ranks.
+        StateDictError: it has another shape, no values that can be read here, or is on other ranks.
     """
     found, _ = shape_and_dtype(source)
     if tuple(found) != tuple(shape):
@@ -61,7 +61,7 @@ def check_source(
         )
     check_readable(key, source)
     if mesh is not None:
-        if isinstance(source, (ShardedTensor, DTensor)):
+        if is_distributed(source):
             check_blocks(key, source, mesh.ranks(mesh.dtensor_dim, "tensor"))
     elif isinstance(source, ShardedTensor):
         raise StateDictError(f"{key!r} is not sharded in the model, and cannot be loaded from a ShardedTensor")
@@ -72,15 +72,14 @@ def check_source(
 
 
 def facts_of(source: Any, mesh: UnitMesh | None) -> str:
-    """What all ranks have to have alike, in words, as they are about to move values together.
+    """A description of a value that must be the same on all ranks, as they move values together.
 
-    Blocks are those of the ranks of ``mesh.shard`` in their order: what replicas have lies on other ranks.
+    Blocks are listed for the ranks of the shard dimension, in their order: replicas have theirs on other ranks.
     """
     shape, dtype = shape_and_dtype(source)
-    is_distributed = isinstance(source, (ShardedTensor, DTensor))
-    kind = type(source).__name__ if is_distributed or isinstance(source, Rank0Tensor) else "tensor"
+    kind = type(source).__name__ if is_distributed(source) or isinstance(source, Rank0Tensor) else "tensor"
     facts = f"a {kind} {list(shape)} of {str(dtype).removeprefix('torch.')}"
-    if is_distributed and mesh is not None and math.prod(shape):
+    if is_distributed(source) and mesh is not None and math.prod(shape):
         boxes, ranks, where = all_boxes(source), mesh.ranks(mesh.dtensor_dim, "tensor"), ""
         if mesh.tensor is not None and lies_on_dtensor_ranks(mesh, source):
             ranks, where = mesh.ranks(mesh.dtensor_dim), " on the ranks that have the same block"
@@ -91,5 +90,5 @@ def facts_of(source: Any, mesh: UnitMesh | None) -> str:
 
 
 def digest_of(value: Any) -> str:
-    """A short text that is the same for what is written alike."""
+    """A short text that is the same for values with the same ``repr``."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()

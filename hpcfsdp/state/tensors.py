@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from hpcfsdp._compat import local_of
 from hpcfsdp.tensor.sharded import properties_of
-from hpcfsdp.tensor.whole import WholeStaging, is_cut
+from hpcfsdp.tensor.whole import Staging, WholeStaging, is_cut
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LocalPiece:
         return self.tensor.numel()
 
     def flat(self) -> torch.Tensor:
-        """The elements, 1-D; the memory itself unless they lie in another order there."""
+        """The elements, 1-D; the memory itself unless they are in another order there."""
         memory = self.tensor.detach()
         if memory.is_conj() or memory.is_neg():
             memory = memory.resolve_conj().resolve_neg()
@@ -45,21 +45,21 @@ class LocalPiece:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """How the elements of a tensor, in row-major order, are divided over all ranks. Arrays, for there may be many.
+    """The runs of a tensor's elements, in row-major order, and the ranks that store them. Arrays: there may be many.
 
     Attributes:
         edges: int64, one more than runs: the first element of each, then the number of all elements.
-        holders: int64, runs x copies: the ranks that have each run, any of which may write it.
+        ranks: int64, runs x copies: the ranks that store each run, any of which may write it.
     """
 
     edges: np.ndarray
-    holders: np.ndarray
+    ranks: np.ndarray
 
     @classmethod
-    def of(cls, edges: Sequence[int], holders: Sequence[Sequence[int]]) -> Runs:
-        """From plain numbers. Without elements there is no run."""
-        copies = len(holders[0]) if len(holders) else 1
-        return cls(np.asarray(edges, np.int64), np.asarray(holders, np.int64).reshape(-1, copies))
+    def of(cls, edges: Sequence[int], ranks: Sequence[Sequence[int]]) -> Runs:
+        """From plain numbers. A tensor without elements has no run."""
+        copies = len(ranks[0]) if len(ranks) else 1
+        return cls(np.asarray(edges, np.int64), np.asarray(ranks, np.int64).reshape(-1, copies))
 
 
 NO_RUNS = Runs.of((0,), ())
@@ -72,12 +72,12 @@ class StateTensor:
     Attributes:
         name: fully qualified, without wrappers' names.
         shape, dtype: of the whole tensor.
-        runs: over all ranks, who has which run, and may write it; every element exactly once. Of what training may let
-            differ between ranks that keep it whole, as buffers, only rank 0's counts.
-        pieces: what this rank keeps.
-        aliases: further names of the same tensor.
-        staged: what `pieces` are a part of, where they are not the tensor's own memory: it is gathered before they are
-            written, and scattered after they have been read.
+        runs: over all ranks; every element exactly once. Of tensors that every rank keeps whole, and that may differ,
+            as buffers, rank 0's counts.
+        pieces: this rank's memory.
+        aliases: other names of the same tensor.
+        staged: the staging memory that `pieces` are a part of, None if they are the tensor's own: it is gathered before
+            they are written, and scattered after they have been read.
     """
 
     name: str
@@ -86,14 +86,10 @@ class StateTensor:
     runs: Runs
     pieces: tuple[LocalPiece, ...]
     aliases: tuple[str, ...] = ()
-    staged: Staged | None = None
+    staged: Staging | None = None
 
     def piece_of(self, start: int) -> LocalPiece:
-        """The piece in which an element lies.
-
-        Raises:
-            LookupError: this rank does not have it.
-        """
+        """The piece with an element. Raises a ``LookupError`` if this rank does not have it."""
         for piece in self.pieces:
             if piece.start <= start < piece.start + piece.numel:
                 return piece
@@ -102,7 +98,7 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor that is known by its shape and dtype, and is not here."""
+    """The shape and dtype of a tensor that is not here."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -120,30 +116,14 @@ class Rank0Tensor(TensorInfo):
 
 
 def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Those of a tensor, of the whole where it is distributed, or of a ``TensorInfo``; None for what is no tensor."""
+    """Those of a tensor, of the whole if it is distributed, or of a ``TensorInfo``; None for any other value."""
     if isinstance(value, TensorInfo):
         return tuple(value.shape), value.dtype
     return properties_of(value) if isinstance(value, torch.Tensor) else None
 
 
-class Staged(Protocol):
-    """Memory in which tensors are put together for a file; there is none before it is asked for."""
-
-    def alloc(self) -> None:
-        """Not collective. Take the memory, if it is not there."""
-
-    def free(self) -> None:
-        """Not collective. Give it back."""
-
-    def gather(self) -> None:
-        """Collective. Take the memory, and fill it from the tensors."""
-
-    def scatter(self) -> None:
-        """Collective. Fill the tensors from it."""
-
-
-def staged_of(tensors: Iterable[StateTensor]) -> list[Staged]:
-    """What has to be gathered or scattered for tensors, in an order that is the same on all ranks."""
+def staged_of(tensors: Iterable[StateTensor]) -> list[Staging]:
+    """The staging memory of tensors, in an order that is the same on all ranks."""
     return list(dict.fromkeys(tensor.staged for tensor in tensors if tensor.staged is not None))
 
 

@@ -1,9 +1,10 @@
-"""Modules around a model, as DistributedDataParallel is: not in the names of a checkpoint, and not in its way."""
+"""Modules around a model, as DistributedDataParallel: their names are left out of checkpoints and state dicts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -12,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from hpcfsdp.errors import CheckpointError
+from hpcfsdp.errors import CheckpointError, StateDictError
 from hpcfsdp.sharded.unit import WRAPPED
 
 CHILD = "module"
-"""What wrappers that forward everything to one model call it."""
+"""The name under which wrappers that forward everything to one model register it."""
 
 NUM_AVERAGED = "n_averaged"
 """The buffer of an AveragedModel that counts: no part of the model that it averages."""
@@ -27,12 +28,23 @@ _KNOWN = (DistributedDataParallel, nn.DataParallel, AveragedModel)
 _PARTS = {WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"}
 
 _FLAT_PARAM = "_flat_param"
-"""How the names of parameters begin that hold those of a whole unit; they stand in the module that is wrapped."""
+"""The beginning of the names of flat parameters, which are registered in the wrapped module."""
 
 
-def clean_fqn(name: str) -> str:
-    """A module path or parameter name without the parts that only wrappers add, whatever the modules are."""
-    return ".".join(part for part in name.split(".") if part not in _PARTS)
+def clean_fqn(name: str, prefix: str = "") -> str:
+    """A module path or parameter name without the parts after `prefix` that only wrappers add."""
+    return prefix + ".".join(part for part in name[len(prefix) :].split(".") if part not in _PARTS)
+
+
+def with_clean_names(state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A state dict by clean names. Raises a ``StateDictError`` if two entries have the same."""
+    found: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        name = clean_fqn(key, prefix)
+        if name in found:
+            raise StateDictError(f"the state dict has {name!r} twice without the names of wrappers")
+        found[name] = value
+    return found
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,7 @@ class CleanNames:
         return cls(frozenset(clean_fqn(path) for path in found.union(_outermost(model))))
 
     def __call__(self, path: str, name: str) -> str:
-        """The name in the model of what is called `name` in the module at `path`."""
+        """The name in the model of `name` in the module at `path`."""
         clean = clean_fqn(f"{path}.{name}" if path else name)
         if not self.wrappers:
             return clean
@@ -81,16 +93,16 @@ def _outermost(model: nn.Module) -> Iterator[str]:
 
 
 def settle(model: nn.Module) -> None:
-    """Not collective. Have modules of torch's ``fully_shard`` show what they hold between steps: their shards.
+    """Not collective. Have modules of torch's ``fully_shard`` hold their shards, as between steps.
 
     Raises:
-        CheckpointError: torch's FullyShardedDataParallel holds parts of the model, of which its names do not tell.
+        CheckpointError: torch's FullyShardedDataParallel shards parts of the model, and names do not show how.
     """
     for path, module in model.named_modules():
         if isinstance(module, TorchFSDP):
             raise CheckpointError(
-                f"{path or 'the model'} is torch's FullyShardedDataParallel, whose parameters are shards of what only "
-                "torch knows: wrap the model in hpcfsdp.FullyShardedDataParallel or with fully_shard, or save what "
+                f"{path or 'the model'} is torch's FullyShardedDataParallel, and only torch knows the layout of its "
+                "shards: wrap the model in hpcfsdp.FullyShardedDataParallel or with fully_shard, or save what "
                 "torch.distributed.checkpoint.state_dict.get_state_dict gives by torch.distributed.checkpoint.save, "
                 "with an hpcfsdp.checkpoint.HDF5Writer"
             )

@@ -1,7 +1,7 @@
-"""What a sharding engine needs to know of DTensors, under the names of ``torch.distributed.tensor.parallel.fsdp``.
+"""Functions of a sharding engine for DTensors, under the names of ``torch.distributed.tensor.parallel.fsdp``.
 
-Blocks are exact: for tensors that no number of ranks divides, and on meshes of any dimensions. Units take DTensors
-apart with these functions, and put them together again, as programs do that call torch's.
+Blocks are exact, also of tensors that the number of ranks does not divide, and on meshes of any dimensions. Units split
+DTensors into blocks and join them with these functions, as programs do that call torch's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, ranks
 
 
 class Placed(NamedTuple):
-    """How the tensor lies that a block is part of: what ``pre_flatten_transform`` keeps for the way back."""
+    """How the tensor of a block is placed: ``pre_flatten_transform`` returns it for the way back."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
@@ -50,84 +50,12 @@ def local_block(tensor: DTensor) -> torch.Tensor:
 
 
 def as_dtensor(block: torch.Tensor, placed: Placed) -> DTensor:
-    """The ``DTensor`` of which `block` is this rank's; gradients come to `block`, brought into its placements.
+    """The ``DTensor`` that has `block` on this rank; gradients come to `block`, redistributed to its placements.
 
     Not collective.
     """
     mesh, placements, shape, stride = placed
     return DTensor.from_local(block, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-class DTensorExtensions:
-    """The steps in which an engine that shards plain tensors goes from DTensors to their blocks, and back."""
-
-    def __init__(self, device_handle: Any = None) -> None:
-        """
-        Args:
-            device_handle: the module of the device, as ``torch.cuda``; None for a device without streams.
-        """
-        self.device_handle = device_handle
-        self.compute_stream: Any = None
-        """Where blocks become DTensors; None for the current stream."""
-
-    def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Placed | None]:
-        """Not collective. This rank's block of a ``DTensor``, and how it is placed; any other tensor, and None.
-
-        The block is a tensor of its own in the same memory, and wants a gradient if the ``DTensor`` does.
-        """
-        if not isinstance(tensor, DTensor):
-            return tensor, None
-        placed = Placed(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
-        return local_block(tensor), placed
-
-    @_compat.run_as_written
-    def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Placed | None) -> torch.Tensor:
-        """Not collective. The ``DTensor`` whose block `tensor` is; gradients come to `tensor`, placed like it.
-
-        Args:
-            param_extension: as ``pre_flatten_transform`` has returned it; for None, `tensor` itself is returned.
-        """
-        if param_extension is None:
-            return tensor
-        with self._on_compute_stream():
-            whole = as_dtensor(tensor, param_extension)
-            if tensor.requires_grad:
-                tensor.register_hook(self._await_grad)
-        _compat.mark_as_parts(whole)
-        return whole
-
-    def chunk_tensor(
-        self,
-        tensor: torch.Tensor,
-        rank: int,
-        world_size: int,
-        num_devices_per_node: int,
-        pg: dist.ProcessGroup,
-        device: torch.device | None = None,
-    ) -> ShardedTensor:
-        """Collective over a ``DTensor``'s mesh of several dimensions, the first time. See ``chunk_tensor``."""
-        return chunk_tensor(tensor, rank, world_size, num_devices_per_node, pg, device)
-
-    def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> DTensor:
-        """Collective over the mesh where rows are cut twice. See ``chunk_dtensor``."""
-        return chunk_dtensor(tensor, rank, device_mesh)
-
-    def pre_load_state_dict_transform(self, tensor: ShardedTensor) -> tuple[ShardedTensor, list[Shard]]:
-        """Not collective. See ``pre_load_state_dict``."""
-        return pre_load_state_dict(tensor)
-
-    def all_gather_dtensor(self, tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:
-        """Collective over the mesh. See ``all_gather_dtensor``."""
-        return all_gather_dtensor(tensor, parent_mesh)
-
-    def _await_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        with self._on_compute_stream():
-            return _compat.arrived(grad)
-
-    def _on_compute_stream(self) -> Any:
-        if self.compute_stream is None or self.device_handle is None:
-            return contextlib.nullcontext()
-        return self.device_handle.stream(self.compute_stream)
 
 
 def chunk_tensor(
@@ -147,8 +75,8 @@ def chunk_tensor(
             block that is chunked: the result has the shards of the outer one, which are chunked tensors. A ``DTensor``
             that has nothing on this rank has no shard here.
         rank, world_size: this rank's place in `pg`, and its size.
-        num_devices_per_node: by which the devices of other ranks are told.
-        device: where the chunk is to lie; by default where the tensor does.
+        num_devices_per_node: from which the devices of other ranks are computed.
+        device: of the chunk; by default that of the tensor.
 
     Returns:
         New memory, detached.
@@ -191,7 +119,7 @@ def _chunked(
 
 
 def _nested(inner: ShardedTensor, whole: ShardedTensorMetadata, group: dist.ProcessGroup) -> ShardedTensor:
-    """The tensor that `whole` tells of, with `inner` in the place of this rank's shard, if it has one."""
+    """A tensor with the metadata `whole`, and `inner` in place of this rank's shard, if it has one."""
     properties, places = copy.copy(whole.tensor_properties), list(map(copied, whole.shards_metadata))
     properties.requires_grad = False
     mine = [Shard(inner, place) for place in places if place.placement.rank() == dist.get_rank()]
@@ -213,7 +141,7 @@ def chunk_dtensor(tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> D
         `tensor` in its own ones, ``Replicate`` elsewhere.
 
     Raises:
-        ShardingError: the mesh is not some dimensions of a larger one, the ``DTensor`` lies on another mesh or on the
+        ShardingError: the mesh is not some dimensions of a larger one, the ``DTensor`` is on another mesh or on the
             same dimensions, the rank is another one, or the tensor has no dimension to be cut along.
     """
     root, cut = _root_and_last(device_mesh)
@@ -229,7 +157,7 @@ def chunk_dtensor(tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> D
     local, shape, stride = _compat.local_of(tensor).detach(), tensor.shape, tensor.stride()
     found = as_dtensor(local, Placed(root, tuple(placements), shape, stride))
     found = found.redistribute(root, [ShardAlong(0) if dim == cut else p for dim, p in enumerate(placements)])
-    chunk = _compat.arrived(_compat.local_of(found))
+    chunk = _compat.wait_tensor(_compat.local_of(found))
     if chunk.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
         chunk = chunk.clone()
     return _compat.dtensor(chunk, root, found.placements, shape, stride)
@@ -249,13 +177,13 @@ def _root_and_last(mesh: DeviceMesh | None) -> tuple[DeviceMesh, int]:
 
 def _on_other_dims(tensor: DTensor, root: DeviceMesh, mesh: DeviceMesh) -> list[tuple[int, Any]]:
     """The placements of a ``DTensor``, with the dimensions of the root mesh that they are for."""
-    lies_on, taken = tensor.device_mesh, mesh.mesh_dim_names
-    names = lies_on.mesh_dim_names or ("",)
-    others = [name for name in root.mesh_dim_names if name not in taken]
+    own_mesh, cut = tensor.device_mesh, mesh.mesh_dim_names
+    names = own_mesh.mesh_dim_names or ("",)
+    others = [name for name in root.mesh_dim_names if name not in cut]
     # Torch's operators return tensors on any mesh that is equal, which may be a part of another root.
-    if not set(names) <= set(others) or root[names] != lies_on:
+    if not set(names) <= set(others) or root[names] != own_mesh:
         raise ShardingError(
-            f"the DTensor lies on {lies_on}: to be chunked along {taken}, it lies on {others} of {root}"
+            f"the DTensor is on {own_mesh}: to be chunked along {cut}, it must be on {others} of {root}"
         )
     return list(zip(map(root.mesh_dim_names.index, names), tensor.placements, strict=True))
 
@@ -285,9 +213,62 @@ def all_gather_dtensor(tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch
         ShardingError: it is another one.
     """
     if parent_mesh != tensor.device_mesh:
-        raise ShardingError(f"the tensor lies on {tensor.device_mesh}, and is to be gathered on {parent_mesh}")
+        raise ShardingError(f"the tensor is on {tensor.device_mesh}, and is to be gathered on {parent_mesh}")
     placements = [Replicate()] * (tensor.device_mesh.ndim - 1) + [tensor.placements[-1]]
-    return _compat.arrived(tensor.redistribute(placements=placements).to_local())
+    return _compat.wait_tensor(tensor.redistribute(placements=placements).to_local())
+
+
+class DTensorExtensions:
+    """The steps in which an engine that shards plain tensors goes from DTensors to their blocks, and back."""
+
+    def __init__(self, device_handle: Any = None) -> None:
+        """
+        Args:
+            device_handle: the module of the device, as ``torch.cuda``; None for a device without streams.
+        """
+        self.device_handle = device_handle
+        self.compute_stream: Any = None
+        """The stream on which blocks become DTensors; None for the current one."""
+
+    chunk_tensor = staticmethod(chunk_tensor)
+    chunk_dtensor = staticmethod(chunk_dtensor)
+    pre_load_state_dict_transform = staticmethod(pre_load_state_dict)
+    all_gather_dtensor = staticmethod(all_gather_dtensor)
+
+    def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Placed | None]:
+        """Not collective. This rank's block of a ``DTensor``, and how it is placed; any other tensor, and None.
+
+        The block is a tensor of its own in the same memory, and wants a gradient if the ``DTensor`` does.
+        """
+        if not isinstance(tensor, DTensor):
+            return tensor, None
+        placed = Placed(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
+        return local_block(tensor), placed
+
+    @_compat.run_as_written
+    def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Placed | None) -> torch.Tensor:
+        """Not collective. The ``DTensor`` with `tensor` as its block; gradients come to `tensor`, placed like it.
+
+        Args:
+            param_extension: as ``pre_flatten_transform`` has returned it; for None, `tensor` itself is returned.
+        """
+        if param_extension is None:
+            return tensor
+        with self._on_compute_stream():
+            whole = as_dtensor(tensor, param_extension)
+            if tensor.requires_grad:
+                tensor.register_hook(self._await_grad)
+        _compat.mark_as_flattened(whole)
+        return whole
+
+    def _await_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        with self._on_compute_stream():
+            return _compat.wait_tensor(grad)
+
+    def _on_compute_stream(self) -> Any:
+        if self.compute_stream is None or self.device_handle is None:
+            return contextlib.nullcontext()
+        return self.device_handle.stream(self.compute_stream)
 
 
 def get_box(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
@@ -368,7 +349,7 @@ def create_sharded_tensor_md_from_dt(dt: DTensor, dt_pg: dist.ProcessGroup) -> S
     """
     members, ranks = dist.get_process_group_ranks(dt_pg), ranks_of_tensor(dt)
     if set(members) != set(ranks):
-        raise ShardingError(f"the DTensor lies on the ranks {ranks}, and the process group has {members}")
+        raise ShardingError(f"the DTensor is on the ranks {ranks}, and the process group has {members}")
     me, device = dist.get_rank(), _compat.local_of(dt).device
     owners: dict[Box, int] = {}
     blocks_of(dt)  # which it has to be made of
@@ -388,7 +369,7 @@ def get_dt_pg(dt: DTensor) -> dist.ProcessGroup:
 
 
 def rewrite_spec_if_needed(spec: Any, tensor: torch.Tensor, rank: int) -> Any:
-    """A sharding spec whose placement of `rank` has the device of `tensor`; the spec itself where it does.
+    """A sharding spec with the device of `tensor` in its placement of `rank`; the spec itself if it has that.
 
     Not collective. Specs other than ``ChunkShardingSpec`` name no devices, and are returned as they are.
     """

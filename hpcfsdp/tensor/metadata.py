@@ -28,7 +28,7 @@ def parse_and_validate_remote_device(
     """The rank and the device of a shard's placement. Not collective.
 
     Args:
-        pg: whose global ranks the rank has to be one of, where this rank is in it; None for the default one.
+        pg: the rank has to be one of its global ranks, if this rank is in it; None for the default one.
         remote_device: as ``ShardMetadata.placement`` has it. A worker of torch's RPC counts by its id.
 
     Returns:
@@ -57,7 +57,7 @@ def parse_and_validate_remote_device(
 def validate_output_tensor_for_gather(
     my_rank: int, dst_rank: int, size: Sequence[int], dst_tensor: torch.Tensor | None
 ) -> None:
-    """See that the tensor to gather into is there on the rank that gathers, of the right size, and nowhere else.
+    """Check that the rank that gathers, and no other, was given a tensor of the right size.
 
     Not collective.
 
@@ -98,7 +98,7 @@ def flatten_tensor_size(*size: Any) -> torch.Size:
 
 
 def raise_if_mismatch(expected: Any, actual: Any, prop_name: str, ranks: Any, is_local: bool = True) -> None:
-    """See that two shards of one rank, or two ranks, have the same of a property. Not collective.
+    """Check that two shards of one rank, or two ranks, have the same value of a property. Not collective.
 
     Args:
         ranks: the rank for two shards of one; else the two ranks, in the order of the values.
@@ -127,7 +127,7 @@ def metadata_of_boxes(
 
     Args:
         boxes: with the global rank that each is placed on.
-        device: where the shards of all ranks lie; their GPUs are known from their place on their node.
+        device: of the shards of all ranks; the number of a GPU follows from the rank's place on its node.
         devices_per_node: GPUs, by default as many as there are here.
     """
     shards = [
@@ -138,12 +138,12 @@ def metadata_of_boxes(
 
 
 def placement_of(rank: int, device: torch.device, devices_per_node: int | None = None) -> str:
-    """Where the shard of a rank lies, as torch writes it, if this rank's lies on `device`. Not collective.
+    """The placement of a rank's shard, as torch writes it, if this rank's is on `device`. Not collective.
 
     Args:
         devices_per_node: see ``metadata_of_boxes``.
     """
-    if device.type in ("cpu", "meta"):  # of which a rank has one
+    if device.type in ("cpu", "meta"):  # a rank has one
         return f"rank:{rank}/{device.type}"
     index = device.index if rank == dist.get_rank() else rank % max(1, devices_per_node or torch.cuda.device_count())
     return f"rank:{rank}/{device.type}:{index}"
@@ -152,7 +152,7 @@ def placement_of(rank: int, device: torch.device, devices_per_node: int | None =
 def build_metadata_from_local_shards(
     local_shards: Sequence[Shard], global_size: Sequence[int], current_rank: int, pg: dist.ProcessGroup | None
 ) -> ShardedTensorMetadata:
-    """The metadata of what this rank holds of a tensor. Not collective.
+    """The metadata of this rank's shards of a tensor. Not collective.
 
     Args:
         local_shards: at least one, each strided, contiguous, of the size, the rank and the device that its metadata
@@ -162,10 +162,10 @@ def build_metadata_from_local_shards(
         pg: the ranks of the tensor.
 
     Returns:
-        New metadata with the shards in their order, whose lists are their own.
+        New metadata with the shards in their order, with lists of their own.
 
     Raises:
-        ShardingError: something does not hold; names the shard and both values.
+        ShardingError: one of these is not so; names the shard and both values.
         RuntimeError, ValueError: see ``parse_and_validate_remote_device``.
     """
     if not local_shards:
@@ -206,7 +206,7 @@ def _check_local(number: int, shard: Shard, rank: int, pg: dist.ProcessGroup | N
     if placed != rank:
         raise ShardingError(f"{what} is placed on rank {placed} by its metadata")
     if tensor.device != device:
-        raise ShardingError(f"{what} lies on {tensor.device}, and on {device} by its metadata")
+        raise ShardingError(f"{what} is on {tensor.device}, and on {device} by its metadata")
     if list(tensor.shape) != list(metadata.shard_sizes):
         raise ShardingError(
             f"{what} has the size {list(tensor.shape)}, and {list(metadata.shard_sizes)} by its metadata"
@@ -216,13 +216,13 @@ def _check_local(number: int, shard: Shard, rank: int, pg: dist.ProcessGroup | N
 def build_global_metadata(
     gathered_metadatas: Sequence[ShardedTensorMetadata | None], recalc_metadata: bool = False
 ) -> ShardedTensorMetadata:
-    """The metadata of a whole tensor, from what each rank has. Not collective.
+    """The metadata of a whole tensor, from those of all ranks. Not collective.
 
     Takes ``n log n`` in the number of shards.
 
     Args:
-        gathered_metadatas: of the ranks of the tensor, in their order; None for those that hold nothing.
-        recalc_metadata: offsets are found anew, from the sizes along the first dimension in the order of ranks.
+        gathered_metadatas: of the ranks of the tensor, in their order; None for ranks without shards.
+        recalc_metadata: compute offsets from the sizes along the first dimension in the order of ranks.
 
     Returns:
         New metadata; those of the ranks stay as they are.
@@ -282,7 +282,7 @@ def _holder_of(shard: ShardMetadata) -> tuple[int | None, str | None] | None:
 
 
 def validate_tiling(metadata: ShardedTensorMetadata) -> None:
-    """See that the shards of a tensor have each of its elements once. Not collective; ``n log n`` in the shards.
+    """Check that the shards of a tensor have each of its elements once. Not collective; ``n log n`` in the shards.
 
     Raises:
         ShardingError: with the shards that overlap, the first element of a gap, or the shard that is not within it.
@@ -304,7 +304,7 @@ def validate_tiling(metadata: ShardedTensorMetadata) -> None:
 def recalc_global_sharded_tensor_metadata(
     global_sharded_tensor_metadata: ShardedTensorMetadata, sharded_dim: int
 ) -> None:
-    """Find the offsets of shards, and the size of the tensor, from the sizes of shards in the order of their ranks.
+    """Compute the offsets of shards, and the size of the tensor, from the sizes of shards in the order of ranks.
 
     In place, and not collective. Shards of one rank follow each other as they are listed; the list keeps its order.
 
@@ -345,7 +345,7 @@ def recalc_global_sharded_tensor_metadata(
 
 
 def _check_within(size: torch.Size, shards: Sequence[ShardMetadata]) -> list[Box]:
-    """The blocks of shards that all lie within a tensor."""
+    """The blocks of shards. Raises a ``ShardingError`` if one reaches beyond the tensor."""
     blocks = [box_of(shard) for shard in shards]
     outside = find_outside(size, blocks)
     if outside is not None:
@@ -354,12 +354,12 @@ def _check_within(size: torch.Size, shards: Sequence[ShardMetadata]) -> list[Box
 
 
 def box_of(shard: ShardMetadata) -> Box:
-    """Where a shard lies in its tensor."""
+    """The block of a shard in its tensor."""
     return Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
 
 
 def copied(shard: ShardMetadata) -> ShardMetadata:
-    """With lists of its own. Not made anew: torch refuses wrong ones without a word on which."""
+    """A copy with lists of its own. Not constructed: torch refuses invalid ones without naming them."""
     copied = copy.copy(shard)
     copied.shard_offsets, copied.shard_sizes = list(shard.shard_offsets), list(shard.shard_sizes)
     return copied

@@ -1,4 +1,4 @@
-"""``ShardedTensor`` and ``DTensor``, torch's own classes, made from what a rank holds, and read as blocks."""
+"""``ShardedTensor`` and ``DTensor``, torch's own classes, made from local blocks, and read as blocks."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ from hpcfsdp.reshard.placements import mesh_blocks, mesh_boxes
 from hpcfsdp.tensor.metadata import box_of, metadata_of_boxes
 
 
+def is_distributed(value: Any) -> bool:
+    """Whether a value is a ``ShardedTensor`` or a ``DTensor``."""
+    return isinstance(value, (ShardedTensor, DTensor))
+
+
 def create_sharded_tensor(
     local: torch.Tensor | None,
     shape: Sequence[int],
@@ -30,11 +35,11 @@ def create_sharded_tensor(
     boxes: Mapping[int, Box],
     devices_per_node: int | None = None,
 ) -> ShardedTensor:
-    """A tensor of `shape` of which each rank of `group` holds one block, or nothing. Not collective.
+    """A tensor of `shape` with at most one block on each rank of `group`. Not collective.
 
     Args:
         local: this rank's block, of the size of its box, on `device`; None if it has none.
-        device: where the blocks of all ranks lie; their GPUs are told from their place on their node.
+        device: of the blocks of all ranks; the number of a GPU follows from the rank's place on its node.
         boxes: by global rank.
         devices_per_node: GPUs, by default as many as there are here.
     """
@@ -73,7 +78,7 @@ def create_chunk_dtensor(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
 ) -> DTensor:
-    """A tensor of `shape` of which this rank of a mesh has one block. Not collective.
+    """A tensor of `shape` with one block on this rank of a mesh. Not collective.
 
     Args:
         local: the block, which stays where it is, on whatever device the mesh is; None for one without elements.
@@ -87,7 +92,7 @@ def create_chunk_dtensor(
 
 
 def local_blocks(tensor: ShardedTensor | DTensor) -> list[tuple[Box, torch.Tensor]]:
-    """What this rank holds of a distributed tensor, in the order of ``all_boxes``."""
+    """This rank's blocks of a distributed tensor, in the order of ``all_boxes``."""
     if isinstance(tensor, ShardedTensor):
         blocks = {box_of(shard.metadata): shard.tensor for shard in tensor.local_shards()}
         return sorted(blocks.items())
@@ -98,12 +103,12 @@ def local_blocks(tensor: ShardedTensor | DTensor) -> list[tuple[Box, torch.Tenso
 
 
 def check_readable(key: str, value: Any) -> None:
-    """See that a tensor has values, one beside the other, that can be copied: the local ones of a distributed tensor.
+    """Check that a tensor, or the local part of a distributed one, has dense values that can be copied.
 
     Not collective.
 
     Args:
-        key: by which `value` was found, for the error.
+        key: of `value`, for the error.
         value: a tensor, a ``ShardedTensor``, a ``DTensor``; anything else passes.
 
     Raises:
@@ -126,7 +131,7 @@ def check_readable(key: str, value: Any) -> None:
 
 
 def properties_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of a tensor, the whole of it where it is distributed.
+    """Shape and dtype of a tensor, of the whole if it is distributed.
 
     ``ShardedTensor`` warns when it is asked for them as any tensor is.
     """
@@ -137,16 +142,16 @@ def properties_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def ranks_of_tensor(tensor: ShardedTensor | DTensor) -> list[int]:
-    """All ranks that a distributed tensor is for, also those that have nothing of it, by global rank."""
+    """The global ranks of a distributed tensor, also those without elements."""
     if isinstance(tensor, ShardedTensor):
         return dist.get_process_group_ranks(_compat.group_of_shards(tensor))
     return tensor.device_mesh.mesh.flatten().tolist()
 
 
 def all_boxes(tensor: ShardedTensor | DTensor) -> dict[int, list[Box]]:
-    """Which blocks of a distributed tensor each rank holds, in ascending order, by global rank. Not collective.
+    """The blocks of a distributed tensor by global rank, in ascending order. Not collective.
 
-    Of equal blocks that several ranks hold, as a replicated dimension of a mesh has them, all are named.
+    Replicas of a block are listed for each rank that has one.
     """
     found: dict[int, list[Box]] = {}
     if isinstance(tensor, ShardedTensor):
@@ -157,7 +162,7 @@ def all_boxes(tensor: ShardedTensor | DTensor) -> dict[int, list[Box]]:
 
 
 def _places(boxes: Sequence[Box]) -> list[tuple[slice, ...]]:
-    """Where blocks lie in a local tensor that is made of them: in each dimension one beside the other."""
+    """The places of blocks in a local tensor that consists of them, side by side in each dimension."""
     begins: list[dict[int, int]] = []
     for dim in range(len(boxes[0].offsets) if boxes else 0):
         sizes = dict(sorted((box.offsets[dim], box.sizes[dim]) for box in boxes))

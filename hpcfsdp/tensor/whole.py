@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import abc
+from collections.abc import Iterable
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -10,26 +13,26 @@ from hpcfsdp.tensor.sharded import local_blocks
 
 
 def forget_memory(tensor: torch.Tensor) -> None:
-    """Have a tensor keep its shape and nothing of its memory, which others may go on to use.
+    """Drop a tensor's memory, which others may go on to use; its shape stays.
 
-    Unlike ``free_storage`` it does not ask whose the memory is: NumPy may have seen it.
+    Unlike ``free_storage`` it does not check who owns the memory: NumPy may have seen it.
     """
     tensor.data = tensor.new_empty(()).expand(tensor.shape)
 
 
 def take_memory(tensor: torch.Tensor) -> None:
-    """The way back from ``forget_memory``; nothing if the memory is there."""
+    """Allocate the memory that ``forget_memory`` has dropped, unless it is there."""
     if not all(tensor.stride()):
         tensor.data = tensor.new_empty(tensor.shape)
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
-    """Whether it is a ``DTensor`` of which ranks have different parts, or sums that are pending."""
+    """Whether it is a ``DTensor`` with different parts on ranks, or with pending sums."""
     return isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements)
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Collective over the mesh of a ``DTensor`` that is cut. All of it; any other tensor itself, as it is here."""
+    """Collective over the mesh of a ``DTensor`` that is cut. The whole tensor; any other one itself, as it is here."""
     return tensor.detach().full_tensor() if is_cut(tensor) else _compat.local_of(tensor).detach()
 
 
@@ -47,12 +50,34 @@ def fill_block(target: torch.Tensor, whole: torch.Tensor) -> None:
         target.detach().copy_(whole)
 
 
-class WholeStaging:
-    """A ``DTensor`` that is cut, whole on each rank for the time that it goes to a file, or comes from one.
+class Staging(abc.ABC):
+    """Tensors in which others are gathered for a file; without memory before ``alloc``, and after ``free``."""
 
-    Attributes:
-        memory: all of it; without memory before ``alloc``, and after ``free``.
-    """
+    @abc.abstractmethod
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Not collective. All of them."""
+
+    def alloc(self) -> None:
+        """Not collective. Allocate the memory, unless it is there."""
+        for tensor in self.tensors():
+            take_memory(tensor)
+
+    def free(self) -> None:
+        """Not collective. Free it."""
+        for tensor in self.tensors():
+            forget_memory(tensor)
+
+    @abc.abstractmethod
+    def gather(self) -> None:
+        """Collective. Allocate the memory, and fill it."""
+
+    @abc.abstractmethod
+    def scatter(self) -> None:
+        """Collective. Fill the tensors that were gathered from the memory."""
+
+
+class WholeStaging(Staging):
+    """A ``DTensor`` that is cut, whole on each rank in `memory`."""
 
     def __init__(self, tensor: DTensor) -> None:
         """Not collective."""
@@ -60,19 +85,12 @@ class WholeStaging:
         self.memory = _compat.local_of(tensor).detach().new_empty(tensor.shape)
         self.free()
 
-    def alloc(self) -> None:
-        """Not collective. Take the memory, if it is not there."""
-        take_memory(self.memory)
-
-    def free(self) -> None:
-        """Not collective. Give it back."""
-        forget_memory(self.memory)
+    def tensors(self) -> Iterable[torch.Tensor]:
+        return [self.memory]
 
     def gather(self) -> None:
-        """Collective over the mesh. Take the memory, and fill it."""
         self.alloc()
         self.memory.copy_(whole_of(self._tensor))
 
     def scatter(self) -> None:
-        """Not collective. Fill the tensor from `memory`."""
         fill_block(self._tensor, self.memory)

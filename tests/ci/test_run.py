@@ -1,4 +1,4 @@
-"""What the README's training leaves behind, looked at with plain tools."""
+"""The files of the README's training, read with plain tools."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import h5py
 import pytest
 
 
-def test_the_run_went_on_on_three_ranks_where_two_had_stopped(run_dir):
+def test_the_run_was_resumed_on_three_ranks(run_dir):
     listed = json.loads(
         subprocess.check_output([sys.executable, "-m", "hpcfsdp", "ls", str(run_dir), "--json"], text=True)
     )
@@ -35,7 +35,7 @@ def test_h5py_alone_reads_the_parameters(run_dir):
         assert file["optim/state/blocks.0.attention.qkv.weight/exp_avg"].shape == (768, 256)
 
 
-def test_h5dump_shows_every_parameter_under_its_own_name_and_shape(run_dir):
+def test_h5dump_lists_every_parameter_by_name_and_shape(run_dir):
     if shutil.which("h5dump") is None:
         pytest.skip("h5dump is not installed (Debian: hdf5-tools)")
     path = run_dir / "checkpoints" / "step-00000012.h5"

@@ -20,7 +20,7 @@ TINY = "--device cpu --model.layers 1 --model.width 16 --model.heads 2 --model.c
 
 
 class Job:
-    """A command in a session of its own. Whatever happens, none of its processes outlives the test."""
+    """A command in a new session. None of its processes outlives the test."""
 
     def __init__(self, arguments, ranks, cwd, environ):
         self.command = [sys.executable, *map(str, arguments)]
@@ -42,11 +42,11 @@ class Job:
         self.stdout = self.stderr = ""
 
     def family(self):
-        """All processes that the job has begun and that are there, in no order."""
+        """All running processes that the job has started, in no order."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def ranks(self):
-        """The processes of the ranks, and what these have begun, in no order."""
+        """The processes of the ranks, and processes that these have started, in no order."""
         return [process for process in self.family() if command_of(process)[:1] == [sys.executable]]
 
     def wait(self, timeout=120):
@@ -63,7 +63,7 @@ class Job:
         while not condition():
             if self.process.poll() is not None or time.monotonic() > until:
                 self.end()
-                pytest.fail(f"{self.command} ended or took over {timeout} s before it came that far\n{self.stderr}")
+                pytest.fail(f"{self.command} ended or took over {timeout} s too early\n{self.stderr}")
             time.sleep(0.05)
 
     def end(self):
@@ -89,7 +89,7 @@ def command_of(process):
 
 
 def survivors(processes, timeout=60):
-    """Those that go on running. What a launcher has just killed may take a moment to end where cores are busy."""
+    """Processes that still run after a while. A killed process may take a moment to end on busy cores."""
     until = time.monotonic() + timeout
     while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < until:
         time.sleep(0.05)
@@ -103,9 +103,9 @@ def _runs(process):
 
 
 def mapped(name):
-    """Whether some process, of another job on this machine, has a segment of /dev/shm in use."""
+    """Whether a process, of another job on this machine, uses a segment of /dev/shm."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # it has ended, or is someone else's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if f"/dev/shm/{name}" in maps.read_text():
                 return True
     return not Path("/dev/shm", name).exists()
@@ -125,7 +125,7 @@ def start(tmp_path):
     for job in jobs:
         if job.code is None:
             job.end()
-    # Other workers of pytest run jobs too: what these have just made, or are about to remove, is gone after a while.
+    # Jobs of other workers of pytest make and remove segments, too: these disappear after a while.
     until = time.monotonic() + 20
     while left := {name for name in set(os.listdir("/dev/shm")) - before if not mapped(name)}:
         assert time.monotonic() < until, f"shared memory was left behind: {left}"
@@ -144,7 +144,7 @@ def hpcfsdp(start):
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
-    """Run ``hpcfsdp arguments`` in this process, for what would be the same in a process of its own."""
+    """Run ``hpcfsdp arguments`` in this process, where a new process would show nothing else."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
@@ -157,8 +157,18 @@ def command(tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
+def no_mpi(tmp_path, monkeypatch):
+    """MPI and torch that end a process when it loads them."""
+    folder = tmp_path / "forbidden"
+    folder.mkdir()
+    for name in ("mpi4py", "torch"):
+        (folder / f"{name}.py").write_text(f"raise SystemExit('{name} was loaded')")
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT}")
+
+
+@pytest.fixture
 def tiny(tmp_path):
-    """Arguments of a training that takes no time, in a folder whose name has spaces."""
+    """Arguments of a short training in a folder with spaces in its name."""
     corpus = tmp_path / "some words.txt"
     corpus.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 40)
     run_dir = tmp_path / "a run"

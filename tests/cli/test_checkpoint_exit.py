@@ -1,4 +1,4 @@
-"""A save that is under way when the program ends is finished by finalize, or told of and cleaned up."""
+"""A save that is running when the program ends: finalize finishes it; without finalize it is logged and removed."""
 
 import os
 
@@ -32,7 +32,7 @@ if sys.argv[1] == "finalize":
     try:
         hpcfsdp.finalize()
     except hpcfsdp.errors.CheckpointError as error:
-        print("told:", error, flush=True)
+        print("raised:", error, flush=True)
 print("the end", flush=True)
 """
 
@@ -55,21 +55,21 @@ def test_finalize_waits_for_the_file(program, tmp_path, ranks):
     job = program("finalize", ranks=ranks)
     assert open_index(tmp_path / "saved/step-00000001.h5").info.step == 1
     assert "not committed" not in job.stderr
-    assert "told" not in job.stdout
+    assert "raised" not in job.stdout
 
 
-def test_finalize_raises_what_has_gone_wrong_on_every_rank(program, tmp_path):
+def test_finalize_raises_the_error_of_a_save_on_every_rank(program, tmp_path):
     job = program("finalize", 1)
-    told = [line for line in job.stdout.splitlines() if line.startswith("told: ")]
-    assert len(told) == 2
+    errors = [line for line in job.stdout.splitlines() if line.startswith("raised: ")]
+    assert len(errors) == 2
     text = "saved/step-00000001.h5: cannot write the checkpoint: No space left on device"
-    assert all(text in line for line in told)
-    assert sum("rank 1: " in line for line in told) == 1
+    assert all(text in line for line in errors)
+    assert sum("rank 1: " in line for line in errors) == 1
     assert os.listdir(tmp_path / "saved") == []
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_without_finalize_the_file_is_lost_and_the_log_says_so(program, tmp_path, ranks):
+def test_without_finalize_the_file_is_lost_with_a_message(program, tmp_path, ranks):
     job = program("exit", ranks=ranks)
     text = "saved/step-00000001.h5: was not committed, and is lost: the program has ended before wait(), close() or"
     assert job.stderr.count(text) == 1  # not once for each rank

@@ -1,4 +1,4 @@
-"""A process that is killed at any step of a save: the old checkpoint stays, and what is left is in nobody's way."""
+"""A process that is killed at any step of a save: the old checkpoint stays, and later saves succeed."""
 
 import json
 import os
@@ -75,7 +75,7 @@ hpcfsdp.finalize()
 
 
 def value_of(path):
-    """The step of a file, all elements of which are the same number, after every byte has been read."""
+    """The step of a file, after every byte has been read. All elements must be equal to it."""
     index = open_index(path)
     with BlockReader(index) as reader:
         found = {int(x) for name in index.tensors for block in reader.blocks(name) for x in block}
@@ -88,7 +88,7 @@ def partials(folder):
 
 
 def check_left(folder):
-    """What a killed save has left besides the checkpoint is no checkpoint, or a whole one without its name."""
+    """A partial file of a killed save is not a checkpoint, or a complete one that has not been renamed."""
     for left in partials(folder):
         try:
             assert value_of(left) == 2
@@ -120,7 +120,7 @@ def test_a_process_that_is_killed_at_any_call_leaves_the_old_file_or_the_new_one
 
 
 def killed(start, tmp_path, rank, step):
-    """Have a save of two ranks die at a call of one, and look at what is left; the folder, and the calls of a save."""
+    """Kill one of two ranks at a call of a save, and check the remaining files; the folder, and the calls of a save."""
     script = tmp_path / "script.py"
     script.write_text(TOGETHER)
     folder = tmp_path / f"{rank}-{step}"
@@ -149,7 +149,7 @@ def test_a_rank_that_is_killed_leaves_the_old_file_and_no_process(start, tmp_pat
     assert partials(folder)
 
 
-def test_what_a_killed_rank_has_left_is_removed_when_it_is_old(start, tmp_path):
+def test_an_old_partial_file_of_a_killed_rank_is_removed(start, tmp_path):
     folder, _ = killed(start, tmp_path, 1, "fsync")
     left = partials(folder)
     assert len(left) == 1

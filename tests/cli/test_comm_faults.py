@@ -1,4 +1,4 @@
-"""A rank that is killed while others wait for it in a collective: the whole job ends, and nothing is left behind."""
+"""A rank that is killed while others wait for it in a collective: the job ends, and leaves nothing behind."""
 
 import time
 
@@ -7,46 +7,63 @@ import pytest
 from tests.cli.conftest import survivors
 
 SCRIPT = """
-import sys, time
+import time
 import torch
 import hpcfsdp
 
 world = hpcfsdp.init("cpu", split_nodes={nodes})
-comm = world.communicator
-full = comm.alloc(4 * comm.size, torch.float32, gathered=True)
-inputs = comm.alloc(4 * comm.size, torch.float32)
-big = torch.ones(1 << 20)
-comm.all_gather_into_tensor(full, torch.ones(4))
-comm.all_reduce(inputs, "sum")
-comm.barrier()
+calls = {calls}  # of each rank but the last, which is killed
+last = len(calls)
+for rank in range(last):
+    if world.rank in (rank, last):
+        comm = world.communicator.subgroup([rank, last])
+        full = comm.alloc(4 * comm.size, torch.float32, gathered=True)
+        inputs = comm.alloc(4 * comm.size, torch.float32)
+        big = torch.ones(1 << 20)
+        comm.all_gather_into_tensor(full, torch.ones(4))
+        comm.all_reduce(inputs, "sum")
+        comm.labelled_barrier("begin")
 open(f"ready-{{world.rank}}", "w").close()
-if world.rank == 1:
+if world.rank == last:
     time.sleep(1000)
-{call}
+exec(calls[world.rank])
 print("went on", flush=True)
 """
 
 CALLS = {
-    "claiming a window": (1, "comm.claim(full)"),
-    "gathering into a window": (1, "comm.all_gather_into_tensor(full, torch.ones(4))"),
-    "gathering from other nodes": (3, "comm.all_gather_into_tensor(full, torch.ones(4))"),
-    "reducing a window": (1, "comm.reduce_scatter_tensor(torch.empty(4), inputs, 'sum')"),
-    "reducing by messages": (1, "comm.all_reduce(big, 'sum')"),
-    "receiving a broadcast": (1, "comm.broadcast(big, 1)"),
-    "making memory": (1, "comm.alloc(8, torch.float32)"),
-    "a barrier": (1, "comm.barrier()"),
+    "in shared memory": (
+        1,
+        {
+            "a labelled barrier": "comm.labelled_barrier('end')",
+            "gathering into a window": "comm.all_gather_into_tensor(full, torch.ones(4))",
+            "reducing a window": "comm.reduce_scatter_tensor(torch.empty(4), inputs, 'sum')",
+            "making memory": "comm.alloc(8, torch.float32)",
+        },
+    ),
+    "by messages": (
+        1,
+        {
+            "reducing": "comm.all_reduce(big, 'sum')",
+            "receiving a broadcast": "comm.broadcast(big, 1)",
+            "a barrier": "comm.barrier()",
+        },
+    ),
+    "between nodes": (2, {"gathering": "comm.all_gather_into_tensor(full, torch.ones(4))"}),
 }
+"""Number of nodes, and the call of each rank that waits."""
 
 
-@pytest.mark.parametrize(("nodes", "call"), CALLS.values(), ids=CALLS)
-def test_a_rank_killed_while_others_wait_for_it_ends_the_job(start, tmp_path, nodes, call):
+@pytest.mark.parametrize(("nodes", "calls"), CALLS.values(), ids=CALLS)
+def test_a_rank_killed_while_others_wait_for_it_ends_the_job(start, tmp_path, nodes, calls):
+    """Each of the others waits in a collective of two, with the rank that is killed."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(call=call, nodes=nodes))
-    job = start(script, ranks=3)
-    job.wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 3)
+    script.write_text(SCRIPT.format(calls=list(calls.values()), nodes=nodes))
+    ranks = len(calls) + 1
+    job = start(script, ranks=ranks)
+    job.wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == ranks)
     family = job.family()
-    victim = next(rank for rank in job.ranks() if number_of(rank) == 1)
-    time.sleep(0.3)  # the others come to wait
+    victim = next(rank for rank in job.ranks() if number_of(rank) == ranks - 1)
+    time.sleep(0.3)  # until the others wait
     victim.kill()
     job.wait()
     assert job.code != 0
@@ -55,6 +72,6 @@ def test_a_rank_killed_while_others_wait_for_it_ends_the_job(start, tmp_path, no
 
 
 def number_of(process):
-    """The rank of a process, as its launcher has told it."""
+    """The rank of a process, by its launcher's variables."""
     environ = process.environ()
     return int(environ.get("OMPI_COMM_WORLD_RANK") or environ["PMI_RANK"])

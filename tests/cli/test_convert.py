@@ -83,7 +83,7 @@ def test_safetensors_are_exported_without_torch_and_mpi(start, saved, tmp_path):
     assert job.code == 0, job.stderr
 
 
-def test_what_was_done_is_told_as_json(command, saved, tmp_path):
+def test_results_as_json(command, saved, tmp_path):
     done = json.loads(command("export", saved, tmp_path / "a.pt", "--json").stdout)
     assert done == {
         "format": "pt",
@@ -110,7 +110,7 @@ def test_tables_name_files_and_ties(command, saved, tmp_path):
     ("arguments", "code", "message"),
     [
         ("export saved.h5 there.pt", 1, "there.pt: exists already (--force replaces it)"),
-        ("export saved.h5 out.xyz", 2, "does not tell the format"),
+        ("export saved.h5 out.xyz", 2, "does not determine the format"),
         ("export saved.h5 out.pt --format onnx", 2, "invalid choice: 'onnx'"),
         ("export saved.h5 out.safetensors --shard-bytes 10", 2, "--shard-bytes writes a folder"),
         ("export saved.h5 out.pt --names nothing", 1, "no tensor matches 'nothing'"),
@@ -134,7 +134,7 @@ def test_tables_name_files_and_ties(command, saved, tmp_path):
         ("import there.pt out.h5", 4, "there.pt: damaged, or not a file of torch.save"),
         ("import missing.pt out.h5", 1, "missing.pt: No such file or directory"),
         ("import there.xyz out.h5", 1, "o such file"),
-        ("import saved.h5 out.h5", 2, "does not tell the format"),
+        ("import saved.h5 out.h5", 2, "does not determine the format"),
         ("import module.pt out.h5", 1, "nothing of it is executed here"),
         ("import good.pt saved.h5", 1, "saved.h5: exists already (--force replaces it)"),
         ("import good.pt out.h5 --step 99999999999999999999", 2, "must fit into 64 bits"),
@@ -142,7 +142,7 @@ def test_tables_name_files_and_ties(command, saved, tmp_path):
         ("import good.pt out.h5 --tie w", 2, "'w' is not NAME=KEPT"),
     ],
 )
-def test_bad_input_is_told_and_leaves_nothing(saved, tmp_path, monkeypatch, capsys, arguments, code, message):
+def test_bad_input_is_refused_and_changes_nothing(saved, tmp_path, monkeypatch, capsys, arguments, code, message):
     monkeypatch.chdir(tmp_path)
     data = saved.read_bytes()
     (tmp_path / "saved.h5").write_bytes(data)

@@ -17,7 +17,7 @@ def blocks(name, language):
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_readmes_example_learns_saves_and_loads(start, tmp_path):
+def test_the_example_of_the_readme_learns_saves_and_loads(start, tmp_path):
     (code,) = blocks("README.md", "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 30
     last = "hpcfsdp.finalize()\n"
@@ -38,19 +38,32 @@ def test_the_readmes_example_learns_saves_and_loads(start, tmp_path):
 
 
 def test_quickstart(start, tmp_path):
-    """One example after the other: they look into the file that the first one has saved."""
+    """One example after the other: they read the file that the first one saves."""
     for code in blocks("docs/quickstart.md", "python"):
         (tmp_path / "example.py").write_text(code)
         job = start("example.py").wait()
         assert job.code == 0, job.stderr
 
 
+EXAMPLES = """
+import torch.distributed as dist
+import hpcfsdp
+
+for code in CODES:
+    exec(code, {"__name__": "__main__"})
+    if dist.is_initialized():
+        hpcfsdp.finalize()
+print("all of them")
+"""
+
+
 @pytest.mark.parametrize("ranks", [0, 2])
-@pytest.mark.parametrize("index", range(len(blocks("docs/communication.md", "python"))))
-def test_communication(start, tmp_path, index, ranks):
-    (tmp_path / "example.py").write_text(blocks("docs/communication.md", "python")[index])
-    job = start("example.py", ranks=ranks).wait()
+def test_communication(start, tmp_path, ranks):
+    codes = blocks("docs/communication.md", "python")
+    (tmp_path / "examples.py").write_text(f"CODES = {codes}{EXAMPLES}")
+    job = start("examples.py", ranks=ranks).wait()
     assert job.code == 0, job.stderr
+    assert job.stdout.count("all of them") == max(ranks, 1)
 
 
 LOOKING = "docs/looking-into-files.md"
@@ -90,7 +103,7 @@ def test_looking_into_files_from_python(start, looked_into, index):
 
 @pytest.mark.parametrize("index", range(len(blocks(LOOKING, "console"))))
 def test_looking_into_files_from_a_shell(looked_into, index):
-    """Every command ends with the exit code that the page says, and prints the lines that follow it there."""
+    """Every command ends with the exit code on the page, and prints the lines that follow it there."""
     folder = looked_into.parent if index == 0 else looked_into
     for command, *lines in (part.splitlines() for part in blocks(LOOKING, "console")[index].split("$ ")[1:]):
         if command.startswith("cd "):
@@ -148,7 +161,7 @@ for page, (setup, *others) in json.loads(Path("pages.json").read_text()).items()
     for block in others:
         run(block, dict(before))
     everyone = before["world"].comm.allgather(drawn)
-    if page != "docs/mesh.md":  # where all ranks draw the whole batch, and take their parts of it
+    if page != "docs/mesh.md":  # where all ranks draw the whole batch and use a part of it
         assert len(set(map(len, everyone))) == 1
         for number, draws in enumerate(zip(*everyone)):
             assert len(set(map(tuple, draws))) == len(draws), f"{page}: draw {number} is the same on several ranks"
@@ -159,7 +172,7 @@ hpcfsdp.finalize()
 
 
 def numbered(page):
-    """The blocks of a page that are to be run (not those marked ``python notest``), with the lines before each."""
+    """The blocks of a page that run (not those marked ``python notest``), with the number of lines before each."""
     text = (ROOT / page).read_text()
     found = re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return [(text.count("\n", 0, block.start(1)), block[1]) for block in found]
@@ -174,7 +187,7 @@ def numbered(page):
     ids=["two ranks", "four ranks"],
 )
 def test_pages_about_sharding(start, tmp_path, ranks, names):
-    """The first block of a page is run, then each of the others on what it has made."""
+    """The first block of a page runs, then each of the others with its variables."""
     pages = {page: numbered(page) for page in names}
     (tmp_path / "pages.json").write_text(json.dumps(pages))
     (tmp_path / "runner.py").write_text(RUNNER)
@@ -184,8 +197,15 @@ def test_pages_about_sharding(start, tmp_path, ranks, names):
         assert f"{page}: {len(found)} blocks" in job.stdout
 
 
-def resolved(name):
-    """What a dotted name stands for, of which some front part is a module."""
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/glossary.md"])
+def test_files_that_a_page_names_exist(page):
+    names = set(re.findall(r"`((?:\w+/)+\w*(?:\.py)?)`", (ROOT / page).read_text()))
+    assert len(names) > 20
+    assert not [name for name in names if not (ROOT / "hpcfsdp" / name).exists() and not (ROOT / name).exists()]
+
+
+def resolve(name):
+    """Import the longest prefix of a dotted name that is a module, and look the rest up in it."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:
@@ -196,8 +216,8 @@ def resolved(name):
     raise ModuleNotFoundError(name)
 
 
-def test_names_that_are_promised_exist():
+def test_names_of_the_public_api_exist():
     names = set(re.findall(r"`(hpcfsdp\.[\w.]+)`", (ROOT / "docs/names.md").read_text()))
     assert len(names) > 50
     for name in names:
-        resolved(name)
+        resolve(name)

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.cli.conftest import survivors
+from tests.cli.conftest import ROOT, survivors
 
 REPLACED = """
 from types import SimpleNamespace
@@ -25,14 +25,14 @@ sys.modules["mpi4py"] = real
 
 @pytest.fixture
 def fake(tmp_path):
-    """``fake(package, MPI)``: variables with which Python finds an mpi4py of this source."""
+    """``fake(package, MPI)``: variables that make Python import this source as mpi4py."""
 
     def write(package, module=""):
         folder = tmp_path / "fake" / "mpi4py"
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text(package)
         (folder / "MPI.py").write_text(module)
-        return {"PYTHONPATH": str(folder.parent)}
+        return {"PYTHONPATH": f"{folder.parent}{os.pathsep}{ROOT}"}
 
     return write
 
@@ -53,27 +53,21 @@ def test_a_plain_process(hpcfsdp):
     areas = [line.split()[1] for line in lines]
     wanted = ["python", "torch", "mpi4py", "h5py", "hdf5", "mpi", "nodes", "devices", "binding", "network", "memory"]
     assert [area for area in areas if area in wanted] == wanted
+    assert lines[areas.index("mpi")].endswith(", one process")
     assert lines[-1].endswith("-> to measure: mpirun -n 2 python -m hpcfsdp doctor")
     assert last.endswith("ready to train")
     assert "\x1b" not in done.stdout
-
-
-def test_json_of_a_plain_process(hpcfsdp):
-    done = hpcfsdp("doctor", "--json")
-    assert (done.code, done.stderr) == (0, "")
-    report = json.loads(done.stdout)
-    assert set(report) == {"findings", "facts", "ranks"}
-    assert set(of(report, "mpi")) == {"area", "level", "what", "hint"}
-    assert report["facts"]["world"] == {"rank": 0, "size": 1}
-    (rank,) = report["ranks"]
-    assert (rank["rank"], rank["packages"]) == (0, report["facts"]["packages"])
 
 
 def test_two_ranks_give_one_report_with_bandwidth(hpcfsdp):
     done = hpcfsdp("doctor", "--json", ranks=2)
     assert done.code == 0, done.stderr
     report = json.loads(done.stdout)
+    assert set(report) == {"findings", "facts", "ranks"}
+    assert set(of(report, "mpi")) == {"area", "level", "what", "hint"}
+    assert report["facts"]["world"] == {"rank": 0, "size": 2}
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert [rank["packages"] for rank in report["ranks"]] == [report["facts"]["packages"]] * 2
     assert report["facts"]["nodes"] == [[0, 1]]
     assert of(report, "memory")["what"].startswith("ranks share memory")
     measured = report["facts"]["bandwidth"]
@@ -85,21 +79,16 @@ def test_two_ranks_give_one_report_with_bandwidth(hpcfsdp):
     assert all(speed > 0 for speed in speeds.values())
 
 
-def test_text_of_ranks_is_plain_although_mpirun_gives_them_terminals(hpcfsdp):
-    done = hpcfsdp("doctor", ranks=2)
-    assert done.code == 0, done.stderr
-    assert "\x1b" not in done.stdout
-    assert sum(line.startswith("ok       mpi ") for line in done.stdout.splitlines()) == 1
-    assert done.stdout.splitlines()[-1].endswith("ready to train")
-
-
-def test_a_problem_on_many_ranks_is_told_once_and_ends_all_with_3(hpcfsdp):
-    done = hpcfsdp("doctor", "--json", ranks=2, environ={"MPI4PY_RC_THREAD_LEVEL": "single"})
+def test_a_problem_on_many_ranks_is_printed_once_in_plain_text_and_ends_all_with_3(hpcfsdp):
+    done = hpcfsdp("doctor", ranks=2, environ={"MPI4PY_RC_THREAD_LEVEL": "single"})
     assert done.code == 3
-    report = json.loads(done.stdout)
-    assert {finding["area"] for finding in report["findings"] if finding["level"] == "problem"} == {"mpi"}
-    assert "thread level single" in done.stdout
-    assert len(report["ranks"]) == 2
+    *lines, last = done.stdout.splitlines()
+    (problem,) = [line for line in lines if line.startswith("problem")]
+    assert problem.split()[1] == "mpi"
+    assert "thread level single" in problem
+    assert [line.endswith(", 2 ranks") for line in lines if line.startswith("ok       mpi ")] == [True]
+    assert last.startswith("1 problem")
+    assert "\x1b" not in done.stdout  # although mpirun gives its ranks terminals
     assert "hpcfsdp:" not in done.stderr
 
 
@@ -109,8 +98,8 @@ def test_help_needs_no_mpi(hpcfsdp, fake):
     assert "--timeout SECONDS" in done.stdout
 
 
-def test_a_wrong_time_limit(hpcfsdp):
-    done = hpcfsdp("doctor", "--timeout", "0")
+def test_a_wrong_time_limit_is_refused(command):
+    done = command("doctor", "--timeout", "0")
     assert (done.code, done.stdout) == (2, "")
     assert "--timeout must be a positive number" in done.stderr
 
@@ -124,18 +113,18 @@ def test_a_login_node_where_mpi_aborts(hpcfsdp, fake):
     assert finding["what"] == ("initialising MPI ended the process (signal 6, SIGABRT); it printed: no fabric here")
     assert "login node" in finding["hint"]
     assert "srun -n 2 python -m hpcfsdp doctor" in finding["hint"]
-    assert {("torch", "ok"), ("h5py", "ok")} <= levels(report)  # told all the same
+    assert {("torch", "ok"), ("h5py", "ok")} <= levels(report)  # from a second child
     assert report["ranks"] == []
 
 
-def test_an_mpi_that_hangs(hpcfsdp, fake):
+def test_a_hanging_mpi_is_reported_with_its_stack(hpcfsdp, fake):
     done = hpcfsdp("doctor", "--timeout", "3", environ=fake(REPLACED, "import time\ntime.sleep(1000)"))
     assert done.code == 3
     assert "initialising MPI gave no answer within 3 s" in done.stdout
     assert "MPI.py" in done.stdout  # where it hangs
 
 
-def test_an_mpi_library_that_is_missing(hpcfsdp, fake):
+def test_a_missing_mpi_library_is_reported_with_a_remedy(hpcfsdp, fake):
     environ = fake(REPLACED, "raise RuntimeError('cannot load MPI library\\nlibmpi.so.40: no such file')")
     done = hpcfsdp("doctor", environ=environ)
     assert (done.code, done.stderr) == (3, "")
@@ -143,16 +132,14 @@ def test_an_mpi_library_that_is_missing(hpcfsdp, fake):
     assert "cannot load MPI library libmpi.so.40: no such file -> load or install an MPI" in line
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_ranks_that_mpi_does_not_hear_of_print_once(hpcfsdp, rank):
-    environ = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": rank, "SLURM_JOB_ID": "7"}
-    done = hpcfsdp("doctor", environ=environ)
-    assert (done.code, done.stderr) == (3, "")
-    if rank == "0":
-        assert "the launcher started 4 processes (SLURM_STEP_NUM_TASKS=4)" in done.stdout
-        assert "job 7" in done.stdout
-    else:
-        assert done.stdout == ""
+def test_ranks_that_mpi_does_not_know_print_one_report(start):
+    environ = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7"}
+    jobs = [start("-m", "hpcfsdp", "doctor", environ={**environ, "SLURM_PROCID": str(rank)}) for rank in range(2)]
+    first, second = (job.wait() for job in jobs)
+    assert (first.code, first.stderr) == (second.code, second.stderr) == (3, "")
+    assert "the launcher started 4 processes (SLURM_STEP_NUM_TASKS=4)" in first.stdout
+    assert "job 7" in first.stdout
+    assert second.stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -164,7 +151,7 @@ def test_ranks_that_mpi_does_not_hear_of_print_once(hpcfsdp, rank):
     ],
     ids=["before MPI", "after MPI", "hangs"],
 )
-def test_one_rank_that_fails_is_named_and_rank_0_still_reports(start, fake, action, failure):
+def test_a_failing_rank_is_named_and_rank_0_still_reports(start, fake, action, failure):
     environ = fake(REAL_EXCEPT_ON_RANK_1.format(action=action))
     job = start("-m", "hpcfsdp", "doctor", "--json", "--timeout", "8", ranks=2, environ=environ)
     job.wait_for(lambda: len(job.ranks()) >= 3)  # rank 0 with its child, and rank 1

@@ -22,7 +22,7 @@ def folder(saved, tmp_path):
     return tmp_path
 
 
-def test_a_link_that_leads_nowhere_is_listed_with_what_is_wrong(folder, capsys):
+def test_a_dangling_link_is_listed_with_its_error(folder, capsys):
     assert main(["ls", str(folder), "--json"]) == 1
     dangling, good = json.loads(capsys.readouterr().out)
     assert (dangling["error"], good["step"]) == ("No such file or directory", 7)
@@ -43,7 +43,7 @@ def test_a_file_that_is_removed_while_a_folder_is_listed_is_left_out(folder, cap
     assert size_of(gone) is None
 
 
-def test_verify_passes_over_files_that_a_training_removes_meanwhile(saved, tmp_path, capsys, monkeypatch):
+def test_verify_skips_files_that_a_training_removes_meanwhile(saved, tmp_path, capsys, monkeypatch):
     for step in (1, 2, 3):
         shutil.copy(saved, tmp_path / f"step-0000000{step}.h5")
 
@@ -59,7 +59,7 @@ def test_verify_passes_over_files_that_a_training_removes_meanwhile(saved, tmp_p
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify"])
-def test_a_folder_that_may_not_be_read_is_told(folder, capsys, monkeypatch, verb):
+def test_an_unreadable_folder_is_named(folder, capsys, monkeypatch, verb):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -70,7 +70,7 @@ def test_a_folder_that_may_not_be_read_is_told(folder, capsys, monkeypatch, verb
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "show"])
-def test_a_file_in_a_folder_that_may_not_be_searched_is_told(folder, capsys, monkeypatch, verb):
+def test_a_file_in_a_folder_without_search_permission_is_named(folder, capsys, monkeypatch, verb):
     def refuse(path, *_, **__):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -83,7 +83,7 @@ def test_a_file_in_a_folder_that_may_not_be_searched_is_told(folder, capsys, mon
     assert f"{path}: Permission denied" in printed.out + printed.err
 
 
-def test_a_folder_without_checkpoints_and_that_of_a_run(folder, tmp_path):
+def test_checkpoints_of_an_empty_folder_and_of_a_run(folder, tmp_path):
     (tmp_path / "run").mkdir()
     with pytest.raises(CheckpointError, match=r"run: no checkpoints \(step-<number>\.h5\)"):
         checkpoints_in(tmp_path / "run")

@@ -1,4 +1,7 @@
-"""The commands that look into files, which people run on login nodes."""
+"""The commands that look into files, which people run on login nodes.
+
+One test of each runs it in a process of its own, where it must load neither MPI nor torch; most run in this process.
+"""
 
 import json
 import os
@@ -8,18 +11,10 @@ import sys
 
 import pytest
 
-
-@pytest.fixture(autouse=True)
-def no_mpi(tmp_path, monkeypatch):
-    """MPI and torch that end the process when they are loaded."""
-    folder = tmp_path / "forbidden"
-    folder.mkdir()
-    for name in ("mpi4py", "torch"):
-        (folder / f"{name}.py").write_text(f"raise SystemExit('{name} was loaded')")
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+pytestmark = pytest.mark.usefixtures("no_mpi")
 
 
-def test_ls_of_a_file_lists_tensors_and_their_further_names(hpcfsdp, saved):
+def test_ls_of_a_file_lists_tensors_and_aliases(hpcfsdp, saved):
     done = hpcfsdp("ls", saved)
     assert done.code == 0, done.stderr
     rows = [line.split("\t") for line in done.stdout.splitlines()]
@@ -30,30 +25,30 @@ def test_ls_of_a_file_lists_tensors_and_their_further_names(hpcfsdp, saved):
     assert ["optim/state/0.weight/step", "scalar", "float32", "4 B"] in rows
 
 
-def test_ls_of_a_file_as_json(hpcfsdp, saved):
-    entries = json.loads(hpcfsdp("ls", saved, "--json").stdout)
+def test_ls_of_a_file_as_json(command, saved):
+    entries = json.loads(command("ls", saved, "--json").stdout)
     assert {"name": "model/0.weight", "shape": [4, 3], "dtype": "float32", "bytes": 48} in entries
 
 
-def test_ls_of_a_folder_and_of_its_run(hpcfsdp, saved, tmp_path):
+def test_ls_of_a_folder_and_of_its_run(command, saved, tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
     shutil.copy(saved, folder / "step-00000007.h5")
     shutil.copy(saved, folder / ".step-00000009.h5.partial")
     for place in (folder, folder.parent):
-        (entry,) = json.loads(hpcfsdp("ls", place, "--json").stdout)
+        (entry,) = json.loads(command("ls", place, "--json").stdout)
         assert (entry["step"], entry["ranks"], entry["file"]) == (7, 1, str(folder / "step-00000007.h5"))
 
 
-def test_ls_goes_on_after_a_damaged_file_and_ends_with_4(hpcfsdp, saved, tmp_path):
+def test_ls_continues_after_a_damaged_file_and_ends_with_4(command, saved, tmp_path):
     (tmp_path / "step-00000006.h5").write_bytes(saved.read_bytes()[:3000])
     shutil.copy(saved, tmp_path / "step-00000007.h5")
-    done = hpcfsdp("ls", tmp_path, "--json")
+    done = command("ls", tmp_path, "--json")
     damaged, good = json.loads(done.stdout)
     assert done.code == 4
     assert "damaged" in damaged["error"]
     assert good["step"] == 7
-    assert hpcfsdp("ls", tmp_path).code == 4
+    assert command("ls", tmp_path).code == 4
 
 
 @pytest.mark.parametrize(
@@ -66,17 +61,17 @@ def test_ls_goes_on_after_a_damaged_file_and_ends_with_4(hpcfsdp, saved, tmp_pat
     ids=["missing", "empty folder", "text"],
 )
 @pytest.mark.parametrize("verb", ["ls", "show"])
-def test_what_cannot_be_shown_is_named(hpcfsdp, tmp_path, verb, make, code, message):
+def test_an_unreadable_path_is_named(command, tmp_path, verb, make, code, message):
     path = tmp_path / "it.h5"
     make(path)
-    done = hpcfsdp(verb, path)
+    done = command(verb, path)
     assert done.code == code
     assert done.stdout == ""
     assert str(path) in done.stderr
     assert message in done.stderr or (verb == "show" and "is a directory" in done.stderr)
 
 
-def test_show_tells_what_a_file_is(hpcfsdp, saved):
+def test_show_of_a_file(hpcfsdp, saved):
     facts = json.loads(hpcfsdp("show", saved, "--json").stdout)
     assert facts["step"] == 7
     assert facts["model elements"] == 3 * 4 + 4 + 4 * 2 + 2 + 5
@@ -85,14 +80,14 @@ def test_show_tells_what_a_file_is(hpcfsdp, saved):
     assert facts["extra"] == {"note": "x"}
 
 
-def test_show_tells_of_metrics(hpcfsdp, tmp_path):
+def test_show_of_a_file_with_metrics(command, tmp_path):
     import torch
 
     from hpcfsdp import checkpoint
 
     metrics = {"loss": ([10, 20], [3.0, 2.5]), "none": ([], [])}
     path = checkpoint.save(tmp_path / "a.h5", model=torch.nn.Linear(1, 1), metrics=metrics)
-    facts = json.loads(hpcfsdp("show", path, "--json").stdout)
+    facts = json.loads(command("show", path, "--json").stdout)
     assert facts["metrics"] == {"loss": "2 values, 2.5 at step 20", "none": "0 values"}
     assert "files beside it" not in facts
 
@@ -106,13 +101,13 @@ def test_show_of_a_tensor_gives_its_numbers(hpcfsdp, saved, name):
     assert facts["norm"] == pytest.approx(30**0.5)
 
 
-def test_show_of_an_unknown_tensor_suggests_the_nearest(hpcfsdp, saved):
-    done = hpcfsdp("show", saved, "0.wieght")
+def test_show_of_an_unknown_tensor_suggests_the_nearest(command, saved):
+    done = command("show", saved, "0.wieght")
     assert done.code == 1
     assert "no tensor '0.wieght'; did you mean '0.weight'?" in done.stderr
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(start, saved):
+def test_a_reader_that_closes_the_pipe_early_is_not_an_error(start, saved):
     command = f'"{sys.executable}" -m hpcfsdp ls "{saved}" | head -1'
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], check=False, capture_output=True, timeout=120)
     assert (done.stdout, done.stderr) == (b"name\tshape\tdtype\tsize\n", b"")
@@ -134,34 +129,40 @@ def shell(tmp_path):
 CLOSED = "| (exec 0<&-; sleep 0.1); exit ${PIPESTATUS[0]}"
 
 
-@pytest.mark.parametrize("verb", ["ls", "show --json", "stats", "verify", "ls --help"])
-@pytest.mark.parametrize("buffered", ["PYTHONUNBUFFERED=", "PYTHONUNBUFFERED=1"])
-def test_to_a_reader_that_is_gone_nothing_is_told_and_the_code_is_that_of_the_signal(shell, saved, verb, buffered):
+@pytest.mark.parametrize(
+    ("verb", "buffered"),
+    [(verb, "PYTHONUNBUFFERED=") for verb in ("ls", "show --json", "stats", "verify", "ls --help")]
+    + [(verb, "PYTHONUNBUFFERED=1") for verb in ("ls", "show --json")],
+)
+def test_a_closed_pipe_ends_with_141_and_no_message(shell, saved, verb, buffered):
     # The first byte of the output waits until the other side has closed the pipe.
     assert shell(f'(sleep 0.5; {buffered} hpcfsdp {verb} "{saved}") {CLOSED}') == (141, "")
 
 
-def test_a_damaged_file_is_never_fine_for_want_of_a_reader(shell, damaged):
+def test_a_damaged_file_never_ends_with_0_on_a_closed_pipe(shell, damaged):
     assert shell(f'(sleep 0.5; hpcfsdp verify "{damaged}") {CLOSED}') == (141, "")
-    code, told = shell(f'(sleep 0.5; hpcfsdp stats "{damaged}") {CLOSED}')
+    code, errors = shell(f'(sleep 0.5; hpcfsdp stats "{damaged}") {CLOSED}')
     assert code == 4
-    assert "damaged" in told
+    assert "damaged" in errors
     assert shell(f'(sleep 0.5; hpcfsdp stats "{damaged}" 2>&1) {CLOSED}') == (4, "")
 
 
-@pytest.mark.parametrize("verb", ["ls", "verify", "show --json", "--version"])
-@pytest.mark.parametrize("buffered", ["PYTHONUNBUFFERED=", "PYTHONUNBUFFERED=1"])
-def test_a_full_disk_under_the_output_is_told_in_one_line(shell, saved, verb, buffered):
-    code, told = shell(f'{buffered} hpcfsdp {verb} "{saved}" > /dev/full')
-    assert (code, told) == (1, "hpcfsdp: cannot write to stdout: No space left on device\n")
+@pytest.mark.parametrize(
+    ("verb", "buffered"),
+    [(verb, "PYTHONUNBUFFERED=") for verb in ("ls", "verify", "show --json", "--version")]
+    + [(verb, "PYTHONUNBUFFERED=1") for verb in ("ls", "show --json")],
+)
+def test_a_full_disk_under_the_output_is_reported_in_one_line(shell, saved, verb, buffered):
+    code, errors = shell(f'{buffered} hpcfsdp {verb} "{saved}" > /dev/full')
+    assert (code, errors) == (1, "hpcfsdp: cannot write to stdout: No space left on device\n")
 
 
-def test_without_a_stdout_the_code_tells(shell, saved, damaged):
+def test_the_exit_code_is_right_without_a_stdout(shell, saved, damaged):
     assert shell(f'hpcfsdp verify "{saved}" >&-') == (0, "")
     assert shell(f'hpcfsdp verify "{damaged}" >&-') == (4, "")
 
 
-def test_json_has_no_bare_nan(hpcfsdp, tmp_path):
+def test_json_has_no_bare_nan(command, tmp_path):
     import numpy as np
 
     from hpcfsdp.checkpoint.format.schema import TensorSpec
@@ -174,9 +175,9 @@ def test_json_has_no_bare_nan(hpcfsdp, tmp_path):
     for name, more in (("a.h5", {"groups": [group], "scalars": {}}), ("b.h5", {})):
         spec = TensorSpec("model/w", (2,), "float32")
         write_alone(tmp_path / name, [spec], lambda _, start, numel: np.ones(numel, np.float32), **more)
-    facts = json.loads(hpcfsdp("show", tmp_path / "a.h5", "--json").stdout, parse_constant=refuse)
+    facts = json.loads(command("show", tmp_path / "a.h5", "--json").stdout, parse_constant=refuse)
     assert facts["optimizer group 0"] == {"params": 1, "lr": "nan", "clip": [1.0, "inf"]}
-    done = hpcfsdp("diff", tmp_path / "a.h5", tmp_path / "b.h5", "--json")
+    done = command("diff", tmp_path / "a.h5", tmp_path / "b.h5", "--json")
     assert '"nan"' in done.stdout
     json.loads(done.stdout, parse_constant=refuse)
 
@@ -222,8 +223,8 @@ def changed(saved, tmp_path):
         )
 
 
-def test_stats_of_the_tensors_that_match(hpcfsdp, saved):
-    done = hpcfsdp("stats", saved, "1.c*", "--json", "twin.bias")
+def test_stats_of_the_tensors_that_match(command, saved):
+    done = command("stats", saved, "1.c*", "--json", "twin.bias")
     assert done.code == 0, done.stderr
     first, second = json.loads(done.stdout)
     assert (first["name"], second["name"]) == ("model/0.bias", "model/1.counts")  # twin is a further name of 0
@@ -240,10 +241,10 @@ def test_stats_of_the_tensors_that_match(hpcfsdp, saved):
     }
 
 
-def test_stats_of_everything_as_a_table(hpcfsdp, saved):
-    done = hpcfsdp("stats", saved)
+def test_stats_of_everything_as_a_table(command, saved):
+    done = command("stats", saved)
     assert done.code == 0, done.stderr
-    assert done.stderr == ""  # no progress where nobody looks
+    assert done.stderr == ""  # no progress without a terminal
     rows = [line.split("\t") for line in done.stdout.splitlines()]
     assert rows[0] == ["name", "shape", "dtype", "min", "max", "mean", "norm", "nan", "inf"]
     assert ["model/1.counts", "5", "int64", "0", "4", "2", "5.47723", "0", "0"] in rows
@@ -254,59 +255,59 @@ def test_stats_of_everything_as_a_table(hpcfsdp, saved):
     ("code", "arguments"),
     [(1, ("stats", "1.conts")), (2, ("diff", "FILE", "1.conts")), (1, ("plot", "1.conts", "--kind", "norms"))],
 )
-def test_a_pattern_that_matches_nothing_is_told(hpcfsdp, saved, code, arguments):
+def test_a_pattern_that_matches_nothing_is_an_error_with_a_suggestion(command, saved, code, arguments):
     verb, *rest = (saved if word == "FILE" else word for word in arguments)
-    done = hpcfsdp(verb, saved, *rest)
+    done = command(verb, saved, *rest)
     assert (done.code, done.stdout) == (code, "")
     assert "no tensor matches '1.conts'; did you mean '1.counts'?" in done.stderr
 
 
 @pytest.mark.parametrize("verb", [("stats",), ("plot", "--kind", "histogram"), ("show", "1.counts")])
-def test_damage_that_is_met_ends_with_4(hpcfsdp, damaged, verb):
+def test_damage_that_a_verb_reads_ends_with_4(command, damaged, verb):
     name, *rest = verb
-    done = hpcfsdp(name, damaged, *rest)
+    done = command(name, damaged, *rest)
     assert done.code == 4
     assert "elements 0 to 5 of model/1.counts" in done.stderr
 
 
-def test_verify_of_sound_files_says_so(hpcfsdp, saved):
-    done = hpcfsdp("verify", saved)
+def test_verify_of_a_sound_file(command, saved):
+    done = command("verify", saved)
     assert (done.code, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{saved}: sound: 17 tensors, ")
 
 
-def test_verify_of_a_folder_lists_all_faults_of_all_files(hpcfsdp, saved, damaged):
+def test_verify_of_a_folder_lists_all_faults_of_all_files(command, saved, damaged):
     shutil.copy(saved, damaged.with_name("step-00000007.h5"))
     damaged.with_name("step-00000009.h5").write_text("hello")
-    done = hpcfsdp("verify", damaged.parent, "--json")
+    done = command("verify", damaged.parent, "--json")
     assert done.code == 4
     one, two, three = json.loads(done.stdout)
     assert (one["sound"], one["faults"], one["tensors"]) == (True, [], 17)
     assert [fault["where"] for fault in two["faults"]] == ["model/1.counts"]
     assert [fault["where"] for fault in three["faults"]] == [""]
     assert "not an HDF5 file" in three["faults"][0]["what"]
-    told = hpcfsdp("verify", damaged.parent).stdout.splitlines()
-    assert len(told) == 3
-    assert told[1].startswith(f"{damaged}: model/1.counts: damaged: elements 0 to 5 ")
+    lines = command("verify", damaged.parent).stdout.splitlines()
+    assert len(lines) == 3
+    assert lines[1].startswith(f"{damaged}: model/1.counts: damaged: elements 0 to 5 ")
 
 
-def test_verify_goes_on_after_a_file_that_is_not_there(hpcfsdp, saved, damaged, tmp_path):
-    done = hpcfsdp("verify", tmp_path / "none.h5", saved, "--json")
+def test_verify_continues_after_a_missing_file(command, saved, damaged, tmp_path):
+    done = command("verify", tmp_path / "none.h5", saved, "--json")
     assert done.code == 1
     none, good = json.loads(done.stdout)
     assert (none["error"], good["sound"]) == ("No such file or directory", True)
-    assert hpcfsdp("verify", tmp_path / "none.h5", damaged).code == 4
-    assert hpcfsdp("verify", tmp_path.parent / "nowhere").code == 1
+    assert command("verify", tmp_path / "none.h5", damaged).code == 4
+    assert command("verify", tmp_path.parent / "nowhere").code == 1
 
 
-def test_diff_of_the_same(hpcfsdp, saved):
+def test_diff_of_the_same(hpcfsdp, command, saved):
     done = hpcfsdp("diff", saved, saved)
     assert (done.code, done.stdout, done.stderr) == (0, "", "")
-    assert json.loads(hpcfsdp("diff", saved, saved, "--json").stdout)["same"] is True
+    assert json.loads(command("diff", saved, saved, "--json").stdout)["same"] is True
 
 
-def test_diff_tells_what_has_changed_and_ends_with_1(hpcfsdp, saved, changed):
-    done = hpcfsdp("diff", saved, changed, "--json")
+def test_diff_lists_changes_and_ends_with_1(command, saved, changed):
+    done = command("diff", saved, changed, "--json")
     assert done.code == 1, done.stderr
     found = json.loads(done.stdout)
     assert found["changed"] == [
@@ -314,41 +315,41 @@ def test_diff_tells_what_has_changed_and_ends_with_1(hpcfsdp, saved, changed):
     ]
     assert {"name": "step", "a": 7, "b": 8} in found["values"]
     assert [found[what] for what in ("same", "added", "removed", "reshaped", "retied")] == [False, [], [], [], []]
-    rows = [line.split("\t") for line in hpcfsdp("diff", saved, changed).stdout.splitlines()]
+    rows = [line.split("\t") for line in command("diff", saved, changed).stdout.splitlines()]
     assert ["changed", "model/1.counts", "largest 3 at [4], 1 of 5 elements"] in rows
     assert ["value", "step", "7 -> 8"] in rows
-    assert hpcfsdp("diff", saved, changed, "0.*").code == 0
+    assert command("diff", saved, changed, "0.*").code == 0
 
 
-def test_diff_has_other_exit_codes_for_what_it_cannot_compare(hpcfsdp, saved, damaged, tmp_path):
-    assert hpcfsdp("diff", saved, tmp_path / "none.h5").code == 2
-    assert hpcfsdp("diff", saved).code == 2
-    assert hpcfsdp("diff", saved, damaged).code == 4
+def test_diff_has_other_exit_codes_for_unreadable_files(command, saved, damaged, tmp_path):
+    assert command("diff", saved, tmp_path / "none.h5").code == 2
+    assert command("diff", saved).code == 2
+    assert command("diff", saved, damaged).code == 4
 
 
-def test_plot_writes_a_picture(hpcfsdp, saved, tmp_path):
+def test_plot_writes_a_picture(hpcfsdp, command, saved, tmp_path):
     done = hpcfsdp("plot", saved, "--kind", "norms")
     assert (done.code, done.stdout) == (0, "step-00000007-norms.png\n"), done.stderr
     assert (tmp_path / "step-00000007-norms.png").read_bytes().startswith(b"\x89PNG")
     out = tmp_path / "h.svg"
-    done = hpcfsdp("plot", saved, "--kind", "histogram", "*.weight", "--out", out)
+    done = command("plot", saved, "--kind", "histogram", "*.weight", "--out", out)
     assert (done.code, done.stdout) == (0, f"{out}\n"), done.stderr
     assert b"<svg" in out.read_bytes()
 
 
-def test_plot_gives_the_numbers(hpcfsdp, saved, tmp_path):
-    done = hpcfsdp("plot", saved, "--kind", "histogram", "1.counts", "--json")
+def test_plot_gives_the_numbers(command, saved, tmp_path):
+    done = command("plot", saved, "--kind", "histogram", "1.counts", "--json")
     (found,) = json.loads(done.stdout)
     assert (found["name"], sum(found["counts"]), found["edges"][0], found["edges"][-1]) == ("model/1.counts", 5, 0, 4)
-    (whole,) = json.loads(hpcfsdp("plot", saved, "--kind", "histogram", "--json").stdout)
+    (whole,) = json.loads(command("plot", saved, "--kind", "histogram", "--json").stdout)
     assert sum(whole["counts"]) == 3 * 4 + 4 + 4 * 2 + 2 + 5
-    norms = json.loads(hpcfsdp("plot", saved, "--kind", "norms", "--json").stdout)
+    norms = json.loads(command("plot", saved, "--kind", "norms", "--json").stdout)
     assert [layer["name"] for layer in norms] == ["0", "1"]
     assert not list(tmp_path.glob("*.png"))
 
 
-def test_plot_without_what_it_needs(hpcfsdp, saved, tmp_path):
-    done = hpcfsdp("plot", saved, "--kind", "loss")
+def test_plot_without_its_data_is_an_error(hpcfsdp, command, saved, tmp_path):
+    done = command("plot", saved, "--kind", "loss")
     assert done.code == 1
     assert "holds no metrics" in done.stderr
     (tmp_path / "forbidden" / "matplotlib.py").write_text("raise ImportError('none here')")
@@ -369,14 +370,14 @@ def test_files_of_the_first_version_can_be_looked_into(hpcfsdp, verb):
 
 
 @pytest.mark.parametrize("verb", [("verify",), ("stats",), ("diff", "FILE"), ("plot", "--kind", "norms", "--json")])
-def test_progress_is_shown_on_a_terminal_and_leaves_the_output_as_it_is(hpcfsdp, saved, verb):
+def test_progress_is_shown_on_a_terminal_and_leaves_the_output_as_it_is(command, saved, verb):
     name, *rest = (saved if word == "FILE" else word for word in verb)
-    expected = hpcfsdp(name, saved, *rest).stdout
+    expected = command(name, saved, *rest).stdout
     master, slave = os.openpty()
     try:
-        command = [sys.executable, "-m", "hpcfsdp", name, saved, *rest]
+        words = [sys.executable, "-m", "hpcfsdp", name, saved, *rest]
         terminal = {**os.environ, "TERM": "xterm"}
-        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=slave, env=terminal, timeout=120)
+        done = subprocess.run(words, check=False, stdout=subprocess.PIPE, stderr=slave, env=terminal, timeout=120)
         seen = os.read(master, 1 << 16).decode()
     finally:
         os.close(master)

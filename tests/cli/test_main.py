@@ -1,28 +1,32 @@
+import os
+
 import pytest
 
+from tests.cli.conftest import ROOT
 
-@pytest.mark.parametrize("flag", ["--help", "-h", "help"])
-def test_help_lists_the_verbs_and_exit_codes(hpcfsdp, flag):
-    done = hpcfsdp(flag)
+
+def test_help_lists_the_verbs_and_exit_codes(hpcfsdp, command):
+    done = hpcfsdp("--help")
     assert done.code == 0
+    assert command("-h").stdout == command("help").stdout == done.stdout
     assert all(f"\n  {verb} " in done.stdout for verb in ("train", "ls", "show"))
     assert "75 checkpointed after a signal" in done.stdout
 
 
-def test_version(hpcfsdp):
+def test_version(command):
     from hpcfsdp import __version__
 
-    assert hpcfsdp("--version").stdout == f"hpcfsdp {__version__}\n"
+    assert command("--version").stdout == f"hpcfsdp {__version__}\n"
 
 
-def test_no_verb_is_a_usage_error(hpcfsdp):
-    done = hpcfsdp()
+def test_no_verb_is_a_usage_error(command):
+    done = command()
     assert (done.code, done.stdout) == (2, "")
     assert "which verb?" in done.stderr
 
 
-def test_unknown_verb_suggests_the_nearest(hpcfsdp):
-    done = hpcfsdp("trian")
+def test_unknown_verb_suggests_the_nearest(command):
+    done = command("trian")
     assert done.code == 2
     assert "unknown verb 'trian'; did you mean 'train'?" in done.stderr
     assert "Traceback" not in done.stderr
@@ -31,6 +35,6 @@ def test_unknown_verb_suggests_the_nearest(hpcfsdp):
 @pytest.mark.parametrize("verb", ["train", "ls", "show"])
 def test_each_verb_has_help_that_needs_no_mpi(hpcfsdp, verb, tmp_path):
     (tmp_path / "mpi4py.py").write_text("raise SystemExit('MPI was loaded')")
-    done = hpcfsdp(verb, "--help", environ={"PYTHONPATH": str(tmp_path)})
+    done = hpcfsdp(verb, "--help", environ={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
     assert done.code == 0, done.stderr
     assert f"hpcfsdp {verb}" in done.stdout

@@ -7,20 +7,12 @@ import time
 
 import pytest
 
-
-@pytest.fixture(autouse=True)
-def no_mpi(tmp_path, monkeypatch):
-    """MPI and torch that end the process when they are loaded."""
-    folder = tmp_path / "forbidden"
-    folder.mkdir()
-    for name in ("mpi4py", "torch"):
-        (folder / f"{name}.py").write_text(f"raise SystemExit('{name} was loaded')")
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+pytestmark = pytest.mark.usefixtures("no_mpi")
 
 
 @pytest.fixture
 def folder(tmp_path, saved):
-    """A run with checkpoints of steps 1 to 6, the newest of them damaged, and what a killed saver has left."""
+    """A run with checkpoints of steps 1 to 6, the newest of them damaged, and partial files of killed saves."""
     path = tmp_path / "run" / "checkpoints"
     path.mkdir(parents=True)
     for step in range(1, 7):
@@ -37,13 +29,13 @@ def left(folder):
     return "".join(sorted(path.name[12] for path in folder.glob("step-*.h5")))
 
 
-def test_it_removes_and_tells_what(hpcfsdp, folder):
+def test_prune_removes_and_lists_files(hpcfsdp, folder):
     done = hpcfsdp("prune", folder, "--keep-last", 1, "--keep-every", 3, "--json")
     assert done.code == 0, done.stderr
     assert left(folder) == "356"  # 5 is the newest that is good
-    told = json.loads(done.stdout)
-    assert not told["dry_run"]
-    assert [(entry["step"], entry["goes"]) for entry in told["files"]] == [
+    found = json.loads(done.stdout)
+    assert not found["dry_run"]
+    assert [(entry["step"], entry["goes"]) for entry in found["files"]] == [
         (1, True),
         (2, True),
         (3, False),
@@ -52,13 +44,13 @@ def test_it_removes_and_tells_what(hpcfsdp, folder):
         (6, False),
         (None, True),
     ]
-    assert "damaged" in told["files"][5]["error"]
+    assert "damaged" in found["files"][5]["error"]
     assert [path.name for path in folder.glob(".*")] == [".step-00000002.h5.new.partial"]
 
 
-def test_a_dry_run_removes_nothing_and_says_the_same(hpcfsdp, folder):
+def test_a_dry_run_lists_the_same_files_and_removes_nothing(command, folder):
     before = sorted(os.listdir(folder))
-    done = hpcfsdp("prune", folder.parent, "--keep-last", 2, "--dry-run")
+    done = command("prune", folder.parent, "--keep-last", 2, "--dry-run")
     assert done.code == 0, done.stderr
     assert sorted(os.listdir(folder)) == before
     rows = [line.split("\t") for line in done.stdout.splitlines()]
@@ -70,31 +62,31 @@ def test_a_dry_run_removes_nothing_and_says_the_same(hpcfsdp, folder):
         ("", "would go"),
     ]
     assert rows[6][4].startswith("damaged")
-    assert hpcfsdp("prune", folder, "--keep-last", 2).stdout.count("removed") == 5
+    assert command("prune", folder, "--keep-last", 2).stdout.count("removed") == 5
 
 
-def test_where_nothing_is_good_nothing_goes(hpcfsdp, folder):
+def test_prune_removes_nothing_where_every_file_is_damaged(command, folder):
     for path in folder.glob("step-*.h5"):
         path.write_bytes(b"no HDF5")
-    assert hpcfsdp("prune", folder, "--keep-last", 1).code == 0
+    assert command("prune", folder, "--keep-last", 1).code == 0
     assert left(folder) == "123456"
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        ([], 2, "say what is to stay: --keep-last N, --keep-every K, or both"),
+        ([], 2, "choose which files stay: --keep-last N, --keep-every K, or both"),
         (["--keep-last", 0], 2, "keep_last must be at least 1, not 0"),
         (["--keep-last", "x"], 2, "invalid int value: 'x'"),
     ],
 )
-def test_wrong_rules(hpcfsdp, folder, arguments, code, text):
-    done = hpcfsdp("prune", folder, *arguments)
+def test_wrong_options_are_refused(command, folder, arguments, code, text):
+    done = command("prune", folder, *arguments)
     assert (done.code, text in done.stderr) == (code, True), done.stderr
     assert left(folder) == "123456"
 
 
-def test_a_missing_folder_is_named(hpcfsdp, tmp_path):
-    done = hpcfsdp("prune", tmp_path / "nowhere", "--keep-last", 1)
+def test_a_missing_folder_is_named(command, tmp_path):
+    done = command("prune", tmp_path / "nowhere", "--keep-last", 1)
     assert done.code == 1
     assert f"{tmp_path}/nowhere: No such file or directory" in done.stderr

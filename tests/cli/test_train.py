@@ -1,4 +1,4 @@
-"""hpcfsdp train under mpirun: what users see, exit codes, signals, resume."""
+"""hpcfsdp train under mpirun: output, exit codes, signals, resume."""
 
 import json
 import signal
@@ -34,7 +34,7 @@ def test_train_then_resume_on_more_ranks(hpcfsdp, tiny):
     assert {path.name for path in (run_dir(tiny) / "logs").iterdir()} == {f"rank-000{rank}.jsonl" for rank in range(3)}
 
 
-def test_train_with_layers_that_are_cut_then_resume_without(hpcfsdp, tiny):
+def test_train_with_tensor_parallelism_then_resume_without(hpcfsdp, tiny):
     arguments = ("train", *tiny, "--train.steps", 4, "--train.run_steps", 2)
     first = hpcfsdp(*arguments, "--mesh.tensor", 2, ranks=4)
     assert first.code == 0, first.stderr
@@ -52,20 +52,19 @@ def test_train_without_a_launcher_is_one_rank(hpcfsdp, tiny):
     assert open_index(run_dir(tiny) / "checkpoints/step-00000002.h5").info.world_size == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_ends_the_run_with_a_checkpoint_and_75(start, tiny, number):
+def test_a_signal_ends_the_run_with_a_checkpoint_and_75(start, tiny):
     job = start("-m", "hpcfsdp", "train", *tiny, "--train.steps", 1000000, "--checkpoint.every", 0, ranks=2)
     job.wait_for(lambda: (run_dir(tiny) / "metrics.jsonl").exists() and len(steps_so_far(tiny)) >= 3)
-    job.process.send_signal(number)  # mpirun hands it to every rank
+    job.process.send_signal(signal.SIGUSR2)  # mpirun forwards it to every rank
     job.wait()
     assert job.code == 75, job.stderr
     (path,) = (run_dir(tiny) / "checkpoints").iterdir()
     assert open_index(path).info.step == steps(tiny)[-1]
-    assert f"stopped after step {steps(tiny)[-1]} by signal {int(number)}" in job.stderr
+    assert f"stopped after step {steps(tiny)[-1]} by signal {int(signal.SIGUSR2)}" in job.stderr
 
 
 def test_sigterm_to_one_rank_is_enough(start, tiny):
-    job = start("-m", "hpcfsdp", "train", *tiny, "--train.steps", 1000000, "--checkpoint.every", 0, ranks=3)
+    job = start("-m", "hpcfsdp", "train", *tiny, "--train.steps", 1000000, "--checkpoint.every", 0, ranks=2)
     job.wait_for(lambda: (run_dir(tiny) / "metrics.jsonl").exists() and len(steps_so_far(tiny)) >= 3)
     job.ranks()[-1].send_signal(signal.SIGTERM)
     job.wait()
@@ -77,7 +76,7 @@ def steps_so_far(arguments):
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_what_is_refused_is_printed_once_and_ends_all_ranks_with_one_code(hpcfsdp, tiny, ranks):
+def test_a_wrong_key_is_printed_once_and_ends_all_ranks_with_2(hpcfsdp, tiny, ranks):
     done = hpcfsdp("train", *tiny, "--data.pahts", "x", ranks=ranks)
     assert (done.code, done.stdout) == (2, "")
     assert "Traceback" not in done.stderr
@@ -101,7 +100,7 @@ if MPI.COMM_WORLD.rank == 0:
 
 
 def refused(start, folder, cases):
-    """Have two ranks refuse one training after the other. Cases: arguments, exit code, texts that appear once."""
+    """Two ranks refuse one training after the other. Cases: arguments, exit code, texts that appear once."""
     (folder / "cases.json").write_text(json.dumps([list(map(str, arguments)) for arguments, *_ in cases]))
     job = start("-c", REFUSALS, ranks=2).wait()
     assert job.code == 0, job.stderr
@@ -113,7 +112,7 @@ def refused(start, folder, cases):
             assert output.count(text) == 1, (arguments, output)
 
 
-def test_what_cannot_be_trained_is_refused_once_for_all_ranks(start, tiny, tmp_path):
+def test_impossible_trainings_are_refused_once_for_all_ranks(start, tiny, tmp_path):
     (tmp_path / "run.yaml").write_text("train:\n  stpes: 3\n")
     (tmp_path / "empty").mkdir()
     cases = [
@@ -134,7 +133,7 @@ def test_what_cannot_be_trained_is_refused_once_for_all_ranks(start, tiny, tmp_p
     refused(start, tmp_path, cases)
 
 
-def test_checkpoints_that_are_missing_damaged_or_of_another_model(start, tiny, tmp_path, saved):
+def test_missing_damaged_and_foreign_checkpoints_are_refused(start, tiny, tmp_path, saved):
     folder = tmp_path / "damaged" / "checkpoints"
     folder.mkdir(parents=True)
     (folder / "step-00000005.h5").write_bytes(saved.read_bytes()[:4000])

@@ -1,4 +1,4 @@
-"""Ranks that are in different public calls: all raise within seconds, or a rank that waits says for whom, and where."""
+"""Ranks in different public calls: all raise within seconds; a rank that waits long logs the ranks that are missing."""
 
 import itertools
 import re
@@ -130,10 +130,10 @@ def test_ranks_in_different_calls_all_raise_naming_both(start, tmp_path, ranks, 
         named = dict(re.findall(r"rank (\d) (?:is in|in|calls) ([\w.]*\w)", text))
         assert named.items() <= {str(each): other if each else one for each in range(ranks)}.items(), case
         assert named.keys() >= {"0", rank}, case  # itself, and rank 0, which is elsewhere
-        assert len(named) >= 2, case  # rank 0 names those that it has heard of
+        assert len(named) >= 2, case  # rank 0 names the ranks that it knows of
 
 
-def test_a_rank_that_waits_logs_for_whom_and_one_that_finalizes_alone_is_named(start, tmp_path):
+def test_a_waiting_rank_logs_the_missing_ranks_and_a_lone_finalize_is_named(start, tmp_path):
     text = """
 logging.basicConfig(format="%(message)s")
 case = (*made(None), None)
@@ -149,7 +149,7 @@ print("went on", flush=True)
 """
     job = run(start, tmp_path, text, 2, environ={"HPCFSDP_WAIT_LOG_S": "0.5"})
     assert job.stdout.count("came through") == 4, job.stderr
-    for what in (r"checkpoint\.save \(.*\)", r'forward of "Net" \(the end of a step \(turn \d+ of step 2\), .*\)'):
+    for what in (r"checkpoint\.save \(.*\)", r'forward of "Net" \(the end of a step \(event \d+ of step 2\), .*\)'):
         waited = rf"rank 0 has waited \d+ s in {what} for rank\(s\) 1: rank 1 does not wait within hpcfsdp"
         assert re.search(waited, job.stderr), job.stderr
     assert job.code != 0

@@ -91,7 +91,7 @@ def test_mixed_precision_stays_near_the_plain_module(world, dtype):
     torch.testing.assert_close(got, expected, rtol=3e-2, atol=1e-3)
 
 
-def test_the_device_is_given_back_to_what_is_at_rest(world):
+def test_memory_on_the_device_returns_to_that_at_rest(world):
     sharded = wrap(model_of(6, 512))
     optimizer = torch.optim.SGD(sharded.parameters(), 1e-3)
     _, mine = inputs(0, world, 512)
@@ -109,7 +109,7 @@ def test_the_device_is_given_back_to_what_is_at_rest(world):
 
 
 def test_streams_that_run_late_change_nothing(world, monkeypatch):
-    """Each queue is slowed down in turn: what is not waited for would be read too early."""
+    """Each queue is slowed down in turn: with a missing wait, values would be read too early."""
     launch = CudaStreams.launch
 
     def late(queue):

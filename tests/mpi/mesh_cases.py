@@ -169,7 +169,7 @@ class Primes(Mlp):
 
 
 class Frozen(Mlp):
-    """Parameters that are not trained beside others, and a unit of which nothing is trained."""
+    """Frozen parameters next to others, and a unit without trained ones."""
 
     def __init__(self):
         super().__init__()
@@ -484,7 +484,7 @@ def whole_gradients(model):
 
 
 def close(got, wanted, rtol=TIGHT["rtol"], atol=TIGHT["atol"]):
-    """Two trainings, and that no rank differs from another in what it was told."""
+    """Compare two trainings."""
     torch.testing.assert_close(got.losses, wanted.losses, rtol=rtol, atol=0)
     torch.testing.assert_close(got.norms, wanted.norms, rtol=rtol, atol=0)
     missing = {name for name, grad in wanted.gradients.items() if grad is None}

@@ -9,6 +9,7 @@ from torch import nn
 from hpcfsdp import checkpoint
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.wrap import ModuleWrapPolicy
+from tests.unit.flat.gathering import values_bytes
 
 ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 """Both settings of ``use_orig_params``."""
@@ -119,7 +120,7 @@ def units(model):
 
 
 def unsharded_bytes(model):
-    return sum(flat.unsharded_bytes for unit in units(model) for flat in unit.flats)
+    return sum(values_bytes(flat) for unit in units(model) for flat in unit.flats)
 
 
 def both_step(plain, sharded, comm, make_input, steps=4, call=lambda model, x: model(x)):

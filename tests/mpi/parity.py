@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Nested(nn.Module):
-    """Units in units between layers of the root, of which two share a weight."""
+    """Units in units between layers of the root; two of these share a weight."""
 
     units: ClassVar = {Block, Inner}
     idle = ()
@@ -84,7 +84,7 @@ class Untied(Nested):
 
 
 class Linears(nn.Module):
-    """Two layers, for units of which the content does not matter."""
+    """Two layers, for units with any content."""
 
     def __init__(self, *, tied=False):
         super().__init__()
@@ -119,7 +119,7 @@ class TiedInUnit(Around):
 
 
 class Frozen(Around):
-    """Frozen parameters beside trained ones, and layers of which nothing is trained."""
+    """Frozen parameters next to trained ones, and layers without trained ones."""
 
     def __init__(self):
         super().__init__()
@@ -319,7 +319,7 @@ class Recipe:
     no_sync: bool = False
     """Whether ranks exchange gradients in the last of these only."""
     clip: tuple[float, float] | None = None
-    """Largest norm, and of which kind."""
+    """Largest norm, and its kind."""
     set_to_none: bool = True
     evaluate: bool = False
     """Whether to compute a loss without gradients before each step, in eval mode."""
@@ -330,7 +330,7 @@ class Recipe:
     """Whether what takes no part in a unit that was called has a gradient of zero, and not none."""
 
     def make_optimizer(self, parameters):
-        # Decay, so that a parameter with a gradient of zero is told from one without. Epsilon is far above rounding
+        # Decay, so that a parameter with a gradient of zero differs from one without. Epsilon is far above rounding
         # errors: the update of a gradient that ought to be zero would else be the quotient of two of them.
         if self.optimizer == "adamw":
             return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-5)
@@ -442,7 +442,7 @@ class Engine:
             yield
 
     def beyond_torch(self, what):
-        """Say what torch's own engine cannot do."""
+        """Note a case that torch's own engine does not support."""
         if self.is_torch:
             pytest.skip(f"beyond torch: {what}")
 
@@ -452,7 +452,7 @@ class Engine:
         return self.group()
 
     def shard(self, model, *, strategy="FULL_SHARD", wrapping="policy", **options):
-        """Collective over all ranks. Wrap a model whose class names its units."""
+        """Collective over all ranks. Wrap a model; its class names the units."""
         if self.is_torch:
             options.setdefault("device_id", torch.device("cpu"))
         if "device_mesh" not in options:
@@ -551,7 +551,7 @@ def engines(world) -> Iterator[dict[str, Engine]]:
         return mesh.get_group("shard"), mesh.get_group("replicate")
 
     def over(topology):
-        """hpcfsdp on a communicator of its own, whose ranks share memory as `topology` has it."""
+        """hpcfsdp on a communicator of its own, with ranks that share memory as in `topology`."""
         comm = functools.cache(lambda: MpiCommunicator(world.comm.Dup(), topology))
 
         @functools.cache

@@ -1,7 +1,7 @@
 """Well-known architectures as ``transformers`` writes them, tiny and with random weights.
 
 They bring what hand-made models lack: outputs in classes of their own, keyword arguments, masks and position tables in
-buffers, weights tied across the model, encoders whose output goes into every block of a decoder.
+buffers, weights tied across the model, encoders with an output that goes into every block of a decoder.
 """
 
 import functools
@@ -92,7 +92,7 @@ def vit():
 
 
 def gemma3n():
-    """Of which the last layers compute with the keys and values of earlier ones, which they find in the cache."""
+    """The last layers compute with the keys and values of earlier ones, from the cache."""
     layers = 4
     sizes = {"num_hidden_layers": layers, "hidden_size": WIDTH, "intermediate_size": [17] * layers, "head_dim": 6}
     kinds = {"layer_types": ["full_attention", "sliding_attention"] * 2, "activation_sparsity_pattern": [0.0] * layers}

@@ -626,7 +626,7 @@ def test_a_future_holds_the_result(world):
     same(doubled.wait(), stacked(world, 4).sum(0) * 2)
 
 
-def test_a_message_from_any_rank_tells_its_source(world):
+def test_a_message_from_any_rank_has_its_source(world):
     if world.size == 1:
         pytest.skip("needs a rank to send")
     if world.rank == world.size - 1:
@@ -640,7 +640,7 @@ def test_a_message_from_any_rank_tells_its_source(world):
 @pytest.mark.parametrize("how", ["wait", "barrier"])
 def test_a_wait_that_is_given_a_time_names_who_does_not_come(world, group, how):
     if world.size == 1:
-        pytest.skip("there is nobody to wait for")
+        pytest.skip("there is no other rank to wait for")
     if world.rank == 0:
         missing = ", ".join(map(str, range(1, world.size)))
         with pytest.raises(CommunicationError, match=rf"barrier on rank 0: waited 0\.3 s for rank\(s\) {missing},"):
@@ -653,7 +653,7 @@ def test_a_wait_that_is_given_a_time_names_who_does_not_come(world, group, how):
         dist.barrier(group=group)  # takes what rank 0 has sent
 
 
-def test_a_message_that_comes_while_the_wait_looks_who_is_missing_is_taken(world, monkeypatch):
+def test_a_message_that_arrives_while_missing_ranks_are_polled_is_received(world, monkeypatch):
     monkeypatch.setattr(waits, "LOOK_AFTER_S", 0.0)  # as after a long wait
     for late in range(12):
         if world.rank == late % world.size:

@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed over hpcmpi: made, used at the same time, and taken down."""
+"""Process groups of torch.distributed over hpcmpi: created, used at the same time, and destroyed."""
 
 import datetime
 import itertools
@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpcfsdp.comm.backend import carries
+from hpcfsdp.comm.backend import is_mpi_group
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.mpi import NAME, MpiProcessGroup, register
 
@@ -27,9 +27,9 @@ def subsets(world):
     return [subset for size in range(1, world.size + 1) for subset in itertools.combinations(range(world.size), size)]
 
 
-def test_what_torch_says_of_the_default_group(world):
+def test_the_attributes_of_the_default_group(world):
     group = dist.group.WORLD
-    assert isinstance(group, MpiProcessGroup) and carries(group)
+    assert isinstance(group, MpiProcessGroup) and is_mpi_group(group)
     assert dist.get_backend() == dist.get_backend(group) == NAME == "hpcmpi"
     assert (dist.get_rank(), dist.get_world_size()) == (world.rank, world.size) == (group.rank(), group.size())
     assert dist.get_process_group_ranks(group) == list(range(world.size))
@@ -132,12 +132,12 @@ def test_a_group_is_made_while_others_have_collectives_under_way(world):
         dist.destroy_process_group(made)
 
 
-def test_other_backends_stand_beside_it(world):
+def test_groups_of_other_backends_exist_at_the_same_time(world):
     gloo = dist.new_group(backend="gloo")
-    assert dist.get_backend(gloo) == "gloo" and not carries(gloo)
+    assert dist.get_backend(gloo) == "gloo" and not is_mpi_group(gloo)
     assert total_over(gloo) == total_over(None)
     named = dist.new_group(backend="hpcmpi")
-    assert carries(named)
+    assert is_mpi_group(named)
     for group in (gloo, named):
         dist.destroy_process_group(group)
 
@@ -190,7 +190,7 @@ def test_a_destroyed_group_refuses_calls_and_the_others_go_on(world):
 
 def test_a_group_that_a_rank_does_not_join_names_it(world):
     if world.size == 1:
-        pytest.skip("there is nobody to wait for")
+        pytest.skip("there is no other rank to wait for")
     last = world.size - 1
     world.comm.Barrier()
     if world.rank != last:
@@ -199,32 +199,34 @@ def test_a_group_that_a_rank_does_not_join_names_it(world):
         ):
             dist.new_group(timeout=SHORT)
     world.comm.Barrier()
-    if world.rank == last:  # it comes too late, is told so and does not wait for those that have gone
+    if world.rank == last:  # it comes too late: it raises, and does not wait for the others
         with pytest.raises(CommunicationError, match=rf"waited 1 s for rank\(s\) {last}, "):
             dist.new_group()
     assert total_over(None) == sum(range(world.size))
 
 
-def test_ranks_that_do_not_agree_who_is_in_a_group_are_told_both_lists(world):
+def test_ranks_that_differ_in_the_members_of_a_group_raise_with_both_lists(world):
     if world.size == 1:
         pytest.skip("one rank agrees with itself")
     everyone, fewer = list(range(world.size)), list(range(world.size - 1))
     if world.size == 2:
         everyone, fewer = [0, 1], [0]
-    told = None
+    message = None
     try:
-        group = dist.new_group(fewer if world.rank == 0 else everyone)  # nobody waits for anybody: they know at once
+        group = dist.new_group(fewer if world.rank == 0 else everyone)  # no rank waits: they know at once
         dist.destroy_process_group(group)  # where the members of the smaller one have found each other first
     except CommunicationError as error:
-        told = str(error)
-    assert told or (world.rank == 0 and world.size == 2)
-    assert told is None or (f"makes a group of ranks {everyone}" in told and f"makes a group of ranks {fewer}" in told)
+        message = str(error)
+    assert message or (world.rank == 0 and world.size == 2)
+    assert message is None or (
+        f"makes a group of ranks {everyone}" in message and f"makes a group of ranks {fewer}" in message
+    )
     assert total_over(None) == sum(range(world.size))
 
 
 def test_a_group_gives_up_after_its_own_timeout(world):
     if world.size == 1:
-        pytest.skip("there is nobody to wait for")
+        pytest.skip("there is no other rank to wait for")
     group = dist.new_group(timeout=datetime.timedelta(seconds=0.3))
     if world.rank == 0:
         with pytest.raises(CommunicationError, match=r"waited 0\.3 s for rank\(s\) 1"):
@@ -240,7 +242,7 @@ def test_a_group_gives_up_after_its_own_timeout(world):
     dist.destroy_process_group(group)
 
 
-def test_collectives_of_another_number_of_elements_are_told_apart(world):
+def test_collectives_of_different_numbers_of_elements_raise(world):
     if world.size == 1:
         pytest.skip("one rank agrees with itself")
     group = dist.new_group()

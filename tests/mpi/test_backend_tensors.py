@@ -221,7 +221,7 @@ def test_a_group_counts_its_collectives(world):
     dist.destroy_process_group(group)
 
 
-def test_ranks_that_reduce_to_different_roots_hear_of_it(world):
+def test_ranks_that_reduce_to_different_roots_raise(world):
     if world.size == 1:
         pytest.skip("one rank agrees with itself")
     group = dist.new_group()

@@ -1,4 +1,4 @@
-"""What users get wrong: an error that says what to do, on every rank, and a model that goes on working."""
+"""Mistakes of users: an error with what to do, on every rank, and a model that goes on working."""
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ from hpcfsdp.launch import rendezvous
 pytestmark = [pytest.mark.ranks(2, 1, 3, 4), pytest.mark.transport]
 
 
-def test_world_is_what_mpi_says(world):
+def test_the_world_has_the_ranks_of_mpi(world):
     from mpi4py import MPI
 
     everyone = MPI.COMM_WORLD
@@ -29,7 +29,7 @@ def test_init_again_returns_the_same_world(world):
     assert hpcfsdp.init() is world
 
 
-def test_messages_on_the_worlds_communicator_meet_no_others(world):
+def test_messages_on_the_worlds_communicator_match_no_others(world):
     from mpi4py import MPI
 
     assert MPI.Comm.Compare(world.comm, MPI.COMM_WORLD) == MPI.CONGRUENT

@@ -92,5 +92,5 @@ def test_files_beside_the_checkpoint(comm, shared_path):
         ]
         part.unlink()
         (fault,) = verify_file(path).faults
-        assert "is not beside it" in fault.what
+        assert "is not next to it" in fault.what
     comm.barrier()

@@ -1,6 +1,7 @@
 """The writer that goes through HDF5 and MPI-IO: the same bytes as plain writes. Runs whole in ``make test-mpio``."""
 
 import errno
+import os
 import re
 
 import h5py
@@ -121,7 +122,7 @@ class Failing(System):
             setattr(self, name, self.fail)
 
     def fail(self, *args):
-        raise OSError(errno.ENOSPC, "no room")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @needs_mpi

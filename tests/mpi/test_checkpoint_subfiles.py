@@ -150,7 +150,7 @@ def test_a_part_that_is_missing_or_another_is_named(team, model, shared_path):
         with pytest.raises(CheckpointError, match=f"{first.name}, which has a part of its tensors"):
             everything(shared_path / "x.h5")
     team.barrier()
-    with pytest.raises(CheckpointCorruptError, match=r"node-0\.h5, which has a part of its tensors, is not beside it"):
+    with pytest.raises(CheckpointCorruptError, match=r"node-0\.h5, which has a part of its tensors, is not next to it"):
         checkpoint.load(shared_path / "x.h5", model=shard(make_net(seed=2), team))
 
 
@@ -227,7 +227,7 @@ class Failing(System):
     def _fail(self, call, *args):
         self._left -= 1
         if self._left == 0:
-            raise OSError(errno.ENOSPC, "no room")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return call(*args)
 
 

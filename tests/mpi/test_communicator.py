@@ -1,10 +1,11 @@
 import pytest
 import torch
 
-from hpcfsdp.comm import assert_same, messages, raise_together
-from hpcfsdp.comm.communicator import accumulate_dtype, refuse_op, segment
+from hpcfsdp.comm import assert_same, matching, raise_together
+from hpcfsdp.comm.communicator import segment
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+from hpcfsdp.comm.reduce import accumulate_dtype, refuse_op
 from hpcfsdp.errors import CommunicationError, DisagreementError, HpcfsdpError, UsageError
 from hpcfsdp.launch.topology import Topology
 
@@ -28,14 +29,6 @@ class Carrier:
         self.rank, self.size = comm.rank, comm.size
         self._shares = shares
         self._windows = {}
-
-    def release(self, full):
-        if self._shares:
-            self.comm.release(full)
-
-    def claim(self, full):
-        if self._shares:
-            self.comm.claim(full)
 
     def holding(self, values, gathered=False):
         """Memory that holds `values` (1-D); one window serves all tests that ask for its kind."""
@@ -123,8 +116,7 @@ def test_shards_are_gathered_in_rank_order(carrier, dtype):
         assert same(output, expected), numel
         assert same(mine, shards[carrier.rank])
         if numel == 7:
-            carrier.release(output)
-            carrier.claim(output)
+            carrier.comm.labelled_barrier("read")
             own = segment(output, carrier.comm)
             own.copy_(numbers(carrier.rank, numel, dtype, seed=1))
             carrier.comm.all_gather_into_tensor(output, own)
@@ -255,7 +247,7 @@ def test_a_list_of_unequal_pieces_is_reduced_to_one_each(dtensor_ranks):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("numel", [3, BIG])
-def test_the_result_may_lie_in_the_input(carrier, dtype, numel):
+def test_the_result_may_be_a_part_of_the_input(carrier, dtype, numel):
     given = [numbers(rank, carrier.size * numel, dtype) for rank in range(carrier.size)]
     full = carrier.holding(given[carrier.rank])
     carrier.comm.reduce_scatter_tensor(segment(full, carrier.comm), full, "sum")
@@ -372,7 +364,6 @@ def test_tensors_that_require_grad_are_carried_and_nothing_is_recorded(carrier):
     carrier.comm.all_gather_into_tensor(output, leaf)
     assert not output.requires_grad
     assert output.tolist() == [float(r) for r in range(size) for _ in range(4)]
-    carrier.release(output)
 
     full = carrier.holding(torch.full((4 * size,), float(rank))).detach().requires_grad_()
     shard = torch.empty(4)
@@ -412,8 +403,8 @@ def test_buffers_stay_resizable_after_a_collective(comm):
 
 @pytest.mark.parametrize("numel", [0, 7, 10, 11])
 def test_long_messages_go_in_parts(dtensor_ranks, monkeypatch, numel):
-    monkeypatch.setattr(messages, "_INLINE_BYTES", 0)
-    monkeypatch.setattr(messages, "_PART_BYTES", 10)
+    monkeypatch.setattr(matching, "_INLINE_BYTES", 0)
+    monkeypatch.setattr(matching, "_PART_BYTES", 10)
     comm = dtensor_ranks["messages"].comm
     output, mine = torch.empty(numel * comm.size, dtype=torch.int16), torch.full((numel,), comm.rank, dtype=torch.int16)
     comm.all_gather_into_tensor(output, mine)
@@ -510,7 +501,7 @@ def test_a_communicator_completes_what_is_under_way_before_it_closes(make_comm):
 # Messages between two ranks
 
 
-def test_messages_go_round_by_tag_and_tell_where_they_come_from(dtensor_ranks):
+def test_messages_are_matched_by_tag_and_name_their_source(dtensor_ranks):
     comm = dtensor_ranks["messages"].comm
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if comm.size == 1:
@@ -518,10 +509,10 @@ def test_messages_go_round_by_tag_and_tell_where_they_come_from(dtensor_ranks):
     works = [comm.send(torch.full((3,), 10.0 * tag + comm.rank), right, tag, async_op=True) for tag in (0, 5)]
     for tag, source in ((5, left), (0, None)):
         tensor = torch.empty(3)
-        mail, work = comm.recv(tensor, source, tag, async_op=True)
+        requests, work = comm.recv(tensor, source, tag, async_op=True)
         work.wait()
         assert tensor.tolist() == [10.0 * tag + left] * 3
-        assert mail.source == left
+        assert requests.source == left
     for work in works:
         work.wait()
     with pytest.raises(CommunicationError, match=r"tag -1 is not in 0 to \d+"):
@@ -652,7 +643,7 @@ def test_an_own_part_of_another_size_is_refused_by_messages(dtensor_ranks):
             call()
 
 
-def test_a_closed_communicator_says_so(make_comm):
+def test_a_closed_communicator_raises(make_comm):
     comm = make_comm()
     comm.close()
     one, many = torch.empty(1), [torch.empty(1)] * comm.size

@@ -1,9 +1,9 @@
-"""Calls in which ranks differ: no byte is written outside of the caller's tensors, and all that wait hear of it."""
+"""Calls in which ranks differ: no byte is written outside of the caller's tensors, and all waiting ranks raise."""
 
 import pytest
 import torch
 
-from hpcfsdp.comm import messages
+from hpcfsdp.comm import matching
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
@@ -13,7 +13,7 @@ MARGIN = 200_000  # elements: what Open MPI writes behind a buffer without a loo
 
 
 class Guarded:
-    """Tensors in the middle of memory that nobody may write."""
+    """Tensors in the middle of memory that no rank may write."""
 
     def __init__(self):
         self._all = []
@@ -99,9 +99,9 @@ def test_a_message_of_another_size_is_not_written_and_the_next_one_is(several, w
     assert guarded.is_intact()
 
 
-def test_messages_in_parts_that_nobody_expects_are_taken_in_order(several, world, make_comm, monkeypatch):
-    monkeypatch.setattr(messages, "_INLINE_BYTES", 16)
-    monkeypatch.setattr(messages, "_PART_BYTES", 64)
+def test_unexpected_messages_in_parts_are_received_in_order(several, world, make_comm, monkeypatch):
+    monkeypatch.setattr(matching, "_INLINE_BYTES", 16)
+    monkeypatch.setattr(matching, "_PART_BYTES", 64)
     comm = make_comm(timeout_s=60)
     if world.rank == 1:
         for numel in (100, 5, 40, 3):
@@ -125,7 +125,7 @@ def test_a_message_that_is_none_of_ours_is_refused(several, world, make_comm):
         comm.comm.Send(bytearray(3), 0, comm._user_tag("", 0))
     if world.rank == 0:
         for nbytes in (4_000_000, 3):
-            with pytest.raises(CommunicationError, match=rf"rank 1 sent {nbytes} bytes that are no part of"):
+            with pytest.raises(CommunicationError, match=rf"rank 1 sent {nbytes} bytes that belong to no"):
                 comm.recv(guarded.empty(16), 1)
     assert guarded.is_intact()
 
@@ -185,7 +185,7 @@ def test_a_message_of_another_dtype_is_refused(several, world, make_comm):
             comm.recv(torch.ones(4).int(), 1)
 
 
-def test_a_rank_that_exchanges_with_none_of_the_two_that_differ_hears_of_it(several, world, make_comm):
+def test_a_rank_that_exchanges_with_neither_of_two_that_differ_raises(several, world, make_comm):
     if world.size < 3:
         pytest.skip("two ranks exchange with each other")
     last = world.size - 1

@@ -1,4 +1,4 @@
-"""Ranks that meet, that do not come, and that call something else than the others: who is named, and to whom."""
+"""Labelled barriers, missing ranks, and ranks that make another call: the errors, and the ranks that they name."""
 
 import gc
 import random
@@ -8,18 +8,18 @@ import time
 import pytest
 import torch
 
-from hpcfsdp.comm import messages
+from hpcfsdp.comm import matching
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
 pytestmark = [pytest.mark.ranks(3, 1, 2, 4), pytest.mark.transport]
 
-# Meetings
+# Labelled barriers
 
 
 @pytest.fixture(params=["one node", "single ranks", "two nodes", "gloo", "compared"])
-def meeting(request, world, gloo, make_comm):
-    """A communicator whose ranks can meet; the test may break it."""
+def breakable(request, world, gloo, make_comm):
+    """A communicator that the test may break."""
     if request.param == "gloo":
         return gloo
     size = world.size
@@ -30,42 +30,42 @@ def meeting(request, world, gloo, make_comm):
     return make_comm(topology, timeout_s=60, compare_calls=request.param == "compared")
 
 
-def test_ranks_meet_when_all_are_there_however_often(world, meeting):
+def test_a_labelled_barrier_waits_for_all_ranks(world, breakable):
     dice = random.Random(world.rank)
     for turn in range(30):
         if dice.random() < 0.3:
             time.sleep(dice.random() * 0.003)
         arrived_s = time.monotonic()
-        meeting.labelled_barrier(f"turn {turn}")
+        breakable.labelled_barrier(f"turn {turn}")
         left_s = time.monotonic()
         assert max(world.comm.allgather(arrived_s)) <= left_s
 
 
 @pytest.mark.parametrize("length", [0, 100, 500, 100000])
-@pytest.mark.parametrize("letter", ["x", "ü"])
-def test_notes_may_be_of_any_length(meeting, length, letter):
+@pytest.mark.parametrize("character", ["x", "ü"])
+def test_labels_may_have_any_length(breakable, length, character):
     for turn in range(3):
-        meeting.labelled_barrier(letter * length + str(turn))
+        breakable.labelled_barrier(character * length + str(turn))
 
 
 @pytest.mark.parametrize("common", [0, 100, 1000])
-def test_ranks_with_another_note_are_named_with_it_on_every_rank(several, world, meeting, common):
+def test_a_rank_with_another_label_is_named_with_it_on_every_rank(several, world, breakable, common):
     odd = world.size - 1
-    meeting.labelled_barrier("all is well")
-    notes = [f"{'odd' if rank == odd else 'even'} " for rank in range(world.size)]
-    # Where they are too long to be told in full, they differ in what is cut off.
-    notes = ["." * common + note for note in notes] if common > 200 else [note + "." * common for note in notes]
+    breakable.labelled_barrier("all is well")
+    labels = [f"{'odd' if rank == odd else 'even'} " for rank in range(world.size)]
+    # Where they are too long for the message, they differ in what is cut off.
+    labels = ["." * common + note for note in labels] if common > 200 else [note + "." * common for note in labels]
     with pytest.raises(CommunicationError) as caught:
-        meeting.labelled_barrier(notes[world.rank])
+        breakable.labelled_barrier(labels[world.rank])
     others = range(odd) if world.rank == odd else [odd]
-    told = str(caught.value)
-    assert told.startswith(f"rank {world.rank} calls {notes[world.rank][:20].rstrip()}")
-    assert any(f", but rank {other} calls {notes[other][:20].rstrip()}" in told for other in others)
+    message = str(caught.value)
+    assert message.startswith(f"rank {world.rank} calls {labels[world.rank][:20].rstrip()}")
+    assert any(f", but rank {other} calls {labels[other][:20].rstrip()}" in message for other in others)
     world.comm.Barrier()
-    meeting.labelled_barrier("and it is again")
+    breakable.labelled_barrier("and it is again")
 
 
-def test_a_rank_that_does_not_come_to_a_meeting_is_named(several, world, make_comm):
+def test_a_rank_that_is_missing_in_a_labelled_barrier_is_named(several, world, make_comm):
     for topology in (Topology.regular(1, world.size), Topology.regular(world.size, 1)):
         comm, missing = make_comm(topology, timeout_s=0.5), world.size - 1
         comm.labelled_barrier("all are here")
@@ -77,7 +77,7 @@ def test_a_rank_that_does_not_come_to_a_meeting_is_named(several, world, make_co
         world.comm.Barrier()
 
 
-def test_ranks_meet_while_other_work_is_under_way(make_comm):
+def test_a_labelled_barrier_works_while_collectives_are_in_progress(make_comm):
     comm = make_comm(Topology.regular(1, make_comm().size))
     memory = comm.alloc(4 * comm.size, torch.float32).fill_(1.0)
     output = torch.empty(4)
@@ -148,7 +148,7 @@ def test_memory_that_mpi_may_still_read_outlives_a_send_that_failed(several, wor
             comm.send(tensor, 1, async_op=True).wait(0.05)
         del tensor
         gc.collect()
-        kept = [read for _, _, read in messages._abandoned if isinstance(read, torch.Tensor)]
+        kept = [read for _, _, read in matching.abandoned if isinstance(read, torch.Tensor)]
         assert address in [read.data_ptr() for read in kept]
     world.comm.Barrier()
 
@@ -157,7 +157,7 @@ def test_a_receive_that_was_given_up_is_not_written_later(several, world, make_c
     comm, numel = make_comm(), 1000
     given_up, taken = torch.zeros(numel), torch.zeros(numel)
     if world.rank == 0:
-        mail, work = comm.recv(given_up, 1, async_op=True)  # the mail lives on, as it does in torch's work
+        requests, work = comm.recv(given_up, 1, async_op=True)  # the requests live on, as they do in torch's work
         with pytest.raises(CommunicationError):
             work.wait(0.05)
     world.comm.Barrier()
@@ -165,7 +165,7 @@ def test_a_receive_that_was_given_up_is_not_written_later(several, world, make_c
         comm.send(torch.ones(numel), 0)
     if world.rank == 0:
         comm.recv(taken, 1)
-        assert mail.source is None
+        assert requests.source is None
     assert not given_up.any()
     assert world.rank != 0 or taken.all()
 
@@ -191,14 +191,14 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_calls_that_differ_are_told_on_every_rank_where_calls_are_compared(several, world, make_comm, what):
+def test_different_calls_raise_on_every_rank_where_calls_are_compared(several, world, make_comm, what):
     comm = make_comm(compare_calls=True, timeout_s=60)
     comm.all_reduce(torch.ones(1), "sum")
     odd = world.size - 1
     with pytest.raises(CommunicationError) as caught:
         DIFFERENT[what][world.rank == odd](comm)
-    told = re.fullmatch(rf"rank {world.rank} calls .*, but rank (\d) calls .*", str(caught.value))
-    other = int(told.group(1))  # the first of which the odd one hears
+    message = re.fullmatch(rf"rank {world.rank} calls .*, but rank (\d) calls .*", str(caught.value))
+    other = int(message.group(1))  # the first whose message arrives
     assert other != odd if world.rank == odd else other == odd
     texts = world.comm.allgather(str(caught.value))
     mine, theirs = (texts[rank].split(" calls ")[1].rpartition(", but rank")[0] for rank in (world.rank, other))

@@ -306,7 +306,7 @@ class Boxing(nn.Module):
 
 
 @CARRIERS
-def test_an_adapter_beside_frozen_weights_whose_input_is_in_an_object(groups, comm, carrier):
+def test_an_adapter_next_to_frozen_weights_with_an_input_in_an_object(groups, comm, carrier):
     torch.manual_seed(0)
     plain = around(Boxing(), Boxing())
     assert_trains_alike(plain, wrap(plain_copy(plain), groups[carrier], Adapted), comm)

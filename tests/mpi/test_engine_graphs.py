@@ -12,6 +12,8 @@ from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi.models import ORIGINAL, WIDTH, plain_copy, vectors
 
+pytestmark = pytest.mark.ranks(2)
+
 CARRIERS = pytest.mark.parametrize("carrier", ["shared memory", "messages"])
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 
@@ -31,7 +33,7 @@ def same_values():
 
 @pytest.fixture
 def begun(monkeypatch):
-    """The gradients whose reduction has begun, in that order."""
+    """The gradients with reductions that have begun, in that order."""
     found, reduce = [], FlatGrad.reduce
 
     def noted(grad, *args, **options):
@@ -54,7 +56,7 @@ def assert_same_grads(plain, sharded):
     with FullyShardedDataParallel.summon_full_params(sharded, with_grads=True, writeback=False):
         grads = {name: param.grad for name, param in sharded.named_parameters()}
         for name, param in plain.named_parameters():
-            # Within a flat parameter a leaf that nobody used has zeros.
+            # Within a flat parameter an unused leaf has zeros.
             expected = torch.zeros_like(param) if param.grad is None and grads[name] is not None else param.grad
             torch.testing.assert_close(grads[name], expected, msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
 

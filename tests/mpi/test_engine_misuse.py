@@ -20,6 +20,8 @@ from tests.mpi.models import (
     vectors,
 )
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def test_an_exception_in_forward_leaves_shards_and_a_model_that_works(comm):
     plain = make_net()
@@ -141,7 +143,7 @@ def test_units_inside_of_modules_that_read_their_childrens_parameters_are_refuse
         FullyShardedDataParallel(layer, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
 
 
-def test_a_module_that_lies_in_two_units_is_refused(comm):
+def test_a_module_in_two_units_is_refused(comm):
     shared = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(shared, FullyShardedDataParallel(nn.Sequential(shared, nn.ReLU())))
     with pytest.raises(ValueError, match=r"'0\.weight' is tied to '0\.weight', which belongs to a unit"):

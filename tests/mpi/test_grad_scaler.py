@@ -25,7 +25,7 @@ def group(request, world):
 
 
 def parts(world, numel=3):
-    """Parameters of which this rank holds some elements, or none at all on the last of several ranks."""
+    """Parameters with some elements on this rank, or none on the last of several ranks."""
     empty = world.size > 1 and world.rank == world.size - 1
     return [nn.Parameter(torch.ones(0 if empty else numel)), nn.Parameter(torch.ones(0))]
 

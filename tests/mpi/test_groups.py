@@ -281,7 +281,7 @@ def test_a_group_can_be_made_again_when_one_of_the_same_ranks_is_gone(world):
     assert len(names) == 3
 
 
-def test_under_no_shard_distributed_tensors_lie_on_all_ranks(world):
+def test_under_no_shard_distributed_tensors_are_on_all_ranks(world):
     groups = resolve_mesh(None, None, Strategy.NO_SHARD)
     assert groups.shard.size == 1
     assert groups.dtensor_ranks.size == world.size

@@ -84,7 +84,7 @@ CHANGES = [by_optimizer, to_zero, by_model, to_none, half_of_it, nothing]
 @ORIGINAL
 @ALL
 def test_what_a_program_does_to_held_gradients_is_done(engine, strategy, original):
-    engine.beyond_torch("gradients of earlier steps beside held ones")
+    engine.beyond_torch("gradients of earlier steps next to held ones")
     plain, ranks = parity.build(parity.Around), engine.comm.size
     model = model_of(engine, strategy, original)
     for change in CHANGES:
@@ -168,7 +168,7 @@ def test_what_is_thrown_away_leaves_no_trace_in_other_dtypes(engine, options, or
 
 
 class Leaving(parity.Around):
-    """Leaves its unit out when it is told to."""
+    """Skips its unit if a flag is set."""
 
     calls_unit = True
 
@@ -220,7 +220,7 @@ def test_what_needs_averaged_gradients_is_refused(engine, original):
 
 
 def test_a_change_that_cannot_mean_both_gradients_is_refused(engine):
-    engine.beyond_torch("gradients of earlier steps beside held ones")
+    engine.beyond_torch("gradients of earlier steps next to held ones")
     model = model_of(engine, original=True)
     backward(model, engine.comm.rank, 0)
     with model.no_sync():
@@ -265,7 +265,7 @@ def test_an_error_in_a_backward_throws_away_what_is_held(engine, original):
     with pytest.raises(KeyError, match="broken"):
         parity.loss_of(model, x).backward()
     handle.remove()
-    model.zero_grad()  # units whose gradients were complete have handed them over
+    model.zero_grad()  # units with complete gradients have set ``grad``
     backward(model, engine.comm.rank, 1)
     plain = parity.build(parity.Around)
     backward_of_all(plain, engine.comm.size, 1)

@@ -1,7 +1,7 @@
 """Every strategy, precision and way of wrapping, on models with something unusual in them.
 
 In float64 a sharded model has to compute what the plain one computes to the last digits. Where numbers are rounded to
-fewer bits on the way, torch's FSDP1 over gloo says what is right, see ``tests/mpi/parity.py``.
+fewer bits on the way, torch's FSDP1 over gloo is the reference, see ``tests/mpi/parity.py``.
 """
 
 import dataclasses
@@ -152,7 +152,7 @@ def test_models(carried, model_type, strategy, original):
     if model_type in (parity.MixedDtypes, parity.WithScalars):
         carried.beyond_torch("several dtypes in a unit, parameters without dimensions")
     if model_type is parity.Frozen and not original:
-        carried.beyond_torch("frozen parameters beside others in a flat parameter")
+        carried.beyond_torch("frozen parameters next to others in a flat parameter")
     tolerance = SINGLE if model_type is parity.MixedDtypes else EXACT
     recipe = Recipe("adamw" if original else "sgd")
     check_plain(carried, model_type, recipe, tolerance, strategy=strategy, use_orig_params=original)
@@ -208,7 +208,7 @@ def test_clipping(engine, strategy, norm_type, dtype, original):
 @pytest.mark.parametrize("model_type", [parity.TiedInUnit, parity.Uneven, parity.Frozen, parity.TwiceAndIdle])
 def test_every_gradient_counts_once_in_the_norm(engine, model_type, original):
     if model_type is parity.Frozen and not original:
-        engine.beyond_torch("frozen parameters beside others in a flat parameter")
+        engine.beyond_torch("frozen parameters next to others in a flat parameter")
     recipe = Recipe("sgd", clip=(0.1, 2.0), dtype=torch.float32)
     check_plain(engine, model_type, recipe, SINGLE, use_orig_params=original)
 
@@ -393,7 +393,7 @@ def test_groups_of_original_parameters_have_their_own_settings(engine, strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:4])
-def test_original_parameters_lie_on_all_ranks_together_once(engine, strategy):
+def test_all_ranks_together_hold_original_parameters_once(engine, strategy):
     plain, sharded = build(parity.Uneven), engine.shard(build(parity.Uneven), strategy=strategy, use_orig_params=True)
     here = {parity.plain_name(name): parameter.numel() for name, parameter in sharded.named_parameters()}
     copies = {"NO_SHARD": engine.comm.size, "HYBRID_SHARD": 2}.get(strategy, 1)
@@ -443,7 +443,7 @@ class FilledLinear(nn.Linear):
 
 
 class Filled(parity.Around):
-    """A model of which every module with parameters knows how to fill them."""
+    """A model in which every module with parameters can initialise them."""
 
     units = {FilledLinear}  # noqa: RUF012
     idle = ()
@@ -720,7 +720,7 @@ def test_hooks_that_torch_brings_for_communication(engine, strategy, original):
 @ORIGINAL
 @pytest.mark.parametrize("strategy", PLAIN_STRATEGIES)
 def test_a_hook_for_communication_is_given_every_gradient_once(engine, strategy, original):
-    """The hook may do as it likes: here ranks keep their own gradients, of which they take a tenth."""
+    """The hook may do as it likes: here ranks keep a tenth of their own gradients."""
     calls = []
 
     def hook(state, grad, output=None):
@@ -752,7 +752,7 @@ def test_a_hook_for_communication_is_given_every_gradient_once(engine, strategy,
 
 @pytest.mark.parametrize(("strategy", "original"), SOME)
 @pytest.mark.parametrize("scaler_type", ["torch", "own"])
-def test_scaled_gradients_of_which_one_is_infinite(engine, strategy, scaler_type, original):
+def test_scaled_gradients_with_an_infinite_one(engine, strategy, scaler_type, original):
     recipe, poisoned = Recipe("sgd"), 1
     plain, mine = build(parity.Nested), build(parity.Nested)
     sharded = engine.shard(mine, strategy=strategy, use_orig_params=original)
@@ -783,6 +783,7 @@ def test_scaled_gradients_of_which_one_is_infinite(engine, strategy, scaler_type
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # asked for by dynamo itself
 @ORIGINAL
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("where", ["units", "inside of units", "after wrapping"])
 def test_compiled_modules(engine, where, original):
     if not original:

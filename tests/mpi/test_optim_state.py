@@ -178,6 +178,7 @@ FOR_ONE = {"foreach": True, "fused": False, "sgd": False, "nesterov": True, "ada
 """Optimizers whose state is like that of others: with one setting of ``use_orig_params``."""
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("kind", "original"),
     [(kind, flag) for kind in OPTIMIZERS for flag in (False, True) if FOR_ONE.get(kind, flag) == flag],

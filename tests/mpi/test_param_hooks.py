@@ -9,6 +9,8 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.fsdp import ShardingStrategy
 from tests.mpi.models import ORIGINAL, batch, loss_of, make_net, shard
 
+pytestmark = pytest.mark.ranks(2)
+
 with warnings.catch_warnings():  # torch's own, of torch.jit.script
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import _apply_optimizer_in_backward
@@ -112,5 +114,5 @@ def test_a_node_taken_at_rest_is_refused(comm):
     nodes = [param.view_as(param).grad_fn.next_functions[0][0] for param in model.parameters()]
     for node in nodes:
         node.register_hook(lambda *_: None)
-    with pytest.raises(EngineError, match=r"the AccumulateGrad node of '.*' was taken while the parameter was sharded"):
+    with pytest.raises(EngineError, match=r"the AccumulateGrad node of '.*' was read while the parameter was sharded"):
         loss_of(model, *batch(0)).backward()

@@ -335,7 +335,7 @@ def test_a_mesh_refuses_local_state_dicts_as_torch_does(engines):
 
 @KINDS
 def test_units_that_are_not_sharded_give_whole_tensors(engine, caplog, kind):
-    settings._tell_of_whole.cache_clear()
+    settings._log_whole.cache_clear()
     model = engine.shard(build(parity.Nested), strategy="NO_SHARD")
     with caplog.at_level(logging.INFO, "hpcfsdp.state"):
         for _ in range(2):

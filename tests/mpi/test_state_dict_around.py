@@ -12,6 +12,8 @@ from tests.mpi.parity import WIDTH, build
 from tests.mpi.state_dict_cases import FULL, KINDS, loaded, memory, same, saved, unchanged
 from tests.mpi.test_state_dict_modules import WithMemory
 
+pytestmark = pytest.mark.ranks(2)
+
 # Wrappers
 
 

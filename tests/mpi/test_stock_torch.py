@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from hpcfsdp.comm.backend import carries
+from hpcfsdp.comm.backend import is_mpi_group
 from hpcfsdp.errors import LaunchError
 
 WIDTH = 7  # rows that no number of ranks divides
@@ -81,7 +81,7 @@ def square_meshes():
     rank = dist.get_rank()
     groups = [columns[rank % 2], rows[rank // 2]]
     over_gloo = DeviceMesh.from_group(groups, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=names)
-    assert all(carries(over_mpi.get_group(name)) and not carries(over_gloo.get_group(name)) for name in names)
+    assert all(is_mpi_group(over_mpi.get_group(name)) and not is_mpi_group(over_gloo.get_group(name)) for name in names)
     return over_mpi, over_gloo
 
 
@@ -460,7 +460,7 @@ def test_a_mesh_is_sliced_and_flattened(square):
     assert mesh["replicate"].mesh.tolist() == [rank % 2, rank % 2 + 2]
     assert dist.get_process_group_ranks(mesh.get_group("replicate")) == [rank % 2, rank % 2 + 2]
     flat = mesh._flatten("all")
-    assert carries(flat.get_group())
+    assert is_mpi_group(flat.get_group())
     value = torch.tensor(float(rank))
     dist.all_reduce(value, group=flat.get_group())
     assert value == 6
@@ -469,7 +469,7 @@ def test_a_mesh_is_sliced_and_flattened(square):
 
 def test_a_mesh_over_all_ranks_uses_the_default_group(world):
     mesh = init_device_mesh("cpu", (world.size,))
-    assert carries(mesh.get_group())
+    assert is_mpi_group(mesh.get_group())
     assert mesh.get_local_rank() == world.rank
     assert [mesh.size(), mesh.ndim, *mesh.get_coordinate()] == [world.size, 1, world.rank]
 
@@ -545,7 +545,7 @@ def test_samplers_deal_out_the_data_set_by_rank(world):
 def test_the_mesh_of_the_world_is_one_dimension_over_all_ranks(world):
     mesh = world.mesh()
     assert (mesh.mesh_dim_names, mesh.device_type, mesh.size()) == (("shard",), "cpu", world.size)
-    assert carries(mesh.get_group())
+    assert is_mpi_group(mesh.get_group())
     losses = train(fsdp2(mesh))
     close(losses, train(fsdp2(mesh_of(dist.group.WORLD))))
 

@@ -205,7 +205,7 @@ def test_an_exception_in_forward_leaves_a_model_that_works(world, shape, origina
 
 
 class Integers(mesh_cases.Vectors):
-    """Whole numbers below 256, of which bfloat16 makes no other numbers in any order of sums."""
+    """Whole numbers below 256, which bfloat16 sums exactly in any order."""
 
     units = frozenset({nn.Sequential})
 
@@ -249,7 +249,7 @@ def test_bfloat16_is_exact_for_whole_numbers(world, shape, original, reduce_dtyp
     mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     sharded = shard(Integers(), at, mixed_precision=mixed, use_orig_params=original)
     loss = mesh_cases.model_loss(sharded, at, 0)
-    (loss * at.data_size).backward()  # of which the average over ranks is the sum over parts
+    (loss * at.data_size).backward()  # averaged over ranks it is the sum over parts
     assert sharded.module.dtypes == {torch.bfloat16}
     assert world.comm.allreduce(loss.item()) == wanted.item() * at.shape[2]
     for (name, param), grad in zip(named(plain), whole_gradients(sharded).values(), strict=True):
@@ -259,7 +259,7 @@ def test_bfloat16_is_exact_for_whole_numbers(world, shape, original, reduce_dtyp
 
 @each_mesh_in_one_mode
 def test_bfloat16_is_that_of_a_model_that_is_not_parallel(world, shape, original):
-    """Of which it differs by the order of sums alone: as little as the same model over another number of ranks."""
+    """They differ by the order of sums alone: as little as the same model over another number of ranks."""
     at, recipe = place(shape), Recipe("sgd", steps=3, clip=None)
     options = {
         "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),

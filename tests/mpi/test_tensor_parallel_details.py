@@ -89,7 +89,7 @@ def mixed(at, seed, original, **options):
 
 
 def step(model, optimizer):
-    """Collective over all ranks, which take the same batch: nobody averages gradients of what no unit owns."""
+    """Collective over all ranks, with the same batch: gradients outside of units are not averaged."""
     inputs, targets = Mlp.batch(0)
     loss = nn.functional.mse_loss(model(inputs), targets)
     loss.backward()
@@ -142,17 +142,17 @@ def test_what_no_unit_owns_comes_back_from_parts_and_files(world, shared_path, k
 
 
 @each_mesh
-def test_one_rank_can_tell_who_has_what_once_all_are_connected(world, shape):
+def test_one_rank_knows_the_copies_once_all_are_connected(world, shape):
     at = place(shape)
     model = shard(build(Mlp), at)
     ranks = communicator_of(model)
     assert ranks.size == SIZE
     if world.rank == 0:
-        holders = [rank for tensor in model_tensors(model) for rank in tensor.runs.holders.ravel().tolist()]
+        holders = [rank for tensor in model_tensors(model) for rank in tensor.runs.ranks.ravel().tolist()]
         assert set(holders) <= set(range(SIZE))
 
 
-def test_the_first_rank_gets_a_tensor_that_lies_across_replicas(several, world):
+def test_the_first_rank_gets_a_tensor_across_replicas(several, world):
     mesh = world.mesh(replicate=SIZE, shard=1)
     model = nn.Linear(4, 4)
     model.register_buffer("across", distribute_tensor(torch.arange(8.0), mesh["replicate"], [Shard(0)]))
@@ -365,7 +365,7 @@ def test_hooks_of_dtensors_are_missed(world):
         wrap(model, at)
 
 
-def test_units_of_which_a_rank_has_nothing_at_all(several, world):
+def test_units_without_elements_on_a_rank(several, world):
     at = place((1, 1, SIZE))
     model = nn.Sequential(nn.Linear(5, 1), nn.Linear(1, 5)).double()
     plan = {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}

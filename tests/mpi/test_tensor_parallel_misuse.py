@@ -65,7 +65,7 @@ def refused(world, kind, words, call, *args, **options):
 
 
 def with_dtensor(placements, mesh, shape=(4, 8)):
-    """A layer whose weight is placed like this, whatever that means."""
+    """A layer with a weight of these placements."""
     layer = nn.Linear(shape[1], shape[0])
     local = torch.ones(shape)
     stride = layer.weight.stride()
@@ -75,7 +75,7 @@ def with_dtensor(placements, mesh, shape=(4, 8)):
 
 
 def in_another_way(model, at):
-    """Like ``Mlp.parallelize``, of which rows and columns are exchanged."""
+    """Like ``Mlp.parallelize``, with rows and columns exchanged."""
     plan = {"blocks.*.up": RowwiseParallel(), "blocks.*.down": ColwiseParallel()}
     return parallelize_module(model, at.tensor, plan)
 
@@ -123,7 +123,7 @@ def test_parameters_on_two_meshes(several, world):
     at, alone = place(ALONG_TENSOR), place((1, SIZE, 1))
     model = build(Mlp).parallelize(at.tensor)
     parallelize_module(model, alone.tensor, {"last": ColwiseParallel()})
-    words = r"lies? on the ranks.*parallelize all of a model over one mesh"
+    words = r"is on the ranks.*parallelize all of a model over one mesh"
     refused(world, ShardingError, words, wrap, model, at, "whole")
 
 
@@ -194,7 +194,7 @@ def test_a_model_that_is_parallelized_after_it_has_been_wrapped(world, original,
         parallelize_module(inside if part else sharded.module, at.tensor, plan)
         mesh_cases.model_loss(sharded, at, 0)
     assert caught.type is EngineError
-    assert "parallelized over tensors after it had been wrapped" in str(caught.value)
+    assert "parallelize_module was called with" in str(caught.value)
     assert "call parallelize_module first, and wrap its result" in str(caught.value)
     if part:
         assert "'norm.weight' of the unit Block" in str(caught.value)

@@ -55,7 +55,7 @@ def test_the_group_of_a_mesh_carries_collectives_of_its_ranks_alone(world):
 
 
 @pytest.mark.parametrize("labels", ["aabb", "abab"])
-def test_the_last_dimension_lies_within_nodes_however_ranks_are_dealt_out(world, labels):
+def test_the_last_dimension_is_within_nodes_for_any_distribution_of_ranks(world, labels):
     topology = Topology.from_labels(labels[: world.size])
     if topology.ranks_per_node is None:
         with pytest.raises(LaunchError, match="needs nodes of one size"):

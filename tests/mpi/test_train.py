@@ -1,4 +1,4 @@
-"""The training job: the number of ranks, and what they are to each other, changes its speed and nothing else."""
+"""The training job: the number of ranks and their mesh change its speed and nothing else."""
 
 import dataclasses
 import json
@@ -86,14 +86,14 @@ def records(config, kind="train"):
 
 
 def meshes(world, but=()):
-    """All pairs of (replicate, tensor) that so many ranks and twelve heads can have."""
+    """All pairs of (replicate, tensor) that divide the ranks and twelve heads."""
     extents = [extent for extent in range(1, world.size + 1) if world.size % extent == 0 and 12 % extent == 0]
     pairs = [(replicate, tensor) for replicate in extents for tensor in extents]
     return [pair for pair in pairs if world.size % (pair[0] * pair[1]) == 0 and pair not in but]
 
 
 def largest(world):
-    """The mesh of (replicate, tensor) that has the most of both."""
+    """The mesh (replicate, tensor) with the largest dimensions."""
     return max(meshes(world), key=lambda pair: (min(pair), pair[1]))
 
 
@@ -135,15 +135,15 @@ def test_losses_are_those_of_one_plain_process(world, make_config, batch, accumu
 
 @pytest.fixture
 def in_float64():
-    """Differences that come from the order of sums are then far below all others."""
+    """Then differences by the order of sums are far below all others."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
 
 
 def agree(config, losses, norms):
-    """Whether a run was the plain one but for the order of sums. The longest is that of the norm, over 21,024 elements:
-    each addition is off by 2^-53 of the sum at most, in either run, so that the two differ by 4.7e-12 of it at most."""
+    """Whether a run equals the plain one but for the order of sums. The longest sum is the norm, of 21,024 elements:
+    each addition is off by at most 2^-53 of the sum, in either run, so the two differ by at most 4.7e-12 of it."""
     torch.testing.assert_close([r["loss"] for r in records(config)], losses, rtol=1e-11, atol=0)
     torch.testing.assert_close([r["grad_norm"] for r in records(config)], norms, rtol=1e-11, atol=0)
 
@@ -175,7 +175,7 @@ def test_one_replica_on_each_node_is_a_mesh(world, make_config, in_float64):
 
 
 @pytest.mark.ranks(4)
-def test_a_run_goes_on_at_any_other_mesh(world, make_config, in_float64):
+def test_a_run_resumes_on_any_other_mesh(world, make_config, in_float64):
     turns = meshes(world) + meshes(world)[::-1]
     values = {"model": MANY_HEADS, "steps": len(turns), "run_steps": 1}
     for step, mesh in enumerate(turns, start=1):
@@ -185,14 +185,14 @@ def test_a_run_goes_on_at_any_other_mesh(world, make_config, in_float64):
 
 
 def cut_and_whole(config):
-    """Elements that are cut over tensor ranks, and elements that all of them have."""
+    """Elements that are divided over tensor-parallel ranks, and elements that all of them store."""
     names = ("qkv.weight", "qkv.bias", "merge.weight", "up.weight", "up.bias", "down.weight")
     cut = sum(param.numel() for name, param in GPT(config).named_parameters() if name.endswith(names))
     return cut, count_elements(config) - cut
 
 
 @pytest.mark.ranks(4)
-def test_what_travels_in_a_step_is_what_the_page_about_meshes_says(world, monkeypatch):
+def test_messages_of_a_step_are_those_on_the_page_about_meshes(world, monkeypatch):
     config = ModelConfig(layers=2, width=192, heads=12, context=16)  # parameters that need no padding
     sequences, length = 3, config.context
     ids = torch.randint(256, (sequences, length + 1))
@@ -203,7 +203,7 @@ def test_what_travels_in_a_step_is_what_the_page_about_meshes_says(world, monkey
         original = getattr(MpiCommunicator, method)
 
         def call(self, *args, **options):
-            if args[full].dtype == torch.float32:  # not what ranks agree on
+            if args[full].dtype == torch.float32:  # not a comparison between ranks
                 elements[self, method] += args[full].numel()
             return original(self, *args, **options)
 
@@ -227,11 +227,11 @@ def test_what_travels_in_a_step_is_what_the_page_about_meshes_says(world, monkey
 
 
 @pytest.mark.ranks(4)
-def test_activations_are_what_the_page_about_meshes_says(world):
+def test_activations_are_those_on_the_page_about_meshes(world):
     tokens, width, layers = 4 * MANY_HEADS.context, 384, 3
 
     def kept(layers, mesh):
-        """Bytes that autograd keeps, beside parameters."""
+        """Bytes that autograd keeps, without parameters."""
         torch.manual_seed(0)
         model = GPT(ModelConfig(layers=layers, width=width, heads=12, context=MANY_HEADS.context))
         if mesh is not None:
@@ -263,7 +263,7 @@ def as_local(tensor):
 
 
 @pytest.mark.ranks(3)
-def test_ranks_that_cut_layers_drop_the_same_where_they_have_the_same(world, make_config):
+def test_tensor_parallel_ranks_drop_the_same_elements_of_equal_activations(world, make_config):
     model = ModelConfig(layers=2, width=24, heads=12, context=16, dropout=0.3)
     config = make_config(model=model, mesh=(1, world.size), steps=4, every=0)
     trainer = loop.Trainer(config, world, Callbacks())
@@ -279,7 +279,7 @@ def test_ranks_that_cut_layers_drop_the_same_where_they_have_the_same(world, mak
 
 @pytest.mark.parametrize("cut", [False, True], ids=["sharded", "on a mesh"])
 @pytest.mark.ranks(4, 1)
-def test_a_run_in_pieces_is_bitwise_the_run_at_once(world, make_config, cut):
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(world, make_config, cut):
     model = ModelConfig(layers=2, width=24, heads=12, context=16, dropout=0.2)
     mesh = largest(world) if cut else (1, 1)
     whole, pieces = (make_config(n, model=model, mesh=mesh, run_steps=r) for n, r in (("whole", 0), ("pieces", 5)))
@@ -294,7 +294,7 @@ def test_a_run_in_pieces_is_bitwise_the_run_at_once(world, make_config, cut):
     assert names == ["step-00000003.h5", "step-00000006.h5", "step-00000008.h5"]
 
 
-def test_a_finished_training_has_nothing_to_do_and_says_so(world, make_config, caplog):
+def test_a_finished_training_logs_that_no_steps_are_left(world, make_config, caplog):
     config = make_config(steps=2)
     run(config, world)
     with caplog.at_level("WARNING", "hpcfsdp"):
@@ -368,7 +368,7 @@ def truncate(path, world):
     world.comm.Barrier()
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_and_its_steps_are_done_again(world, make_config, caplog):
+def test_a_damaged_newest_checkpoint_is_skipped_and_its_steps_are_repeated(world, make_config, caplog):
     whole, harmed = make_config("whole"), make_config("harmed", run_steps=4)
     run(whole, world)
     truncate(run(harmed, world).checkpoint, world)
@@ -383,7 +383,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_its_steps_are_done_again
     assert (steps.tolist(), losses.tolist()) == (list(range(1, 9)), [r["loss"] for r in records(whole)])
 
 
-def test_a_run_of_which_all_checkpoints_are_damaged_stops_and_names_them(world, make_config):
+def test_a_run_with_damaged_checkpoints_only_fails_and_names_them(world, make_config):
     config = make_config(steps=4)
     truncate(run(config, world).checkpoint, world)
     truncate(checkpoint.checkpoint_files(f"{config.run_dir}/checkpoints")[0], world)
@@ -392,7 +392,7 @@ def test_a_run_of_which_all_checkpoints_are_damaged_stops_and_names_them(world, 
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_old_checkpoints_are_removed_as_the_run_wants(world, make_config, asynchronous):
+def test_old_checkpoints_are_removed_as_configured(world, make_config, asynchronous):
     config = make_config(every=1)
     wanted = CheckpointConfig(every=1, keep_last=2, keep_every=3, asynchronous=asynchronous)
     outcome = run(dataclasses.replace(config, checkpoint=wanted), world)
@@ -402,7 +402,7 @@ def test_old_checkpoints_are_removed_as_the_run_wants(world, make_config, asynch
     assert outcome.checkpoint == kept[-1]
 
 
-def test_a_run_that_saves_while_it_goes_on_is_the_run_that_stops_to_save(world, make_config):
+def test_asynchronous_saves_do_not_change_the_run(world, make_config):
     plain, config = make_config("plain", every=2), make_config("asynchronous", every=2)
     run(plain, world)
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, asynchronous=True))
@@ -452,7 +452,7 @@ def test_a_mesh_that_does_not_fit_is_refused_on_every_rank(world, make_config):
         assert caught.value.exit_code == 2
 
 
-def test_heads_that_cannot_be_cut_are_refused(world, make_config):
+def test_a_tensor_dimension_that_does_not_divide_the_heads_is_refused(world, make_config):
     one = ModelConfig(layers=1, width=24, heads=1, context=16)
     if world.size == 1:
         pytest.skip("one rank cuts nothing")
@@ -460,7 +460,7 @@ def test_heads_that_cannot_be_cut_are_refused(world, make_config):
         run(make_config(model=one, mesh=(1, world.size)), world)
 
 
-def test_ranks_that_share_sequences_need_one_between_them(world, make_config):
+def test_tensor_parallel_ranks_need_one_sequence_together(world, make_config):
     config = make_config(model=MANY_HEADS, mesh=(1, world.size), batch=1, steps=2)
     assert run(config, world).step == 2
     with pytest.raises(UsageError, match=r"train\.batch \(1 .*train\.accumulation=2"):
@@ -474,14 +474,14 @@ def test_a_second_training_in_the_folder_of_another_is_refused(world, make_confi
     assert run(make_config("fresh", steps=2, resume="never"), world).step == 2
 
 
-def test_a_run_that_started_from_a_file_goes_on_from_its_own_checkpoints(world, make_config, shared_path):
+def test_a_run_that_started_from_a_file_resumes_from_its_own_checkpoints(world, make_config, shared_path):
     first = run(make_config("first", steps=8, run_steps=2), world)
     branch = make_config("branch", steps=8, run_steps=2, resume=str(first.checkpoint))
     assert run(branch, world).step == 4
     assert run(branch, world).step == 6  # a job that is requeued has the same arguments
 
 
-def test_a_run_that_cannot_start_leaves_the_configuration_of_the_folder(world, make_config):
+def test_a_refused_run_does_not_change_the_configuration_of_the_folder(world, make_config):
     config = make_config(steps=2)
     run(config, world)
     with open(f"{config.run_dir}/config.yaml") as file:
@@ -496,7 +496,7 @@ def test_a_second_training_in_a_folder_is_refused_on_all_ranks(world, make_confi
     config = make_config(steps=2)
     held = RunLock(Path(config.run_dir))
     if world.rank == 0:
-        held.take()
+        held.acquire()
     world.comm.Barrier()
     with pytest.raises(UsageError, match=r"is another training's: (job \S+, )?process .* choose another run_dir"):
         run(config, world)

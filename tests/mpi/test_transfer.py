@@ -16,11 +16,15 @@ from hpcfsdp import _compat
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import Box, FlatLayout
+from hpcfsdp.reshard import blocks as resharding, move as moving
 from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.sharded.groups import resolve_mesh
-from hpcfsdp.state import transfer
+from hpcfsdp.state import scatter as scattering
+from hpcfsdp.state.gather import gather
+from hpcfsdp.state.scatter import scatter
+from hpcfsdp.state.settings import StateDictFormat
 from hpcfsdp.state.shards import LocalShards
-from hpcfsdp.state.transfer import Rank0Tensor, StateDictFormat, gather, scatter
+from hpcfsdp.state.tensors import Rank0Tensor
 from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, local_blocks, properties_of
 
 pytestmark = pytest.mark.ranks(2, 1, 3)
@@ -364,7 +368,7 @@ class HeldBack:
 @pytest.mark.parametrize("batch", [1, 20, 40, 1 << 20])
 def test_a_few_parameters_at_a_time_are_in_memory(world, plain, monkeypatch, batch):
     """Whatever is made, no rank sends or receives more at a time than one batch, or the largest parameter."""
-    monkeypatch.setattr(transfer, "_BATCH_NUMEL", batch)
+    monkeypatch.setattr(moving, "BATCH_NUMEL", batch)
     shapes = {f"p{index}": (index % 5 + 1, 5) for index in range(12)}
     watch = HeldBack(plain.shard)
     groups = dataclasses.replace(plain, along={"shard": watch})
@@ -386,8 +390,8 @@ def test_a_few_parameters_at_a_time_are_in_memory(world, plain, monkeypatch, bat
 
 def test_copies_of_blocks_are_made_when_their_turn_comes(world, plain, monkeypatch):
     """Blocks that are no single piece of memory are put together: not all of a state dict's at a time."""
-    monkeypatch.setattr(transfer, "_BATCH_NUMEL", 1)
-    made, alive, make = [], [], transfer._held
+    monkeypatch.setattr(moving, "BATCH_NUMEL", 1)
+    made, alive, make = [], [], scattering._stored
 
     def watch(value):
         made.append(make(value))
@@ -398,9 +402,9 @@ def test_copies_of_blocks_are_made_when_their_turn_comes(world, plain, monkeypat
         made.clear()
         actual(*arguments)
 
-    actual = transfer.move
-    monkeypatch.setattr(transfer, "_held", watch)
-    monkeypatch.setattr(transfer, "move", move)
+    actual = resharding.move
+    monkeypatch.setattr(scattering, "_stored", watch)
+    monkeypatch.setattr(resharding, "move", move)
     example = Example(plain)
     example.check_filled(False, [sharded_in_blocks(v, 3, range(world.size)) if v.ndim else v for v in example.values])
     assert max(alive) == 1
@@ -516,7 +520,7 @@ def test_a_sharded_tensor_of_other_ranks_is_refused_by_all(world, comm):
     parts, shard = example.parts(False)
     there, here = re.escape(str(list(range(world.size)))), re.escape(str(half))
     with pytest.raises(
-        StateDictError, match=f"'a': its ShardedTensor lies on the ranks {there}.*over \\({here}\\): load"
+        StateDictError, match=f"'a': its ShardedTensor is on the ranks {there}.*over \\({here}\\): load"
     ):
         scatter(groups, parts, [example.values[0], a])
     assert torch.equal(shard, torch.full_like(shard, UNTOUCHED))

@@ -190,7 +190,7 @@ def test_padding_never_leaks(comm, wrap, strategy, rank0_only):
 
 
 @ORIGINAL
-def test_another_shape_on_rank_0_is_told_to_all(comm, wrap, original):
+def test_another_shape_on_rank_0_raises_on_all(comm, wrap, original):
     plain = make_net()
     sharded = wrap(plain, strategy="HYBRID_SHARD", use_orig_params=original)
     with pytest.raises(EngineError, match=r"'norm\.bias' has shape \(2,\).*cannot be changed"):  # noqa: SIM117
@@ -238,7 +238,7 @@ def test_gradients_are_whole_and_are_written_back(comm, wrap, carrier, strategy,
 
 
 @ORIGINAL
-def test_whole_parameters_that_are_replicated_may_lie_in_host_memory(comm, wrap, original):
+def test_replicated_whole_parameters_may_be_in_host_memory(comm, wrap, original):
     plain = make_net()
     sharded = wrap(plain, strategy="NO_SHARD", use_orig_params=original)
     with summon(sharded, offload_to_cpu=True, rank0_only=True), torch.no_grad():

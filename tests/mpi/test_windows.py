@@ -1,6 +1,6 @@
 """Memory that the ranks of a node share: what collectives on it give, and the protocol by which ranks take turns.
 
-Nodes are imagined: ranks of one machine are told that they are on several.
+Nodes are imagined: the ranks of one machine have a topology of several.
 """
 
 import ast
@@ -17,7 +17,6 @@ import torch
 
 from hpcfsdp.comm import messages, shared, window as windows
 from hpcfsdp.comm.communicator import segment
-from hpcfsdp.comm.mpi_communicator import MpiCommunicator
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
@@ -40,24 +39,9 @@ def machines(size):
 
 
 @pytest.fixture
-def make(world):
-    """``make(topology, **options)``: an ``MpiCommunicator`` over all ranks that may be broken by the test."""
-    made = []
-
-    def make_communicator(topology=None, **options):
-        topology = topology or Topology.regular(1, world.size)
-        made.append(MpiCommunicator(world.comm.Dup(), topology, **options))
-        return made[-1]
-
-    yield make_communicator
-    for communicator in made:
-        communicator.abandon()
-
-
-@pytest.fixture
-def several(world):
-    if world.size == 1:
-        pytest.skip("one rank shares memory with nobody")
+def make(world, make_comm):
+    """As ``make_comm``, with all ranks on one node by default."""
+    return lambda topology=None, **options: make_comm(topology or Topology.regular(1, world.size), **options)
 
 
 def held(rank, numel, turn=0, dtype=torch.float32):
@@ -80,14 +64,13 @@ def test_every_machine_gathers_and_reduces_as_plain_memory_does(world, make, dty
             shard = (held(comm.rank, numel, turn) % 5).to(dtype)
             expected = torch.empty(numel * comm.size, dtype=dtype)
             plain.all_gather_into_tensor(expected, shard)
-            comm.claim(full)
             if turn % 2:
+                comm.labelled_barrier("read")
                 segment(full, comm).copy_(shard)
                 comm.all_gather_into_tensor(full, segment(full, comm))
             else:
                 comm.all_gather_into_tensor(full, shard)
             assert torch.equal(full.double(), expected.double()), topology
-            comm.release(full)
 
             given = (held(comm.rank, numel * comm.size, turn) % 3).to(dtype)
             for op in ("sum", "max"):
@@ -153,7 +136,6 @@ def test_a_node_holds_gathered_memory_once_and_gives_it_back(world, make):
     assert full[::numel].tolist()[: comm.size] == [rank + 1.0 for rank in range(comm.size)]
     assert full.sum() == numel * comm.size * (comm.size + 1) / 2  # reads every page
     assert abs(memory_held(world) - before - 24) < 2
-    comm.release(full)
     comm.free(full)
     assert abs(memory_held(world) - before - 24) < 2  # the tensor is still there
     del full
@@ -224,8 +206,6 @@ def test_empty_memory_is_no_special_case(make, gathered):
     comm.all_gather_into_tensor(empty, torch.empty(0))
     comm.reduce_scatter_tensor(torch.empty(0), empty, "sum")
     comm.all_reduce(empty, "sum")
-    comm.claim(empty)
-    comm.release(empty)
     comm.free(empty)
 
 
@@ -240,22 +220,22 @@ def test_only_what_alloc_gave_can_be_freed_and_only_once(make):
             f"free on rank {comm.rank}: this tensor of 8 x torch.float32 did not come from alloc of this communicator, "
             "is a part of what did, or was freed before"
         )
-    mine.fill_(1.0)  # freed memory is plain memory as long as somebody holds it
+    mine.fill_(1.0)  # freed memory is plain memory as long as a tensor uses it
     comm.all_reduce(mine, "sum")
     assert mine.tolist() == [float(comm.size)] * 8
 
 
 def test_sizes_that_cannot_be_are_refused(make):
     comm = make()
-    with pytest.raises(CommunicationError, match=f"alloc on rank {comm.rank}: -1 elements are no size"):
+    with pytest.raises(CommunicationError, match=f"alloc on rank {comm.rank}: size must be >= 0, got -1"):
         comm.alloc(-1, torch.float32)
     if comm.size > 1:
-        with pytest.raises(CommunicationError, match=f"elements are not {comm.size} equal segments"):
+        with pytest.raises(CommunicationError, match=f"elements do not divide into {comm.size} equal segments"):
             comm.alloc(comm.size + 1, torch.float32, gathered=True)
 
 
 @pytest.mark.parametrize("what", ["numel", "dtype", "gathered"])
-def test_ranks_that_ask_for_different_memory_are_told_on_every_node(several, world, make, what):
+def test_allocations_that_differ_raise_on_every_node(several, world, make, what):
     for topology in machines(world.size):
         comm = make(topology)
         odd = world.rank == world.size - 1
@@ -273,8 +253,8 @@ def test_ranks_that_ask_for_different_memory_are_told_on_every_node(several, wor
         }[what]
         mine, theirs = (other, asked) if odd else (asked, other)
         peer = r"\d" if odd else str(world.size - 1)
-        told = rf"rank {world.rank} calls {re.escape(mine)}, but rank {peer} calls {re.escape(theirs)}"
-        assert re.fullmatch(told, str(caught.value))
+        message = rf"rank {world.rank} calls {re.escape(mine)}, but rank {peer} calls {re.escape(theirs)}"
+        assert re.fullmatch(message, str(caught.value))
         comm.alloc(4, torch.float32)  # and memory can be had as before
 
 
@@ -313,7 +293,7 @@ def test_a_named_file_serves_where_processes_do_not_see_each_other(several, worl
 def test_memory_that_cannot_be_shared_is_an_error_on_every_rank(several, world, make, monkeypatch, culprit):
     odd = 0 if culprit == "first" else world.size - 1
     for topology in (Topology.regular(1, world.size), Topology.uneven([world.size - 1, 1])):
-        if len(topology.node_of(odd)) == 1:  # it shares memory with nobody
+        if len(topology.node_of(odd)) == 1:  # it shares no memory
             continue
         comm = make(topology)
         with monkeypatch.context() as patch:
@@ -369,7 +349,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_calls_that_differ_on_the_same_memory_are_told_on_every_rank(several, world, make, what):
+def test_different_calls_on_the_same_memory_raise_on_every_rank(several, world, make, what):
     comm = make(timeout_s=60)
     memory = comm.alloc(2 * comm.size, torch.float32)
     for odd in (0, world.size - 1):
@@ -421,15 +401,13 @@ def test_a_rank_that_does_not_come_to_a_window_is_named(several, world, make):
     comm, missing = make(timeout_s=1), world.size - 1
     others = world.comm.Split(world.rank == missing)
     numel = 2 * comm.size
-    fulls = [comm.alloc(numel, torch.float32, gathered=True) for _ in range(3)]
+    full = comm.alloc(numel, torch.float32, gathered=True)
     inputs = [comm.alloc(numel, torch.float32) for _ in range(2)]
-    comm.all_gather_into_tensor(fulls[2], torch.ones(2))
     if world.rank != missing:
         for name, call in {
-            "all_gather_into_tensor of 2 x torch.float32": lambda: comm.all_gather_into_tensor(fulls[0], torch.ones(2)),
+            "all_gather_into_tensor of 2 x torch.float32": lambda: comm.all_gather_into_tensor(full, torch.ones(2)),
             "reduce_scatter_tensor(sum) of": lambda: comm.reduce_scatter_tensor(torch.empty(2), inputs[0], "sum"),
             "all_reduce(max) of": lambda: comm.all_reduce(inputs[1], "max"),
-            f"claim of {numel} x torch.float32": lambda: comm.claim(fulls[2]),
         }.items():
             others.Barrier()  # those that come do so together
             with pytest.raises(CommunicationError) as caught:
@@ -456,7 +434,7 @@ class Dice:
 
 @pytest.fixture
 def delays(world, monkeypatch):
-    """Delays before and after everything by which ranks meet."""
+    """Delays before and after everything by which ranks synchronize."""
     dice = Dice(world.rank)
 
     def delay(holder, name, chance=0.3):
@@ -473,12 +451,12 @@ def delays(world, monkeypatch):
     delay(windows.Window, "_set")
     delay(windows.Window, "arrive")
     delay(windows.Window, "_reached", 0.01)
-    delay(windows.Window, "note_of", 0.1)
+    delay(windows.Window, "label_of", 0.1)
     delay(shared, "_in_region")
     delay(shared, "reduce_into")
-    delay(messages.Mail, "send")
-    delay(messages.Mail, "receive")
-    delay(messages.Mail, "holds", 0.01)
+    delay(messages.Requests, "send")
+    delay(messages.Requests, "recv")
+    delay(messages.Requests, "holds", 0.01)
     return dice
 
 
@@ -489,29 +467,24 @@ def test_gathered_memory_is_right_under_delays(world, make, delays):
     for topology in machines(world.size):
         comm = make(topology)
         numel = 50
-        full, own_turn = comm.alloc(numel * comm.size, torch.float32, gathered=True), 0
+        full = comm.alloc(numel * comm.size, torch.float32, gathered=True)
         for turn in range(1, ROUNDS):
             expected = torch.cat([held(rank, numel, turn) for rank in range(comm.size)])
             delays.sleep()
             if turn % 3 == 0:
                 comm.all_gather_into_tensor(full, held(comm.rank, numel, turn))
             else:
-                if own_turn:
-                    comm.claim(full)
+                comm.labelled_barrier("read")
                 delays.sleep()
                 segment(full, comm).copy_(held(comm.rank, numel, turn))
                 delays.sleep()
                 comm.all_gather_into_tensor(full, segment(full, comm))
                 if turn % 3 == 1:  # as for the backward pass: again, with nothing written
-                    comm.release(full)
                     comm.all_gather_into_tensor(full, segment(full, comm))
-            own_turn = turn
             for _ in range(2):
                 assert torch.equal(full, expected), (topology, turn)
                 delays.sleep(1.0)
             assert torch.equal(full, expected), (topology, turn)
-            if turn % 2:
-                comm.release(full)
 
 
 def test_reductions_are_right_under_delays_and_leave_their_input_to_the_caller(world, make, delays):
@@ -535,8 +508,8 @@ def test_reductions_are_right_under_delays_and_leave_their_input_to_the_caller(w
                 assert torch.equal(result, sum(given)), (topology, turn)
 
 
-def test_ranks_that_meet_around_each_use_may_write_in_place(world, make, delays):
-    """What the engine does with parameters that stay: nothing is gathered or claimed, ranks meet instead."""
+def test_ranks_with_a_barrier_around_each_use_may_write_in_place(world, make, delays):
+    """What the engine does with parameters that stay: nothing is gathered, barriers separate reads from writes."""
     comm, numel = make(), 40
     full = comm.alloc(numel * comm.size, torch.float32, gathered=True)
     for turn in range(2 * ROUNDS):
@@ -640,9 +613,11 @@ def all_of(comm, turn, numel=NUMEL):
 
 def write_while_the_late_rank_reads(stage, turn):
     comm, full = gathered(stage, "one node", turn)
+    comm.labelled_barrier("before")
+    stage.world.comm.Barrier()
     stage.hold()
     right = torch.equal(full, all_of(comm, turn))
-    comm.claim(full)
+    comm.labelled_barrier("read")
     segment(full, comm).fill_(-1.0)
     stage.signal()
     return right
@@ -664,16 +639,14 @@ def receive_from_other_nodes_while_the_late_rank_reads(stage, turn):
     stage.around(windows.Window, "arrive", after=stage.signal)
     stage.hold()
     right = torch.equal(full, all_of(comm, turn))
-    if 0 < comm.rank < comm.size - 1:
-        comm.claim(full)
-        segment(full, comm).fill_(-1.0)
-    comm.all_gather_into_tensor(full, segment(full, comm))
+    is_elsewhere = 0 < comm.rank < comm.size - 1
+    comm.all_gather_into_tensor(full, torch.full((NUMEL,), -1.0) if is_elsewhere else segment(full, comm))
     return right
 
 
 def gather(stage, turn, kind):
     comm, full = gathered(stage, kind, turn)
-    comm.claim(full)
+    comm.labelled_barrier("read")
     stage.hold()
     segment(full, comm).copy_(held(comm.rank, NUMEL, turn + 1))
     comm.all_gather_into_tensor(full, segment(full, comm))
@@ -755,7 +728,7 @@ def use_what_the_late_rank_has_not_written(stage, turn):
 
 
 RACES = [
-    (("claim", 1), write_while_the_late_rank_reads),
+    (("labelled_barrier", 1), write_while_the_late_rank_reads),
     (("labelled_barrier", 1), use_what_the_late_rank_has_not_written),
     (("all_gather", 1), gather_another_shard_while_the_late_rank_reads),
     (("all_gather", 1), receive_from_other_nodes_while_the_late_rank_reads),
@@ -780,7 +753,7 @@ def test_without_any_one_wait_values_are_wrong(several, world, make, monkeypatch
         right = race(Stage(world, make, patch, patience_s=0.05), turn=1)
     assert world.comm.allreduce(right) == world.size
     with monkeypatch.context() as patch:
-        for name in ("claim", "labelled_barrier", "all_gather", "reduce_scatter", "all_reduce"):
+        for name in ("labelled_barrier", "all_gather", "reduce_scatter", "all_reduce"):
             patch.setattr(shared, name, leaving_out(site, getattr(shared, name)))
         right = race(Stage(world, make, patch, patience_s=5.0), turn=3)
         assert world.comm.allreduce(right) < world.size
@@ -802,25 +775,11 @@ def test_gathered_memory_is_written_by_gathering_alone(several, make):
         lambda: comm.all_gather_into_tensor(full.view(torch.int32), torch.ones(2, dtype=torch.int32)),
         lambda: other.all_gather_into_tensor(full, torch.ones(2)),
     ):
-        with pytest.raises(CommunicationError, match=r"on rank \d: the output lies in gathered memory"):
+        with pytest.raises(CommunicationError, match=r"on rank \d: the output is gathered memory"):
             call()
 
 
-def test_only_gathered_memory_is_released_and_claimed(make):
-    comm = make()
-    for memory in (
-        torch.ones(4),
-        comm.alloc(4, torch.float32),
-        make().alloc(4 * comm.size, torch.float32, gathered=True),
-    ):
-        for call in (comm.release, comm.claim):
-            with pytest.raises(
-                CommunicationError, match=rf"{call.__name__} on rank {comm.rank}: .* no gathered memory"
-            ):
-                call(memory)
-
-
-def test_neighbours_that_mean_other_places_of_a_window_are_told(several, make):
+def test_neighbours_with_different_places_in_a_window_raise(several, make):
     comm = make(timeout_s=60)
     window = comm.alloc(4, torch.float32)
     place = window[2:] if comm.rank == 0 else window[:2]
@@ -832,7 +791,7 @@ def test_neighbours_that_mean_other_places_of_a_window_are_told(several, make):
 
 @pytest.mark.parametrize("long", ["", "a module with a very long name " * 10], ids=["short", "long"])
 @pytest.mark.parametrize("operation", ["reduce_scatter_tensor", "all_reduce"])
-def test_ranks_that_reduce_different_things_at_a_time_are_told_both(several, world, make, operation, long):
+def test_ranks_that_reduce_different_values_raise_with_both_labels(several, world, make, operation, long):
     comm = make(timeout_s=60)
     inputs, output = comm.alloc(2 * comm.size, torch.float32), torch.empty(2)
     odd = world.size - 1
@@ -843,16 +802,16 @@ def test_ranks_that_reduce_different_things_at_a_time_are_told_both(several, wor
         else:
             comm.reduce_scatter_tensor(output, inputs, "average", label=label)
     others = range(odd) if world.rank == odd else [odd]
-    told = str(caught.value)
-    assert told.startswith(f"rank {world.rank} calls {label[:80]}")
-    assert any(f", but rank {other} calls {long[:80] or 'gradients of '}" in told for other in others)
-    assert told.endswith(" on the same memory: all ranks must call the same")
+    message = str(caught.value)
+    assert message.startswith(f"rank {world.rank} calls {label[:80]}")
+    assert any(f", but rank {other} calls {long[:80] or 'gradients of '}" in message for other in others)
+    assert message.endswith(" on the same memory: all ranks must call the same")
     if not long:
-        assert "gradients of 'head': " in told
-        assert f"gradients of 'body': {operation}(average) of {inputs.numel()} x torch.float32" in told
+        assert "gradients of 'head': " in message
+        assert f"gradients of 'body': {operation}(average) of {inputs.numel()} x torch.float32" in message
 
 
-def test_the_same_label_is_in_nobodys_way(make):
+def test_ranks_with_the_same_label_do_not_raise(make):
     comm = make()
     inputs = comm.alloc(2 * comm.size, torch.float32).fill_(1.0)
     for label in ("", "gradients of 'head'", "long " * 100):
@@ -862,7 +821,7 @@ def test_the_same_label_is_in_nobodys_way(make):
         comm.all_reduce(inputs, "average", label=label)
 
 
-def test_a_shard_lies_in_its_own_segment_or_elsewhere(several, make):
+def test_a_shard_must_not_be_the_segment_of_another_rank(several, make):
     comm = make()
     full = torch.zeros(3 * comm.size)
     wrong = full.split(3)[(comm.rank + 1) % comm.size]

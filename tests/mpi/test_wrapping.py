@@ -14,6 +14,8 @@ from hpcfsdp.errors import DifferentValuesWarning, DisagreementError, EngineErro
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
 from tests.mpi.models import ORIGINAL, make_net, shard
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def warned(wrap):
     """The warnings of values that differ, their texts."""

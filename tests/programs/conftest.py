@@ -21,7 +21,7 @@ def complete_torchvision():
     """Make torchvision importable where it is built for another torch, as PyPI's is for one with CUDA.
 
     Its library of operators does not load then. It goes on without, except that it describes two of them to the
-    compiler, which fails where nobody has declared them. No test calls them.
+    compiler, which fails unless they are declared. No test calls them.
     """
     found = importlib.util.find_spec("torchvision")
     try:

@@ -1,7 +1,7 @@
 """A training loop as users write it, run on a plain model in one process, and on a sharded one by all ranks.
 
 Dropout and whatever else is random is on where a library has it on: each forward starts from a seed of its own, which
-belongs to the step and to the rank whose data it computes, in one process as on many ranks.
+belongs to the step and to the rank of its data, in one process as on many ranks.
 """
 
 import dataclasses

@@ -25,7 +25,7 @@ def adapted(make, task, **options):
 
 LORA = Program(adapted(llama, "CAUSAL_LM"), text, ("LlamaDecoderLayer",), lr=1e-2)
 DORA = Program(adapted(llama, "CAUSAL_LM", use_dora=True), text, ("LlamaDecoderLayer",), lr=1e-2)
-# Dropout of its own, and a layer beside the adapters that is trained whole.
+# With its own dropout, and a whole layer that is trained besides the adapters.
 WITH_HEAD = Program(
     adapted(gpt2, "CAUSAL_LM", fan_in_fan_out=True, lora_dropout=0.1, modules_to_save=["ln_f"]),
     text,

@@ -56,7 +56,7 @@ def classified(model, batch):
 
 BLOCKS = ("DownBlock2D", "AttnDownBlock2D", "AttnUpBlock2D", "UpBlock2D", "UNetMidBlock2D")
 UNET = Program(unet, functools.partial(noise, 1, None), BLOCKS, denoising)
-BLOCKS = ("ResnetBlock2D", "BasicTransformerBlock")  # within what is called a block there
+BLOCKS = ("ResnetBlock2D", "BasicTransformerBlock")  # within the blocks of that model
 CONDITIONAL = Program(conditional, functools.partial(noise, 2, 12), BLOCKS, denoising)
 VIT = Program(timm_vit, pictures, ("Block",), classified)
 MODELS = {"unet": UNET, "conditional unet": CONDITIONAL, "timm": VIT}

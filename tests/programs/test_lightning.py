@@ -141,7 +141,7 @@ class Curves(Callback):
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """Lightning says as warnings, and in its log, what could be faster."""
+    """Without Lightning's warnings and log messages about speed."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)

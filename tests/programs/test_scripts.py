@@ -1,6 +1,6 @@
-"""Training scripts that people start from, as they are written, but for the line that wraps the model.
+"""Well-known training scripts, unchanged except for the line that wraps the model.
 
-`shares` are the ranks whose data a process computes: all of them in one process, else its own.
+`shares` are the ranks for which a process computes: all of them in one process, else its own.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     def configure_optimizers(self, weight_decay, lr):
-        """Matrices decay, biases and norms do not: before wrapping, for a shard has no shape to tell them by."""
+        """Matrices decay, biases and norms do not. Called before wrapping, because shards have lost the shapes."""
         parameters = list(self.parameters())
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},

@@ -20,7 +20,7 @@ LAYERS = {"num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 40, "n
 
 
 def text(generator):
-    """Rows of which one is shorter; what is missing is no target."""
+    """Rows of tokens; the first is shorter, and its padding is not a target."""
     ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator)
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
@@ -151,7 +151,7 @@ def test_saves_and_resumes(world, shared_path, program):
 
 @pytest.mark.parametrize("program", [LLAMA, WHISPER], ids=["llama", "whisper"])
 def test_generates(world, program):
-    """With the cache that is on by default, of which each rank has its own."""
+    """With the default cache, one on each rank."""
     plain, sharded = program.build(), shard(program)
     batch = program.batch(torch.Generator().manual_seed(world.rank))
     prompt = {name: value for name, value in batch.items() if name != "labels"}
@@ -166,13 +166,13 @@ def test_generates(world, program):
 
 @original
 def test_saved_as_pretrained(world, shared_path, original):
-    """By rank 0, from the whole state; what is loaded from there computes the same."""
+    """By rank 0, from the whole state; the loaded model computes the same."""
     sharded = shard(T5, use_orig_params=original)
     optimizer = T5.optimizer(sharded)
     together(T5, world, sharded, optimizer=optimizer, steps=range(1))
     whole = sharded.state_dict()
     if world.rank == 0:
-        sharded.module.save_pretrained(shared_path, state_dict=dict(whole))  # it empties what it is given
+        sharded.module.save_pretrained(shared_path, state_dict=dict(whole))  # it empties its argument
     world.comm.Barrier()
     found = hf.T5ForConditionalGeneration.from_pretrained(shared_path).eval()
     torch.testing.assert_close(dict(found.state_dict()), dict(whole), rtol=0, atol=0)

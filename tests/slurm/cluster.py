@@ -1,4 +1,4 @@
-"""A SLURM of two nodes on this machine, with a configuration, ports, a key and a folder of its own."""
+"""A SLURM of two nodes on this machine, with its own configuration, ports, key and folder."""
 
 import contextlib
 import os
@@ -19,8 +19,8 @@ NODES = ("n1", "n2")
 SEARCH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
 TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "sinfo")
 
-# Nothing here needs cgroups, which containers seldom have. Every %n is the name of a node. The scheduler looks often,
-# and KillWait is short, so that ranks that do not heed SIGTERM are gone in a test's time.
+# Nothing here needs cgroups, which few containers offer. %n is the name of a node. The scheduler runs often, and
+# KillWait is short, so that ranks that ignore SIGTERM end within the time of a test.
 CONFIGURATION = """\
 ClusterName=hpcfsdp
 SlurmctldHost={host}(127.0.0.1)
@@ -67,7 +67,7 @@ def missing_tools():
 
 
 def nodes_can_have_names():
-    """Whether a daemon may be given a host name of its own (a UTS namespace), which few containers allow."""
+    """Whether a daemon can have another host name (a UTS namespace), which few containers allow."""
     tool = find("unshare")
     return (
         tool is not None and subprocess.run([tool, "--uts", "true"], capture_output=True, check=False).returncode == 0
@@ -93,7 +93,7 @@ def _belongs(process, folder):
 
 
 def end_all(folder):
-    """Kill all processes of the cluster in `folder`, and remove it: nothing in it is of use later."""
+    """Kill all processes of the cluster in `folder`, and remove it."""
     while left := processes_of(folder):
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -103,9 +103,9 @@ def end_all(folder):
 
 
 class Cluster:
-    """The daemons and what they start; to be used in a ``with`` statement.
+    """The daemons and their processes, for a ``with`` statement.
 
-    What is left at its end is ended by a guard, a process of its own, which does the same where pytest is killed.
+    At its end a guard, another process, kills those that are left. It does the same if pytest is killed.
     """
 
     def __enter__(self):
@@ -137,7 +137,7 @@ class Cluster:
         return {**kept, "PATH": SEARCH, "SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
     def run(self, tool, *arguments, cwd=None):
-        """What one of SLURM's commands prints."""
+        """The output of one of SLURM's commands."""
         command = [find(tool), *map(str, arguments)]
         done = subprocess.run(
             command, cwd=cwd, env=self.environ, capture_output=True, text=True, timeout=30, check=False
@@ -208,13 +208,13 @@ class Cluster:
         while not condition():
             ended = [daemon for daemon in self._daemons if daemon.poll() is not None]
             if ended or time.monotonic() > until:
-                said = "".join(f"\n-- {path.name}\n{path.read_text()}" for path in self.folder.glob("*.out"))
+                output = "".join(f"\n-- {path.name}\n{path.read_text()}" for path in self.folder.glob("*.out"))
                 raise RuntimeError(
-                    f"SLURM did not start: {'a daemon ended' if ended else 'time was up'} before {what}{said}"
+                    f"SLURM did not start: {'a daemon ended' if ended else 'time was up'} before {what}{output}"
                 )
             time.sleep(0.05)
 
 
-if __name__ == "__main__":  # the guard: reads until whoever started it closes the pipe or is gone
+if __name__ == "__main__":  # the guard: reads until its parent closes the pipe or ends
     sys.stdin.buffer.read()
     end_all(sys.argv[1])

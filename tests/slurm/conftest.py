@@ -22,7 +22,7 @@ TINY = "--device cpu --model.layers 1 --model.width 16 --model.heads 2 --model.c
 
 
 class Step:
-    """An srun. Whatever happens, none of its processes outlives the test."""
+    """An srun. None of its processes outlives the test."""
 
     def __init__(self, cluster, arguments, cwd):
         self._cluster = cluster
@@ -49,7 +49,7 @@ class Step:
         left = segments() - self._segments
         for name in left:
             Path("/dev/shm", name).unlink(missing_ok=True)
-        # MPI libraries leave it behind when a rank is killed, aborts or is refused, but not after an end in good order.
+        # MPI libraries leave it behind when a rank is killed, aborts or is refused, but not after a normal end.
         assert not left or self.code not in (0, 75), f"shared memory was left behind: {left}"
         return self
 
@@ -59,7 +59,7 @@ class Step:
         while not condition():
             if self.process.poll() is not None or time.monotonic() > until:
                 self.end()
-                pytest.fail(f"{self.command} ended or took over {timeout} s before it came that far\n{self.stderr}")
+                pytest.fail(f"{self.command} ended or took over {timeout} s too early\n{self.stderr}")
             time.sleep(0.05)
 
     def end(self):
@@ -76,7 +76,7 @@ class Step:
 
 
 def segments():
-    """Shared memory of MPICH, and of Open MPI on the nodes, that is in nobody's use."""
+    """Shared memory of MPICH, and of Open MPI on the nodes, that no process uses."""
     names = [name for name in os.listdir("/dev/shm") if name.startswith(("mpich_shm_", "sm_segment.n"))]
     mapped = ""
     for maps in Path("/proc").glob("[0-9]*/maps"):
@@ -112,7 +112,7 @@ def srun(cluster, tmp_path):
     until = time.monotonic() + 60
     while (left := cluster.ranks()) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not left, f"processes of the step are still there: {left}"
+    assert not left, f"processes of the step still run: {left}"
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def open_mpi():
 
 @pytest.fixture
 def tiny(tmp_path):
-    """Arguments of a training that takes no time."""
+    """Arguments of a short training."""
     corpus = tmp_path / "words.txt"
     corpus.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 40)
     return [*TINY, "--data.paths", corpus, "--run_dir", tmp_path / "run", "--train.batch", "4"]

@@ -1,4 +1,4 @@
-"""What srun does when a rank fails: the job ends, with an exit code, and nothing of it is left running."""
+"""A rank that fails under srun: the job ends with an exit code, and leaves no process."""
 
 import pytest
 
@@ -10,7 +10,7 @@ world = hpcfsdp.init("cpu")
 world.comm.Barrier()
 if world.rank == 1:
     {action}
-world.comm.Barrier()  # the others wait here for the one that failed
+world.comm.Barrier()  # the others wait here
 """
 
 
@@ -26,7 +26,7 @@ world.comm.Barrier()  # the others wait here for the one that failed
 )
 def test_a_rank_that_fails_ends_the_others(srun, tmp_path, options, action):
     (tmp_path / "script.py").write_text(SCRIPT.format(action=action))
-    step = srun(f"-N2 -n4 {options}", "script.py").wait()  # the fixture looks for processes that are left
+    step = srun(f"-N2 -n4 {options}", "script.py").wait()  # the fixture checks for remaining processes
     assert step.code != 0
     if "raise" in action:
         assert "hpcfsdp: rank 1 of 4 on " in step.stderr

@@ -1,4 +1,4 @@
-"""What hpcfsdp.init finds on two nodes, and what it says where srun and the MPI library do not speak one language."""
+"""Ranks and nodes that hpcfsdp.init finds on two nodes, and its error if srun and the MPI library do not match."""
 
 import json
 from collections import Counter
@@ -65,7 +65,7 @@ def test_ranks_find_their_nodes(srun, topology, options, nodes):
 
 def test_open_mpi_finds_the_nodes_through_pmix(srun, cluster, open_mpi, topology):
     if not cluster.named:
-        pytest.skip("Open MPI tells nodes by their host names, and this system gives slurmd none of its own")
+        pytest.skip("Open MPI knows nodes by their host names, and this system gives slurmd no other name")
     if not cluster.speaks_pmix():
         pytest.skip("SLURM's PMIx plug-in does not load (Debian: libpmix-dev)")
     step = srun("-N2 -n4 --distribution=cyclic", topology, python=open_mpi, mpi="pmix").wait()

@@ -8,7 +8,7 @@ from tests.slurm.conftest import ROOT
 
 
 @pytest.mark.timeout(620)
-def test_what_depends_on_the_transport_passes_on_two_nodes(srun):
+def test_transport_tests_pass_on_two_nodes(srun):
     step = srun("-N2 -n4 --wait=60", "-m", "pytest", "tests/mpi", "--with-mpi", "-m", "transport", cwd=ROOT).wait(600)
     assert step.code == 0, step.stdout + step.stderr
     assert re.search(r"=== \d+ passed", step.stdout), step.stdout

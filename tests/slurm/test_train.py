@@ -54,8 +54,8 @@ def test_the_job_script_requeues_itself_and_goes_on(cluster, job_folder, tiny):
     job = cluster.run("sbatch", *options, f"--chdir={job_folder}", script, *arguments, cwd=job_folder)
 
     def state(name="JobState"):
-        told = dict(pair.split("=", 1) for pair in cluster.run("scontrol", "show", "job", job).split() if "=" in pair)
-        return told[name]
+        fields = cluster.run("scontrol", "show", "job", job).split()
+        return dict(pair.split("=", 1) for pair in fields if "=" in pair)[name]
 
     def wait_for(condition, timeout=120):
         until = time.monotonic() + timeout

@@ -274,7 +274,7 @@ def test_sections_are_dataclasses_that_cannot_be_changed():
         config.optim.steps = 4
 
 
-def test_help_tells_every_key_on_stdout(capsys):
+def test_help_prints_every_key_to_stdout(capsys):
     with pytest.raises(SystemExit) as caught:
         read("--help")
     assert caught.value.code == 0
@@ -349,7 +349,7 @@ def test_nearest_ends_a_message_or_is_nothing(name, end):
     assert nearest(name, ["steps", "seed", "net.layers"]) == end
 
 
-def test_a_section_without_keys_in_a_file_is_told(tmp_path):
+def test_a_section_without_keys_in_a_file_is_an_error(tmp_path):
     (tmp_path / "run.yaml").write_text("optim:\nseed: 1\n")
     with pytest.raises(UsageError, match=r"run\.yaml: section 'optim' is empty: leave it out, or give it keys"):
         parse(Config, [str(tmp_path / "run.yaml")], prog="p", environ={})

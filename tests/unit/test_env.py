@@ -19,7 +19,7 @@ def test_a_plain_process_has_no_launcher():
 
 
 @pytest.mark.parametrize("name", LAUNCHERS[:3])
-def test_a_launcher_says_how_many_processes_it_started(monkeypatch, name):
+def test_a_variable_of_the_launcher_gives_the_number_of_processes(monkeypatch, name):
     monkeypatch.setenv(name, "12")
     assert env.launcher_size() == (name, 12)
 
@@ -47,7 +47,7 @@ def test_a_single_process_starts_mpi_without_shared_memory_and_forgets_the_varia
     assert mca() == {}
 
 
-def test_the_variables_are_taken_back_after_an_error():
+def test_the_variables_are_unset_after_an_error():
     with pytest.raises(KeyError), env.singleton_mpi():
         raise KeyError
     assert mca() == {}

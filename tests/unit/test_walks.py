@@ -30,7 +30,7 @@ class Files:
     """A profiler that counts calls of the package's functions by file.
 
     What a transport calls of its own folder counts as the file through which the engine has come into it: below the
-    protocol of communicators each transport has a walk of its own.
+    Calls within comm/ count as the file through which the engine has entered it: each transport has a walk of its own.
 
     Args:
         until: stop as soon as this module begins to load.
@@ -76,7 +76,7 @@ def test_a_file_counts_once_and_a_transport_as_the_file_through_which_it_is_ente
     comm = FakeCommunicator(0, 2)
     full = torch.zeros(4)
     calls = files_of(lambda: [comm.all_gather_into_tensor(full, full[:2].clone()) for _ in range(2)])
-    assert calls == {"comm/fake.py": 2}
+    assert calls == {"comm/communicator.py": 2}
 
 
 @pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
@@ -105,7 +105,7 @@ def test_optim_state_dict(original):
     optimizer.step()
     FullyShardedDataParallel.optim_state_dict(model, optimizer)  # which finds names that are kept
     walk = files_of(lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer))
-    check("optim_state_dict", walk, 25)
+    check("optim_state_dict", walk, 24)
 
 
 def test_init_before_torch(run_python):

@@ -1,4 +1,4 @@
-"""What a folder of ``torch.distributed.checkpoint`` says that it holds: unpickled, executing nothing, and checked."""
+"""Reads the metadata of a ``torch.distributed.checkpoint`` folder: checks it and executes none of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hpcfsdp.checkpoint.access import LEAST_ROOM_BYTES, ROOM_PER_BYTE, Room, opened
+from hpcfsdp.checkpoint.access import LEAST_ROOM_BYTES, ROOM_PER_BYTE, MemoryBudget, open_file
 from hpcfsdp.checkpoint.convert.pickles import check_pickle
 from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
 from hpcfsdp.checkpoint.files import Files
@@ -34,21 +34,18 @@ _MOST_CORNERS = 1 << 22
 """Of the pieces of a tensor, that are compared: hundreds of megabytes. Torch cuts along few dimensions."""
 
 _MOST_COMPRESSED = 1000
-"""Bytes that one of a compressed file can become: about what zstd makes of numbers that repeat."""
+"""Bytes that one compressed byte can become: about zstd's factor for repeated numbers."""
 
 
 def read_metadata(folder: Path, files: Files) -> Metadata:
-    """The metadata of a folder. What they say of tensors, values and files is of the types that torch writes.
-
-    Raises:
-        CheckpointError: there are none, or they ask for what is not theirs.
-        CheckpointCorruptError: they are damaged, or name files that are not in the folder.
+    """Reads and checks the metadata of a folder. Raises CheckpointError where they name foreign classes or are missing,
+    CheckpointCorruptError where they are damaged or name files outside the folder.
     """
     path = folder / METADATA_NAME
     try:
-        with opened(files, path) as fd:
+        with open_file(files, path) as fd:
             nbytes = files.size(fd)
-            Room.of(files, fd).take(2 * nbytes)
+            MemoryBudget.of_file(files, fd).claim(2 * nbytes)
             data = bytearray(nbytes)
             files.read(fd, memoryview(data), 0)
         stream = io.BytesIO(data)
@@ -58,14 +55,14 @@ def read_metadata(folder: Path, files: Files) -> Metadata:
         _check(found, folder, files)
     except (CheckpointError, OSError):
         raise
-    except Exception as error:  # pickle raises whatever its bytes lead to
+    except Exception as error:  # damaged bytes lead pickle to any kind of error
         text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointCorruptError(f"{path}: damaged: {text}") from error
     return found
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Finds the classes that metadata of torch.distributed.checkpoint are made of, and nothing else."""
+    """Finds only the classes that metadata of torch.distributed.checkpoint consist of."""
 
     _MODULES = (
         "torch.distributed.checkpoint.metadata",
@@ -89,35 +86,33 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module in self._MODULES:
             found = getattr(importlib.import_module(module), name, None)
             # Records alone: a reader or writer there could open files.
-            if isinstance(found, type) and found.__module__ == module and _is_record(found):
+            is_own_class = isinstance(found, type) and found.__module__ == module
+            if is_own_class and (hasattr(found, "__dataclass_fields__") or hasattr(found, "__members__")):
                 return found
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise CheckpointError(
-            f"{METADATA_NAME} asks for {module}.{name}, which is no part of what torch.distributed.checkpoint writes: "
+            f"{METADATA_NAME} asks for {module}.{name}, which torch.distributed.checkpoint does not write: "
             "nothing of it is executed here"
         )
 
 
-def _is_record(kind: type) -> bool:
-    return hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__members__")
-
-
 def _check(found: Any, folder: Path, files: Files) -> None:
-    """Raise unless all of it is of the types that torch writes. Nothing else of it is used."""
+    """Raises unless all parts have the types that torch writes. Only checked parts are used afterwards."""
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, Mapping):
         raise ValueError("it describes no state dict")
     storage = found.storage_data
     if not isinstance(storage, Mapping):
-        raise ValueError("it does not say which files hold what")
+        raise ValueError("it does not list its files")
     lengths: dict[str, int] = {}
     compressed: set[str] = set()
     for index, info in storage.items():
         name = getattr(info, "relative_path", None)
         if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
-            raise ValueError("what it says of files is not by names of entries")
-        if not (isinstance(name, str) and _are_sizes((getattr(info, "offset", None), getattr(info, "length", None)))):
-            raise ValueError(f"it does not say which bytes of which file {index.fqn!r} is")
+            raise ValueError("its list of files is not by names of entries")
+        sizes = getattr(info, "offset", None), getattr(info, "length", None)
+        if not (isinstance(name, str) and all(type(size) is int and 0 <= size < 1 << 62 for size in sizes)):
+            raise ValueError(f"it does not list the file and bytes of {index.fqn!r}")
         lengths[name] = lengths.get(name, 0) + info.length
         if getattr(info, "transform_descriptors", None):
             compressed.add(name)
@@ -126,7 +121,7 @@ def _check(found: Any, folder: Path, files: Files) -> None:
     _check_places(found.planner_data)
     for key, described in found.state_dict_metadata.items():
         if not isinstance(key, str):
-            raise ValueError("it holds an entry whose name is no text")
+            raise ValueError("the name of an entry is no text")
         if isinstance(described, TensorStorageMetadata):
             _check_tensor(key, described, storage, compressed)
         elif not isinstance(described, BytesStorageMetadata):
@@ -134,19 +129,19 @@ def _check(found: Any, folder: Path, files: Files) -> None:
 
 
 def _check_file(folder: Path, name: str, nbytes: int, files: Files) -> None:
-    """Raise unless a file of this name is in the folder, and has about as many bytes in it."""
+    """Raises unless the name stays in the folder, and the file there has about as many bytes as the metadata claim."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
         raise ValueError(f"it names the file {name!r}, which is not in its folder")
     path = folder / name
-    if not os.path.lexists(path):  # what is not asked for need not be there
+    if not os.path.lexists(path):  # files that are not needed may be missing
         return
-    with opened(files, path) as fd:
-        Room.of(files, fd).take(nbytes)
+    with open_file(files, path) as fd:
+        MemoryBudget.of_file(files, fd).claim(nbytes)
 
 
 def _check_places(places: Any) -> None:
-    """Raise unless these are paths into a state dict, by names of entries."""
+    """Raises unless these are paths into a state dict, by entry name."""
     if places is None or not isinstance(places, Mapping):
         return
     for key, place in places.items():
@@ -158,7 +153,7 @@ def _check_places(places: Any) -> None:
 def _check_tensor(
     key: str, described: TensorStorageMetadata, storage: Mapping[MetadataIndex, Any], compressed: set[str]
 ) -> None:
-    """Raise unless a tensor has about as many bytes in files as its metadata claims, and pieces that make it up."""
+    """Raises unless a tensor has about as many bytes in files as the metadata claim, and its pieces tile it."""
     size, chunks = described.size, described.chunks
     if not isinstance(size, torch.Size) or not isinstance(chunks, list):
         raise ValueError(f"{key!r} is described by no sizes and pieces")
@@ -175,7 +170,7 @@ def _check_tensor(
 
 
 def _check_pieces(key: str, size: torch.Size, boxes: list[Box]) -> None:
-    """Raise unless pieces, as far as they have elements, make up a tensor: torch leaves gaps as memory was before."""
+    """Raises unless the pieces with elements tile the tensor: torch would leave gaps uninitialized."""
     boxes = [box for box in boxes if 0 not in box.sizes]
     if boxes == [whole_box(size)]:
         return
@@ -197,7 +192,7 @@ def _placed(box: Box) -> str:
 
 
 def _infos(key: str, size: torch.Size, chunks: list[Any], storage: Mapping[MetadataIndex, Any]) -> Iterator[Any]:
-    """Where the pieces of a tensor are, of those that are anywhere."""
+    """The storage records of a tensor's pieces."""
     for chunk in chunks:
         if not (
             isinstance(chunk, ChunkStorageMetadata)
@@ -209,7 +204,3 @@ def _infos(key: str, size: torch.Size, chunks: list[Any], storage: Mapping[Metad
         info = storage.get(MetadataIndex(key, chunk.offsets))
         if info is not None:
             yield info
-
-
-def _are_sizes(values: tuple[Any, ...]) -> bool:
-    return all(type(value) is int and 0 <= value < 1 << 62 for value in values)

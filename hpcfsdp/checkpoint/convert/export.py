@@ -30,14 +30,13 @@ PT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has written.
+    """The result of an export.
 
     Attributes:
         format: one of ``FORMATS``, or "peft".
-        files: all of them.
-        tensors: how many.
+        tensors: their number.
         nbytes: of the tensors.
-        ties: further name of a tensor -> the name under which it was written.
+        ties: alias of a tensor -> the name under which it was written.
     """
 
     format: str
@@ -59,24 +58,24 @@ def export_checkpoint(
     progress: Progress = no_progress,
     files: Files | None = None,
 ) -> Exported:
-    """Write a checkpoint's tensors in another format; not collective. Every byte is checked against its checksum.
+    """Writes a checkpoint's tensors in another format; not collective. Every byte is checked against its checksum.
 
-    A few blocks are in memory at a time. What is written appears when it is whole; a failure leaves nothing.
+    A few blocks are in memory at a time. The output appears when it is complete; a failure leaves nothing.
 
     Args:
         source: a checkpoint file.
         output: for "safetensors" a file, or a folder as ``from_pretrained`` reads it; for "pt" a file, for "dcp" a
             folder.
         format: one of ``FORMATS``; None: by the name of `output`.
-        names: patterns of the tensors to take; none: all of the model.
+        names: patterns of the tensors to export; none: all of the model.
         shard_bytes: split safetensors into files of at most so many bytes of tensors, in a folder.
-        optimizer: take the optimizer's state and hyper-parameters too.
-        force: replace what is there.
-        progress: told of bytes that have been read; twice of each for formats of torch, which are checked first.
+        optimizer: export the optimizer's state and hyper-parameters too.
+        force: replace existing files.
+        progress: of bytes that are read; twice of each for torch's formats, which are verified first.
 
     Raises:
         UsageError: an unknown format, or options that do not fit it.
-        CheckpointError: something is there already, nothing is selected, there is no room, or it cannot be written.
+        CheckpointError: the output exists, no tensor is selected, there is no room, or it cannot be written.
         CheckpointCorruptError: the checkpoint is damaged.
     """
     target = absolute(output)
@@ -87,7 +86,7 @@ def export_checkpoint(
     if kind == "safetensors":
         with progress("exporting", selection.nbytes) as step:
             return _to_safetensors(index, selection, target, shard_bytes, force, step, files)
-    from hpcfsdp.checkpoint.convert import torch_output  # what needs no torch shall not wait for it
+    from hpcfsdp.checkpoint.convert import torch_output  # loads torch, which safetensors do without
 
     write = torch_output.to_pt if kind == "pt" else torch_output.to_dcp
     with progress("exporting", 2 * selection.nbytes) as step:
@@ -102,7 +101,7 @@ def _format_of(target: Path, kind: str | None, shard_bytes: int | None) -> str:
         elif target.suffix in PT_SUFFIXES:
             kind = "pt"
         else:
-            raise UsageError(f"{target}: the name does not tell the format: give --format {'|'.join(FORMATS)}")
+            raise UsageError(f"{target}: the name does not determine the format: give --format {'|'.join(FORMATS)}")
     if kind not in FORMATS:
         raise UsageError(f"unknown format {kind!r}; there are {', '.join(FORMATS)}")
     if shard_bytes is not None:
@@ -116,12 +115,12 @@ def _format_of(target: Path, kind: str | None, shard_bytes: int | None) -> str:
 
 
 def outside_name(path: str) -> str:
-    """What a tensor is called outside of the file: parameters by their names, optimizer state by its path."""
+    """A tensor's name in other formats: a parameter's name, or the path of optimizer state."""
     return path.removeprefix(MODEL)
 
 
 def _plain_ties(selection: Selection) -> dict[str, str]:
-    return {outside_name(further): outside_name(path) for further, path in selection.ties.items()}
+    return {outside_name(alias): outside_name(path) for alias, path in selection.ties.items()}
 
 
 def _to_safetensors(
@@ -139,13 +138,16 @@ def _to_safetensors(
     if shard_bytes is not None:
         shards = [[names[place] for place in places] for places in safetensors.split(names, shard_bytes)]
     paths = _shard_paths(target, len(shards))
-    common = {"format": "pt", STEP_KEY: str(index.info.step), **_optimizer_metadata(selection)}
+    common = {"format": "pt", STEP_KEY: str(index.info.step)}
+    if selection.groups is not None:
+        common[GROUPS_KEY] = schema.to_json(selection.groups).decode()
+        common[SCALARS_KEY] = schema.to_json(selection.scalars).decode()
     heads: dict[Path, bytes] = {}
     entries: dict[Path, list[safetensors.Entry]] = {}
     with_prefix = {outside_name(path): path for path in selection.tensors}
     for number, (path, shard) in enumerate(zip(paths, shards, strict=True)):
         here = {name for name, _ in shard}
-        tied = {further: name for further, name in ties.items() if name in here}
+        tied = {alias: name for alias, name in ties.items() if name in here}
         heads[path], entries[path] = safetensors.pack(shard, {**tied, **(common if number == 0 else {"format": "pt"})})
     sizes = {path: len(heads[path]) + sum(entry.nbytes for entry in entries[path]) for path in paths}
     listing = b""
@@ -158,9 +160,7 @@ def _to_safetensors(
         new_files(files, sizes, force=force, replaced=_others(target, sizes)) as fds,
     ):
         for path in paths:
-            files.write(fds[path], [memoryview(heads[path])], 0)
-            for entry in entries[path]:
-                copy_blocks(reader.blocks(with_prefix[entry.name]), files, fds[path], entry.begin, step)
+            write_tensors(reader, with_prefix, heads[path], entries[path], files, fds[path], step)
         if listing:
             files.write(fds[target / safetensors.INDEX_NAME], [memoryview(listing)], 0)
     return Exported("safetensors", tuple(sizes), len(names), selection.nbytes, ties)
@@ -177,7 +177,7 @@ def _shard_paths(target: Path, count: int) -> list[Path]:
 
 
 def _others(target: Path, sizes: Mapping[Path, int]) -> list[Path]:
-    """Weights in the folder that would be mistaken for a part of what is going to be written."""
+    """Weights in the folder that a reader would take for a part of the new ones."""
     if target.suffix == safetensors.SUFFIX or not target.is_dir():
         return []
     found = [target / safetensors.WHOLE_NAME, target / safetensors.INDEX_NAME]
@@ -185,18 +185,20 @@ def _others(target: Path, sizes: Mapping[Path, int]) -> list[Path]:
     return [path for path in found if path.exists() and path not in sizes]
 
 
-def _optimizer_metadata(selection: Selection) -> dict[str, str]:
-    if selection.groups is None:
-        return {}
-    return {
-        GROUPS_KEY: schema.to_json(selection.groups).decode(),
-        SCALARS_KEY: schema.to_json(selection.scalars).decode(),
-    }
-
-
-def copy_blocks(blocks: Iterable[np.ndarray], files: Files, fd: int, begin: int, step: Step) -> None:
-    """Write blocks into a file, one after the other."""
-    for block in blocks:
-        files.write(fd, [memoryview(block.view(np.uint8))], begin)
-        begin += block.nbytes
-        step(block.nbytes)
+def write_tensors(
+    reader: BlockReader,
+    paths: Mapping[str, str],
+    head: bytes,
+    entries: Iterable[safetensors.Entry],
+    files: Files,
+    fd: int,
+    step: Step,
+) -> None:
+    """Writes a safetensors file; `paths` are those of the tensors in the checkpoint, by their new names."""
+    files.write(fd, [memoryview(head)], 0)
+    for entry in entries:
+        begin = entry.begin
+        for block in reader.blocks(paths[entry.name]):
+            files.write(fd, [memoryview(block.view(np.uint8))], begin)
+            begin += block.nbytes
+            step(block.nbytes)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from hpcfsdp.checkpoint.access import naming_errors
 from hpcfsdp.checkpoint.convert import safetensors
 from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES
 from hpcfsdp.checkpoint.convert.output import Progress, absolute, check_absent, no_progress, reading
@@ -26,17 +27,14 @@ _STEPS = np.iinfo(np.int64)
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import has written.
+    """The result of an import.
 
     Attributes:
-        path: of the checkpoint.
-        format: that was read, one of ``FORMATS``.
-        step: of the checkpoint.
-        tensors: how many, of the model and of the optimizer.
+        format: of the source, one of ``FORMATS``.
+        tensors: their number, of the model and of the optimizer.
         nbytes: of the tensors.
         ties: (alias, path of the tensor).
-        has_optimizer: whether it holds one.
-        extra: names of the values that were kept beside them.
+        extra: names of the values that were stored as ``extra``.
     """
 
     path: Path
@@ -61,17 +59,17 @@ def import_checkpoint(
     progress: Progress = no_progress,
     files: Files | None = None,
 ) -> Imported:
-    """Write a checkpoint file with what other programs have saved; not collective. Nothing of it is executed.
+    """Writes a checkpoint file from files of other programs; not collective. Executes nothing of them.
 
     Args:
         source: a file or folder of one of ``FORMATS``.
         output: the checkpoint file, which appears there when it is whole.
         format: one of ``FORMATS``; None: by the name and contents of `source`.
-        step: of training; None: what the source tells, or 0.
-        ties: (further name, name) of tensors of the model that are one; equal, where the source has both.
-        optimizer: False: leave the optimizer's state out, whatever it is.
+        step: of training; None: the source's, or 0.
+        ties: (alias, name) of tied tensors of the model; equal, if the source has both.
+        optimizer: False: leave the optimizer's state out.
         force: replace a file that is there.
-        progress: told of bytes that have been read.
+        progress: of bytes that are read.
 
     Raises:
         UsageError: the format is not known, or `step` does not fit 64 bits.
@@ -89,11 +87,13 @@ def import_checkpoint(
         check_absent(target, force=force)
         with contextlib.ExitStack() as stack:
             found = stack.enter_context(_opened(kind, path, files, optimizer))
-            with _named(path):
-                check_names(found.specs, found.links)  # before anything asks for sizes of what has none here
+            with naming_errors(path):
+                check_names(found.specs, found.links)  # unsupported dtypes have no sizes
             found.tie(ties)
             if step is None:
-                step = _step_of(path, found)
+                step = found.step or 0
+                if not _STEPS.min <= step <= _STEPS.max:
+                    raise CheckpointError(f"{path}: its step does not fit into 64 bits: give --step")
             elif found.step is not None and found.step != step:
                 found.extra.setdefault("step", found.step)
             nbytes = sum(spec.nbytes for spec in found.specs)
@@ -128,21 +128,6 @@ def import_checkpoint(
     )
 
 
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError as error:
-        raise type(error)(f"{path}: {error}") from None
-
-
-def _step_of(path: Path, source: Source) -> int:
-    step = source.step or 0
-    if not _STEPS.min <= step <= _STEPS.max:
-        raise CheckpointError(f"{path}: its step does not fit into 64 bits: give --step")
-    return step
-
-
 def _format_of(path: Path, kind: str | None) -> str:
     if kind is not None:
         if kind not in FORMATS:
@@ -158,7 +143,7 @@ def _format_of(path: Path, kind: str | None) -> str:
         return "safetensors"
     if path.suffix in PT_SUFFIXES:
         return "pt"
-    raise UsageError(f"{path}: the name does not tell the format: give --format {'|'.join(FORMATS)}")
+    raise UsageError(f"{path}: the name does not determine the format: give --format {'|'.join(FORMATS)}")
 
 
 def _opened(kind: str, path: Path, files: Files, optimizer: bool) -> contextlib.AbstractContextManager[Source]:

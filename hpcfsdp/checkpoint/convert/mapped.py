@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as torch tensors whose elements stay in the file until somebody reads them."""
+"""Tensors of a checkpoint as torch tensors over mapped pages: their elements stay in the file until they are read."""
 
 from __future__ import annotations
 
@@ -14,31 +14,24 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from hpcfsdp.checkpoint.access import opened, seal_of
+from hpcfsdp.checkpoint.access import open_file
 from hpcfsdp.checkpoint.convert.output import Step
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.errors import CheckpointReplacedError
 
 _ALIGNMENT = 64
 
 
 class MappedTensors:
-    """Read-only tensors over the pages of a file; a context manager, after which they must not be touched.
+    """Read-only tensors over mapped pages; a context manager, after which they must not be used.
 
-    All bytes are checked against their checksums on entry. A tensor whose bytes do not lie in order in this one file
-    is put into a temporary file then.
+    ``open`` verifies all checksums. Tensors that are not contiguous in this one file are copied into a temporary file.
     """
 
     def __init__(self, index: CheckpointIndex, specs: Iterable[TensorSpec], spool_folder: Path, files: Files) -> None:
-        """Touches no disk.
-
-        Args:
-            specs: the tensors that will be asked for.
-            spool_folder: where there is room for a temporary file.
-        """
+        """Touches no disk. `spool_folder` has room for the temporary file."""
         self._index, self._specs, self._files = index, list(specs), files
         self._spool_folder = spool_folder
         self._maps: list[mmap.mmap] = []
@@ -46,17 +39,10 @@ class MappedTensors:
         self._stack = contextlib.ExitStack()
 
     def open(self, step: Step) -> MappedTensors:
-        """Check and map the tensors; the object itself, to be used in ``with``.
-
-        Raises:
-            CheckpointCorruptError: the bytes are not those that were written.
-            CheckpointReplacedError: the file is another one by now.
-        """
+        """Verifies and maps the tensors; raises as ``BlockReader``. Returns the object itself, for ``with``."""
         with contextlib.ExitStack() as stack:
             reader = stack.enter_context(BlockReader(self._index, self._files))
-            fd = stack.enter_context(opened(self._files, self._index.info.path))
-            if seal_of(self._files, fd, self._index.info.path) != self._index.seal:
-                raise CheckpointReplacedError(f"{self._index.info.path}: has been replaced since it was opened")
+            fd = stack.enter_context(open_file(self._files, self._index.info.path, self._index.seal))
             spool = stack.enter_context(tempfile.TemporaryFile(dir=self._spool_folder))
             end = 0
             for spec in self._specs:
@@ -84,7 +70,7 @@ class MappedTensors:
         self._stack.close()
 
     def tensor(self, path: str) -> torch.Tensor:
-        """A tensor, by its own path; not to be written to."""
+        """A tensor by its own path, read-only."""
         spec = self._index.tensors[path]
         dtype = getattr(torch, spec.dtype)
         if not spec.numel:
@@ -96,12 +82,12 @@ class MappedTensors:
             return torch.frombuffer(pages, dtype=dtype, count=spec.numel, offset=offset).view(spec.shape)
 
     def release(self) -> None:
-        """Let go of the pages that have been read. They come back when they are read again."""
+        """Drops the pages that have been read from this process's memory."""
         for pages in self._maps:
             pages.madvise(mmap.MADV_DONTNEED)
 
     def _begin_of(self, spec: TensorSpec) -> int | None:
-        """Where a tensor begins in the file, if all of it follows there in order."""
+        """The first byte of a tensor in the file; None unless it is contiguous there."""
         rows = self._index.rows_of(spec.path)
         begins = np.unique(rows["byte_offset"].astype(np.int64) - rows["start"].astype(np.int64) * spec.itemsize)
         return int(begins[0]) if len(begins) == 1 and not rows["file"].any() else None

@@ -1,4 +1,4 @@
-"""Files that other programs are to read: they appear when they are whole, or not at all."""
+"""Writes files for other programs: they appear when they are complete, or not at all."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hpcfsdp.checkpoint.files import Files, reason
 from hpcfsdp.errors import CheckpointError
 
 Step = Callable[[int], None]
-"""Told how many bytes more have been dealt with."""
+"""Called with the number of bytes since its last call."""
 
 Progress = Callable[[str, int], contextlib.AbstractContextManager[Step]]
-"""Told what is done and how many bytes there are in all; gives what is told of each step."""
+"""Called with an activity and its number of bytes; gives a ``Step``."""
 
 
 @contextlib.contextmanager
 def no_progress(_what: str, _nbytes: int) -> Iterator[Step]:
-    """Tell nobody."""
+    """Reports no progress."""
     yield lambda _nbytes: None
 
 
@@ -33,7 +33,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Have errors of the operating system name the file that could not be read."""
+    """Adds the file's name to errors of reading."""
     try:
         yield
     except OSError as error:
@@ -42,7 +42,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Have errors of the operating system name the file that could not be written."""
+    """Adds the file's name to errors of writing."""
     try:
         yield
     except OSError as error:
@@ -50,21 +50,13 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_absent(path: Path, *, force: bool) -> None:
-    """Raise if there is something at that place which may not be replaced.
-
-    Raises:
-        CheckpointError: there is.
-    """
+    """Raises CheckpointError if the path exists, unless `force`."""
     if not force and os.path.lexists(path):
         raise CheckpointError(f"{path}: exists already (--force replaces it)")
 
 
 def check_room(folder: Path, nbytes: int) -> None:
-    """Raise if a file system has too little room. The folder has to be there.
-
-    Raises:
-        CheckpointError: it has; tells how much.
-    """
+    """Raises CheckpointError if the file system of an existing folder has too little room."""
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise CheckpointError(f"{folder}: {nbytes} bytes are needed, {free} are free on that file system")
@@ -74,21 +66,15 @@ def check_room(folder: Path, nbytes: int) -> None:
 def new_files(
     files: Files, sizes: Mapping[Path, int], *, force: bool, replaced: Collection[Path] = ()
 ) -> Iterator[Mapping[Path, int]]:
-    """Make files of one folder under names of their own; at the end they get their names, all or none.
+    """Writes files of one folder under temporary names and renames them at the end, all or none.
 
-    One file takes the place of an older one at once. Of several the last is one without which the others say nothing
-    (an index): an older one of its name goes first, so that old and new ones are never taken together.
+    Yields descriptors by path. A single file replaces an older one atomically. Of several files the last is the index,
+    without which the others are useless: an older index is removed first, so that old and new files never mix.
 
     Args:
-        sizes: how many bytes of each are known to be needed. They get their names in this order.
-        force: whether files of these names, and those of `replaced`, may be there.
-        replaced: further files of that folder which the new ones stand in for; removed at the end.
-
-    Yields:
-        A descriptor to write with, by path.
-
-    Raises:
-        CheckpointError: there is such a file, there is no room, or the system refuses.
+        sizes: bytes to reserve, by path, in the order of renaming.
+        force: whether these files, and those of `replaced`, may exist.
+        replaced: further files of the folder, removed at the end.
     """
     first = next(iter(sizes))
     for path in (*sizes, *replaced):
@@ -131,16 +117,10 @@ def new_files(
 
 @contextlib.contextmanager
 def new_folder(path: Path, nbytes: int, *, force: bool, ours: Callable[[Path], bool]) -> Iterator[Path]:
-    """Make a folder under another name; it gets its own at the end.
+    """Writes a folder under a temporary name and renames it at the end; yields the temporary folder.
 
     Args:
-        ours: whether a folder that is there may be replaced with `force`.
-
-    Yields:
-        The folder to write into.
-
-    Raises:
-        CheckpointError: there is something of that name, there is no room, or the system refuses.
+        ours: whether an existing folder may be replaced with `force`.
     """
     check_absent(path, force=force)
     exists = os.path.lexists(path)
@@ -170,7 +150,7 @@ def new_folder(path: Path, nbytes: int, *, force: bool, ours: Callable[[Path], b
 
 
 def _missing_folders(path: Path) -> list[Path]:
-    """A folder and those above it that are not there, innermost first."""
+    """A folder and its parents that do not exist, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 

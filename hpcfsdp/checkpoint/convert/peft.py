@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.convert import safetensors
-from hpcfsdp.checkpoint.convert.export import Exported, copy_blocks
+from hpcfsdp.checkpoint.convert.export import Exported, write_tensors
 from hpcfsdp.checkpoint.convert.output import Progress, absolute, new_files, no_progress
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
@@ -42,14 +42,14 @@ def export_peft(
     progress: Progress = no_progress,
     files: Files | None = None,
 ) -> Exported:
-    """Write a LoRA or DoRA adapter, with whole modules that were trained beside it; not collective.
+    """Write a LoRA or DoRA adapter, with modules that were trained whole; not collective.
 
     Args:
         source: a checkpoint of the ``PeftModel``, of all of it or of the adapters alone.
         folder: made if it is missing.
         config: ``model.peft_config[adapter]``, or the same as a dict, or the path of an ``adapter_config.json``.
         adapter: its name in the model.
-        force: replace what is there.
+        force: replace existing files.
         progress: of the bytes of tensors, as for ``export_checkpoint``.
 
     Returns:
@@ -84,15 +84,13 @@ def export_peft(
         BlockReader(index, files) as reader,
         new_files(files, sizes, force=force) as fds,
     ):
-        files.write(fds[weights], [memoryview(head)], 0)
-        for entry in entries:
-            copy_blocks(reader.blocks(inside[entry.name]), files, fds[weights], entry.begin, step)
+        write_tensors(reader, inside, head, entries, files, fds[weights], step)
         files.write(fds[description], [memoryview(text)], 0)
     return Exported(FORMAT, (weights, description), len(names), nbytes, {})
 
 
 def adapter_names(names: Iterable[str], adapter: str) -> dict[str, str]:
-    """What PEFT calls the tensors of an adapter in its files, by their names in the model. Pure."""
+    """PEFT's names for the tensors of an adapter, by their names in the model. Pure."""
     found = {name: outside for name in names if (outside := _outside(name, adapter)) is not None}
     if any(outside.startswith(_INNER) for outside in found.values()):
         return found
@@ -100,7 +98,7 @@ def adapter_names(names: Iterable[str], adapter: str) -> dict[str, str]:
 
 
 def _outside(name: str, adapter: str) -> str | None:
-    """Of a tensor of an adapter its name without that of the adapter; None of any other."""
+    """The name of an adapter's tensor without the adapter's name; None for other tensors."""
     parts = name.split(".")
     for place, (part, after) in enumerate(itertools.pairwise(parts)):
         if after != adapter:
@@ -115,11 +113,7 @@ def _outside(name: str, adapter: str) -> str | None:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """The configuration as it stands in a file.
-
-    Raises:
-        CheckpointError: it is not one of LoRA, or trains biases, whose names say nothing of adapters.
-    """
+    """The configuration as JSON; raises CheckpointError unless it is of LoRA without trained biases."""
     if isinstance(config, (str, os.PathLike)):
         try:
             config = json.loads(Path(config).read_bytes())
@@ -143,7 +137,7 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: enumerations and sets are those of PEFT's configurations."""
+    """A value as JSON; PEFT's configurations contain enumerations and sets."""
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
-"""Whether a pickle unfolds to about as much as it says. Pure; executes nothing.
+"""Bounds the number of objects that a pickle unfolds to. Pure; executes nothing.
 
-A pickle may use an object that it has made any number of times. Forty tuples, of which each holds the one before it
-twice, are a hundred bytes; to go through them, to print them, or to use one as a key takes for ever.
+A pickle may use an object any number of times. Forty tuples, each with the previous one twice, are a hundred bytes;
+traversing, printing or hashing them never ends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ _ADDS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
 
 
 class _Shared:
-    """An object that a pickle uses more than once.
+    """An object that a pickle uses more than once:
 
-    Attributes:
-        own: objects in it that are used once, and it itself.
-        parts: the others.
+    `own` counts its objects that are used once, `parts` has the others.
     """
 
     def __init__(self) -> None:
@@ -40,21 +38,17 @@ _Object = int | _Shared
 
 
 def check_pickle(stream: io.BufferedIOBase) -> None:
-    """Go through one pickle, and raise if it unfolds to much more than it says; leaves the stream behind it.
-
-    Raises:
-        ValueError: it does, or it is no pickle.
-    """
+    """Raises ValueError unless the stream's next bytes are a pickle of bounded size; leaves the stream behind it."""
     begin = stream.tell()
     used, count = _used(stream)
     stream.seek(begin)
     most = UNFOLDED_LEAST + UNFOLDED_PER_OBJECT * count
     if _unfolded(_uses(stream, used, count), most) > most:
-        raise ValueError("it holds lists or tuples that hold each other, more often than anybody could go through")
+        raise ValueError("it holds lists or tuples that contain each other too often to be traversed")
 
 
 def _used(stream: io.BufferedIOBase) -> tuple[set[int], int]:
-    """The numbers under which objects are fetched again, and how many steps there are."""
+    """The memo numbers that are fetched, and the number of opcodes."""
     used, count = set(), 0
     for opcode, argument, _ in pickletools.genops(stream):
         count += 1
@@ -64,7 +58,7 @@ def _used(stream: io.BufferedIOBase) -> tuple[set[int], int]:
 
 
 def _uses(stream: io.BufferedIOBase, used: set[int], count: int) -> _Shared:
-    """All that a pickle fetches again, each object as often as it does."""
+    """All objects that a pickle fetches from its memo, once for each fetch."""
     stack: list[_Object | None] = []  # None: a mark
     memo: dict[int, _Shared] = {}
     uses, places = _Shared(), 0
@@ -93,25 +87,25 @@ def _uses(stream: io.BufferedIOBase, used: set[int], count: int) -> _Shared:
 
 
 def _step(stack: list[_Object | None], opcode: Any) -> None:
-    """What any other opcode does to the stack."""
+    """Applies any other opcode to the stack."""
     before = opcode.stack_before
-    fixed, taken = len(before), []
+    fixed, popped = len(before), []
     if pickletools.markobject in before:
         fixed = before.index(pickletools.markobject)
         while (part := stack.pop()) is not None:
-            taken.append(part)
+            popped.append(part)
     for _ in range(fixed):
-        taken.append(stack.pop())
+        popped.append(stack.pop())
     if opcode.name in _ADDS:
-        holder = taken.pop()  # the lowest
-        stack.append(_joined(holder, taken))
+        holder = popped.pop()  # the lowest
+        stack.append(_joined(holder, popped))
         return
     for made in opcode.stack_after:
-        stack.append(None if made is pickletools.markobject else _joined(1, taken))
+        stack.append(None if made is pickletools.markobject else _joined(1, popped))
 
 
 def _joined(holder: _Object, parts: list[_Object]) -> _Object:
-    """An object with others in it."""
+    """An object with others inside."""
     if isinstance(holder, int) and any(isinstance(part, _Shared) for part in parts):
         holder = _shared(holder)
     for part in parts:
@@ -133,11 +127,7 @@ def _shared(found: _Object) -> _Shared:
 
 
 def _unfolded(whole: _Shared, most: int) -> int:
-    """How many objects there are when each is counted as often as it is used; more than `most` as `most` + 1.
-
-    Raises:
-        ValueError: one is in itself.
-    """
+    """The number of objects, each counted once for each use, up to `most` + 1; raises ValueError for a cycle."""
     path: list[tuple[_Shared, Iterator[_Shared]]] = [(whole, iter(whole.parts))]
     inside = {id(whole)}
     while path:

@@ -1,4 +1,4 @@
-"""What the parts of somebody else's checkpoint are: model, optimizer, and other values. Pure."""
+"""Sorts the parts of another program's checkpoint into model, optimizer and other values. Pure."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Stored:
     """A tensor in a file that is being read.
 
     Attributes:
-        fetch: gives it, a contiguous torch tensor on the CPU.
-        identity: equal for names that share one tensor; None where a format cannot tell.
+        fetch: returns it as a contiguous torch tensor on the CPU.
+        identity: equal for names that share one tensor; None where the format does not record it.
     """
 
     shape: tuple[int, ...]
@@ -36,14 +36,14 @@ class Stored:
 
 @dataclass
 class Parts:
-    """A checkpoint, sorted out.
+    """A sorted checkpoint.
 
     Attributes:
-        tensors: by path in a checkpoint of ours.
+        tensors: by path in an hpcfsdp checkpoint.
         links: (alias, path of the tensor).
-        groups, scalars: of the optimizer; None: there is none.
+        groups, scalars: of the optimizer; None without one.
         extra: everything else.
-        step: an integer that stands beside the model as "step".
+        step: an integer "step" next to the model.
     """
 
     tensors: dict[str, Stored] = field(default_factory=dict)
@@ -58,21 +58,18 @@ class Parts:
 
 
 def sort_out(tree: Any, *, optimizer: bool = True) -> Parts:
-    """Tell what is what. Values that are neither the model's tensors nor the optimizer's state become ``extra``.
+    """Sorts a tree of dicts, lists, values and ``Stored``; what is neither model nor optimizer becomes ``extra``.
 
-    Args:
-        tree: dicts and lists of values and ``Stored``. A model's state dict itself, an optimizer's state dict itself,
-            or a dict with either or both, and further values.
-        optimizer: False: leave out what stands where an optimizer is looked for.
-
-    Raises:
-        CheckpointError: it holds none, more than one model, or a part that cannot be kept; named.
+    The tree is a model's state dict, an optimizer's state dict, or a dict with either or both and further values.
+    Raises CheckpointError, naming the part, where that is unclear or a part cannot be stored.
     """
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"holds a {type(tree).__name__}, not a dict: {_KNOWN}")
     parts = Parts()
     if not optimizer:
-        tree = _without_optimizer(tree)
+        if _is_optimizer(tree):
+            raise CheckpointError("holds an optimizer's state alone, which --no-optimizer leaves out")
+        tree = {key: value for key, value in tree.items() if not (key in OPTIM_KEYS and isinstance(value, Mapping))}
     if _is_optimizer(tree):
         _add_optimizer(parts, tree)
         return parts
@@ -96,14 +93,8 @@ def sort_out(tree: Any, *, optimizer: bool = True) -> Parts:
     return parts
 
 
-def _without_optimizer(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    if _is_optimizer(tree):
-        raise CheckpointError("holds an optimizer's state alone, which is what --no-optimizer leaves out")
-    return {key: value for key, value in tree.items() if not (key in OPTIM_KEYS and isinstance(value, Mapping))}
-
-
 def _check_meant(tree: Mapping[Any, Any], models: list[str], optims: list[str]) -> None:
-    """Raise unless it is clear which values are the model and the optimizer."""
+    """Raises unless the keys of model and optimizer are unambiguous."""
     for found in (models, optims):
         if len(found) > 1:
             raise CheckpointError(f"{found[0]!r} and {found[1]!r} both could be meant: save it with one of them")
@@ -113,7 +104,7 @@ def _check_meant(tree: Mapping[Any, Any], models: list[str], optims: list[str]) 
         return
     nested = [key for key, value in tree.items() if not isinstance(value, Stored) and _has_tensors(value)]
     if nested:
-        raise CheckpointError(f"{nested[0]!r} holds tensors, but it is not known what they are: {_KNOWN}")
+        raise CheckpointError(f"{nested[0]!r} holds tensors of unknown kind: {_KNOWN}")
     if not _has_tensors(tree):
         raise CheckpointError(f"holds no tensors: {_KNOWN}")
 
@@ -140,7 +131,7 @@ def _check_not_flattened(key: str, value: Any) -> None:
         return
     if all(isinstance(name, str) and name.startswith(("state.", "param_groups.")) for name in value):
         raise CheckpointError(
-            f"{key!r} is a flattened optimizer state dict, which does not tell the groups: save it with "
+            f"{key!r} is a flattened optimizer state dict, which lacks the groups: save it with "
             f"StateDictOptions(flatten_optimizer_state_dict=False); {_ALONE}"
         )
 
@@ -167,9 +158,9 @@ def _add_optimizer(parts: Parts, optimizer: Mapping[str, Any]) -> None:
     for param, state in optimizer["state"].items():
         if not isinstance(param, str) and param not in names:
             raise CheckpointError(
-                f"the optimizer's state is that of parameter {param!r}, of which no name is known: make the optimizer "
-                "with model.named_parameters(), or save what FSDP.optim_state_dict or "
-                f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict give; {_ALONE}"
+                f"the optimizer has state of parameter {param!r}, which has no name: make the optimizer "
+                "with model.named_parameters(), or save the result of FSDP.optim_state_dict or "
+                f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict; {_ALONE}"
             )
         fqn = names.get(param, param)
         if not isinstance(state, Mapping):
@@ -195,14 +186,12 @@ def _add_state(parts: Parts, fqn: str, key: Any, value: Any) -> None:
 
 
 def _named_groups(groups: Any) -> tuple[dict[Any, str], list[dict[str, Any]]]:
-    """The names of parameters that are numbers, and the groups with parameters by name."""
+    """Names of parameters that are given as numbers, and the groups with parameters by name."""
     names: dict[Any, str] = {}
     named = []
     for index, group in enumerate(groups):
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
-            raise CheckpointError(
-                f"param_groups[{index}] of the optimizer does not say which parameters it has; {_ALONE}"
-            )
+            raise CheckpointError(f"param_groups[{index}] of the optimizer does not list its parameters; {_ALONE}")
         params = list(group["params"])
         own = group.get("param_names")
         if own is not None and len(own) == len(params):
@@ -212,9 +201,9 @@ def _named_groups(groups: Any) -> tuple[dict[Any, str], list[dict[str, Any]]]:
         unknown = [param for param in params if not isinstance(param, str) and param not in names]
         if unknown:
             raise CheckpointError(
-                f"param_groups[{index}] of the optimizer has parameter {unknown[0]!r}, of which no name is known: make "
-                "the optimizer with model.named_parameters(), or save what FSDP.optim_state_dict or "
-                f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict give; {_ALONE}"
+                f"param_groups[{index}] of the optimizer has parameter {unknown[0]!r}, which has no name: make "
+                "the optimizer with model.named_parameters(), or save the result of FSDP.optim_state_dict or "
+                f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict; {_ALONE}"
             )
         hyper = {key: _fetched(value) for key, value in group.items() if key not in ("params", "param_names")}
         named.append({"params": [names.get(param, param) for param in params], **hyper})
@@ -222,7 +211,7 @@ def _named_groups(groups: Any) -> tuple[dict[Any, str], list[dict[str, Any]]]:
 
 
 def _fetched(value: Any) -> Any:
-    """With tensors in place of those that are stored."""
+    """Replaces ``Stored`` by tensors."""
     if isinstance(value, Stored):
         return value.fetch()
     if isinstance(value, Mapping):

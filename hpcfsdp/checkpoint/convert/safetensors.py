@@ -1,7 +1,7 @@
-"""The safetensors format: its header, made and checked. Pure; needs neither torch nor the library.
+"""Makes and checks headers of safetensors files. Pure; needs neither torch nor the library.
 
-The library writes what it has in memory. Here a file is written, and read, piece by piece. A file is: the length of
-the header, 8 bytes; the header, a JSON object, padded with spaces; the bytes of all tensors without a gap.
+The library writes tensors from memory; here a file is written, and read, piece by piece. A file has the header's
+length in 8 bytes; the header, a JSON object padded with spaces; the bytes of all tensors without gaps.
 """
 
 from __future__ import annotations
@@ -69,13 +69,8 @@ class Entry:
 def pack(tensors: Sequence[tuple[str, schema.TensorSpec]], metadata: Mapping[str, str]) -> tuple[bytes, list[Entry]]:
     """The first bytes of a file, and the tensors in the order in which they follow.
 
-    Wide elements come first, so that every tensor begins at a multiple of its element's size.
-
-    Args:
-        tensors: the name that each is to have, and what it is.
-
-    Raises:
-        CheckpointError: a dtype or a name that the format does not have, or too many tensors for one header.
+    Wide elements come first, which aligns every tensor to its element size. Raises CheckpointError for a dtype or name
+    that the format does not support, or too large a header.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     order = sorted(tensors, key=lambda item: -item[1].itemsize)
@@ -103,15 +98,9 @@ def pack(tensors: Sequence[tuple[str, schema.TensorSpec]], metadata: Mapping[str
 
 
 def parse(nbytes: int, read: Callable[[int, int], bytes]) -> tuple[list[Entry], dict[str, str]]:
-    """The tensors of a file, in the order of their bytes, and its metadata.
+    """The tensors of a file in the order of their bytes, and its metadata. `read` takes an offset and a length.
 
-    Args:
-        nbytes: of the file.
-        read: bytes of it, from an offset, of a length.
-
-    Raises:
-        ValueError: it is damaged, or none; says how.
-        CheckpointError: it holds a dtype that checkpoints do not.
+    Raises ValueError for damage, CheckpointError for a dtype that checkpoints do not support.
     """
     if nbytes < _LENGTH.size:
         raise ValueError("it is too short to be a safetensors file")
@@ -170,7 +159,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def split(tensors: Sequence[tuple[str, schema.TensorSpec]], shard_bytes: int) -> list[list[int]]:
-    """Places of the tensors by file: in order, each file as many as come to no more than `shard_bytes`, or one."""
+    """Numbers of the tensors by file: in order, each file with at most `shard_bytes`, or one tensor."""
     shards: list[list[int]] = []
     filled = 0
     for place, (_, spec) in enumerate(tensors):
@@ -183,10 +172,6 @@ def split(tensors: Sequence[tuple[str, schema.TensorSpec]], shard_bytes: int) ->
 
 
 def index_of(weight_map: Mapping[str, str], total_bytes: int) -> bytes:
-    """The index of a split model, as transformers reads it.
-
-    Args:
-        weight_map: name of a file in the folder, by name of the tensor.
-    """
+    """The index of a split model, as transformers reads it. `weight_map` maps tensor names to file names."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,4 +1,4 @@
-"""Reading safetensors: a file, or a folder or index of files as transformers writes it. Holds no tensor in memory."""
+"""Reads safetensors: a file, or transformers' folder or index of files. Holds no tensor in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcfsdp.checkpoint.access import Room, bytes_of, opened
+from hpcfsdp.checkpoint.access import MemoryBudget, naming_errors, open_file, read_bytes
 from hpcfsdp.checkpoint.convert import safetensors
 from hpcfsdp.checkpoint.convert.export import GROUPS_KEY, SCALARS_KEY, STEP_KEY
 from hpcfsdp.checkpoint.convert.safetensors import Entry
@@ -18,7 +18,7 @@ from hpcfsdp.checkpoint.convert.source import Source
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.kinds import check_optimizer
+from hpcfsdp.checkpoint.json_types import check_optimizer
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 _OPTIM = f"{schema.OPTIM_STATE}/"
@@ -26,27 +26,21 @@ _OPTIM = f"{schema.OPTIM_STATE}/"
 
 @contextlib.contextmanager
 def open_safetensors(path: Path, files: Files, *, optimizer: bool = True) -> Iterator[Source]:
-    """The contents of a file ``*.safetensors``, of a folder of them, or of those that an index names.
+    """Opens a file ``*.safetensors``, a folder of them, or the files of an index.
 
-    Tied tensors are told by metadata as ``safetensors.torch.save_model`` and ``export_checkpoint`` write them.
-
-    Args:
-        optimizer: False: without the state of an optimizer.
-
-    Raises:
-        CheckpointError: there is no such file, or it holds a dtype that checkpoints do not.
-        CheckpointCorruptError: a file is damaged, or not what the index says.
+    Metadata describe tied tensors as ``safetensors.torch.save_model`` and ``export_checkpoint`` write them. Without
+    `optimizer`, its state is left out.
     """
     places: dict[str, tuple[int, Entry]] = {}
     metadata: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         for part, expected in _parts(path, files).items():
-            fd = stack.enter_context(opened(files, part))
+            fd = stack.enter_context(open_file(files, part))
             entries, own = _header(files, fd, part)
             _check_listed(part, {entry.name for entry in entries}, expected)
             twice = next((entry.name for entry in entries if entry.name in places), None)
             if twice is not None:
-                raise CheckpointCorruptError(f"{part}: {twice!r} stands in another file too")
+                raise CheckpointCorruptError(f"{part}: {twice!r} is in another file too")
             places |= {entry.name: (fd, entry) for entry in entries}
             metadata |= own
         by_path = {_path_of(name, metadata): place for name, place in places.items()}
@@ -68,7 +62,7 @@ def open_safetensors(path: Path, files: Files, *, optimizer: bool = True) -> Ite
 
 
 def _parts(path: Path, files: Files) -> dict[Path, set[str] | None]:
-    """The files, each with the tensors that an index says it holds."""
+    """The files, each with the tensors that an index lists for it."""
     if path.is_dir():
         indices, wholes = (sorted(path.glob(f"*{end}")) for end in (safetensors.INDEX_SUFFIX, safetensors.SUFFIX))
         if path / safetensors.WHOLE_NAME in wholes:
@@ -85,17 +79,17 @@ def _parts(path: Path, files: Files) -> dict[Path, set[str] | None]:
 
 
 def _listed(path: Path, files: Files) -> dict[Path, set[str] | None]:
-    with opened(files, path) as fd:
+    with open_file(files, path) as fd:
         nbytes = files.size(fd)
         if nbytes > safetensors.MAX_HEADER_BYTES:
             raise CheckpointCorruptError(f"{path}: is not an index of safetensors files: it has {nbytes} bytes")
-        text = bytes_of(files, fd, path, 0, nbytes)
+        text = read_bytes(files, fd, path, 0, nbytes)
     try:
         weight_map = json.loads(text.decode())["weight_map"]
         parts: dict[Path, set[str]] = {}
         for name, file in weight_map.items():
             if Path(file).name != file:
-                raise ValueError(f"{file!r} is not a file beside it")
+                raise ValueError(f"{file!r} is not a file next to it")
             parts.setdefault(path.parent / file, set()).add(name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path}: is not an index of safetensors files: {error}") from None
@@ -106,29 +100,27 @@ def _listed(path: Path, files: Files) -> dict[Path, set[str] | None]:
 
 
 def _header(files: Files, fd: int, path: Path) -> tuple[list[Entry], dict[str, str]]:
-    room = Room.of(files, fd)
+    budget = MemoryBudget.of_file(files, fd)
 
     def read(begin: int, nbytes: int) -> bytes:
-        room.take(3 * nbytes)  # its text, and what it is decoded to
-        buffer = bytearray(nbytes)
-        if files.read(fd, memoryview(buffer), begin) < nbytes:
-            raise ValueError("it has become shorter while it was read")
-        return bytes(buffer)
+        budget.claim(3 * nbytes)  # its text, and the decoded objects
+        return bytes(read_bytes(files, fd, path, begin, nbytes))
 
     try:
-        return safetensors.parse(files.size(fd), read)
+        with naming_errors(path):
+            return safetensors.parse(files.size(fd), read)
     except ValueError as error:
         raise CheckpointCorruptError(f"{path}: damaged, or not a safetensors file: {error}") from None
-    except CheckpointError as error:
-        raise type(error)(f"{path}: {error}") from None
 
 
 def _check_listed(part: Path, found: set[str], expected: set[str] | None) -> None:
     if expected is None or found == expected:
         return
-    missing, further = sorted(expected - found), sorted(found - expected)
-    what = f"lacks {missing[0]!r}, which the index" if missing else f"holds {further[0]!r}, which the index does not"
-    raise CheckpointCorruptError(f"{part}: {what} says it holds")
+    missing, other = sorted(expected - found), sorted(found - expected)
+    problem = (
+        f"lacks {missing[0]!r}, which the index lists" if missing else f"holds {other[0]!r}, which the index omits"
+    )
+    raise CheckpointCorruptError(f"{part}: {problem}")
 
 
 def _path_of(name: str, metadata: Mapping[str, str]) -> str:

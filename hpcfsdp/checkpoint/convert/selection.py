@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint go out, and under which names. Pure."""
+"""Chooses the tensors of an export and their names. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ OPTIM = f"{schema.OPTIM_STATE}/"
 
 @dataclass(frozen=True)
 class Selection:
-    """What is to be exported.
+    """The content of an export.
 
     Attributes:
         tensors: by path, each once, in file order.
         ties: alias of a tensor -> its path in `tensors`.
-        groups, scalars: of the optimizer; None if it stays behind.
+        groups, scalars: of the optimizer; None without it.
     """
 
     tensors: dict[str, TensorSpec]
@@ -37,14 +37,9 @@ class Selection:
 
 
 def select(index: CheckpointIndex, patterns: Sequence[str] = (), *, optimizer: bool = False) -> Selection:
-    """Choose tensors.
+    """Chooses tensors by patterns (none: all), with the optimizer's state or without.
 
-    Args:
-        patterns: of names, see ``matching``; none: all.
-        optimizer: take the optimizer's state too.
-
-    Raises:
-        CheckpointError: nothing is chosen, or the file holds no optimizer.
+    Raises CheckpointError where no tensor is chosen, or the file has no optimizer.
     """
     if optimizer and index.param_groups is None:
         raise CheckpointError(f"{index.info.path}: holds no optimizer: leave --optimizer out")
@@ -55,7 +50,7 @@ def select(index: CheckpointIndex, patterns: Sequence[str] = (), *, optimizer: b
         raise CheckpointError(f"{index.info.path}: {hint}")
     tensors: dict[str, TensorSpec] = {}
     ties: dict[str, str] = {}
-    kept: dict[str, str] = {}  # a tensor that was asked for by a further name alone goes out under that
+    kept: dict[str, str] = {}  # a tensor that is selected by an alias alone gets that name
     for path in paths:
         spec = index.resolve(path)
         if spec.path in kept:

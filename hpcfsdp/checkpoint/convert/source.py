@@ -1,4 +1,4 @@
-"""What an import reads from, whatever its format; and tensors tied to each other in it."""
+"""The content of an import, whatever its format, and ties between its tensors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from hpcfsdp.errors import CheckpointError, nearest
 
 @dataclass
 class Source:
-    """The contents of a checkpoint that is to be written.
+    """The content of a checkpoint that an import writes.
 
     Attributes:
         specs: the tensors, by their paths in the checkpoint.
-        read: where their elements come from.
         links: (alias, path of the tensor).
-        groups, scalars: of the optimizer; None: there is none.
-        extra: values beside the tensors, as ``save`` takes them.
-        step: that the source tells, if it does.
+        groups, scalars: of the optimizer; None without one.
+        extra: values next to the tensors, as ``save`` takes them.
+        step: of training, if the source records it.
     """
 
     specs: list[TensorSpec]
@@ -37,38 +36,35 @@ class Source:
     step: int | None = None
 
     def tie(self, ties: Sequence[tuple[str, str]]) -> None:
-        """Make names of the model further names of others. Where both are tensors, their bytes have to be equal.
+        """Makes names of the model aliases of others, given as (alias, name).
 
-        Args:
-            ties: (further name, name that is kept).
-
-        Raises:
-            CheckpointError: there is no such tensor, or they are not equal.
+        Raises CheckpointError where the tensor is missing, or the alias is another tensor with other bytes.
         """
-        for further, kept in ties:
+        for alias, kept in ties:
             by_path = {spec.path: spec for spec in self.specs}
             links = dict(self.links)
-            one, other = f"{schema.MODEL}/{further}", f"{schema.MODEL}/{kept}"
+            one, other = f"{schema.MODEL}/{alias}", f"{schema.MODEL}/{kept}"
             if other not in by_path:
                 known = [path.removeprefix(f"{schema.MODEL}/") for path in by_path]
-                raise CheckpointError(f"there is no tensor {kept!r} to tie {further!r} to{nearest(kept, known)}")
+                raise CheckpointError(f"there is no tensor {kept!r} to tie {alias!r} to{nearest(kept, known)}")
             if links.get(one) == other:
                 continue
             if one in links or one == other:
-                raise CheckpointError(f"{further!r} is {links.get(one, one)!r} already, it cannot be {other!r} too")
+                raise CheckpointError(f"{alias!r} is {links.get(one, one)!r} already, it cannot be {other!r} too")
             if one in by_path:
-                self._check_equal(by_path[one], by_path[other])
-                self.specs.remove(by_path[one])
+                pair = by_path[one], by_path[other]
+                alike = (pair[0].shape, pair[0].dtype) == (pair[1].shape, pair[1].dtype)
+                if not alike or self._digest(pair[0]) != self._digest(pair[1]):
+                    raise CheckpointError(f"{one!r} and {other!r} differ, so they cannot be tied")
+                self.specs.remove(pair[0])
                 self.links = [(path, other if of == one else of) for path, of in self.links]
             self.links.append((one, other))
 
-    def _check_equal(self, one: TensorSpec, other: TensorSpec) -> None:
-        alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-        if not alike or self._digest(one) != self._digest(other):
-            raise CheckpointError(f"{one.path!r} and {other.path!r} differ, so they cannot be tied")
-
     def _digest(self, spec: TensorSpec) -> bytes:
-        """Of all bytes of a tensor. One after the other: to have two at once may be to read both again and again."""
+        """A digest of a tensor's bytes.
+
+        Two tensors are read one after the other: alternating could read both repeatedly.
+        """
         digest = hashlib.blake2b()
         step = max(1, schema.BLOCK_BYTES // spec.itemsize)
         for start in range(0, spec.numel, step):

@@ -1,4 +1,4 @@
-"""Checkpoints as torch reads them: one file of ``torch.save``, or a folder of ``torch.distributed.checkpoint``."""
+"""Writes checkpoints in torch's formats: a file of ``torch.save``, or a folder of ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PIECE_BYTES = 16 << 20
 def to_pt(
     index: CheckpointIndex, selection: Selection, target: Path, force: bool, step: Step, files: Files
 ) -> list[Path]:
-    """Write a state dict with ``torch.save``; see ``export_checkpoint``. Tied tensors share their storage."""
+    """Writes a state dict with ``torch.save``; see ``export_checkpoint``. Tied tensors share their storage."""
     with new_files(files, {target: selection.nbytes}, force=force) as fds:
         specs = (index.resolve(path) for path in selection.tensors)
         with MappedTensors(index, specs, target.parent, files).open(step) as mapped:
@@ -46,9 +46,9 @@ def to_pt(
 def to_dcp(
     index: CheckpointIndex, selection: Selection, target: Path, force: bool, step: Step, files: Files
 ) -> list[Path]:
-    """Write a folder that ``torch.distributed.checkpoint`` loads; see ``export_checkpoint``.
+    """Writes a ``torch.distributed.checkpoint`` folder; see ``export_checkpoint``.
 
-    The format knows no tied tensors: each name gets its own copy.
+    Each name of a tied tensor gets a copy.
     """
     copies = sum(selection.tensors[path].nbytes for path in selection.ties.values())
     with new_folder(target, selection.nbytes + copies, force=force, ours=is_dcp) as folder:
@@ -72,13 +72,10 @@ def is_dcp(path: Path) -> bool:
 
 
 def _state_dict(index: CheckpointIndex, selection: Selection, mapped: MappedTensors) -> dict[str, Any]:
-    """The model's state dict, or with an optimizer {"model": ..., "optimizer": ..., "step": ...}, its state by names.
-
-    A state dict alone has no place for the step: all of its entries are taken for parameters.
-    """
+    """The model's state dict, or with an optimizer {"model", "optimizer", "step"}, its state by names."""
     tensors = {path: mapped.tensor(index.resolve(path).path) for path in selection.tensors}
-    tensors |= {further: tensors[path] for further, path in selection.ties.items()}
-    # Names in the order of the file: further ones where their tensor is not have no other order.
+    tensors |= {alias: tensors[path] for alias, path in selection.ties.items()}
+    # In the order of the file; aliases without their tensor have no other order.
     model = {path.removeprefix(MODEL): tensor for path, tensor in tensors.items() if path.startswith(MODEL)}
     if selection.groups is None:
         return model
@@ -92,7 +89,10 @@ def _state_dict(index: CheckpointIndex, selection: Selection, mapped: MappedTens
 
 
 class _Sink:
-    """What ``torch.save`` writes to. An error waits until it is done: its own code in between is not made for them."""
+    """The file object for ``torch.save``.
+
+    It keeps errors until the end: torch's code does not handle them in between.
+    """
 
     def __init__(self, files: Files, fd: int, release: Callable[[], None], step: Step) -> None:
         self._files, self._fd, self._release, self._step = files, fd, release, step
@@ -121,7 +121,7 @@ class _Sink:
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Gives the tensors of the state dict one after the other, and lets go of the pages of the one before."""
+    """Gives the tensors of the state dict one by one, and releases the pages of the previous one."""
 
     def __init__(self, release: Callable[[], None], step: Step) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _Planner(dcp.DefaultSavePlanner):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's words on saving in one process, which is what is meant here."""
+    """Silences torch's warnings about saving from one process."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     level = logger.level
     logger.setLevel(logging.ERROR)

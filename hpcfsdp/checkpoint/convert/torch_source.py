@@ -1,4 +1,4 @@
-"""Reading what torch writes: files of ``torch.save``, folders of ``torch.distributed.checkpoint``. Executes nothing."""
+"""Reads torch's formats: files of ``torch.save``, folders of ``torch.distributed.checkpoint``. Executes nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from hpcfsdp.checkpoint.access import Room, opened
+from hpcfsdp.checkpoint.access import MemoryBudget, naming_errors, open_file
 from hpcfsdp.checkpoint.convert.dcp_metadata import read_metadata
 from hpcfsdp.checkpoint.convert.pickles import check_pickle
 from hpcfsdp.checkpoint.convert.recognize import OPTIM_KEYS, Parts, Stored, sort_out
@@ -36,52 +36,38 @@ _MEND = (
 
 @contextlib.contextmanager
 def open_pt(path: Path, *, optimizer: bool = True) -> Iterator[Source]:
-    """The contents of a file that ``torch.save`` wrote; its tensors stay in the file until they are read.
+    """Opens a file of ``torch.save``; its tensors stay in the file until they are read.
 
-    A file of the format before torch 1.6 is read into memory whole.
-
-    Args:
-        optimizer: False: without the state of an optimizer.
-
-    Raises:
-        CheckpointError: it holds more than can be read without executing it, or values that cannot be kept.
-        CheckpointCorruptError: it is damaged, or was not written by torch.
+    A file of the format before torch 1.6 is read whole. Raises CheckpointError for content that only executing it could
+    read, CheckpointCorruptError for damage. Without `optimizer`, its state is left out.
     """
     files = Files()
-    with opened(files, path) as fd:  # errors of the system first: torch has its own words for them
-        room = Room.of(files, fd)
+    with open_file(files, path) as fd:  # errors of the system first: torch has its own words for them
+        budget = MemoryBudget.of_file(files, fd)
         is_zip = zipfile.is_zipfile(path)
         if not is_zip and os.pread(fd, 1, 0) != pickle.PROTO:
             raise CheckpointCorruptError(
                 f"{path}: damaged, or not a file of torch.save: neither zip archive nor pickle"
             )
         with _unread(path), os.fdopen(os.dup(fd), "rb") as stream:
-            check_torch_file(stream, room, files.size(fd))
+            check_torch_file(stream, budget, files.size(fd))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of storages whose class is going to change
+            warnings.simplefilter("ignore", UserWarning)  # torch will change the class of storages
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path}: {_MEND} ({_refused(error)})") from None
     except (RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
         raise CheckpointCorruptError(f"{path}: damaged, or not a file of torch.save: {_first_line(error)}") from error
-    with _named(path):
-        parts = sort_out(_stored(tree, "", room), optimizer=optimizer)
+    with naming_errors(path):
+        parts = sort_out(_stored(tree, "", budget), optimizer=optimizer)
     yield _source(parts)
 
 
-def check_torch_file(stream: Any, room: Room, nbytes: int) -> None:
-    """Raise if a file of torch.save, at the beginning of a stream, would become much more than it is when it is read.
-
-    Args:
-        room: memory that it may take.
-        nbytes: of the file.
-
-    Raises:
-        ValueError: it would.
-    """
-    if not zipfile.is_zipfile(stream):  # of torch before 1.6: pickles, of which the fourth has the values
-        room.take(nbytes)
+def check_torch_file(stream: Any, budget: MemoryBudget, nbytes: int) -> None:
+    """Raises ValueError if a ``torch.save`` file at the stream's beginning would grow far beyond its size in memory."""
+    if not zipfile.is_zipfile(stream):  # of torch before 1.6: four pickles, the last with the values
+        budget.claim(nbytes)
         stream.seek(0)
         for _ in range(4):
             check_pickle(stream)
@@ -92,13 +78,13 @@ def check_torch_file(stream: Any, room: Room, nbytes: int) -> None:
             raise ValueError("it is compressed, which no file of torch.save is")
         for entry in entries:
             if entry.filename.endswith("/data.pkl"):
-                room.take(entry.file_size)
+                budget.claim(entry.file_size)
                 check_pickle(io.BytesIO(archive.read(entry)))
 
 
 @contextlib.contextmanager
 def _unread(path: Path) -> Iterator[None]:
-    """Have what is wrong with a file that has not been read yet name it."""
+    """Adds the file's name to errors of checking it."""
     try:
         yield
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
@@ -107,22 +93,15 @@ def _unread(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_dcp(path: Path, *, optimizer: bool = True) -> Iterator[Source]:
-    """The contents of a folder that ``torch.distributed.checkpoint`` wrote; one tensor is in memory at a time.
+    """Opens a folder of ``torch.distributed.checkpoint``; at most one tensor and one piece of it are in memory.
 
-    Of a tensor that was saved in pieces, the one piece that is being put into its place is there, too.
-
-    Args:
-        optimizer: False: without the state of an optimizer, which is not read.
-
-    Raises:
-        CheckpointError: it holds more than can be read without executing it, or values that cannot be kept.
-        CheckpointCorruptError: it is damaged.
+    Raises as ``open_pt``. Without `optimizer`, its state is not read.
     """
     reader = _Reader(path)
     metadata = reader.read_metadata()
     tree: dict[Any, Any] = {}
     mappings = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    with _named(path):
+    with naming_errors(path):
         for key, described in metadata.state_dict_metadata.items():
             place = tuple(mappings.get(key, (key,)))
             if not optimizer and len(place) > 1 and place[0] in OPTIM_KEYS:
@@ -146,30 +125,26 @@ def _source(parts: Parts) -> Source:
             tensor = parts.tensors[spec.path].fetch()
             whole = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
             last.append((spec.path, whole))
-        # A copy: what waits to be written shall not hold whole tensors.
+        # A copy: blocks that wait to be written must not keep whole tensors in memory.
         return last[0][1][start * spec.itemsize : (start + numel) * spec.itemsize].copy()
 
     return Source(parts.specs(), read, parts.links, parts.groups, parts.scalars, parts.extra, parts.step)
 
 
-def _stored(value: Any, place: str, room: Room, level: int = 0) -> Any:
-    """Plain dicts and lists, with ``Stored`` in place of tensors.
-
-    Args:
-        room: memory that tensors may take that are longer than their storages.
-    """
+def _stored(value: Any, place: str, budget: MemoryBudget, level: int = 0) -> Any:
+    """Plain dicts and lists with ``Stored`` for tensors. `room` bounds expanded tensors."""
     if isinstance(value, torch.Tensor):
-        return _stored_tensor(value, place, room)
+        return _stored_tensor(value, place, budget)
     if level > MOST_LEVELS:
         raise CheckpointError(f"lists and dicts are in each other over more than {MOST_LEVELS} levels")
     if isinstance(value, Mapping):
-        return {key: _stored(entry, f"{place}[{key!r}]", room, level + 1) for key, entry in value.items()}
+        return {key: _stored(entry, f"{place}[{key!r}]", budget, level + 1) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_stored(entry, f"{place}[{index}]", room, level + 1) for index, entry in enumerate(value)]
+        return [_stored(entry, f"{place}[{index}]", budget, level + 1) for index, entry in enumerate(value)]
     return value
 
 
-def _stored_tensor(tensor: torch.Tensor, place: str, room: Room) -> Stored:
+def _stored_tensor(tensor: torch.Tensor, place: str, budget: MemoryBudget) -> Stored:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
         kind = "quantized" if tensor.is_quantized else f"{tensor.layout}, on {tensor.device}"
@@ -177,7 +152,7 @@ def _stored_tensor(tensor: torch.Tensor, place: str, room: Room) -> Stored:
     tensor = tensor.detach()
     if tensor.nbytes > tensor.untyped_storage().nbytes():
         try:
-            room.take(tensor.nbytes)
+            budget.claim(tensor.nbytes)
         except ValueError as error:
             raise CheckpointError(f"{place} is expanded to {tensor.nbytes} bytes: {error}") from None
     identity = None
@@ -192,12 +167,12 @@ def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
         if not isinstance(tree, dict):
             break
     if not isinstance(tree, dict) or path[-1] in tree:
-        raise CheckpointCorruptError(f"{'.'.join(map(str, path))!r} stands where another entry does")
+        raise CheckpointCorruptError(f"{'.'.join(map(str, path))!r} is at the place of another entry")
     tree[path[-1]] = value
 
 
 def _with_lists(value: Any) -> Any:
-    """Dicts that have come from lists become lists again: those of which all keys are places."""
+    """Turns dicts whose keys are 0 to n-1 back into lists."""
     if not isinstance(value, dict):
         return value
     entries = {key: _with_lists(entry) for key, entry in value.items()}
@@ -207,7 +182,7 @@ def _with_lists(value: Any) -> Any:
 
 
 class _Reader(dcp.FileSystemReader):
-    """torch's reader, but for the pickle of metadata: it may make what torch's own metadata are made of, no more."""
+    """torch's reader with a restricted unpickler of metadata."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -231,16 +206,16 @@ class _Reader(dcp.FileSystemReader):
         return tensor
 
     def _read_whole(self, key: str, described: TensorStorageMetadata) -> torch.Tensor | None:
-        """A tensor that was saved in one piece; None where it is compressed or not dense.
+        """Reads a tensor that was saved in one piece;
 
-        torch's reader puts a piece into a tensor that is there, and so has both in memory.
+        None if it is compressed or not dense. torch's reader would hold it twice.
         """
         info = self.read_metadata().storage_data.get(MetadataIndex(key, described.chunks[0].offsets))
         if info is None or getattr(info, "transform_descriptors", None):
             return None
         with _read_of(self._folder, key), (self._folder / info.relative_path).open("rb") as stream:
             piece = _Slice(stream, info.offset, info.length)
-            check_torch_file(piece, Room(info.length), info.length)
+            check_torch_file(piece, MemoryBudget(info.length), info.length)
             piece.seek(0)
             tensor = torch.load(piece, map_location="cpu", weights_only=True)
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
@@ -250,14 +225,14 @@ class _Reader(dcp.FileSystemReader):
         return tensor.detach().contiguous()
 
     def read_value(self, key: str) -> Any:
-        """A value that is no tensor."""
+        """Reads a value that is no tensor."""
         state = {key: None}
         self._load(state)
         return state[key]
 
     def _load(self, state: dict[str, Any]) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that this is one process, which is what is meant
+            warnings.simplefilter("ignore", UserWarning)  # about loading in one process
             try:
                 planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
                 dcp.load(state, storage_reader=self, planner=planner, no_dist=True)
@@ -271,17 +246,17 @@ class _Reader(dcp.FileSystemReader):
 
 @contextlib.contextmanager
 def _read_of(folder: Path, key: str) -> Iterator[None]:
-    """Have what torch raises name the value that it was reading."""
+    """Adds the value's name to errors that torch raises."""
     try:
         yield
     except OSError:
         raise
-    except Exception as error:  # torch raises whatever damaged bytes lead to
+    except Exception as error:  # damaged bytes lead torch to any kind of error
         raise CheckpointCorruptError(f"{folder}: damaged: {key!r}: {_first_line(error)}") from error
 
 
 class _Slice(io.RawIOBase):
-    """Bytes of a file as a file of their own."""
+    """A range of a file as a file object."""
 
     def __init__(self, stream: io.BufferedReader, begin: int, nbytes: int) -> None:
         super().__init__()
@@ -313,17 +288,17 @@ class _Slice(io.RawIOBase):
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """torch's planner, but for its un-pickling of values, which would execute what they say."""
+    """torch's planner with a restricted unpickler of values."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         key = read_item.dest_index.fqn
         nbytes = value.getbuffer().nbytes
-        room = Room(nbytes)
+        budget = MemoryBudget(nbytes)
         try:
-            check_torch_file(value, room, nbytes)
+            check_torch_file(value, budget, nbytes)
             value.seek(0)
             self.state_dict[key] = torch.load(value, map_location="cpu", weights_only=True)
-            _stored(self.state_dict[key], repr(key), room)
+            _stored(self.state_dict[key], repr(key), budget)
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"{key!r}: {_MEND} ({_refused(error)})") from None
 
@@ -339,21 +314,11 @@ class _Fetch:
         return reader.read_tensor(key, described)
 
 
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError as error:
-        if str(error).startswith(str(path)):
-            raise
-        raise type(error)(f"{path}: {error}") from None
-
-
 def _refused(error: pickle.UnpicklingError) -> str:
-    """What torch would not un-pickle, without its advice."""
+    """torch's reason for refusing a pickle, without its advice."""
     lines = [line.strip() for line in str(error).splitlines()]
-    told = next((line for line in lines if line.startswith("WeightsUnpickler error: ")), _first_line(error))
-    return told.removeprefix("WeightsUnpickler error: ").split(". Please")[0]
+    first = next((line for line in lines if line.startswith("WeightsUnpickler error: ")), _first_line(error))
+    return first.removeprefix("WeightsUnpickler error: ").split(". Please")[0]
 
 
 def _first_line(error: BaseException) -> str:

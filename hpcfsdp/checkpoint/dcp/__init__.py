@@ -1,1 +1,1 @@
-"""HDF5 checkpoints as a storage of ``torch.distributed.checkpoint``: what its ``save`` and ``load`` read and write."""
+"""HDF5 checkpoints as a storage of ``torch.distributed.checkpoint``: a reader and a writer."""

@@ -1,9 +1,9 @@
-"""Where the entries of a state dict stand in a file, and the other way round. Pure; needs neither MPI nor torch.
+"""Maps entries of a state dict to places in a file, and back. Pure; needs neither MPI nor torch.
 
 ``torch.distributed.checkpoint`` flattens state dicts: an entry has a path, the keys from the outermost dict inwards,
-and a name, its path with dots. In the file the model's tensors stand in ``model`` and the optimizer's in
-``optim/state``, as ``hpcfsdp.checkpoint.save`` has them, whatever the outer keys are; where each entry stands is listed
-in the file.
+and a name, its path with dots. In the file the model's tensors are in ``model`` and the optimizer's in
+``optim/state``, as ``hpcfsdp.checkpoint.save`` writes them, whatever the outer keys are. The file lists the place of
+each entry.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Path = tuple[str | int, ...]
 TENSOR, GROUP, SCALAR, EXTRA = KINDS = "tensor", "group", "scalar", "extra"
 
 GROUP_TENSORS = "optim/group_tensors"
-"""Where hyper-parameters that are tensors (a capturable optimizer's ``lr``) stand: ``<group>/<name>`` below it."""
+"""The group of hyper-parameters that are tensors (a capturable optimizer's ``lr``): ``<group>/<name>`` in it."""
 
 _OPTIMIZER = ("optim", "optimizer")
 _RESERVED = ("meta", "extra", "metrics", schema.PARAM_GROUPS, schema.OPTIM_SCALARS)
@@ -35,14 +35,14 @@ def dotted(path: Iterable[str | int]) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where an entry of a state dict stands.
+    """An entry of a state dict and its place in the file.
 
     Attributes:
         path: in the state dict.
         kind: TENSOR: a dataset of elements. GROUP: a value in optim/param_groups. SCALAR: one in optim/scalars. EXTRA:
             one in `extra`.
-        place: the dataset's path; or the keys that lead to the value, for a SCALAR its one key.
-        types: what became of the value in JSON, see ``values.plain``.
+        place: the dataset's path; or the keys that lead to the value, one for a SCALAR.
+        types: types that JSON does not keep, see ``plain_values.to_plain``.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class Entry:
         return "/".join(map(str, self.place))
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in meta/state_dict."""
+        """Its JSON in meta/state_dict."""
         types = {"types": [[list(path), kind] for path, kind in self.types]} if self.types else {}
         return {"path": list(self.path), self.kind: list(self.place), **types}
 
@@ -69,13 +69,9 @@ class Entry:
 
 
 def place_entries(tensors: Mapping[str, Path], values: Mapping[str, Path]) -> dict[str, Entry]:
-    """Where entries are to stand, by name.
+    """Chooses a place for each entry, by name. `tensors` has the paths of tensors, `values` of all other entries.
 
-    Args:
-        tensors: paths of entries that are tensors, by name; `values` of all others.
-
-    Raises:
-        CheckpointError: a key that cannot stand in a file; the message names the entry.
+    Raises CheckpointError, naming the entry, for a key that a file cannot contain.
     """
     everyone = [*tensors.values(), *values.values()]
     outer = _outer(everyone)
@@ -87,7 +83,7 @@ def place_entries(tensors: Mapping[str, Path], values: Mapping[str, Path]) -> di
         place = _tensor_place(name, _standard(path[outer:], renamed), plain)
         if places.setdefault(place, name) != name:
             raise CheckpointError(
-                f"the state dict's {places[place]!r} and {name!r} would both stand at {dotted(place)!r}: rename one"
+                f"the state dict's {places[place]!r} and {name!r} would both be stored at {dotted(place)!r}: rename one"
             )
         entries[name] = Entry(path, TENSOR, place)
     for name, path in values.items():
@@ -96,7 +92,7 @@ def place_entries(tensors: Mapping[str, Path], values: Mapping[str, Path]) -> di
 
 
 def _outer(paths: list[Path]) -> int:
-    """How many keys around model and optimizer all entries share: ``{"app": {"model": ..., "optim": ...}}`` has one."""
+    """The number of keys around model and optimizer in all entries: 1 for ``{"app": {"model": ..., "optim": ...}}``."""
     if not paths or min(map(len, paths)) < 2 or len({path[0] for path in paths}) > 1:
         return 0
     return int(paths[0][0] not in ("model", *_OPTIMIZER) and any(path[1] == "model" for path in paths))
@@ -117,8 +113,7 @@ def _tensor_place(name: str, path: Path, plain: bool) -> Path:
     joined = "/".join(map(str, path))
     if joined in _GROUPS or any(joined == place or joined.startswith(f"{place}/") for place in _RESERVED):
         raise CheckpointError(
-            f"the state dict's {name!r} would stand at {joined!r}, where a checkpoint has something of its own: rename "
-            "the key"
+            f"the state dict's {name!r} would be stored at {joined!r}, a path that checkpoints reserve: rename the key"
         )
     return path
 
@@ -135,7 +130,7 @@ def _value_entry(path: Path, inner: Path) -> Entry:
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The entries that flattening makes of a value without tensors: lists are entered only where dicts are in them."""
+    """The entries that flattening makes of a value without tensors: it enters lists only where they contain dicts."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from leaves(item, (*path, str(key)))
@@ -150,11 +145,10 @@ def _has_dict(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(item, Mapping) or _has_dict(item) for item in value)
 
 
-def put(root: dict[str | int, Any], path: Path, value: Any) -> None:
-    """Set a value in nested dicts and lists, which are made where they are missing.
+def set_at(root: dict[str | int, Any], path: Path, value: Any) -> None:
+    """Sets a value in nested dicts and lists, which it makes.
 
-    Raises:
-        CheckpointError: something else stands in the way.
+    Raises CheckpointError where another value is in the way.
     """
     inside: Any = root
     for key, following in zip(path, (*path[1:], None), strict=True):
@@ -171,12 +165,8 @@ def put(root: dict[str | int, Any], path: Path, value: Any) -> None:
         inside = found
 
 
-def get(root: Any, path: Path) -> Any:
-    """The value at a path.
-
-    Raises:
-        LookupError, TypeError: there is none.
-    """
+def get_at(root: Any, path: Path) -> Any:
+    """The value at a path; raises LookupError or TypeError without one."""
     for key in path:
         root = root[key]
     return root
@@ -188,12 +178,7 @@ def native_entries(
     scalars: Mapping[str, Any] | None,
     extra: Mapping[str, Any],
 ) -> list[Entry]:
-    """The entries of a file that ``hpcfsdp.checkpoint.save`` has written: dicts ``model``, ``optim`` and ``extra``.
-
-    Args:
-        tensors: paths in the file, further ones too.
-        groups, scalars: of the optimizer.
-    """
+    """The entries of a file of ``hpcfsdp.checkpoint.save``: dicts ``model``, ``optim`` and ``extra``."""
     found = [Entry(tuple(path.split("/")), TENSOR, tuple(path.split("/"))) for path in tensors]
     for number, group in enumerate(groups or ()):
         found += [Entry(("optim", "param_groups", number, key), GROUP, (number, key)) for key in group]
@@ -204,16 +189,15 @@ def native_entries(
 
 
 class Names:
-    """The entries of a file under the names that state dicts may have for them.
+    """The entries of a file under all names that state dicts may use for them.
 
-    The outer keys may be others than those that were saved: ``weight`` and ``model.weight`` can be the same parameter,
-    ``optim`` and ``optimizer`` the same dict, and a dict around model and optimizer may be left out that was there when
-    they were saved. But ``model.weight`` can be a module's parameter, too, that is called so without any outer keys:
-    what is meant is told by all names together, see ``Request``.
+    Outer keys may differ from the saved ones: ``weight`` and ``model.weight`` can be the same parameter, ``optim`` and
+    ``optimizer`` the same dict, and a dict around model and optimizer may be missing. But without outer keys
+    ``model.weight`` can also be the parameter of a module "model": only all names together decide, see ``Request``.
 
     Attributes:
-        entries: by the name that was saved.
-        mappings: what finds an entry by a name, if there is one: first the names that were saved, then by other keys.
+        entries: by the saved name.
+        mappings: functions from a name to an entry or None: first by the saved names, then by other outer keys.
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
@@ -231,69 +215,62 @@ class Names:
 
 
 class Request:
-    """What is asked for, name by name, and where all of it stands.
-
-    One of the mappings of ``Names`` holds for all names, so that no name is found by a guess of its own.
-    """
+    """The entries that a load asks for. One of the mappings of ``Names`` must fit all names together."""
 
     def __init__(self, names: Names, alike: Callable[[Entry, Entry], bool]) -> None:
-        """
-        Args:
-            alike: whether two entries look the same to who asks: both are tensors of one shape and dtype, or none is.
-        """
+        """`alike`: whether two entries look the same to a planner, by shape and dtype of tensors."""
         self._names, self._alike = names, alike
         self._possible = list(names.mappings)  # those that have found every name so far
-        self._told: dict[str, Entry | None] = {}
+        self._answers: dict[str, Entry | None] = {}
 
     def find(self, name: str) -> Entry | None:
-        """An entry that looks like the one of a name; None if there is none.
+        """An entry that looks like the one of this name;
 
-        Which entry it is comes to be known when all have been asked for, see ``settled``.
+        None without one. Only ``settled`` decides which entry it is.
         """
-        if name not in self._told:
+        if name not in self._answers:
             self._possible = [mapping for mapping in self._possible if mapping(name) is not None]
-            self._told[name] = (self._possible or self._names.mappings)[0](name)
-        return self._told[name]
+            self._answers[name] = (self._possible or self._names.mappings)[0](name)
+        return self._answers[name]
 
     def settled(self, names: Iterable[str]) -> dict[str, Entry]:
-        """The entry of each of these names, and of those that have been asked for and are there.
+        """The entries of these names, and of all names of ``find`` that exist.
 
-        Raises:
-            CheckpointMismatchError: what was told of a name does not hold for all of them together.
+        Raises CheckpointMismatchError where an answer of ``find`` does not hold for all names together.
         """
-        wanted = list(dict.fromkeys([*self._told, *names]))
+        wanted = list(dict.fromkeys([*self._answers, *names]))
         found = next(filter(None, (_one_to_one(mapping, wanted) for mapping in self._names.mappings)), None)
         if found is None:  # names that are not there are passed over: then by the names that were saved alone
             found = {name: self._names.entries[name] for name in wanted if name in self._names.entries}
             elsewhere = (name for name in wanted if any(mapping(name) for mapping in self._names.mappings))
             if not found and (name := next(elsewhere, None)) is not None:
                 self._refuse(name)
-        for name, told in self._told.items():
-            if told is not None and name not in found:
+        for name, answer in self._answers.items():
+            if answer is not None and name not in found:
                 self._refuse(name)
-            if told is not None and not self._alike(told, found[name]):
+            if answer is not None and not self._alike(answer, found[name]):
                 raise CheckpointMismatchError(
-                    f"{name!r} can be what was saved as {dotted(told.path)!r} or {dotted(found[name].path)!r}, which "
+                    f"{name!r} can be what was saved as {dotted(answer.path)!r} or {dotted(found[name].path)!r}, which "
                     "differ in shape or dtype: give the state dict the outer keys that it was saved with"
                 )
         return found
 
     def _refuse(self, name: str) -> None:
         raise CheckpointMismatchError(
-            f"holds {name!r} under other outer keys alone, with which not all names of the state dict are found, each "
-            "in a place of its own: give it the outer keys that it was saved with, or leave out what was not saved "
+            f"holds {name!r} only under other outer keys, which do not match all names of the state dict, each "
+            "in a place of its own: use the outer keys that it was saved with, or leave out unsaved entries "
             f"(the first name in the file is {next(iter(self._names.entries))!r})"
         )
 
 
 def _one_to_one(mapping: Callable[[str], Entry | None], names: list[str]) -> dict[str, Entry] | None:
-    """The entries of all names, if there are some and each has another one."""
+    """The entries of all names, if there are any and no two names share one."""
     found = {name: entry for name in names if (entry := mapping(name)) is not None}
     return found if len(found) == len(names) == len({id(entry) for entry in found.values()}) else None
 
 
 def _once(pairs: Iterable[tuple[str, Entry]]) -> dict[str, Entry]:
-    """By name, without names that several have."""
+    """A dict of the pairs, without names that occur twice."""
     found: dict[str, Entry] = {}
     several = set()
     for name, entry in pairs:
@@ -306,7 +283,7 @@ _BEFORE = {TENSOR: (), EXTRA: ("extra",), GROUP: ("optim", "param_groups"), SCAL
 
 
 def _standard_name(entry: Entry) -> str:
-    """The name it would have, had the dicts been called model and optim."""
+    """The name of an entry with outer keys "model" and "optim"."""
     before: Path = _BEFORE[entry.kind]
     if entry.dataset.startswith(f"{GROUP_TENSORS}/"):
         return dotted(("optim", "param_groups", *entry.place[2:]))

@@ -1,10 +1,9 @@
-"""``HDF5Reader``: ``torch.distributed.checkpoint.load`` reads an HDF5 file, each rank what it needs of it."""
+"""``HDF5Reader``: ``torch.distributed.checkpoint.load`` reads an HDF5 file; each rank reads what it needs."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ from hpcfsdp.checkpoint.dcp import entry_names as names
 from hpcfsdp.checkpoint.dcp.entry_names import Entry, Names, Request
 from hpcfsdp.checkpoint.format.schema import TensorSpec, numpy_dtype
 from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
-from hpcfsdp.checkpoint.plain_values import rebuilt
+from hpcfsdp.checkpoint.plain_values import from_plain
 from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
 from hpcfsdp.flat.layout import Box
@@ -35,9 +34,6 @@ from hpcfsdp.reshard.boxes import levels_of
 
 AT_ONCE = 64 << 20
 """About as many bytes of a box are in memory at a time, besides the tensor that they are for."""
-
-_GAP_BYTES = 1 << 16
-"""What is read and thrown away rather than begin another read, where nothing has to be verified."""
 
 
 class HDF5Reader(StorageReader):
@@ -51,8 +47,8 @@ class HDF5Reader(StorageReader):
         """Not collective, touches no disk.
 
         Args:
-            path: of the file, which all ranks see. None: it is given to ``dcp.load`` as `checkpoint_id`.
-            verify: compare what is read with its checksums.
+            path: of the file, which all ranks see. None: ``dcp.load`` gets it as `checkpoint_id`.
+            verify: compare the bytes with their checksums.
         """
         self._path, self._verify = path, verify
         self._opened: tuple[CheckpointIndex, Request] | None = None
@@ -60,24 +56,20 @@ class HDF5Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Whether it is the path of a file that is there."""
+        """Whether it is the path of an existing file."""
         return os.path.isfile(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Begin anew; not collective.
-
-        Args:
-            checkpoint_id: the path of the file, in place of the one that was given before.
-        """
+        """Starts again, with `checkpoint_id` as the path if given; not collective."""
         self._opened = self._failure = None
         if checkpoint_id is not None:
             self._path = checkpoint_id
 
     def read_metadata(self) -> Metadata:
-        """What the file holds, each tensor as one chunk; not collective.
+        """Describes the file's content, each tensor as one chunk; not collective.
 
-        ``dcp.load`` goes on after an error of this method, with another message or none. What is wrong with the file is
-        therefore said by the next one that needs it: ``set_up_storage_reader``, or whoever looks into the result.
+        ``dcp.load`` continues after an error of this method. So the error is raised by the next use:
+        ``set_up_storage_reader``, or reading the result.
         """
         self._opened = self._failure = None
         try:
@@ -93,20 +85,14 @@ class HDF5Reader(StorageReader):
         return Metadata(_Found(known, request, index), {name: entry.path for name, entry in known.entries.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Not collective.
-
-        Raises:
-            CheckpointError: the file cannot be read; see ``open_index``.
-        """
+        """Raises CheckpointError if the file could not be read, see ``open_index``. Not collective."""
         if self._failure is not None:
             raise self._failure
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Not collective. Has the plan say which file this rank reads.
+        """Adds this rank's file to the plan; not collective.
 
-        Raises:
-            CheckpointMismatchError: the names that were asked for are not those of the file, nor all of them together
-                the same under other outer keys.
+        Raises CheckpointMismatchError if the names are not those of the file, under the same outer keys.
         """
         index, _ = self._index()
         self._settled(plan)
@@ -114,11 +100,7 @@ class HDF5Reader(StorageReader):
         return dataclasses.replace(plan, storage_data=(str(index.info.path), mark))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator alone.
-
-        Raises:
-            CheckpointMismatchError: ranks have opened different files.
-        """
+        """Raises CheckpointMismatchError if ranks have opened different files. On the coordinator alone."""
         for rank, plan in enumerate(plans):
             if plan.storage_data[1] != plans[0].storage_data[1]:
                 raise CheckpointMismatchError(
@@ -128,12 +110,10 @@ class HDF5Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read this rank's items; not collective.
+        """Reads this rank's items; not collective.
 
-        Raises:
-            CheckpointError: they cannot be read.
-            CheckpointCorruptError: they are not what was written.
-            CheckpointReplacedError: the file is another one by now.
+        Raises CheckpointError if they cannot be read, CheckpointCorruptError for a wrong checksum,
+        CheckpointReplacedError if the file is another one by now.
         """
         index, _ = self._index()
         entries = self._settled(plan)
@@ -143,13 +123,12 @@ class HDF5Reader(StorageReader):
         found.sort(
             key=lambda pair: (rows.get(index.links.get(pair[0].dataset, pair[0].dataset), -1), pair[1].storage_offsets)
         )
-        with BlockReader(index, verify=self._verify) as blocks:
-            reader = BoxReader(index, blocks, verify=self._verify)
+        with BlockReader(index, verify=self._verify) as reader:
             for entry, item in found:
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, _pickled(value_of(index, entry)))
                 else:
-                    _read_tensor(index, reader, entry, item, planner)
+                    _read_tensor(reader, index.resolve(entry.dataset), item, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -183,16 +162,16 @@ def _entries(index: CheckpointIndex) -> list[Entry]:
 
 
 def value_of(index: CheckpointIndex, entry: Entry) -> Any:
-    """The value of an entry that is no tensor."""
+    """The value of an entry without tensor."""
     if entry.kind == names.SCALAR:
-        return rebuilt((index.scalars or {})[str(entry.place[0])], entry.types)
-    return rebuilt(
-        names.get(index.param_groups if entry.kind == names.GROUP else index.info.extra, entry.place), entry.types
+        return from_plain((index.scalars or {})[str(entry.place[0])], entry.types)
+    return from_plain(
+        names.get_at(index.param_groups if entry.kind == names.GROUP else index.info.extra, entry.place), entry.types
     )
 
 
 class _Found(dict):
-    """torch's description of what a file holds. Entries are also found under other names, see ``Names``."""
+    """torch's description of the file's content. It also finds entries under other names, see ``Names``."""
 
     def __init__(self, known: Names, request: Request, index: CheckpointIndex) -> None:
         super().__init__({name: _describe(index, entry) for name, entry in known.entries.items()})
@@ -215,7 +194,7 @@ class _Found(dict):
 
 
 class _Unreadable(dict):
-    """In place of what a file holds: raises what is wrong with it."""
+    """In place of a description of an unreadable file: raises the file's error."""
 
     def __init__(self, error: CheckpointError) -> None:
         super().__init__()
@@ -237,30 +216,28 @@ def _describe(index: CheckpointIndex, entry: Entry) -> TensorStorageMetadata | B
 
 
 def _pickled(value: Any) -> io.BytesIO:
-    """What planners expect: they hand it to ``torch.load``. It has never been on a disk."""
+    """A value as planners expect it: they pass it to ``torch.load``. These bytes were never on a disk."""
     stream = io.BytesIO()
     torch.save(value, stream)
     stream.seek(0)
     return stream
 
 
-def _read_tensor(index: CheckpointIndex, reader: BoxReader, entry: Entry, item: ReadItem, planner: LoadPlanner) -> None:
-    spec = index.resolve(entry.dataset)
+def _read_tensor(reader: BlockReader, spec: TensorSpec, item: ReadItem, planner: LoadPlanner) -> None:
     target = planner.resolve_tensor(item).detach()
     box = Box(tuple(item.storage_offsets), tuple(item.lengths))
     if tuple(target.shape) != box.sizes:
         raise CheckpointMismatchError(
-            f"{index.info.path}: the planner has memory of shape {list(target.shape)} for {list(box.sizes)} of "
-            f"{spec.path}"
+            f"{reader.path}: the planner has memory of shape {list(target.shape)} for {list(box.sizes)} of {spec.path}"
         )
     for part, narrowed in slabs(box, spec.itemsize):
-        values = torch.from_numpy(reader.read(spec, part)).view(getattr(torch, spec.dtype))
+        values = torch.from_numpy(read_box(reader, spec, part)).view(getattr(torch, spec.dtype))
         narrowed(target).copy_(values.view(part.sizes))
     planner.commit_tensor(item, target)
 
 
 def slabs(box: Box, itemsize: int) -> Iterator[tuple[Box, Callable[[torch.Tensor], torch.Tensor]]]:
-    """A box in parts of about ``AT_ONCE`` bytes, cut along its first dimension, and what narrows its tensor to each."""
+    """Parts of a box of about ``AT_ONCE`` bytes, along its first dimension, and functions that narrow its tensor."""
     if not box.sizes:
         yield box, lambda tensor: tensor
         return
@@ -272,56 +249,10 @@ def slabs(box: Box, itemsize: int) -> Iterator[tuple[Box, Callable[[torch.Tensor
         yield part, lambda tensor, first=first, size=size: tensor.narrow(0, first, size)
 
 
-class BoxReader:
-    """Reads boxes of tensors, no block of the file twice for a box."""
-
-    def __init__(self, index: CheckpointIndex, blocks: BlockReader, *, verify: bool) -> None:
-        """Not collective.
-
-        Args:
-            blocks: reads runs.
-            verify: whether `blocks` reads whole blocks, to verify them.
-        """
-        self._index, self._blocks, self._verify = index, blocks, verify
-
-    def read(self, spec: TensorSpec, box: Box) -> np.ndarray:
-        """The elements of a box of a tensor, 1-D, in ``schema.numpy_dtype`` of its dtype.
-
-        Raises:
-            CheckpointCorruptError: they are not those that were written.
-        """
-        output = np.empty(box.numel, numpy_dtype(spec.dtype))
-        if not box.numel:
-            return output
+def read_box(reader: BlockReader, spec: TensorSpec, box: Box) -> np.ndarray:
+    """Reads a box of a tensor, 1-D, in ``schema.numpy_dtype`` of its dtype; raises as ``BlockReader.read``."""
+    output = np.empty(box.numel, numpy_dtype(spec.dtype))
+    if box.numel:
         levels = levels_of(spec.shape, box)
-        starts, numel = levels.starts(len(levels.repeated)), levels.numel
-        if len(starts) == 1:
-            return self._blocks.read(spec.path, levels.start, numel)
-        for first, end in self._groups(spec, starts, numel):
-            low = int(starts[first])
-            stretch = self._blocks.read(spec.path, low, int(starts[end - 1]) + numel - low)
-            runs = np.lib.stride_tricks.sliding_window_view(stretch, numel)
-            output[first * numel : end * numel].reshape(-1, numel)[:] = runs[starts[first:end] - low]
-        return output
-
-    def _groups(self, spec: TensorSpec, starts: np.ndarray, numel: int) -> Iterator[tuple[int, int]]:
-        """Runs, as (first, end), that are best read in one stretch: those that lie in the same blocks."""
-        if self._verify:
-            rows = np.sort(self._index.rows_of(spec.path), order="start")
-            ends = (rows["start"] + (rows["count"] - np.uint64(1)) * rows["stride"] + rows["numel"]).astype(np.int64)
-            begins = rows["start"].astype(np.int64)
-            # Blocks that overlap, as strided ones do, count as one: they are read together.
-            alone = begins >= np.concatenate(([0], np.maximum.accumulate(ends)[:-1]))
-            clusters = np.cumsum(alone)
-            first = clusters[np.searchsorted(begins, starts, side="right") - 1]
-            last = clusters[np.searchsorted(begins, starts + numel - 1, side="right") - 1]
-            apart = first[1:] > last[:-1]
-        else:
-            apart = (starts[1:] - starts[:-1] - numel) * spec.itemsize > _GAP_BYTES
-        edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(starts)]
-        most = max(1, AT_ONCE // spec.itemsize)
-        for first, end in itertools.pairwise(edges):
-            while first < end:
-                stop = int(np.searchsorted(starts[first:end], starts[first] + most, side="left")) + first
-                yield first, max(stop, first + 1)
-                first = max(stop, first + 1)
+        reader.read_runs(spec.path, levels.starts(len(levels.repeated)), output)
+    return output

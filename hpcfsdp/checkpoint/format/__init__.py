@@ -1,1 +1,1 @@
-"""What a checkpoint file is, byte by byte, as docs/checkpoint-format.md specifies it. Touches no disk."""
+"""The bytes of a checkpoint file, as docs/checkpoint-format.md specifies them. Touches no disk."""

@@ -1,7 +1,7 @@
-"""Files that HDF5 sees: one in memory that it writes, and stretches of bytes that it reads.
+"""File objects for HDF5: one in memory that it writes, and one of known byte ranges that it reads.
 
-HDF5 itself never writes to a disk: where it cannot flush, it ends the process (2.0), and what it has written in which
-order is not known. It never reads bytes that have not been checked either: damaged ones have made it crash and hang.
+HDF5 itself never writes to a disk: where it cannot flush, it ends the process (2.0), and its order of writes is not
+specified. It never reads unchecked bytes either: damaged ones have made it crash and hang.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class _Cursor:
 
 
 class SparseImage(_Cursor):
-    """A file in memory, of which only the pages that were written to take any. To be handed to ``h5py.File``.
+    """A file in memory for ``h5py.File``. Only pages that were written take memory.
 
-    A few zeros take none: HDF5 gives each of thousands of tensors its storage by writing one element of zero.
+    A few zeros take none: HDF5 allocates the storage of each of thousands of tensors by writing one zero.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class SparseImage(_Cursor):
         self._shared: set[int] = set()  # pages that copies have as well
 
     def copy(self) -> SparseImage:
-        """One of the same bytes. Each page is one for both until one of them is written to."""
+        """A copy; both share each page until one of them writes to it."""
         image = SparseImage()
         image.nbytes, image._pages = self.nbytes, dict(self._pages)
         self._shared, image._shared = set(self._pages), set(self._pages)
@@ -94,7 +94,7 @@ class SparseImage(_Cursor):
         return nbytes
 
     def written(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """What lies from `begin` on, before `end`, in stretches of pages that were written to: (first byte, bytes)."""
+        """The written pages between two places, adjacent ones together: (first byte, bytes)."""
         pages: Sequence[int] = range(begin // _PAGE, -(-end // _PAGE))
         if len(pages) > len(self._pages):
             pages = sorted(page for page in self._pages if page in pages)
@@ -115,13 +115,8 @@ class SparseImage(_Cursor):
             part[:] = bytes(part.nbytes) if known is None else known[begin : begin + part.nbytes]
 
 
-class Stretches(_Cursor):
-    """A file of which only some stretches are known. To be handed to ``h5py.File``.
-
-    Args:
-        nbytes: of the file.
-        known: (first byte, bytes), not overlapping.
-    """
+class KnownRanges(_Cursor):
+    """A read-only file for ``h5py.File`` of which only some ranges are known: (first byte, bytes), not overlapping."""
 
     def __init__(self, nbytes: int, known: Iterable[tuple[int, bytes | bytearray]]) -> None:
         super().__init__()

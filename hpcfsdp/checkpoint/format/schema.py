@@ -1,4 +1,4 @@
-"""What stands where in a checkpoint file, and how dtypes are written. Needs numpy and h5py alone.
+"""The places of everything in a checkpoint file, and the types of tensors. Needs numpy and h5py alone.
 
 The layout is specified in docs/checkpoint-format.md.
 """
@@ -46,7 +46,7 @@ EXTENTS = "meta/extents"
 LIBVER = ("v108", "v110")
 
 ALIGNED_FROM_BYTES = 1 << 16
-"""Datasets of at least this size are aligned. Smaller ones lie together: many are written and read in one go."""
+"""Datasets of at least this size are aligned. Smaller ones are adjacent, so that one call reads or writes many."""
 
 ALIGNMENT_BYTES = 1 << 12
 """What aligned datasets start at a multiple of: a page. With more there are holes between them, and a file with a hole
@@ -71,23 +71,29 @@ EXTENT_DTYPE = np.dtype(
 """A row of meta/extents: elements of a tensor under one checksum, the xxh3-64 of their bytes.
 
 The tensor is an index in meta/tensors, the file 0 for this one or else one more than an index in meta/files. From
-element `start` on there are `count` runs of `numel` elements, of which each begins `stride` elements after the one
+element `start` on there are `count` runs of `numel` elements; each begins `stride` elements after the one
 before it. The first is at `byte_offset` of the file.
 """
 
 
+def row_spans(rows: np.ndarray) -> np.ndarray:
+    """Elements from the first to the last of each row, int64."""
+    counts, strides, numels = (rows[name].astype(np.int64) for name in ("count", "stride", "numel"))
+    return (counts - 1) * strides + numels
+
+
 def tensor_table_dtype(longest_path: int) -> np.dtype:
-    """A row of meta/tensors: the path, torch's name of the dtype, and which of meta/shapes are the sizes."""
+    """A row of meta/tensors: the path, torch's name of the dtype, and the range of its sizes in meta/shapes."""
     return np.dtype([("path", f"S{max(1, longest_path)}"), ("dtype", "S16"), ("first_dim", "<u8"), ("ndim", "<u8")])
 
 
 def link_table_dtype(longest_path: int) -> np.dtype:
-    """A row of meta/links: a alias of a tensor, and its index in meta/tensors."""
+    """A row of meta/links: an alias of a tensor, and its index in meta/tensors."""
     return np.dtype([("path", f"S{max(1, longest_path)}"), ("tensor", "<u8")])
 
 
 def file_table_dtype(longest_name: int) -> np.dtype:
-    """A row of meta/files: the name, beside this file, its bytes, and the digest of its seal."""
+    """A row of meta/files: the name, next to this file, its bytes, and the digest of its seal."""
     return np.dtype([("name", f"S{max(1, longest_name)}"), ("nbytes", "<u8"), ("digest", "<u8")])
 
 
@@ -118,12 +124,12 @@ _NUMPY_DTYPES = {
 _ITEMSIZES = {name: np.dtype(kind).itemsize for name, kind in _NUMPY_DTYPES.items()}
 
 DTYPE_ATTRIBUTE = "torch_dtype"
-"""On datasets whose HDF5 type does not tell torch's dtype."""
+"""On datasets whose HDF5 type does not determine torch's dtype."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor as it stands in the file: path from the root, shape, torch's name of its dtype."""
+    """A tensor in the file: path from the root, shape, torch's name of its dtype."""
 
     path: str
     shape: tuple[int, ...]
@@ -144,7 +150,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a checkpoint says of itself, and the values that were saved beside model and optimizer."""
+    """Description of a checkpoint, and the values that were saved next to model and optimizer."""
 
     path: Path
     step: int
@@ -193,7 +199,7 @@ _MOST_ATTRIBUTE_BYTES = 1 << 12
 
 
 def attribute(holder: h5py.Group | h5py.Dataset, name: str) -> Any:
-    """An attribute that is one number or short text; None if there is none of that name, or it is something else."""
+    """An attribute that is one number or a short text; None for anything else."""
     if not h5py.h5a.exists(holder.id, name.encode()):
         return None
     found = h5py.h5a.open(holder.id, name.encode())
@@ -207,11 +213,7 @@ def attribute(holder: h5py.Group | h5py.Dataset, name: str) -> Any:
 
 
 def torch_dtype(dataset: h5py.Dataset) -> str:
-    """torch's name of the dtype of a tensor in a file.
-
-    Raises:
-        ValueError: it was not written by this software.
-    """
+    """torch's name of a dataset's dtype; raises ValueError where no saver wrote it."""
     marked = attribute(dataset, DTYPE_ATTRIBUTE)
     if marked is not None:
         name = bytes(marked).decode()
@@ -225,7 +227,7 @@ def torch_dtype(dataset: h5py.Dataset) -> str:
 
 
 def needs_mark(dtype: str) -> bool:
-    """Whether the HDF5 type alone does not tell torch's dtype."""
+    """Whether the HDF5 type alone does not identify torch's dtype."""
     return dtype in ("bool", "bfloat16") or dtype.startswith("float8")
 
 
@@ -237,11 +239,9 @@ MOST_LEVELS = 200
 
 
 def to_json(value: Any) -> bytes:
-    """JSON as ASCII bytes; floats come back bit by bit, NaN and infinities as Python's json writes them.
+    """JSON as ASCII bytes; floats keep all bits, NaN and infinities are as Python's json writes them.
 
-    Raises:
-        TypeError: a value that JSON does not have, named.
-        CheckpointError: it has more than ``MOST_LEVELS`` levels.
+    Raises TypeError for a value that JSON does not support, CheckpointError for more than ``MOST_LEVELS`` levels.
     """
     try:
         text = json.dumps(value, separators=(",", ":")).encode("ascii")
@@ -254,11 +254,7 @@ def to_json(value: Any) -> bytes:
 
 
 def from_json(text: bytes) -> Any:
-    """The value that ``to_json`` wrote.
-
-    Raises:
-        ValueError: it is no JSON, or has more than ``MOST_LEVELS`` levels.
-    """
+    """Undoes ``to_json``; raises ValueError for other bytes, or more than ``MOST_LEVELS`` levels."""
     try:
         value = json.loads(bytes(text).decode("ascii"))
         deep = _is_deep(value)
@@ -280,5 +276,5 @@ def _is_deep(value: Any) -> bool:
 
 
 def checksum(data: Any) -> int:
-    """xxh3-64 of a buffer: what meta/extents holds for each run."""
+    """xxh3-64 of a buffer, as in meta/extents."""
     return xxhash.xxh3_64_intdigest(data)

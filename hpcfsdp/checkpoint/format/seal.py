@@ -1,7 +1,7 @@
-"""The seal: the last bytes of a checkpoint file, with which all of it that is no tensor is checked.
+"""The seal: the last bytes of a checkpoint file, which verify everything in it except the tensors' elements.
 
-It stands behind what HDF5 knows of the file. A reader checks it before HDF5 sees a byte, and a file that ends too early
-has none. Written last, it is the mark of a checkpoint that is whole. Specified in docs/checkpoint-format.md.
+It follows HDF5's part of the file. A reader checks it before HDF5 sees a byte, and a truncated file has none. It is
+written last, so it marks a complete checkpoint. Specified in docs/checkpoint-format.md.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MOST_REGIONS = 1 << 16
 
 @dataclass(frozen=True)
 class Seal:
-    """What the seal of a file says.
+    """The content of a seal.
 
     Attributes:
-        file_bytes: of the whole file, the seal with it.
-        regions: (first byte, number of bytes) of all that is no tensor, ascending.
-        digest: xxh3-64 of the bytes of the regions, one after the other. Two checkpoints that differ in anything have
-            different ones: checksums of tensors stand in a table in these regions.
+        file_bytes: of the whole file, including the seal.
+        regions: (first byte, number of bytes) of everything but tensors, ascending.
+        digest: xxh3-64 of the concatenated regions. Different checkpoints have different digests, because the regions
+            contain the checksums of the tensors.
     """
 
     file_bytes: int
@@ -43,17 +43,12 @@ class Seal:
 
 
 def packed_bytes(regions: int) -> int:
-    """How long a seal over that many regions is."""
+    """The length of a seal over so many regions."""
     return _TRAILER.size + regions * _REGION.size
 
 
 def make_seal(regions: Sequence[tuple[int, bytes | bytearray]], data_end: int) -> Seal:
-    """The seal of these bytes.
-
-    Args:
-        regions: (first byte, bytes), ascending.
-        data_end: where the seal is to stand.
-    """
+    """The seal of these regions, (first byte, bytes) ascending, when it is written at `data_end`."""
     digest = xxhash.xxh3_64()
     for _, data in regions:
         digest.update(data)
@@ -62,13 +57,9 @@ def make_seal(regions: Sequence[tuple[int, bytes | bytearray]], data_end: int) -
 
 
 def read_seal(nbytes: int, read: Callable[[int, int], bytes | bytearray]) -> Seal | None:
-    """The seal of a file of `nbytes` bytes; None if it does not end with one.
+    """The seal of a file of `nbytes` bytes; None if it has none. `read` takes an offset and a length.
 
-    Args:
-        read: bytes from an offset, of a length.
-
-    Raises:
-        ValueError: it has one, which is damaged; says how.
+    Raises ValueError, with the reason, for a damaged seal.
     """
     if nbytes < _TRAILER.size:
         return None
@@ -93,15 +84,11 @@ def read_seal(nbytes: int, read: Callable[[int, int], bytes | bytearray]) -> Sea
 
 
 def read_regions(seal: Seal, read: Callable[[int, int], bytes | bytearray]) -> list[tuple[int, bytes | bytearray]]:
-    """The bytes of all regions.
-
-    Raises:
-        ValueError: they do not have their checksum.
-    """
+    """Reads all regions; raises ValueError unless they have the seal's checksum."""
     found = [(begin, read(begin, size)) for begin, size in seal.regions]
     digest = xxhash.xxh3_64()
     for _, data in found:
         digest.update(data)
     if digest.intdigest() != seal.digest:
-        raise ValueError("what it says of its tensors, or its small values, do not have their checksum")
+        raise ValueError("its tables or small values do not have their checksum")
     return found

@@ -1,11 +1,10 @@
-"""All of a checkpoint file but the tensors' bytes, made by HDF5 in memory. Pure: no file is touched.
+"""All of a checkpoint file except the tensors' bytes, made by HDF5 in memory. Pure: touches no file.
 
-HDF5 lays the file out, and what it would have written is kept. The writer puts it on the disk when the tensors are
-there: until then there is no file that HDF5 could mistake for one.
+HDF5 lays the file out, and its output is kept. The writer puts it on the disk after the tensors: until then HDF5
+could not mistake the file for a complete one.
 
-Laying thousands of tensors out takes long, and from one save of a training to the next they are the same. So it is done
-in two steps: first a base, with the tensors and room for the attributes, and then in a copy of it the values. The last
-bases are kept for the saves that follow.
+The layout of thousands of tensors takes long, and is the same from one save to the next. So there are two steps:
+a base, with the tensors and room for the attributes, and a copy of it with the values. The last bases are cached.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ _KEPT = 2
 
 @dataclass(frozen=True)
 class Source:
-    """Where a part of a tensor is found that stands in another file.
+    """A part of a tensor that another file stores.
 
     Attributes:
-        file: its name, beside this one. It holds a 1-D dataset under the path that the tensor has here.
-        runs: (first element, end) of the tensor, ascending: that dataset has them one after the other.
+        file: its name, next to this one. It has a 1-D dataset under the tensor's path.
+        runs: (first element, end) of the tensor, ascending: the dataset contains them one after the other.
     """
 
     file: str
@@ -50,11 +49,11 @@ class Skeleton:
     """The bytes of a file around those of its tensors.
 
     Attributes:
-        offsets: by tensor, where its bytes begin; 0 for one without elements, or that stands in other files.
-        regions: (first byte, bytes), ascending: all that is no tensor and not the table of extents or files.
-        table: where the table of extents begins.
-        data_end: where HDF5's part of the file ends.
-        files: where the table of other files begins; 0 without such.
+        offsets: by tensor, its first byte; 0 for one without elements, or in other files.
+        regions: (first byte, bytes), ascending: everything but tensors and the tables of extents and files.
+        table: first byte of the table of extents.
+        data_end: end of HDF5's part of the file.
+        files: first byte of the table of other files; 0 without it.
     """
 
     offsets: tuple[int, ...]
@@ -65,16 +64,11 @@ class Skeleton:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole file."""
+        """Bytes of the whole file."""
         return self.data_end + packed_bytes(len(self.regions) + 1 + bool(self.files))
 
     def sealed(self, rows: np.ndarray, files: np.ndarray | None = None) -> tuple[list[tuple[int, bytes]], Seal]:
-        """With the tables that are known last: (first byte, bytes) of all regions, and the seal that ends the file.
-
-        Args:
-            rows: the table of extents.
-            files: that of other files, where there are some.
-        """
+        """All regions, (first byte, bytes), with the table of extents and that of other files, and the file's seal."""
         tables = [(self.table, rows.tobytes())]
         if files is not None:
             tables.append((self.files, files.tobytes()))
@@ -92,21 +86,20 @@ def build_skeleton(
     sources: Mapping[int, Sequence[Source]] | None = None,
     file_names: Sequence[str] = (),
 ) -> Skeleton:
-    """Have HDF5 lay a file out.
+    """Has HDF5 lay a file out.
 
     Args:
         links: (alias, path of the tensor).
         num_extents: rows of the table of extents.
         attributes: of the root group: numbers and strings.
-        small: further datasets by path: arrays, or ASCII text as bytes. They are put behind the tensors: `offsets` and
-            the place of the table are those of a file without them, for values that are known last.
-        sources: of the tensors (by their place in `specs`) whose elements stand in other files, all of them. They
-            become virtual datasets.
+        small: further datasets by path: arrays, or ASCII text as bytes. They follow the tensors, so that the places of
+            tensors and of the table do not depend on them.
+        sources: parts of the tensors, by their numbers, that other files store whole; these become virtual datasets.
         file_names: rows of the table of other files.
     """
     values = {"format": schema.FORMAT, "format_version": schema.FORMAT_VERSION, **attributes}
     marks = {name: np.asarray(np.bytes_(value) if isinstance(value, str) else value) for name, value in values.items()}
-    # Files beside this one have new names with each save: such a base is of no use to the next.
+    # Other files have new names with each save, so that the next save could not use such a base.
     base_of = _base_of.__wrapped__ if sources else _base_of
     base = base_of(
         tuple(specs),
@@ -130,13 +123,13 @@ def build_skeleton(
 
 @dataclass(frozen=True)
 class _Base:
-    """A file without the values that change from save to save. It is shared: nobody may write to it.
+    """A shared, read-only file without the values that change from save to save.
 
     Attributes:
         image: the file, with zeros for the values of attributes.
-        offsets, table, files: as ``Skeleton`` has them.
-        elsewhere: (first byte, number of bytes) of what is no region, ascending.
-        groups: those there are.
+        offsets, table, files: as in ``Skeleton``.
+        elsewhere: (first byte, number of bytes) outside of the regions, ascending.
+        groups: that exist.
     """
 
     image: SparseImage
@@ -157,18 +150,20 @@ def _base_of(
     num_files: int,
     longest_name: int,
 ) -> _Base:
-    """Have HDF5 lay out what is the same as long as these are.
+    """Lays out everything that depends on these arguments alone.
 
-    Args:
-        marks: attributes of the root group: name, dtype and shape.
-        num_files, longest_name: of other files, and the bytes of a name.
+    `marks` are the root group's attributes: name, dtype, shape.
     """
     image, sources_of = SparseImage(), dict(sources)
     with _opened(image, "w") as file:
         for name, dtype, shape in marks:
             file.attrs[name] = np.zeros(shape, dtype)
         file.attrs["committed"] = np.uint8(1)  # for readers that know HDF5 alone: it comes to the disk with the seal
-        _create_model_group(file)
+        order = h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED  # the model's group keeps its tensors' order
+        layout = _group_layout()
+        layout.set_link_creation_order(order)
+        layout.set_attr_creation_order(order)
+        h5py.h5g.create(file.id, schema.MODEL.encode(), None, layout)
         tables = _tables(specs, links)
         groups = {"", schema.MODEL}
         _create_groups(file, groups, [*(spec.path for spec in specs), *(path for path, _ in links), *tables])
@@ -182,7 +177,7 @@ def _base_of(
         kind, file_kind = h5py.h5t.py_create(row), h5py.h5t.py_create(file_row)
         table = _create(file, schema.EXTENTS, kind, (num_extents,))
         names = _create(file, schema.FILES, file_kind, (num_files,)) if num_files else None
-        file.flush()  # before storage is given out, so that all of HDF5's own lies in front of it
+        file.flush()  # before storage is allocated, so that HDF5's metadata precede it
         table_offset = _allocate(table, kind, (num_extents,), row)
         files_offset = 0 if names is None else _allocate(names, file_kind, (num_files,), file_row)
         offsets = [0] * len(specs)
@@ -200,7 +195,7 @@ def _base_of(
 
 
 def _opened(image: SparseImage, mode: str) -> h5py.File:
-    """With property lists made here: older versions of h5py have the root group tell the time."""
+    """Opens the image with property lists made here: older versions of h5py record times in the root group."""
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fileobj_driver(h5py.h5fd.fileobj_driver, image)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
@@ -213,14 +208,10 @@ def _opened(image: SparseImage, mode: str) -> h5py.File:
     return h5py.File(h5py.h5f.create(b"skeleton", h5py.h5f.ACC_TRUNC, layout, access))
 
 
-def _create_model_group(file: h5py.File) -> None:
-    """The one that has its tensors in their order."""
-    order = h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED
+def _group_layout() -> h5py.h5p.PropGCID:
     layout = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
     layout.set_obj_track_times(False)
-    layout.set_link_creation_order(order)
-    layout.set_attr_creation_order(order)
-    h5py.h5g.create(file.id, schema.MODEL.encode(), None, layout)
+    return layout
 
 
 def _tables(specs: Sequence[TensorSpec], links: Sequence[tuple[str, str]]) -> dict[str, np.ndarray]:
@@ -231,14 +222,14 @@ def _tables(specs: Sequence[TensorSpec], links: Sequence[tuple[str, str]]) -> di
     tensors["first_dim"] = np.cumsum(tensors["ndim"]) - tensors["ndim"]
     sizes = np.array([size for spec in specs for size in spec.shape], "<u8")
     places = {spec.path: place for place, spec in enumerate(specs)}
-    further = np.zeros(len(links), schema.link_table_dtype(max((len(path.encode()) for path, _ in links), default=0)))
-    further["path"] = [path.encode() for path, _ in links]
-    further["tensor"] = [places[of] for _, of in links]
-    return {schema.TENSORS: tensors, schema.SHAPES: sizes, schema.LINKS: further}
+    aliases = np.zeros(len(links), schema.link_table_dtype(max((len(path.encode()) for path, _ in links), default=0)))
+    aliases["path"] = [path.encode() for path, _ in links]
+    aliases["tensor"] = [places[of] for _, of in links]
+    return {schema.TENSORS: tensors, schema.SHAPES: sizes, schema.LINKS: aliases}
 
 
 def _mark_metrics(file: h5py.File, paths: Iterable[str]) -> None:
-    """Say of the metrics among these datasets what they are, as NeXus has it: viewers draw the curve by themselves."""
+    """Marks metrics as NeXus plots, which viewers draw by themselves."""
     groups = (path.rpartition("/")[0] for path in paths)
     for group in dict.fromkeys(group for group in groups if group.rpartition("/")[0] == schema.METRICS):
         for name, value in schema.METRIC_ATTRIBUTES.items():
@@ -246,9 +237,11 @@ def _mark_metrics(file: h5py.File, paths: Iterable[str]) -> None:
 
 
 def _create_groups(file: h5py.File, known: set[str], paths: Iterable[str]) -> None:
-    """The groups that these paths lie in, but `known` ones. Those that HDF5 makes by itself would tell the time."""
-    layout = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
-    layout.set_obj_track_times(False)
+    """Makes the parent groups of these paths, except `known` ones.
+
+    Groups that HDF5 makes implicitly would record times.
+    """
+    layout = _group_layout()
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_char_encoding(h5py.h5t.CSET_UTF8)
     for path in paths:
@@ -271,25 +264,25 @@ def _create_tensor(file: h5py.File, spec: TensorSpec, sources: Sequence[Source])
         h5py.h5a.create(dataset, schema.DTYPE_ATTRIBUTE.encode(), kind, scalar).write(mark, kind)
 
 
-# Of thousands of tensors most are alike: what HDF5 needs to know of them is made once.
+# Most of thousands of tensors are alike: HDF5's objects for them are made once.
 
 
 @functools.cache
 def _type_of(dtype: str) -> h5py.h5t.TypeID:
-    """That of a tensor's elements, by torch's name."""
+    """The HDF5 type of a tensor's elements, by torch's name."""
     return schema.hdf5_type(dtype)
 
 
 @functools.cache
 def _mark(dtype: str) -> tuple[np.ndarray, h5py.h5t.TypeID, h5py.h5s.SpaceID]:
-    """The value of the attribute that tells torch's dtype, its type, and its space."""
+    """The value, type and space of the attribute with torch's dtype."""
     mark = np.array(dtype.encode())
     return mark, h5py.h5t.py_create(mark.dtype, logical=True), h5py.h5s.create(h5py.h5s.SCALAR)
 
 
 @functools.cache
 def _contiguous() -> h5py.h5p.PropDCID:
-    """How a dataset is laid out that is no virtual one."""
+    """The creation properties of a contiguous dataset."""
     return _layout()
 
 
@@ -304,7 +297,7 @@ def _layout() -> h5py.h5p.PropDCID:
 
 @functools.cache
 def _link() -> h5py.h5p.PropLCID:
-    """How the name of a dataset is written."""
+    """The creation properties of a dataset's link."""
     link = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     link.set_create_intermediate_group(True)
     link.set_char_encoding(h5py.h5t.CSET_UTF8)
@@ -352,7 +345,7 @@ def _space(shape: tuple[int, ...]) -> h5py.h5s.SpaceID:
 
 
 def _map(layout: h5py.h5p.PropDCID, path: str, shape: tuple[int, ...], source: Source) -> None:
-    """Make a dataset a virtual one, of which these runs are found in another file."""
+    """Maps runs of a virtual dataset to another file."""
     length = sum(end - begin for begin, end in source.runs)
     here, there, done = h5py.h5s.create_simple(shape), h5py.h5s.create_simple((length,)), 0
     for box in joined_boxes(shape, source.runs):
@@ -364,18 +357,16 @@ def _map(layout: h5py.h5p.PropDCID, path: str, shape: tuple[int, ...], source: S
 
 
 def select(space: h5py.h5s.SpaceID, boxes: Iterable[Box]) -> None:
-    """Select the boxes, and nothing else, of a data space of as many dimensions."""
+    """Selects exactly these boxes of a data space."""
     space.select_none()
     for begins, sizes in boxes:
         space.select_hyperslab(begins, (1,) * len(begins), None, sizes, op=h5py.h5s.SELECT_OR)
 
 
 def _allocate(dataset: h5py.h5d.DatasetID, kind: h5py.h5t.TypeID, shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """Give a dataset its storage, by writing one element: HDF5 has no other call for it. Where it is.
+    """Allocates a dataset's storage by writing one element, for which HDF5 has no other call; its first byte.
 
-    Args:
-        kind, shape: with which it was created.
-        dtype: numpy's, with elements of that size. Nothing is converted: numpy has no bfloat16.
+    `dtype` is numpy's dtype of the element size. Nothing is converted: numpy has no bfloat16.
     """
     if 0 in shape:
         return 0
@@ -384,7 +375,7 @@ def _allocate(dataset: h5py.h5d.DatasetID, kind: h5py.h5t.TypeID, shape: tuple[i
 
 
 def _regions(image: SparseImage, elsewhere: Iterable[tuple[int, int]]) -> list[tuple[int, bytes]]:
-    """What the image holds outside of these (first byte, number of bytes), ascending, without zeros at either end."""
+    """The image outside of these (first byte, number of bytes), ascending, without zeros at both ends."""
     found, end = [], 0
     for begin, nbytes in [*elsewhere, (image.nbytes, 0)]:
         for first, data in image.written(end, begin) if end < begin else ():

@@ -1,8 +1,8 @@
-"""What two checkpoints differ in, a block at a time."""
+"""Compares two checkpoints, a block at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +13,13 @@ from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.checkpoint.inspect.names import matching
 from hpcfsdp.checkpoint.inspect.numbers import decoded
-from hpcfsdp.checkpoint.inspect.walk import pieces
+from hpcfsdp.checkpoint.inspect.walk import Advance, ignore, iter_pieces
 from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointError
 
-Advance = Callable[[int], None]
-
 
 class _Absent:
-    """Stands for a value that one side does not have."""
+    """A value that one side does not have."""
 
     def __repr__(self) -> str:
         return "(absent)"
@@ -32,14 +30,13 @@ ABSENT = _Absent()
 
 @dataclass(frozen=True)
 class ChangedTensor:
-    """A tensor that both files have, of one shape and dtype, with different elements.
+    """A tensor of the same shape and dtype in both files, with different elements.
 
     Attributes:
-        different: elements that differ in any bit. NaN is the same as NaN of the same bits; 0 is not -0.
-        largest: the largest absolute difference, of complex numbers the absolute value of it; None where all
-            differences are NaN.
-        where: index of the first element with it, or, without it, of the first that differs.
-        nan: elements that differ in being NaN, or in which NaN; they have no part in `largest`.
+        different: elements that differ in any bit. NaN equals NaN of the same bits; 0 differs from -0.
+        largest: the largest absolute difference, for complex numbers its absolute value; None where all are NaN.
+        where: index of the first element with it, or else of the first that differs.
+        nan: elements whose difference is NaN, or where one side alone is NaN; `largest` ignores them.
     """
 
     path: str
@@ -52,16 +49,16 @@ class ChangedTensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """What the files A and B differ in.
+    """The differences of the files A and B.
 
     Attributes:
         added, removed: paths that only B has, and only A has.
         reshaped: (path, tensor in A, tensor in B), of other shape or dtype. Their elements are not compared.
-        retied: (path, what it is a further name of in A, and in B); the path itself where it is a tensor of its own.
+        retied: (path, its target in A, in B); the path itself where it is a tensor of its own.
         changed: tensors with other elements.
-        values: (name, value in A, value in B) of all that is no tensor: step, configuration, groups of the optimizer,
-            extra values, metrics, random numbers; ``ABSENT`` where a side has none. When, by how many ranks and by
-            which version a file was written is no part of what it holds.
+        values: (name, value in A, value in B) of everything but tensors: step, configuration, groups of the optimizer,
+            extra values, metrics, random numbers; ``ABSENT`` where a side has none. Date, number of ranks and version
+            of the writer are not compared.
     """
 
     added: tuple[str, ...] = ()
@@ -78,17 +75,17 @@ class Difference:
 
 
 def compare(
-    a: CheckpointIndex, b: CheckpointIndex, patterns: Iterable[str] = (), advance: Advance = lambda nbytes: None
+    a: CheckpointIndex, b: CheckpointIndex, patterns: Iterable[str] = (), advance: Advance = ignore
 ) -> Difference:
-    """What two checkpoints differ in; not collective.
+    """Compares two checkpoints; not collective.
 
     Args:
         patterns: compare only tensors that match one of them in either file, see ``names.matching``, and no values.
-        advance: is told the bytes of each file that have been gone through.
+        advance: called with the number of bytes of each file that were compared.
 
     Raises:
         CheckpointError: a pattern matches nothing in either file, or a file has been replaced.
-        CheckpointCorruptError: a tensor's bytes are not those that were written.
+        CheckpointCorruptError: a tensor's bytes do not have their checksum.
     """
     patterns = list(patterns)
     in_a, in_b = _chosen(a, b, patterns)
@@ -132,7 +129,7 @@ def _chosen(a: CheckpointIndex, b: CheckpointIndex, patterns: list[str]) -> tupl
 
 
 def _once(a: CheckpointIndex, b: CheckpointIndex, paths: Iterable[str]) -> list[str]:
-    """Without paths that stand for one pair of tensors once more."""
+    """Removes paths of the same pair of tensors."""
     by_pair: dict[tuple[str, str], str] = {}
     for path in paths:
         by_pair.setdefault((a.links.get(path, path), b.links.get(path, path)), path)
@@ -144,7 +141,7 @@ def _changed(a: CheckpointIndex, b: CheckpointIndex, paths: list[str], advance: 
         for path in paths:
 
             def blocks(path: str = path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-                for start, numel in pieces(a, path):
+                for start, numel in iter_pieces(a, path):
                     one, other = reader_a.read(path, start, numel), reader_b.read(path, start, numel)
                     yield one, other
                     advance(one.nbytes)
@@ -157,10 +154,9 @@ def _changed(a: CheckpointIndex, b: CheckpointIndex, paths: list[str], advance: 
 def compare_tensor(
     path: str, spec: TensorSpec, blocks: Iterable[tuple[np.ndarray, np.ndarray]]
 ) -> ChangedTensor | None:
-    """How the elements of two tensors differ; None if they are the same, bit by bit.
+    """Compares the elements of two tensors, in parts as ``BlockReader.read`` returns them;
 
-    Args:
-        blocks: the elements of both, in order, in whatever parts, as ``BlockReader.read`` gives them.
+    None if all bits are equal.
     """
     different = nan = begin = 0
     largest: int | float | None = None
@@ -185,7 +181,7 @@ def compare_tensor(
 
 
 def _bits(block: np.ndarray) -> np.ndarray:
-    """Elements as words, two for a complex one of 16 bytes: those of which one differs count once."""
+    """Elements as words, two for a complex number of 16 bytes, which count once."""
     if block.dtype.itemsize <= 8:
         return block.view(f"u{block.dtype.itemsize}")
     return block.view(np.dtype([("real", "u8"), ("imag", "u8")]))
@@ -202,7 +198,7 @@ def _absolute_difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _values(index: CheckpointIndex) -> dict[str, Any]:
-    """All that is no tensor, by name."""
+    """Everything but tensors, by name."""
     info = index.info
     found: dict[str, Any] = {"step": info.step, "config": info.config, "extra": info.extra}
     if index.param_groups is not None:

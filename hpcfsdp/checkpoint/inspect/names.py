@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint by patterns of their names. Pure."""
+"""Patterns of tensor names. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def matching(index: CheckpointIndex, patterns: Iterable[str] = ()) -> list[str]:
     """Paths of the tensors, by any of their names, that match at least one pattern; not collective.
 
     Args:
-        patterns: names in which ``*`` stands for any text, ``?`` for one character and ``[ab]`` for one of some, as in
-            a shell, but ``*`` also for text with slashes. Compared with whole paths, and with those below ``model/``
-            without it: "blocks.0.*", "model/blocks.0.*" and "optim/state/blocks.0.*" all can match. A name that is
-            written out matches itself, whatever characters it has. None at all: everything matches.
+        patterns: names with shell wildcards ``*``, ``?`` and ``[ab]``; ``*`` also matches slashes. Compared with whole
+            paths, and with those below ``model/`` without it: "blocks.0.*", "model/blocks.0.*" and
+            "optim/state/blocks.0.*" all can match. A literal name matches itself, whatever characters it has. Without
+            patterns everything matches.
 
     Returns:
-        Paths in the order of the file, aliases of tied tensors (``index.links``) behind all others; each once.
+        Paths in the order of the file, then aliases of tied tensors (``index.links``); each once.
 
     Raises:
         CheckpointError: a pattern matches nothing; names the nearest.
@@ -34,7 +34,7 @@ def matching(index: CheckpointIndex, patterns: Iterable[str] = ()) -> list[str]:
         return known
     found: set[str] = set()
     for pattern in patterns:
-        here = hits(pattern, known)
+        here = match_names(pattern, known)
         if not here:
             short = [path.removeprefix(_MODEL) for path in known]
             hint = nearest(pattern, short if not pattern.startswith(_MODEL) else known)
@@ -46,13 +46,13 @@ def matching(index: CheckpointIndex, patterns: Iterable[str] = ()) -> list[str]:
 
 
 def tensors_matching(index: CheckpointIndex, patterns: Iterable[str] = ()) -> list[str]:
-    """As ``matching``, but each tensor once, under its own path, by whichever of its names it was matched."""
+    """As ``matching``, but each tensor once, by its own path, if any of its names matches."""
     found = {index.links.get(path, path) for path in matching(index, patterns)}
     return [path for path in index.tensors if path in found]
 
 
-def hits(pattern: str, paths: Iterable[str]) -> set[str]:
-    """Those of some paths that one pattern matches, as ``matching`` has it."""
+def match_names(pattern: str, paths: Iterable[str]) -> set[str]:
+    """The paths that one pattern matches, see ``matching``."""
     like = re.compile(fnmatch.translate(pattern))
 
     def matches(name: str) -> bool:

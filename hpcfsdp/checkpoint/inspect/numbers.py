@@ -1,4 +1,4 @@
-"""Elements of tensors as numbers that numpy computes with. Pure."""
+"""Elements of tensors as numpy numbers. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,9 @@ import numpy as np
 
 
 def decoded(block: np.ndarray, dtype: str) -> np.ndarray:
-    """Elements as their values.
+    """Decodes elements from ``BlockReader.read``, by torch's name of their dtype.
 
-    Args:
-        block: elements as ``BlockReader.read`` gives them.
-        dtype: torch's name of their dtype.
-
-    Returns:
-        bfloat16 and the 8-bit floats as float32, which holds all of their values; everything else as it came: bool as
-        uint8.
+    bfloat16 and 8-bit floats become float32, which has all of their values; other dtypes stay, bool as uint8.
     """
     if dtype == "bfloat16":
         return (block.astype(np.uint32) << 16).view(np.float32)
@@ -28,7 +22,7 @@ def decoded(block: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def json_number(value: Any) -> Any:
-    """A number as JSON can hold it: what is not finite, or complex, as text."""
+    """A number for JSON: not finite or complex ones as text."""
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
@@ -48,8 +42,8 @@ _FLOAT8 = {
 def _float8_values(dtype: str) -> np.ndarray:
     """The values of all 256 codes of an 8-bit float, float32.
 
-    e5m2 is as IEEE 754 has it. "fn" gives infinity up: all bits set is NaN, and nothing else. "uz" gives negative zero
-    up as well: its code is the only NaN. e8m0fnu is a power of two without a sign.
+    e5m2 follows IEEE 754. "fn" has no infinity: all bits set is NaN, and no other code is. "uz" has no negative zero
+    either: its code is the only NaN. e8m0fnu is a power of two without a sign.
     """
     codes = np.arange(256)
     if dtype == "float8_e8m0fnu":

@@ -1,22 +1,23 @@
-"""Histograms, norms per layer and curves of a checkpoint: the numbers, and pictures of them."""
+"""Histograms, norms per layer and curves of a checkpoint: the numbers, and plots of them."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcfsdp.checkpoint.files import reason
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.index import CheckpointIndex
-from hpcfsdp.checkpoint.inspect.names import hits
+from hpcfsdp.checkpoint.inspect.names import match_names
 from hpcfsdp.checkpoint.inspect.numbers import decoded, json_number
 from hpcfsdp.checkpoint.inspect.stats import absolute, file_statistics
-from hpcfsdp.checkpoint.inspect.walk import read_pieces
+from hpcfsdp.checkpoint.inspect.walk import Advance, ignore, read_pieces
 from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointError, HpcfsdpError, nearest
 from hpcfsdp.terminal import shown
@@ -29,18 +30,15 @@ MOST_PANELS = 48
 _SCREEN = 40
 """Bars for which there is room at the usual height of a picture."""
 
-Advance = Callable[[int], None]
-
 
 @dataclass(frozen=True)
 class Histogram:
-    """Of the finite elements of tensors, of complex ones of the absolute values.
+    """A histogram of the finite elements of tensors, of complex ones by absolute value.
 
     Attributes:
-        name: of what.
         edges: of the bins, float64, one more than `counts`.
-        counts: elements in each bin, int64. A bin has its lower edge; the last one has its upper edge too.
-        nan, inf: elements that are in no bin.
+        counts: elements in each bin, int64. A bin includes its lower edge, the last one also its upper edge.
+        nan, inf: elements in no bin.
     """
 
     name: str
@@ -57,16 +55,11 @@ def histogram(
     paths: Sequence[str],
     *,
     bins: int = BINS,
-    advance: Advance = lambda nbytes: None,
+    advance: Advance = ignore,
 ) -> Histogram:
-    """All elements of some tensors in one histogram; not collective. Goes through them twice, a block at a time.
+    """One histogram of all elements of some tensors; not collective. Reads them twice, a block at a time.
 
-    Args:
-        name: of the histogram.
-        advance: is told the bytes that have been gone through, of both times.
-
-    Raises:
-        CheckpointCorruptError: a tensor's bytes are not those that were written.
+    `advance` is called with the number of bytes of each read. Raises CheckpointCorruptError for damage.
     """
     found = [facts for _, facts in file_statistics(index, reader, paths, advance)]
     low = min((facts.min for facts in found if facts.min is not None), default=0)
@@ -74,9 +67,8 @@ def histogram(
     edges = _edges(float(low), float(high), bins)
     counts = np.zeros(bins, np.int64)
     for path in paths:
-        for block in read_pieces(index, reader, path):
+        for block in read_pieces(index, reader, path, advance):
             counts += _counts(decoded(block, index.resolve(path).dtype), edges)
-            advance(block.nbytes)
     return Histogram(name, edges, counts, sum(facts.nan for facts in found), sum(facts.inf for facts in found))
 
 
@@ -105,7 +97,7 @@ def _counts(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
         density = bins / width
     if math.isfinite(density) and math.isfinite(width):
         place = np.minimum(((wide - edges[0]) * density).astype(np.int64), bins - 1)
-        place -= wide < edges[place]  # rounding, by one at most: the edges themselves say where a value belongs
+        place -= wide < edges[place]  # rounding, by one at most: the edges decide
         place += (wide >= edges[place + 1]) & (place < bins - 1)
     else:
         place = np.clip(np.searchsorted(edges, wide, side="right") - 1, 0, bins - 1)
@@ -113,15 +105,12 @@ def _counts(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def layer_norms(
-    index: CheckpointIndex, reader: BlockReader, paths: Iterable[str], advance: Advance = lambda nbytes: None
+    index: CheckpointIndex, reader: BlockReader, paths: Iterable[str], advance: Advance = ignore
 ) -> dict[str, float]:
-    """The Euclidean norm of all elements of a layer together, by its name, in the order of the file.
+    """The Euclidean norm of all elements of each layer, by name, in the order of the file.
 
-    A layer is a module with parameters of its own: "blocks.0.mlp" of "model/blocks.0.mlp.weight". Of states of the
-    optimizer those of one key go together: "exp_avg of blocks.0.mlp".
-
-    Raises:
-        CheckpointCorruptError: a tensor's bytes are not those that were written.
+    A layer is a module with parameters of its own: "blocks.0.mlp" of "model/blocks.0.mlp.weight". Optimizer state
+    counts by key: "exp_avg of blocks.0.mlp". Raises CheckpointCorruptError for damage.
     """
     norms: dict[str, float] = {}
     for spec, facts in file_statistics(index, reader, paths, advance):
@@ -131,7 +120,7 @@ def layer_norms(
 
 
 def layer_of(path: str) -> str:
-    """The name of the layer that a tensor belongs to, see ``layer_norms``; pure."""
+    """The name of a tensor's layer, see ``layer_norms``; pure."""
     if path.startswith(f"{schema.OPTIM_STATE}/"):
         name, _, key = path.removeprefix(f"{schema.OPTIM_STATE}/").rpartition("/")
         return f"{key} of {name.rpartition('.')[0] or name}"
@@ -140,21 +129,15 @@ def layer_of(path: str) -> str:
 
 
 def curves(index: CheckpointIndex, patterns: Iterable[str] = ()) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Metrics in a file: steps (int64) and values (float64) by name; pure.
+    """Metrics of a file that match the patterns: steps (int64) and values (float64) by name; pure.
 
-    Args:
-        patterns: of their names, as in a shell; without any those with "loss" in them.
-
-    Raises:
-        CheckpointError: there are no metrics, or a pattern matches none.
+    Without patterns those with "loss" in their names. Raises CheckpointError if a pattern matches none.
     """
     if not index.metrics:
-        raise CheckpointError(
-            f"{index.info.path}: holds no metrics, of which there could be a curve: give them to save as metrics="
-        )
+        raise CheckpointError(f"{index.info.path}: holds no metrics to draw: give them to save as metrics=")
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for pattern in list(patterns) or ["*loss*"]:
-        matched = hits(pattern, index.metrics)
+        matched = match_names(pattern, index.metrics)
         if not matched:
             raise CheckpointError(
                 f"{index.info.path}: no metric matches {pattern!r}{nearest(pattern, index.metrics)}; there are "
@@ -165,11 +148,9 @@ def curves(index: CheckpointIndex, patterns: Iterable[str] = ()) -> dict[str, tu
 
 
 def draw_histograms(title: str, histograms: Sequence[Histogram]) -> Figure:
-    """A picture with a panel for each, counts on a logarithmic scale.
+    """A figure with a panel for each, counts on a logarithmic scale.
 
-    Raises:
-        CheckpointError: they are more than ``MOST_PANELS``.
-        HpcfsdpError: matplotlib is not installed.
+    Raises CheckpointError for over ``MOST_PANELS``.
     """
     if len(histograms) > MOST_PANELS:
         raise CheckpointError(
@@ -184,22 +165,15 @@ def draw_histograms(title: str, histograms: Sequence[Histogram]) -> Figure:
         if found.counts.any():
             axes.set_yscale("log")
             axes.set_ylim(bottom=0.5)
-        axes.set_title(shown(_with_missing(found)), fontsize="small", parse_math=False)
+        missing = [f"{count} {kind}" for count, kind in ((found.nan, "NaN"), (found.inf, "infinite")) if count]
+        title = f"{found.name} ({', '.join(missing)})" if missing else found.name
+        axes.set_title(shown(title), fontsize="small", parse_math=False)
         axes.set_ylabel("elements" if place % columns == 0 else "")
     return figure
 
 
-def _with_missing(found: Histogram) -> str:
-    missing = [f"{count} {what}" for count, what in ((found.nan, "NaN"), (found.inf, "infinite")) if count]
-    return f"{found.name} ({', '.join(missing)})" if missing else found.name
-
-
 def draw_norms(title: str, norms: Mapping[str, float]) -> Figure:
-    """A picture with a bar for each layer, the first one at the top.
-
-    Raises:
-        HpcfsdpError: matplotlib is not installed.
-    """
+    """A figure with a bar for each layer, the first one at the top."""
     figure = _figure(title, 8.0, max(4.5, 7.0 * min(len(norms), 10 * _SCREEN) / _SCREEN))
     axes = figure.add_subplot()
     axes.barh(range(len(norms)), list(norms.values()))
@@ -213,11 +187,7 @@ def draw_norms(title: str, norms: Mapping[str, float]) -> Figure:
 
 
 def draw_curves(title: str, found: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
-    """A picture with a line for each metric over the steps.
-
-    Raises:
-        HpcfsdpError: matplotlib is not installed.
-    """
+    """A figure with a line for each metric over the steps."""
     figure = _figure(title, 8.0, 4.5)
     axes = figure.add_subplot()
     lines = [axes.plot(*curve, label=name, marker="." if len(curve[0]) < 2 else "")[0] for name, curve in found.items()]
@@ -234,31 +204,21 @@ def draw_curves(title: str, found: Mapping[str, tuple[np.ndarray, np.ndarray]]) 
 
 
 def write_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a picture in the format that the name ends with: png, pdf, svg.
-
-    Raises:
-        CheckpointError: it cannot be written, or there is no such format.
-    """
+    """Writes a figure in the format of the name's suffix: png, pdf, svg. Raises CheckpointError where that fails."""
     path = Path(path)
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
-        raise CheckpointError(f"{path}: no format of a picture; the name has to end with one of {_ends(formats)}")
+        endings = ", ".join(f".{name}" for name in sorted(formats))
+        raise CheckpointError(f"{path}: unknown image format; the name has to end with one of {endings}")
     try:
         figure.savefig(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {os.strerror(error.errno or 0)}") from error
+        raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from error
     return path
 
 
-def _ends(formats: Iterable[str]) -> str:
-    return ", ".join(f".{name}" for name in sorted(formats))
-
-
 def _figure(title: str, width: float, height: float) -> Figure:
-    """An empty one, in inches. Of no window system: it is drawn into a file alone.
-
-    No text in it is parsed as mathematics, in which a dollar sign in a name may be an error.
-    """
+    """An empty figure, sizes in inches, without a window system; raises HpcfsdpError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -271,7 +231,7 @@ def _figure(title: str, width: float, height: float) -> Figure:
 
 
 def as_numbers(found: Any) -> Iterator[dict[str, Any]]:
-    """What a picture is drawn from, as JSON can hold it: of each histogram, layer or metric one object."""
+    """The data of a plot for JSON: an object for each histogram, layer or metric."""
     if isinstance(found, Mapping):
         for name, value in found.items():
             if isinstance(value, tuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,21 +11,19 @@ import numpy as np
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.checkpoint.inspect.numbers import decoded
-from hpcfsdp.checkpoint.inspect.walk import read_pieces
+from hpcfsdp.checkpoint.inspect.walk import Advance, ignore, read_pieces
 from hpcfsdp.checkpoint.reader import BlockReader
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of the elements of one tensor. What is computed is computed in float64.
+    """Statistics of one tensor, computed in float64.
 
     Attributes:
-        numel: number of elements.
-        nan, inf: how many of them are NaN, or infinite (a complex number with a part that is NaN is NaN).
-        min, max: of the finite elements, exact; of complex ones the absolute values in float64; None if none is
-            finite.
-        mean: of the finite elements; complex for complex ones; None if none is finite.
-        norm: the Euclidean one of the finite elements; 0 if none is finite.
+        nan, inf: numbers of NaN and infinite elements (a complex number with a NaN part is NaN).
+        min, max: of the finite elements, exact; of complex ones the absolute values in float64; None without any.
+        mean: of the finite elements; complex for complex ones; None without any.
+        norm: the Euclidean norm of the finite elements.
     """
 
     numel: int = 0
@@ -38,12 +36,7 @@ class Statistics:
 
 
 def statistics(blocks: Iterable[np.ndarray], dtype: str) -> Statistics:
-    """Statistics of a tensor; one block is in memory at a time.
-
-    Args:
-        blocks: all of its elements as ``BlockReader.read`` gives them, in whatever parts.
-        dtype: torch's name of their dtype.
-    """
+    """Statistics of a tensor, from its elements in parts of ``BlockReader.read``; one part is in memory."""
     found = Statistics()
     for block in blocks:
         if block.size:
@@ -55,25 +48,15 @@ def file_statistics(
     index: CheckpointIndex,
     reader: BlockReader,
     paths: Iterable[str],
-    advance: Callable[[int], None] = lambda nbytes: None,
+    advance: Advance = ignore,
 ) -> Iterator[tuple[TensorSpec, Statistics]]:
     """Statistics of tensors of a file, one after the other; not collective.
 
-    Args:
-        advance: is told the bytes that have been gone through.
-
-    Raises:
-        CheckpointCorruptError: a tensor's bytes are not those that were written.
+    `advance` is called with the number of bytes read. Raises CheckpointCorruptError for damage.
     """
     for path in paths:
         spec = index.resolve(path)
-
-        def blocks(spec: TensorSpec = spec) -> Iterator[np.ndarray]:
-            for block in read_pieces(index, reader, spec.path):
-                yield block
-                advance(block.nbytes)
-
-        yield spec, statistics(blocks(), spec.dtype)
+        yield spec, statistics(read_pieces(index, reader, spec.path, advance), spec.dtype)
 
 
 def absolute(values: np.ndarray) -> np.ndarray:
@@ -100,11 +83,11 @@ def _of_values(values: np.ndarray) -> Statistics:
 
 
 def _mean_and_norm(values: np.ndarray, any_size: bool) -> tuple[float | complex, float]:
-    """Of float64 or complex128; `any_size`: squares and sums may be too large or too small for the type."""
+    """Mean and norm of float64 or complex128; `any_size`: squares and sums may overflow or underflow."""
     parts = values.view(np.float64)
     exponent = math.frexp(float(np.abs(parts).max()))[1] if any_size else 0
     if exponent:
-        parts = np.ldexp(parts, -exponent)  # exact, up to what is too small to count
+        parts = np.ldexp(parts, -exponent)  # exact, except for negligible values
     norm = _scaled(math.sqrt(float(np.dot(parts, parts))), exponent)
     mean = parts.view(values.dtype).mean().item()
     if isinstance(mean, complex):
@@ -120,7 +103,7 @@ def _scaled(value: float, exponent: int) -> float:
 
 
 def _joined(one: Statistics, other: Statistics) -> Statistics:
-    """Of two parts of a tensor together."""
+    """Statistics of two parts of a tensor together."""
     finite, more = (part.numel - part.nan - part.inf for part in (one, other))
     counts = (one.numel + other.numel, one.nan + other.nan, one.inf + other.inf)
     if not finite or not more:

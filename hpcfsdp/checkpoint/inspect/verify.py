@@ -1,40 +1,36 @@
-"""Everything that can be wrong with a checkpoint file, looked for."""
+"""Searches a checkpoint file for all kinds of damage."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
 import numpy as np
 
-from hpcfsdp.checkpoint.access import bytes_of, hdf5_of, opened, regions_of, seal_of
+from hpcfsdp.checkpoint.access import open_file, open_hdf5, read_bytes, read_file_regions, read_file_seal
 from hpcfsdp.checkpoint.extents import elements_in
 from hpcfsdp.checkpoint.files import Files, reason
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.seal import Seal, packed_bytes
 from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
-from hpcfsdp.checkpoint.inspect.walk import pieces
-from hpcfsdp.checkpoint.kinds import odd_hyper_parameters
+from hpcfsdp.checkpoint.inspect.walk import Advance, ignore, iter_pieces
+from hpcfsdp.checkpoint.json_types import odd_hyper_parameters
 from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 
 _TRIES = 5
 """To look at a file that other ones replace."""
 
-Advance = Callable[[int], None]
-
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is wrong.
+    """Damage in a file:
 
-    Attributes:
-        where: path of a tensor, or of a group or dataset, in the file; empty where it concerns the file as such.
-        what: is wrong with it.
+    `where` is the path of a tensor, group or dataset, empty for the file itself; `what` describes it.
     """
 
     where: str
@@ -43,12 +39,11 @@ class Fault:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found in a file.
+    """The result of a verification.
 
     Attributes:
-        faults: none: every byte of it is as it was written.
-        tensors, nbytes: how many were looked at, and how long the file is, with its parts beside it; 0 where its index
-            cannot be read.
+        faults: empty if every byte is as it was written.
+        tensors, nbytes: numbers of checked tensors and of the file's bytes, with its parts; 0 without a readable index.
     """
 
     path: Path
@@ -58,46 +53,38 @@ class Report:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no faults."""
         return not self.faults
 
 
-def verify_file(
-    path: str | os.PathLike[str], advance: Advance = lambda nbytes: None, files: Files | None = None
-) -> Report:
-    """Check every byte of a checkpoint; not collective. At most some blocks of it are in memory at a time.
+def verify_file(path: str | os.PathLike[str], advance: Advance = ignore, files: Files | None = None) -> Report:
+    """Checks every byte of a checkpoint; not collective. A few blocks are in memory at a time.
 
-    The seal, all tables and small values, what HDF5 says of each tensor against what the tables say, further names of
-    tied tensors, the checksum of every run of elements, and that there is nothing between them.
+    Checks the seal, all tables and small values, HDF5's metadata of each tensor against the tables, aliases of tied
+    tensors, the checksum of every run of elements, and that the bytes in between are zero.
 
     Args:
-        advance: is told the bytes of tensors that have been gone through.
-        files: what operates on the disk, for tests that have it fail.
+        advance: called with the number of bytes of tensors that were checked.
+        files: the disk operations, for tests.
 
     Raises:
-        CheckpointError: the file cannot be looked at: there is none, it cannot be read, or has a newer format. Damage
-            is no error: it is reported.
+        CheckpointError: the file cannot be checked: it is missing, unreadable, or of a newer format. Damage is no
+            error: it is reported.
     """
+    files, path = files or Files(), Path(path)
     for attempt in range(_TRIES):
         try:
-            return _verify(files or Files(), Path(path), advance)
+            return _check_all(open_index(path, files), files, path, advance)
         except CheckpointReplacedError:
             if attempt == _TRIES - 1:
                 raise
+        except CheckpointCorruptError as error:  # its index cannot be read, or it has lost bytes since then
+            return Report(path, (Fault("", _without(path, error)),))
     raise AssertionError("not reached")
 
 
-def _verify(files: Files, path: Path, advance: Advance) -> Report:
-    try:
-        return _looked_at(open_index(path, files), files, path, advance)
-    except CheckpointCorruptError as error:  # its index cannot be read, or it has lost bytes since then
-        return Report(path, (Fault("", _without(path, error)),))
-
-
-def _looked_at(index: CheckpointIndex, files: Files, path: Path, advance: Advance) -> Report:
-    with opened(files, path) as fd:
-        if seal_of(files, fd, path) != index.seal:
-            raise CheckpointReplacedError(f"{path}: has been replaced since it was opened")
+def _check_all(index: CheckpointIndex, files: Files, path: Path, advance: Advance) -> Report:
+    with open_file(files, path, index.seal) as fd:
         faults = _structure_faults(index, files, fd)
         faults += _gap_faults(index, 0, index.seal, files, fd)
         nbytes = files.size(fd) + sum(part.nbytes for part in index.parts)
@@ -110,9 +97,9 @@ def _without(path: Path, error: Exception) -> str:
 
 
 def _structure_faults(index: CheckpointIndex, files: Files, fd: int) -> list[Fault]:
-    """What HDF5 says, against the tables."""
+    """Compares HDF5's metadata with the tables."""
     try:
-        with hdf5_of(files, fd, index.info.path, index.seal) as file:
+        with open_hdf5(files, fd, index.info.path, index.seal) as file:
             return list(_differences(index, file))
     except CheckpointError:
         raise
@@ -137,16 +124,16 @@ def _differences(index: CheckpointIndex, file: h5py.File) -> Iterator[Fault]:
     found |= {path: item for path, item in others.items() if isinstance(item, h5py.Dataset)}
     for path, spec in index.tensors.items():
         if path not in found:
-            yield Fault(path, "stands in the table of tensors, and there is no such dataset")
+            yield Fault(path, "is in the table of tensors, but there is no such dataset")
         else:
             yield from _tensor_differences(index, spec, found[path])
     addresses = {path: h5py.h5o.get_info(item.id).addr for path, item in found.items()}
-    for further, path in index.links.items():
-        if path in found and addresses.get(further) != addresses[path]:
-            yield Fault(further, f"is to be a further name of {path}, and is not")
+    for alias, path in index.links.items():
+        if path in found and addresses.get(alias) != addresses[path]:
+            yield Fault(alias, f"should be an alias of {path}, but is not")
     for path in found:
         if path not in index.tensors and path not in index.links:
-            yield Fault(path, "is a dataset that does not stand in the table of tensors")
+            yield Fault(path, "is a dataset that is not in the table of tensors")
     for name in (*index.tensors, *index.links, *index.metrics):
         if not name.isprintable():
             yield Fault(name, "has characters in its name that cannot be printed")
@@ -166,7 +153,7 @@ def _tensor_differences(index: CheckpointIndex, spec: TensorSpec, dataset: h5py.
         yield Fault(spec.path, f"has another type in HDF5 than {spec.dtype} is written as")
     properties = dataset.id.get_create_plist()
     if properties.get_nfilters() or properties.get_layout() not in (h5py.h5d.CONTIGUOUS, h5py.h5d.VIRTUAL):
-        yield Fault(spec.path, "is chunked, compact or filtered in HDF5: its bytes are not where the table says")
+        yield Fault(spec.path, "is chunked, compact or filtered in HDF5: its bytes are not at the place in the table")
         return
     rows = index.rows_of(spec.path)
     own = rows[rows["file"] == 0]
@@ -185,10 +172,9 @@ def _tensor_differences(index: CheckpointIndex, spec: TensorSpec, dataset: h5py.
 
 
 def _gap_faults(index: CheckpointIndex, number: int, seal: Seal, files: Files, fd: int) -> Iterator[Fault]:
-    """Bytes that belong to nothing, and are not zero; the first of each place between two things.
+    """Nonzero bytes that belong to nothing, the first of each gap.
 
-    Args:
-        number: of the file, as in the table of extents: 0 for the checkpoint itself, else one of its parts.
+    `number` of the file is as in the table of extents.
     """
     path = _path_of(index, number)
     regions = np.array(seal.regions, np.int64).reshape(-1, 2)
@@ -203,7 +189,7 @@ def _gap_faults(index: CheckpointIndex, number: int, seal: Seal, files: Files, f
     for first, last in zip(before[gaps].tolist(), after[gaps].tolist(), strict=True):
         start: int | None = first
         while (start := files.next_data(fd, start)) is not None and start < last:  # a hole may have any size
-            data = bytes_of(files, fd, path, start, min(schema.BLOCK_BYTES, last - start))
+            data = read_bytes(files, fd, path, start, min(schema.BLOCK_BYTES, last - start))
             if data.count(0) != len(data):
                 where = int(np.flatnonzero(np.frombuffer(data, np.uint8))[0])
                 of = f" of {index.parts[number - 1].name}" if number else ""
@@ -213,15 +199,15 @@ def _gap_faults(index: CheckpointIndex, number: int, seal: Seal, files: Files, f
 
 
 def _path_of(index: CheckpointIndex, number: int) -> Path:
-    """Of one of the files, as in the table of extents."""
+    """The path of one of the files, by its number in the table of extents."""
     path = index.info.path
     return Path(os.path.realpath(path)).parent / index.parts[number - 1].name if number else path
 
 
 def _data_faults(index: CheckpointIndex, files: Files, advance: Advance) -> Iterator[Fault]:
-    """Parts that are not as they were written, and runs of elements that do not have their checksum.
+    """Parts that differ from what was written, and runs of elements without their checksum.
 
-    Each of them, but of runs that lie between each other the first: what a reader asks for has elements of all.
+    Of runs that interleave, only the first: a read of any of them needs all.
     """
     with BlockReader(index, files) as reader:
         lost = []
@@ -241,14 +227,14 @@ def _data_faults(index: CheckpointIndex, files: Files, advance: Advance) -> Iter
 
 
 def _part_faults(index: CheckpointIndex, number: int, files: Files) -> Iterator[Fault]:
-    """What is wrong with the bytes of a part that are no elements."""
+    """Damage in a part outside of its elements."""
     path = _path_of(index, number)
-    with opened(files, path) as fd:
-        seal = seal_of(files, fd, path)
+    with open_file(files, path) as fd:
+        seal = read_file_seal(files, fd, path)
         if seal is None:
             raise CheckpointReplacedError(f"{path}: has been replaced since it was opened")
         try:
-            regions_of(files, fd, path, seal)
+            read_file_regions(files, fd, path, seal)
         except CheckpointCorruptError as error:
             yield Fault("", f"{path.name}: {_without(path, error)}")
         try:
@@ -258,7 +244,7 @@ def _part_faults(index: CheckpointIndex, number: int, files: Files) -> Iterator[
 
 
 def _tensor_faults(index: CheckpointIndex, reader: BlockReader, path: str, advance: Advance) -> Iterator[str]:
-    for start, numel in pieces(index, path):
+    for start, numel in iter_pieces(index, path):
         try:
             block = reader.read(path, start, numel)
             advance(block.nbytes)
@@ -267,26 +253,25 @@ def _tensor_faults(index: CheckpointIndex, reader: BlockReader, path: str, advan
             break
     else:
         return
-    told = set()  # one row is part of several pieces where runs lie between each other
-    for start, numel in pieces(index, path, at_least=0):
+    reported = set()  # one row is part of several pieces where runs interleave
+    for start, numel in iter_pieces(index, path, at_least=0):
         try:
             reader.read(path, start, numel)
         except CheckpointCorruptError as error:
             what = _without(index.info.path, error)
-            if what not in told:
+            if what not in reported:
                 yield what
-            told.add(what)
-    if not told:
+            reported.add(what)
+    if not reported:
         yield f"{first}; read a second time it was sound: the disk or the memory is not to be trusted"
 
 
 def _datasets_below(file: h5py.File, top: str) -> Iterator[tuple[str, h5py.Dataset | None]]:
-    """All datasets of a group and those in it, by all of their paths; None for soft and external links.
+    """All datasets below a group, by all of their paths; None for soft and external links.
 
-    Raises:
-        ValueError: there are two paths to a group. A few groups that hold each other twice have any number of paths.
+    Raises ValueError for two paths to a group: a few groups that contain each other twice have endless paths.
     """
-    # Not h5py's visit: it passes over the further names of a dataset.
+    # Not h5py's visit: it passes over the aliases of a dataset.
     start = file.get(top) if isinstance(file.get(top, getlink=True), h5py.HardLink) else None
     waiting = [("", start)] if isinstance(start, h5py.Group) else []
     seen: dict[int, str] = {}

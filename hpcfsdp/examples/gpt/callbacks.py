@@ -1,4 +1,4 @@
-"""Where a program that runs the training joins in: signals, the folder of the run, and what users see of a step."""
+"""Hooks for a program that runs the training: signals, the folder of the run, and the output of steps."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ class Callbacks:
         return contextlib.nullcontext()
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Takes the figures of a step (its "kind" is "train"), or of the evaluation ("held_out")."""
+        """Handle the figures of a step (its "kind" is "train"), or of the evaluation ("held_out")."""

@@ -40,7 +40,7 @@ class Split:
     held_out: tuple[Span, ...]
     source: str
     fingerprint: str
-    """Changes when a file is added, removed or changes its size."""
+    """Changes when a file is added or removed, or changes its size."""
 
 
 class Corpus:
@@ -133,12 +133,12 @@ def make_split(paths: Sequence[str], held_out: float) -> Split:
 
 
 def train_window(seed: int, sample: int, corpus_bytes: int, length: int) -> int:
-    """Where training sequence number `sample` begins; the same on any number of ranks."""
+    """The first byte of training sequence number `sample`; the same on any number of ranks."""
     return int(np.random.default_rng([seed, sample]).integers(corpus_bytes - length + 1))
 
 
 def share(step: int, batch: int, accumulation: int, rank: int, size: int) -> list[range]:
-    """The sample numbers of this rank in each micro-batch of a step; all ranks together have `batch` of them."""
+    """The sample numbers of this rank in each micro-batch of a step; `batch` of them over all ranks."""
     cuts = [step * batch + batch * part // (accumulation * size) for part in range(accumulation * size + 1)]
     return [range(cuts[part * size + rank], cuts[part * size + rank + 1]) for part in range(accumulation)]
 
@@ -149,7 +149,7 @@ def mask_seed(seed: int, step: int, part: int) -> int:
 
 
 def spread_windows(corpus_bytes: int, length: int, count: int) -> list[int]:
-    """Where up to `count` windows of `length` bytes begin, spread evenly over a corpus without overlap."""
+    """The first bytes of up to `count` windows of `length` bytes, spread evenly over a corpus without overlap."""
     count = min(count, corpus_bytes // length)
     slack = corpus_bytes - count * length
     return [index * length + slack * index // max(1, count - 1) for index in range(count)]

@@ -1,4 +1,4 @@
-"""Held-out bits per byte, next to what a model without context could reach on the same bytes."""
+"""Held-out bits per byte, and those of the best model without context on the same bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HeldOut:
     bits_per_byte: float
     """Mean negative log2-likelihood under the model."""
     unigram_bits_per_byte: float
-    """Entropy of the bytes' own histogram: no model that ignores context does better on them."""
+    """Entropy of the bytes' histogram: no model that ignores context does better on them."""
     predicted_bytes: int
 
 

@@ -44,16 +44,14 @@ class Outcome:
     held_out: HeldOut | None
     """None when a signal stopped the run."""
     signal: int
-    """Number of the signal that stopped it, 0 if none did."""
-
-
-def train(config: RunConfig, world: World, callbacks: Callbacks) -> Outcome:
-    """Collective over all ranks. Run the training that `config` describes, which ``run_config.check`` has accepted."""
-    return Trainer(config, world, callbacks).run()
+    """Number of the signal that stopped it, or 0."""
 
 
 class Trainer:
-    """Model, optimizer and data of one run on one rank. Creating one and all methods are collective over all ranks."""
+    """Model, optimizer and data of one run on one rank. Creating one and all methods are collective over all ranks.
+
+    ``run_config.check`` must have accepted the configuration.
+    """
 
     def __init__(self, config: RunConfig, world: World, callbacks: Callbacks) -> None:
         self.config, self.world, self.callbacks = config, world, callbacks
@@ -109,7 +107,7 @@ class Trainer:
             self.corpus.close()
 
     def save(self) -> None:
-        """Save a checkpoint of the current step, unless the step has made parameters that are not finite."""
+        """Save a checkpoint of the current step, unless parameters are not finite."""
         self._check_finite()
         self.callbacks.before_save()
         self.newest = self.manager.save(
@@ -124,7 +122,7 @@ class Trainer:
     def _train_step(self) -> tuple[float, float, float, int]:
         """One optimizer step: loss in nats per byte, gradient norm, learning rate, signal that any rank received."""
         config, share = self.config, self.share
-        # Each part of the data has dropout masks of its own; ranks that compute with the same part need the same masks.
+        # Each part of the data has its own dropout masks; ranks that compute with the same part need the same masks.
         torch.manual_seed(data.mask_seed(config.seed, self.step, share.rank))
         rate = learning_rate(self.step, config.train.steps, config.optim)
         for group in self.optimizer.param_groups:

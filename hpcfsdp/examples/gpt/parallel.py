@@ -1,4 +1,4 @@
-"""Which rank has which part of the model and of the data: shards, replicas, and layers cut over ranks."""
+"""The part of the model and of the data on each rank: shards, replicas, and tensor-parallel layers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hpcfsdp.wrap import ModuleWrapPolicy
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of the data a rank computes with.
+    """The part of the data that a rank computes with.
 
     Attributes:
         rank: number of the part, 0 to `size` - 1.
-        size: how many parts there are.
-        copies: how many ranks compute with the same part. A sum over all ranks counts each part that often.
+        size: number of parts.
+        copies: ranks that compute with the same part. A sum over all ranks counts each part that often.
     """
 
     rank: int
@@ -30,10 +30,10 @@ class Share:
 
 
 def make_mesh(config: MeshConfig, world: World) -> DeviceMesh | None:
-    """Collective over all ranks. A mesh of "shard" and what `config` asks for beside it; None if it asks for nothing.
+    """Collective over all ranks. A mesh of "shard" and the dimensions of `config`; None without any.
 
     Raises:
-        LaunchError: nodes of different sizes, or in an order that no mesh can follow.
+        LaunchError: nodes of different sizes, or in an order that fits no mesh.
     """
     replicas = num_replicas(config, world.num_nodes)
     if replicas == config.tensor == 1:
@@ -46,7 +46,7 @@ def make_mesh(config: MeshConfig, world: World) -> DeviceMesh | None:
 
 
 def share_of(mesh: DeviceMesh | None, world: World) -> Share:
-    """This rank's part of the data. Each shard of each replica has its own; ranks that cut layers have one together."""
+    """This rank's part of the data: one for each shard of each replica; tensor-parallel ranks compute with the same."""
     if mesh is None:
         return Share(world.rank, world.size)
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
@@ -58,7 +58,7 @@ def share_of(mesh: DeviceMesh | None, world: World) -> Share:
 
 
 def shard(model: GPT, mesh: DeviceMesh | None, world: World) -> FullyShardedDataParallel:
-    """Collective over all ranks. The model with one unit for each block; cuts its layers if the mesh has "tensor"."""
+    """Collective over all ranks. The model with one unit for each block; tensor-parallel if the mesh has "tensor"."""
     options = {}
     if mesh is not None:
         if "tensor" in mesh.mesh_dim_names:
@@ -73,10 +73,10 @@ def shard(model: GPT, mesh: DeviceMesh | None, world: World) -> FullyShardedData
 
 
 def parallelize(model: GPT, mesh: DeviceMesh) -> None:
-    """Collective over `mesh`, of one dimension. Cut the blocks of a model that is not wrapped yet, in place.
+    """Collective over `mesh`, of one dimension. Divide the blocks of a model over its ranks, in place, before wrapping.
 
-    Attention is cut by heads, feed-forward networks by hidden units: the first layer of each by columns, the second by
-    rows, so that one sum over ranks completes each of the two. Embeddings, the head (tied to one of them) and norms
+    Attention is divided by heads, feed-forward networks by hidden units: the first layer of each by columns, the second
+    by rows, so that one sum over ranks completes each of the two. Embeddings, the head (tied to one of them) and norms
     stay whole on every rank.
     """
     plan = {

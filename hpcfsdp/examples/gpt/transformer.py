@@ -17,8 +17,8 @@ VOCABULARY = 256
 class Attention(nn.Module):
     """Causal self-attention with several heads.
 
-    Rows of `qkv` are ordered by head, (heads, 3, width of a head): where ranks cut them into consecutive rows, each
-    rank has whole heads and attends with these alone.
+    Rows of `qkv` are ordered by head, (heads, 3, width of a head): a tensor-parallel rank with consecutive rows has
+    whole heads.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -26,7 +26,7 @@ class Attention(nn.Module):
         width = config.width
         self.head_width, self.dropout = width // config.heads, config.dropout
         self.tensor_rank: int | None = None
-        """This rank among the ranks that share the heads; None where one rank has all of them."""
+        """This rank among the ranks that divide the heads; None without tensor parallelism."""
         self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each beside a residual connection."""
+    """Attention and a feed-forward network, each with a residual connection."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def own_random_numbers(tensor_rank: int | None, device: torch.device) -> Iterato
 
     Args:
         tensor_rank: number of this rank; None: the context changes nothing.
-        device: where numbers are drawn, beside the CPU.
+        device: draws numbers, besides the CPU.
     """
     if tensor_rank is None:
         yield

@@ -1,4 +1,4 @@
-"""What ranks tell each other of their optimizers' state before any tensor moves, and what has to be the same."""
+"""The state of all ranks' optimizers, without large tensors: exchanged and compared before any tensor moves."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from hpcfsdp.comm import Communicator
+from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.observe.profile import Phase, profile
 from hpcfsdp.state.optim.keys import check_missing_keys_on_rank, sorted_items
@@ -21,12 +23,12 @@ from hpcfsdp.state.tensors import shape_and_dtype
 
 
 class PosDimTensorInfo(NamedTuple):
-    """What is known of a tensor with dimensions without having it."""
+    """The description of a tensor with dimensions."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     carrier: str = "Tensor"
-    """The class of what holds it."""
+    """The name of its class."""
 
 
 @dataclass
@@ -58,27 +60,17 @@ class StateInfo:
         return info
 
     def kinds(self, *, with_shapes: bool) -> dict[str, tuple[Any, ...]]:
-        """What each state is, in a form that can be compared and read; of tensors the shape only if asked for."""
+        """Each state as a tuple that can be compared and printed; of tensors the shape only if asked for."""
         tensors = {
             name: (info.dtype, *((info.carrier, "of shape", info.shape) if with_shapes else ()))
             for name, info in self.tensors.items()
         }
         scalars = {name: (value.dtype, value.item()) for name, value in self.scalar_tensors.items()}
         return {
-            **{name: ("a tensor", *told) for name, told in tensors.items()},
-            **{name: ("a scalar", *told) for name, told in scalars.items()},
+            **{name: ("a tensor", *facts) for name, facts in tensors.items()},
+            **{name: ("a scalar", *facts) for name, facts in scalars.items()},
             **{name: (f"a {type(value).__name__}", value) for name, value in self.non_tensors.items()},
         }
-
-
-class Ranks(Protocol):
-    """Ranks that can tell each other something; a ``Communicator`` is one."""
-
-    rank: int
-    size: int
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Collective. The values of all ranks."""
 
 
 def is_zero_dim_tensor(value: Any) -> bool:
@@ -86,7 +78,7 @@ def is_zero_dim_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and shape_and_dtype(value)[0] == ()
 
 
-# Where a rank has no state of a parameter; else it is the place of a ``StateInfo`` in a list.
+# Codes for a parameter without state; other codes are places of a ``StateInfo`` in a list.
 _HOLDS_NOTHING, _LACKS = -2, -1
 
 Groups = list[tuple[list[str], dict[str, Any]]]
@@ -94,18 +86,17 @@ Groups = list[tuple[list[str], dict[str, Any]]]
 
 @dataclass
 class RankState:
-    """What one rank has, and tells all others before any tensor moves.
+    """The state of one rank's optimizer, as a message to all others.
 
     Attributes:
         groups: the optimizer's, each with the names of its sharded parameters, in order, and its hyper-parameters.
-        states: by the name of the first parameter that an entry is for; sharded ones alone.
-        empty: names of parameters of which the rank's shard holds nothing: it need not have state for them, and what it
-            has is not told.
+        states: by the name of the first parameter that an entry is for; sharded parameters alone.
+        empty: names of parameters without elements in the rank's shard: it needs no state for them, and sends none.
         unsharded: of all other parameters.
-        names: of all sharded parameters, in the order of the model, which ranks have in common; None for those that are
-            in `states` or `empty`.
+        names: of all sharded parameters, in the order of the model, the same on all ranks; None for the names in
+            `states` and `empty`.
         with_shapes: whether tensors must have the same shape on all ranks; those of shards need not.
-        order: how this rank's optimizer orders what ranks may order differently.
+        order: of groups, parameters and keys in this rank's optimizer; ranks may have different ones.
     """
 
     groups: Groups
@@ -117,7 +108,7 @@ class RankState:
     order: Sequence[Any] = ()
 
     def packed(self) -> PackedState:
-        """It in the form in which it is sent. Whatever a user's own values raise in the process, they raise here."""
+        """The form in which it is sent. Errors that a user's own values raise when pickled are raised here."""
         names = sorted({*self.states, *self.empty}) if self.names is None else list(self.names)
         places: dict[bytes, int] = {}
         infos: list[StateInfo] = []
@@ -155,14 +146,14 @@ class RankState:
 
 @dataclass(frozen=True)
 class PackedState:
-    """A ``RankState`` in parts, each of which is sent only where ranks have different ones.
+    """A ``RankState`` in parts. A part is sent only if ranks differ in it.
 
-    For each parameter there is one number. What it stands for is the same for many parameters, and is there once.
+    Many parameters have equal state: it is stored once, and each parameter has a number that refers to it.
 
     Attributes:
         parts: groups, names and unsharded state, as they are.
-        infos: the states of sharded parameters that differ from each other.
-        codes: int32, for each name the place of its state in `infos`, or why there is none.
+        infos: the different states of sharded parameters.
+        codes: int32, for each name the place of its state in `infos`, or the reason why there is none.
         digests: of each part; those of equal parts are equal.
         texts: pickles of each part.
         with_shapes: see ``RankState``.
@@ -177,16 +168,17 @@ class PackedState:
 
 
 class GatheredState:
-    """What all ranks have told.
+    """The states of all ranks.
 
-    It is unpickled when it is first looked at. What users' own values raise then may be raised on one rank alone.
+    Parts are unpickled when they are first read. Errors that users' own values raise then may be raised on one rank
+    alone.
     """
 
     def __init__(self, mine: PackedState, received: Sequence[Mapping[str, bytes]]) -> None:
         """Not collective.
 
         Args:
-            received: by rank, those parts that are not the same on all ranks, compressed.
+            received: by rank, the parts that are not the same on all ranks, compressed.
         """
         self._mine = mine
         self._received = received
@@ -209,9 +201,9 @@ class GatheredState:
 
     @cached_property
     def states(self) -> tuple[list[str], list[StateInfo], np.ndarray]:
-        """Of sharded parameters: their names, all different states, and which of them each rank (row) has of each.
+        """Of sharded parameters: the names, the different states, and codes, ranks x names.
 
-        Where all ranks have the same there is one row for them.
+        One row stands for all ranks if they have the same.
         """
         if not {"names", "states"} & self._received[0].keys():
             return self._mine.parts["names"], self._mine.infos, self._mine.codes[None]
@@ -229,7 +221,7 @@ class GatheredState:
                 if kind not in places:
                     places[kind] = len(infos)
                     infos.append(_unpickled(rank, text))
-            # What is no place counts from the end, where it stands for itself.
+            # The negative codes index the last two elements, which are these codes themselves.
             common = np.array([*(places[kind] for kind, _ in table), _HOLDS_NOTHING, _LACKS], np.int32)
             codes[rank, columns[id(own)]] = common[own_codes]
         return names, infos, codes
@@ -253,23 +245,23 @@ def _unpickled(rank: int, text: bytes) -> Any:
         return pickle.loads(text)
     except Exception as error:  # whatever a class of a user's own raises
         raise StateDictError(
-            f"what rank {rank} tells of its optimizer's state or groups cannot be unpickled: {type(error).__name__}: "
+            f"the optimizer's state or groups of rank {rank} cannot be unpickled: {type(error).__name__}: "
             f"{error}: have all ranks import the modules that its values are from"
         ) from error
 
 
-def allgather_state_info(ranks: Ranks, mine: PackedState) -> GatheredState:
-    """Collective over `ranks`. What each rank has.
+def allgather_state_info(ranks: Communicator | Grid, mine: PackedState) -> GatheredState:
+    """Collective over `ranks`. The states of all ranks.
 
-    First they exchange hashes, and then those parts that are not the same on all ranks. These are none with flat
-    parameters, as a rule. Of original parameters ranks hold different ones.
+    Ranks exchange hashes, and then the parts that differ: with flat parameters usually none, with original parameters
+    the states, as ranks have shards of different ones.
     """
     with profile(Phase.OBJECT_GATHER):
-        told = ranks.all_gather_object(mine.digests)
-        differing = [part for part in mine.digests if len({digests[part] for digests in told}) > 1]
+        digests = ranks.all_gather_object(mine.digests)
+        differing = [part for part in mine.digests if len({each[part] for each in digests}) > 1]
         if not differing:
             return GatheredState(mine, [{}] * ranks.size)
-        # Names are much alike, and so are the numbers of parameters that follow each other.
+        # Names are much alike, and so are the codes of consecutive parameters.
         texts = {part: zlib.compress(mine.texts[part]) for part in differing}
         return GatheredState(mine, ranks.all_gather_object(texts))
 
@@ -278,8 +270,8 @@ def convert_all_state_info(gathered: GatheredState) -> dict[str, StateInfo]:
     """The states of all ranks together, compared.
 
     Raises:
-        StateDictError: a rank has no state where another one has, or another one, with both and both ranks; or it
-            cannot be unpickled.
+        StateDictError: a rank lacks state that another one has, or has different state: names both ranks and states;
+            or it cannot be unpickled.
     """
     names, infos, codes = gathered.states
     has = codes >= 0
@@ -294,12 +286,12 @@ def convert_all_state_info(gathered: GatheredState) -> dict[str, StateInfo]:
             compared.add(pair)
     for rank, lacking in enumerate((codes == _LACKS) & has.any(axis=0)):
         expected = {names[index]: int(first_rank[index]) for index in np.nonzero(lacking)[0]}
-        check_missing_keys_on_rank(rank, (), expected, "optimizer state")
+        check_missing_keys_on_rank(rank, (), expected)
     return {name: infos[code] for name, code in zip(names, first.tolist(), strict=True) if code >= 0}
 
 
 def differing_unsharded(gathered: GatheredState) -> str | None:
-    """In words, where ranks have different state of a parameter that is not sharded; None if nowhere.
+    """A description of the first unsharded parameter that has different state on two ranks; None if there is none.
 
     Raises:
         StateDictError: it cannot be unpickled.
@@ -316,7 +308,7 @@ def differing_unsharded(gathered: GatheredState) -> str | None:
 
 
 def check_same_groups(gathered: GatheredState) -> None:
-    """Refuse ranks whose optimizers have other groups, of other parameters or with other hyper-parameters.
+    """Check that the optimizers of all ranks have groups of the same parameters, with the same hyper-parameters.
 
     Raises:
         StateDictError: with the first difference, and both ranks; or they cannot be unpickled.

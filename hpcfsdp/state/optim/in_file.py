@@ -1,4 +1,4 @@
-"""An optimizer's state as a checkpoint has it: named state tensors and numbers, and put back from them."""
+"""An optimizer's state as a checkpoint stores it, in named tensors and numbers, and loaded from them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, StateDictError
 from hpcfsdp.state.optim.compare import StateInfo, allgather_state_info, check_same_groups, convert_all_state_info
+from hpcfsdp.state.optim.entry_plan import flatten_zero_dim_tensor_optim_state
 from hpcfsdp.state.optim.load import allocate_optim_state
 from hpcfsdp.state.optim.local import LocalOptimState
-from hpcfsdp.state.optim.plan import LoadPlan, flatten_zero_dim_tensor_optim_state
+from hpcfsdp.state.optim.plan import LoadPlan
 from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
 from hpcfsdp.state.optim.save import unflatten_param_groups
 from hpcfsdp.state.optim.values import Unpicklable
@@ -27,7 +28,7 @@ Scalar = bool | int | float
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer remembers, by the names of the model's parameters.
+    """The state of an optimizer, by the names of the model's parameters.
 
     Attributes:
         tensors: named ``fqn/key``.
@@ -40,7 +41,7 @@ class OptimizerState:
     groups: list[dict[str, Any]]
 
     def only(self, names: Collection[str]) -> OptimizerState:
-        """What it remembers of some parameters, in the groups that have one of them.
+        """The state of some parameters, in the groups that have one of them.
 
         Raises:
             CheckpointError: it steps none of them.
@@ -57,7 +58,7 @@ class OptimizerState:
 
 @contextlib.contextmanager
 def _errors_as(kind: type[CheckpointError]) -> Iterator[None]:
-    """A context in which what is wrong with the state is an error of a checkpoint."""
+    """A context in which a ``StateDictError`` becomes an error of a checkpoint."""
     try:
         yield
     except StateDictError as error:
@@ -65,7 +66,7 @@ def _errors_as(kind: type[CheckpointError]) -> Iterator[None]:
 
 
 def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> LocalOptimState:
-    """Not collective. What this rank's optimizer has, by the names of a checkpoint.
+    """Not collective. The state of this rank's optimizer, by the names of a checkpoint.
 
     Raises:
         CheckpointError: the optimizer steps a parameter that the model does not have, or has state that belongs to no
@@ -86,12 +87,12 @@ def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> LocalOpti
 
 
 def state_elsewhere(comm: Communicator, own: LocalOptimState) -> dict[str, StateInfo]:
-    """Collective over `comm`. What ranks have for original parameters whose elements they hold.
+    """Collective over `comm`. The state of original parameters on the ranks that have elements of them.
 
-    A rank that holds nothing of a parameter does not step it. To write with others, it still has to know what there is.
+    A rank without elements of a parameter does not step it. To write with others, it needs to know their state.
 
     Raises:
-        CheckpointError: ranks that hold parts of one parameter have different state of it.
+        CheckpointError: ranks have different state of one parameter.
     """
     if not any(info.flat.use_orig_params and (info.comm.size > 1 or info.mesh.tensor) for info in own.infos.values()):
         return {}
@@ -104,7 +105,7 @@ def state_elsewhere(comm: Communicator, own: LocalOptimState) -> dict[str, State
 
 
 def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo]) -> OptimizerState:
-    """Not collective. What the optimizer remembers on this rank.
+    """Not collective. The optimizer's state on this rank.
 
     Args:
         elsewhere: see ``state_elsewhere``.
@@ -144,7 +145,7 @@ def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo]) ->
 
 
 class OptimizerRestore:
-    """New state for an optimizer: made beside the old one, filled from a checkpoint, checked, then put in place."""
+    """New state for an optimizer: allocated next to the old one, filled from a checkpoint, checked, and applied."""
 
     def __init__(
         self,
@@ -164,6 +165,7 @@ class OptimizerRestore:
             CheckpointMismatchError: the groups hold other parameters, or state within one flat parameter differs in
                 kind.
         """
+        _check_named(groups)
         given: dict[str, dict[str, TensorInfo | Scalar]] = {}
         for name, value in [*saved.items(), *scalars.items()]:
             fqn, _, key = name.rpartition("/")
@@ -182,7 +184,7 @@ class OptimizerRestore:
         """To be filled: every piece is memory of the new state."""
         hypers = {key: hyper for hyper, group in zip(self._groups, plan.groups, strict=True) for key in group["params"]}
         owners = {key.unflat_param_names[0]: (plan.params[own], hypers[own]) for key, own in plan.keys.items()}
-        for info in {id(info): info for info in plan.infos.values()}.values():
+        for info in dict.fromkeys(plan.infos.values()):
             entries = {fqn: plan.entries[fqn] for fqn in info.param_indices if fqn in plan.entries}
             new = allocate_optim_state(info, entries)
             self._state.update(new.states)
@@ -232,46 +234,27 @@ class OptimizerRestore:
 
 
 def _empty_state(param: nn.Parameter, hyper: Mapping[str, Any], key: str, value: TensorInfo) -> torch.Tensor:
-    """Memory for a state of a parameter that lies whole on this rank, or for a number.
-
-    Torch's optimizers keep the step on the CPU unless they are capturable or fused, as the checkpoint's flags say.
-    """
+    """Memory for a state that is whole on this rank, or for a number."""
+    # Torch's optimizers keep the step on the CPU unless they are capturable or fused, as the checkpoint's flags say.
     if isinstance(param, DTensor) and value.shape == tuple(param.shape):
         return torch.zeros_like(param.detach(), dtype=value.dtype)
-    is_beside = value.shape or key != "step" or hyper.get("capturable") or hyper.get("fused")
-    return torch.zeros(value.shape, dtype=value.dtype, device=param.device if is_beside else "cpu")
+    is_on_device = value.shape or key != "step" or hyper.get("capturable") or hyper.get("fused")
+    return torch.zeros(value.shape, dtype=value.dtype, device=param.device if is_on_device else "cpu")
 
 
-def check_saved(groups: Any, scalars: Any) -> None:
-    """Raise unless what a checkpoint has of an optimizer, beside tensors, is of the kinds that it has to be.
-
-    Raises:
-        CheckpointMismatchError: it is not.
-    """
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise CheckpointMismatchError(f"its optimizer's param_groups are {groups!r:.40}, no list of groups")
-    unnamed = next((group.get("params") for group in groups if not _are_names(group.get("params"))), ...)
-    if unnamed is not ...:
-        raise CheckpointMismatchError(
-            f"its optimizer's parameters are {'not listed' if unnamed is None else f'listed as {unnamed!r:.40}'}, not "
-            "by their names, as in optimizer.state_dict(): load it with optimizer=None, and save the optimizer by "
-            "hpcfsdp.checkpoint.save, or as torch's get_state_dict gives it"
-        )
-    if not isinstance(scalars, dict):
-        raise CheckpointMismatchError(f"its optimizer's scalars are {scalars!r:.40}, no values by names")
-    for name, value in scalars.items():
-        if "/" not in name or not isinstance(value, (bool, int, float)):
+def _check_named(groups: list[dict[str, Any]]) -> None:
+    """Refuse groups that list their parameters by number, as a file of torch.distributed.checkpoint may."""
+    for params in (group.get("params") for group in groups):
+        if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
             raise CheckpointMismatchError(
-                f"its optimizer's state {name!r:.80} is {value!r:.40}, no number of a parameter"
+                f"its optimizer's parameters are {'not listed' if params is None else f'listed as {params!r:.40}'}, "
+                "not by their names, as in optimizer.state_dict(): load it with optimizer=None, and save the optimizer "
+                "by hpcfsdp.checkpoint.save, or as torch's get_state_dict gives it"
             )
 
 
 def _fitted(optimizer: torch.optim.Optimizer, number: int, key: str, value: Any) -> Any:
-    """A saved hyper-parameter as a group of this optimizer is to have it: of the kind that it has there now.
-
-    Raises:
-        CheckpointMismatchError: it cannot be.
-    """
+    """A saved hyper-parameter as a value of the kind that a group of this optimizer has now, or an error."""
     group = optimizer.param_groups[number]
     if key not in group:
         return value
@@ -302,7 +285,3 @@ def _are_alike(now: Any, value: Any) -> bool:
         return True
     number = (bool, int, float)
     return isinstance(value, number) if isinstance(now, number) else type(value) is type(now)
-
-
-def _are_names(params: object) -> bool:
-    return isinstance(params, list) and all(isinstance(name, str) for name in params)

@@ -1,7 +1,9 @@
-"""Which parameter of the model stands where in the optimizer, and under which key of its state dict."""
+"""The parameters of an optimizer: their names in the model, and their keys in the optimizer's state dict."""
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,15 +24,15 @@ from hpcfsdp.state.model import flat_params, named_flat_params
 from hpcfsdp.state.wrappers import CleanNames, clean_fqn
 
 ParamKey = int | str
-"""How an optimizer's state dict calls a parameter: its number in ``param_groups``, or its name."""
+"""The key of a parameter in an optimizer's state dict: its number in ``param_groups``, or its name."""
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
-"""What an optimizer was built from: parameters, or groups of them; None for ``model.parameters()``."""
+"""The argument that an optimizer was built from: parameters, or groups of them; None for ``model.parameters()``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FSDPParamInfo:
-    """A flat parameter as the state of an optimizer sees it.
+    """A flat parameter and its names, for the state of an optimizer.
 
     Attributes:
         mesh: the ranks that share it.
@@ -58,20 +60,20 @@ class FSDPParamInfo:
         return self.flat.use_orig_params and self.mesh.strategy is ShardingStrategy.NO_SHARD
 
     def shows_whole(self, fqn: str) -> bool:
-        """Whether the optimizer steps all of a parameter, in its original shape, so that its state may be anything."""
+        """Whether the optimizer steps all of a parameter, in its original shape: its state may have any shape."""
         return self.keeps_shapes and not self.layout.slots[self.param_indices[fqn]].is_cut
 
     def is_empty_on(self, fqn: str, rank: int) -> bool:
-        """Whether a rank of ``comm`` holds nothing of a parameter of which others hold something."""
+        """Whether the shard of a rank of ``comm`` has no elements of a parameter that has some."""
         slot = self.layout.slots[self.param_indices[fqn]]
         return math.prod(slot.whole_shape) > 0 and self.layout.param_run(fqn, rank) is None
 
 
 class OptimStateKey(NamedTuple):
-    """What an entry of optimizer state belongs to, the same on all ranks.
+    """The parameters that an entry of optimizer state is for, the same on all ranks.
 
     Attributes:
-        unflat_param_names: the parameters of the model, several of them for a flat parameter.
+        unflat_param_names: their names in the model; several for a flat parameter.
         is_fsdp_managed: whether they are sharded.
     """
 
@@ -101,9 +103,9 @@ def get_fqn_to_fsdp_param_info(model: nn.Module, *, in_file: bool = False) -> di
 def get_param_to_fqns(
     model: nn.Module, fqn_to_info: Mapping[str, FSDPParamInfo] | None = None, *, in_file: bool = False
 ) -> dict[nn.Parameter, list[str]]:
-    """The names in the whole model of what each parameter stands for, in the order of ``model.parameters()``.
+    """The names in the whole model of each parameter, in the order of ``model.parameters()``.
 
-    Of tied parameters the first name. A flat parameter stands for several.
+    Of tied parameters the first name. A flat parameter has the names of all parameters in it.
 
     Args:
         fqn_to_info, in_file: see ``get_fqn_to_fsdp_param_info``.
@@ -135,52 +137,41 @@ def get_aliases(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def get_param_id_to_param_from_optim_input(model: nn.Module, optim_input: OptimInput = None) -> dict[int, nn.Parameter]:
-    """The numbers that an optimizer built from `optim_input` gives to parameters.
+def get_param_groups_of_optim_input(model: nn.Module, optim_input: OptimInput = None) -> list[list[nn.Parameter]]:
+    """The parameters in each group of an optimizer that is built from `optim_input`. Exhausts generators.
 
     Raises:
         TypeError: `optim_input` is neither parameters nor groups of them.
         ValueError: it is empty.
     """
     if optim_input is None:
-        return dict(enumerate(model.parameters()))
-    if isinstance(optim_input, (str, bytes, torch.Tensor, Mapping)):
+        return [list(model.parameters())]
+    if isinstance(optim_input, (str, bytes, torch.Tensor, Mapping)) or not isinstance(optim_input, Iterable):
         raise TypeError(f"optim_input must be parameters, or a list of groups, not {type(optim_input).__name__}")
-    try:
-        entries = list(optim_input)
-    except TypeError:
-        raise TypeError(
-            f"optim_input must be parameters, or a list of groups, not {type(optim_input).__name__}"
-        ) from None
+    entries = list(optim_input)
     if not entries:
         raise ValueError("optim_input is empty: pass what the optimizer was built from")
     if all(isinstance(entry, torch.Tensor) for entry in entries):
-        return dict(enumerate(entries))
-    params: list[nn.Parameter] = []
+        return [entries]
+    groups = []
     for place, entry in enumerate(entries):
         if not isinstance(entry, Mapping) or "params" not in entry:
             raise TypeError(
                 f"optim_input[{place}] must be a group, a dict with the key 'params', like all others, not "
                 f"{type(entry).__name__}"
             )
-        group = entry["params"]
-        params += [group] if isinstance(group, torch.Tensor) else list(group)
-    return dict(enumerate(params))
+        params = entry["params"]
+        groups.append([params] if isinstance(params, torch.Tensor) else list(params))
+    return groups
 
 
-def listed_optim_input(optim_input: OptimInput) -> list[Any] | None:
-    """`optim_input` with lists in place of generators, which can be gone through once."""
-    if optim_input is None or isinstance(optim_input, (str, bytes, torch.Tensor, Mapping)):
-        return optim_input  # type: ignore[return-value]
-    if not isinstance(optim_input, Iterable):
-        return optim_input  # type: ignore[unreachable]
+def get_param_id_to_param_from_optim_input(model: nn.Module, optim_input: OptimInput = None) -> dict[int, nn.Parameter]:
+    """The numbers that an optimizer built from `optim_input` gives to parameters.
 
-    def listed(entry: Any) -> Any:
-        if not isinstance(entry, Mapping) or isinstance(entry.get("params", ()), torch.Tensor):
-            return entry
-        return {**entry, "params": list(entry["params"])} if "params" in entry else entry
-
-    return [listed(entry) for entry in optim_input]
+    Raises:
+        TypeError, ValueError: see ``get_param_groups_of_optim_input``.
+    """
+    return dict(enumerate(itertools.chain.from_iterable(get_param_groups_of_optim_input(model, optim_input))))
 
 
 def get_param_to_param_id_from_optim_input(model: nn.Module, optim_input: OptimInput = None) -> dict[nn.Parameter, int]:
@@ -189,7 +180,7 @@ def get_param_to_param_id_from_optim_input(model: nn.Module, optim_input: OptimI
 
 
 def is_named_optimizer(optim_state_dict: Mapping[str, Any]) -> bool:
-    """Whether a state dict of an optimizer, as the optimizer gives it, calls parameters by name, not by number."""
+    """Whether the keys of parameters in an optimizer's own state dict are names, not numbers."""
     keys = [key for group in optim_state_dict.get("param_groups", ()) for key in group.get("params", ())]
     keys = keys or list(optim_state_dict.get("state") or ())
     return bool(keys) and isinstance(keys[0], str)
@@ -262,7 +253,7 @@ def map_param_key_to_optim_keys(
     param_to_fqns: Mapping[nn.Parameter, Sequence[str]],
     fqn_to_info: Mapping[str, FSDPParamInfo],
 ) -> dict[OptimStateKey, ParamKey]:
-    """What the parameters of an optimizer are called on all ranks, and their keys here; in the order of the optimizer.
+    """The keys of an optimizer's parameters, by the names that all ranks know; in the order of the optimizer.
 
     Raises:
         StateDictError: the optimizer steps a parameter that the model does not have.
@@ -279,13 +270,22 @@ def map_param_key_to_optim_keys(
     return found
 
 
-def check_missing_keys_on_rank(rank: int, present: Iterable[str], expected: Mapping[str, int], what: str) -> None:
-    """Raise if a rank lacks what another one has.
+def with_params(group: Mapping[str, Any], params: list[Any], names: list[Any]) -> dict[str, Any]:
+    """A copy of a parameter group with other keys for its parameters.
 
     Args:
-        present: the names that `rank` has.
+        names: of the parameters, in a group of an optimizer that was built from names.
+    """
+    copied = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    return {**copied, **({"param_names": list(names)} if "param_names" in copied else {}), "params": params}
+
+
+def check_missing_keys_on_rank(rank: int, present: Iterable[str], expected: Mapping[str, int]) -> None:
+    """Raise if a rank lacks optimizer state of a parameter that another one has.
+
+    Args:
+        present: the names of parameters of which `rank` has state.
         expected: names, each with a rank that has it.
-        what: is missing, for the message.
 
     Raises:
         StateDictError: with all names that are missing, and the ranks.
@@ -295,7 +295,7 @@ def check_missing_keys_on_rank(rank: int, present: Iterable[str], expected: Mapp
     if missing:
         (name, other), more = next(iter(missing.items())), len(missing) - 1
         raise StateDictError(
-            f"rank {rank} has no {what} of {name!r}"
+            f"rank {rank} has no optimizer state of {name!r}"
             + (f" and {more} other parameter(s)" if more else "")
             + f", and rank {other} has: all ranks must step the same parameters"
         )
@@ -324,11 +324,7 @@ def check_known(names: Iterable[Any], known: Iterable[str], what: str) -> None:
 
 
 def check_is_state_dict(value: Any) -> None:
-    """Refuse what is no state dict of an optimizer.
-
-    Raises:
-        StateDictError: with what it is.
-    """
+    """Raise a ``StateDictError`` unless a value is a state dict of an optimizer."""
     if not isinstance(value, Mapping):
         raise StateDictError(f"an optimizer's state dict is a dict, not {describe(value)}")
     if "state" not in value:
@@ -347,6 +343,6 @@ def check_is_state_dict(value: Any) -> None:
 
 
 def describe(value: Any) -> str:
-    """What a value is, in words."""
+    """A value's type, and the value itself if it is short."""
     shown = repr(value)
     return f"a {type(value).__name__}" + (f" ({shown})" if len(shown) < 60 else "")

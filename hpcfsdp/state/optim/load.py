@@ -12,23 +12,23 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, assert_same, raise_together
 from hpcfsdp.comm.grid import Grid
 from hpcfsdp.observe.profile import Phase, SimpleProfiler, profile
 from hpcfsdp.sharded.unit import units_in
+from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim.compare import allgather_state_info, check_same_groups, convert_all_state_info
+from hpcfsdp.state.optim.entry_plan import StatePlan
 from hpcfsdp.state.optim.keys import FSDPParamInfo, OptimInput, check_is_state_dict
-from hpcfsdp.state.optim.plan import LoadPlan, StatePlan
+from hpcfsdp.state.optim.plan import LoadPlan
 from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
-from hpcfsdp.state.optim.save import form_of
 from hpcfsdp.state.optim.values import on_host
 from hpcfsdp.state.rank0 import broadcast_tensor, broadcast_values, rank0_tensor
-from hpcfsdp.state.ranks import ranks_of_model
-from hpcfsdp.state.settings import optim_settings_of
+from hpcfsdp.state.scatter import check_blocks, scatter
+from hpcfsdp.state.settings import optim_format_of
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
-from hpcfsdp.state.transfer import check_blocks, scatter
+from hpcfsdp.tensor.sharded import is_distributed
 from hpcfsdp.tensor.whole import fill_block, whole_of
 
 log = logging.getLogger("hpcfsdp.optim")
@@ -69,8 +69,8 @@ def allocate_optim_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) ->
                 new.states[fqn][name] = shard = _empty_shard(info, dtype)
                 given, parts = values, [shard] * len(layout.slots)
                 continue
-            is_distributed = isinstance(values[0], (ShardedTensor, DTensor))
-            if info.shows_whole(fqn) and isinstance(values[0], torch.Tensor) and not is_distributed:  # of any shape
+            is_plain = isinstance(values[0], torch.Tensor) and not is_distributed(values[0])
+            if info.shows_whole(fqn) and is_plain:  # of any shape
                 new.states[fqn][name] = values[0].detach().to(device, copy=True)
                 continue
             index = info.param_indices[fqn]
@@ -107,20 +107,20 @@ def flatten_optim_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) -> 
 
 
 def broadcast_processed_state(ranks: Communicator | Grid, optim_state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Collective over `ranks`. What rank 0 has, in which a ``Rank0Tensor`` stands for each tensor with dimensions.
+    """Collective over `ranks`. The state dict of rank 0, with a ``Rank0Tensor`` for each tensor with dimensions.
 
     Args:
         optim_state_dict: on rank 0; ignored elsewhere. ``state`` and ``param_groups`` are sent, and nothing else.
 
     Raises:
-        StateDictError: on all ranks, if rank 0 has what it cannot send, or another rank cannot read what it was sent.
+        StateDictError: on all ranks, if rank 0 cannot send a value, or another rank cannot read it.
     """
     return broadcast_values(ranks, lambda: _processed(optim_state_dict or {"state": {}}))
 
 
 def _processed(optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
     def stand_in(key: Any, name: Any, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):  # what lies deeper is small
+        if not isinstance(value, torch.Tensor):  # tensors inside of a value are small
             return on_host(value)
         tensor = rank0_tensor(f"{key}/{name}", value)
         return tensor if tensor.shape else on_host(value)
@@ -143,7 +143,7 @@ def broadcast_state(ranks: Communicator | Grid, value: Any, device: torch.device
 
 
 def _loaded(ranks: Communicator | Grid, value: Any) -> Any:
-    """Collective over `ranks` where rank 0 alone has tensors. What ``_own_but_tensors`` gave, as new memory."""
+    """Collective over `ranks` where rank 0 alone has tensors. What ``_copied_but_tensors`` gave, as new memory."""
     if isinstance(value, Rank0Tensor):
         return broadcast_state(ranks, value, ranks.device)
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -183,7 +183,7 @@ def optim_state_dict_to_load(
             ranks that the model is sharded over.
         rank0_only: rank 0 alone has it, whole; that of other ranks is ignored. None: as the model is set.
         is_named_optimizer: whether `optim` has names for keys.
-        strict: parameters of which the optimizer has state must have some in the state dict.
+        strict: parameters with state in the optimizer must have some in the state dict.
         optim_input: instead of `optim`: what it was built from.
         group: the ranks, where they are not those of the model.
 
@@ -202,7 +202,7 @@ def optim_state_dict_to_load(
             for unit in units_in(model):
                 unit.check_at_rest("optim_state_dict_to_load")
             if rank0_only is None:
-                rank0_only = form_of(optim_settings_of(model)).rank0_only
+                rank0_only = optim_format_of(model).rank0_only
             rank0_only = rank0_only and ranks.size > 1
         assert_same(ranks, (rank0_only, strict), "whether rank 0 alone has the state dict (rank0_only), or strict,")
         with raise_together(ranks):
@@ -225,31 +225,30 @@ def optim_state_dict_to_load(
             check_same_groups(gathered)
             convert_all_state_info(gathered)
         distributed = plan.distributed()
-        for info in {id(info): info for _, _, info in distributed}.values():
+        for info in dict.fromkeys(info for _, _, info in distributed):
             # A collective the first time, which is to be over before a rank raises.
             info.mesh.ranks(info.mesh.dtensor_dim, "tensor")
         with raise_together(ranks):
             for name, value, info in distributed:
                 check_blocks(name, value, info.mesh.ranks(info.mesh.dtensor_dim, "tensor"))
-        infos = list({id(info): info for info in plan.infos.values()}.values())
-        goes_in_parts = [True] * len(infos)
+        infos = dict.fromkeys(plan.infos.values(), True)
         if rank0_only:
-            goes_in_parts = ranks.broadcast_object([_is_first_of(ranks, info) for info in infos])
-        return _scattered(plan, ranks, dict(zip(map(id, infos), goes_in_parts, strict=True)))
+            in_parts = [info.mesh.is_first() and info.mesh.size() == ranks.size for info in infos]
+            infos = dict(zip(infos, ranks.broadcast_object(in_parts), strict=True))
+        return _scattered(plan, ranks, infos)
 
 
-def _scattered(plan: LoadPlan, ranks: Communicator | Grid, goes_in_parts: Mapping[int, bool]) -> dict[str, Any]:
+def _scattered(plan: LoadPlan, ranks: Communicator | Grid, infos: Mapping[FSDPParamInfo, bool]) -> dict[str, Any]:
     """Collective over all ranks, unless every rank has whole tensors. The state dict, once ranks agree.
 
     Args:
-        goes_in_parts: by identity of a flat parameter's info, whether of a tensor that rank 0 alone has each rank can
-            be sent its part, or has to be sent all.
+        infos: the flat parameters; False where rank 0, which alone has tensors, has to send them whole.
     """
     states: dict[str, dict[str, Any]] = {}
-    for info in {id(info): info for info in plan.infos.values()}.values():
+    for info, goes_in_parts in infos.items():
         mine = {fqn: plan.entries.pop(fqn) for fqn in info.param_indices if fqn in plan.entries}
         for fqn, entry in mine.items():
-            if info.shows_whole(fqn) or not goes_in_parts[id(info)]:
+            if info.shows_whole(fqn) or not goes_in_parts:
                 _broadcast(entry, ranks, info)
         states.update(flatten_optim_state(info, mine))
     for fqn, state in sorted(plan.unsharded.items()):  # ranks may step them in different orders
@@ -268,12 +267,7 @@ def _scattered(plan: LoadPlan, ranks: Communicator | Grid, goes_in_parts: Mappin
     return found
 
 
-def _is_first_of(ranks: Communicator | Grid, info: FSDPParamInfo) -> bool:
-    """On rank 0: whether it is the first of the ranks that share a flat parameter, which are all of `ranks`."""
-    return info.mesh.is_first() and info.mesh.size() == ranks.size
-
-
 def _broadcast(entry: StatePlan, ranks: Communicator | Grid, info: FSDPParamInfo) -> None:
-    """Collective over `ranks`, where rank 0 alone has tensors. Have all ranks have them."""
+    """Collective over `ranks`, where rank 0 alone has tensors. Send them to all ranks."""
     for name, values in entry.tensors.items():
         entry.tensors[name] = [broadcast_state(ranks, value, info.flat.parameter.device) for value in values]

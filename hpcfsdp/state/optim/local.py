@@ -1,4 +1,4 @@
-"""What this rank's optimizer has, by the names of the whole model's parameters: the source of state dicts and files."""
+"""The state of this rank's optimizer, by parameter names of the whole model: the source of state dicts and files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hpcfsdp.tensor.sharded import check_readable
 
 @dataclass
 class FlatParamState:
-    """What this rank has of the state of a flat parameter's parameters.
+    """This rank's state of the parameters in a flat parameter.
 
     Attributes:
         shards: by name and dtype, state with a value for each element of the parameters.
@@ -54,7 +54,7 @@ class FlatParamState:
 
         Args:
             states: this rank's, by the first parameter that an entry is for.
-            merged: those of all ranks, see ``convert_all_state_info``: for parameters of which this rank holds nothing.
+            merged: those of all ranks, see ``convert_all_state_info``: for parameters without elements on this rank.
         """
         found, slots = cls(), info.layout.slots
         runs: dict[tuple[str, torch.dtype], list[torch.Tensor | None]] = {}
@@ -79,9 +79,9 @@ class FlatParamState:
 
 
 def _of_no_elements(info: StateInfo | None, held: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """The state of a parameter of which this rank holds nothing: as other ranks have it, without elements.
+    """The state of a parameter without elements on this rank: that of other ranks, without elements.
 
-    What this rank has for it, no rank has compared; it counts where the others cannot send theirs.
+    No rank has compared the state `held` here; it is used where other ranks cannot send theirs.
     """
     if info is None:
         return {}
@@ -94,7 +94,7 @@ def _of_no_elements(info: StateInfo | None, held: Mapping[str, Any], param: torc
 
 
 class LocalOptimState:
-    """What this rank's optimizer has, by names that all ranks know.
+    """The state of this rank's optimizer, by names that all ranks know.
 
     Attributes:
         infos: the flat parameter of each sharded parameter, by name.
@@ -120,7 +120,7 @@ class LocalOptimState:
             in_file: whether names are those of a checkpoint, see ``state.model.flat_params``.
 
         Raises:
-            StateDictError: the state dict is not the optimizer's, or has what can be neither copied nor divided.
+            StateDictError: the state dict is not the optimizer's, or has a value that cannot be copied or divided.
         """
         check_is_state_dict(optim_state_dict)
         self.infos = get_fqn_to_fsdp_param_info(model, in_file=in_file)
@@ -159,7 +159,7 @@ class LocalOptimState:
     def _add(self, key: OptimStateKey, state: Mapping[str, Any]) -> None:
         name = key.unflat_param_names[0]
         check_nested(name, state)
-        # Copied now: what cannot be is an error while all ranks can still raise it.
+        # Copied now, so that a value that cannot be copied is an error that all ranks raise.
         state = {key: _copied((name, key), value) for key, value in state.items()}
         if not key.is_fsdp_managed:
             self.unsharded[name] = state
@@ -169,11 +169,11 @@ class LocalOptimState:
 
     def flat_param_states(self, merged: Mapping[str, StateInfo]) -> list[tuple[FSDPParamInfo, FlatParamState]]:
         """Not collective. The state of each flat parameter, in the order of the model, which all ranks have."""
-        infos = {id(info): info for info in self.infos.values()}
-        return [(info, FlatParamState.of(info, self.states, merged)) for info in infos.values()]
+        infos = dict.fromkeys(self.infos.values())
+        return [(info, FlatParamState.of(info, self.states, merged)) for info in infos]
 
     def check_is_first(self) -> None:
-        """Refuse units whose state the first rank of the model cannot get."""
+        """Refuse units if the first rank of the model cannot get their state."""
         for name, info in self.infos.items():
             if not info.mesh.is_first():
                 raise StateDictError(
@@ -182,18 +182,18 @@ class LocalOptimState:
                 )
 
     def check_is_known(self, merged: Mapping[str, StateInfo], empty: Collection[str]) -> None:
-        """Refuse values that this rank would have to show, and that the ranks which have them could not send."""
+        """Refuse values that this rank would have to show, and that other ranks cannot send."""
         for fqn in sorted(empty):
             for name, value in merged[fqn].non_tensors.items() if fqn in merged else ():
                 if isinstance(value, Unpicklable) and name not in self.states.get(fqn, {}):
                     raise StateDictError(
-                        f"optimizer state {name!r} of {fqn!r} is {value}, and of this parameter rank "
-                        f"{self.infos[fqn].comm.rank} holds nothing: let the class be pickled, or use "
-                        "use_orig_params=False"
+                        f"optimizer state {name!r} of {fqn!r} is {value}, and rank "
+                        f"{self.infos[fqn].comm.rank} has no elements of the parameter: let the class be pickled, or "
+                        "use use_orig_params=False"
                     )
 
     def to_message(self) -> RankState:
-        """What other ranks are to know."""
+        """The message to other ranks."""
         groups = []
         for group in self.groups or ():
             names = [name for key in group["params"] for name in self.fqns[self.params[key]] if name in self.infos]
@@ -210,7 +210,7 @@ class LocalOptimState:
         return RankState(groups, states, empty, unsharded, list(self.infos), order=order)
 
     def reorder_groups(self) -> None:
-        """Have groups be in an order that all ranks know: parameters as in the model, keys by their names."""
+        """Sort groups in an order that all ranks know: parameters as in the model, keys by their names."""
         places = {param: place for place, param in enumerate(self.fqns)}
 
         def reordered(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class LocalOptimState:
 
 
 def check_state_shapes(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any]) -> None:
-    """Refuse state that has neither one value nor one for each element of what the optimizer steps.
+    """Refuse state that has neither one value nor one for each element of the tensor that the optimizer steps.
 
     Args:
         fqn: of a parameter that is stepped by itself, or of the first one in a flat parameter.
@@ -246,7 +246,7 @@ def check_state_shapes(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any]) 
 
 
 def with_keys_of(params: Mapping[ParamKey, nn.Parameter], optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict with the keys of an optimizer with names, whether it has names of wrappers in them or not."""
+    """The state dict with the keys of an optimizer with names; either may have names of wrappers in them."""
     known = {clean_fqn(str(key)): key for key in params}
 
     def rename(key: Any) -> Any:
@@ -261,11 +261,7 @@ def with_keys_of(params: Mapping[ParamKey, nn.Parameter], optim_state_dict: Mapp
 
 
 def _copied(names: tuple[Any, ...], value: Any) -> Any:
-    """A copy of a value; a tensor itself, which is one that can be copied later.
-
-    Args:
-        names: the parameter's, if there is one, and that of the state.
-    """
+    """A copy of a value, with its `names` for errors; a tensor itself, if it can be copied later."""
     if isinstance(value, torch.Tensor):
         check_readable("/".join(map(str, names)), value)
         return value

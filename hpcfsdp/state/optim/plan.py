@@ -1,4 +1,4 @@
-"""What the state of this rank's optimizer will be, from that of the whole model's optimizer: checked on this rank.
+"""The state that this rank's optimizer is to load, from that of the whole model's optimizer: checked on this rank.
 
 Nothing is sent and nothing changed. ``load`` fills it from a state dict, ``in_file`` from a checkpoint.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.state.optim.compare import RankState, StateInfo
+from hpcfsdp.state.optim.entry_plan import StatePlan, elementwise_names, plan_flat_state, plan_orig_state
 from hpcfsdp.state.optim.keys import (
     FSDPParamInfo,
     OptimInput,
@@ -25,42 +25,22 @@ from hpcfsdp.state.optim.keys import (
     check_known,
     get_aliases,
     get_fqn_to_fsdp_param_info,
+    get_param_groups_of_optim_input,
     get_param_to_fqns,
-    listed_optim_input,
     map_param_key_to_optim_keys,
     resolve_param_keys,
     sorted_items,
 )
-from hpcfsdp.state.optim.values import deep_copy, picklable, same
+from hpcfsdp.state.optim.values import deep_copy, picklable
 from hpcfsdp.state.tensors import TensorInfo, shape_and_dtype
 from hpcfsdp.state.wrappers import clean_fqn
-from hpcfsdp.tensor.sharded import check_readable, local_blocks, properties_of
+from hpcfsdp.tensor.sharded import check_readable, is_distributed, local_blocks, properties_of
 
 log = logging.getLogger("hpcfsdp.optim")
 
-_DISTRIBUTED = (ShardedTensor, DTensor)
-
-TORCH_SCALARS = {"step", "mu_product", "eta", "mu"}
-"""State that torch's optimizers have once for each parameter: it has no dimensions, whatever the parameter has."""
-
-
-@dataclass
-class StatePlan:
-    """What the state of one entry of the optimizer will be.
-
-    Attributes:
-        tensors: by name, for each parameter of the entry the value in the state dict; of the parameter's shape.
-        others: by name, scalars and all else, ready.
-        unread: by name, scalars of which the values come later, for each parameter of the entry.
-    """
-
-    tensors: dict[str, list[Any]] = field(default_factory=dict)
-    others: dict[str, Any] = field(default_factory=dict)
-    unread: dict[str, list[TensorInfo]] = field(default_factory=dict)
-
 
 class LoadPlan:
-    """What goes where, checked on this rank, before anything is sent.
+    """Which value goes where, checked on this rank, before anything is sent.
 
     Attributes:
         infos: the flat parameter of each sharded parameter, by name.
@@ -88,7 +68,7 @@ class LoadPlan:
 
         Args:
             optim, optim_state_dict, optim_input: see ``optim_state_dict_to_load``.
-            strict: parameters of which the optimizer has state must have some in the state dict.
+            strict: parameters with state in the optimizer must have some in the state dict.
             in_file: names are those of a checkpoint, and tensors a ``TensorInfo`` each. All state that the optimizer
                 has is replaced, whatever it is.
 
@@ -96,7 +76,8 @@ class LoadPlan:
             StateDictError: it does not fit the model or the optimizer.
         """
         self._what = "the checkpoint" if in_file else "the state dict"
-        optim_input = listed_optim_input(optim_input)
+        if optim_input is not None:  # perhaps a generator
+            optim_input = [{"params": params} for params in get_param_groups_of_optim_input(model, optim_input)]
         self.infos = get_fqn_to_fsdp_param_info(model, in_file=in_file)
         fqns = get_param_to_fqns(model, self.infos, in_file=in_file)
         self.params = params = resolve_param_keys(model, optim, optim_input, is_named_optimizer=is_named_optimizer)
@@ -105,31 +86,37 @@ class LoadPlan:
         known = {name for names in fqns.values() for name in names}
         given = self._by_name(optim_state_dict["state"])
         users = {key: value for key, value in given.items() if _is_users(key, value, given, known)}
-        self.users = {key: _entry_but_tensors(repr(key), value) for key, value in users.items()}
+        self.users = {key: _entry_copied_but_tensors(repr(key), value) for key, value in users.items()}
         self.states = {key: value for key, value in given.items() if key not in users}
         check_known(self.states, known, self._what if in_file else "the optimizer's state dict")
         self.dtensors = {name: param for param, names in fqns.items() if isinstance(param, DTensor) for name in names}
-        chunked = {name for param, names in fqns.items() if isinstance(param, _DISTRIBUTED) for name in names}
+        chunked = {name for param, names in fqns.items() if is_distributed(param) for name in names}
         self.states = {fqn: self._readable(fqn, state, fqn in chunked) for fqn, state in self.states.items()}
         self.entries: dict[str, StatePlan] = {}
         self.unsharded: dict[str, Mapping[str, Any]] = {}
         shapes = {slot.fqn: slot.whole_shape for info in self.infos.values() for slot in info.layout.slots}
         elementwise = elementwise_names(self.states, shapes)
         for key in self.keys:
-            self._take(key, elementwise)
+            self._plan_entry(key, elementwise)
         self._check_nothing_is_lost(params, optim if strict and not in_file else None)
         if optim is not None and not in_file:
             self._check_shapes_held(params, optim)
         self.groups = None
         if "param_groups" in optim_state_dict:
-            own = _own_groups(optim, optim_input, params)
+            by_param: dict[nn.Parameter, ParamKey] = {param: key for key, param in params.items()}
+            stepped = (
+                get_param_groups_of_optim_input(model, optim_input)
+                if optim is None
+                else [group["params"] for group in optim.param_groups]
+            )
+            own = [[by_param[param] for param in group] for group in stepped]
             self.groups = self._matched(optim_state_dict["param_groups"], own, known | set(self._aliases))
             if not in_file:
                 hypers = [_hyper(group) for group in optim.param_groups] if optim is not None else [{} for _ in own]
                 self.groups = list(map(_merged, hypers, self.groups))
 
     def _name(self, key: Any) -> Any:
-        """The first name of what a state dict calls `key`."""
+        """The first name of the parameter that a state dict calls `key`."""
         if not isinstance(key, str):
             return key
         clean = clean_fqn(key)
@@ -145,10 +132,7 @@ class LoadPlan:
         """The state of one parameter, with plain tensors in place of distributed ones that are loaded as they are.
 
         Args:
-            is_chunked: the parameter is a distributed tensor itself, of which no unit knows: so is its state.
-
-        Raises:
-            StateDictError: it is no dict, has a tensor without values, or one of which this rank has to have all.
+            is_chunked: the parameter is a distributed tensor itself that no unit owns: so is its state.
         """
         if not isinstance(state, Mapping):
             raise StateDictError(f"the state of {fqn!r} is a dict of names and values, not a {type(state).__name__}")
@@ -156,8 +140,8 @@ class LoadPlan:
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 check_readable(f"{fqn}/{name}", value)
-            is_filled = fqn in self.infos and isinstance(value, _DISTRIBUTED) and properties_of(value)[0]
-            if not isinstance(value, _DISTRIBUTED) or is_filled or is_chunked:
+            is_filled = fqn in self.infos and is_distributed(value) and properties_of(value)[0]
+            if not is_distributed(value) or is_filled or is_chunked:
                 found[name] = value
                 continue
             found[name] = _whole_here(value)
@@ -169,12 +153,12 @@ class LoadPlan:
                 )
         return found
 
-    def _take(self, key: OptimStateKey, elementwise: set[str]) -> None:
+    def _plan_entry(self, key: OptimStateKey, elementwise: set[str]) -> None:
         name = key.unflat_param_names[0]
         if not key.is_fsdp_managed:
             if self.states.get(name):
                 self.unsharded[name] = {
-                    state: _own_but_tensors(f"{state!r} of {name!r}", value)
+                    state: _copied_but_tensors(f"{state!r} of {name!r}", value)
                     for state, value in sorted_items(self.states[name])
                 }
             return
@@ -189,7 +173,7 @@ class LoadPlan:
     def _check_nothing_is_lost(
         self, params: Mapping[ParamKey, nn.Parameter], optim: torch.optim.Optimizer | None
     ) -> None:
-        """Refuse state that has nowhere to go, and parameters that would lose what they have."""
+        """Refuse state that no parameter gets, and parameters that would lose the state that they have."""
         stepped = {name for key in self.keys for name in key.unflat_param_names}
         idle = [fqn for fqn, state in self.states.items() if state and fqn not in stepped]
         if idle:
@@ -210,17 +194,16 @@ class LoadPlan:
                 continue
             if optim is not None and optim.state.get(params[own_key]):
                 raise StateDictError(
-                    f"{self._what} holds no state of {name!r}, of which the optimizer has some ("
+                    f"{self._what} holds no state of {name!r}, and the optimizer has some ("
                     f"{', '.join(sorted(map(str, optim.state[params[own_key]])))}): it would start anew while others "
                     "go on"
                 )
             log.info("%s holds no state of %r: the optimizer will make it anew", self._what, name)
 
     def _check_shapes_held(self, params: Mapping[ParamKey, nn.Parameter], optim: torch.optim.Optimizer) -> None:
-        """Refuse state of whole parameters in other shapes than the optimizer has it.
+        """Refuse state of whole parameters in another shape than the optimizer's own state has.
 
-        It may be of any shape there, which only an optimizer knows that has such state already. Of sharded parameters
-        it has that of the parameter, see ``plan_flat_state``.
+        It may have any shape. State of sharded parameters has that of the parameter, see ``plan_flat_state``.
         """
         for key, own_key in self.keys.items():
             name = key.unflat_param_names[0]
@@ -260,17 +243,17 @@ class LoadPlan:
         return found
 
     def distributed(self) -> list[tuple[str, ShardedTensor | DTensor, FSDPParamInfo]]:
-        """The distributed tensors in the state dict, with what they are to fill; the same on all ranks."""
+        """The distributed tensors in the state dict, with names and flat parameters; the same on all ranks."""
         return [
             (fqn, value, self.infos[first])
             for first, plan in self.entries.items()
             for values in plan.tensors.values()
             for fqn, value in zip([first] if len(values) == 1 else self.infos[first].param_indices, values, strict=True)
-            if isinstance(value, _DISTRIBUTED)
+            if is_distributed(value)
         ]
 
     def to_message(self) -> RankState:
-        """What other ranks are to know."""
+        """The message to other ranks."""
         sharded = set(self.infos)
         names_of = {own_key: key.unflat_param_names for key, own_key in self.keys.items()}
         groups = [
@@ -289,9 +272,9 @@ def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A group as it will be; copies, tensors where the optimizer has its own.
+    """A copy of a group, tensors on the devices of the optimizer's own.
 
-    What `given` lacks, as a group of an older version of torch may, stays as the optimizer has it.
+    Keys that `given` lacks, as a group of an older version of torch may, keep the optimizer's values.
     """
     found = {key: deep_copy(f"{key!r} of a parameter group", value) for key, value in {**own, **given}.items()}
     for key, value in found.items():
@@ -314,26 +297,20 @@ def _whole_here(value: ShardedTensor | DTensor) -> torch.Tensor | None:
     return next((block for box, block in blocks if tuple(box.sizes) == whole), None)
 
 
-def _own_but_tensors(what: str, value: Any) -> Any:
-    """A value of state as new memory, but for a tensor, which is copied or sent as it is loaded.
-
-    Copied now: an error is raised while all ranks can still raise it together.
-
-    Raises:
-        StateDictError: see ``deep_copy``.
-    """
+def _copied_but_tensors(what: str, value: Any) -> Any:
+    """A copy of a value of state, for all ranks to raise errors now; a tensor itself, which is copied or sent later."""
     return value if isinstance(value, (torch.Tensor, TensorInfo)) else deep_copy(what, value)
 
 
-def _entry_but_tensors(what: str, value: Any) -> Any:
+def _entry_copied_but_tensors(what: str, value: Any) -> Any:
     """The same of an entry that is no parameter's: a dict of such values, or anything else."""
     if not isinstance(value, Mapping):
-        return _own_but_tensors(what, value)
-    return {name: _own_but_tensors(f"{name!r} of {what}", inner) for name, inner in value.items()}
+        return _copied_but_tensors(what, value)
+    return {name: _copied_but_tensors(f"{name!r} of {what}", inner) for name, inner in value.items()}
 
 
 def _check_same_names(fqn: str, given: Mapping[str, Any], held: Mapping[str, Any]) -> None:
-    """Refuse state of a parameter that lacks what the optimizer remembers of it, which it would look for in vain."""
+    """Refuse state of a parameter that lacks a name in the optimizer's own state: the next step would miss it."""
     lacking = sorted(str(name) for name in held if name not in given)
     if lacking:
         raise StateDictError(
@@ -357,191 +334,3 @@ def _no_such_group(what: str, place: int, names: set[str], others: list[set[str]
         if odd:
             text += f"; {title}: {', '.join(sorted(odd)[:3])}" + (f" and {len(odd) - 3} more" if len(odd) > 3 else "")
     return text + ": build the optimizer with the groups that were saved"
-
-
-def _own_groups(
-    optim: torch.optim.Optimizer | None, optim_input: OptimInput, params: Mapping[ParamKey, nn.Parameter]
-) -> list[list[ParamKey]]:
-    """The keys of the parameters in each group of this rank's optimizer."""
-    by_param: dict[nn.Parameter, ParamKey] = {param: key for key, param in params.items()}
-    if optim is not None:
-        return [[by_param[param] for param in group["params"]] for group in optim.param_groups]
-    groups = list(optim_input or ())
-    if not groups or isinstance(groups[0], torch.Tensor):
-        return [list(params)]
-    params_of = (
-        [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"] for group in groups
-    )
-    return [[by_param[param] for param in own] for own in params_of]
-
-
-def elementwise_names(states: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    """The names of states that have a value for each element, as far as parameters with dimensions tell.
-
-    Of a parameter without dimensions such a state has none either, and looks like a scalar.
-    """
-    found: set[str] = set()
-    known: set[str] = set()
-    for fqn, state in states.items():
-        if not isinstance(state, Mapping) or not shapes.get(fqn):
-            continue
-        for name, value in state.items():
-            described = shape_and_dtype(value)
-            if described is not None:
-                known.add(name)
-                if described[0]:
-                    found.add(name)
-    unknown = {name for state in states.values() if isinstance(state, Mapping) for name in state} - known
-    return found | {name for name in unknown if name not in TORCH_SCALARS}
-
-
-def plan_flat_state(
-    info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], elementwise: set[str]
-) -> StatePlan | None:
-    """What the state of a flat parameter will be; None if none of its parameters has any.
-
-    Args:
-        states: of the whole model's optimizer, by name.
-        elementwise: see ``elementwise_names``.
-
-    Raises:
-        StateDictError: some parameters have state that others lack, or another kind of state, a scalar of another
-            value, or a tensor of another shape than the parameter.
-    """
-    fqns = list(info.param_indices)
-    present = [fqn for fqn in fqns if states.get(fqn)]
-    if not present:
-        return None
-    for slot in info.layout.slots:  # before anything else: with state of another kind its names differ, too
-        for name, value in states.get(slot.fqn, {}).items():
-            described = shape_and_dtype(value)
-            if described is not None and described[0]:
-                _check_shape(slot.fqn, name, value, slot.whole_shape)
-    absent = [fqn for fqn in fqns if not states.get(fqn)]
-    if absent:
-        raise StateDictError(
-            f"there is state of {present[0]!r} ({', '.join(sorted(states[present[0]]))}) and none of {absent[0]!r}, "
-            "which share one flat parameter here: wrap them in different units, or pass use_orig_params=True"
-        )
-    plan = StatePlan()
-    for name in sorted({name for fqn in fqns for name in states[fqn]}):
-        lacking = next((fqn for fqn in fqns if name not in states[fqn]), None)
-        if lacking is not None:
-            having = next(fqn for fqn in fqns if name in states[fqn])
-            raise StateDictError(
-                f"there is state {name!r} of {having!r} and none of {lacking!r}, which share one flat parameter here: "
-                "wrap them in different units, or pass use_orig_params=True"
-            )
-        values = [states[fqn][name] for fqn in fqns]
-        kinds = [_kind(info, index, name, value, elementwise) for index, value in enumerate(values)]
-        if len(set(kinds)) > 1:
-            odd = next(index for index, kind in enumerate(kinds) if kind != kinds[0])
-            raise StateDictError(
-                f"state {name!r} of {fqns[0]!r} is {_describe(values[0])}, of {fqns[odd]!r} {_describe(values[odd])}, "
-                "which share one flat parameter here"
-            )
-        if kinds[0] == "tensor":
-            _check_tensors(info, name, values)
-            plan.tensors[name] = values
-        elif kinds[0] == "scalar" and isinstance(values[0], TensorInfo):
-            plan.unread[name] = values
-        elif kinds[0] == "scalar":
-            plan.others[name] = flatten_zero_dim_tensor_optim_state(name, values, fqns)
-        else:
-            plan.others[name] = flatten_non_tensor_optim_state(name, values, fqns)
-    return plan
-
-
-def plan_orig_state(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any], elementwise: set[str]) -> StatePlan | None:
-    """What the state of a parameter will be that the optimizer steps by itself; None if it has none.
-
-    Raises:
-        StateDictError: a tensor has another shape than the parameter, or a value cannot be copied.
-    """
-    if not state:
-        return None
-    plan, index = StatePlan(), info.param_indices[fqn]
-    for name in sorted(state):
-        value = state[name]
-        if _kind(info, index, name, value, elementwise) != "tensor":
-            if isinstance(value, TensorInfo):
-                plan.unread[name] = [value]
-            else:
-                is_tensor = isinstance(value, torch.Tensor)
-                own = value.detach().clone() if is_tensor else deep_copy(f"{name!r} of {fqn!r}", value)
-                plan.others[name] = own
-            continue
-        if not info.shows_whole(fqn) or isinstance(value, (ShardedTensor, DTensor)):
-            _check_shape(fqn, name, value, info.layout.slots[index].whole_shape)
-        plan.tensors[name] = [value]
-    return plan
-
-
-def _kind(info: FSDPParamInfo, index: int, name: str, value: Any, elementwise: set[str]) -> str:
-    described = shape_and_dtype(value)
-    if described is None:
-        return "value"
-    if described[0]:
-        return "tensor"
-    # One number: of a parameter that is one itself it may be the state of its only element.
-    return "tensor" if not info.layout.slots[index].shape and name in elementwise else "scalar"
-
-
-def _describe(value: Any) -> str:
-    described = shape_and_dtype(value)
-    if described is None:
-        return f"a {type(value).__name__} ({value!r})"
-    return f"a {described[1]} tensor of shape {described[0]}"
-
-
-def _check_tensors(info: FSDPParamInfo, name: str, values: Sequence[Any]) -> None:
-    slots = info.layout.slots
-    for slot, value in zip(slots, values, strict=True):
-        _check_shape(slot.fqn, name, value, slot.whole_shape)
-    dtypes = [shape_and_dtype(value)[1] for value in values]
-    for slot, dtype in zip(slots, dtypes, strict=True):
-        if dtype != dtypes[0]:
-            raise StateDictError(
-                f"state {name!r} of {slots[0].fqn!r} is {dtypes[0]}, of {slot.fqn!r} {dtype}, which share one flat "
-                "parameter here"
-            )
-
-
-def _check_shape(fqn: str, name: str, value: Any, shape: Sequence[int]) -> None:
-    given = shape_and_dtype(value)[0]
-    if given != tuple(shape):
-        raise StateDictError(
-            f"state {name!r} of {fqn!r} has shape {given}, and the parameter {tuple(shape)}: a sharded parameter needs "
-            "state with one value for each of its elements"
-        )
-
-
-def flatten_zero_dim_tensor_optim_state(name: str, values: Sequence[torch.Tensor], fqns: Sequence[str]) -> torch.Tensor:
-    """The scalar that all parameters of one flat parameter have, as a new tensor.
-
-    Raises:
-        StateDictError: they have different ones.
-    """
-    for fqn, value in zip(fqns, values, strict=True):
-        if value.dtype != values[0].dtype or not same(value, values[0]):
-            raise StateDictError(
-                f"state {name!r} is {values[0].item()} ({values[0].dtype}) for {fqns[0]!r} and {value.item()} "
-                f"({value.dtype}) for {fqn!r}, which share one flat parameter here: wrap them in different units, or "
-                "pass use_orig_params=True"
-            )
-    return values[0].detach().clone()
-
-
-def flatten_non_tensor_optim_state(name: str, values: Sequence[Any], fqns: Sequence[str]) -> Any:
-    """The value that all parameters of one flat parameter have, copied.
-
-    Raises:
-        StateDictError: they have different ones, or it cannot be copied.
-    """
-    for fqn, value in zip(fqns, values, strict=True):
-        if type(value) is not type(values[0]) or not same(value, values[0]):
-            raise StateDictError(
-                f"state {name!r} is {values[0]!r} for {fqns[0]!r} and {value!r} for {fqn!r}, which share one flat "
-                "parameter here: wrap them in different units, or pass use_orig_params=True"
-            )
-    return deep_copy(f"{name!r} of {fqns[0]!r}", values[0])

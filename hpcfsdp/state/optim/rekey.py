@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from hpcfsdp.state.optim.keys import (
     get_aliases,
     get_param_to_fqns,
     resolve_param_keys,
+    with_params,
 )
 
 
@@ -38,7 +38,7 @@ def rekey_optim_state_dict(
 
     Args:
         optim_state_key_type: what keys are to be.
-        model: whose parameters `optim` steps, or an optimizer built from `optim_input`, by default from
+        model: `optim` steps its parameters, or an optimizer built from `optim_input`, by default from
             ``model.parameters()``. A wrapped one has to have ``use_orig_params=True``.
 
     Returns:
@@ -88,7 +88,10 @@ def rekey_optim_state_dict(
         if wanted is int:
             params = [sorted(set(numbers)) for numbers in params]
             _check_in_one_group(params, names)
-        rekeyed["param_groups"] = _with_params(groups, params, names)
+        rekeyed["param_groups"] = [
+            with_params(group, keys, [names.get(key, key) for key in keys])
+            for group, keys in zip(groups, params, strict=True)
+        ]
         if wanted is int:
             rekeyed["param_groups"] = _in_order(rekeyed["param_groups"])
             if optim is not None:
@@ -96,25 +99,8 @@ def rekey_optim_state_dict(
     return rekeyed
 
 
-def _with_params(
-    groups: Sequence[Mapping[str, Any]], params: Sequence[list[Any]], names: Mapping[int, str]
-) -> list[dict[str, Any]]:
-    """Copies of groups, of other keys."""
-    found = []
-    for group, keys in zip(groups, params, strict=True):
-        hyper = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-        if "param_names" in hyper:  # an optimizer that was built from names remembers them
-            hyper["param_names"] = [names.get(key, key) for key in keys]
-        found.append({**hyper, "params": keys})
-    return found
-
-
 def _check_in_one_group(params: list[list[int]], names: Mapping[int, str]) -> None:
-    """Refuse groups that have a parameter in common, as two names of tied parameters may be in two.
-
-    Raises:
-        StateDictError: with the parameter, and two groups that have it.
-    """
+    """Refuse groups that have a parameter in common, as two names of tied parameters may be in two."""
     places: dict[int, int] = {}
     for place, numbers in enumerate(params):
         for number in numbers:
@@ -126,11 +112,7 @@ def _check_in_one_group(params: list[list[int]], names: Mapping[int, str]) -> No
 
 
 def _check_groups(groups: list[dict[str, Any]], optim: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Refuse groups of other parameters than the optimizer's: it would load state into the wrong ones.
-
-    Raises:
-        StateDictError: with the first parameter that is elsewhere.
-    """
+    """Refuse groups of other parameters than the optimizer's: it would load state into the wrong ones."""
     numbers = iter(names)
     own = [[next(numbers) for _ in group["params"]] for group in optim.param_groups]
     if len(groups) != len(own):
@@ -154,11 +136,7 @@ def _in_order(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_numbers(keys: list[int], names: Mapping[int, str]) -> None:
-    """Refuse numbers that an optimizer does not have.
-
-    Raises:
-        StateDictError: with the number, and how many there are.
-    """
+    """Refuse numbers that an optimizer does not have."""
     strange = [key for key in keys if key not in names]
     if strange:
         raise StateDictError(

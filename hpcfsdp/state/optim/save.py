@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import StateDictSettings, StateDictType
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp.comm import assert_same, raise_together
 from hpcfsdp.observe.profile import Phase, SimpleProfiler, profile
 from hpcfsdp.sharded.unit import units_in
+from hpcfsdp.state.gather import gather, keeping_scratch
+from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim.compare import (
     StateInfo,
     allgather_state_info,
@@ -24,28 +25,15 @@ from hpcfsdp.state.optim.compare import (
     convert_all_state_info,
     differing_unsharded,
 )
-from hpcfsdp.state.optim.keys import FSDPParamInfo, OptimInput, ParamKey, sorted_items
+from hpcfsdp.state.optim.keys import FSDPParamInfo, OptimInput, ParamKey, sorted_items, with_params
 from hpcfsdp.state.optim.local import FlatParamState, LocalOptimState
-from hpcfsdp.state.ranks import ranks_of_model
-from hpcfsdp.state.settings import optim_settings_of
-from hpcfsdp.state.transfer import StateDictFormat, gather, keeping_scratch
+from hpcfsdp.state.settings import StateDictFormat, optim_format_of
 from hpcfsdp.tensor.whole import whole_of
 
 log = logging.getLogger("hpcfsdp.optim")
 
 States = dict[str, dict[str, Any]]
 """The state of each parameter, by its name in the model."""
-
-
-def form_of(settings: StateDictSettings) -> StateDictFormat:
-    """How tensors are shown under a model's settings."""
-    config = settings.optim_state_dict_config
-    return StateDictFormat(
-        sharded=settings.state_dict_type is not StateDictType.FULL_STATE_DICT,
-        rank0_only=getattr(config, "rank0_only", False),
-        offload_to_cpu=config.offload_to_cpu,
-        dtensor=getattr(config, "_use_dtensor", False),
-    )
 
 
 @torch.no_grad()
@@ -64,8 +52,8 @@ def optim_state_dict(
 
     Args:
         optim: steps the parameters of the wrapped model.
-        optim_state_dict: its state dict, on each rank its own; None to have it taken here, where all ranks raise
-            what its hooks raise on one.
+        optim_state_dict: its state dict, on each rank its own; None to call ``optim.state_dict()`` here: all ranks then
+            raise an error that its hooks raise on one.
         form: how tensors are shown; None as the model is set. Parameters of a ``NO_SHARD`` unit are whole in any form.
         optim_input: instead of `optim`: what it was built from.
         group: the ranks, where they are not those of the model.
@@ -85,7 +73,7 @@ def optim_state_dict(
         with raise_together(ranks):
             for unit in units_in(model):
                 unit.check_at_rest("optim_state_dict")
-            form = form_of(optim_settings_of(model)) if form is None else form
+            form = optim_format_of(model) if form is None else form
         assert_same(ranks, form, "the kind of state dict, see state_dict_type,")
         with profile(Phase.PREPROCESSING), raise_together(ranks):
             if optim_state_dict is None and optim is not None:
@@ -172,11 +160,8 @@ def unflatten_param_groups(
     """An optimizer's groups with the names of the model's parameters; every other key is copied."""
     groups = []
     for group in param_groups:
-        copied = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         fqns = [fqn for key in group["params"] for fqn in param_to_fqns[param_key_to_param[key]]]
-        if "param_names" in copied:  # an optimizer that was built from names remembers them
-            copied["param_names"] = list(fqns)
-        groups.append({**copied, "params": fqns})
+        groups.append(with_params(group, fqns, fqns))
     return groups
 
 

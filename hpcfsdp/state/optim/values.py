@@ -1,4 +1,4 @@
-"""Values of optimizer state that are no large tensors: whether they are equal, and what can be told of them."""
+"""Small values of optimizer state: compared, hashed, copied, and made fit to be sent."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 from hpcfsdp.errors import StateDictError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
-"""Types whose values their text tells; values of subclasses may be anything."""
+"""Types whose values are equal if their texts are; values of subclasses may be anything."""
 
 
 def digest(value: Any) -> bytes:
-    """16 bytes that equal values have in common; of a class of a user's own those that are pickled alike are equal.
+    """16 bytes, the same for equal values. Values of a user's own class are equal if they are pickled alike.
 
     Raises:
         Exception: whatever such a class raises.
@@ -28,7 +28,7 @@ def digest(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A value in a form whose text is the same for equal values, which is not so for pickles."""
+    """A value in a form whose text is the same for equal values; pickles of equal values may differ."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Mapping):
@@ -43,7 +43,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Has one pickle for equal tensors, and for equal arrays, wherever their memory is and however it is laid out."""
+    """Pickles equal tensors alike, and equal arrays, on any device and in any memory layout."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) in _TENSORS:  # they are small, see `check_nested`
@@ -94,9 +94,9 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _verdict(one: Any, other: Any) -> bool | None:
-    """Whether values equal each other by what their classes say; None where these say nothing."""
+    """Whether values are equal by the operators of their classes; None where these give no answer."""
     if any(isinstance(value, (torch.Tensor, np.ndarray)) for value in (one, other)):
-        return None  # they say it of each element
+        return None  # they compare element by element
     try:
         equal = bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124
     except Exception:  # whatever a class of a user's own raises
@@ -124,9 +124,9 @@ class Unpicklable(str):
 
 
 def picklable(value: Any) -> Any:
-    """What other ranks are told of a value: a user's own that cannot be pickled, or unpickled, by the name of its type.
+    """A value in a form for other ranks: one that cannot be pickled, or unpickled, as the name of its type.
 
-    Tensors in it are brought to host memory: a pickle would bring them to the device that they were on.
+    Tensors in it are copied to host memory: unpickled, they would be put on the device that they were on.
     """
     if type(value) in _PLAIN:  # a subclass may be one that cannot be pickled
         return value
@@ -140,7 +140,7 @@ def picklable(value: Any) -> Any:
 
 
 def on_host(value: Any) -> Any:
-    """A value in which tensors, in lists, tuples and dicts too, lie in host memory; those without values nowhere."""
+    """A value with all tensors in it, in lists, tuples and dicts too, in host memory; meta tensors stay."""
     if isinstance(value, torch.Tensor):
         return value.detach() if value.is_meta else value.detach().cpu()
     if type(value) in (list, tuple):
@@ -172,8 +172,8 @@ def check_nested(fqn: str, state: Mapping[str, Any]) -> None:
         numel = sum(tensor.numel() for tensor in tensors_in(value))
         if numel > _NESTED_NUMEL:
             raise StateDictError(
-                f"optimizer state {name!r} of {fqn!r} is a {type(value).__name__} of tensors with {numel} elements: it "
-                "cannot be told which part of them belongs to which element of the parameter"
+                f"optimizer state {name!r} of {fqn!r} is a {type(value).__name__} of tensors with {numel} elements: "
+                "which of them belong to which element of the parameter is unknown"
             )
 
 

@@ -12,7 +12,7 @@ from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 
 class Generating(nn.Module):
-    """Runs itself in a method beside its forward, as the models of transformers do."""
+    """Computes in a method other than its forward, as the models of transformers do."""
 
     def __init__(self):
         super().__init__()
@@ -68,12 +68,12 @@ def test_a_whole_model_that_is_summoned_is_not_called():
         model.generate(IDS)
 
 
-PAST = r"a {} was called past the FullyShardedDataParallel around it, .* on all ranks within .*summon_full_params"
+PAST = r"a {} was called without the FullyShardedDataParallel around it, .* on all ranks within .*summon_full_params"
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("original", [False, True])
-def test_modules_whose_parameters_are_sharded_are_not_called_past_the_wrapper(original, strategy):
+def test_modules_with_sharded_parameters_are_not_called_without_the_wrapper(original, strategy):
     net = Generating()
     expected = net(IDS)
     net.block = shard(net.block, use_orig_params=original, sharding_strategy=ShardingStrategy[strategy])

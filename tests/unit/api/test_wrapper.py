@@ -17,6 +17,7 @@ from hpcfsdp.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
+from tests.unit.flat.gathering import unshard, values_bytes
 
 
 def shard(module, comm=None, **arguments):
@@ -84,7 +85,7 @@ def test_training_equals_that_of_the_plain_module(name, strategy, use_orig_param
         torch.testing.assert_close(model(ids), plain(ids))
     for wrapper in FullyShardedDataParallel.fsdp_modules(model):
         assert wrapper._unit.phase is Phase.IDLE
-        assert all(flat.unsharded_bytes == 0 for flat in wrapper._unit.flats)
+        assert all(values_bytes(flat) == 0 for flat in wrapper._unit.flats)
 
 
 @pytest.mark.parametrize("shares_memory", [False, True], ids=["messages", "shared"])
@@ -260,7 +261,7 @@ def test_a_module_without_parameters_passes_through(use_orig_params):
 
 def test_a_module_that_ignores_itself_is_trained_as_it_is():
     linear = nn.Linear(2, 2)
-    with pytest.warns(UserWarning, match="to be ignored itself: none of it is sharded"):
+    with pytest.warns(UserWarning, match="among the ignored modules itself: none of it is sharded"):
         model = shard(linear, ignored_modules=[linear])
     model(torch.ones(1, 2)).sum().backward()
     assert list(model.state_dict()) == ["weight", "bias"]
@@ -270,7 +271,7 @@ def test_a_module_that_ignores_itself_is_trained_as_it_is():
 
 @pytest.mark.parametrize("kind", [nn.ModuleList, lambda modules: nn.ModuleDict({"a": modules[0]})])
 def test_a_container_without_a_forward_is_a_warning(kind):
-    with pytest.warns(UserWarning, match="has no forward, in which its parameters could be gathered"):
+    with pytest.warns(UserWarning, match="has no forward in which its parameters could be gathered"):
         shard(kind([nn.Linear(2, 2)]))
 
 
@@ -284,7 +285,7 @@ def test_a_parameter_of_an_inner_unit_stays_sharded_if_the_outer_one_is_to_ignor
     model(torch.ones(1, 2)).sum().backward()
 
 
-def test_a_root_whose_children_own_all_parameters_is_fine():
+def test_a_root_may_own_no_parameters():
     model = shard(nn.Sequential(shard(nn.Linear(2, 2)), nn.ReLU()))
     assert model._unit.flats == ()
     model(torch.ones(1, 2)).sum().backward()
@@ -527,7 +528,7 @@ def test_units_are_named_by_their_place_in_the_model_once_it_was_called():
     assert units == ["Sequential", "0.0", "1"]
 
 
-def test_fewer_elements_than_ranks_are_told(run_ranks):
+def test_fewer_elements_than_ranks_are_refused(run_ranks):
     def body(comm):
         shard(nn.PReLU(2), comm)(torch.ones(1, 2))
 
@@ -546,13 +547,13 @@ def test_every_rank_takes_rank_0s_parameters_and_buffers_if_asked(run_ranks):
         module.running_mean.fill_(comm.rank + 7.0)
         model = shard(module, comm, sync_module_states=True)
         for flat in model._unit.flats:
-            flat.unshard()
+            unshard(flat)
         return module.weight.tolist(), module.running_mean.tolist()
 
     assert run_ranks(2, body) == [([5, 5, 5], [7, 7, 7])] * 2
 
 
-def test_ranks_that_train_different_parameters_are_told_apart(run_ranks):
+def test_ranks_that_train_different_parameters_are_refused(run_ranks):
     def body(comm):
         shard(nn.Linear(2, 2).requires_grad_(comm.rank == 0), comm)
 

@@ -12,21 +12,21 @@ from hpcfsdp.errors import HpcfsdpError
 
 
 @given(st.integers(1, 1 << 50), st.integers(1, 10_000))
-def test_tensors_are_about_square_and_take_about_what_was_asked_for(nbytes, tensors):
+def test_tensors_are_about_square_and_of_the_given_size(nbytes, tensors):
     rows, columns = checkpoint.shape_of(nbytes, tensors)
     wanted = max(1, nbytes // (4 * tensors))
     assert wanted - columns < rows * columns <= wanted
     assert columns <= rows <= columns + 2
 
 
-def test_values_differ_everywhere():
+def test_all_values_of_the_model_differ():
     model = checkpoint.make_model("hpcfsdp", FakeCommunicator(), 2 * checkpoint.UNIT_TENSORS + 1, (3, 5))
     values = torch.cat([param.detach().view(-1)[: math.prod(param.shape)] for param in model.parameters()])
     found = values[values != 0]  # shards are padded
     assert len(found) == len(found.unique()) == (2 * checkpoint.UNIT_TENSORS + 1) * 15
 
 
-def test_the_folder_is_removed_with_what_is_in_it_even_after_an_error(tmp_path):
+def test_the_folder_is_removed_with_its_files_even_after_an_error(tmp_path):
     def fail_inside():
         with checkpoint.scratch(FakeCommunicator(), tmp_path, 1) as folder:
             (folder / "file").touch()
@@ -43,6 +43,11 @@ def test_no_folder_is_made_without_room(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(HpcfsdpError, match="none: no folder can be made there: No such file or directory"):
+        checkpoint.scratch(FakeCommunicator(), tmp_path / "none", 1).__enter__()
+
+
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
@@ -55,5 +60,5 @@ def test_no_folder_is_made_without_room(tmp_path):
         ("5B", 5),
     ],
 )
-def test_sizes_are_understood_with_their_units(text, nbytes):
+def test_sizes_are_parsed_with_their_units(text, nbytes):
     assert _bytes(text) == nbytes

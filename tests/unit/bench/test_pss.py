@@ -10,10 +10,12 @@ from hpcfsdp.errors import LaunchError
 
 MIB = 1 << 20
 
-pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="this system does not tell")
+pytestmark = pytest.mark.skipif(
+    not os.path.exists("/proc/self/smaps_rollup"), reason="this system does not show memory"
+)
 
 
-def test_a_peak_that_is_over_is_seen_from_outside():
+def test_the_sampler_sees_a_short_peak():
     sampler = Sampler([os.getpid()])
     before = sampler.start()
     for _ in range(20):
@@ -53,7 +55,7 @@ def test_shared_memory_counts_once():
     shared = mmap.mmap(fd, 0)
     shared[:] = bytes([1]) * len(shared)
     after = watch.now()
-    assert sum(after) - sum(before) < 16 * MIB  # the child has had it all before
+    assert sum(after) - sum(before) < 16 * MIB  # the child held it all before
     assert sum(watch.begin()) == pytest.approx(sum(after), abs=4 * MIB)
     watch.close()
     shared.close()
@@ -62,8 +64,8 @@ def test_shared_memory_counts_once():
     assert child.returncode == 0
 
 
-def test_processes_that_are_not_there_are_an_error():
+def test_a_missing_process_is_an_error():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    with pytest.raises(LaunchError, match=f"processes {child.pid} hold"):
+    with pytest.raises(LaunchError, match=f"memory of processes {child.pid} "):
         Sampler([child.pid])

@@ -23,9 +23,9 @@ from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint import HDF5Reader, HDF5Writer, open_index
 from hpcfsdp.checkpoint.dcp import entry_names as names
 from hpcfsdp.checkpoint.dcp.entry_names import Entry, Names, Request, place_entries
-from hpcfsdp.checkpoint.dcp.reader import BoxReader
+from hpcfsdp.checkpoint.dcp.reader import read_box
 from hpcfsdp.checkpoint.files import Files, System
-from hpcfsdp.checkpoint.plain_values import plain, rebuilt
+from hpcfsdp.checkpoint.plain_values import from_plain, to_plain
 from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, box_blocks
 from hpcfsdp.cli.main import main
@@ -171,10 +171,10 @@ def test_optimizer_beside_optim_keeps_its_name():
     ("paths", "message"),
     [
         ([("model", "a/b")], r"'model.a/b' has a key with / in it"),
-        ([("model", "a"), ("meta", "tensors")], r"'meta.tensors' would stand at 'meta/tensors'"),
-        ([("model", "a"), ("extra", "x")], r"'extra.x' would stand at 'extra/x'"),
-        ([("model", "a"), ("optim", "param_groups")], r"'optim.param_groups' would stand"),
-        ([("model", "a"), ("optim",)], r"'optim' would stand at 'optim'"),
+        ([("model", "a"), ("meta", "tensors")], r"'meta.tensors' would be stored at 'meta/tensors'"),
+        ([("model", "a"), ("extra", "x")], r"'extra.x' would be stored at 'extra/x'"),
+        ([("model", "a"), ("optim", "param_groups")], r"'optim.param_groups' would be stored"),
+        ([("model", "a"), ("optim",)], r"'optim' would be stored at 'optim'"),
         (
             [("optim", "param_groups", 0, "lr"), ("optim", "group_tensors", 0, "lr")],
             r"'optim.param_groups.0.lr' and 'optim.group_tensors.0.lr' would both",
@@ -224,7 +224,7 @@ def test_entries_are_found_under_other_outer_keys_if_all_of_them_are(asked, expe
 
 @pytest.mark.parametrize("asked", [("w", "x"), ("x", "w"), ("app.model.w", "w"), ("model.model.w", "w")])
 def test_names_that_fit_no_outer_keys_together_are_refused(asked):
-    with pytest.raises(CheckpointMismatchError, match="holds 'w' under other outer keys alone"):
+    with pytest.raises(CheckpointMismatchError, match="holds 'w' only under other outer keys"):
         found(Names(NATIVE), *asked)
 
 
@@ -246,7 +246,7 @@ def test_all_names_together_tell_what_one_of_them_means(saved, asked, expected, 
 def test_two_names_are_not_found_in_one_place():
     known = Names(place_entries({"model.w": ("model", "w"), "optim.x": ("optim", "x")}, {}).values())
     assert found(known, "optimizer.x", "model.w") == ["optim.x", "model.w"]
-    with pytest.raises(CheckpointMismatchError, match=r"holds 'optimizer\.x' under other outer keys alone"):
+    with pytest.raises(CheckpointMismatchError, match=r"holds 'optimizer\.x' only under other outer keys"):
         found(known, "optimizer.x", "optim.x")
 
 
@@ -275,12 +275,12 @@ def test_what_was_saved_with_fewer_or_more_outer_keys_is_found():
 
 def test_put_and_get_go_through_lists():
     root = {}
-    names.put(root, ("a", 1, "b"), 5)
-    names.put(root, ("a", 0), 4)
+    names.set_at(root, ("a", 1, "b"), 5)
+    names.set_at(root, ("a", 0), 4)
     assert root == {"a": [4, {"b": 5}]}
-    assert names.get(root, ("a", 1, "b")) == 5
+    assert names.get_at(root, ("a", 1, "b")) == 5
     with pytest.raises(CheckpointError, match=r"'a\.0\.x' is inside of another"):
-        names.put(root, ("a", 0, "x"), 1)
+        names.set_at(root, ("a", 0, "x"), 1)
 
 
 # Values
@@ -308,8 +308,8 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_values_come_back_as_they_were(value):
-    found, types = plain("x", value)
-    assert equal(rebuilt(found, types), value)
+    found, types = to_plain("x", value)
+    assert equal(from_plain(found, types), value)
 
 
 class Word(str):
@@ -323,12 +323,12 @@ class Word(str):
 @pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [v], lambda v: (1, {"a": v})], ids=["bare", "list", "tuple"])
 def test_what_json_does_not_know_is_refused_by_name(value, kind, wrap):
     with pytest.raises(CheckpointError, match=rf"'sched\.x' (is|holds) a {kind}, and nothing is pickled"):
-        plain("sched.x", wrap(value))
+        to_plain("sched.x", wrap(value))
 
 
 def test_a_tensor_that_numpy_has_not_is_refused_by_name():
     with pytest.raises(CheckpointError, match=r"'x' holds, in a tuple, a tensor of torch.bfloat16"):
-        plain("x", (torch.zeros(2, dtype=torch.bfloat16),))
+        to_plain("x", (torch.zeros(2, dtype=torch.bfloat16),))
 
 
 # Files
@@ -395,7 +395,7 @@ def test_any_boxes_of_ranks_become_the_tensor_and_any_box_is_read(tmp_path_facto
     box = Box(tuple(low), tuple(data.draw(st.integers(0, size - at)) for size, at in zip(shape, low, strict=True)))
     for verify in (True, False):
         with BlockReader(index, verify=verify) as blocks:
-            found = BoxReader(index, blocks, verify=verify).read(spec, box)
+            found = read_box(blocks, spec, box)
         assert torch.equal(torch.from_numpy(found).view(dtype), part(whole["model.x"], box).reshape(-1))
 
 
@@ -412,15 +412,15 @@ def test_columns_of_a_large_tensor_are_strided_extents(tmp_path, monkeypatch):
         dcp.load(target, storage_reader=HDF5Reader(path))
     assert torch.equal(target["w"], whole["w"])
     with BlockReader(index) as blocks:
-        found = BoxReader(index, blocks, verify=True).read(index.tensors["model/w"], Box((5, 299), (2000, 2)))
+        found = read_box(blocks, index.tensors["model/w"], Box((5, 299), (2000, 2)))
     assert torch.equal(torch.from_numpy(found).view(2000, 2), whole["w"][5:2005, 299:301])
 
 
 @pytest.mark.parametrize(
     ("boxes", "message"),
     [
-        ([Box((0, 0), (2, 2))], r"what 1 rank\(s\) have of model/w, \[4, 2\], does not make it up"),
-        ([Box((0, 0), (3, 2)), Box((2, 0), (2, 2))], r"what 2 rank\(s\) have of model/w, \[4, 2\], does not"),
+        ([Box((0, 0), (2, 2))], r"the parts of 1 rank\(s\) do not tile model/w, \[4, 2\]"),
+        ([Box((0, 0), (3, 2)), Box((2, 0), (2, 2))], r"the parts of 2 rank\(s\) do not tile model/w, \[4, 2\]"),
         ([Box((0, 0), (4, 2)), Box((3, 0), (2, 2))], r"rank 1 has \[2, 2\] elements from \[3, 0\] on of model/w"),
     ],
 )
@@ -731,7 +731,7 @@ def test_a_planner_that_changes_the_plan_at_the_end_is_refused(tmp_path):
 
     writer = HDF5Writer(tmp_path / "a.h5")
     error = failure_of(dcp.save, {"w": torch.ones(1), "v": torch.ones(1)}, storage_writer=writer, planner=Fewer())
-    assert "finish_plan has changed what this rank is to write" in str(error)
+    assert "finish_plan has changed this rank's items" in str(error)
     assert os.listdir(tmp_path) == []
 
 
@@ -861,7 +861,7 @@ def test_torchs_own_converter_reads_through_the_reader(tmp_path):
     for name in metadata.state_dict_metadata:
         found = metadata.state_dict_metadata[name]
         value = torch.zeros(found.size, dtype=found.properties.dtype) if hasattr(found, "size") else None
-        names.put(target, metadata.planner_data[name], value)
+        names.set_at(target, metadata.planner_data[name], value)
     dcp.load(target, storage_reader=HDF5Reader(tmp_path / "a.h5"))
     assert equal(dict(target["model"]), dict(state["model"]))
     assert target["epoch"] == 3 and target["optim"]["param_groups"] == state["optim"]["param_groups"]
@@ -895,7 +895,7 @@ def test_a_partial_load_takes_no_tensor_for_another(tmp_path):
     bare = {"ema.model.w": torch.tensor(0.0), "w": torch.tensor(0.0)}
     error = failure_of(load, **bare)
     assert isinstance(error, CheckpointMismatchError)
-    assert str(error).startswith(f"{path}: holds 'w' under other outer keys alone")
+    assert str(error).startswith(f"{path}: holds 'w' only under other outer keys")
     assert not any(bare.values())
 
 

@@ -367,10 +367,10 @@ def test_tensors_that_lie_on_something_else_are_refused():
     rows = extent_rows(plan, [0, 364], [bytes(16)])
     checked(plan, rows, 370)
     for regions in ([(0, 1)], [(363, 364)], [(100, 104)]):
-        with pytest.raises(CheckpointCorruptError, match="two things stand at one place"):
+        with pytest.raises(CheckpointCorruptError, match="two of its byte ranges overlap"):
             checked(plan, rows, 400, regions)
     rows["byte_offset"][1] -= 1
-    with pytest.raises(CheckpointCorruptError, match="two things stand at one place"):
+    with pytest.raises(CheckpointCorruptError, match="two of its byte ranges overlap"):
         checked(plan, rows, 400)
 
 

@@ -216,14 +216,14 @@ WRONG = [
     ({"extra__modules": '{"m": [1, 2]}'}, "types of extra/modules['m'] is 2, no list"),
     ({"extra__modules": '{"m": [[1], [[[3], "tuple"]]]}'}, "types of extra/modules['m'] have [3], where nothing is"),
     ({"extra__modules": '{"m": [[1], [[[0], "tuple"]]]}'}, "have 'tuple' at [0], where no such thing is"),
-    ({"extra__modules": '{"m": [[[1]], [[[], "tuple"], [[0], "tuple"]]]}'}, "have [0] twice, or after what it is in"),
+    ({"extra__modules": '{"m": [[[1]], [[[], "tuple"], [[0], "tuple"]]]}'}, "have [0] twice, or after its container"),
     ({"extra__modules": '{"m": [1, [[[], "evil"]]]}'}, "have 'evil' at []"),
     ({"meta__state_dict": "{}"}, "meta/state_dict is {}, no list"),
     ({"meta__state_dict": '[{"path": ["a"]}]'}, "meta/state_dict[0] is {'path': ['a']}, no path"),
     ({"meta__state_dict": '[{"path": [], "extra": ["a"]}]'}, "no path of an entry with its place"),
     ({"meta__state_dict": '[{"path": ["a"], "tensor": ["model", "w"]}]'}, "'a' is 'model/w', which is no tensor"),
-    ({"meta__state_dict": '[{"path": ["a"], "extra": ["b"]}]'}, "says that 'a' stands where nothing is"),
-    ({"meta__state_dict": '[{"path": ["a"], "group": [0, "lr"]}]'}, "says that 'a' stands where nothing is"),
+    ({"meta__state_dict": '[{"path": ["a"], "extra": ["b"]}]'}, "claims that 'a' is at an empty place"),
+    ({"meta__state_dict": '[{"path": ["a"], "group": [0, "lr"]}]'}, "claims that 'a' is at an empty place"),
 ]
 
 
@@ -331,9 +331,7 @@ def test_attributes_of_another_kind_are_refused(tmp_path, name, value):
     def more(file):
         file.attrs[name] = value
 
-    assert f"the attribute {name} is not there, or not what it should be" in refusal(
-        make_file(tmp_path / "a.h5", more=more)
-    )
+    assert f"the attribute {name} is missing or invalid" in refusal(make_file(tmp_path / "a.h5", more=more))
 
 
 def test_metrics_that_are_no_numbers_are_refused(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hpcfsdp.checkpoint.format import image
-from hpcfsdp.checkpoint.format.image import SparseImage, Stretches
+from hpcfsdp.checkpoint.format.image import KnownRanges, SparseImage
 
 pytestmark = pytest.mark.hdf5
 
@@ -75,12 +75,12 @@ def stretches(draw):
 
 @given(stretches(), st.lists(st.tuples(OFFSETS, st.integers(0, 120)), max_size=6))
 @settings(max_examples=300)
-def test_stretches_are_a_file_with_zeros_between_them(made, reads):
+def test_known_ranges_are_a_file_with_zeros_between_them(made, reads):
     nbytes, known = made
     model = bytearray(nbytes)
     for begin, data in known:
         model[begin : begin + len(data)] = data
-    file = Stretches(nbytes, known)
+    file = KnownRanges(nbytes, known)
     assert file.seek(0, os.SEEK_END) == nbytes
     for offset, length in reads:
         file.seek(offset)
@@ -89,13 +89,13 @@ def test_stretches_are_a_file_with_zeros_between_them(made, reads):
 
 
 @pytest.mark.parametrize("numel", [10, 200_000])
-def test_what_hdf5_writes_into_an_image_it_reads_from_its_stretches(numel):
+def test_what_hdf5_writes_into_an_image_it_reads_from_known_ranges(numel):
     made = SparseImage()
     values = np.arange(numel, dtype=np.float32)
     with h5py.File(made, "w") as file:
         file["a/b"] = values
         file.attrs["note"] = "x"
-    with h5py.File(Stretches(made.nbytes, list(made.written(0, made.nbytes))), "r") as file:
+    with h5py.File(KnownRanges(made.nbytes, list(made.written(0, made.nbytes))), "r") as file:
         assert file.attrs["note"] == "x"
         np.testing.assert_array_equal(file["a/b"][...], values)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint import lazy
+from hpcfsdp.checkpoint import lazy, reader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointCorruptError
 
@@ -139,20 +139,20 @@ def test_only_what_is_asked_for_is_read(tmp_path):
 
 
 @given(indices, st.sampled_from([1, 12, 40, 1000]), st.sampled_from([0, 8, 1000]), st.integers(1, 5))
-def test_in_whatever_stretches_it_is_read_it_is_what_torch_gives(saved, key, at_once, gap, runs):
+def test_any_grouping_of_reads_gives_what_torch_gives(saved, key, at_once, gap, runs):
     path, tensors = saved
     with (
         pytest.MonkeyPatch.context() as patch,
         checkpoint.open(path) as file,
     ):
-        patch.setattr(lazy, "_AT_ONCE_BYTES", at_once)
-        patch.setattr(lazy, "_GAP_BYTES", gap)
+        patch.setattr(reader, "_RUNS_BYTES", at_once)
+        patch.setattr(reader, "_GAP_BYTES", gap)
         patch.setattr(lazy, "_RUNS_AT_ONCE", runs)
         assert torch.equal(file["model/single"][key], tensors["single"][key])
 
 
-class Reads:
-    """A reader of nothing that notes what it is asked for, (first element, number of elements)."""
+class Reads(reader.BlockReader):
+    """A reader without a file that records requests: (first element, number of elements)."""
 
     def __init__(self):
         self.asked = []

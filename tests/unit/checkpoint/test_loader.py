@@ -747,11 +747,6 @@ WRONG = {
     "weight_decay: null": ({"group": {"weight_decay": None}}, "group 0 has weight_decay=None"),
     "weight_decay: {}": ({"group": {"weight_decay": {}}}, "group 0 has weight_decay={}"),
     "params: 7": ({"group": {"params": 7}}, "parameters are listed as 7"),
-    "a group: 7": ({"param_groups": [7]}, r"param_groups are \[7\]"),
-    "groups: 7": ({"param_groups": {"a": 7}}, "param_groups are"),
-    "scalars: 7": ({"scalars": [7]}, r"scalars are \[7\]"),
-    "a scalar without a key": ({"scalars": {"weight": 7}}, "state 'weight' is 7"),
-    "a scalar: a list": ({"scalars": {"weight/step": [7]}}, r"state 'weight/step' is \[7\]"),
     "a state: 7": ({"module_states": {"_extra_state": 7}}, "state of a module '_extra_state'"),
     "types: text": ({"module_states": {"_extra_state": [{"seen": 1}, [[[9], "tuple"]]]}}, "state of a module"),
 }

@@ -230,7 +230,7 @@ def test_a_task_gives_its_result_or_its_error():
         task = Task(Path("a.h5"), fail)
         with pytest.raises(CheckpointError, match=told):
             task.result()
-        assert task.is_done
+        assert task.done()
         assert task.has_failed
 
 

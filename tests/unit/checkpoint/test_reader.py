@@ -182,7 +182,7 @@ def test_a_small_value_that_was_changed(good, damaged, name):
     flip(damaged, offset + nbytes - 1)
     assert error_of(damaged) == (
         CheckpointCorruptError,
-        f"{damaged}: damaged: what it says of its tensors, or its small values, do not have their checksum",
+        f"{damaged}: damaged: its tables or small values do not have their checksum",
     )
 
 
@@ -313,7 +313,7 @@ ODD = {
     ),
     "group": (lambda f: f.create_group("extra/rng/x"), "extra/rng/x is not there, or no array of numbers or text"),
     "nothing": (lambda f: f.create_dataset("extra/rng/x", data=h5py.Empty("f4")), "extra/rng/x is not there, or no"),
-    "a tensor": (onto_a_tensor, "two things stand at one place of it"),
+    "a tensor": (onto_a_tensor, "two of its byte ranges overlap"),
 }
 
 

@@ -68,7 +68,7 @@ def assert_tiled_by_holders(plan, tensors):
             assert block["numel"] > 0
             end += int(block["numel"])
             run = np.searchsorted(tensor.runs.edges, block["start"], "right") - 1
-            assert block["rank"] in tensor.runs.holders[run]
+            assert block["rank"] in tensor.runs.ranks[run]
             assert end <= tensor.runs.edges[run + 1]
         assert end == spec.numel
 
@@ -232,7 +232,7 @@ def test_nothing_to_write_is_a_plan_too():
     assert plan.bytes_of_ranks().tolist() == [0, 0]
 
 
-def test_fingerprint_tells_every_difference():
+def test_the_fingerprint_shows_every_difference():
     plans = [
         plan_save([("model", one())], 2),
         plan_save([("model", one("v"))], 2),
@@ -275,7 +275,7 @@ def test_a_name_that_cannot_stand_in_a_file_is_refused_by_name(name):
 def test_a_name_below_another_one_is_refused_by_both(tensors):
     with pytest.raises(CheckpointError) as caught:
         plan_save([("model", tensor) for tensor in tensors], 1)
-    assert str(caught.value) == "'model/a' and 'model/a/b' cannot both stand in a file: rename one of them"
+    assert str(caught.value) == "'model/a' and 'model/a/b' cannot both be in a file: rename one of them"
 
 
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.quint8, torch.bits8])
@@ -289,9 +289,9 @@ def test_an_unsupported_dtype_is_refused_with_the_tensors_name(dtype):
 @pytest.mark.parametrize(
     ("edges", "message"),
     [
-        ((0, 4, 10), r"model/w, \[3, 4\], does not make it up, .* \(no rank has element \[2, 2\]\)"),
+        ((0, 4, 10), r"do not tile model/w, \[3, 4\], .* \(no rank has element \[2, 2\]\)"),
         ((2, 6, 12), r"\(no rank has element \[0, 0\]\)"),
-        ((0, 4, 13), "does not make it up"),
+        ((0, 4, 13), "do not tile"),
     ],
 )
 def test_runs_that_do_not_make_up_a_tensor_are_found_before_a_file_is(edges, message):

@@ -34,7 +34,7 @@ def reader(content):
     return read
 
 
-def seal_of(content):
+def read_file_seal(content):
     return read_seal(len(content), reader(content))
 
 
@@ -46,7 +46,7 @@ def test_what_is_sealed_is_read_again(layout):
     seal = make_seal(*layout)
     assert len(seal.pack()) == packed_bytes(len(regions)) == seal.file_bytes - data_end
     assert content.endswith(MAGIC)
-    assert seal_of(content) == seal
+    assert read_file_seal(content) == seal
     assert read_regions(seal, reader(content)) == regions
 
 
@@ -61,7 +61,7 @@ def test_each_flipped_bit_of_seal_and_regions_is_found_and_no_other(layout):
         for bit in range(8):
             changed = content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
             try:
-                seal = seal_of(changed)
+                seal = read_file_seal(changed)
                 found = seal is None or read_regions(seal, reader(changed)) is None
             except ValueError:
                 found = True
@@ -74,7 +74,7 @@ def test_a_file_that_ends_too_early_or_too_late_has_no_good_seal(layout, length)
     content = sealed(*layout)
     changed = content[:length] if length < len(content) else content + bytes(length - len(content) + 1)
     try:
-        assert seal_of(changed) is None
+        assert read_file_seal(changed) is None
     except ValueError:
         assert changed[-len(MAGIC) :] == MAGIC
 
@@ -83,7 +83,7 @@ def test_a_file_that_ends_too_early_or_too_late_has_no_good_seal(layout, length)
 @settings(max_examples=200)
 def test_bytes_that_end_like_a_seal_are_refused(content):
     with pytest.raises(ValueError, match="its last bytes"):
-        seal_of(content.ljust(packed_bytes(0), b"x") + MAGIC)
+        read_file_seal(content.ljust(packed_bytes(0), b"x") + MAGIC)
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,13 @@ def test_bytes_that_end_like_a_seal_are_refused(content):
 def test_regions_that_cannot_be_are_refused_although_the_seal_is_right(regions):
     packed = Seal(100 + packed_bytes(len(regions)), regions, 0).pack()
     with pytest.raises(ValueError, match="overlap, or are not in the file"):
-        seal_of(bytes(100) + packed)
+        read_file_seal(bytes(100) + packed)
 
 
 def test_a_number_of_regions_beyond_the_file_is_refused_before_anything_is_read():
     trailer = module._TRAILER.pack(packed_bytes(0), (1 << 64) - 1, 0, 0, MAGIC)
     with pytest.raises(ValueError, match="its last bytes"):
-        seal_of(trailer)
+        read_file_seal(trailer)
 
 
 def test_two_files_that_differ_in_anything_have_different_seals():

@@ -11,7 +11,7 @@ from hpcfsdp.checkpoint import shares
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.index import CheckpointIndex
-from hpcfsdp.checkpoint.shares import rows_needed, share_of
+from hpcfsdp.checkpoint.shares import rows_needed, select_share
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import NO_RUNS, Runs, StateTensor, replicated
@@ -86,13 +86,13 @@ def elements(row):
 def rows_to_check(index, tensors, peers, rank, num_ranks):
     """What a rank checks, if all of its node need the same rows."""
     needed = rows_needed(index, tensors, peers, num_ranks)
-    return share_of(index, needed, list(peers).index(rank), len(peers))
+    return select_share(index, needed, list(peers).index(rank), len(peers))
 
 
 @contextlib.contextmanager
 def stretches_of(nbytes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shares, "_STRETCH_BYTES", nbytes)
+        patch.setattr(shares, "_RANGE_BYTES", nbytes)
         yield
 
 
@@ -164,7 +164,7 @@ def test_a_rank_finds_all_that_it_needs_where_others_have_other_layouts(shapes, 
         shard, other = divmod(rank, 2)
         ahead = [(2, 3)] * other  # a parameter of which only some have a part
         own = tensors_of([*ahead, *shapes], (), 4, 1, shard)[other:]
-        copies = [dataclasses.replace(of.runs, holders=of.runs.holders * 2) for _, of in first]
+        copies = [dataclasses.replace(of.runs, ranks=of.runs.ranks * 2) for _, of in first]
         tensors = [
             (path, dataclasses.replace(mine, runs=runs))
             for (path, _), (_, mine), runs in zip(first, own, copies, strict=True)
@@ -183,7 +183,7 @@ def test_tied_tensors_are_checked_once_and_what_is_not_loaded_is_not_checked():
     assert rows_to_check(index, [], [0], 0, 1).tolist() == []
 
 
-def test_stretches_of_a_file_are_taken_in_turn():
+def test_ranks_take_ranges_of_a_file_in_turn():
     index = index_of([(64, 1)], [row_blocks(64, [25, 50, 75])])
     tensors = tensors_of([(64, 1)], (), 2, 1, 0)
     with stretches_of(64):

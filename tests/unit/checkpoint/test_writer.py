@@ -94,7 +94,7 @@ def test_names_that_cannot_both_stand_in_a_file_are_told(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         checkpoint.save(tmp_path / "a.h5", model=model)
     assert str(caught.value) == (
-        f"{tmp_path}/a.h5: 'model/w' and 'model/w/x.weight' cannot both stand in a file: rename one of them"
+        f"{tmp_path}/a.h5: 'model/w' and 'model/w/x.weight' cannot both be in a file: rename one of them"
     )
     assert os.listdir(tmp_path) == []
 
@@ -243,7 +243,7 @@ def test_a_disk_that_takes_no_byte_is_an_error_and_not_a_loop(tmp_path):
         def pwritev(self, *_):
             return 0
 
-    with pytest.raises(CheckpointError, match="cannot write the checkpoint: Input/output error"):
+    with pytest.raises(CheckpointError, match="cannot write the checkpoint: a write took no byte"):
         checkpoint.save(tmp_path / "a.h5", model=layer(), files=Files(Full()))
     assert os.listdir(tmp_path) == []
 
@@ -366,7 +366,7 @@ def test_a_value_in_extra_that_cannot_be_kept_is_named(tmp_path):
 def test_a_configuration_that_is_not_json_is_a_checkpoint_error(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         checkpoint.save(tmp_path / "a.h5", model=layer(), config={"a": object()})
-    assert str(caught.value).startswith(f"{tmp_path}/a.h5: config must hold what JSON knows: ")
+    assert str(caught.value).startswith(f"{tmp_path}/a.h5: config must hold JSON values only: ")
     assert "object" in str(caught.value)
     assert os.listdir(tmp_path) == []
 

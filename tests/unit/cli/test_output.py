@@ -1,4 +1,4 @@
-"""What commands show of files that somebody has made to harm whoever looks into them."""
+"""The output of commands for malicious files."""
 
 import io
 import json
@@ -32,7 +32,7 @@ class Pipe(Terminal):
 
 @pytest.fixture
 def run(monkeypatch):
-    """``run(stream, arguments)``: exit code, and what came to stdout and stderr; on a terminal without its colours."""
+    """``run(stream, arguments)``: exit code, stdout and stderr; on a terminal without colours."""
 
     def run_main(stream, *words):
         monkeypatch.setenv("COLUMNS", "400")
@@ -48,7 +48,7 @@ def run(monkeypatch):
 
 @pytest.fixture
 def evil(tmp_path):
-    """A file with control characters wherever text can stand."""
+    """A file with control characters in all of its text."""
     name = f"model/{EVIL}".encode()
 
     def more(file):
@@ -131,7 +131,7 @@ def test_differences_are_shown_safely(run, evil, tmp_path):
     assert "\nhpcfsdp" not in err
 
 
-def test_a_verb_that_forgets_is_safe_as_well(run, monkeypatch):
+def test_output_of_a_verb_that_does_not_clean_it_is_safe(run, monkeypatch):
     def careless(words):
         print(EVIL)
         reporting.console().print(EVIL, markup=False, style="bold")
@@ -143,7 +143,7 @@ def test_a_verb_that_forgets_is_safe_as_well(run, monkeypatch):
     assert "\\x1b]0;owned\\x07" in out
 
 
-def test_a_terminal_that_knows_ascii_alone_is_given_no_more(run, tmp_path):
+def test_an_ascii_terminal_gets_ascii_only(run, tmp_path):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     path = make_file(tmp_path / "a.h5", tensors=[("model/é漢".encode(), b"uint8", 0, 1)], sizes=[0])
     stream.getvalue = lambda: stream.buffer.getvalue().decode()
@@ -153,7 +153,7 @@ def test_a_terminal_that_knows_ascii_alone_is_given_no_more(run, tmp_path):
 
 
 @pytest.mark.parametrize("picture", ["curves", "norms", "histogram"])
-def test_names_in_pictures_are_no_mathematics(run, tmp_path, picture):
+def test_names_in_pictures_are_not_parsed_as_mathematics(run, tmp_path, picture):
     pytest.importorskip("matplotlib")
     name = b"model/$\\frac{\x1b$.w"
 
@@ -187,7 +187,7 @@ def test_names_in_pictures_are_no_mathematics(run, tmp_path, picture):
     ],
     ids=" ".join,
 )
-def test_no_verb_waits_for_a_pipe(run, tmp_path, monkeypatch, words):
+def test_every_verb_refuses_a_pipe_at_once(run, tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("PIPE")
     os.mkdir("FOLDER")
@@ -214,4 +214,4 @@ def test_patterns_of_ls(run, tmp_path):
     assert names("b[0]", "a.1") == ["model/a.1", "model/b[0]"]
     assert run(Pipe, "ls", path, "c")[0] == 1
     code, _, err = run(Pipe, "ls", tmp_path, "c")
-    assert (code, err) == (2, f"hpcfsdp: {tmp_path}: is a folder, and patterns are of tensors in a file\n")
+    assert (code, err) == (2, f"hpcfsdp: {tmp_path}: is a folder, and patterns match tensors in a file\n")

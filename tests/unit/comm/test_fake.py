@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from hpcfsdp.comm.communicator import accumulate_dtype, refuse_op
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.comm.reduce import reduce_into
+from hpcfsdp.comm.reduce import accumulate_dtype, reduce_into, refuse_op
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
@@ -15,7 +14,7 @@ OPS = ["sum", "average", "product", "min", "max", "band", "bor", "bxor"]
 alone = FakeCommunicator()
 
 
-def test_it_is_rank_0_of_1_unless_it_is_told_otherwise():
+def test_it_is_rank_0_of_1_by_default():
     assert (alone.rank, alone.size, repr(alone)) == (0, 1, "FakeCommunicator(rank=0, size=1)")
     many = FakeCommunicator(3, 8, topology=Topology.regular(2, 4))
     assert (many.rank, many.size, repr(many)) == (3, 8, "FakeCommunicator(rank=3, size=8)")
@@ -124,8 +123,6 @@ def test_objects_and_broadcasts_come_back():
 def test_memory_is_plain_memory():
     full = alone.alloc(4, torch.bfloat16, gathered=True)
     assert (full.tolist(), full.dtype) == ([0.0] * 4, torch.bfloat16)
-    alone.claim(full)
-    alone.release(full)
     alone.free(full)
 
 

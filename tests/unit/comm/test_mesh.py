@@ -51,8 +51,8 @@ def test_a_coordinate_is_the_rank_in_its_group(labels):
     assert [list(line) for d in (0, 1) for line in plan.lines(d)] == [sorted(x) for d in (0, 1) for x in plan.lines(d)]
 
 
-def test_ranks_that_lie_about_without_order_are_refused():
-    with pytest.raises(LaunchError, match=r"this mesh cannot follow \(\(\(0, 3\), \(1, 2\)\)\); start them"):
+def test_an_order_of_ranks_that_a_mesh_cannot_follow_is_refused():
+    with pytest.raises(LaunchError, match=r"order of the ranks .*\(\(\(0, 3\), \(1, 2\)\)\); start them"):
         plan_mesh(Topology.from_labels("abba"), {"replicate": "nodes", "shard": "node"})
 
 
@@ -87,7 +87,7 @@ def test_nodes_of_different_sizes_hold_a_mesh_of_plain_numbers():
         (
             TWO_OF_FOUR,
             {"replicate": None, "shard": None},
-            "mesh replicate=? x shard=?: only one dimension may be None (what the others leave)",
+            "mesh replicate=? x shard=?: only one dimension may be None (all remaining ranks)",
         ),
         (
             TWO_OF_FOUR,

@@ -44,9 +44,9 @@ def begin(steps, timeout_s=5.0, owner=None):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_under_way():
+def nothing_is_left_in_progress():
     yield
-    assert not progress._under_way
+    assert not progress._in_progress
 
 
 def test_work_without_a_wait_is_complete_when_its_call_returns():
@@ -130,7 +130,7 @@ def test_an_error_is_kept_until_the_wait_and_raised_at_each(steps):
     assert work.is_completed()
 
 
-def test_an_interrupt_within_a_step_is_not_taken_for_success():
+def test_an_interrupt_within_a_step_is_not_a_success():
     work = begin(failing(KeyboardInterrupt()))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from hpcfsdp.comm import reduce
-from hpcfsdp.comm.communicator import accumulate_dtype, refuse_op
-from hpcfsdp.comm.reduce import Reduction, reduce_into
+from hpcfsdp.comm.reduce import Reduction, accumulate_dtype, reduce_into, refuse_op
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 COMPLEX = [torch.complex64, torch.complex128]

@@ -73,7 +73,7 @@ def test_ranks_that_have_called_something_else_never_meet():
     }.items(),
     ids=lambda case: case[0],
 )
-def test_ranks_that_may_meet_yet_are_left_alone(case):
+def test_ranks_that_may_still_meet_do_not_raise(case):
     assert not both(*pair(**case[1]))
 
 
@@ -117,7 +117,7 @@ def test_of_a_communicator_that_is_gone_nothing_is_known(board):
     assert board.asked[-1][1].answers == {1: (5, UNKNOWN)}
 
 
-def test_communicators_of_the_same_ranks_are_told_apart_and_known_to_all():
+def test_communicators_of_the_same_ranks_have_different_keys_that_all_ranks_know():
     first, second, third = Member((5, 7)), Member((5, 7)), Member((5, 8))
     assert first.key[0] == second.key[0] != third.key[0]
     assert first.key[1] + 1 == second.key[1]
@@ -127,14 +127,14 @@ def test_a_long_wait_is_logged_more_and_more_rarely(board, monkeypatch, caplog):
     monkeypatch.setenv("HPCFSDP_WAIT_LOG_S", "2")
     watch = Watch("barrier", Member((4, 6), "barrier"), 1, firm=True)
     board.read = {6: Waiting(6, 1, "forward", "meet", None, (4,), True)}
-    said = []
+    logged = []
     with caplog.at_level(logging.WARNING, "hpcfsdp.comm"):
         for tenth in range(10, 2000):
             caplog.clear()
             watch.look(tenth / 10, 0, [1])
-            said += [(tenth / 10, record.getMessage()) for record in caplog.records]
-    assert [when for when, _ in said] == [2, 6, 12, 24, 60, 120, 180]
-    assert said[1][1] == (
+            logged += [(tenth / 10, record.getMessage()) for record in caplog.records]
+    assert [when for when, _ in logged] == [2, 6, 12, 24, 60, 120, 180]
+    assert logged[1][1] == (
         "rank 4 has waited 6 s in barrier for rank(s) 6: rank 6 waits in forward (meet) for rank(s) 4"
     )
 

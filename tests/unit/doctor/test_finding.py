@@ -17,7 +17,7 @@ def found(*levels):
         (["ok", "problem", "note"], 3, "1 problem, 1 note: a training would break here"),
     ],
 )
-def test_only_problems_are_errors(levels, code, text):
+def test_only_problems_change_the_exit_code(levels, code, text):
     assert exit_code(found(*levels)) == code
     assert summary(found(*levels)) == text
 

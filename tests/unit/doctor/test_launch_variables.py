@@ -21,14 +21,14 @@ def test_a_plain_process():
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"])
-def test_launchers_tell_the_rank(monkeypatch, name):
+def test_the_rank_is_read_from_the_launcher(monkeypatch, name):
     monkeypatch.setenv(name, "3")
     assert env.launcher_rank() == 3
     monkeypatch.setenv(name, "")
     assert env.launcher_rank() is None
 
 
-def test_an_mpirun_inside_of_an_allocation_counts_more_than_slurm(monkeypatch):
+def test_mpirun_inside_an_allocation_takes_precedence_over_slurm(monkeypatch):
     mpirun = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
     set_all(monkeypatch, mpirun | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"})
     assert env.launcher_rank() == 5
@@ -44,7 +44,7 @@ def test_srun(monkeypatch, more):
     assert not env.launcher_ends_all()
 
 
-def test_only_variables_that_are_set_are_told(monkeypatch):
+def test_only_variables_that_are_set_are_reported(monkeypatch):
     assert env.diagnostic_values() == {}
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     assert env.diagnostic_values() == {"NCCL_SOCKET_IFNAME": "ib0"}

@@ -21,10 +21,10 @@ def test_nodes():
 
 
 def test_uneven_and_cyclic_nodes_are_notes():
-    uneven = machine.judge_nodes([[0, 1], [2]], ["a", "a", "b"])
+    uneven = list(machine.judge_nodes([[0, 1], [2]], ["a", "a", "b"]))
     assert levels(uneven) == ["ok", "note"]
     assert "hybrid sharding" in uneven[1].what
-    cyclic = machine.judge_nodes([[0, 2], [1, 3]], ["a", "b", "a", "b"])
+    cyclic = list(machine.judge_nodes([[0, 2], [1, 3]], ["a", "b", "a", "b"]))
     assert levels(cyclic) == ["ok", "note"]
     assert "fine" in cyclic[1].what
 
@@ -45,7 +45,7 @@ def test_two_ranks_on_one_gpu_are_a_problem():
     assert "--gpus-per-task=1" in finding.hint
 
 
-def test_ranks_without_a_gpu_beside_ranks_with_one():
+def test_gpus_on_some_ranks_only_are_a_problem():
     (finding,) = machine.judge_devices([[0, 1]], [gpu_row("a"), CPU_ROW])
     assert (finding.level, finding.what) == ("problem", "rank 1 see no GPU, the others do")
 
@@ -59,7 +59,7 @@ def test_idle_and_mixed_gpus_are_notes():
     assert levels(machine.judge_devices([[0, 1]], [gpu_row("a"), other])) == ["ok", "note"]
 
 
-def test_a_gpu_that_fails():
+def test_a_failing_gpu_is_a_problem():
     (finding,) = machine.judge_devices([[0]], [CPU_ROW | {"gpu_error": "driver too old"}])
     assert (finding.level, "driver too old" in finding.what) == ("problem", True)
 
@@ -77,12 +77,12 @@ def test_ranks_with_a_core_each_are_well_bound(cores, text):
     assert (finding.level, finding.what) == ("ok", text)
 
 
-def test_more_ranks_than_cores():
+def test_more_ranks_than_cores_are_a_warning():
     (finding,) = machine.judge_binding([[0, 1, 2], [3]], [{0, 1}] * 4)
     assert (finding.level, finding.what) == ("warning", "ranks 0-2 share 2 core(s)")
 
 
-def test_ranks_pinned_to_one_core_while_others_are_free():
+def test_ranks_pinned_to_one_core_while_others_are_free_are_a_warning():
     (finding,) = machine.judge_binding([[0, 1, 2]], [{0}, {0}, {1, 2, 3}])
     assert finding.level == "warning"
     assert finding.what == "ranks 0-1 are pinned to the same core(s) 0, while others are free"
@@ -102,7 +102,7 @@ def test_threads():
     assert finding.level == "warning"
     assert finding.what == "ranks 0-1 run 8 threads (OMP_NUM_THREADS=4) on 4 core(s)"
     assert "OMP_NUM_THREADS=2" in finding.hint
-    assert machine.judge_threads([[0]], [{"cores": "0"}]) == []
+    assert not list(machine.judge_threads([[0]], [{"cores": "0"}]))
 
 
 def test_one_thread_each_is_fine_even_where_ranks_share_cores():

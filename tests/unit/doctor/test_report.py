@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def on_terminal(monkeypatch):
-    """``on_terminal()``: the report as it is printed to a terminal by a process that no launcher started."""
+    """``on_terminal()``: the report on a terminal, from a process without a launcher."""
     for name in [*env.diagnostic_values(), "NO_COLOR"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -50,7 +50,7 @@ def test_json(capsys):
     assert (report["facts"], report["ranks"]) == ({"host": "n1"}, [{"rank": 0}])
 
 
-def test_on_a_terminal_what_to_do_stands_below_in_colour(on_terminal):
+def test_a_terminal_gets_colours_and_hints_on_their_own_lines(on_terminal):
     text = on_terminal()
     assert "\x1b[32mok" in text
     assert any("-> hint it" in line and "mpi" not in line for line in text.splitlines())

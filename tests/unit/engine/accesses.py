@@ -1,4 +1,4 @@
-"""What a program does with memory, as torch itself tells it: nothing that code forgets to declare goes unseen."""
+"""What a program does with memory, as torch reports it, whether or not code declares it."""
 
 from itertools import count
 
@@ -23,7 +23,7 @@ class Block:
         owner: the queue on which it was allocated.
         on_host: whether it is host memory.
         strangers: the other queues that have used it.
-        alive: tells when it is gone, and until it is asked keeps the storage's key from being used again.
+        alive: shows when it is gone, and until it is asked keeps the storage's key from being used again.
     """
 
     def __init__(self, tensor, owner, place=None, *, on_host=False):

@@ -16,13 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcfsdp.engine.streams import Begin, Place, Queue, Wait
+from hpcfsdp.engine.context import Reductions, Slot
+from hpcfsdp.engine.streams import Begin, Queue, Wait
+from hpcfsdp.flat.gradient import FlatGrad
+from hpcfsdp.flat.param import FlatParam
+
+Place = tuple[int, str]
+"""Memory by name: its owner, and which part of it."""
 
 Clock = dict[Queue, int]
 """How much of each queue has been done for certain."""
 
 POOLS = {"values": Queue.GATHER, "grad": Queue.COMPUTE}
-"""Parts whose memory comes and goes, with the queue on which it is allocated."""
+"""Parts with memory that comes and goes, and the queue on which it is allocated."""
 
 
 class Site(NamedTuple):
@@ -103,7 +109,7 @@ class RecordingStreams:
         races: found so far.
         sites: the waits that were come to, and how often.
         pieces: how many pieces of memory each part that comes and goes has needed.
-        current: the queue whose work is being done, COMPUTE when none is.
+        current: the queue that runs work now; COMPUTE when none does.
     """
 
     overlap = True
@@ -226,6 +232,72 @@ class RecordingStreams:
         self.races.append(race)
         if self._raises:
             raise RaceError(str(race))
+
+
+def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
+    """Have the engine's objects declare to `streams` what memory they use.
+
+    Args:
+        patch: a ``pytest.MonkeyPatch``.
+    """
+    gathered: set[FlatParam] = set()
+    slots: dict[FlatGrad, Slot] = {}
+
+    def values_of(flat: FlatParam) -> Place:
+        return id(flat), "values"
+
+    def buffer_of(grad: FlatGrad) -> Place:
+        return id(slots[grad]), "grad"
+
+    def shard_of(grad: FlatGrad) -> Place:
+        return id(grad.flat), "shard grad"
+
+    def gather(flat: FlatParam) -> None:
+        gathered.add(flat)
+        streams.touch(Queue.GATHER, reads=[(id(flat), "shard")], writes=[values_of(flat)])
+
+    def bind(flat: FlatParam) -> None:
+        if not flat.is_here:
+            streams.touch(Queue.COMPUTE, reads=[values_of(flat)])
+
+    def unbind(flat: FlatParam) -> None:
+        if flat in gathered:
+            gathered.remove(flat)
+            streams.touch(Queue.COMPUTE, reads=[values_of(flat)])
+
+    def release(slot: Slot) -> None:
+        if slot.in_use is not None and slot.memory is None:
+            streams.free((id(slot), "grad"))
+
+    def settle(grad: FlatGrad, _used: Any) -> None:
+        queue = Queue.HOST if grad.flat.is_offloaded else Queue.COMPUTE
+        streams.touch(queue, reads=[shard_of(grad)], writes=[shard_of(grad)])
+
+    def write_buffer(grad: FlatGrad, *_buffer: Any) -> None:
+        streams.touch(Queue.COMPUTE, writes=[buffer_of(grad)])
+
+    def reduce(grad: FlatGrad, _label: str) -> None:
+        streams.touch(Queue.REDUCE, reads=[buffer_of(grad)], writes=[shard_of(grad)])
+
+    def before(owner: type, name: str, declare: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        def declared(self: Any, *args: Any, **kwargs: Any) -> Any:
+            declare(self, *args)
+            return original(self, *args, **kwargs)
+
+        patch.setattr(owner, name, declared)
+
+    before(FlatParam, "gather", gather)
+    before(FlatParam, "bind", bind)
+    before(FlatParam, "unbind", unbind)
+    before(FlatParam, "free", lambda flat: streams.free(values_of(flat)))
+    before(Reductions, "_begin", lambda _queue, grad, slot: slots.update({grad: slot}))
+    before(Slot, "release", release)
+    before(FlatGrad, "begin", write_buffer)
+    before(FlatGrad, "complete", write_buffer)
+    before(FlatGrad, "reduce", reduce)
+    before(FlatGrad, "settle", settle)
 
 
 def _join(clock: Clock, other: Clock) -> None:

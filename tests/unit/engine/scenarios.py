@@ -11,6 +11,7 @@ from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.engine.streams import Queue
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.wrap import ModuleWrapPolicy
+from tests.unit.engine.recording import RecordingStreams
 
 WIDTH = 4
 
@@ -25,7 +26,7 @@ class Layer(nn.Module):
 
 
 class Part(Layer):
-    """A layer of which not all parameters are used."""
+    """A layer with an unused parameter."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +56,7 @@ class Rootless(nn.Sequential):
 
 
 class Late:
-    """Work that is done when somebody waits for it, no earlier."""
+    """Work that is done in ``wait``, no earlier."""
 
     def __init__(self, do):
         self._do = do
@@ -131,11 +132,12 @@ class Program:
         """An optimizer step, which runs where the shards are."""
         flats = [flat for flat in flats_of(model) if has_grad(flat)]
         queue = Queue.HOST if self._offloaded else Queue.COMPUTE
-        self.streams.touch(
-            queue,
-            reads=[(id(flat), "shard grad") for flat in flats],
-            writes=[(id(flat), "shard") for flat in flats],
-        )
+        if isinstance(self.streams, RecordingStreams):
+            self.streams.touch(
+                queue,
+                reads=[(id(flat), "shard grad") for flat in flats],
+                writes=[(id(flat), "shard") for flat in flats],
+            )
         optimizer.step()
 
     def train(self, model, steps=3, call=None, between=None, optimizer=None):
@@ -156,7 +158,7 @@ class Program:
             flat.device = torch.device("cpu", 0)  # not equal to "cpu"
         if self.watch is not None:
             landed = self.watch.on_host
-            self._patch.setattr("hpcfsdp.flat.gradient._brought_home", lambda grad, home: landed(grad.clone()))
+            self._patch.setattr("hpcfsdp.flat.gradient._copied_to", lambda home, grad: landed(grad.clone()))
 
 
 @torch.no_grad()
@@ -306,7 +308,7 @@ class Checkpointed(Net):
 
 
 class CheckpointedInside(nn.Module):
-    """One unit whose parts are recomputed one after the other."""
+    """One unit with parts that are recomputed one after the other."""
 
     def __init__(self):
         super().__init__()
@@ -449,7 +451,7 @@ def a_forward_without_a_backward(program):
 
 
 class Partly(nn.Module):
-    """Without inputs to tell the end of a unit's backward by: it ends with that of the whole."""
+    """Inputs without gradients do not show the end of a unit's backward: it ends with that of the model."""
 
     def __init__(self):
         super().__init__()

@@ -405,7 +405,7 @@ def test_a_dataclass_is_rebuilt_without_its_constructor():
         stock._apply_to_tensors(plus_one, value)
 
 
-def test_a_field_whose_value_is_the_default_of_the_class_is_mapped():
+def test_a_field_with_the_default_of_the_class_is_mapped():
     @dataclasses.dataclass
     class Holder:
         held: Any = dataclasses.field(init=False, default=(A,))
@@ -437,7 +437,7 @@ def test_subclasses_of_list_keep_their_attributes():
     assert got.note == "note"
 
 
-def test_what_pytree_knows_is_mapped_and_what_nobody_knows_is_left(registered):
+def test_types_of_pytree_are_mapped_and_unknown_ones_left(registered):
     """torch's own function looks into neither."""
     opaque = Unknown()
     got = apply_to_tensors(plus_one, [registered({"a": A}, "note"), deque([B], maxlen=4), opaque])
@@ -636,7 +636,7 @@ class FakeGpu:
 
 
 class FakeTensor(torch.Tensor):
-    """A tensor that says it is elsewhere."""
+    """A tensor with another device."""
 
     def describe(self, gpu, name, device, pinned):
         self.gpu, self.called, self.place, self.pinned = gpu, name, device, pinned

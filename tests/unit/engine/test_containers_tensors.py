@@ -84,7 +84,7 @@ def test_a_dataclass_type_is_not_an_instance_of_it():
 
 
 class Registered:
-    """A type that pytree is told of."""
+    """A type that is registered with pytree."""
 
     def __init__(self, *tensors):
         self.tensors = tensors

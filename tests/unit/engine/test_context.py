@@ -11,6 +11,7 @@ from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.flat.precision import Dtypes
+from tests.unit.flat.gathering import grad_bytes
 
 
 class Late:
@@ -28,7 +29,7 @@ class Late:
 
 
 class LateComm(FakeCommunicator):
-    """Two ranks that hold the same, whose reductions end as late as they may."""
+    """Two ranks that hold the same, with reductions that end as late as they may."""
 
     def __init__(self, shares_memory=False):
         super().__init__(0, 2)
@@ -64,7 +65,7 @@ class Setting:
             self.queue.plan(self.grads[-1])
         self.queue.alloc()
 
-    def join(self, *indices):
+    def enqueue(self, *indices):
         """The backward of units begins: both of their leaves are to get a gradient."""
         for index in indices:
             self.grads[index].outstanding = 2
@@ -76,7 +77,7 @@ class Setting:
         grad = self.grads[index]
         leaf = grad.flat.leaves[place]
         leaf.grad = torch.full_like(leaf, value) if leaf.grad is None else leaf.grad + value
-        self.queue.take(grad, place)
+        self.queue.move_from_leaf(grad, place)
         grad.outstanding -= 1
         self.queue.advance()
 
@@ -100,9 +101,9 @@ class Setting:
         return [grad.flat.parameter.grad.tolist() for grad in self.grads if grad.flat.parameter.grad is not None]
 
 
-def test_gradients_are_reduced_in_the_order_of_the_line_whenever_they_are_complete():
+def test_gradients_are_reduced_in_the_order_of_the_queue_whenever_they_are_complete():
     setting = Setting(LateComm(), 4, 4, 4)
-    setting.join(0, 1, 2)
+    setting.enqueue(0, 1, 2)
     setting.complete(1, 2)
     assert setting.comm.log == []
     setting.come(0, 1.0)
@@ -112,9 +113,9 @@ def test_gradients_are_reduced_in_the_order_of_the_line_whenever_they_are_comple
     assert setting.settled() == [[1] * 4, [2] * 4, [3] * 4]
 
 
-def test_a_gradient_that_nobody_will_have_is_reduced_in_its_turn_too():
+def test_a_gradient_without_contributions_is_reduced_in_order_too():
     setting = Setting(LateComm(), 4, 4)
-    setting.join(0, 1)
+    setting.enqueue(0, 1)
     setting.grads[0].outstanding = 0
     setting.complete(1)
     assert setting.comm.log == ["a", "b"]
@@ -125,7 +126,7 @@ def test_two_buffers_are_used_in_turn_and_a_third_gradient_waits_for_the_first()
     setting = Setting(LateComm(shares_memory=True), 4, 8, 4)
     places = []
     for index in range(3):
-        setting.join(index)
+        setting.enqueue(index)
         setting.come(index, index + 1.0)
         places.append(setting.buffers()[index])
         setting.come(index, torch.nan, 1)
@@ -134,14 +135,14 @@ def test_two_buffers_are_used_in_turn_and_a_third_gradient_waits_for_the_first()
     assert setting.comm.allocated == [(16, torch.float32)] * 2  # of the largest
     assert setting.settled() == [[1] * 4, [2] * 8, [3] * 4]
     for index in range(3):  # another backward
-        setting.join(index)
+        setting.enqueue(index)
         setting.complete(index)
     assert len(setting.comm.allocated) == 2
 
 
 def test_gradients_that_come_before_their_buffer_is_free_wait_on_their_leaves():
     setting = Setting(LateComm(shares_memory=True), 4, 4, 4)
-    setting.join(0, 1, 2)
+    setting.enqueue(0, 1, 2)
     setting.come(0, 1.0)
     setting.come(2, 7.0)
     setting.come(2, torch.nan, 1)
@@ -158,7 +159,7 @@ def test_gradients_that_come_before_their_buffer_is_free_wait_on_their_leaves():
 
 def test_gradients_of_a_leaf_that_is_used_twice_add_up_on_the_leaf_and_in_the_buffer():
     setting = Setting(LateComm(), 4, 4, 4)
-    setting.join(0, 1, 2)
+    setting.enqueue(0, 1, 2)
     for index in (0, 2):
         setting.grads[index].outstanding = 4
         for value in (1.0, 20.0, 300.0):
@@ -169,35 +170,35 @@ def test_gradients_of_a_leaf_that_is_used_twice_add_up_on_the_leaf_and_in_the_bu
     assert setting.settled() == [[321] * 4, [2] * 4, [4321] * 4]
 
 
-def test_what_does_not_stand_in_the_line_stays_where_it_is():
+def test_a_gradient_outside_of_the_queue_stays_on_its_leaf():
     setting = Setting(LateComm(), 4, 4)
     setting.come(1, 5.0)
     assert setting.grads[1].flat.leaves[0].grad.tolist() == [5] * 4
     assert setting.buffers() == [None, None]
-    setting.join(1)
+    setting.enqueue(1)
     setting.come(1, 1.0)
     setting.come(1, torch.nan, 1)
     assert setting.settled() == [[6] * 4]
 
 
-def test_joining_again_changes_nothing():
+def test_enqueueing_again_changes_nothing():
     setting = Setting(LateComm(shares_memory=True), 4, 4)
-    setting.join(0)
-    setting.join(0)
-    setting.join(1)
+    setting.enqueue(0)
+    setting.enqueue(0)
+    setting.enqueue(1)
     setting.come(1, 1.0)
     setting.come(0, 1.0)
     assert None not in setting.buffers()
     assert len(set(setting.buffers())) == 2
 
 
-def test_memory_that_nobody_shares_is_held_by_two_gradients_at_a_time():
+def test_at_most_two_gradients_hold_memory_that_is_not_shared():
     setting = Setting(LateComm(), 4, 4, 4, 4)
     held = []
     for index in range(4):
-        setting.join(index)
+        setting.enqueue(index)
         setting.complete(index)
-        held.append([grad.held_bytes > 0 for grad in setting.grads])
+        held.append([grad_bytes(grad) > 0 for grad in setting.grads])
     assert held == [
         [True, False, False, False],
         [True, True, False, False],
@@ -206,35 +207,35 @@ def test_memory_that_nobody_shares_is_held_by_two_gradients_at_a_time():
     ]
     assert setting.comm.allocated == []
     setting.settled()
-    assert not any(grad.held_bytes for grad in setting.grads)
+    assert not any(grad_bytes(grad) for grad in setting.grads)
 
 
 def test_a_gradient_that_is_kept_back_holds_no_buffer_and_is_in_the_next_sum():
     setting = Setting(LateComm(shares_memory=True), 4, 4)
     setting.queue.keeps_back = True
     for _ in range(2):
-        setting.join(0, 1)
+        setting.enqueue(0, 1)
         for index in (1, 0):
             for place in range(2):
                 leaf = setting.grads[index].flat.leaves[place]
                 leaf.grad = torch.full_like(leaf, index + 1.0)
-                setting.queue.take(setting.grads[index], place)
+                setting.queue.move_from_leaf(setting.grads[index], place)
             setting.grads[index].outstanding = 0
             setting.queue.advance()
         assert setting.buffers() == [None, None]
     setting.queue.keeps_back = False
     assert setting.comm.log == []
-    setting.join(0, 1)
+    setting.enqueue(0, 1)
     setting.complete(0, 1)
     assert setting.settled() == [[3] * 4, [6] * 4]
 
 
 def test_a_gradient_that_waits_from_an_earlier_step_is_sent_without_a_new_one():
     setting = Setting(LateComm(shares_memory=True), 4)
-    setting.join(0)
+    setting.enqueue(0)
     leaf = setting.grads[0].flat.leaves[0]
     leaf.grad = torch.full_like(leaf, 3.0)
-    setting.queue.take(setting.grads[0], 0)
+    setting.queue.move_from_leaf(setting.grads[0], 0)
     setting.grads[0].outstanding = 0
     setting.queue.keeps_back = True
     setting.queue.advance()
@@ -248,16 +249,16 @@ def test_a_gradient_that_waits_from_an_earlier_step_is_sent_without_a_new_one():
 def test_a_gradient_is_reduced_again_after_its_last_reduction_has_arrived():
     setting = Setting(LateComm(), 4)
     for _ in range(3):
-        setting.join(0)
+        setting.enqueue(0)
         setting.complete(0)
     assert setting.comm.log == ["a", "a done", "a", "a done", "a"]
     assert setting.settled() == [[3] * 4]
 
 
-def test_other_dtypes_have_other_buffers_and_stand_in_the_same_line():
+def test_other_dtypes_have_other_buffers_and_share_the_queue():
     wire = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
     setting = Setting(LateComm(shares_memory=True), 4, 16, 4, 4, wire=wire)
-    setting.join(0, 1, 2, 3)
+    setting.enqueue(0, 1, 2, 3)
     for index in (3, 2, 1, 0):
         setting.come(index, index + 1.0)
     assert len(set(setting.buffers()) - {None}) == 4
@@ -280,7 +281,7 @@ def test_replicas_that_share_memory_reduce_in_it():
     queue.alloc()
     queue.enqueue(grad)
     leaf.grad = torch.ones(4)
-    queue.take(grad, 0)
+    queue.move_from_leaf(grad, 0)
     assert comm.allocated == [(4, torch.float32)] * 2
     buffer = grad.buffer
     queue.advance()
@@ -293,12 +294,12 @@ def test_replicas_that_share_memory_reduce_in_it():
 @pytest.mark.parametrize("shares_memory", [False, True])
 def test_what_was_broken_off_holds_no_place_and_no_buffer(shares_memory):
     setting = Setting(LateComm(shares_memory), 4, 4, 4)
-    setting.join(0, 1)
+    setting.enqueue(0, 1)
     setting.come(1, 1.0)
     setting.queue.drop()
     for grad in setting.grads:
         grad.drop()
-    setting.join(2, 1)
+    setting.enqueue(2, 1)
     setting.complete(1, 2)
     assert [name for name in setting.comm.log if "done" not in name] == ["c", "b"]
     assert setting.settled() == [[2] * 4, [3] * 4]
@@ -306,7 +307,7 @@ def test_what_was_broken_off_holds_no_place_and_no_buffer(shares_memory):
 
 def test_shared_memory_is_given_back_in_the_end():
     setting = Setting(LateComm(shares_memory=True), 4, 8)
-    setting.join(0, 1)
+    setting.enqueue(0, 1)
     setting.complete(0, 1)
     setting.settled()
     comm = setting.comm

@@ -39,7 +39,7 @@ class Frozen:
 
 
 class Attributed(dict):
-    """A dict with something beside its items."""
+    """A dict with an attribute besides its items."""
 
     def __init__(self, item):
         super().__init__(other=1)
@@ -76,7 +76,7 @@ def test_what_cannot_be_written_to_is_rebuilt():
     assert got["a"].item() == 1
 
 
-def test_objects_are_told_from_containers():
+def test_objects_are_distinguished_from_containers():
     found = []
     Visit(lambda tensor, in_object: found.append(in_object) or tensor)((A, [A], {"a": A}, UserDict(a=A), Plain(A)))
     assert found == [False, False, False, *found[3:-1], True]

@@ -37,8 +37,13 @@ class Store:
 def store(monkeypatch):
     made = Store()
     monkeypatch.setattr("hpcfsdp._compat.default_store", lambda: made)
-    monkeypatch.setattr(orders, "PATIENCE_S", 0.2)
     return made
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Ranks give up soon: for events that other ranks never reach."""
+    monkeypatch.setattr(orders, "PATIENCE_S", 0.2)
 
 
 @pytest.fixture
@@ -61,16 +66,16 @@ def go(order, *events):
 # The first pass
 
 
-def test_each_turn_of_the_first_pass_is_confirmed_and_a_known_path_costs_no_call(store):
+def test_each_event_of_the_first_pass_is_confirmed_and_a_known_path_costs_no_call(store):
     order, notes = alone()
     go(order, A, B, C)
     assert notes == [
-        "the forward of 'a' (turn 1 of step 1)",
-        "the forward of 'b' (turn 2 of step 1)",
-        "the backward of 'b' (turn 3 of step 1)",
+        "the forward of 'a' (event 1 of step 1)",
+        "the forward of 'b' (event 2 of step 1)",
+        "the backward of 'b' (event 3 of step 1)",
     ]
     order.begin()
-    assert notes[3:] == ["the end of a step (turn 4 of step 1)"]
+    assert notes[3:] == ["the end of a step (event 4 of step 1)"]
     for event in (A, B, C):
         order.note(event)
     for _ in range(3):
@@ -79,10 +84,10 @@ def test_each_turn_of_the_first_pass_is_confirmed_and_a_known_path_costs_no_call
     assert store.counts == {}
 
 
-def test_a_module_that_is_called_again_in_a_pass_is_a_turn_of_its_own(no_store):
+def test_a_module_called_again_in_a_pass_is_an_event_of_its_own(no_store):
     order, notes = alone()
     go(order, A, A)
-    assert [note.split("(")[1] for note in notes] == ["turn 1 of step 1)", "turn 2 of step 1)"]
+    assert [note.split("(")[1] for note in notes] == ["event 1 of step 1)", "event 2 of step 1)"]
     assert order.path() == ["the forward of 'a'"] * 2
 
 
@@ -92,12 +97,12 @@ def test_ranks_that_differ_in_the_first_pass_are_both_named_on_both(run_ranks, s
 
     for error in run_ranks(2, body):
         assert type(error) is CommunicationError
-        assert "the forward of 'b' (turn 2 of step 1)" in str(error)
-        assert "the backward of 'b' (turn 2 of step 1)" in str(error)
+        assert "the forward of 'b' (event 2 of step 1)" in str(error)
+        assert "the backward of 'b' (event 2 of step 1)" in str(error)
 
 
 @pytest.mark.parametrize(("size", "confirm"), [(1, True), (2, False)])
-def test_nobody_is_asked_where_there_is_nobody_or_others_compare(store, size, confirm):
+def test_one_rank_and_ranks_that_compare_digests_confirm_nothing(store, size, confirm):
     order, notes = alone(size, confirm)
     go(order, A, B)
     go(order, B, A)
@@ -108,7 +113,7 @@ def test_nobody_is_asked_where_there_is_nobody_or_others_compare(store, size, co
 # Later passes
 
 
-def test_a_new_path_is_confirmed_in_the_store_once_all_ranks_come_to_it(run_ranks, store):
+def test_a_new_path_is_confirmed_in_the_store_once_all_ranks_reach_it(run_ranks, store):
     def body(comm):
         order, met, known = Order(comm, "7", confirm=True), [], []
         go(order, A, B)
@@ -126,7 +131,7 @@ def test_a_new_path_is_confirmed_in_the_store_once_all_ranks_come_to_it(run_rank
     assert set(store.counts.values()) == {0b111}
 
 
-def test_a_rank_that_leaves_the_known_path_alone_is_told_what_it_did_before(store):
+def test_the_error_of_a_rank_that_leaves_the_known_path_alone_names_what_it_did_before(store, impatient):
     order, _ = alone(size=4)
     go(order, A, B)
     go(order, A, B)
@@ -135,26 +140,28 @@ def test_a_rank_that_leaves_the_known_path_alone_is_told_what_it_did_before(stor
     with pytest.raises(DisagreementError) as caught:
         order.note(C)
     assert str(caught.value) == (
-        "rank 0 comes to the backward of 'b' (turn 2 of step 3), where in earlier steps it came to the forward of 'b'; "
-        "3 of 4 ranks do not. All ranks must call the same modules in the same order, and equally often: give every "
+        "rank 0 reached the backward of 'b' (event 2 of step 3), where in earlier steps it reached the forward of 'b'; "
+        "3 of 4 ranks did not. All ranks must call the same modules in the same order, and equally often: give every "
         "rank the same number of batches, and take branches that depend on data on all ranks or on none"
     )
 
 
-def test_several_ways_that_were_taken_before_are_all_named(run_ranks, store):
+def test_all_events_of_earlier_steps_are_named(run_ranks, store, monkeypatch):
     def body(comm):
         order = Order(comm, "7", confirm=True)
         for event in (A, B):
             go(order, event)
         order.begin()
+        comm.barrier()
         if comm.rank == 0:
+            monkeypatch.setattr(orders, "PATIENCE_S", 0.2)
             order.note(C)
 
     error, _ = run_ranks(2, body)
-    assert "where in earlier steps it came to the forward of 'a' or the forward of 'b'; 1 of 2 ranks" in str(error)
+    assert "where in earlier steps it reached the forward of 'a' or the forward of 'b'; 1 of 2 ranks" in str(error)
 
 
-def test_ranks_that_leave_the_known_path_for_different_places_are_all_told(run_ranks, store):
+def test_ranks_that_leave_the_known_path_for_different_places_all_raise(run_ranks, store, impatient):
     def body(comm):
         order = Order(comm, "7", confirm=True)
         go(order, A)
@@ -162,19 +169,19 @@ def test_ranks_that_leave_the_known_path_for_different_places_are_all_told(run_r
 
     first, second = run_ranks(2, body)
     assert type(first) is type(second) is DisagreementError
-    assert str(first).startswith("rank 0 comes to the forward of 'b' (turn 1 of step 2), where in earlier steps it")
-    assert str(second).startswith("rank 1 comes to the backward of 'b' (turn 1 of step 2), where in earlier steps it")
+    assert str(first).startswith("rank 0 reached the forward of 'b' (event 1 of step 2), where in earlier steps it")
+    assert str(second).startswith("rank 1 reached the backward of 'b' (event 1 of step 2), where in earlier steps it")
 
 
-def test_a_pass_that_goes_on_where_others_ended_is_told(store):
+def test_a_pass_that_goes_on_where_others_ended_raises(store, impatient):
     order, _ = alone()
     go(order, A)
     go(order, A)
-    with pytest.raises(DisagreementError, match=r"comes to the forward of 'b' .*it came to the end of a step; 1 of 2"):
+    with pytest.raises(DisagreementError, match=r"reached the forward of 'b' .*it reached the end of a step; 1 of 2"):
         order.note(B)
 
 
-def test_the_same_turn_of_another_step_or_engine_is_another_turn(store):
+def test_the_same_event_of_another_step_or_engine_is_another_event(store, impatient):
     keys = []
     for label in ("7", "8"):
         order = Order(SimpleNamespace(rank=0, size=2, labelled_barrier=lambda note: None), label, confirm=True)
@@ -189,7 +196,14 @@ def test_the_same_turn_of_another_step_or_engine_is_another_turn(store):
 
 
 @pytest.mark.parametrize("size", [2, 70])
-def test_a_long_wait_is_logged_as_others_are_before_it_is_given_up(store, monkeypatch, caplog, size):
+def test_a_long_wait_is_logged_as_others_are_before_it_is_given_up(store, monkeypatch, caplog, request, size):
+    class GiveUp(logging.Handler):
+        def emit(self, record):
+            monkeypatch.setattr(orders, "PATIENCE_S", 0.0)
+
+    handler = GiveUp()
+    waits.log.addHandler(handler)
+    request.addfinalizer(lambda: waits.log.removeHandler(handler))
     monkeypatch.setattr(waits, "LOOK_AFTER_S", 0.02)
     monkeypatch.setenv("HPCFSDP_WAIT_LOG_S", "0.15")
     order, _ = alone(size)
@@ -199,7 +213,7 @@ def test_a_long_wait_is_logged_as_others_are_before_it_is_given_up(store, monkey
         order.note(B)
     (record,) = caplog.records
     assert re.fullmatch(
-        r"rank 0 has waited 0 s in the forward of 'b' \(turn 1 of step 2\), where in earlier steps it came to the "
+        r"rank 0 has waited \d+ s in the forward of 'b' \(event 1 of step 2\), where in earlier steps it reached the "
         r"forward of 'a' for rank\(s\) 1(, \d+)*( and 53 more)?",
         record.getMessage(),
     )
@@ -207,7 +221,6 @@ def test_a_long_wait_is_logged_as_others_are_before_it_is_given_up(store, monkey
 
 
 def test_ranks_of_several_words_are_confirmed_when_all_have_come(store, monkeypatch):
-    monkeypatch.setattr(orders, "PATIENCE_S", 60.0)
     came = threading.Thread(target=lambda: [store.add(store_key(place), 1 << place % 32) for place in range(1, 70)])
 
     def store_key(place):
@@ -225,16 +238,16 @@ def test_ranks_of_several_words_are_confirmed_when_all_have_come(store, monkeypa
     assert set(store.counts.values()) == {2**32 - 1, 2**6 - 1}
     order.forget()
     order.begin()
-    with pytest.raises(DisagreementError, match="69 of 70 ranks do not"):
+    with pytest.raises(DisagreementError, match="69 of 70 ranks did not"):
         order.note(C)
 
 
-def test_a_rank_answers_what_it_has_come_to_in_a_turn(store):
+def test_a_rank_answers_which_event_it_has_reached(store):
     order, _ = alone()
     go(order, A, B)
     assert (
         order.confirmation.called((1, 2))
-        == "the forward of 'b' (turn 2 of step 1), where in earlier steps it came to nothing"
+        == "the forward of 'b' (event 2 of step 1), where in earlier steps it reached nothing"
     )
     assert order.confirmation.called((1, 3)) == order.confirmation.called((2, 1)) == waits.NOTHING_YET
     order.begin()
@@ -243,16 +256,16 @@ def test_a_rank_answers_what_it_has_come_to_in_a_turn(store):
     came, asked = order.confirmation.called((2, 1)), []
     store.add = lambda key, amount: asked.append([order.confirmation.called((2, depth)) for depth in (1, 2, 3)]) or 3
     order.note(C)
-    label = "the backward of 'b' (turn 2 of step 2), where in earlier steps it came to the forward of 'b'"
+    label = "the backward of 'b' (event 2 of step 2), where in earlier steps it reached the forward of 'b'"
     assert asked == [[came, label, waits.NOTHING_YET]]
     assert order.confirmation.called((2, 2)) == label
 
 
-def test_without_a_store_ranks_meet_at_each_new_turn(no_store):
+def test_without_a_store_ranks_meet_at_each_new_event(no_store):
     order, notes = alone()
     go(order, A)
     go(order, B)
-    assert notes[-1] == "the forward of 'b' (turn 1 of step 2)"
+    assert notes[-1] == "the forward of 'b' (event 1 of step 2)"
 
 
 # What is known
@@ -318,13 +331,13 @@ def test_a_pass_that_was_broken_off_did_not_end_and_what_it_did_is_known(store):
 # Many orders
 
 
-def turns_of(order):
+def events_of(order):
     """All that is remembered, in the order in which it came."""
     found, left = [], [order._root]
     while left:
-        turn = left.pop()
-        found.append((turn.digest, turn.event))
-        left += turn.following.values()
+        node = left.pop()
+        found.append((node.digest, node.event))
+        left += node.children.values()
     return found
 
 
@@ -339,7 +352,7 @@ def test_layers_left_out_at_random_do_not_fill_the_memory(no_store):
     sizes = []
     for step in range(2000):
         go(order, *dropped_layers(step))
-        sizes.append(len(turns_of(order)))
+        sizes.append(len(events_of(order)))
     most = context.MOST_PATHS * (2 * 12 + 1)
     assert max(sizes) < most
     assert sum(sizes[100:200]) * 0.9 < sum(sizes[-100:]) < sum(sizes[100:200]) * 1.1
@@ -365,7 +378,7 @@ def test_ranks_forget_the_same_paths_and_leave_nothing_in_the_store(run_ranks, s
             go(order, *dropped_layers(step % 9, layers=4))
             if step % 7 == 0:
                 order.forget()
-        return turns_of(order)
+        return events_of(order)
 
     one, other = run_ranks(2, body)
     assert one == other

@@ -11,6 +11,7 @@ from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.fsdp import FullyShardedDataParallel
+from tests.unit.flat.gathering import grad_bytes, unshard, values_bytes
 
 LEGAL = {
     (Phase.IDLE, Phase.FORWARD),
@@ -71,7 +72,7 @@ def test_a_unit_that_calls_itself_is_refused_and_can_be_used_afterwards():
 
 @pytest.fixture
 def broken_off():
-    """A root whose backward an exception broke off; the values of its unit are gathered, its gradient begun."""
+    """A root after an exception in a backward; the values of its unit are gathered, its gradient begun."""
     leaf = nn.Parameter(torch.ones(2))
     lowered = Dtypes.plan(torch.float32, param=torch.bfloat16)
     layout = FlatLayout.plan([("w", (2,), ())], torch.float32, 1)
@@ -81,11 +82,11 @@ def broken_off():
     root.context.await_unshard(unit.values)
     root.context.reductions.enqueue(unit.grads[0])
     leaf.grad = torch.ones_like(leaf)
-    root.context.reductions.take(unit.grads[0], 0)
+    root.context.reductions.move_from_leaf(unit.grads[0], 0)
     unit.phase = Phase.BACKWARD
     root.in_backward = True
-    assert unit.flats[0].unsharded_bytes > 0
-    assert unit.grads[0].held_bytes > 0
+    assert values_bytes(unit.flats[0]) > 0
+    assert grad_bytes(unit.grads[0]) > 0
     return root, unit
 
 
@@ -99,8 +100,8 @@ def test_recover_brings_units_of_a_broken_backward_to_rest(broken_off):
     assert unit.phase is Phase.IDLE
     assert not unit.values.is_gathered
     assert not unit.owes_grads
-    assert unit.flats[0].unsharded_bytes == 0
-    assert unit.grads[0].held_bytes == 0
+    assert values_bytes(unit.flats[0]) == 0
+    assert grad_bytes(unit.grads[0]) == 0
     assert unit.flats[0].parameter.grad is None
     assert unit.flats[0].leaves[0].grad is None
     assert root.context.order.path() == []
@@ -161,13 +162,13 @@ def test_training_goes_on_after_an_error_in_the_middle_of_a_step(place):
     shard = model._unit.flats[0]
     grads = [shard.parameter.grad[slot.offset : slot.end] for slot in shard.layout.slots]
     assert torch.equal(torch.cat(grads), expected)
-    assert shard.unsharded_bytes == 0
+    assert values_bytes(shard) == 0
 
 
 def test_a_parameter_used_outside_of_its_unit_is_named():
     model = FullyShardedDataParallel(nn.Linear(2, 2), process_group=FakeCommunicator())
     model(torch.ones(1, 2))
-    model._unit.flats[0].unshard()
+    unshard(model._unit.flats[0])
     loss = model.module.weight.sum()
     with pytest.raises(EngineError) as caught:
         loss.backward()
@@ -187,6 +188,6 @@ def test_an_output_that_views_a_parameter_is_refused():
     with pytest.raises(EngineError) as caught:
         model(torch.ones(1, 2))
     assert str(caught.value) == (
-        "Leaking: its forward returns a view of one of its own parameters (shape (2,)), whose memory is freed when the "
-        "unit is left; return a clone"
+        "Leaking: its forward returns a view of one of its own parameters (shape (2,)), and their memory is freed "
+        "after the forward: return a clone"
     )

@@ -133,13 +133,13 @@ def test_a_write_has_to_come_after_the_reads_of_all_queues(streams):
     assert raced(streams) == [((Queue.REDUCE, "reads", "shard"), (Queue.COMPUTE, "writes", "shard"))]
 
 
-def test_a_race_is_told_with_both_places_or_raised():
+def test_a_race_names_both_places_or_is_raised():
     streams = RecordingStreams(raises=True)
     streams.touch(Queue.COMPUTE, writes=[SHARD])
-    told = (
+    message = (
         r"GATHER reads 'shard' of 1 at test_recording.py:\d+ .*after: COMPUTE writes 'shard' of 1 at test_recording.py"
     )
-    with pytest.raises(RaceError, match=told):
+    with pytest.raises(RaceError, match=message):
         streams.touch(Queue.GATHER, reads=[SHARD])
 
 
@@ -213,7 +213,7 @@ def test_memory_that_is_read_under_one_name_is_not_written_under_another(streams
     assert raced(streams) == ([] if in_order else [race])
 
 
-def test_memory_that_is_held_is_nobody_elses(streams):
+def test_held_memory_is_not_given_out_again(streams):
     streams.touch(Queue.GATHER, writes=[VALUES])
     streams.touch(Queue.COMPUTE, writes=[OTHER_VALUES])
     assert streams.pieces["values"] == 2
@@ -249,14 +249,14 @@ def test_memory_of_the_module_is_freed_after_all_that_others_do_with_it(streams,
     assert raced(streams) == ([] if in_order else [race])
 
 
-def test_freeing_what_nobody_holds_is_nothing(streams):
+def test_freeing_free_memory_does_nothing(streams):
     streams.free(VALUES, GRAD)
     streams.touch(Queue.COMPUTE, writes=[OTHER_GRAD])
     assert streams.pieces["grad"] == 1
     assert not streams.races
 
 
-# What torch itself tells
+# Operations that torch reports
 
 
 def test_operations_are_seen_with_the_memory_that_they_use(streams):

@@ -1,7 +1,7 @@
 """No wait between queues is missing, and none is there in vain.
 
 Programs run on queues that check each access to memory against the waits (``RecordingStreams``, as a GPU would order
-it), and on those of the CPU with collectives that end as late as they may. docs/design/streams.md tells of each wait.
+it), and on those of the CPU with collectives that end as late as they may. docs/design/streams.md lists each wait.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from hpcfsdp.engine.streams import CudaStreams, HostStreams, Queue, Wait, stream
 from hpcfsdp.errors import CommunicationError
 from tests.unit.engine import scenarios
 from tests.unit.engine.accesses import Watch
-from tests.unit.engine.recording import RecordingStreams, Site, where
+from tests.unit.engine.recording import RecordingStreams, Site, declare_accesses, where
 from tests.unit.engine.scenarios import SCENARIOS, Late, LateCommunicator, Program, flats_of
 
 RECORDS_ACCESSES = True
@@ -24,7 +24,7 @@ def name_of(value):
 
 
 class DeclaredStreams(RecordingStreams):
-    """Remembers what is declared, apart from what is watched."""
+    """Remembers what ``declare_accesses`` declares, apart from what is watched."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -42,6 +42,7 @@ def run_recorded(scenario, patch, *, watched=True, ignore=None):
     watch = Watch(streams)
     with patch.context() as inner:
         inner.setattr("hpcfsdp.engine.root.streams_for", lambda device: streams)
+        declare_accesses(streams, inner)
         if watched:
             with watch:
                 scenario(Program(streams, watch=watch, patch=inner))

@@ -64,7 +64,7 @@ def test_a_step_between_forward_and_backward_is_noticed(original, size, strategy
     loss = sum(model(X))
     step(model)
     with pytest.raises(
-        EngineError, match=r"^(one|other): '(weight|bias)' was changed after the forward whose backward"
+        EngineError, match=r"^(one|other): '(weight|bias)' was changed between a forward and its backward"
     ):
         loss.backward()
     sum(model(X)).backward()

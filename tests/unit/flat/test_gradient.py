@@ -4,6 +4,7 @@ import torch
 from hpcfsdp.errors import CommunicationError, EngineError
 from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.flat.precision import Dtypes
+from tests.unit.flat.gathering import grad_bytes, reshard, unshard
 
 F32, BF16 = torch.float32, torch.bfloat16
 NAN = float("nan")
@@ -13,21 +14,21 @@ def put_together(grad, values, buffer=None):
     """A backward in which leaves get these gradients, by index, one after the other."""
     flat = grad.flat
     grad.prepare()
-    flat.unshard()
+    unshard(flat)
     if buffer is None:
         buffer = torch.full((flat.layout.padded_numel,), NAN, dtype=flat.dtypes.reduce)
     grad.begin(buffer)
     for index, value in values:
         flat.leaves[index].grad = torch.as_tensor(value, dtype=flat.dtypes.compute)
-        grad.take(index)
+        grad.move_from_leaf(index)
     return buffer
 
 
 def reduce(grad, *, own_buffer=True, label="gradients"):
     grad.complete()
     grad.reduce(label, async_op=False)
-    grad.flat.reshard()
-    grad.arrive(label, own_buffer=own_buffer)
+    reshard(grad.flat)
+    grad.finish_reduce(label, own_buffer=own_buffer)
 
 
 def backward(grad, *values):
@@ -44,7 +45,7 @@ def test_gradients_of_leaves_add_up_in_the_shard_and_missing_ones_count_as_zero(
         backward(grad, (1, [1.0, 2.0]), (1, [10.0, 10.0]))
     assert flat.leaves[1].grad is None
     assert flat.parameter.grad.tolist() == [0, 0, 0, 0, 22, 24, 0, 0]
-    assert grad.held_bytes == 0
+    assert grad_bytes(grad) == 0
 
 
 def test_gradients_are_averaged_over_ranks_and_each_gets_its_part(run_ranks, make_flat):
@@ -75,10 +76,9 @@ def test_replicas_average_over_each_other_too(run_ranks, make_flat):
     assert run_ranks(2, grid) == [[3, 6, 9, 12], [0, 0, 0, 0]]
 
 
-def test_one_rank_alone_asks_nobody(make_flat):
+def test_one_rank_alone_does_not_communicate(make_flat):
     flat = make_flat(torch.zeros(4))
     grad = FlatGrad(flat)
-    assert grad.is_alone
     flat.comm.all_reduce = flat.comm.reduce_scatter_tensor = None
     buffer = put_together(grad, [(0, [1.0, 2.0, 3.0, 4.0])])
     reduce(grad)
@@ -122,7 +122,7 @@ def test_gradients_that_come_before_there_is_a_buffer_wait_on_their_leaves(make_
     flat = make_flat(torch.zeros(4), torch.zeros(4), torch.zeros(4), dtypes=Dtypes.plan(F32, param=BF16))
     grad = FlatGrad(flat)
     grad.prepare()
-    flat.unshard()
+    unshard(flat)
     assert not grad.has_waiting
     flat.leaves[1].grad = torch.ones(4, dtype=BF16)
     assert grad.has_waiting
@@ -134,7 +134,7 @@ def test_gradients_that_come_before_there_is_a_buffer_wait_on_their_leaves(make_
     assert found == [[0] * 4, [4] * 4, [2] * 4]
 
 
-def test_what_nobody_used_gets_no_gradient(make_flat):
+def test_unused_leaves_get_no_gradient(make_flat):
     flat = make_flat(torch.zeros(4))
     grad = FlatGrad(flat)
     put_together(grad, [])
@@ -197,12 +197,12 @@ def test_gradients_that_wait_are_added_up_without_being_rounded(run_ranks, make_
         for value in (256.0, 1.0, 1.0):
             put_together(grad, [(0, [value] * 4)])
             grad.keep_back()
-            flat.reshard()
+            reshard(flat)
             assert grad.buffer is None
-            assert grad.held_bytes == 4 * flat.layout.padded_numel
+            assert grad_bytes(grad) == 4 * flat.layout.padded_numel
             assert grad.used == [True]
         backward(grad, (0, [2.0 * comm.rank] * 4))
-        assert grad.held_bytes == 0
+        assert grad_bytes(grad) == 0
         return flat.parameter.grad.tolist()
 
     # 258 + 0 and 258 + 2; the sum is rounded once, and both are bfloat16.
@@ -212,7 +212,7 @@ def test_gradients_that_wait_are_added_up_without_being_rounded(run_ranks, make_
 def test_keeping_back_nothing_changes_nothing(make_flat):
     grad = FlatGrad(make_flat(torch.zeros(4)))
     grad.keep_back()
-    assert grad.held_bytes == 0
+    assert grad_bytes(grad) == 0
 
 
 # Original parameters
@@ -227,7 +227,7 @@ def test_original_parameters_get_the_gradient_of_their_run(run_ranks, make_flat)
         return [None if leaf.grad is None else (leaf.shape, leaf.grad.tolist()) for leaf in flat.leaves]
 
     first, second = run_ranks(2, body)
-    # There is none for what a rank holds nothing of, and none for what nobody used.
+    # There is none for a parameter without elements on the rank, and none for an unused one.
     assert first == [((6,), [2, 4, 6, 8, 10, 12]), None, None]
     assert second == [None, ((4,), [16] * 4), None]
 
@@ -240,7 +240,7 @@ def test_what_original_parameters_had_is_out_of_the_way_meanwhile(make_flat):
     put_together(grad, [])
     assert [leaf.grad for leaf in flat.leaves] == [None, None]
     flat.leaves[0].grad = torch.full((4,), 2.0)
-    grad.take(0)
+    grad.move_from_leaf(0)
     reduce(grad)
     grad.settle(grad.used)
     assert [leaf.grad.tolist() for leaf in flat.leaves] == [[3] * 4, [1] * 4]
@@ -252,10 +252,10 @@ def test_gradients_come_to_original_parameters_when_these_are_at_rest(make_flat)
     put_together(grad, [(0, [[1.0, 2.0], [3.0, 4.0]])])
     grad.complete()
     grad.reduce("g", async_op=False)
-    grad.arrive("g", own_buffer=True)
+    grad.finish_reduce("g", own_buffer=True)
     assert flat.leaves[0].shape == (2, 2)
     assert flat.leaves[0].grad is None
-    flat.reshard()
+    reshard(flat)
     grad.settle([True])
     assert flat.leaves[0].grad.tolist() == [1, 2, 3, 4]
 
@@ -266,8 +266,8 @@ def test_original_parameters_keep_what_they_had_when_gradients_wait(make_flat):
     flat.leaves[0].grad = torch.ones(4)
     put_together(grad, [(0, [2.0] * 4)])
     grad.keep_back()
-    flat.reshard()
-    grad.pause()
+    reshard(flat)
+    grad.restore_grads()
     assert flat.leaves[0].grad.tolist() == [1] * 4
     backward(grad, (0, [3.0] * 4))
     assert flat.leaves[0].grad.tolist() == [6] * 4
@@ -327,8 +327,8 @@ def test_dropped_gradients_leave_no_trace(make_flat, use_orig_params):
     put_together(grad, [(0, [2.0, 2.0])])
     flat.leaves[1].grad = torch.ones(2)  # autograd was about to have it taken
     grad.drop()
-    flat.reshard()
-    assert grad.held_bytes == 0
+    reshard(flat)
+    assert grad_bytes(grad) == 0
     assert not any(grad.used)
     assert flat.parameter.grad is None
     assert flat.leaves[0].grad is had
@@ -341,7 +341,7 @@ def test_dropped_gradients_leave_no_trace(make_flat, use_orig_params):
 def test_a_leaf_without_a_gradient_is_left_as_it_is(make_flat):
     grad = FlatGrad(make_flat(torch.zeros(2)))
     put_together(grad, [])
-    grad.take(0)
+    grad.move_from_leaf(0)
     assert grad.used == [False]
 
 
@@ -351,7 +351,7 @@ def test_a_sparse_gradient_is_refused_by_name(make_flat):
     put_together(grad, [])
     flat.leaves[0].grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (4, 2), check_invariants=True)
     with pytest.raises(EngineError) as caught:
-        grad.take(0)
+        grad.move_from_leaf(0)
     assert str(caught.value) == (
         "the gradient of 'p0' is torch.sparse_coo: sparse gradients cannot be sharded; use a dense one"
     )

@@ -27,7 +27,7 @@ layouts = st.builds(FlatLayout.plan, params(), st.sampled_from(DTYPES), st.integ
 
 
 def buffer_of(layout):
-    """A flat buffer whose elements are 1, 2, 3, ... where a parameter owns them and 0 elsewhere."""
+    """A flat buffer with elements 1, 2, 3, ... of parameters, and 0 elsewhere."""
     buffer, values, next_value = np.zeros(layout.padded_numel, dtype=np.int64), {}, 1
     for slot in layout.slots:
         values[slot.fqn] = np.arange(next_value, next_value + slot.numel).reshape(slot.shape)
@@ -138,15 +138,15 @@ def test_aliased_adds_the_names_of_other_layouts_to_the_same_slots():
 
 @given(layouts)
 @settings(max_examples=50, deadline=None)
-def test_numel_counts_each_tied_parameter_once_and_no_padding(layout):
-    assert layout.numel == sum(math.prod(slot.shape) for slot in layout.slots)
-    assert layout.padded_numel == layout.numel + sum(end - begin for begin, end in layout.gaps())
+def test_slots_and_gaps_make_up_the_flat_buffer(layout):
+    numel = sum(math.prod(slot.shape) for slot in layout.slots)
+    assert layout.padded_numel == numel + sum(end - begin for begin, end in layout.gaps())
 
 
 def test_a_parameter_is_cut_where_a_shard_ends():
     layout = FlatLayout.plan([("weight", (3, 5), ()), ("bias", (3,), ())], torch.float32, 3)
     assert layout.slots == (ParamSlot("weight", (3, 5), 0), ParamSlot("bias", (3,), 16))
-    assert (layout.shard_numel, layout.padded_numel, layout.numel) == (8, 24, 18)
+    assert (layout.shard_numel, layout.padded_numel) == (8, 24)
     assert layout.gaps() == [(15, 16), (19, 24)]
     assert [layout.runs(rank) for rank in range(3)] == [[Run(0, 0, 8, 0)], [Run(0, 8, 7, 0)], [Run(1, 0, 3, 0)]]
     assert param_runs(layout, "weight") == [(0, Run(0, 0, 8, 0)), (1, Run(0, 8, 7, 0))]
@@ -164,7 +164,7 @@ def test_an_unknown_name_has_no_run():
         layout.param_run("bias", 0)
 
 
-def test_fingerprint_tells_every_difference():
+def test_the_fingerprint_shows_every_difference():
     def fingerprint(name="w", shape=(2, 3), aliases=(), dtype=torch.float32, num_shards=2):
         return FlatLayout.plan([(name, shape, aliases)], dtype, num_shards).fingerprint()
 

@@ -3,6 +3,7 @@ import torch
 
 from hpcfsdp.errors import CommunicationError, EngineError
 from hpcfsdp.flat.precision import Dtypes
+from tests.unit.flat.gathering import reshard, unshard, values_bytes
 
 LOWERED = Dtypes.plan(torch.float32, param=torch.bfloat16)
 
@@ -15,19 +16,19 @@ def test_the_shard_holds_the_values_and_zeros_between_them(make_flat):
 def test_unshard_and_reshard_give_and_take_the_leaves_values(run_ranks, make_flat):
     def body(comm):
         flat = make_flat(torch.arange(6.0).view(2, 3), comm=comm)
-        assert flat.unsharded_bytes == 0
+        assert values_bytes(flat) == 0
         assert not flat.is_here
         assert flat.parameter.tolist() == [[0, 1, 2, 3], [4, 5, 0, 0]][comm.rank]
         for _ in range(2):
-            flat.unshard()
-            flat.unshard()  # has no effect, and asks nobody
+            unshard(flat)
+            unshard(flat)  # has no effect, and does not communicate
             assert flat.is_unsharded
-            assert flat.unsharded_bytes == 32
+            assert values_bytes(flat) == 32
             assert flat.leaves[0].tolist() == [[0, 1, 2], [3, 4, 5]]
             assert flat.full.tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
-            flat.reshard()
+            reshard(flat)
             assert not flat.is_unsharded
-            assert flat.unsharded_bytes == 0
+            assert values_bytes(flat) == 0
             assert flat.leaves[0].isnan().all()
         return "done"
 
@@ -39,11 +40,11 @@ def test_one_rank_alone_gathers_nothing_and_hides_its_values_at_rest_all_the_sam
     assert flat.is_here
     assert not flat.is_resident
     assert flat.leaves[0].isnan().all()
-    flat.unshard()
+    unshard(flat)
     assert flat.leaves[0].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert flat.leaves[0].data_ptr() == flat.parameter.data_ptr()
-    assert flat.unsharded_bytes == 0
-    flat.reshard()
+    assert values_bytes(flat) == 0
+    reshard(flat)
     assert flat.leaves[0].isnan().all()
     assert flat.parameter[:6].tolist() == [0, 1, 2, 3, 4, 5]
 
@@ -51,7 +52,7 @@ def test_one_rank_alone_gathers_nothing_and_hides_its_values_at_rest_all_the_sam
 def test_unsharded_leaves_follow_the_shard(make_flat):
     flat = make_flat(torch.zeros(3))
     flat.parameter.data[:3] = torch.tensor([1.0, 2.0, 3.0])
-    flat.unshard()
+    unshard(flat)
     assert flat.leaves[0].tolist() == [1, 2, 3]
 
 
@@ -60,9 +61,9 @@ def test_leaves_stay_the_parameters_they_were_and_their_views_are_made_once(run_
         flat = make_flat(torch.ones(2, 3), torch.ones(5), comm=comm)
         leaves, places = flat.leaves, []
         for _ in range(2):
-            flat.unshard()
+            unshard(flat)
             places.append([leaf.untyped_storage()._cdata for leaf in leaves])
-            flat.reshard()
+            reshard(flat)
         assert flat.leaves is leaves
         return places[0] == places[1]
 
@@ -79,19 +80,19 @@ def test_ranks_that_share_memory_have_one_copy_of_all_values_and_meet_to_use_it(
         assert flat.is_resident
         with torch.no_grad():
             flat.parameter.add_(10.0 * (comm.rank + 1))
-        flat.unshard()
-        return flat.full.data_ptr(), flat.leaves[0].tolist(), flat.unsharded_bytes
+        unshard(flat)
+        return flat.full.data_ptr(), flat.leaves[0].tolist(), values_bytes(flat)
 
     first, second = run_ranks(2, body, shares_memory=True)
     assert first == second
     assert first[1:] == ([[10, 11, 12], [13, 24, 25]], 0)
 
 
-def test_ranks_that_share_memory_and_meet_for_other_reasons_are_told(run_ranks, make_flat):
+def test_ranks_that_share_memory_and_meet_with_other_labels_raise(run_ranks, make_flat):
     def body(comm):
         flat = make_flat(torch.zeros(4), comm=comm)
         if comm.rank == 0:
-            flat.unshard()
+            unshard(flat)
         else:
             comm.labelled_barrier("something else")
 
@@ -107,7 +108,7 @@ def test_shards_that_are_kept_in_another_dtype_than_the_shared_values_are_publis
         comm.barrier()
         before = flat.full.tolist()
         comm.barrier()
-        flat.unshard()
+        unshard(flat)
         return before, flat.parameter.dtype, flat.leaves[0].dtype, flat.leaves[0].tolist()
 
     kept = [0] * 8
@@ -138,9 +139,9 @@ def test_what_is_written_to_a_leaf_at_rest_is_forgotten(make_flat):
         with pytest.raises(RuntimeError, match="single memory location"):
             flat.leaves[1].add_(5.0)
     assert flat.leaves[1].isnan().all()
-    flat.unshard()
+    unshard(flat)
     assert flat.leaves[0].item() == 1
-    flat.reshard()
+    reshard(flat)
     assert flat.leaves[0].isnan().all()
 
 
@@ -152,9 +153,9 @@ def test_original_parameters_hold_their_own_run_of_the_shard_at_rest(run_ranks, 
         with torch.no_grad():
             for leaf in flat.leaves:
                 leaf.mul_(2)  # as an optimizer does
-        flat.unshard()
+        unshard(flat)
         seen += [first.tolist(), second.tolist()]
-        flat.reshard()
+        reshard(flat)
         assert flat.leaves == (first, second)
         return [*seen, first.tolist(), second.tolist()]
 
@@ -172,22 +173,22 @@ def test_values_that_are_replicated_are_there_at_rest_and_never_move(make_flat):
     for _ in range(2):
         assert leaf.tolist() == [[0, 1, 2], [3, 4, 5]]
         places.append(leaf.data_ptr())
-        flat.unshard()
+        unshard(flat)
         places.append(leaf.data_ptr())
-        flat.reshard()
+        reshard(flat)
     assert set(places) == {flat.parameter.data_ptr()}
 
 
 def test_values_that_are_replicated_and_lowered_are_there_in_their_own_dtype_at_rest(make_flat):
     flat = make_flat(torch.full((2, 2), 257.0), always_whole=True, dtypes=LOWERED)
     assert flat.leaves[0].tolist() == [[257, 257], [257, 257]]
-    flat.unshard()
+    unshard(flat)
     assert flat.leaves[0].dtype == torch.bfloat16
     assert flat.leaves[0].tolist() == [[256, 256], [256, 256]]
-    assert flat.unsharded_bytes == 2 * flat.layout.padded_numel
-    flat.reshard()
+    assert values_bytes(flat) == 2 * flat.layout.padded_numel
+    reshard(flat)
     assert flat.leaves[0].tolist() == [[257, 257], [257, 257]]
-    assert flat.unsharded_bytes == 0
+    assert values_bytes(flat) == 0
 
 
 # What users put in the place of a shard
@@ -198,7 +199,7 @@ def test_a_shard_that_was_replaced_is_taken_over_into_the_memory_that_ranks_know
     place = flat.parameter.data_ptr()
     flat.parameter.data = torch.arange(4.0)
     flat.adopt_user_data()
-    flat.unshard()
+    unshard(flat)
     assert flat.leaves[0].tolist() == [0, 1, 2, 3]
     assert flat.parameter.data_ptr() == place
 
@@ -209,7 +210,7 @@ def test_a_run_that_was_replaced_is_taken_over_when_its_size_is_right(run_ranks,
         for leaf in flat.leaves:
             leaf.data = torch.full_like(leaf, comm.rank + 1.0)
         flat.adopt_user_data()
-        flat.unshard()
+        unshard(flat)
         flat.adopt_user_data()  # has nothing to do while they are whole
         return [leaf.tolist() for leaf in flat.leaves]
 
@@ -238,12 +239,12 @@ def test_owns_memory_of_its_gathered_values_alone(run_ranks, make_flat):
     def body(comm):
         flat = make_flat(torch.ones(4), comm=comm)
         assert not flat.owns_memory_of(flat.leaves[0])
-        flat.unshard()
+        unshard(flat)
         assert flat.owns_memory_of(flat.leaves[0][1:])
         assert not flat.owns_memory_of(flat.parameter)
         assert not flat.owns_memory_of(flat.leaves[0].clone())
         assert not flat.owns_memory_of(torch.eye(2).to_sparse())
-        flat.reshard()
+        reshard(flat)
         return "done"
 
     assert run_ranks(2, body) == ["done"] * 2
@@ -251,7 +252,7 @@ def test_owns_memory_of_its_gathered_values_alone(run_ranks, make_flat):
 
 def test_a_view_of_values_that_never_move_is_no_danger(make_flat):
     flat = make_flat(torch.ones(4), always_whole=True)
-    flat.unshard()
+    unshard(flat)
     assert not flat.owns_memory_of(flat.leaves[0])
 
 

@@ -11,6 +11,7 @@ from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.storage import Resident, Transient, Whole, alloc_storage, data_ptr_allocated, free_storage
+from tests.unit.flat.gathering import buffer_bytes
 
 CPU = torch.device("cpu")
 
@@ -152,7 +153,7 @@ def test_parameters_in_use_by_autograd_are_freed_and_allocated():
     assert parameter.requires_grad
 
 
-def test_allocated_memory_is_told_from_freed():
+def test_allocated_memory_is_distinguished_from_freed():
     tensor = torch.ones(3)
     view = tensor[1:]
     seen = [data_ptr_allocated(tensor), data_ptr_allocated(view)]
@@ -179,7 +180,7 @@ def test_one_rank_alone_computes_with_its_shard_itself():
     assert buffer.full is shard
     buffer.free()
     assert buffer.full.tolist() == [0, 1, 2, 3]
-    assert buffer.held_bytes == 0
+    assert buffer_bytes(buffer) == 0
 
 
 def test_memory_is_taken_by_the_gather_and_given_back_while_views_stay(run_ranks):
@@ -187,12 +188,12 @@ def test_memory_is_taken_by_the_gather_and_given_back_while_views_stay(run_ranks
         buffer = Transient(comm, 4, torch.float32, CPU)
         full, view = buffer.full, buffer.full[2:]
         buffer.free()
-        seen = [buffer.held_bytes]
+        seen = [buffer_bytes(buffer)]
         for turn in range(2):
             assert buffer.gather(torch.full((2,), comm.rank + 10.0 * turn), async_op=False) is None
-            seen.append((buffer.held_bytes, full.tolist(), view.tolist()))
+            seen.append((buffer_bytes(buffer), full.tolist(), view.tolist()))
             buffer.free()
-            seen.append(buffer.held_bytes)
+            seen.append(buffer_bytes(buffer))
         assert buffer.full is full
         assert not buffer.resident
         return seen
@@ -222,7 +223,7 @@ def test_one_rank_that_computes_in_another_dtype_copies():
     buffer.free()
     assert buffer.gather(torch.tensor([1.0, 2.0, 2049.0]), async_op=True) is None
     assert buffer.full.tolist() == [1, 2, 2048]
-    assert buffer.held_bytes == 6
+    assert buffer_bytes(buffer) == 6
 
 
 def test_shared_memory_holds_all_shards_as_soon_as_they_are_written(run_ranks):
@@ -232,7 +233,7 @@ def test_shared_memory_holds_all_shards_as_soon_as_they_are_written(run_ranks):
         comm.barrier()
         assert buffer.gather(torch.zeros(2), async_op=True) is None
         buffer.free()
-        assert (buffer.resident, buffer.held_bytes) == (True, 0)
+        assert (buffer.resident, buffer_bytes(buffer)) == (True, 0)
         assert buffer.segment.data_ptr() == segment(buffer.full, comm).data_ptr()
         return buffer.full.data_ptr(), buffer.full.tolist()
 
@@ -256,7 +257,7 @@ def test_shared_memory_of_another_dtype_is_held_besides_the_shard(run_ranks):
     def body(comm):
         buffer = Resident(comm, 6, torch.bfloat16, is_cast=True)
         buffer.write(torch.full((3,), 257.0))
-        return buffer.held_bytes, buffer.segment.tolist()
+        return buffer_bytes(buffer), buffer.segment.tolist()
 
     assert run_ranks(2, body, shares_memory=True) == [(6, [256, 256, 256])] * 2
 

@@ -33,7 +33,7 @@ class Recording(FakeCommunicator):
 
 @pytest.fixture
 def on_ranks(run_ranks):
-    """``on_ranks(size, body)``: ``run_ranks`` with communicators that say their device."""
+    """``on_ranks(size, body)``: ``run_ranks`` with communicators that have a device."""
 
     def run(size, body):
         def with_device(comm):
@@ -71,7 +71,7 @@ def shapes(*found):
 
 
 def test_a_difference_names_parameter_values_and_ranks_on_every_rank(on_ranks):
-    """torch compares with rank 0 and says the number of the parameter, not its name or who differs from whom."""
+    """torch compares with rank 0 and names the number of the parameter, neither its name nor the ranks that differ."""
 
     def body(comm):
         rows = 4 if comm.rank in (1, 3, 4) else 3
@@ -114,7 +114,7 @@ def test_another_order_is_a_difference(on_ranks):
     )
 
 
-def test_of_many_differences_a_few_are_told(on_ranks):
+def test_of_many_differences_a_few_are_named(on_ranks):
     def body(comm):
         named = [(f"p{index}", torch.empty(comm.rank + 1)) for index in range(10)]
         verify_param_shape_across_processes(comm, named)
@@ -414,7 +414,7 @@ def test_ignored_parameters_and_buffers_are_left_alone(on_ranks, make_model, by)
     assert same_state(after, expected, after.keys() - left)
 
 
-def test_differences_between_modules_are_told_by_name_before_anything_is_sent(on_ranks):
+def test_differences_between_modules_are_named_before_anything_is_sent(on_ranks):
     """torch's function takes it for granted that shapes are equal."""
     models = [nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(4)]
     models[1].running_mean = models[1].running_mean.double()

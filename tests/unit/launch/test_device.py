@@ -32,7 +32,7 @@ def test_each_rank_takes_the_gpu_of_its_local_rank_among_those_it_sees(gpus, cou
     assert choose("cuda", local_rank) == torch.device("cuda", index)
 
 
-def test_a_named_device_is_taken_as_it_is(gpus):
+def test_a_named_device_is_used(gpus):
     gpus(4)
     assert choose("cuda:2", 0) == torch.device("cuda", 2)
     assert choose(torch.device("cuda", 1), 3) == torch.device("cuda", 1)

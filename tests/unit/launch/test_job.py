@@ -34,20 +34,20 @@ def test_a_process_that_no_launcher_started_is_a_world_of_one(mpi):
 
 
 @pytest.mark.parametrize("variable", LAUNCHER_VARIABLES)
-def test_a_launcher_that_the_mpi_library_does_not_hear_is_told(mpi, monkeypatch, variable):
+def test_a_launcher_that_the_mpi_library_does_not_detect_is_an_error(mpi, monkeypatch, variable):
     mpi(1)
     monkeypatch.setenv(variable, "4")
     with pytest.raises(LaunchError) as caught:
         job.load_mpi()
     assert str(caught.value) == (
         f"the launcher started 4 processes ({variable}=4), but the MPI library that mpi4py loaded (MPICH Version: 4.2) "
-        "does not hear it: every process would be rank 0 of 1. Start with that library's own mpirun, choose its "
+        "does not detect it: every process would be rank 0 of 1. Start with that library's own mpirun, choose its "
         "plug-in (srun --mpi=pmix or --mpi=pmi2), or install mpi4py for the launcher's MPI"
     )
     assert caught.value.exit_code == 3
 
 
-def test_a_launcher_that_the_mpi_library_hears_is_fine(mpi, monkeypatch):
+def test_a_launcher_that_the_mpi_library_detects_is_no_error(mpi, monkeypatch):
     library = mpi(4)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     assert job.load_mpi() is library

@@ -34,44 +34,44 @@ def holder_of(folder):
     return json.loads((folder / NAME).read_text())["pid"]
 
 
-def take(folder, **options):
+def acquire(folder, **options):
     mine = RunLock(folder)
-    mine.take(**options)
+    mine.acquire(**options)
     mine.release()
 
 
 def test_a_folder_is_held_until_it_is_given_back(tmp_path):
     folder = tmp_path / "a" / "run"
     first = RunLock(folder)
-    first.take()
+    first.acquire()
     assert os.listdir(folder) == [NAME]
     with pytest.raises(
         UsageError, match=rf"another training's: process {os.getpid()} on .*, since 20.*--take_over true"
     ):
-        RunLock(folder).take()
+        RunLock(folder).acquire()
     first.check()
     first.release()
     assert os.listdir(folder) == []
-    take(folder)
+    acquire(folder)
 
 
 def test_a_job_whose_process_has_ended_on_this_system_holds_nothing(tmp_path, hold):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     hold(pid=ended.pid)
-    take(tmp_path)
+    acquire(tmp_path)
     hold(started="1")  # another process has its number
-    take(tmp_path)
+    acquire(tmp_path)
 
 
 def test_a_job_that_its_scheduler_starts_again_takes_its_folder_back(tmp_path, hold, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     hold(host="elsewhere", system="other", restart="0")
-    take(tmp_path)
+    acquire(tmp_path)
     hold(host="elsewhere", restart="1")
     with pytest.raises(UsageError, match=r"job 77, process .* on elsewhere"):  # another step of the same job
-        take(tmp_path)
+        acquire(tmp_path)
 
 
 def test_a_holder_elsewhere_is_alive_if_it_touches_the_file(tmp_path, hold, monkeypatch):
@@ -81,7 +81,7 @@ def test_a_holder_elsewhere_is_alive_if_it_touches_the_file(tmp_path, hold, monk
     alive = threading.Timer(0.1, os.utime, [tmp_path / NAME])
     alive.start()
     with pytest.raises(UsageError, match="on elsewhere"):
-        take(tmp_path)
+        acquire(tmp_path)
     alive.join()
 
 
@@ -90,24 +90,24 @@ def test_a_holder_elsewhere_that_is_silent_is_dead(tmp_path, hold, quick, text):
     hold(host="elsewhere", system="other")
     if text is not None:
         (tmp_path / NAME).write_text(text)
-    take(tmp_path)
+    acquire(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
 def test_the_holder_touches_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "BEAT_S", 0.01)
     mine = RunLock(tmp_path)
-    mine.take()
+    mine.acquire()
     os.utime(tmp_path / NAME, (1, 1))
     while (tmp_path / NAME).stat().st_mtime == 1:
         pass
     mine.release()
 
 
-def test_a_folder_that_was_taken_by_force_is_given_up_by_the_other(tmp_path):
+def test_the_holder_of_a_folder_raises_after_another_job_has_taken_it_over(tmp_path):
     first, second = RunLock(tmp_path), RunLock(tmp_path)
-    first.take()
-    second.take(by_force=True)
+    first.acquire()
+    second.acquire(by_force=True)
     with pytest.raises(UsageError, match=r"has been taken over by another training: .*saves nothing more"):
         first.check()
     first.release()
@@ -115,7 +115,7 @@ def test_a_folder_that_was_taken_by_force_is_given_up_by_the_other(tmp_path):
     second.release()
 
 
-def test_a_stale_file_that_somebody_else_has_replaced_is_left_to_him(tmp_path, hold):
+def test_a_stale_file_that_another_job_has_replaced_stays(tmp_path, hold):
     hold(token="new", pid=5)
     RunLock(tmp_path)._remove(dataclasses.replace(Holder.here(), token="old"))
     assert holder_of(tmp_path) == 5 and os.listdir(tmp_path) == [NAME]
@@ -125,7 +125,7 @@ def test_a_folder_that_is_removed_is_reported_and_made_again(tmp_path, caplog, m
     monkeypatch.setattr(lock, "BEAT_S", 0.01)
     folder = tmp_path / "run"
     mine = RunLock(folder)
-    mine.take()
+    mine.acquire()
     with caplog.at_level("ERROR", "hpcfsdp"):
         shutil.rmtree(folder)
         while not caplog.messages:

@@ -45,7 +45,7 @@ def test_ranks_that_reach_no_address_are_named(reached):
     )
 
 
-def test_ranks_that_reach_different_addresses_are_told(reached):
+def test_ranks_that_reach_different_addresses_raise(reached):
     reached({"10.0.0.1"})
     assert error_of(["10.0.0.1", "10.1.0.1"], Ranks([False, True])) == (
         "no address of rank 0's host (10.0.0.1, 10.1.0.1; port 4321) is reached by every rank; ranks that reach none "
@@ -53,7 +53,7 @@ def test_ranks_that_reach_different_addresses_are_told(reached):
     )
 
 
-def test_a_host_without_addresses_is_told(reached):
+def test_a_host_without_addresses_is_an_error(reached):
     reached(set())
     assert "rank 0's host (it has none besides loopback; port 4321)" in error_of([], Ranks([]))
 
@@ -92,7 +92,7 @@ def test_this_hosts_addresses_are_valid_and_not_loopback():
     assert not any(ipaddress.ip_address(address).is_loopback for address in rendezvous.addresses_of_this_host())
 
 
-def test_reachable_tells_an_open_port_from_a_closed_one():
+def test_an_open_port_is_reachable_and_a_closed_one_is_not():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert rendezvous.reachable("127.0.0.1", port)

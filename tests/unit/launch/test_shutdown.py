@@ -37,7 +37,7 @@ def test_an_uncaught_error_is_printed_with_its_rank_and_ends_the_job_with_its_ex
     assert hook[1] == [code]
 
 
-def test_an_exit_code_is_one_that_says_error(hook):
+def test_an_exit_code_is_never_zero(hook):
     for code in (0, 256, 3):
         shutdown.abort("x", code)
     assert hook[1] == [1, 1, 3]

@@ -6,7 +6,7 @@ import pytest
 from hpcfsdp.launch.signals import STOP_SIGNALS, StopRequest
 
 
-def test_the_signals_of_schedulers_are_taken():
+def test_the_signals_of_schedulers_are_handled():
     assert set(STOP_SIGNALS) == {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
 
 

@@ -42,7 +42,7 @@ def test_equal_machines_are_equal_however_they_were_made():
         (Topology.uneven([1, 3, 2, 3]), "2 node(s) of 3 rank(s) + 1 node(s) of 2 rank(s) + 1 node(s) of 1 rank(s)"),
     ],
 )
-def test_a_machine_is_told_in_words(topology, text):
+def test_a_topology_is_described_in_words(topology, text):
     assert str(topology) == text
 
 

@@ -52,7 +52,7 @@ def test_other_ranks_are_silent_on_stderr_and_stdout(tmp_path, capfd):
     assert lines_of(tmp_path / "rank-0003.jsonl")[0]["message"] == "hidden"
 
 
-def test_a_traceback_is_told_in_both_places(tmp_path, capsys):
+def test_a_traceback_is_in_both_logs(tmp_path, capsys):
     log.set_up(0, 1, "host", tmp_path)
     try:
         raise KeyError("lost")

@@ -118,7 +118,7 @@ def test_a_profiler_within_another_one_takes_what_happens_in_it(clock, debug):
     ]
 
 
-def test_a_profiler_whose_log_is_silent_hides_the_one_around_it(clock, debug):
+def test_a_profiler_with_a_silent_log_hides_the_outer_one(clock, debug):
     silent = logging.getLogger("hpcfsdp.test_profile_silent")
     silent.setLevel(logging.ERROR)
     outer, inner = SimpleProfiler("outer", logger), SimpleProfiler("inner", silent)

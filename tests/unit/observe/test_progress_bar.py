@@ -28,16 +28,16 @@ def run(rank, first, last, every):
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "every", "told"),
+    ("first", "last", "every", "logged"),
     [(1, 7, 3, [1, 3, 6, 7]), (4, 6, 100, [4, 6]), (5, 5, 1, [5]), (1, 3, 1, [1, 2, 3])],
 )
 def test_without_a_terminal_there_is_a_line_for_the_first_last_and_every_nth_step(
-    terminal, caplog, first, last, every, told
+    terminal, caplog, first, last, every, logged
 ):
     terminal(False)
     with caplog.at_level(logging.INFO, logger.name):
         run(0, first, last, every)
-    assert caplog.messages == [f"step {step}/{last} loss {step / 2}" for step in told]
+    assert caplog.messages == [f"step {step}/{last} loss {step / 2}" for step in logged]
 
 
 @pytest.mark.parametrize("yes", [True, False])

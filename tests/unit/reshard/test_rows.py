@@ -12,7 +12,7 @@ from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, box_blocks
 from hpcfsdp.errors import CheckpointCorruptError
 from hpcfsdp.flat.layout import Box
 from hpcfsdp.reshard import rows as tiling
-from hpcfsdp.reshard.rows import TilingError, byte_stretches, first_untiled
+from hpcfsdp.reshard.rows import TilingError, byte_ranges, first_untiled
 
 FIELDS = ["tensor", "count", "start", "numel", "stride"]
 
@@ -145,7 +145,7 @@ def test_a_few_rows_that_tell_of_millions_of_runs_take_no_memory():
     assert first_untiled(rows, [160_000_000]) is None
     assert first_untiled(rows[:2], [160_000_000]) == 0
     numbers = [rows[name].astype(np.int64) for name in ("start", "numel", "count", "stride")]
-    begins, ends = byte_stretches(*numbers, np.zeros(3, np.int64))
+    begins, ends = byte_ranges(*numbers, np.zeros(3, np.int64))
     assert (begins.tolist(), ends.tolist()) == ([0], [160_000_000])
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
@@ -161,11 +161,11 @@ def test_rows_that_would_have_to_be_cut_too_often_are_refused(monkeypatch):
     assert caught.value.tensor == 0
     spec = TensorSpec("model/w", (30000,), "uint8")
     rows = extents(mixed, mixed["start"])
-    with pytest.raises(CheckpointCorruptError, match=r"^a\.h5: damaged: model/w: its runs lie between each other"):
+    with pytest.raises(CheckpointCorruptError, match=r"^a\.h5: damaged: model/w: its runs are interleaved"):
         check_extents("a.h5", {spec.path: spec}, rows, [], 30000)
     counts = [column.astype(np.int64) for column in (whole["start"], whole["numel"], whole["count"], whole["stride"])]
     with pytest.raises(TilingError):
-        byte_stretches(*counts, np.arange(2))
+        byte_ranges(*counts, np.arange(2))
 
 
 @st.composite
@@ -189,7 +189,7 @@ def test_stretches_are_the_bytes_of_rows_and_overlap_where_rows_do(rows):
     for begin, numel, count, stride, _ in rows:
         for run in range(count):
             expected[begin + run * stride : begin + run * stride + numel] += 1
-    begins, ends = byte_stretches(*rows.T)
+    begins, ends = byte_ranges(*rows.T)
     assert np.all(np.diff(begins) >= 0)
     found = np.zeros(100, int)
     for begin, end in zip(begins, ends, strict=True):
@@ -203,13 +203,13 @@ def test_a_strided_tensor_that_lies_on_another_thing_is_refused():
     rows = columns(10, 8, 3)
     check_extents("a.h5", spec, extents(rows, [7, 10]), [(0, 7), (87, 90)], 90)
     for regions in ([(0, 8)], [(50, 51)], [(86, 90)]):
-        with pytest.raises(CheckpointCorruptError, match="two things stand at one place"):
+        with pytest.raises(CheckpointCorruptError, match="two of its byte ranges overlap"):
             check_extents("a.h5", spec, extents(rows, [7, 10]), regions, 90)
     with pytest.raises(CheckpointCorruptError, match="model/w ends beyond the file's 86 bytes"):
         check_extents("a.h5", spec, extents(rows, [7, 10]), [], 86)
-    with pytest.raises(CheckpointCorruptError, match="two things stand at one place"):
+    with pytest.raises(CheckpointCorruptError, match="two of its byte ranges overlap"):
         check_extents("a.h5", spec, extents(rows, [7, 9]), [], 90)
     # The second columns stand elsewhere, in rows of eight too, and the region between them.
     check_extents("a.h5", spec, extents(rows, [0, 100]), [(3, 8), (105, 108)], 200)
-    with pytest.raises(CheckpointCorruptError, match="two things stand at one place"):
+    with pytest.raises(CheckpointCorruptError, match="two of its byte ranges overlap"):
         check_extents("a.h5", spec, extents(rows, [0, 100]), [(3, 9)], 200)

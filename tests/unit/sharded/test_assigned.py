@@ -60,12 +60,12 @@ def test_requires_grad_of_what_is_assigned_counts():
     assert model.state_dict()["0.weight"].tolist() == [[1, 1], [1, 1]]
 
 
-def test_an_optimizer_of_what_was_there_before_is_told_to_be_built_anew():
+def test_an_optimizer_of_replaced_parameters_is_refused():
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer)
     model.module[0].weight = nn.Parameter(torch.ones(4))
-    with pytest.raises(EngineError, match=r"the SGD steps '0.weight', in whose place another parameter was assigned"):
+    with pytest.raises(EngineError, match=r"the SGD steps '0.weight', but another parameter was assigned"):
         step(model, optimizer)
 
 

@@ -80,7 +80,7 @@ def test_a_deregistered_parameter_stays_an_attribute_at_every_place():
 def test_a_parameter_that_another_unit_has_taken_is_named():
     model = Model()
     for entry in own_params(model.first).groups[0]:
-        entry.take()
+        entry.mark()
     with pytest.raises(ValueError) as caught:
         own_params(nn.Sequential(model.second))
     assert str(caught.value) == (
@@ -91,7 +91,7 @@ def test_a_parameter_that_another_unit_has_taken_is_named():
 
 def test_parameters_of_modules_that_stay_in_full_precision_are_grouped_apart():
     model = nn.Sequential(nn.Linear(1, 1), nn.LayerNorm(1), nn.Linear(1, 1))
-    groups = own_params(model, apart=(nn.LayerNorm,)).groups
+    groups = own_params(model, full_precision=(nn.LayerNorm,)).groups
     assert [[entry.fqn for entry in group] for group in groups] == [
         ["0.weight", "0.bias", "2.weight", "2.bias"],
         ["1.weight", "1.bias"],
@@ -119,6 +119,6 @@ def test_parameters_on_several_devices_are_named_with_theirs():
     with pytest.raises(ValueError) as caught:
         own_params(model)
     assert str(caught.value) == (
-        "the parameters of one unit lie on several devices ('a.bias' on cpu, 'b.bias' on meta): move them to one, or "
+        "the parameters of one unit are on several devices ('a.bias' on cpu, 'b.bias' on meta): move them to one, or "
         "pass device_id"
     )

@@ -56,14 +56,14 @@ def enter(world, monkeypatch):
 
 
 class Spy(FakeCommunicator):
-    """Ranks that have other things to say than this one."""
+    """Ranks that gather other objects than this one."""
 
-    def __init__(self, rank, size, said):
+    def __init__(self, rank, size, others):
         super().__init__(rank, size)
-        self.said = said
+        self.others = others
 
     def all_gather_object(self, value):
-        return [value, *self.said]
+        return [value, *self.others]
 
 
 def places(comm):
@@ -131,7 +131,7 @@ def test_torchs_default_group_is_the_default(fake_torch):
         (
             ((None, None), None, Strategy.HYBRID_SHARD),
             ValueError,
-            "HYBRID_SHARD was given (None, None): both groups of the pair (shard, replicate) count",
+            "HYBRID_SHARD needs both groups of a pair (shard, replicate), not (None, None)",
         ),
         (
             ((1, "g"), None, Strategy.HYBRID_SHARD),
@@ -212,7 +212,7 @@ def test_hybrid_shards_within_nodes_and_replicates_across_them(
             "are 1 node(s) of 3 rank(s) + 1 node(s) of 1 rank(s): start the same number of ranks on each (srun "
             "--ntasks-per-node), or pass process_group=(shard, replicate) or a device_mesh",
         ),
-        (SCATTERED, "the ranks lie on the nodes in a way that this mesh cannot follow"),
+        (SCATTERED, "this mesh cannot follow the order of the ranks"),
     ],
 )
 def test_nodes_that_make_no_grid_are_refused_with_the_mend(make_world, topology, message):
@@ -291,7 +291,7 @@ def test_the_groups_of_an_outer_unit_serve_another_strategy():
     assert (replicated.replicate, replicated.shard.size) == (comm, 1)
     assert resolve_mesh(replicated, None, Strategy.FULL_SHARD).shard is comm
     with pytest.raises(
-        ValueError, match="HYBRID_SHARD does not fit the process groups of SHARD_GRAD_OP that the outer"
+        ValueError, match="HYBRID_SHARD does not fit the process groups of the outer unit, which uses SHARD_GRAD_OP"
     ):
         resolve_mesh(outer, None, Strategy.HYBRID_SHARD)
 
@@ -303,5 +303,7 @@ def test_the_groups_of_a_hybrid_unit_serve_another_strategy(make_world):
     assert facts(inner) == (Strategy._HYBRID_SHARD_ZERO2, outer.shard, outer.replicate, outer.data)
     assert resolve_mesh(outer, None, Strategy.FULL_SHARD).shard is communicator_for(None, required=True)
     pair = resolve_mesh((FakeCommunicator(0, 2), FakeCommunicator(0, 3)), None, Strategy.HYBRID_SHARD)
-    with pytest.raises(ValueError, match="FULL_SHARD does not fit the process groups of HYBRID_SHARD"):
+    with pytest.raises(
+        ValueError, match="FULL_SHARD does not fit the process groups of the outer unit, which uses HYBRID_SHARD"
+    ):
         resolve_mesh(pair, None, Strategy.FULL_SHARD)

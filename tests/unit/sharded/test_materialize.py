@@ -277,7 +277,7 @@ class Forgetful(nn.Module):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.complex64, torch.int16]
 )
-def test_whatever_nobody_initialises_is_named(param_init_fn, dtype):
+def test_uninitialised_tensors_are_named(param_init_fn, dtype):
     module = build(lambda: nn.Sequential(nn.Linear(1, 1), Forgetful(dtype)))
     with pytest.raises(ValueError) as caught:
         make(module, param_init_fn)
@@ -305,7 +305,7 @@ def test_memory_without_values_is_found_however_the_function_asked_for_it(way):
         make(nn.Linear(2, 2, device="meta"), function)
 
 
-def test_small_integers_are_zero_where_nobody_initialises_them():
+def test_uninitialised_small_integers_are_zero():
     class Masks(nn.Module):
         def __init__(self):
             super().__init__()

@@ -92,17 +92,17 @@ def test_a_plain_function_is_asked_whether_to_look_inside_and_whether_to_wrap():
     ]
 
 
-def test_a_function_is_told_what_no_unit_inside_has_taken():
-    told = {}
+def test_a_function_gets_the_number_of_elements_outside_of_units():
+    counted = {}
 
     def policy(module, recurse, nonwrapped_numel):
         if not recurse:
-            told[type(module).__name__] = nonwrapped_numel
+            counted[type(module).__name__] = nonwrapped_numel
         return recurse or isinstance(module, nn.Linear)
 
     root = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.PReLU(5)))
     choose_units(root, policy)
-    assert told == {"Linear": 6, "PReLU": 5, "Sequential": 5}
+    assert counted == {"Linear": 6, "PReLU": 5, "Sequential": 5}
 
 
 def test_a_module_registered_twice_is_chosen_once():

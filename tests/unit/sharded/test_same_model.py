@@ -52,7 +52,7 @@ def test_the_first_difference_between_models_is_named_on_every_rank(run_ranks, o
         assert str(error).startswith(f"ranks wrap different models: as parameter {text}")
 
 
-def test_models_that_tie_other_names_are_told_apart(run_ranks):
+def test_models_with_other_tied_names_are_refused(run_ranks):
     tied = [FlatLayout.plan([("w", (2,), ("v",))], torch.float32, 2)]
     for error in results_of(run_ranks, 2, (layouts(("w", (2,))), [True]), (tied, [True])):
         assert type(error) is DisagreementError

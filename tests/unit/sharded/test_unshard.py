@@ -16,6 +16,7 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.sharded.unshard import walk_full_params
 from hpcfsdp.wrap import ModuleWrapPolicy
+from tests.unit.flat.gathering import values_bytes
 
 summon = FullyShardedDataParallel.summon_full_params
 ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
@@ -67,7 +68,7 @@ def at_rest(model):
         assert wrapper._unit.phase is Phase.IDLE
         for flat in wrapper._unit.flats:
             assert not flat.is_unsharded
-            assert flat.unsharded_bytes == 0
+            assert values_bytes(flat) == 0
             assert flat.use_orig_params or flat.comm.size == 1 or flat.leaves[0].isnan().all()
     assert all(param.dim() == 1 for param in model.parameters())
 
@@ -412,7 +413,7 @@ def test_a_replaced_parameter_may_have_another_dtype(original):
 
 @ORIGINAL
 @pytest.mark.parametrize("rank0_only", [False, True])
-def test_whole_parameters_may_lie_in_host_memory(run_ranks, original, rank0_only):
+def test_whole_parameters_may_be_in_host_memory(run_ranks, original, rank0_only):
     def body(comm):
         model = shard(make_net(), comm, use_orig_params=original)
         with summon(model, offload_to_cpu=True, rank0_only=rank0_only), torch.no_grad():
@@ -425,8 +426,8 @@ def test_whole_parameters_may_lie_in_host_memory(run_ranks, original, rank0_only
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert all_ok(run_ranks(2, body)) == [[3] * 5] * 2
-    told = [warning for warning in caught if "for each rank of the node" in str(warning.message)]
-    assert bool(told) == (not rank0_only)
+    warned = [warning for warning in caught if "for each rank of the node" in str(warning.message)]
+    assert bool(warned) == (not rank0_only)
 
 
 def test_one_rank_alone_is_not_warned_of_copies(recwarn):
@@ -505,7 +506,7 @@ def test_another_shape_is_named_and_nothing_is_written(run_ranks, original, way)
 
 
 @ORIGINAL
-def test_another_shape_on_rank_0_alone_is_told_to_all(run_ranks, original):
+def test_another_shape_on_rank_0_alone_raises_on_all(run_ranks, original):
     def body(comm):
         model = shard(nn.Linear(3, 3, bias=False), comm, use_orig_params=original)
         with summon(model, rank0_only=True):

@@ -42,7 +42,7 @@ OF_OPTIMIZERS = {
 def test_shards_that_an_optimizer_steps_are_not_taken_for_parameters(name, options, original, around):
     model, optimizer = make(around=around, original=original)
     with pytest.raises(
-        StateDictError, match=rf"the shards that .* for whole parameters: call hpcfsdp\.state_dict\.{name},"
+        StateDictError, match=rf"the shards that .* as whole parameters: call hpcfsdp\.state_dict\.{name},"
     ):
         OF_OPTIMIZERS[name](model, optimizer, options)
     assert callable(getattr(ours, name))
@@ -53,7 +53,7 @@ def test_shards_that_an_optimizer_steps_are_not_taken_for_parameters(name, optio
 @pytest.mark.parametrize("options", [FULL, FROM_RANK0], ids=["full", "from rank 0"])
 def test_flat_parameters_are_not_taken_for_the_models_own(options, around):
     model, _ = make(around=around, original=False)
-    with pytest.raises(StateDictError, match=r"take flat parameters .* hpcfsdp\.state_dict\.set_model_state_dict,"):
+    with pytest.raises(StateDictError, match=r"would use flat parameters .*hpcfsdp\.state_dict\.set_model_state_dict,"):
         stock.set_model_state_dict(model, dict(model.state_dict()), options=options)
 
 

@@ -3,10 +3,11 @@ import torch
 from torch import nn
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.errors import CheckpointError
+from hpcfsdp.comm.grid import Grid
+from hpcfsdp.errors import CheckpointError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
-from hpcfsdp.state.model import communicator_of, flat_params, model_tensors
+from hpcfsdp.state.model import communicator_of, flat_params, model_tensors, ranks_of_model
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.wrap import ModuleWrapPolicy
@@ -86,7 +87,7 @@ def test_the_pieces_of_all_ranks_are_the_parameter(run_ranks):
         return tensor.runs, [(piece.start, piece.tensor.clone()) for piece in tensor.pieces]
 
     results = run_ranks(3, body)
-    assert len({(tuple(runs.edges), tuple(runs.holders.flat)) for runs, _ in results}) == 1
+    assert len({(tuple(runs.edges), tuple(runs.ranks.flat)) for runs, _ in results}) == 1
     pieces = [piece for _, pieces in results for piece in pieces]
     assert [start for start, _ in pieces] == results[0][0].edges[:-1].tolist()
     assert torch.equal(torch.cat([values for _, values in pieces]).view(5, 7), weight)
@@ -116,3 +117,39 @@ def test_a_pair_of_groups_that_is_not_the_world_has_no_checkpoint():
     assert communicator_of(model) is pair[0]
     with pytest.raises(CheckpointError, match="a pair of process groups that do not make up the world"):
         model_tensors(model)
+
+
+def wrap(module, comm, **options):
+    return FullyShardedDataParallel(module, process_group=comm, **options)
+
+
+def test_the_ranks_of_a_model_are_those_of_its_largest_unit():
+    large, small = FakeCommunicator(1, 4), FakeCommunicator(0, 2)
+    assert ranks_of_model(wrap(nn.Linear(2, 2), large)) is large
+    model = nn.ModuleList([wrap(nn.Linear(2, 2), small), nn.Sequential(wrap(nn.Linear(2, 2), large))])
+    assert ranks_of_model(model) is large
+    assert ranks_of_model(wrap(nn.Linear(2, 2), large, sharding_strategy=ShardingStrategy.NO_SHARD)) is large
+
+
+def test_a_pair_of_groups_counts_as_many_ranks_as_it_has_together(run_grid):
+    def body(shard, replicate):
+        pair = wrap(nn.Linear(2, 2), (shard, replicate), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+        ranks = ranks_of_model(nn.ModuleList([wrap(nn.Linear(2, 2), FakeCommunicator(0, 5)), pair]))
+        return type(ranks), ranks.rank
+
+    assert run_grid(body) == [(Grid, rank) for rank in range(6)]
+
+
+def test_a_group_of_ones_own():
+    comm = FakeCommunicator(1, 3)
+    assert ranks_of_model(wrap(nn.Linear(2, 2), FakeCommunicator(0, 2)), comm) is comm
+
+
+@pytest.mark.parametrize("group", [None, FakeCommunicator()], ids=["no group", "a group"])
+def test_a_model_that_is_not_sharded(group):
+    with pytest.raises(StateDictError) as caught:
+        ranks_of_model(nn.Linear(2, 2), group)
+    assert str(caught.value) == (
+        "there is no FullyShardedDataParallel in this Linear: wrap the model first, or use the optimizer's own "
+        "state_dict and load_state_dict"
+    )

@@ -49,10 +49,10 @@ def test_a_replicated_tensor_is_kept_by_all_and_written_by_rank_0():
     tensor = torch.zeros(2, 3, dtype=torch.int16)
     state = replicated("w", tensor, ("v",))
     assert (state.name, state.shape, state.dtype, state.aliases) == ("w", (2, 3), torch.int16, ("v",))
-    assert (state.runs.edges.tolist(), state.runs.holders.tolist()) == ([0, 6], [[0]])
+    assert (state.runs.edges.tolist(), state.runs.ranks.tolist()) == ([0, 6], [[0]])
     assert state.pieces == (LocalPiece(0, tensor),)
 
 
 def test_nobody_writes_a_tensor_without_elements():
     runs = replicated("w", torch.zeros(0, 3)).runs
-    assert (runs.edges.tolist(), runs.holders.tolist()) == ([0], [])
+    assert (runs.edges.tolist(), runs.ranks.tolist()) == ([0], [])

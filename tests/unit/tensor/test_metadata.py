@@ -191,7 +191,7 @@ def test_local_shards_have_metadata():
         (lambda s: s.append(shard_at((2, 1), (1, 2))), "at .2, 1. of size .1, 2. .* is not within .* .3, 2."),
         (lambda s: s.append(shard_at((2,), (1,))), "is not within"),
         (lambda s: setattr(s[0].metadata, "shard_sizes", [2, 1]), "has the size .2, 2., and .2, 1. by its metadata"),
-        (lambda s: setattr(s[0].metadata, "placement", Remote("rank:1/cuda:0")), "lies on cpu, and on cuda:0"),
+        (lambda s: setattr(s[0].metadata, "placement", Remote("rank:1/cuda:0")), "is on cpu, and on cuda:0"),
         (lambda s: setattr(s[0].metadata, "placement", None), "no placement"),
         (lambda s: setattr(s[0], "tensor", torch.zeros(2, 2).to_sparse()), "torch.sparse_coo"),
         (lambda s: setattr(s[0], "tensor", torch.zeros(2, 3)[:, :2]), r"not contiguous \(strides \(3, 1\)\)"),
@@ -231,7 +231,7 @@ LOCAL_FAULTS = {
     "nowhere": (lambda shard: setattr(shard.metadata, "placement", None), "{shard} a shard has no placement"),
     "device": (
         lambda shard: setattr(shard.metadata, "placement", Remote("rank:1/cuda:0")),
-        "{shard} lies on cpu, and on cuda:0",
+        "{shard} is on cpu, and on cuda:0",
     ),
     "size": (
         lambda shard: setattr(shard, "tensor", torch.zeros(2, *shard.tensor.shape)),

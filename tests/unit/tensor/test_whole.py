@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hpcfsdp._compat import at_its_storage, within
+from hpcfsdp._compat import at_its_storage, inner_tensors
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.tensor.whole import WholeStaging, fill_block, forget_memory, is_cut, take_memory, whole_of
 
@@ -95,8 +95,8 @@ def test_the_form_for_a_file_has_memory_when_it_is_asked_for(mesh):
 
 def test_tensors_within_others(mesh):
     local = torch.zeros(2)
-    assert [part.data_ptr() for part in within(dtensor(mesh, local, Shard(0), (5,)))] == [local.data_ptr()]
-    assert list(within(local)) == [local]
+    assert [part.data_ptr() for part in inner_tensors(dtensor(mesh, local, Shard(0), (5,)))] == [local.data_ptr()]
+    assert list(inner_tensors(local)) == [local]
 
 
 def test_an_alias_begins_at_its_storage():

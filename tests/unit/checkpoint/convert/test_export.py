@@ -222,7 +222,7 @@ def test_names_choose_of_the_optimizer_too(everything, tmp_path):
 @pytest.mark.parametrize(
     ("out", "options", "kind", "message"),
     [
-        ("out.xyz", {}, UsageError, r"does not tell the format: give --format safetensors\|pt\|dcp"),
+        ("out.xyz", {}, UsageError, r"does not determine the format: give --format safetensors\|pt\|dcp"),
         ("out.pt", {"format": "onnx"}, UsageError, "unknown format 'onnx'; there are safetensors, pt, dcp"),
         ("out.pt", {"format": "pt", "shard_bytes": 5}, UsageError, "--shard-bytes is for safetensors, not for pt"),
         ("out.safetensors", {"shard_bytes": 5}, UsageError, "--shard-bytes writes a folder"),

@@ -126,12 +126,12 @@ def test_pieces_make_up_a_tensor_and_end_where_checksums_do(write):
     starts = set(index.rows_of("model/a")["start"].tolist())
     assert len(starts) > 4
     for at_least in (0, 64, 200, 1 << 20):
-        found = list(walk.pieces(index, "model/a", at_least))
+        found = list(walk.iter_pieces(index, "model/a", at_least))
         assert [start for start, _ in found] == [0, *np.cumsum([numel for _, numel in found])[:-1]]
         assert sum(numel for _, numel in found) == 100
         assert {start for start, _ in found} <= starts
         assert all(numel * 4 >= at_least for _, numel in found[:-1])
-    assert list(walk.pieces(index, "model/b")) == []
+    assert list(walk.iter_pieces(index, "model/b")) == []
 
 
 def test_runs_between_each_other_are_read_together_up_to_a_limit(monkeypatch):
@@ -139,6 +139,6 @@ def test_runs_between_each_other_are_read_together_up_to_a_limit(monkeypatch):
     rows["start"], rows["numel"], rows["count"], rows["stride"] = [0, 3, 20], [3, 2, 10], [4, 4, 1], [5, 5, 10]
     spec = schema.TensorSpec("model/a", (30,), "float32")
     index = SimpleNamespace(resolve=lambda path: spec, rows_of=lambda path: rows)
-    assert list(walk.pieces(index, "model/a", at_least=0)) == [(0, 20), (20, 10)]
+    assert list(walk.iter_pieces(index, "model/a", at_least=0)) == [(0, 20), (20, 10)]
     monkeypatch.setattr(walk, "MOST_BYTES", 32)
-    assert list(walk.pieces(index, "model/a", at_least=0)) == [(0, 8), (8, 8), (16, 4), (20, 8), (28, 2)]
+    assert list(walk.iter_pieces(index, "model/a", at_least=0)) == [(0, 8), (8, 8), (16, 4), (20, 8), (28, 2)]

@@ -57,7 +57,7 @@ def test_about_the_wanted_fraction_of_files_is_held_out(tmp_path, held_out):
     assert abs(len(split.held_out) / 400 - held_out) < 0.08
 
 
-def test_of_few_files_the_tails_are_held_out(tmp_path):
+def test_the_tails_of_few_files_are_held_out(tmp_path):
     folder = folder_of(tmp_path, {"a.txt": 100, "b/c.bin": 40})
     split = make_split([str(folder)], 0.25)
     a, c = str(folder / "a.txt"), str(folder / "b/c.bin")
@@ -72,7 +72,7 @@ def test_files_and_folders_may_be_mixed_and_each_file_counts_once(tmp_path):
     assert split.source == f"{folder}/c, {folder}/x, {folder}/x/a"
 
 
-def test_hidden_files_caches_and_empty_files_are_passed_over(tmp_path):
+def test_hidden_files_caches_and_empty_files_are_skipped(tmp_path):
     names = [".hidden", ".git/config", "__pycache__/a.pyc", "site-packages/b.py", "deep/.x/c"]
     folder = folder_of(tmp_path, {**dict.fromkeys(names, 10), "empty": 0, "good": 10, "deep/good": 10})
     (folder / "dangling").symlink_to("nowhere")
@@ -80,7 +80,7 @@ def test_hidden_files_caches_and_empty_files_are_passed_over(tmp_path):
     assert paths_of(split.train) == {str(folder / "good"), str(folder / "deep/good")}
 
 
-def test_the_fingerprint_tells_names_and_sizes(tmp_path):
+def test_the_fingerprint_depends_on_names_and_sizes(tmp_path):
     folder = folder_of(tmp_path, {"a": 10, "b": 20})
     prints = [make_split([str(folder)], 0.5).fingerprint]
     (folder / "b").write_bytes(b"x" * 20)
@@ -179,7 +179,7 @@ def test_a_file_that_became_shorter_is_named(tmp_path):
     assert str(caught.value) == f"{path}: has become shorter while it was in use; start the run again"
 
 
-def test_a_file_that_is_gone_is_named(tmp_path):
+def test_a_removed_file_is_named(tmp_path):
     corpus = Corpus([Span(str(tmp_path / "gone"), 0, 10)])
     with pytest.raises(DataError, match=r"gone: No such file or directory$"):
         corpus.read(0, 1)
@@ -187,7 +187,7 @@ def test_a_file_that_is_gone_is_named(tmp_path):
 
 @given(st.integers(0, 2**31), st.integers(0, 10**9), st.integers(1, 200), st.integers(0, 300))
 @settings(max_examples=60, deadline=None)
-def test_a_training_window_lies_in_the_corpus_and_depends_on_seed_and_sample_alone(seed, sample, length, more):
+def test_a_training_window_is_within_the_corpus_and_depends_on_seed_and_sample_alone(seed, sample, length, more):
     start = train_window(seed, sample, length + more, length)
     assert 0 <= start <= more
     assert start == train_window(seed, sample, length + more, length)
@@ -203,7 +203,7 @@ def test_training_windows_reach_both_ends_and_differ_by_seed():
 
 @given(st.integers(0, 50), st.integers(1, 5), st.integers(1, 9), st.integers(0, 40))
 @settings(max_examples=100, deadline=None)
-def test_ranks_and_micro_batches_share_each_sample_once_and_everyone_has_some(step, accumulation, size, more):
+def test_each_sample_is_in_one_micro_batch_and_every_micro_batch_has_some(step, accumulation, size, more):
     batch = accumulation * size + more
     parts = [share(step, batch, accumulation, rank, size) for rank in range(size)]
     assert all(len(own) == accumulation for own in parts)
@@ -214,7 +214,7 @@ def test_ranks_and_micro_batches_share_each_sample_once_and_everyone_has_some(st
     assert samples == list(range(step * batch, (step + 1) * batch))
 
 
-def test_masks_are_other_ones_for_each_seed_step_and_part_and_the_same_again():
+def test_mask_seeds_differ_by_seed_step_and_part_and_are_reproducible():
     numbers = {(seed, step, part): mask_seed(seed, step, part) for seed in (0, 7) for step in (0, 9) for part in (0, 1)}
     assert len(set(numbers.values())) == 8
     assert all(0 <= number < 2**63 for number in numbers.values())
@@ -223,7 +223,7 @@ def test_masks_are_other_ones_for_each_seed_step_and_part_and_the_same_again():
 
 @given(st.integers(0, 2000), st.integers(1, 100), st.integers(1, 60))
 @settings(max_examples=100, deadline=None)
-def test_windows_lie_inside_do_not_overlap_and_are_as_many_as_fit(corpus_bytes, length, count):
+def test_windows_are_inside_do_not_overlap_and_are_as_many_as_fit(corpus_bytes, length, count):
     starts = spread_windows(corpus_bytes, length, count)
     assert len(starts) == min(count, corpus_bytes // length)
     ends = [0, *(start + length for start in starts)]

@@ -14,14 +14,14 @@ from hpcfsdp.examples.gpt.parallel import Share
 
 
 class Uniform(nn.Module):
-    """Gives every byte the same chance."""
+    """Predicts every byte with the same probability."""
 
     def forward(self, ids):
         return torch.zeros(*ids.shape, 256)
 
 
 class Copying(nn.Module):
-    """Is nearly sure that the next byte is the same again."""
+    """Predicts the same byte again, with probability near one."""
 
     def forward(self, ids):
         return 50.0 * nn.functional.one_hot(ids, 256).float()
@@ -44,7 +44,7 @@ def corpus(tmp_path):
 
 
 def world_of(comm):
-    """What the evaluation needs of a world: its communicator and its device."""
+    """A world as the evaluation uses it: a communicator and a device."""
     return SimpleNamespace(communicator=comm, device=torch.device("cpu"))
 
 
@@ -54,11 +54,11 @@ def run(model, corpus, context=8, num_bytes=1000, comm=None, copies=1):
     return evaluate(model, world_of(comm), share, corpus, context, num_bytes)
 
 
-def test_a_model_that_knows_nothing_needs_8_bits_for_a_byte(corpus):
+def test_a_uniform_model_needs_8_bits_for_a_byte(corpus):
     assert run(Uniform(), corpus(bytes(range(200)))).bits_per_byte == pytest.approx(8)
 
 
-def test_a_model_that_is_right_needs_none(corpus):
+def test_a_perfect_model_needs_no_bits(corpus):
     result = run(Copying(), corpus(b"a" * 100))
     assert result.bits_per_byte == pytest.approx(0, abs=1e-6)
     assert result.unigram_bits_per_byte == pytest.approx(0)
@@ -92,7 +92,7 @@ def test_a_corpus_of_less_than_two_bytes_is_refused(corpus, length):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_model_is_evaluated_in_its_mode_and_left_in_the_one_it_had(corpus, training):
+def test_the_model_is_evaluated_in_eval_mode_and_its_mode_is_restored(corpus, training):
     seen = []
 
     class Watching(Uniform):

@@ -10,7 +10,7 @@ from hpcfsdp.launch.topology import Topology
 
 
 class Mesh:
-    """What a rank sees of a planned mesh."""
+    """A planned mesh as one rank sees it."""
 
     def __init__(self, plan, rank):
         self.mesh_dim_names, self.shape = plan.names, plan.shape
@@ -24,7 +24,7 @@ class Mesh:
 
 
 def worlds(topology):
-    """The world as each of its ranks sees it, with meshes that are planned and not made."""
+    """The world of one rank; its meshes are planned only."""
     for rank in range(topology.size):
 
         def mesh(rank=rank, **dimensions):
@@ -44,14 +44,14 @@ def worlds(topology):
         (MeshConfig("nodes", 2), ("replicate", "shard", "tensor"), (4, 1, 2)),
     ],
 )
-def test_the_mesh_has_what_is_asked_for_and_shards_over_the_rest(config, names, shape):
+def test_the_mesh_has_the_configured_dimensions_and_shards_over_the_rest(config, names, shape):
     for world in worlds(Topology.regular(num_nodes=4, ranks_per_node=2)):
         made = make_mesh(config, world)
         assert (made.mesh_dim_names, made.shape) == (names, shape)
 
 
 @pytest.mark.parametrize("config", [MeshConfig(), MeshConfig("nodes", 1)])
-def test_a_run_that_is_only_sharded_has_none(config):
+def test_a_run_that_only_shards_has_no_mesh(config):
     for world in worlds(Topology.regular(num_nodes=1, ranks_per_node=3)):
         assert make_mesh(config, world) is None
         assert share_of(None, world) == Share(world.rank, 3, 1)
@@ -71,7 +71,7 @@ BLOCK, CYCLIC = Topology.regular(2, 4), Topology(((0, 2, 4, 6), (1, 3, 5, 7)))
         (CYCLIC, MeshConfig("nodes", 4)),
     ],
 )
-def test_replicas_and_shards_have_parts_of_their_own_and_ranks_that_cut_layers_have_the_same(topology, config):
+def test_each_shard_of_each_replica_has_its_own_data_and_tensor_parallel_ranks_share_theirs(topology, config):
     shares, tensor_places = {}, {}
     for world in worlds(topology):
         mesh = make_mesh(config, world)
@@ -82,10 +82,10 @@ def test_replicas_and_shards_have_parts_of_their_own_and_ranks_that_cut_layers_h
     for part in range(size):
         ranks = [rank for rank, share in shares.items() if share.rank == part]
         assert sorted(tensor_places[rank] for rank in ranks) == list(range(config.tensor))
-        assert len({topology.node_rank(rank) for rank in ranks}) == 1  # layers are cut within a node
+        assert len({topology.node_rank(rank) for rank in ranks}) == 1  # tensor-parallel ranks share a node
 
 
-def test_ranks_that_were_dealt_out_so_that_no_mesh_can_follow_are_told():
+def test_an_order_of_ranks_that_fits_no_mesh_is_refused():
     for world in worlds(CYCLIC):
-        with pytest.raises(LaunchError, match=r"mesh shard=. x tensor=2: the ranks lie on the nodes in a way"):
+        with pytest.raises(LaunchError, match=r"mesh shard=. x tensor=2: this mesh cannot follow the order"):
             make_mesh(MeshConfig(1, 2), world)

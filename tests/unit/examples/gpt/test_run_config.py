@@ -95,7 +95,7 @@ def test_a_value_that_torch_or_numpy_refuse_is_named_before_they_do(values, name
     assert name in error_of(changed(**values))
 
 
-def test_a_batch_that_leaves_some_rank_without_a_sequence_is_told_with_the_mend():
+def test_a_batch_too_small_for_the_ranks_is_refused_with_a_hint():
     config = changed(train__batch=8, train__accumulation=3)
     check(config, 2)
     assert error_of(config, 3) == (
@@ -105,7 +105,7 @@ def test_a_batch_that_leaves_some_rank_without_a_sequence_is_told_with_the_mend(
 
 
 @pytest.mark.parametrize(("given", "paths"), [([], []), ("a b", ["a b"]), (["a", "b"], ["a", "b"])])
-def test_paths_are_a_list_also_of_a_single_one(given, paths):
+def test_a_single_path_becomes_a_list(given, paths):
     assert data_paths(DataConfig(paths=given)) == paths
 
 
@@ -156,11 +156,11 @@ def test_a_mesh_that_divides_the_ranks_works(replicate, tensor, ranks, nodes):
         ),
     ],
 )
-def test_a_mesh_that_cannot_work_is_told_with_the_mend(values, ranks, nodes, text):
+def test_an_impossible_mesh_is_refused_with_a_hint(values, ranks, nodes, text):
     assert error_of(changed(**values), ranks, nodes) == text
 
 
-def test_ranks_that_cut_layers_need_no_sequences_of_their_own():
+def test_tensor_parallel_ranks_need_one_sequence_together():
     check(changed(mesh__tensor=4, train__batch=2), 8)
 
 

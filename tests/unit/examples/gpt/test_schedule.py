@@ -25,7 +25,7 @@ def test_steps_beyond_the_last_stay_at_the_lowest_rate():
 
 
 @given(st.integers(1, 50), st.integers(0, 60))
-def test_rates_rise_then_fall_and_stay_between_nothing_and_the_full_rate(steps, warmup):
+def test_rates_rise_then_fall_and_stay_between_zero_and_the_full_rate(steps, warmup):
     config = OptimConfig(lr=0.8, min_lr=0.2, warmup_steps=warmup)
     rates = [learning_rate(step, steps, config) for step in range(steps)]
     assert all(0 < rate <= 0.8 + 1e-12 for rate in rates)

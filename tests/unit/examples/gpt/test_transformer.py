@@ -45,7 +45,7 @@ def test_embedding_and_head_are_tied():
     assert model.head.weight is model.embed.weight
 
 
-def test_a_new_model_knows_nothing():
+def test_a_new_model_predicts_about_uniformly():
     model = make()
     ids, targets = torch.randint(256, (2, 8, 12))
     with torch.no_grad():
@@ -74,8 +74,8 @@ def test_elements_are_counted_without_making_the_model(config):
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
-def test_runs_of_rows_of_qkv_are_whole_heads(parts):
-    """The heads of several parts of the rows, each merged by its own columns, sum up to what all heads give."""
+def test_a_rank_s_rows_of_qkv_are_whole_heads(parts):
+    """The heads of several parts of the rows, each merged by its own columns, sum up to the output of all heads."""
     torch.manual_seed(0)
     whole, width = Attention(SMALL), SMALL.width
     x = torch.randn(2, 12, width)
@@ -103,7 +103,7 @@ def drawn(tensor_rank):
     return before, within, torch.rand(3)
 
 
-def test_ranks_draw_numbers_of_their_own_within_and_the_same_before_and_after():
+def test_ranks_draw_their_own_numbers_within_the_context_and_the_same_around_it():
     first, second, again = drawn(0), drawn(1), drawn(0)
     assert torch.equal(first[0], second[0])
     assert not torch.equal(first[1], second[1])
@@ -126,7 +126,7 @@ def test_without_a_rank_numbers_go_on_as_if_there_were_no_context():
     assert torch.equal(torch.cat(drawn(None)), expected)
 
 
-def test_attention_that_is_cut_drops_other_things_on_each_rank():
+def test_dropout_of_tensor_parallel_attention_differs_by_rank():
     torch.manual_seed(0)
     attention, x = Attention(ModelConfig(width=16, heads=4, context=8, dropout=0.5)), torch.randn(1, 8, 16)
     outputs = {}
@@ -139,4 +139,4 @@ def test_attention_that_is_cut_drops_other_things_on_each_rank():
     with torch.no_grad():
         state = torch.get_rng_state()
         attention(x)
-    assert torch.equal(torch.get_rng_state(), state)  # nothing is dropped: nothing is drawn
+    assert torch.equal(torch.get_rng_state(), state)  # no dropout draws no numbers

@@ -15,7 +15,7 @@ from hpcfsdp.sharded.groups import resolve_mesh
 from hpcfsdp.state.optim.keys import FSDPParamInfo, get_fqn_to_fsdp_param_info
 from hpcfsdp.state.optim.local import FlatParamState
 from hpcfsdp.state.optim.save import communicate_optim_state
-from hpcfsdp.state.transfer import StateDictFormat
+from hpcfsdp.state.settings import StateDictFormat
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.wrap import ModuleWrapPolicy
 

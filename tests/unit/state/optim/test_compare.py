@@ -303,7 +303,7 @@ def test_what_a_rank_cannot_unpickle_is_an_error_that_names_the_one_which_has_it
         ("unsharded", RankState([], {}, unsharded={"p": odd})),
     ):
         found = gathered_of(own, other)
-        with pytest.raises(StateDictError, match=r"^what rank 1 tells .* cannot be unpickled: ImportError: no such"):
+        with pytest.raises(StateDictError, match=r"rank 1 cannot be unpickled: ImportError: no such"):
             getattr(found, part)
     for look in (check_same_groups, convert_all_state_info, differing_unsharded):
         with pytest.raises(StateDictError, match="rank 1"):

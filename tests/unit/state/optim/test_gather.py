@@ -6,7 +6,7 @@ from hpcfsdp.state.optim.compare import RankState, StateInfo, allgather_state_in
 from hpcfsdp.state.optim.keys import get_param_to_fqns
 from hpcfsdp.state.optim.save import _copied, unflatten_param_groups
 from hpcfsdp.state.optim.values import same
-from hpcfsdp.state.transfer import StateDictFormat
+from hpcfsdp.state.settings import StateDictFormat
 from tests.unit.state.optim.examples import (
     NO_SHARD,
     SHAPES,

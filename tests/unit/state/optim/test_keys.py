@@ -358,10 +358,10 @@ def test_a_parameter_that_the_model_does_not_have(key):
 def test_a_rank_that_lacks_what_others_have(present, message):
     expected = {"a": 0, "b": 1, "c": 0}
     if message is None:
-        check_missing_keys_on_rank(3, present, expected, "optimizer state")
+        check_missing_keys_on_rank(3, present, expected)
         return
     with pytest.raises(StateDictError) as caught:
-        check_missing_keys_on_rank(3, iter(present), expected, "optimizer state")
+        check_missing_keys_on_rank(3, iter(present), expected)
     assert str(caught.value) == message
 
 

@@ -393,7 +393,7 @@ def test_state_without_groups_and_groups_without_state(run_ranks, original):
         found = to_load(model, optimizer, whole({}))  # as of an optimizer that has never stepped
         assert found["state"] == {}
         give(model, optimizer, whole_states(Net()))
-        with pytest.raises(StateDictError, match=r"no state of '\w+.*, of which the optimizer has some"):
+        with pytest.raises(StateDictError, match=r"no state of '\w+.*, and the optimizer has some"):
             to_load(model, optimizer, whole({}))
         assert to_load(model, optimizer, whole({}), strict=False)["state"] == {}
         return [group["lr"] for group in found["param_groups"]]
@@ -506,7 +506,7 @@ def test_a_parameter_that_would_lose_its_state(run_ranks, original):
     given = changed(lambda states: states.pop("block.wide"))
     messages = refused(run_ranks, original, lambda rank: given, prepare=prepare)
     assert set(messages) == {
-        "the state dict holds no state of 'block.wide', of which the optimizer has some (count, kind, mean, nothing, "
+        "the state dict holds no state of 'block.wide', and the optimizer has some (count, kind, mean, nothing, "
         "on, rate, seen, step): it would start anew while others go on"
     }
 

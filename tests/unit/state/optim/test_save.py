@@ -19,10 +19,9 @@ from hpcfsdp.errors import DisagreementError, EngineError, HpcfsdpError, StateDi
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.state.optim.keys import check_is_state_dict, get_param_to_fqns
 from hpcfsdp.state.optim.local import with_keys_of
-from hpcfsdp.state.optim.save import form_of, optim_state_dict
+from hpcfsdp.state.optim.save import optim_state_dict
 from hpcfsdp.state.optim.values import same
-from hpcfsdp.state.settings import make_settings
-from hpcfsdp.state.transfer import StateDictFormat
+from hpcfsdp.state.settings import StateDictFormat, optim_format_of
 from hpcfsdp.state.wrappers import clean_fqn
 from tests.unit.state.optim.examples import NO_SHARD, Block, Net, copied, give, raised, shard, whole_states
 
@@ -284,7 +283,9 @@ def test_entries_that_belong_to_no_parameter(run_ranks):
     ],
 )
 def test_the_form_that_settings_ask_for(kind, config, form):
-    assert form_of(make_settings(kind, None, config)) == form
+    model = FullyShardedDataParallel(nn.Linear(4, 4), process_group=FakeCommunicator(0, 2))
+    FullyShardedDataParallel.set_state_dict_type(model, kind, optim_state_dict_config=config)
+    assert optim_format_of(model) == form
 
 
 # What is refused
@@ -642,7 +643,7 @@ def test_state_of_a_class_that_cannot_be_pickled_where_a_rank_holds_nothing(run_
 
     for message in raised(run_ranks(2, body), StateDictError):
         assert "'mode' of" in message
-        assert "<make.<locals>.Mode, which cannot be pickled>, and of this parameter rank" in message
+        assert "<make.<locals>.Mode, which cannot be pickled>, and rank" in message
 
 
 class OfOneRank:
@@ -683,7 +684,7 @@ def test_what_another_rank_cannot_unpickle_is_an_error_on_all(run_ranks, origina
 
     first, second = raised(run_ranks(2, body), StateDictError)
     assert first == (
-        "what rank 1 tells of its optimizer's state or groups cannot be unpickled: ImportError: of rank 1: have all "
+        "the optimizer's state or groups of rank 1 cannot be unpickled: ImportError: of rank 1: have all "
         "ranks import the modules that its values are from"
     )
     # The rank itself sees what it has and the other one has not, where that matters.

@@ -1,4 +1,4 @@
-"""Names of parameters and modules: prefixes renamed, and the outermost of a set of modules."""
+"""Prefixes of names in state dicts, and the outermost of a set of modules."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ def replace_by_prefix(state_dict: MutableMapping[str, Any], old_prefix: str, new
 
 
 def get_root_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of `modules` that no other of them contains, in the order given.
-
-    Linear in the number of modules below them: each is looked into once, however many of `modules` contain it.
-    """
+    """Those of `modules` that no other of them contains, in the order given. Visits each module once."""
     given = list(modules)
     contained: set[int] = set()
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""Whether JSON values of a file are of the types that they are written with, before anybody relies on it. Pure."""
+"""Checks the types of JSON values in a file before they are used. Pure."""
 
 from __future__ import annotations
 
@@ -14,30 +14,27 @@ _PLAIN = (bool, int, float)
 
 
 def check_optimizer(groups: Any, scalars: Any, *, named: bool) -> None:
-    """Raise unless these are the hyper-parameters and plain numbers of an optimizer; None where there is none.
+    """Raises ValueError unless these are an optimizer's hyper-parameters and numbers, or None.
 
-    Args:
-        named: whether each group lists its parameters by names. torch.distributed.checkpoint may be given numbers.
-
-    Raises:
-        ValueError: they are not; says where.
+    `named`: each group must list its parameters by name; with torch.distributed.checkpoint they may be numbers.
     """
     if groups is not None:
-        _check(groups, list, schema.PARAM_GROUPS)
+        check_type(groups, list, schema.PARAM_GROUPS)
     for number, group in enumerate(groups or ()):
         place = f"{schema.PARAM_GROUPS}[{number}]"
-        _check(group, dict, place)
-        if named and not _are_names(group.get("params")):
-            raise ValueError(f"{place}['params'] is {_short(group.get('params'))}, no list of names of parameters")
+        check_type(group, dict, place)
+        params = group.get("params")
+        if named and not (isinstance(params, list) and all(isinstance(name, str) for name in params)):
+            raise ValueError(f"{place}['params'] is {_short(params)}, no list of names of parameters")
     if scalars is not None:
-        _check(scalars, dict, schema.OPTIM_SCALARS)
+        check_type(scalars, dict, schema.OPTIM_SCALARS)
     for name, value in (scalars or {}).items():
         if type(value) not in _PLAIN or not name.rpartition("/")[0]:
             raise ValueError(f"{schema.OPTIM_SCALARS}[{name!r}] is {_short(value)}, no number of a parameter")
 
 
 def odd_hyper_parameters(groups: list[dict[str, Any]] | None) -> list[str]:
-    """What no optimizer of torch could compute with, in words. Another one might."""
+    """Descriptions of hyper-parameters that torch's optimizers could not use. Other optimizers might."""
     return [
         f"group {number}: {key} is {_short(group[key])}, {what}"
         for number, group in enumerate(groups or ())
@@ -47,11 +44,7 @@ def odd_hyper_parameters(groups: list[dict[str, Any]] | None) -> list[str]:
 
 
 def check_module_states(states: Mapping[str, Any]) -> None:
-    """Raise unless these are states of modules, each with what became of its types; see ``values.plain``.
-
-    Raises:
-        ValueError: they are not; says where.
-    """
+    """Raises ValueError unless these are states of modules with their types; see ``plain_values.to_plain``."""
     for name, state in states.items():
         place = f"{schema.MODULE_STATES}[{name!r}]"
         if not isinstance(state, list) or len(state) != 2:
@@ -60,42 +53,33 @@ def check_module_states(states: Mapping[str, Any]) -> None:
 
 
 def check_types(value: Any, types: Any, place: str) -> None:
-    """Raise unless ``values.rebuilt(value, types)`` gives a value back.
-
-    Args:
-        place: of the value in the file, for the message.
-
-    Raises:
-        ValueError: it does not.
-    """
-    _check(types, (list, tuple), f"types of {place}")
+    """Raises ValueError unless ``from_plain(value, types)`` succeeds. `place` names the value in messages."""
+    check_type(types, (list, tuple), f"types of {place}")
     done: set[tuple[int, ...]] = set()
     for entry in types:
-        if not (isinstance(entry, (list, tuple)) and len(entry) == 2 and _are_places(entry[0])):
+        is_pair = isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[0], (list, tuple))
+        if not is_pair or not all(type(position) is int and position >= 0 for position in entry[0]):
             raise ValueError(f"types of {place} have {_short(entry)}, no place with a type")
         path, kind = tuple(entry[0]), entry[1]
         # What is in a tuple cannot be changed any more.
         if any(path[:length] in done for length in range(len(path) + 1)):
-            raise ValueError(f"types of {place} have {list(path)} twice, or after what it is in")
+            raise ValueError(f"types of {place} have {list(path)} twice, or after its container")
         done.add(path)
         if not isinstance(kind, str) or kind not in _MADE_OF or not _MADE_OF[kind](_at(value, path, place)):
             raise ValueError(f"types of {place} have {kind!r} at {list(path)}, where no such thing is")
 
 
 def check_entries(entries: Any, tensors: Mapping[str, Any], index: Mapping[str, Any]) -> None:
-    """Raise unless each entry of a state dict of torch.distributed.checkpoint is where its metadata claims.
+    """Raises ValueError unless each entry of a torch.distributed.checkpoint state dict is where its metadata claim.
 
     Args:
-        tensors: paths of tensors, further ones too.
-        index: values by what entries call them: ``names.GROUP``, ``names.SCALAR``, ``names.EXTRA``.
-
-    Raises:
-        ValueError: one is not; says which.
+        tensors: paths of tensors and their aliases.
+        index: values by kind of entry: ``names.GROUP``, ``names.SCALAR``, ``names.EXTRA``.
     """
-    _check(entries, list, schema.STATE_DICT)
+    check_type(entries, list, schema.STATE_DICT)
     for number, found in enumerate(entries):
         where = f"{schema.STATE_DICT}[{number}]"
-        _check(found, dict, where)
+        check_type(found, dict, where)
         kinds = set(found) - {"path", "types"}
         kind = next(iter(kinds)) if len(kinds) == 1 else None
         if kind not in names.KINDS or not all(_are_keys(found.get(key)) for key in ("path", kind)):
@@ -105,40 +89,25 @@ def check_entries(entries: Any, tensors: Mapping[str, Any], index: Mapping[str, 
             value: Any = tensors.get(entry.dataset)
         else:
             try:
-                value = names.get(index[kind], entry.place)
+                value = names.get_at(index[kind], entry.place)
             except (LookupError, TypeError):
-                raise ValueError(f"{where} says that {names.dotted(entry.path)!r} stands where nothing is") from None
+                raise ValueError(f"{where} claims that {names.dotted(entry.path)!r} is at an empty place") from None
         if kind == names.TENSOR and value is None:
-            raise ValueError(f"{where} says that {names.dotted(entry.path)!r} is {entry.dataset!r}, which is no tensor")
+            raise ValueError(
+                f"{where} claims that {names.dotted(entry.path)!r} is {entry.dataset!r}, which is no tensor"
+            )
         check_types(value, found.get("types", ()), where)
 
 
-def _check(value: Any, kind: Any, place: str) -> None:
+def check_type(value: Any, kind: Any, place: str) -> None:
+    """Raises ValueError unless the value is an object or list, as `kind` is."""
     if not isinstance(value, kind):
         raise ValueError(f"{place} is {_short(value)}, no {'object' if kind is dict else 'list'}")
-
-
-def check_object(value: Any, place: str) -> None:
-    """Raise unless it is an object, or null.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if value is not None:
-        _check(value, dict, place)
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _are_names(found: Any) -> bool:
-    return isinstance(found, list) and all(isinstance(name, str) for name in found)
-
-
-def _are_places(found: Any) -> bool:
-    return isinstance(found, (list, tuple)) and all(type(place) is int and place >= 0 for place in found)
 
 
 def _are_keys(found: Any) -> bool:
@@ -163,7 +132,7 @@ _MADE_OF: dict[str, Callable[[Any], bool]] = {
     "tensor": lambda value: _is_array(value, "biufc"),
     "bytes": lambda value: _is_array(value, "u") and value.dtype.itemsize == 1,
 }
-"""What the values of types in ``values.rebuilt`` are made of."""
+"""The plain forms of types, see ``plain_values.from_plain``."""
 
 
 def _is_number(value: Any) -> bool:

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.engine.clip import clip_grad_norm
+from hpcfsdp.sharded.clip import clip_grad_norm
 
 GRADS = [[3.0, -4.0, 0.0], [12.0], [0.5, 0.25]]
 ALL = [3.0, -4.0, 0.0, 12.0, 0.5, 0.25]
 
 
 def clip(shares, comms, max_norm, norm_type=2.0):
-    """Clip parameters of which each share lies on as many ranks as it says."""
+    """Clip parameters; each share has the number of ranks that hold it."""
     clipped = [param for _, params in shares for param in params]
     grads = [(copies, [param.grad for param in params if param.grad is not None]) for copies, params in shares]
     return clip_grad_norm(clipped, grads, comms, max_norm, norm_type)
@@ -137,7 +137,7 @@ def test_parts_that_several_ranks_have_count_once(run_ranks, norm_type):
 
 @pytest.mark.parametrize("norm_type", [0.0, 1.0, 2.0, math.inf])
 def test_the_norm_goes_over_one_group_after_the_other(run_ranks, norm_type):
-    """Each rank of the first group stands for a line of the second one, whose ranks have the same parts."""
+    """Each rank of the first group stands for a line of the second one, with the same parts on all of its ranks."""
     expected = clip([(1, params(grads=[ALL]))], [FakeCommunicator()], 1.0, norm_type)
 
     def body(comm):
@@ -149,7 +149,7 @@ def test_the_norm_goes_over_one_group_after_the_other(run_ranks, norm_type):
 
 
 def test_a_parameter_in_two_parts_is_scaled_once():
-    """A gradient of which some elements are on one rank, others on two: its parts count differently."""
+    """Some elements of a gradient are on one rank, others on two: its parts count differently."""
     whole = params(torch.float64, [ALL])
     grad = whole[0].grad
     total = clip_grad_norm(whole, [(1, [grad[:2]]), (2, [grad[2:]])], [FakeCommunicator()], 1.0)

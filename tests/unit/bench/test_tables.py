@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from hpcfsdp.bench import checkpoint, host, memory, optim_state, report, step
-from hpcfsdp.bench.collectives import Measurement
+from hpcfsdp.bench import backends, checkpoint, collectives, host, memory, optim_state, step
+from hpcfsdp.bench.tables import readable
 from hpcfsdp.bench.timing import Times
 
 WAYS = {"hpcfsdp": Times((0.001, 0.004, 0.002)), "gloo": Times((0.01,))}
@@ -11,30 +11,30 @@ WAYS = {"hpcfsdp": Times((0.001, 0.004, 0.002)), "gloo": Times((0.01,))}
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.5e-6, "0.5 us"), (0.0015, "1.50 ms"), (2, "2000.00 ms")])
 def test_times_are_readable(seconds, text):
-    assert report.readable(seconds) == text
+    assert readable(seconds) == text
 
 
-def test_a_row_compares_the_median_with_gloo_and_with_copying():
-    rows = report.collective_rows([Measurement("all_gather", 1 << 20, 0.0005, WAYS)])
+def test_a_collective_is_compared_with_gloo_and_with_the_floor():
+    rows = collectives.table([collectives.Measurement("all_gather", 1 << 20, 0.0005, WAYS)]).rows
     assert rows == [
         ("all_gather", "1 MiB", "hpcfsdp", "2.00 ms", "1.00 ms - 4.00 ms", "5.00x", "4.00x"),
         ("all_gather", "1 MiB", "gloo", "10.00 ms", "10.00 ms - 10.00 ms", "", "20.00x"),
     ]
 
 
-def test_nothing_is_compared_that_is_not_there():
+def test_cells_are_empty_without_gloo_and_floor():
     ways = {"hpcfsdp shared": WAYS["hpcfsdp"]}
-    assert report.collective_rows([Measurement("zero-copy", 1 << 19, 0.0, ways)])[0][-2:] == ("", "")
+    assert collectives.table([collectives.Measurement("zero-copy", 1 << 19, 0.0, ways)]).rows[0][-2:] == ("", "")
 
 
-def test_steps_are_compared_with_gloo():
-    assert report.backend_rows({"ddp": WAYS})[0] == ("ddp", "hpcfsdp", "2.00 ms", "1.00 ms - 4.00 ms", "5.00x")
+def test_a_backend_is_compared_with_gloo():
+    assert backends.table({"ddp": WAYS}).rows[0] == ("ddp", "hpcfsdp", "2.00 ms", "1.00 ms - 4.00 ms", "5.00x")
 
 
 def test_json_holds_every_run():
-    (one,) = json.loads(json.dumps(report.collective_json([Measurement("x", 4, 0.25, WAYS)])))
+    (one,) = json.loads(json.dumps(collectives.table([collectives.Measurement("x", 4, 0.25, WAYS)]).as_json))
     assert one["ways"]["hpcfsdp"] == {"median_s": 0.002, "seconds": [0.001, 0.004, 0.002]}
-    assert json.loads(json.dumps(report.backend_json({"ddp": WAYS})))["ddp"]["gloo"]["median_s"] == 0.01
+    assert json.loads(json.dumps(backends.table({"ddp": WAYS}).as_json))["ddp"]["gloo"]["median_s"] == 0.01
 
 
 STEP = step.Measurement(
@@ -44,7 +44,7 @@ STEP = step.Measurement(
 
 
 def test_a_step_is_compared_with_the_floor_and_hpcfsdp_with_every_engine():
-    assert report.step_rows(STEP) == [
+    assert step.table(STEP).rows == [
         ("floor", "1.50 ms", "1.00 ms - 2.00 ms", "1.00x", "2.00x"),
         ("ddp", "7.50 ms", "5.00 ms - 10.00 ms", "5.00x", "0.40x"),
         ("hpcfsdp", "3.00 ms", "2.00 ms - 4.00 ms", "2.00x", ""),
@@ -52,7 +52,7 @@ def test_a_step_is_compared_with_the_floor_and_hpcfsdp_with_every_engine():
 
 
 def test_json_of_a_step_holds_ratios_and_losses():
-    ddp = json.loads(json.dumps(report.step_json(STEP)))["ddp"]
+    ddp = json.loads(json.dumps(step.table(STEP).as_json))["ddp"]
     assert ddp == {"median_s": 0.0075, "seconds": [0.005, 0.01], "loss": 2.0, "hpcfsdp_ratio": 0.4}
 
 
@@ -63,16 +63,16 @@ HOST = host.Measurement(
 )
 
 
-def test_what_a_unit_costs_is_told_above_the_plain_units_of_the_same_round():
-    assert report.host_rows(HOST) == [
+def test_the_overhead_of_a_unit_is_above_plain_units_of_the_same_round():
+    assert host.table(HOST).rows == [
         ("plain", "150.0 us", "100.0 us - 200.0 us", "", "", ""),
         ("fsdp2", "650.0 us", "600.0 us - 700.0 us", "500.0 us", "500.0 us - 500.0 us", "0.50x"),
         ("hpcfsdp", "400.0 us", "300.0 us - 500.0 us", "250.0 us", "200.0 us - 300.0 us", ""),
     ]
 
 
-def test_json_of_host_costs_says_what_was_skipped():
-    found = json.loads(json.dumps(report.host_json(HOST)))
+def test_json_of_host_names_skipped_engines():
+    found = json.loads(json.dumps(host.table(HOST).as_json))
     assert found["hpcfsdp"]["median_over_plain_s"] == pytest.approx(0.00025)
     assert found["hpcfsdp_orig"] == {"skipped": "not there"}
 
@@ -84,15 +84,15 @@ PEAKS = [
 ]
 
 
-def test_the_worst_step_is_compared_with_what_memory_has_to_be():
-    assert report.memory_rows(PEAKS) == [
+def test_the_highest_step_is_compared_with_the_analytic_peak():
+    assert memory.table(PEAKS).rows == [
         ("hpcfsdp", "200.0 MiB", "10.0 MiB", "9.0 MiB - 10.0 MiB", "8.0 MiB", "1.250x", ""),
         ("fsdp2", "100.0 MiB", "20.0 MiB", "20.0 MiB - 20.0 MiB", "8.0 MiB", "2.500x", "0.50x"),
     ]
 
 
 def test_json_of_memory_holds_ratios():
-    fsdp2 = json.loads(json.dumps(report.memory_json(PEAKS)))["fsdp2"]
+    fsdp2 = json.loads(json.dumps(memory.table(PEAKS).as_json))["fsdp2"]
     assert (fsdp2["peak_bytes"], fsdp2["analytic_ratio"], fsdp2["hpcfsdp_ratio"]) == (20 * MIB, 2.5, 0.5)
 
 
@@ -106,22 +106,22 @@ OPTIM_STATE = optim_state.Measurement(
 )
 
 
-def test_state_dicts_are_compared_with_those_of_fsdp1_of_the_same_round():
-    assert report.optim_state_rows(OPTIM_STATE) == [
+def test_a_state_dict_is_compared_with_fsdp1_in_the_same_round():
+    assert optim_state.table(OPTIM_STATE).rows == [
         ("show", "fsdp1", "9.00 ms", "8.00 ms - 30.00 ms", ""),
         ("show", "hpcfsdp", "3.00 ms", "2.00 ms - 3.00 ms", "4.00x"),
     ]
 
 
-def test_the_peaks_of_state_dicts_are_told_for_rank_0_and_the_others():
-    assert report.optim_state_memory_rows(OPTIM_STATE.peaks) == [
+def test_peaks_of_state_dicts_have_rows_for_rank_0_and_the_others():
+    assert optim_state.table(OPTIM_STATE).second.rows == [
         ("show", "rank 0", "fsdp1", "12.0 MiB", "9.0 MiB - 12.0 MiB", "8.0 MiB", "1.500x"),
         ("show", "others", "hpcfsdp", "0.0 MiB", "0.0 MiB - 0.0 MiB", "8.0 MiB", "0.000x"),
     ]
 
 
 def test_json_of_state_dicts_holds_times_and_peaks():
-    found = json.loads(json.dumps(report.optim_state_json(OPTIM_STATE)))
+    found = json.loads(json.dumps(optim_state.table(OPTIM_STATE).as_json))
     assert found["parameters"] == 8
     assert found["times"]["show"]["fsdp1"]["seconds"] == [0.008, 0.030, 0.009]
     assert found["times"]["show"]["fsdp1"]["hpcfsdp_ratio"] == 0.25
@@ -141,16 +141,40 @@ CHECKPOINT = checkpoint.Measurement(
 
 def test_a_checkpoint_is_compared_with_raw_files_and_with_dcp():
     spread = "2000.00 ms - 2000.00 ms"
-    assert report.checkpoint_rows(CHECKPOINT) == [
+    assert checkpoint.table(CHECKPOINT).rows == [
         ("save", "raw", "1500.00 ms", "1000.00 ms - 2000.00 ms", "0.67", "", "4.00x", "0.75x"),
         ("save", "hpcfsdp", "2000.00 ms", spread, "0.50", "75%", "3.00x", ""),
         ("save", "dcp", "6000.00 ms", "4000.00 ms - 8000.00 ms", "0.17", "25%", "", "3.00x"),
         ("in memory", "xxh3", "150.00 ms", "100.00 ms - 200.00 ms", "6.67", "", "", "0.08x"),
     ]
-    assert all(len(row) == len(report.CHECKPOINT) for row in report.checkpoint_rows(CHECKPOINT))
 
 
 def test_json_of_a_checkpoint_holds_every_run_and_the_size():
-    found = json.loads(json.dumps(report.checkpoint_json(CHECKPOINT)))
+    found = json.loads(json.dumps(checkpoint.table(CHECKPOINT).as_json))
     assert (found["bytes"], found["tensors"]) == (10**9, 300)
     assert found["save"]["dcp"] == {"median_s": 6.0, "seconds": [4.0, 8.0]}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        collectives.table([collectives.Measurement("all_gather", 1 << 20, 0.0005, WAYS)]),
+        backends.table({"ddp": WAYS}),
+        step.table(STEP),
+        host.table(HOST),
+        memory.table(PEAKS),
+        optim_state.table(OPTIM_STATE),
+        optim_state.table(OPTIM_STATE).second,
+        checkpoint.table(CHECKPOINT),
+    ],
+    ids=lambda table: table.columns[0],
+)
+def test_every_row_has_a_cell_for_each_column(table):
+    assert {len(row) for row in table.rows} == {len(table.columns)}
+
+
+def test_columns():
+    assert step.table(STEP).columns == ("engine", "step", "min-max", "x floor", "hpcfsdp / it")
+    assert optim_state.table(OPTIM_STATE).columns == ("call", "engine", "median", "min-max", "fsdp1 / hpcfsdp")
+    memory_columns = ("call", "ranks", "engine", "peak", "min-max of calls", "analytic", "peak / analytic")
+    assert optim_state.table(OPTIM_STATE).second.columns == memory_columns

@@ -10,6 +10,45 @@ from torch import nn
 
 from hpcfsdp._compat import local_of
 from hpcfsdp.comm import Communicator
+from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.gradient import note_unchanged
+from hpcfsdp.sharded.tensor_parallel import replicated_grad
+from hpcfsdp.sharded.unit import ShardedUnit, units_in
+
+
+def clip_model_grads(root: ShardedUnit, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Collective over the ranks of the root unit. Clip the gradients of its whole model, see ``clip_grad_norm``.
+
+    Parameters that are ignored count once, as if they were the same on all ranks.
+
+    Raises:
+        EngineError: a unit is sharded over more ranks than the root.
+    """
+    num_ranks, num_blocks = root.mesh.size("replicate", "shard"), root.mesh.size("tensor")
+    shares: dict[int, list[torch.Tensor]] = {}
+    params: dict[nn.Parameter, None] = {}
+    managed: set[nn.Parameter] = set()
+    for unit in units_in(root.wrapper):
+        if unit.mesh.size("replicate", "shard") > num_ranks:
+            raise EngineError(
+                f"{unit.name} is sharded over more ranks than the root ({num_ranks}), which cannot know "
+                "the norm of all gradients: wrap the root over all ranks"
+            )
+        for flat in unit.flats:
+            managed.update((flat.parameter, *flat.leaves))
+            params.update(dict.fromkeys(flat.stepped))
+            for copies, grad in flat.grad_parts(num_blocks):
+                shares.setdefault(unit.mesh.size("replicate") * copies, []).append(grad)
+    for param in root.wrapper.parameters():
+        if param not in managed:
+            params[param] = None
+            if param.grad is not None:
+                copies, grad = replicated_grad(param, root.mesh)
+                shares.setdefault(num_ranks * copies, []).append(grad)
+    norm = clip_grad_norm(list(params), shares.items(), root.mesh.lines(), max_norm, norm_type)
+    for param in params:
+        note_unchanged(param.grad)
+    return norm
 
 
 @torch.no_grad()
@@ -20,15 +59,14 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float = 2.0,
 ) -> torch.Tensor:
-    """Collective over `comms`. Scale gradients so that the norm of all, over all ranks, is at most a bound.
+    """Collective over `comms`. Scale gradients so that their norm, over all ranks, is at most `max_norm`.
 
-    Each element is counted once: shards do not overlap, and padding is zero.
+    Each element counts once: shards do not overlap, and padding is zero.
 
     Args:
-        params: whose gradients are scaled; the same on all ranks, but for their shapes.
+        params: with the gradients to scale; the same on all ranks, but for their shapes.
         shares: parts of these gradients, each with the number of ranks that hold the same part.
         comms: one after the other they connect all ranks.
-        max_norm: the bound.
         norm_type: p of the p-norm, > 0 or inf; 0 counts the elements that are not 0.
 
     Returns:

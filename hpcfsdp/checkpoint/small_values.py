@@ -1,7 +1,7 @@
-"""What of a checkpoint is no element of a tensor: attributes, tables and small values, each checked before it is used.
+"""Reads attributes, tables and small values of a checkpoint, and checks each before use.
 
-HDF5 has parsed it by then. It would make many bytes of few, or read other files: what is not as this package writes it
-is refused.
+HDF5 has parsed them by then. Some layouts make it expand few bytes to many, or read other files: whatever this
+package does not write is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpcfsdp.checkpoint.access import Room
+from hpcfsdp.checkpoint.access import MemoryBudget
 from hpcfsdp.checkpoint.extra import join_arrays
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
@@ -34,42 +34,36 @@ _SINGLE = (
 )
 
 
-def text(value: Any) -> str:
+def attribute_text(value: Any) -> str:
     """The text of an attribute."""
     with contextlib.suppress(AttributeError):
         return value.decode()
     return str(value)
 
 
-def required(file: h5py.File, name: str, kind: Callable[[Any], Any]) -> Any:
-    """An attribute of the root group, as `kind` makes it.
-
-    Raises:
-        ValueError: there is none, or it is of another kind.
-    """
+def required_attribute(file: h5py.File, name: str, kind: Callable[[Any], Any]) -> Any:
+    """An attribute of the root group, converted by `kind`; raises ValueError if it is missing or invalid."""
     value = schema.attribute(file, name)
     try:
         if value is not None:
             return kind(value)
     except ValueError:
         pass
-    raise ValueError(f"the attribute {name} is not there, or not what it should be")
+    raise ValueError(f"the attribute {name} is missing or invalid")
 
 
 def check_kind(path: Path, file: h5py.File) -> str:
-    """The version of the format, if it is one that is known.
+    """The version of the format.
 
-    Raises:
-        CheckpointError: the file is of another version, or a part of a checkpoint.
-        CheckpointCorruptError: it is no checkpoint.
+    Raises CheckpointError for an unsupported one or a part, else CheckpointCorruptError.
     """
-    kind = text(schema.attribute(file, "format"))
+    kind = attribute_text(schema.attribute(file, "format"))
     if kind == schema.PART_FORMAT:
-        whole = text(schema.attribute(file, "checkpoint"))
+        whole = attribute_text(schema.attribute(file, "checkpoint"))
         raise CheckpointError(f"{path}: holds a part of the checkpoint {whole}, which is to be opened instead")
     if kind != schema.FORMAT:
         raise CheckpointCorruptError(f"{path}: an HDF5 file, but not an hpcfsdp checkpoint")
-    version = required(file, "format_version", text)
+    version = required_attribute(file, "format_version", attribute_text)
     major, known = (int(each.split(".")[0]) for each in (version, schema.FORMAT_VERSION))
     if major < 0:
         raise ValueError(f"{version!r} is no version of a format")
@@ -82,27 +76,15 @@ def check_kind(path: Path, file: h5py.File) -> str:
 
 
 class Values:
-    """Small datasets of a file that HDF5 may see.
+    """Small datasets of a file. `places` lists (first byte, end) of those that were read."""
 
-    Attributes:
-        places: (first byte, end) of those that were read.
-    """
-
-    def __init__(self, path: Path, file: h5py.File, end: int, room: Room) -> None:
-        """
-        Args:
-            end: where HDF5's part of the file ends.
-            room: memory that they may take.
-        """
-        self._path, self._file, self._end, self._room = path, file, end, room
+    def __init__(self, path: Path, file: h5py.File, end: int, budget: MemoryBudget) -> None:
+        """`end` is where HDF5's part of the file ends."""
+        self._path, self._file, self._end, self._budget = path, file, end, budget
         self.places: list[tuple[int, int]] = []
 
     def get(self, name: str) -> h5py.Group | h5py.Dataset | None:
-        """A group or dataset; None if there is none.
-
-        Raises:
-            CheckpointCorruptError: it is somewhere else, and there is only a link to it.
-        """
+        """A group or dataset, None if there is none; raises for links to other places."""
         found: Any = self._file
         for part in name.split("/"):
             link = found.get(part, getlink=True) if isinstance(found, h5py.Group) else None
@@ -119,15 +101,11 @@ class Values:
         return found if isinstance(found, h5py.Group) else ()
 
     def read(self, name: str, regions: Iterable[tuple[int, int]] | None = None) -> Any:
-        """The value of a dataset.
+        """The value of a dataset. Raises CheckpointCorruptError unless its bytes are stored unencoded in this file.
 
         Args:
-            regions: (first byte, end) of regions of which one has all of it. Zeros that begin or end a value are in
-                none, so that this holds for tables alone.
-
-        Raises:
-            CheckpointCorruptError: its bytes do not stand in this file as they are. HDF5 would make many of few, or
-                read other files.
+            regions: (first byte, end) of ranges, one of which must contain all of it. Regions lack zeros at the ends of
+                values, so this suits tables alone.
         """
         dataset = self.get(name)
         if not isinstance(dataset, h5py.Dataset) or dataset.shape is None or dataset.dtype.hasobject:
@@ -139,7 +117,7 @@ class Values:
         if nbytes and layout.get_layout() == h5py.h5d.CONTIGUOUS:
             self._check_place(name, nbytes, dataset.id.get_offset(), layout.get_external_count(), regions)
         try:
-            self._room.take(nbytes)
+            self._budget.claim(nbytes)
         except ValueError as error:
             raise self._damaged(name, f"has {nbytes} bytes: {error}") from None
         value = dataset[...]
@@ -162,7 +140,7 @@ class Values:
 
 
 def read_small(values: Values) -> dict[str, Any]:
-    """All datasets but tensors and the table of extents, as ``skeleton.create`` was given them."""
+    """All datasets but tensors and the table of extents, as they were given to ``skeleton.build_skeleton``."""
     names = [name for name in _SINGLE if values.get(name) is not None]
     for group in (schema.EXTRA_ARRAYS, schema.RNG):
         names += [f"{group}/{name}" for name in values.names(group)]
@@ -172,11 +150,7 @@ def read_small(values: Values) -> dict[str, Any]:
 
 
 def read_specs(tensors: np.ndarray, sizes: np.ndarray) -> dict[str, TensorSpec]:
-    """The tensors of the two tables.
-
-    Raises:
-        ValueError: they are not as they are written.
-    """
+    """The tensors of the two tables; raises ValueError where these are invalid."""
     if sizes.ndim != 1 or sizes.dtype.kind != "u":
         raise ValueError(f"{schema.SHAPES} is no list of sizes")
     shape = sizes.tolist()
@@ -194,11 +168,7 @@ def read_specs(tensors: np.ndarray, sizes: np.ndarray) -> dict[str, TensorSpec]:
 
 
 def read_links(links: np.ndarray, specs: dict[str, TensorSpec]) -> dict[str, str]:
-    """Further path of a tensor -> its path.
-
-    Raises:
-        ValueError: there is no such tensor, or a path stands for two.
-    """
+    """The path of each alias; raises ValueError for an unknown tensor, or a path that occurs twice."""
     paths, found = list(specs), {}
     for path, tensor in _rows(schema.LINKS, links, ("path", "tensor")):
         name = path.decode()
@@ -209,11 +179,7 @@ def read_links(links: np.ndarray, specs: dict[str, TensorSpec]) -> dict[str, str
 
 
 def read_parts(values: Values, regions: Iterable[tuple[int, int]]) -> list[tuple[str, int, int]]:
-    """Files beside this one: name, bytes, and the digest of the seal.
-
-    Raises:
-        ValueError: a name is none of a file in this folder.
-    """
+    """Part files: name, bytes, and the digest of the seal. Raises ValueError for a name outside of this folder."""
     if values.get(schema.FILES) is None:
         return []
     table = values.read(schema.FILES, regions)
@@ -225,7 +191,7 @@ def read_parts(values: Values, regions: Iterable[tuple[int, int]]) -> list[tuple
 
 
 def _rows(name: str, table: np.ndarray, fields: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
-    """The rows of a table, of which only some are Python objects at a time."""
+    """The rows of a table, a few thousand at a time as Python objects."""
     kinds = {"path": "S", "dtype": "S", "name": "S"}
     if (
         table.ndim != 1
@@ -238,11 +204,7 @@ def _rows(name: str, table: np.ndarray, fields: tuple[str, ...]) -> Iterator[tup
 
 
 def read_json(small: dict[str, Any], name: str) -> Any:
-    """The value of a dataset of JSON.
-
-    Raises:
-        ValueError: it is none; names the dataset.
-    """
+    """The value of a dataset of JSON; raises ValueError, naming the dataset, for other content."""
     found = small.get(name)
     if not isinstance(found, bytes):
         raise ValueError(f"{name} is no text")
@@ -253,11 +215,7 @@ def read_json(small: dict[str, Any], name: str) -> Any:
 
 
 def read_extra(small: dict[str, Any], name: str) -> dict[str, Any]:
-    """Values beside the tensors, with the arrays in them.
-
-    Raises:
-        ValueError: they are no values by name, or refer to an array that is not there.
-    """
+    """Values with their arrays; raises ValueError where they are invalid."""
     prefix = f"{schema.EXTRA_ARRAYS}/"
     arrays = {path.removeprefix(prefix): value for path, value in small.items() if path.startswith(prefix)}
     try:
@@ -270,11 +228,7 @@ def read_extra(small: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def read_metrics(small: dict[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Curves by name: steps, values.
-
-    Raises:
-        ValueError: they are no numbers, or not as many.
-    """
+    """Curves by name: steps, values. Raises ValueError unless they are numbers of equal counts."""
     paths = {path.rpartition("/")[0] for path in small if path.startswith(f"{schema.METRICS}/")}
     found = {}
     for path in sorted(paths):

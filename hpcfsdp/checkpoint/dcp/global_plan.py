@@ -1,0 +1,86 @@
+"""The coordinator's plan of a file, from the plans of all ranks for ``torch.distributed.checkpoint.save``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.distributed.checkpoint.planner import SavePlan as StatePlan, WriteItem, WriteItemType
+
+from hpcfsdp.checkpoint.dcp import entry_names as names
+from hpcfsdp.checkpoint.dcp.entry_names import Entry
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, SavePlan, box_blocks, check_names, check_tiling
+from hpcfsdp.errors import CheckpointError
+from hpcfsdp.flat.layout import Box
+from hpcfsdp.reshard.tiling import find_outside
+
+
+def plan_entries(plans: Sequence[StatePlan]) -> dict[str, Entry]:
+    """Chooses a place for all planned entries, by name."""
+    paths: dict[str, Any] = {}
+    for plan in plans:
+        if isinstance(plan.planner_data, Mapping):
+            paths |= plan.planner_data
+    kinds: dict[str, set[bool]] = {}
+    for item in (item for plan in plans for item in plan.items):
+        kinds.setdefault(item.index.fqn, set()).add(item.type != WriteItemType.BYTE_IO)
+    both = [name for name, found in kinds.items() if len(found) > 1]
+    if both:
+        raise CheckpointError(f"the state dict's {both[0]!r} is a tensor on some ranks, and none on others")
+    # In the order of the state dict; names that its planner does not describe come last.
+    ordered = [*(name for name in paths if name in kinds), *(name for name in kinds if name not in paths)]
+    known = {name: _checked_path(name, paths.get(name)) for name in ordered}
+    tensors = {name: path for name, path in known.items() if kinds[name] == {True}}
+    return names.place_entries(tensors, {name: path for name, path in known.items() if name not in tensors})
+
+
+def _checked_path(name: str, path: Any) -> names.Path:
+    """The path of an entry in the state dict, if the planner gives it as torch's own does."""
+    if isinstance(path, tuple) and path and all(isinstance(key, (str, int)) for key in path):
+        return path
+    return (name,)
+
+
+def plan_tensors(plans: Sequence[StatePlan], entries: Mapping[str, Entry]) -> tuple[SavePlan, dict[str, int]]:
+    """The plan of all ranks' blocks, and by the name of an entry the number of its tensor."""
+    specs: dict[str, TensorSpec] = {}
+    blocks, owners = [np.empty(0, BLOCK_DTYPE)], {}
+    tensors = {name: number for number, name in enumerate(n for n, e in entries.items() if e.kind == names.TENSOR)}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.tensor_data is None:
+                continue
+            name = item.index.fqn
+            spec, box = _spec(item, entries[name]), box_of(item)
+            if specs.setdefault(name, spec) != spec:
+                raise CheckpointError(
+                    f"{spec.path} is {list(spec.shape)} {spec.dtype} on rank {rank}, "
+                    f"{list(specs[name].shape)} {specs[name].dtype} on rank {owners[name]}"
+                )
+            owners.setdefault(name, rank)
+            if find_outside(spec.shape, [box]) is not None:
+                raise CheckpointError(
+                    f"rank {rank} has {list(box.sizes)} elements from {list(box.offsets)} on of {spec.path}, which is "
+                    f"{list(spec.shape)}"
+                )
+            blocks.append(box_blocks(spec.shape, box, spec.itemsize))
+            blocks[-1]["tensor"], blocks[-1]["rank"] = tensors[name], rank
+    ordered = tuple(specs[name] for name in tensors)
+    check_names(ordered, ())
+    plan = SavePlan(ordered, np.concatenate(blocks), (), len(plans))
+    check_tiling(plan)
+    return plan, tensors
+
+
+def _spec(item: WriteItem, entry: Entry) -> TensorSpec:
+    dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
+    if not schema.supported(dtype):
+        raise CheckpointError(f"{entry.dataset!r} has dtype {dtype}, which checkpoints do not hold")
+    return TensorSpec(entry.dataset, tuple(item.tensor_data.size), dtype)
+
+
+def box_of(item: WriteItem) -> Box:
+    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))

@@ -1,0 +1,311 @@
+"""Bytes of tensors as MPI messages between two ranks, matched on arrival.
+
+A message that is longer than the buffer of its receive may overwrite the memory behind the buffer before MPI reports
+the truncation: Open MPI copies all of it, straight from the memory of the sender. So no receive is posted ahead. A
+probe matches each message and gives its length, and this rank receives the message into a buffer of this length. That
+is the caller's tensor only where the tensor has this length.
+
+A header precedes the bytes of a tensor: the call of the sender, and the number of bytes. Few bytes follow in the same
+message, more in messages of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import xxhash
+from mpi4py import MPI
+
+from hpcfsdp.comm.failures import Failure
+from hpcfsdp.comm.window import decode_label, fit_label
+
+_NUMBERS = struct.Struct("<qqQ")  # the number of the call, the bytes of the tensor, a hash of what must be equal
+_LABEL_BYTES = 192
+_HEADER_BYTES = _NUMBERS.size + _LABEL_BYTES
+_INLINE_BYTES = 1 << 13
+"""Up to here the bytes follow in the message of their header: copying them costs less than another message."""
+_PART_BYTES = 1 << 26
+"""Longer messages are sent in parts: a message of MPI has fewer than 2**31 elements, and this rank receives a part that
+fits nowhere into scratch memory of its size."""
+
+abandoned: list[Any] = []
+"""Requests that a failed collective left pending, with their tensors: MPI may use these until the program ends."""
+
+
+def _address_and_size(tensor: torch.Tensor) -> tuple[int, int]:
+    # Not tensor.numpy(): that marks the storage as shared, and a shared storage cannot be freed by resizing it.
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[list[Any]]:
+    """The tensor's bytes, as mpi4py takes buffers."""
+    address, nbytes = _address_and_size(tensor)
+    for begin in range(0, nbytes, _PART_BYTES):
+        count = min(_PART_BYTES, nbytes - begin)
+        yield [MPI.buffer.fromaddress(address + begin, count), count, MPI.BYTE]
+
+
+@functools.lru_cache(1024)
+def _encode(label: str) -> bytes:
+    return fit_label(label, _LABEL_BYTES)
+
+
+@functools.lru_cache(1024)
+def _hash(compared: str) -> int:
+    return xxhash.xxh3_64_intdigest(compared.encode())
+
+
+class Envelope:
+    """What the messages of one call on this rank have in common.
+
+    Attributes:
+        rank: this rank.
+        tag: of the messages.
+        sequence: the number of the call among the collectives of the communicator; 0 for calls that are not counted.
+        sent_label: describes the call, in the messages of errors on other ranks.
+    """
+
+    __slots__ = ("_encoded", "_expected", "_hash", "rank", "sequence", "tag")
+
+    def __init__(self, rank: int, tag: int, sequence: int, label: str, compared: str, expected: str | None) -> None:
+        """
+        Args:
+            label: describes the call.
+            compared: must be equal on sender and receiver.
+            expected: describes what the receiver expects, where the call is a message between two ranks.
+        """
+        self.rank = rank
+        self.tag = tag
+        self.sequence = sequence
+        self._encoded = _encode(label)
+        self._hash = _hash(compared)
+        self._expected = expected
+
+    @property
+    def sent_label(self) -> str:
+        return decode_label(self._encoded)
+
+    def header(self, nbytes: int) -> bytes:
+        """The header of a tensor of `nbytes` bytes."""
+        return _NUMBERS.pack(self.sequence, nbytes, self._hash) + self._encoded
+
+    def find_fault(self, header: bytes, nbytes: int, peer: int) -> Failure | None:
+        """Compare a header from `peer` with the one of this call for a tensor of `nbytes` bytes."""
+        sequence, sent_nbytes, sent_hash = _NUMBERS.unpack_from(header)
+        if (sequence, sent_nbytes, sent_hash) == (self.sequence, nbytes, self._hash):
+            return None
+        theirs, text = decode_label(header[_NUMBERS.size :]), ""
+        if sent_hash == self._hash:
+            text = f"rank {peer} sent {sent_nbytes} bytes where {nbytes} bytes were expected"
+            text += "; sizes or dtypes differ between these ranks"
+        elif self._expected is not None:
+            text = f"rank {peer} sent {theirs} where {self._expected} was expected"
+        return Failure(self.sequence, self.rank, peer, self.sent_label, theirs, text)
+
+    def foreign_message(self, nbytes: int, peer: int | None) -> Failure:
+        text = f"rank {peer} sent {nbytes} bytes that belong to no expected message"
+        return Failure(self.sequence, self.rank, peer or 0, self.sent_label, self.sent_label, text)
+
+
+class Receive:
+    """The receive of one tensor: a header, and parts where the bytes are not in the header's message.
+
+    Attributes:
+        source: the rank that sends. None where any may, until one has.
+        failure: what is wrong with the messages.
+        is_matched: whether all messages of the tensor have been matched.
+    """
+
+    __slots__ = ("_first", "_parts", "_requests", "_skipped", "_tensor", "_unmatched", "envelope", "failure")
+    __slots__ += ("is_matched", "source")
+
+    def __init__(self, envelope: Envelope, tensor: torch.Tensor, source: int | None) -> None:
+        self.envelope = envelope
+        self.source = source
+        self.failure: Failure | None = None
+        self.is_matched = False
+        self._tensor = tensor
+        self._first: bytearray | None = None  # the message that begins with the header
+        self._parts: Iterator[list[Any]] | None = None  # their buffers; None until the header has been read
+        self._unmatched = 0  # parts
+        self._skipped = 0  # parts of a call that is over
+        self._requests: list[tuple[MPI.Request, list[Any]]] = []
+
+    def is_complete(self) -> bool:
+        """Whether all bytes have been received."""
+        return self.is_matched and self._test()
+
+    def is_ready(self) -> bool:
+        """Whether it can match the next message: the header says which one that is."""
+        return self._test() or (self._parts is not None and self.failure is None)
+
+    def match(self, message: MPI.Message, source: int, nbytes: int) -> None:
+        """Receive the next message of the source, of `nbytes` bytes."""
+        self.source = source
+        buffer = None
+        if self._skipped:
+            self._skipped -= 1
+        elif self._parts is None:
+            self._first = bytearray(nbytes)
+            buffer = [self._first, nbytes, MPI.BYTE]
+        else:
+            self._unmatched -= 1
+            self.is_matched = not self._unmatched
+            buffer = next(self._parts, None) if self.failure is None else None
+            if buffer is not None and buffer[1] != nbytes:
+                self.failure, buffer = self.envelope.foreign_message(nbytes, source), None
+        buffer = buffer or [bytearray(nbytes), nbytes, MPI.BYTE]
+        self._requests.append((message.Irecv(buffer), buffer))
+
+    def abandon(self) -> None:
+        """Write to the tensor no more, except in receives that MPI has begun. Drop later messages."""
+        if self.failure is None:
+            self.failure = self.envelope.foreign_message(0, self.source)
+        if self._requests:
+            abandoned.append((self._requests, self.source, self._tensor))
+
+    def _test(self) -> bool:
+        """Whether all matched messages have been received."""
+        while self._requests:
+            if not self._requests[-1][0].Test():
+                return False
+            self._requests.pop()
+        if self._first is not None:
+            self._read_header(self._first)
+            self._first = None
+        return True
+
+    def _read_header(self, first: bytearray) -> None:
+        address, expected = _address_and_size(self._tensor)
+        sequence, nbytes, _ = _NUMBERS.unpack_from(first) if len(first) >= _HEADER_BYTES else (0, -1, 0)
+        inline = nbytes if nbytes <= _INLINE_BYTES else 0
+        if nbytes < 0 or len(first) - _HEADER_BYTES != inline:
+            self.failure = self.envelope.foreign_message(len(first), self.source)
+            self._parts, self.is_matched = iter(()), True
+            return
+        following = 0 if inline else -(-nbytes // _PART_BYTES)
+        if sequence < self.envelope.sequence:  # a message of a call that failed here, with a tag that is used again
+            self._skipped = following
+            return
+        if self.failure is None:
+            self.failure = self.envelope.find_fault(bytes(first[:_HEADER_BYTES]), expected, self.source)
+        if inline and self.failure is None:
+            MPI.buffer.fromaddress(address, nbytes)[:] = memoryview(first)[_HEADER_BYTES:]
+        self._parts = _parts(self._tensor)
+        self._unmatched = following
+        self.is_matched = not following
+
+
+class _TagQueue:
+    """The receives of one tag."""
+
+    def __init__(self) -> None:
+        self.posted: list[Receive] = []
+        """Receives without a message, in the order in which they were posted."""
+        self.begun: dict[int, Receive] = {}
+        """By source: the receive of the next message from there."""
+
+
+class MessageMatcher:
+    """Matches the messages of one communicator as MPI does: the first of each source and tag to the first receive.
+
+    Attributes:
+        is_clean: whether no posted receive has been cancelled. Later messages for it would reach another communicator,
+            if MPI reused the context of this one.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.is_clean = True
+        self._comm = comm
+        self._status = MPI.Status()
+        self._queues: dict[int, _TagQueue] = {}  # by tag
+        self._cancelled: deque[Receive] = deque()
+        self._lock = threading.Lock()
+
+    def send(self, envelope: Envelope, tensor: torch.Tensor, to: int) -> list[tuple[MPI.Request, Any]]:
+        """Send a tensor to a rank. Returns the requests with the memory that each reads."""
+        address, nbytes = _address_and_size(tensor)
+        first = bytearray(envelope.header(nbytes))
+        if 0 < nbytes <= _INLINE_BYTES:
+            first += MPI.buffer.fromaddress(address, nbytes)
+        with self._lock:  # messages of two threads must not mix
+            requests: list[tuple[MPI.Request, Any]] = [(self._comm.Isend([first, MPI.BYTE], to, envelope.tag), first)]
+            if nbytes > _INLINE_BYTES:
+                requests += [(self._comm.Isend(part, to, envelope.tag), tensor) for part in _parts(tensor)]
+        return requests
+
+    def post(self, receive: Receive) -> None:
+        """Match later messages with this receive."""
+        with self._lock:
+            if self._cancelled:
+                self._drop_cancelled()
+            queue = self._queues.get(receive.envelope.tag)
+            if queue is None:
+                queue = self._queues[receive.envelope.tag] = _TagQueue()
+            queue.posted.append(receive)
+
+    def test(self, receive: Receive) -> bool:
+        """Whether a posted receive is complete. Matches the messages that have arrived from its source."""
+        with self._lock:
+            if self._cancelled:
+                self._drop_cancelled()
+            if not receive.is_matched:
+                self._match(receive, self._queues[receive.envelope.tag])
+            return receive.is_complete()
+
+    def cancel(self, receive: Receive) -> None:
+        """Match no message with a posted receive, unless its first one has arrived."""
+        # Not under the lock: the garbage collector may come here while this thread has it.
+        self.is_clean = False
+        receive.abandon()
+        self._cancelled.append(receive)
+
+    def _match(self, receive: Receive, queue: _TagQueue) -> None:
+        tag = receive.envelope.tag
+        while not receive.is_matched:
+            source = receive.source
+            if queue.begun:
+                before = list(queue.begun.values()) if source is None else [queue.begun.get(source)]
+                if not all(begun is None or self._can_match(begun, queue) for begun in before):
+                    return
+                if receive.is_matched:
+                    return
+            wanted = MPI.ANY_SOURCE if source is None else source
+            message = self._comm.Improbe(source=wanted, tag=tag, status=self._status)
+            if message is None:
+                return
+            source = self._status.Get_source()
+            target = queue.begun.get(source)
+            if target is None:
+                target = queue.begun[source] = next(each for each in queue.posted if each.source in (None, source))
+                queue.posted.remove(target)
+            target.match(message, source, self._status.Get_count(MPI.BYTE))
+            self._can_match(target, queue)
+
+    def _can_match(self, begun: Receive, queue: _TagQueue) -> bool:
+        """Whether the next message of the source of `begun` can be matched."""
+        is_ready = begun.is_ready()
+        if begun.is_matched:
+            del queue.begun[begun.source]
+            self._close(begun.envelope.tag, queue)
+        return is_ready or begun.is_matched
+
+    def _drop_cancelled(self) -> None:
+        while self._cancelled:
+            receive = self._cancelled.popleft()
+            queue = self._queues.get(receive.envelope.tag)
+            if queue is not None and receive in queue.posted:
+                queue.posted.remove(receive)
+                self._close(receive.envelope.tag, queue)
+
+    def _close(self, tag: int, queue: _TagQueue) -> None:
+        if not queue.posted and not queue.begun:
+            self._queues.pop(tag, None)
