@@ -255,11 +255,11 @@ class MpiProcessGroup(dist.ProcessGroup):
         return work
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> GroupWork:
-        hosts = HostTensors(inputs=tensors)
+        hosts = HostTensors(inputs=tensors, ordered=False)
         return hosts.work([self.communicator.send(tensor, dst, tag, async_op=True) for tensor in hosts.inputs])
 
     def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> GroupWork:
-        hosts = HostTensors(outputs=tensors)
+        hosts = HostTensors(outputs=tensors, ordered=False)
         received = [self.communicator.recv(tensor, src, tag, async_op=True) for tensor in hosts.outputs]
         return hosts.work([work for _, work in received], requests=received[-1][0])
 

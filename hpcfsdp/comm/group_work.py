@@ -33,12 +33,27 @@ _OPS: tuple[tuple[Any, ReduceOp], ...] = (
 class HostTensors:
     """Tensors that MPI uses for the caller's: the caller's own if on the CPU and contiguous, copies of others."""
 
-    def __init__(self, inputs: Tensors = (), outputs: Tensors = (), *, in_place: bool = False, op: Any = None) -> None:
+    def __init__(
+        self,
+        inputs: Tensors = (),
+        outputs: Tensors = (),
+        *,
+        in_place: bool = False,
+        op: Any = None,
+        ordered: bool = True,
+    ) -> None:
         """
         Args:
             in_place: the outputs are inputs, too.
             op: torch's reduction. The attribute `op` is the same in terms of ``Communicator``.
+            ordered: complete earlier collectives on the same memory first, also if no caller waits for them, as NCCL
+                does. Not for messages between two ranks: a receive may wait for a later send of this rank.
         """
+        self.ordered = ordered
+        self.written = _spans(outputs)
+        self.used = self.written + _spans(inputs)
+        if ordered:
+            _complete_earlier(self)
         factor = None if op is None else _compat.premultiplier(op)
         self.op: ReduceOp = "sum" if op is None or factor is not None else _reduce_op(op)
         self.inputs = [_to_host(tensor, copy=True) for tensor in inputs]
@@ -50,7 +65,10 @@ class HostTensors:
                 host.mul_(factor)
 
     def work(self, parts: Iterable[Running | None], requests: Requests | None = None) -> GroupWork:
-        return GroupWork([part for part in parts if part is not None], self, requests)
+        work = GroupWork([part for part in parts if part is not None], self, requests)
+        if self.ordered and work.parts:
+            _unfinished.append(work)
+        return work
 
     def copy_back(self) -> list[torch.Tensor]:
         """Copy the outputs to the caller's tensors, and return these."""
@@ -81,6 +99,20 @@ def _copy_to_caller(result: torch.Tensor, host: torch.Tensor) -> None:
     result.copy_(host)
 
 
+def _spans(tensors: Tensors) -> list[tuple[int, int]]:
+    """The memory of each tensor, from its first element to the end of its last."""
+    spans = []
+    for tensor in tensors:
+        if not is_sparse(tensor) and tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()))
+    return spans
+
+
+def _overlap(spans: Iterable[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
+    return any(begin < other_end and other < end for begin, end in spans for other, other_end in others)
+
+
 def _location(tensor: torch.Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.data_ptr()
 
@@ -103,28 +135,33 @@ class GroupWork(_compat.Work):
         super().__init__()
         self.timeout_s: float | None = None  # None: that of the group
         self.chunks = 1  # into which the result is split
-        self._parts = parts
-        self._hosts = hosts
+        self.parts = parts
+        self.hosts = hosts
         self._requests = requests
         self._results: list[torch.Tensor] | None = None
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Return when the result may be used; `timeout` instead of that of the group."""
-        for part in self._parts:
+        _forget(self)  # first: a later call on the same memory must not raise the error of this one
+        for part in self.parts:
             part.wait(timeout.total_seconds() if timeout else self.timeout_s)
         if self._results is None:
-            self._results = self._hosts.copy_back()
+            self._results = self.hosts.copy_back()
             if self.chunks > 1:
                 self._results = list(self._results[0].chunk(self.chunks))
         return True
 
     synchronize = wait
 
+    def has_ended(self) -> bool:
+        """Whether it needs no more steps. Advances nothing."""
+        return all(part.done for part in self.parts)
+
     def is_completed(self) -> bool:
         """Whether it has ended, also with an error, which ``wait`` raises."""
-        if not all(part.is_completed() for part in self._parts):
+        if not all(part.is_completed() for part in self.parts):
             return False
-        with contextlib.suppress(CommunicationError):
+        if not any(part.failed for part in self.parts):
             self.wait()
         return True
 
@@ -147,3 +184,20 @@ class GroupWork(_compat.Work):
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(self.result())
         return future
+
+
+_unfinished: list[GroupWork] = []
+"""Collectives whose results no caller has waited for."""
+
+
+def _complete_earlier(hosts: HostTensors) -> None:
+    for work in tuple(_unfinished):
+        if _overlap(work.hosts.written, hosts.used) or _overlap(work.hosts.used, hosts.written):
+            work.wait()
+        elif work.has_ended() and work.is_completed():
+            _forget(work)
+
+
+def _forget(work: GroupWork) -> None:
+    with contextlib.suppress(ValueError):  # another thread was first
+        _unfinished.remove(work)

@@ -68,18 +68,23 @@ class Running:
         self._timeout_s = timeout_s
         self._condition: Condition | None = None
         self._error: BaseException | None = None
-        self._done = False
+        self.done = False
+        """Whether it has ended, also with an error."""
         self._stepping = threading.Lock()
         if threading.get_ident() not in _threads and not _compat.in_backward():  # autograd's threads take turns
             _threads.add(threading.get_ident())
         self._advance()
-        if not self._done:
+        if not self.done:
             _in_progress.append(self)
 
     def is_completed(self) -> bool:
         _advance_all()  # others, too: this one may wait for a rank that waits for one of them
         self._advance()
-        return self._done
+        return self.done
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the collective is complete.
@@ -88,14 +93,14 @@ class Running:
             CommunicationError: the collective failed, or it took longer than `timeout_s` (default: that of the
                 communicator).
         """
-        if not self._done:
+        if not self.done:
             self._wait(self._timeout_s if timeout_s is None else timeout_s, firm=timeout_s is None)
         self._error_is_raised = True
         if self._error is not None:
             raise _within_call(self._error)
 
     def __del__(self) -> None:
-        if self._done and self._error is not None and not self._error_is_raised:
+        if self.done and self._error is not None and not self._error_is_raised:
             log.error("%s failed, and no caller waited for it: %s", self.label, self._error)
 
     def _wait(self, timeout_s: float, *, firm: bool) -> None:
@@ -112,12 +117,12 @@ class Running:
                         self._give_up(functools.partial(watch.look, waited_s, self._rank), CrossedCallsError)
         finally:
             if watch is not None:
-                watch.end(failed=self._error is not None)
+                watch.end(failed=self.failed)
 
     def _waiting(self) -> Iterator[float]:
         """Advance all collectives until this one is done. Yields the seconds of the wait from time to time."""
         began_s, polls = time.monotonic(), 0
-        while not self._done:
+        while not self.done:
             self._advance()
             if len(_in_progress) > 1:
                 _advance_all()
@@ -131,10 +136,10 @@ class Running:
     @torch.no_grad()
     def _advance(self) -> None:
         """Continue until a condition does not hold yet."""
-        if self._done or not self._stepping.acquire(blocking=False):  # another thread advances it
+        if self.done or not self._stepping.acquire(blocking=False):  # another thread advances it
             return
         try:
-            while not self._done and (self._condition is None or self._condition.holds()):
+            while not self.done and (self._condition is None or self._condition.holds()):
                 self._condition = next(self._steps)
         except StopIteration:
             self._finish(None)
@@ -147,7 +152,7 @@ class Running:
 
     def _finish(self, error: BaseException | None) -> None:
         self._error = error
-        self._done = True
+        self.done = True
         self._condition = None
         self._steps.close()
         if self in _in_progress:
@@ -164,7 +169,7 @@ class Running:
     ) -> None:
         """End with an error if `reason`, called with the missing ranks, returns one."""
         with self._stepping:  # no other thread advances it meanwhile
-            why = None if self._done else reason(self._condition.missing() if self._condition is not None else [])
+            why = None if self.done else reason(self._condition.missing() if self._condition is not None else [])
             if why:
                 where = f"{self.label} on rank {self._rank}: " if kind is CommunicationError else ""
                 self._finish(kind(where + why))

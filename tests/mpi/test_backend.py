@@ -619,6 +619,27 @@ def test_work_that_is_never_waited_for_is_completed_by_later_calls(world):
     same(values[0], stacked(world, LARGE, seed=0).sum(0) * world.size)
 
 
+def test_calls_on_the_same_memory_see_the_results_of_earlier_calls(world):
+    value = numbers(world.rank, LARGE)
+    columns = value.view(19, -1).t()
+    dist.all_reduce(value, async_op=True)
+    dist.all_reduce(columns, async_op=True)  # not contiguous
+    gathered = torch.empty(world.size * LARGE)
+    all_gather_single(gathered, value, async_op=True)
+    dist.all_reduce(value[1:])  # while the others read it
+    expected = stacked(world, LARGE).sum(0) * world.size
+    same(gathered, expected.repeat(world.size))
+    same(value[1:], expected[1:] * world.size)
+
+
+def test_tensors_that_are_only_read_may_be_read_by_several_calls(world):
+    value, outputs = numbers(world.rank, LARGE), [torch.empty(world.size * LARGE) for _ in range(2)]
+    works = [all_gather_single(output, value, async_op=True) for output in outputs]
+    for work in reversed(works):
+        work.wait()
+    same(outputs, [stacked(world, LARGE).flatten()] * 2)
+
+
 def test_a_future_holds_the_result(world):
     value = numbers(world.rank, 4)
     future = dist.all_reduce(value, async_op=True).get_future()
