@@ -166,7 +166,7 @@ def test_a_failing_rank_is_named_and_rank_0_still_reports(start, fake, action, f
     assert not survivors(family)
 
 
-def test_all_ranks_whose_mpi_aborts_end_at_once_with_one_report(hpcfsdp, fake):
+def test_ranks_end_at_once_with_one_report_when_mpi_aborts(hpcfsdp, fake):
     done = hpcfsdp("doctor", "--json", ranks=2, environ=fake(REPLACED, "import os\nos.abort()"))
     assert done.code == 3
     assert of(json.loads(done.stdout), "mpi")["level"] == "problem"

@@ -205,13 +205,13 @@ def differing_models(kind, is_other):
 
 @ORIGINAL
 @pytest.mark.parametrize("kind", ["a parameter more", "dtype", "frozen", "shape", "order", "tie"])
-def test_ranks_that_wrap_different_models_all_say_so(several, kind, original):
+def test_ranks_that_wrap_different_models_all_raise(several, kind, original):
     with pytest.raises(DisagreementError, match=rf"rank 0 .*rank {several.size - 1}|rank 0 and rank"):
         wrap(differing_models(kind, last(several)), use_orig_params=original)
 
 
 @ORIGINAL
-def test_ranks_that_wrap_different_modules_all_say_so(several, original):
+def test_ranks_that_wrap_different_modules_all_raise(several, original):
     policy = None if last(several) else BY_LINEARS
     with pytest.raises(DisagreementError, match="rank 0"):
         FullyShardedDataParallel(build(parity.Around), auto_wrap_policy=policy, use_orig_params=original)
@@ -229,7 +229,7 @@ class Chooses(parity.Around):
 
 @ORIGINAL
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "no grad"])
-def test_ranks_that_call_different_units_all_say_so(several, grad, original):
+def test_ranks_that_call_different_units_all_raise(several, grad, original):
     sharded = wrap(build(Chooses), use_orig_params=original)
     sharded.module.choice = int(last(several))
     with torch.set_grad_enabled(grad), pytest.raises(DisagreementError, match=r"rank 0 .*(unit|other).*rank"):

@@ -363,7 +363,7 @@ def test_a_failure_of_any_rank_is_everyones_and_loses_nothing(comm, shared_path,
     assert checkpoint.open_index(path).info.step == 3
 
 
-def test_a_file_left_by_a_killed_writer_is_no_checkpoint_and_in_nobodys_way(comm, shared_path):
+def test_a_file_left_by_a_killed_writer_is_no_checkpoint_and_hinders_no_save(comm, shared_path):
     path = checkpoint.checkpoint_files(shared_path)
     assert path == []
     target = shared_path / "step-00000004.h5"
@@ -379,7 +379,7 @@ def test_a_file_left_by_a_killed_writer_is_no_checkpoint_and_in_nobodys_way(comm
     assert sorted(os.listdir(shared_path)) == [partial_path(target, "new").name, target.name]
 
 
-def test_ranks_with_different_optimizers_are_told_before_anything_is_written(comm, shared_path):
+def test_ranks_with_different_optimizers_raise_before_anything_is_written(comm, shared_path):
     if comm.size == 1:
         pytest.skip("one rank cannot disagree")
     model = shard(make_net())

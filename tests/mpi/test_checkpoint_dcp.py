@@ -344,7 +344,7 @@ def test_damage_that_one_rank_reads_is_everyones_error(world, shared_path):
     assert isinstance(failures[world.size - 1], CheckpointCorruptError)
 
 
-def test_ranks_that_read_different_files_are_told(several, world, shared_path):
+def test_ranks_that_read_different_files_are_reported(several, world, shared_path):
     state = {"w": torch.ones(3)}
     for name in ("a.h5", "b.h5"):
         dcp.save({**state, "name": name}, storage_writer=HDF5Writer(shared_path / name))
@@ -354,7 +354,7 @@ def test_ranks_that_read_different_files_are_told(several, world, shared_path):
     assert isinstance(failures[0], CheckpointMismatchError) and "rank 1" in str(failures[0])
 
 
-def test_a_missing_file_is_said_by_all_ranks(world, shared_path):
+def test_a_missing_file_is_an_error_on_all_ranks(world, shared_path):
     failures = failures_of(dcp.load, {"w": torch.ones(3)}, storage_reader=HDF5Reader(shared_path / "a.h5"))
     assert set(failures) == set(range(world.size))
     assert all(str(error) == f"{shared_path / 'a.h5'}: No such file or directory" for error in failures.values())

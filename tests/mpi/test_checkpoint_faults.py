@@ -98,7 +98,7 @@ def cases(comm, save):
     ("save", "codes"), [*(("posix", (code,)) for code in CODES), ("subfiles", CODES)], indirect=["save"]
 )
 @pytest.mark.ranks(2)
-def test_whatever_call_of_whatever_rank_fails_all_are_told_and_the_old_file_stays(comm, shared_path, save, codes):
+def test_a_failure_in_any_call_of_any_rank_is_an_error_on_all_and_keeps_the_old_file(comm, shared_path, save, codes):
     path, told, named = shared_path / "a.h5", set(), set()
     for turn, (rank, number, kind, before) in enumerate(cases(comm, save)):
         code = codes[turn % len(codes)]
@@ -135,7 +135,7 @@ def test_whatever_call_of_whatever_rank_fails_all_are_told_and_the_old_file_stay
     assert value_of(checkpoint.save(shared_path / "b.h5", model=model, step=3)) == 3
 
 
-def test_all_ranks_that_fail_together_are_told_their_own_reasons(comm, shared_path, save):
+def test_ranks_that_fail_together_raise_their_own_errors(comm, shared_path, save):
     save(1)
     code = CODES[comm.rank % 3]
     with pytest.raises(CheckpointError, match=os.strerror(code)):
@@ -231,7 +231,7 @@ def test_two_groups_of_ranks_that_save_to_one_path_leave_one_of_both(several, wo
     assert seen <= {1, 2}
 
 
-def test_ranks_that_load_while_others_save_get_a_whole_file_or_are_told(several, world, shared_path):
+def test_ranks_that_load_while_others_save_get_a_whole_file_or_raise(several, world, shared_path):
     saves = world.rank == 0
     group = MpiCommunicator(world.comm.Split(0 if saves else 1))
     path = shared_path / "a.h5"

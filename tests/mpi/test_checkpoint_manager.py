@@ -165,7 +165,7 @@ def test_ranks_that_lay_the_file_out_differently_commit_nothing(comm, shared_pat
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_folder_that_a_rank_does_not_see_is_told(comm, shared_path, trained, monkeypatch, asynchronous):
+def test_a_folder_that_a_rank_does_not_see_is_reported(comm, shared_path, trained, monkeypatch, asynchronous):
     monkeypatch.setattr(pending, "VISIBLE_WITHIN_S", 0.2)
     if comm.size == 1:
         pytest.skip("another rank than 0 is needed")
@@ -537,7 +537,7 @@ def replaced_by_a_folder(path, comm):
 
 
 @pytest.mark.parametrize("harm", [damage, truncate, replaced_by_a_folder])
-def test_a_newest_file_that_is_damaged_is_passed_over_and_told(comm, shared_path, trained, caplog, harm):
+def test_a_damaged_newest_file_is_skipped_and_reported(comm, shared_path, trained, caplog, harm):
     model, optimizer = trained
     with checkpoint.CheckpointManager(shared_path) as manager:
         manager.save(1, model=model, optimizer=optimizer)
@@ -601,7 +601,7 @@ def test_retention_leaves_the_last_good_file_when_those_after_it_are_damaged(com
     assert list(removal.damaged) == [checkpoint_path(shared_path, step) for step in (4, 3)]
 
 
-def test_a_file_that_cannot_be_removed_is_told_and_nothing_else(comm, shared_path, trained, caplog):
+def test_a_file_that_cannot_be_removed_is_reported_and_does_no_other_harm(comm, shared_path, trained, caplog):
     with caplog.at_level("WARNING", "hpcfsdp"):
         files = Files(Gate("unlink", errno.EPERM))
         with checkpoint.CheckpointManager(shared_path, keep_last=1, files=files) as manager:

@@ -161,7 +161,7 @@ def test_bytes_that_one_rank_cannot_get_are_everyones_error(comm, shared_path, m
 
 
 @pytest.mark.skipif(h5py.get_config().mpi, reason="this h5py has MPI")
-def test_an_h5py_without_mpi_is_told_of(comm, shared_path):
+def test_an_h5py_without_mpi_is_reported(comm, shared_path):
     with pytest.raises(CheckpointError, match=r"^writer=\"mpio\" needs an h5py that was built for MPI.*posix"):
         checkpoint.save(shared_path / "x.h5", model=shard(make_net()), writer="mpio")
     assert list(shared_path.iterdir()) == []

@@ -133,7 +133,7 @@ def test_a_model_that_is_whole_after_a_forward_alone(group, shared_path):
     assert torch.equal(again[3].weight.full_tensor(), plain[3].weight)
 
 
-def test_a_model_in_a_group_of_its_own_waits_for_nobody_else(world, several, shared_path):
+def test_a_model_in_a_group_of_its_own_waits_for_no_other_rank(world, several, shared_path):
     ranks = range(1, world.size)
     group = dist.new_group(list(ranks))
     if world.rank in ranks:

@@ -647,7 +647,7 @@ def test_optimizers_that_go_by_names(engine, engines, make, original):
 
 @pytest.mark.parametrize("form", ["full", "rank 0", "sharded"])
 @ORIGINAL
-def test_state_of_no_parameter_is_copied_and_told_of(engine, original, form):
+def test_state_of_no_parameter_is_copied_and_reported(engine, original, form):
     """Torch copies it when it shows state; when it loads state it looks for it in the wrong dict, and fails."""
     engine.beyond_torch("state of no parameter, loaded")
     model, optimizer = loaded(engine, original)

@@ -172,7 +172,7 @@ def test_a_hook_that_raises_on_one_rank_is_an_error_on_all(engine, several, no_t
 
 
 @ORIGINAL
-def test_a_rank_whose_units_are_set_differently_is_an_error_on_all(engine, several, no_tensors, original):
+def test_a_rank_with_other_settings_of_its_units_is_an_error_on_all(engine, several, no_tensors, original):
     (model, optimizer), last = loaded(engine, original), several.size - 1
     with contextlib.ExitStack() as stack:
         if several.rank == last:
@@ -192,9 +192,7 @@ def local_mode():
 
 @pytest.mark.parametrize("note", [local_mode(), [torch.eye(2).to_sparse()]], ids=["enumeration", "sparse"])
 @ORIGINAL
-def test_a_hyper_parameter_of_one_rank_that_is_hard_to_tell_is_an_error_on_all(
-    engine, several, no_tensors, note, original
-):
+def test_a_hyperparameter_that_one_rank_cannot_describe_is_an_error_on_all(engine, several, no_tensors, note, original):
     """A number of a class that cannot be pickled, and a tensor that has no list of elements."""
     made, last = loaded(engine, original), several.size - 1
     [group] = made[1].param_groups
@@ -475,7 +473,9 @@ def with_a_note(params):
     ],
 )
 @ORIGINAL
-def test_ranks_whose_optimizers_have_other_groups_all_raise(engine, several, no_tensors, change, fragments, original):
+def test_ranks_with_other_groups_of_their_optimizers_all_raise(
+    engine, several, no_tensors, change, fragments, original
+):
     (model, optimizer), last = loaded(engine, original), several.size - 1
     params = list(model.parameters())
     if change is without_one:
@@ -520,7 +520,7 @@ def changed_state(optimizer, change):
     ids=["step", "kind", "name", "dtype", "none"],
 )
 @ORIGINAL
-def test_ranks_whose_state_differs_all_raise(engine, several, no_tensors, change, fragments, original):
+def test_ranks_with_different_state_all_raise(engine, several, no_tensors, change, fragments, original):
     made, last = loaded(engine, original), several.size - 1
     with contextlib.ExitStack() as stack:
         if several.rank == last:
@@ -532,7 +532,7 @@ def test_ranks_whose_state_differs_all_raise(engine, several, no_tensors, change
 
 
 @ORIGINAL
-def test_state_that_cannot_be_told_by_element_is_refused(engine, no_tensors, original):
+def test_state_that_cannot_be_described_by_element_is_refused(engine, no_tensors, original):
     if original and engine.comm.size == 1:
         pytest.skip("parameters that one rank has whole may have any state")
     made = loaded(engine, original)
@@ -738,7 +738,7 @@ def test_what_lies_beside_state_and_groups_stays_on_rank_0(engine, no_tensors):
 
 
 @pytest.mark.parametrize("form", ["full", "rank 0"])
-def test_one_rank_whose_units_are_set_differently_is_an_error_on_all(engine, several, form):
+def test_one_rank_with_other_settings_of_its_units_is_an_error_on_all(engine, several, form):
     model, optimizer = loaded(engine, False)
     last = several.size - 1
     with cases.form_of(engine, model, form), contextlib.ExitStack() as stack:

@@ -216,7 +216,7 @@ def test_under_rank0_only_hooks_find_tensors_on_all_ranks(engines, carrier):
 @CARRIERS
 @KINDS
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_a_hook_that_fails_on_one_rank_is_told_to_all(engines, several, carrier, kind, where):
+def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(engines, several, carrier, kind, where):
     engine = parity.under_test(engines, carrier)
     plain = build(parity.Nested)
 
@@ -305,7 +305,7 @@ def test_units_that_are_set_differently_are_refused_on_every_rank(engine):
 
 @CARRIERS
 @pytest.mark.parametrize("difference", ["kind", "rank0_only", "offload_to_cpu"])
-def test_ranks_that_are_set_differently_are_told(engines, several, carrier, difference):
+def test_ranks_with_different_settings_raise(engines, several, carrier, difference):
     engine = parity.under_test(engines, carrier)
     model = engine.shard(build(parity.Nested))
     if difference == "kind":

@@ -77,7 +77,7 @@ def test_between_forward_and_backward_is_a_time(engine, strategy, original):
 
 
 @CARRIERS
-def test_a_rank_at_the_wrong_time_is_told_to_all(engines, several, carrier):
+def test_a_rank_at_the_wrong_time_is_an_error_on_all(engines, several, carrier):
     """Also if it is the only one, and the others wait for what comes next."""
     engine = parity.under_test(engines, carrier)
     model = engine.shard(build(parity.Around))
@@ -254,7 +254,7 @@ def test_dtensors_for_what_is_not_sharded_have_to_be_alike(engines, several, car
     assert torch.equal(saved(engine, model)["norm.running_mean"], mean)
 
 
-def test_another_kind_than_is_set_is_told(engine):
+def test_another_kind_than_is_set_is_reported(engine):
     model = engine.shard(build(parity.Around))
     with pytest.raises(StateDictError, match="state_dict_type is LOCAL_STATE_DICT, and was not"):
         loaded(engine, model, saved(engine, model), LOCAL)
@@ -338,7 +338,7 @@ class Stateful(parity.Around):
 
 @CARRIERS
 @pytest.mark.parametrize("change", UNSENT)
-def test_what_the_first_rank_cannot_tell_is_an_error_on_every_rank(engines, several, carrier, change):
+def test_what_the_first_rank_cannot_describe_is_an_error_on_every_rank(engines, several, carrier, change):
     engine = parity.under_test(engines, carrier)
     model, state = engine.shard(build(Stateful)), build(Stateful, seed=1).state_dict()
     kind, message = UNSENT[change]

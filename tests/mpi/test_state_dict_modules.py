@@ -215,7 +215,7 @@ def test_names_that_hooks_do_not_forgive_leave_the_model_as_it_was(engines, carr
 @CARRIERS
 @pytest.mark.parametrize("around", [False, True], ids=["unit", "plain module"])
 @pytest.mark.parametrize("where", ["before", "after", "extra state"])
-def test_a_module_that_fails_to_load_on_one_rank_is_told_to_all(engines, several, carrier, around, where):
+def test_a_module_that_fails_to_load_on_one_rank_is_an_error_on_all(engines, several, carrier, around, where):
     """Where several units are to be loaded one after the other."""
     engine = parity.under_test(engines, carrier)
     models = [engine.shard(build(WithMemory)) for _ in range(2)]
@@ -451,7 +451,7 @@ def test_buffers_grow_whoever_has_what_they_become(engines, carrier, given):
     assert level.tolist() == [1, 2, 3]
 
 
-def test_modules_that_read_what_a_rank_does_not_have_are_told_so(engine, several):
+def test_modules_that_read_what_a_rank_does_not_have_raise(engine, several):
     model, state = engine.shard(build(Holding)), build(Holding, seed=1).state_dict()
     before = memory(model)
     # Writing copies to a buffer by itself.

@@ -84,7 +84,7 @@ def test_boxes_of_a_grid_tile_it_and_fewer_or_more_do_not(grid, block_bytes, ran
     assert first_untiled(np.concatenate([np.empty(0, BLOCK_DTYPE), *blocks[1:]]), [numel]) == 0
 
 
-def test_the_first_tensor_that_is_not_tiled_is_told():
+def test_the_first_tensor_that_is_not_tiled_is_reported():
     blocks = box_blocks((4,), Box((0,), (4,)), 4)
     assert first_untiled(blocks, [4, 0]) is None
     assert first_untiled(blocks, [4, 0, 3, 1]) == 2
@@ -237,7 +237,7 @@ def test_names_that_fit_no_outer_keys_together_are_refused(asked):
         (["model/w", "model/model.w"], ["model.w"], ["model.w"]),
     ],
 )
-def test_all_names_together_tell_what_one_of_them_means(saved, asked, expected, order):
+def test_all_names_together_decide_what_one_of_them_means(saved, asked, expected, order):
     known = Names(names.native_entries(saved, None, None, {}))
     pairs = list(order(list(zip(asked, expected, strict=True))))
     assert found(known, *(name for name, _ in pairs)) == [path for _, path in pairs]
@@ -756,7 +756,7 @@ def test_a_planner_that_only_has_pickled_values_is_refused(tmp_path):
     ],
     ids=["missing", "empty", "short", "other"],
 )
-def test_what_is_wrong_with_a_file_is_what_load_says(tmp_path, damage, kind):
+def test_a_bad_file_raises_the_error_of_load(tmp_path, damage, kind):
     path = tmp_path / "a.h5"
     dcp.save({"w": torch.ones(1)}, storage_writer=HDF5Writer(path))
     damage(path)
@@ -771,7 +771,7 @@ def test_what_is_wrong_with_a_file_is_what_load_says(tmp_path, damage, kind):
 
 
 @ALONE
-def test_damaged_elements_are_told_unless_they_are_not_to_be_verified(tmp_path):
+def test_damaged_elements_are_reported_unless_they_are_not_to_be_verified(tmp_path):
     path = tmp_path / "a.h5"
     dcp.save({"w": torch.ones(8), "v": torch.ones(8)}, storage_writer=HDF5Writer(path))
     begin = int(open_index(path).rows_of("model/w")["byte_offset"][0])
@@ -788,7 +788,7 @@ def test_damaged_elements_are_told_unless_they_are_not_to_be_verified(tmp_path):
     assert other["v"].sum() == 8
 
 
-def test_ranks_that_read_different_files_are_told(tmp_path):
+def test_ranks_that_read_different_files_are_reported(tmp_path):
     with pytest.warns(UserWarning, match="single process"):
         for name in ("a.h5", "b.h5"):
             dcp.save({"w": torch.ones(1), "name": name}, storage_writer=HDF5Writer(tmp_path / name))
@@ -802,7 +802,7 @@ def test_ranks_that_read_different_files_are_told(tmp_path):
 
 
 @ALONE
-def test_a_file_that_is_replaced_while_it_is_loaded_is_told(tmp_path):
+def test_a_file_that_is_replaced_while_it_is_loaded_is_reported(tmp_path):
     class Slow(dcp.DefaultLoadPlanner):
         def finish_plan(self, central_plan):
             dcp.save({"w": torch.zeros(1)}, storage_writer=HDF5Writer(tmp_path / "a.h5"))
@@ -815,7 +815,7 @@ def test_a_file_that_is_replaced_while_it_is_loaded_is_told(tmp_path):
 
 
 @ALONE
-def test_what_the_file_does_not_hold_is_said_by_torch(tmp_path):
+def test_what_the_file_does_not_hold_is_an_error_of_torch(tmp_path):
     dcp.save({"w": torch.ones(2)}, storage_writer=HDF5Writer(tmp_path / "a.h5"))
     reader = HDF5Reader(tmp_path / "a.h5")
     assert "Missing key in checkpoint state_dict: v" in str(
@@ -900,7 +900,7 @@ def test_a_partial_load_takes_no_tensor_for_another(tmp_path):
 
 
 @ALONE
-def test_modules_that_are_called_model_are_told_from_outer_keys(tmp_path):
+def test_modules_called_model_are_distinguished_from_outer_keys(tmp_path):
     saved = {"norm.weight": torch.tensor(1.0), "model.norm.weight": torch.tensor(2.0)}
     dcp.save({"model": saved}, storage_writer=HDF5Writer(tmp_path / "a.h5"))
     for wrap in (lambda state: state, lambda state: {"model": state}):

@@ -238,7 +238,7 @@ def checked(plan, rows, size, regions=()):
 
 @given(plans(), st.lists(st.integers(1, 50), min_size=1, max_size=3))
 @settings(max_examples=150)
-def test_what_each_rank_writes_is_where_the_table_says_under_its_checksum(tmp_path_factory, made, limits):
+def test_each_rank_writes_where_the_table_says_under_its_checksum(tmp_path_factory, made, limits):
     plan, gaps = made
     offsets, size = laid_out(plan, gaps)
     files = Files(Cut(limits))

@@ -81,7 +81,7 @@ def test_a_file_is_created_of_holes_and_never_over_another(path):
     assert path.read_bytes() == b"kept"
 
 
-def test_a_file_whose_size_cannot_be_set_leaves_no_open_descriptor(path):
+def test_a_file_of_which_no_size_can_be_set_leaves_no_open_descriptor(path):
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match=os.strerror(errno.EDQUOT)):
         Files(Failing(1, errno.EDQUOT)).create(path, 10)

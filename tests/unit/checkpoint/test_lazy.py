@@ -116,7 +116,7 @@ def test_as_a_numpy_array_elements_are_numbers(saved):
         (None, "None is not supported as an index"),
     ],
 )
-def test_an_index_that_is_not_supported_is_told(saved, key, message):
+def test_an_index_that_is_not_supported_is_reported(saved, key, message):
     with checkpoint.open(saved[0]) as file, pytest.raises(IndexError, match=message):
         file["model/single"][key]
 

@@ -235,7 +235,7 @@ class Pair(nn.Module):
             self.b.weight = self.a.weight
 
 
-def test_a_file_of_tied_weights_fills_a_model_whose_weights_are_not_tied(tmp_path):
+def test_a_file_of_tied_weights_fills_a_model_without_tied_weights(tmp_path):
     saved, model = Pair(tied=True), Pair(tied=False)
     checkpoint.save(tmp_path / "a.h5", model=saved)
     checkpoint.load(tmp_path / "a.h5", model=model)
@@ -267,7 +267,7 @@ def test_a_module_registered_twice_fits_whether_sharded_or_not(tmp_path, policy)
     assert torch.equal(again.a.weight, saved.a.weight)
 
 
-def test_a_file_without_an_optimizer_says_how_to_go_on(tmp_path):
+def test_a_file_without_an_optimizer_raises_with_a_remedy(tmp_path):
     model = nn.Linear(2, 2)
     checkpoint.save(tmp_path / "a.h5", model=model)
     with pytest.raises(CheckpointMismatchError) as caught:
@@ -275,7 +275,7 @@ def test_a_file_without_an_optimizer_says_how_to_go_on(tmp_path):
     assert str(caught.value) == (f"{tmp_path}/a.h5: holds no optimizer; load it with optimizer=None to start a new one")
 
 
-def test_an_optimizer_of_other_parameters_is_told_apart_and_nothing_changes(tmp_path, same):
+def test_an_optimizer_of_other_parameters_is_refused_and_nothing_changes(tmp_path, same):
     path = tmp_path / "a.h5"
     model = nn.Linear(2, 2)
     checkpoint.save(path, model=model, optimizer=torch.optim.SGD([model.weight], lr=0.1))
@@ -469,7 +469,7 @@ def two_layers(fill=0.0):
     return model
 
 
-def test_not_strict_loads_what_there_is_and_tells_the_rest(tmp_path):
+def test_not_strict_loads_what_there_is_and_reports_the_rest(tmp_path):
     saved = nn.ModuleDict({"a": nn.Linear(2, 3), "old": nn.Linear(1, 1)})
     path = checkpoint.save(tmp_path / "a.h5", model=saved, step=3)
     model = two_layers(7.0)
@@ -502,7 +502,7 @@ def test_names_load_a_part_and_leave_the_rest_and_the_random_numbers(tmp_path):
     assert (info.missing, info.unexpected) == ((), ())
 
 
-def test_names_that_match_nothing_are_told(tmp_path):
+def test_names_that_match_nothing_are_reported(tmp_path):
     model = two_layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model["b"](model["a"](torch.ones(2))).sum().backward()

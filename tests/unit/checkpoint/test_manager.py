@@ -96,13 +96,13 @@ def test_what_savers_of_other_steps_left_behind_long_ago_is_removed(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root lists every folder")
-def test_a_folder_that_cannot_be_listed_is_told_as_such(tmp_path):
+def test_a_folder_that_cannot_be_listed_is_reported_as_such(tmp_path):
     (tmp_path / "closed").mkdir(mode=0o300)
     with pytest.raises(CheckpointError, match="closed: the folder cannot be listed: Permission denied"):
         checkpoint.CheckpointManager(tmp_path / "closed").load_latest(model=layer())
 
 
-def test_an_error_of_listing_is_told_as_such(tmp_path, monkeypatch):
+def test_an_error_of_listing_is_reported_as_such(tmp_path, monkeypatch):
     def fail(directory):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -187,7 +187,7 @@ def test_what_is_logged(tmp_path, caplog):
     ]
 
 
-def test_a_closed_manager_says_so(tmp_path):
+def test_a_closed_manager_raises(tmp_path):
     manager = checkpoint.CheckpointManager(tmp_path)
     manager.close()
     manager.close()

@@ -63,7 +63,7 @@ def test_patterns_are_names_in_the_model_or_in_the_file(wrapped_file, pattern):
     assert torch.equal(other[0].weight, model[0].weight) and torch.equal(other[1].weight, before)
 
 
-def test_differences_are_told_by_the_models_names(wrapped_file):
+def test_differences_are_reported_by_the_models_names(wrapped_file):
     _, _, path = wrapped_file
     with pytest.raises(CheckpointMismatchError, match=r"differing: 1.weight is \[1, 3\](.|\n)*file: 1.b"):
         checkpoint.load(path, model=nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 1, bias=False)))
@@ -122,7 +122,7 @@ def test_adapters_alone_are_saved_and_loaded_with_their_optimizer(tmp_path, same
     assert same(list(other.parameters()), list(model.parameters()))
 
 
-def test_a_file_of_a_part_says_so_to_who_wants_all(tmp_path):
+def test_a_file_of_a_part_raises_where_all_is_wanted(tmp_path):
     model, optimizer = adapted()
     path = checkpoint.save(tmp_path / "a.h5", model=model, names=["lora_*"])
     with pytest.raises(CheckpointMismatchError, match=r"holds a part of the model alone: load it with names= (.|\n)*b"):
@@ -149,7 +149,7 @@ def test_the_optimizers_state_of_a_part_goes_with_it(tmp_path):
         checkpoint.save(tmp_path / "b.h5", model=model, optimizer=alone, names=["a.*"])
 
 
-def test_a_pattern_that_matches_nothing_is_told_when_it_is_saved(tmp_path):
+def test_a_pattern_that_matches_nothing_is_reported_when_it_is_saved(tmp_path):
     with pytest.raises(CheckpointError, match=r"no tensor of the model matches '0\.wieght'; did you mean '0\.weight'"):
         checkpoint.save(tmp_path / "a.h5", model=net(), names=["1.*", "0.wieght"])
     for names, error in (("0.*", TypeError), ([], ValueError), ([1], TypeError)):

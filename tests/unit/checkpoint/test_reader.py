@@ -417,7 +417,7 @@ def test_a_read_verifies_the_blocks_that_it_touches_and_no_others(many_blocks, t
             )
 
 
-def test_a_file_cut_off_after_it_was_opened_is_told(many_blocks, tmp_path):
+def test_a_file_cut_off_after_it_was_opened_is_reported(many_blocks, tmp_path):
     path = shutil.copy(many_blocks[0], tmp_path / "b.h5")
     index = open_index(path)
     with BlockReader(index) as reader:
@@ -492,7 +492,7 @@ def test_a_bit_flipped_in_one_of_several_runs_is_found(strided, tmp_path, row, c
         assert reader.read("model/w", 12 * row + column, 1)[0] == strided[1][row, column] ^ 1
 
 
-def test_a_file_that_another_one_took_the_place_of_is_told(damaged):
+def test_a_file_that_another_one_took_the_place_of_is_reported(damaged):
     index = open_index(damaged)
     checkpoint.save(damaged, model=nn.Linear(1, 1))
     with pytest.raises(CheckpointReplacedError) as caught, BlockReader(index):
@@ -513,7 +513,7 @@ def test_elements_that_are_not_there_are_a_value_error(many_blocks, start, numel
         reader.read("model/v", start, numel)
 
 
-def test_a_file_removed_after_it_was_opened_is_told(damaged):
+def test_a_file_removed_after_it_was_opened_is_reported(damaged):
     index = open_index(damaged)
     damaged.unlink()
     with pytest.raises(CheckpointError) as caught, BlockReader(index):

@@ -104,7 +104,7 @@ def test_the_last_good_one_never_goes(tmp_path_factory, good, data):
         assert left == set(are_good)
 
 
-def test_what_is_damaged_is_told(make):
+def test_what_is_damaged_is_reported(make):
     removal = retention.plan_removal(make("12", bad="34"), keep_last=1, keep_every=None)
     assert (steps(removal.going), steps(removal.staying), steps([removal.good])) == ("13", "24", "2")
     assert steps(removal.damaged) == "43"

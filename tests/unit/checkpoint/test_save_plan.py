@@ -201,7 +201,7 @@ def test_a_run_is_cut_at_the_limit_and_the_rest_is_shorter():
     assert rows(plan, "start", "numel") == [(0, 4), (4, 4), (8, 2)]
 
 
-def test_blocks_are_4_mib_at_most_unless_told_otherwise():
+def test_blocks_are_4_mib_at_most_by_default():
     plan = plan_save([("model", one(numel=(1 << 20) + 5))], 1)
     assert rows(plan, "numel") == [(1 << 20,), (5,)]
 

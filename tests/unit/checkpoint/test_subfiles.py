@@ -68,7 +68,7 @@ def test_all_ranks_call_as_often_as_the_one_with_the_most_blocks(numel, calls):
     assert calls_by_tensor(plan).tolist() == ([calls] if numel else [])
 
 
-def test_names_of_parts_are_told_from_others(tmp_path):
+def test_names_of_parts_are_distinguished_from_others(tmp_path):
     path = part_path(tmp_path / "step-00000003.h5", "0123abcd", 17)
     assert path.name == "step-00000003.0123abcd.node-17.h5"
     assert is_part(path)

@@ -66,7 +66,7 @@ def test_buffers_that_are_not_persistent_are_left_out(tmp_path, make_model):
         assert "brief" in file["model"]
 
 
-def test_the_file_tells_what_it_is(tmp_path):
+def test_the_file_describes_itself(tmp_path):
     path = checkpoint.save(tmp_path / "a.h5", model=layer(), step=12, config={"lr": [0.1]}, extra={"best": 2.5})
     with h5py.File(path) as file:
         assert file.attrs["format"] == b"hpcfsdp"
@@ -87,7 +87,7 @@ def test_a_module_name_with_a_slash_can_be_read_back(tmp_path):
     assert torch.equal(other["a/b"].weight, model["a/b"].weight)
 
 
-def test_names_that_cannot_both_stand_in_a_file_are_told(tmp_path):
+def test_names_that_cannot_both_be_in_a_file_are_reported(tmp_path):
     model = nn.Module()
     model.w = nn.Parameter(torch.ones(2))
     model.add_module("w/x", layer())
@@ -248,7 +248,7 @@ def test_a_disk_that_takes_no_byte_is_an_error_and_not_a_loop(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_too_little_room_is_told_in_bytes_before_anything_is_written(tmp_path, monkeypatch):
+def test_too_little_room_is_reported_in_bytes_before_anything_is_written(tmp_path, monkeypatch):
     path = previous(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=31))
@@ -443,7 +443,7 @@ def test_every_rank_writes_its_share_and_the_file_is_the_same(tmp_path, run_rank
         assert sorted(file[schema.EXTENTS]["rank"].tolist()) == list(range(number))
 
 
-def test_ranks_with_different_buffers_are_told_apart_before_anything_is_written(tmp_path, run_ranks):
+def test_ranks_with_different_buffers_raise_before_anything_is_written(tmp_path, run_ranks):
     def body(comm):
         model = nn.Linear(4, 4)
         model.register_buffer("b", torch.zeros(2 + comm.rank))

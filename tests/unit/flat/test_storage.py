@@ -90,7 +90,7 @@ def test_freeing_under_other_tensors_is_refused_with_offset_shape_and_size(part,
     assert tensor.tolist() == [0, 1, 2, 3]
 
 
-def test_a_shape_says_how_many_elements_there_are_to_be():
+def test_a_shape_gives_the_number_of_elements():
     tensor = torch.ones(2, 3)
     free_storage(tensor)
     assert alloc_storage(tensor, tensor.shape)
@@ -102,7 +102,7 @@ def test_a_shape_says_how_many_elements_there_are_to_be():
     assert storage_bytes(scalar) == 4
 
 
-def test_torch_frees_what_other_tensors_view_and_says_no_sizes_of_what_is_allocated():
+def test_torch_frees_what_other_tensors_view_and_gives_no_sizes_of_allocations():
     tensor = torch.arange(4.0)
     stock._free_storage(tensor[:2])
     assert storage_bytes(tensor) == 0

@@ -55,7 +55,7 @@ def test_a_folder_is_held_until_it_is_given_back(tmp_path):
     acquire(folder)
 
 
-def test_a_job_whose_process_has_ended_on_this_system_holds_nothing(tmp_path, hold):
+def test_a_job_with_an_ended_process_on_this_system_holds_nothing(tmp_path, hold):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     hold(pid=ended.pid)

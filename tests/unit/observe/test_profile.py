@@ -73,7 +73,7 @@ def test_a_line_for_the_log(clock, debug):
     assert debug.records[0].levelno == logging.DEBUG
 
 
-def test_phases_are_named_as_people_say_them():
+def test_phases_have_readable_names():
     assert [phase.value for phase in Phase] == [
         "preprocessing",
         "object gather",

@@ -139,7 +139,7 @@ def columns(count, width, *edges):
     )
 
 
-def test_a_few_rows_that_tell_of_millions_of_runs_take_no_memory():
+def test_a_few_rows_that_describe_millions_of_runs_take_no_memory():
     rows = columns(20_000_000, 8, 3, 4)
     tracemalloc.start()
     assert first_untiled(rows, [160_000_000]) is None

@@ -222,7 +222,7 @@ def test_nodes_that_make_no_grid_are_refused_with_the_mend(make_world, topology,
     assert message in str(caught.value)
 
 
-def test_one_node_is_one_replica_and_rank_0_says_so(make_world, caplog):
+def test_one_node_is_one_replica_and_rank_0_warns(make_world, caplog):
     make_world(0, Topology.regular(1, 4))
     with caplog.at_level(logging.INFO, "hpcfsdp"):
         resolve_mesh(None, None, Strategy.HYBRID_SHARD)

@@ -72,7 +72,7 @@ def test_a_configuration_of_another_kind_is_refused_and_nothing_set(model, error
     assert settings_of(model) == default_settings()
 
 
-def test_every_unit_is_set_and_tells_what_it_was_before(model):
+def test_every_unit_is_set_and_returns_its_setting_before(model):
     config = FullStateDictConfig(rank0_only=True)
     outer = nn.ModuleList([model])
     before = set_kind(outer, FULL, config, None)

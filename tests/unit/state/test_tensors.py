@@ -53,6 +53,6 @@ def test_a_replicated_tensor_is_kept_by_all_and_written_by_rank_0():
     assert state.pieces == (LocalPiece(0, tensor),)
 
 
-def test_nobody_writes_a_tensor_without_elements():
+def test_no_rank_writes_a_tensor_without_elements():
     runs = replicated("w", torch.zeros(0, 3)).runs
     assert (runs.edges.tolist(), runs.ranks.tolist()) == ([0], [])

@@ -201,7 +201,7 @@ def test_boxes_on_meshes_of_any_dimensions(first, shape, mesh_shape, data):
                 function(made)
 
 
-def test_a_block_that_several_ranks_have_is_told_once(rank):
+def test_a_block_of_several_ranks_is_described_once(rank):
     mesh = mesh_of(2, 2)
     made = dtensor_of(numbers((5, 3)), mesh, Replicate(), Shard(0))
     group = ours.get_dt_pg(made)

@@ -431,7 +431,7 @@ def test_torch_takes_shards_before_the_tensor_for_such_within():
         ours.build_global_metadata(gathered)
 
 
-def test_a_shard_without_elements_is_in_nobodys_way():
+def test_a_shard_without_elements_overlaps_no_other():
     gathered = dealt([Box((0,), (4,)), Box((1,), (0,))], (4,), ranks=2)
     assert len(ours.build_global_metadata(gathered).shards_metadata) == 2
     with pytest.raises(ValueError, match="overlap"):
@@ -477,13 +477,13 @@ def test_the_work_grows_with_the_shards_not_with_their_pairs(dims):
     assert found[16384][0] < 100 * 16384
 
 
-def test_nobody_has_anything():
+def test_no_rank_has_anything():
     for build in (ours.build_global_metadata, stock.build_global_metadata):
         with pytest.raises(ValueError, match=r"no tensor|no local shards"):
             build([None, None])
 
 
-def test_a_gap_is_told_by_its_first_element():
+def test_a_gap_is_named_by_its_first_element():
     boxes = [shard_at((0, 0), (2, 3)), shard_at((2, 1), (1, 2))]
     whole = ShardedTensorMetadata([b.metadata for b in boxes], torch.Size((3, 3)), TensorProperties())
     with pytest.raises(ShardingError, match=r"no shard has element \[2, 0\] of a tensor of size \[3, 3\]"):

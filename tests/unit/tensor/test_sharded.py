@@ -292,7 +292,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("kind", WORDS)
-def test_tensors_without_values_beside_each_other_are_told(kind):
+def test_tensors_without_values_beside_each_other_are_reported(kind):
     with pytest.raises(StateDictError, match=f"^'layer.weight' is {WORDS[kind]}"):
         check_readable("layer.weight", without_values(kind))
 

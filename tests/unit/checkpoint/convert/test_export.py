@@ -54,7 +54,7 @@ def test_safetensors_hold_the_same_bits_in_every_dtype(no_complex128, tmp_path):
     assert names_in(tmp_path) == ["in.h5", "out.safetensors"]
 
 
-def test_safetensors_tell_their_tied_names_and_the_step(no_complex128, tmp_path):
+def test_safetensors_hold_their_tied_names_and_the_step(no_complex128, tmp_path):
     export_checkpoint(no_complex128, tmp_path / "out.safetensors")
     with safetensors.safe_open(tmp_path / "out.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "tied": "float32", "hpcfsdp.step": "4"}
@@ -267,7 +267,7 @@ def test_damage_is_found_and_leaves_nothing(tmp_path, out):
 
 
 @pytest.mark.parametrize("out", ["new/out.safetensors", "new/out", "new/out.pt", "new/dcp"])
-def test_too_little_room_is_told_before_anything_is_written(no_complex128, tmp_path, monkeypatch, out):
+def test_too_little_room_is_reported_before_anything_is_written(no_complex128, tmp_path, monkeypatch, out):
     monkeypatch.setattr(output.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 100))
     options = {"new/out": {"shard_bytes": 100}, "new/dcp": {"format": "dcp"}}.get(out, {})
     with pytest.raises(CheckpointError, match=r"\d+ bytes are needed, 100 are free"):

@@ -53,7 +53,7 @@ def test_a_pickle_of_any_protocol_is_gone_through(protocol):
         (b"\x80\x02]", "before seeing STOP"),
     ],
 )
-def test_a_pickle_that_unfolds_to_more_than_it_says_is_refused(data, message):
+def test_a_pickle_that_expands_beyond_its_declared_size_is_refused(data, message):
     with pytest.raises(ValueError, match=message):
         pickles.check_pickle(io.BytesIO(data))
 

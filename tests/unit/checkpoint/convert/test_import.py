@@ -388,7 +388,7 @@ def test_a_dtype_that_cannot_be_kept_is_named(tmp_path, kind):
     assert os.listdir(tmp_path) == ["in"]
 
 
-def test_a_step_that_is_too_large_is_told(tmp_path):
+def test_a_step_that_is_too_large_is_reported(tmp_path):
     torch.save({"model": {"w": torch.ones(1)}, "step": 2**63}, tmp_path / "in.pt")
     with pytest.raises(CheckpointError, match=r"in\.pt: its step does not fit.*give --step"):
         import_checkpoint(tmp_path / "in.pt", tmp_path / "out.h5")

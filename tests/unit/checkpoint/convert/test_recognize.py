@@ -25,7 +25,7 @@ def test_a_state_dict_is_the_model():
 
 @pytest.mark.parametrize("model", ["model", "state_dict", "model_state_dict", "module"])
 @pytest.mark.parametrize("optim", ["optimizer", "optim", "optimizer_state_dict", "optim_state_dict"])
-def test_model_optimizer_and_the_rest_are_told_apart(model, optim):
+def test_model_optimizer_and_the_rest_are_distinguished(model, optim):
     parts = sort_out(
         {model: {"w": stored(), "n._extra_state": {"a": 1}}, optim: optimizer(more=1), "step": 9, "rng": [stored(7)]}
     )

@@ -65,7 +65,7 @@ def test_patterns_leave_the_rest_out_and_match_in_either_file(of):
         of(*sides, "a", "e")
 
 
-def test_another_dtype_is_told_and_nothing_compared(of):
+def test_another_dtype_is_reported_and_nothing_compared(of):
     found = of((BASE, {}), ({**BASE, "model/b": torch.ones(2, dtype=torch.bfloat16)}, {}))
     ((path, a, b),) = found.reshaped
     assert (path, a.dtype, b.dtype, found.changed) == ("model/b", "float32", "bfloat16", ())

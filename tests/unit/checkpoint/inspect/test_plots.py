@@ -82,7 +82,7 @@ def test_ranges_at_the_ends_of_what_floats_are_have_bins_of_their_own(low, high)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_complex_numbers_whose_size_is_beyond_their_type_are_counted(write, dtype):
+def test_complex_numbers_with_an_absolute_value_beyond_their_type_are_counted(write, dtype):
     part = torch.finfo(dtype).max
     found = histogram(write({"model/a": torch.tensor([complex(part, part), 1j], dtype=dtype)}), bins=4)
     assert (found.nan, found.inf, found.counts.tolist()) == (0, 0, [1, 0, 0, 1])
@@ -189,7 +189,7 @@ def test_pictures_that_cannot_be(tmp_path):
         plots.write_figure(figure, tmp_path / "none" / "a.png")
 
 
-def test_without_matplotlib_the_mend_is_told(monkeypatch):
+def test_without_matplotlib_the_error_names_the_remedy(monkeypatch):
     real = builtins.__import__
 
     def no_matplotlib(name, *arguments):

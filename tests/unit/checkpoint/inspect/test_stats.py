@@ -72,7 +72,7 @@ def test_integers_keep_all_digits():
 
 
 @pytest.mark.parametrize("size", [1e300, 1e-300])
-def test_a_norm_of_numbers_whose_squares_are_out_of_range(size):
+def test_a_norm_of_numbers_with_squares_out_of_range(size):
     found = statistics([np.array([3.0, 4.0]) * size, np.array([12.0]) * size], "float64")
     assert found.norm == pytest.approx(13 * size, rel=1e-14)
     assert found.mean == pytest.approx(19 / 3 * size, rel=1e-14)

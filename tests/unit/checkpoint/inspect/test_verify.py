@@ -62,7 +62,7 @@ def test_a_checkpoint_of_a_model_with_its_optimizer_is_sound(tmp_path, make_mode
     assert faults_of(save(tmp_path / "a.h5", model=model, optimizer=optimizer, metrics={"loss": ([1], [2.0])})) == []
 
 
-def test_all_damaged_runs_of_all_tensors_are_told(good, flip):
+def test_all_damaged_runs_of_all_tensors_are_reported(good, flip):
     rows = open_index(good).rows_of("model/a")
     flip(good, int(rows["byte_offset"][1]))
     flip(good, int(rows["byte_offset"][3]) + 31, 7)
@@ -227,7 +227,7 @@ def chunked(file):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_what_hdf5_says_is_held_against_the_tables(good, change, expected):
+def test_what_hdf5_reads_is_compared_with_the_tables(good, change, expected):
     resealed(good, change)
     found = faults_of(good)
     for path, words in expected:  # HDF5 may have written over elements, which is found too

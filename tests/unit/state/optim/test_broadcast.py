@@ -38,7 +38,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_what_the_first_rank_has_is_told_without_tensors(run_ranks, size):
+def test_what_the_first_rank_has_is_described_without_tensors(run_ranks, size):
     def body(comm):
         return broadcast_processed_state(comm, GIVEN if comm.rank == 0 else {"state": "ignored"})
 
@@ -70,7 +70,7 @@ def test_containers_keep_their_kind(run_ranks):
             assert [type(holder[key]) for key in ("list", "tuple", "named")] == [list, tuple, Betas]
 
 
-def test_large_tensors_do_not_travel_with_what_is_told(run_ranks):
+def test_large_tensors_are_not_sent_with_the_description(run_ranks):
     def body(comm):
         ranks = Counting(comm)
         broadcast_processed_state(ranks, {"state": {"p": {"avg": torch.ones(10**6)}}})

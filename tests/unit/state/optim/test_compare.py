@@ -72,7 +72,7 @@ def test_a_distributed_tensor_is_what_it_is_as_a_whole(dtensor):
     assert StateInfo.of({"exp_avg": dtensor}).tensors == {"exp_avg": PosDimTensorInfo((4, 3), torch.float32, "DTensor")}
 
 
-def test_what_is_told_of_a_parameter_in_the_order_of_names():
+def test_the_description_of_a_parameter_is_in_the_order_of_names():
     lock, step = threading.Lock(), torch.tensor(4.0, requires_grad=True)
     info = StateInfo.of(
         {"sum": torch.ones(2, 3), "first": ON_FIRST, "step": step, "lock": lock, "kind": "mean", "none": None, "n": 7}
@@ -206,7 +206,7 @@ def test_shapes_of_sharded_state_show_where_they_have_to_be_the_same(info, with_
     assert (digests(one) == digests(other)) is not with_shapes
 
 
-def test_what_a_rank_has_of_a_parameter_that_it_holds_nothing_of_is_not_told():
+def test_state_of_a_parameter_without_elements_on_a_rank_is_not_described():
     one, other = example(), example()
     other.states["q"] = StateInfo.of({"step": torch.tensor(1.0)})
     assert digests(one) == digests(other)
@@ -278,7 +278,7 @@ def test_a_part_is_sent_only_if_ranks_have_different_ones(run_ranks, part):
         assert set(codes[:, 2:].flatten().tolist()) == {-1}
 
 
-def test_the_state_of_many_parameters_is_told_once():
+def test_the_state_of_many_parameters_is_described_once():
     names = [f"model.layers.{index}.attention.weight" for index in range(10_000)]
 
     def of(rank, count):
@@ -368,7 +368,7 @@ def test_a_rank_that_does_not_know_a_parameter_lacks_its_state():
     )
 
 
-def test_values_whose_digests_differ_are_compared_one_by_one():
+def test_values_with_different_digests_are_compared_one_by_one():
     """As numbers of different types do that are equal, in what is nested."""
     first, second = ({"p": {"own": {"x": value}}, "q": {"own": {"x": value}}} for value in (1, 1.0))
     found = convert_all_state_info(gathered(first, second, second))

@@ -304,7 +304,7 @@ def test_an_optimizer_that_does_not_step_what_its_rank_holds_nothing_of(run_rank
         assert "'0.bias' is in parameter group 0 of rank 0's optimizer, and not of rank 1's" in str(error)
 
 
-def test_what_is_hard_to_tell_on_one_rank_is_an_error_on_all(run_ranks):
+def test_what_one_rank_cannot_describe_is_an_error_on_all(run_ranks):
     def body(comm):
         return state_elsewhere(comm, *stepped(comm, lambda state: {**state, "mask": [torch.eye(2).to_sparse()]}))
 

@@ -627,7 +627,7 @@ def test_a_model_without_units():
         optim_state_dict_to_load(model, torch.optim.SGD(model.parameters(), lr=0.1), {"state": {}})
 
 
-def test_ranks_that_disagree_who_has_the_state_dict_are_told(run_ranks):
+def test_ranks_that_disagree_which_has_the_state_dict_raise(run_ranks):
     def body(comm):
         return to_load(*make(comm, False), whole(), rank0_only=comm.rank == 0)
 
@@ -841,7 +841,7 @@ def test_warnings_that_are_errors_are_raised_on_all_ranks(run_ranks):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_who_has_the_state_dict_is_told_by_the_settings_of_the_model(run_ranks, first):
+def test_the_settings_of_the_model_decide_which_rank_has_the_state_dict(run_ranks, first):
     def body(comm):
         model, optimizer = make(comm, False)
         config = FullOptimStateDictConfig(rank0_only=first)

@@ -437,7 +437,7 @@ def test_a_rank_with_other_groups(run_ranks, original):
         assert message.startswith("'own' in parameter group 0 of rank 1's optimizer is 'y', of rank 0's ['x', 2.5]")
 
 
-def test_a_unit_whose_state_the_first_rank_cannot_get(run_ranks):
+def test_a_unit_with_state_that_the_first_rank_cannot_get(run_ranks):
     """It is sharded over the same ranks in another order."""
     turned = threading.Barrier(2), {}
 
@@ -487,7 +487,7 @@ def test_ranks_that_are_not_those_of_the_model():
 # Ranks that do not do the same
 
 
-def test_ranks_that_want_different_kinds_are_told(run_ranks):
+def test_ranks_that_want_different_kinds_raise(run_ranks):
     def body(comm):
         model, optimizer = make(comm, False, whole_states(Net()))
         return save(model, optimizer, FIRST if comm.rank else ALL)
@@ -768,7 +768,7 @@ def test_state_without_anything_in_it_is_none(run_ranks, original):
     assert run_ranks(2, body) == [{}, {}]
 
 
-def test_state_that_is_not_sharded_may_differ_and_that_is_said(run_ranks, caplog):
+def test_state_that_is_not_sharded_may_differ_with_a_warning(run_ranks, caplog):
     states = whole_states(Net())
 
     def body(comm):

@@ -120,7 +120,7 @@ ODD_TENSORS = [
 
 
 @pytest.mark.parametrize("tensor", ODD_TENSORS, ids=["sparse", "meta"])
-def test_tensors_whose_elements_cannot_be_read_are_told_and_compared(tensor):
+def test_tensors_with_unreadable_elements_are_described_and_compared(tensor):
     for value in (tensor, [tensor], {"a": (tensor,)}):
         sent = picklable(value)
         assert not isinstance(sent, Unpicklable)
@@ -196,7 +196,7 @@ def test_everything_equals_a_copy_of_itself(value):
 # What is sent to other ranks
 
 
-def test_what_other_ranks_are_told_of_a_value():
+def test_the_description_of_a_value():
     for value in (True, 3, 2.5, "x", None, (1, 2), {"a": [1.5]}, Odd(3)):
         assert picklable(value) is value
     assert picklable(lambda: 3) == "<function, which cannot be pickled>"
@@ -211,7 +211,7 @@ def test_what_other_ranks_are_told_of_a_value():
 
 
 @pytest.mark.parametrize("base", [int, float, str])
-def test_a_number_or_text_of_a_class_that_cannot_be_pickled_is_not_told(base):
+def test_a_number_or_text_of_a_class_that_cannot_be_pickled_is_not_described(base):
     """As a member of an enumeration that a function defines."""
 
     class Local(base, enum.Enum):
@@ -230,7 +230,7 @@ def test_values_with_large_tensors_in_them_are_refused():
         check_nested("w", {"old_dirs": [torch.zeros(1 << 16), {"more": (torch.zeros(1 << 16),)}]})
 
 
-def test_tensors_in_what_is_told_lie_in_host_memory():
+def test_tensors_in_a_description_are_in_host_memory():
     sent = picklable({"lr": torch.ones(2, requires_grad=True), "more": [1, (torch.ones(1),)]})
     assert same(sent["more"], [1, (torch.ones(1),)])
     assert same(sent["lr"], torch.ones(2))
