@@ -1,9 +1,8 @@
-"""Storage for torch's distributed checkpoints: ranks are played one after the other, in one process."""
+"""Storage for torch's distributed checkpoints. The ranks run one after the other in one process."""
 
 import dataclasses
 import errno
 import gc
-import itertools
 import os
 import pickle
 import re
@@ -22,319 +21,18 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint import HDF5Reader, HDF5Writer, open_index
 from hpcfsdp.checkpoint.dcp import entry_names as names
-from hpcfsdp.checkpoint.dcp.entry_names import Entry, Names, Request, place_entries
 from hpcfsdp.checkpoint.dcp.reader import read_box
 from hpcfsdp.checkpoint.files import Files, System
-from hpcfsdp.checkpoint.plain_values import from_plain, to_plain
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, box_blocks
 from hpcfsdp.cli.main import main
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointReplacedError
 from hpcfsdp.flat.layout import Box
-from hpcfsdp.reshard.boxes import levels_of
-from hpcfsdp.reshard.rows import first_untiled
+from tests.unit.checkpoint.examples import equal, grids, part
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def cut(shape, cuts):
-    """All boxes of a grid: along each dimension between the edges that `cuts` name."""
-    edges = [[0, *sorted(c for c in cuts[dim] if 0 < c < size), size] for dim, size in enumerate(shape)]
-    spans = [list(itertools.pairwise(line)) for line in edges]
-    return [
-        Box(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
-        for spans in itertools.product(*spans)
-    ]
-
-
-def part(array, box):
-    return array[tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))]
-
-
-@st.composite
-def grids(draw):
-    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
-    return shape, cut(shape, [draw(st.sets(st.integers(1, 5), max_size=3)) for _ in shape])
-
-
-@given(grids(), st.integers(1, 60))
-def test_blocks_of_a_box_are_its_elements_in_order(grid, block_bytes):
-    shape, boxes = grid
-    array = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
-    for box in boxes:
-        blocks = box_blocks(shape, box, 2, block_bytes)
-        found = []
-        for row in blocks:
-            start, numel, count, stride = (int(row[name]) for name in ("start", "numel", "count", "stride"))
-            assert numel * count * 2 <= max(2, block_bytes)
-            assert ((count - 1) * stride + numel) * 2 <= max(2, block_bytes)
-            assert stride == numel or count > 1
-            found += [start + run * stride + within for run in range(count) for within in range(numel)]
-        assert found == part(array, box).reshape(-1).tolist()
-
-
-@given(grids(), st.integers(1, 60), st.randoms())
-def test_boxes_of_a_grid_tile_it_and_fewer_or_more_do_not(grid, block_bytes, random):
-    shape, boxes = grid
-    blocks = [box_blocks(shape, box, 1, block_bytes) for box in boxes]
-    random.shuffle(blocks)
-    numel = int(np.prod(shape))
-    assert first_untiled(np.concatenate(blocks), [numel]) is None
-    assert first_untiled(np.concatenate([*blocks, blocks[0]]), [numel]) == 0
-    assert first_untiled(np.concatenate([np.empty(0, BLOCK_DTYPE), *blocks[1:]]), [numel]) == 0
-
-
-def test_the_first_tensor_that_is_not_tiled_is_reported():
-    blocks = box_blocks((4,), Box((0,), (4,)), 4)
-    assert first_untiled(blocks, [4, 0]) is None
-    assert first_untiled(blocks, [4, 0, 3, 1]) == 2
-    assert first_untiled(blocks, [5]) == 0
-    assert first_untiled(np.empty(0, BLOCK_DTYPE), []) is None
-
-
-def test_a_box_has_as_few_levels_as_can_be():
-    assert levels_of((4, 5, 6), Box((0, 0, 0), (4, 5, 6))) == (0, 120, [])
-    assert levels_of((4, 5, 6), Box((1, 0, 0), (2, 5, 6))) == (30, 60, [])
-    assert levels_of((4, 5, 6), Box((0, 0, 2), (4, 5, 3))) == (2, 3, [(20, 6)])
-    assert levels_of((4, 5, 6), Box((0, 1, 0), (4, 2, 6))) == (6, 12, [(4, 30)])
-    assert levels_of((4, 5, 6), Box((0, 1, 1), (4, 2, 1))) == (7, 1, [(4, 30), (2, 6)])
-    assert levels_of((), Box((), ())) == (0, 1, [])
-
-
-def test_boxes_beside_each_other_are_cut_in_the_same_rows():
-    blocks = [box_blocks((100, 10), Box((0, first), (100, size)), 4, 400) for first, size in ((0, 3), (3, 3), (6, 4))]
-    assert {tuple(found["count"]) for found in blocks} == {(10,) * 10}
-
-
-# Names
-
-
-def paths_of(state, path=()):
-    return {names.dotted(p): p for p, _ in names.leaves(state, path)}
-
-
-def places(tensors, values=()):
-    found = place_entries({names.dotted(p): p for p in tensors}, {names.dotted(p): p for p in values})
-    return {name: (entry.kind, "/".join(map(str, entry.place))) for name, entry in found.items()}
-
-
-@pytest.mark.parametrize("optim", ["optim", "optimizer"])
-@pytest.mark.parametrize("outer", [(), ("app",)])
-def test_model_and_optimizer_stand_where_the_engines_do(outer, optim):
-    found = places(
-        [
-            (*outer, "model", "layer.weight"),
-            (*outer, optim, "state", "layer.weight", "exp_avg"),
-            (*outer, optim, "param_groups", 0, "lr"),
-        ],
-        [
-            (*outer, optim, "param_groups", 0, "betas"),
-            (*outer, optim, "state", "layer.weight", "step"),
-            (*outer, "epoch"),
-            (*outer, "extra", "word"),
-        ],
-    )
-    assert list(found.values()) == [
-        ("tensor", "model/layer.weight"),
-        ("tensor", "optim/state/layer.weight/exp_avg"),
-        ("tensor", "optim/group_tensors/0/lr"),
-        ("group", "0/betas"),
-        ("scalar", "layer.weight/step"),
-        ("extra", "epoch"),
-        ("extra", "word"),
-    ]
-
-
-def test_a_models_own_state_dict_stands_in_model():
-    assert places([("a.weight",), ("b",)], [("a._extra_state",)]) == {
-        "a.weight": ("tensor", "model/a.weight"),
-        "b": ("tensor", "model/b"),
-        "a._extra_state": ("extra", "a._extra_state"),
-    }
-
-
-def test_other_tensors_stand_where_they_are_in_the_state_dict():
-    assert [place for _, place in places([("model", "w"), ("ema", "w"), ("scale",), ("list", 1, "x")]).values()] == [
-        "model/w",
-        "ema/w",
-        "scale",
-        "list/1/x",
-    ]
-
-
-def test_optimizer_beside_optim_keeps_its_name():
-    found = places([("optim", "state", "w", "m"), ("optimizer", "state", "w", "m")])
-    assert [place for _, place in found.values()] == ["optim/state/w/m", "optimizer/state/w/m"]
-
-
-@pytest.mark.parametrize(
-    ("paths", "message"),
-    [
-        ([("model", "a/b")], r"'model.a/b' has a key with / in it"),
-        ([("model", "a"), ("meta", "tensors")], r"'meta.tensors' would be stored at 'meta/tensors'"),
-        ([("model", "a"), ("extra", "x")], r"'extra.x' would be stored at 'extra/x'"),
-        ([("model", "a"), ("optim", "param_groups")], r"'optim.param_groups' would be stored"),
-        ([("model", "a"), ("optim",)], r"'optim' would be stored at 'optim'"),
-        (
-            [("optim", "param_groups", 0, "lr"), ("optim", "group_tensors", 0, "lr")],
-            r"'optim.param_groups.0.lr' and 'optim.group_tensors.0.lr' would both",
-        ),
-    ],
-)
-def test_names_that_cannot_stand_in_a_file(paths, message):
-    with pytest.raises(CheckpointError, match=message):
-        places(paths)
-
-
-def test_entries_survive_json():
-    entry = Entry(("optim", "param_groups", 0, "betas"), names.GROUP, (0, "betas"), (((), "tuple"), ((1, 2), "bytes")))
-    assert Entry.from_json(entry.to_json()) == entry
-
-
-def found(known, *asked):
-    """The names that entries were saved under, by the names that are asked for together; None: it is not there."""
-    request = Request(known, lambda one, other: one.kind == other.kind)
-    told = [request.find(name) for name in asked]
-    entries = request.settled([name for name, entry in zip(asked, told, strict=True) if entry])
-    return [names.dotted(entries[name].path) if name in entries else None for name in asked]
-
-
-NATIVE = names.native_entries(["model/w", "model/v", "optim/state/w/m"], [{"lr": 1.0}], {"w/step": 1}, {"words": [1]})
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        (["model.w"], ["model.w"]),
-        (["w", "v"], ["model.w", "model.v"]),
-        (["model.w", "optimizer.state.w.m"], ["model.w", "optim.state.w.m"]),
-        (["optimizer.param_groups.0.lr", "extra.words"], ["optim.param_groups.0.lr", "extra.words"]),
-        (["optimizer.state.w.step"], ["optim.state.w.step"]),
-        (["x"], [None]),
-        (["app.model.w"], [None]),
-        (["app.model.w", "app.optim.state.w.m"], [None, None]),
-        (["model.w", "app.model.v", "v"], ["model.w", None, None]),
-        (["optim"], [None]),
-        ([""], [None]),
-    ],
-)
-def test_entries_are_found_under_other_outer_keys_if_all_of_them_are(asked, expected):
-    assert found(Names(NATIVE), *asked) == expected
-
-
-@pytest.mark.parametrize("asked", [("w", "x"), ("x", "w"), ("app.model.w", "w"), ("model.model.w", "w")])
-def test_names_that_fit_no_outer_keys_together_are_refused(asked):
-    with pytest.raises(CheckpointMismatchError, match="holds 'w' only under other outer keys"):
-        found(Names(NATIVE), *asked)
-
-
-@pytest.mark.parametrize("order", [list, reversed], ids=["as they are", "reversed"])
-@pytest.mark.parametrize(
-    ("saved", "asked", "expected"),
-    [
-        (["model/w", "model/model.w"], ["w", "model.w"], ["model.w", "model.model.w"]),
-        (["model/w", "model/model.w"], ["model.w", "model.model.w"], ["model.w", "model.model.w"]),
-        (["model/w", "model/model.w"], ["model.w"], ["model.w"]),
-    ],
-)
-def test_all_names_together_decide_what_one_of_them_means(saved, asked, expected, order):
-    known = Names(names.native_entries(saved, None, None, {}))
-    pairs = list(order(list(zip(asked, expected, strict=True))))
-    assert found(known, *(name for name, _ in pairs)) == [path for _, path in pairs]
-
-
-def test_two_names_are_not_found_in_one_place():
-    known = Names(place_entries({"model.w": ("model", "w"), "optim.x": ("optim", "x")}, {}).values())
-    assert found(known, "optimizer.x", "model.w") == ["optim.x", "model.w"]
-    with pytest.raises(CheckpointMismatchError, match=r"holds 'optimizer\.x' only under other outer keys"):
-        found(known, "optimizer.x", "optim.x")
-
-
-def test_a_name_that_was_taken_for_something_of_another_shape_is_refused():
-    request = Request(
-        Names(names.native_entries(["model/w", "model/model.w"], None, None, {})), lambda one, other: False
-    )
-    assert request.find("model.w").place == ("model", "w")
-    assert request.find("w").place == ("model", "w")
-    with pytest.raises(
-        CheckpointMismatchError, match=r"'model\.w' can be what was saved as 'model\.w' or 'model\.model"
-    ):
-        request.settled(["w", "model.w"])
-
-
-def test_what_was_saved_with_fewer_or_more_outer_keys_is_found():
-    bare = Names(place_entries({"w": ("w",)}, {}).values())
-    assert found(bare, "model.w") == found(bare, "w") == ["w"]
-    app = {name: tuple(name.split(".")) for name in ("app.model.w", "app.optimizer.state.w.m")}
-    known = Names(place_entries(app, {"app.epoch": ("app", "epoch")}).values())
-    everything = ["app.model.w", "app.optimizer.state.w.m", "app.epoch"]
-    assert found(known, *everything) == everything
-    assert found(known, "model.w", "optim.state.w.m", "epoch") == everything
-    assert found(known, "w") == ["app.model.w"]
-
-
-def test_put_and_get_go_through_lists():
-    root = {}
-    names.set_at(root, ("a", 1, "b"), 5)
-    names.set_at(root, ("a", 0), 4)
-    assert root == {"a": [4, {"b": 5}]}
-    assert names.get_at(root, ("a", 1, "b")) == 5
-    with pytest.raises(CheckpointError, match=r"'a\.0\.x' is inside of another"):
-        names.set_at(root, ("a", 0, "x"), 1)
-
-
-# Values
-
-
-def equal(one, other):
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
-    return type(one) is type(other) and repr(one) == repr(other)
-
-
-SIMPLE = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
-VALUES = st.recursive(
-    SIMPLE | st.sampled_from([np.arange(3), torch.arange(4.0), torch.tensor(True)]),
-    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),
-    max_leaves=12,
-)
-
-
-@given(VALUES)
-def test_values_come_back_as_they_were(value):
-    found, types = to_plain("x", value)
-    assert equal(from_plain(found, types), value)
-
-
-class Word(str):
-    """Not a plain string."""
-
-
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [(object(), "object"), (Word("a"), "Word"), ({1, 2}, "set"), (torch.float32, "dtype"), (1j, "complex")],
-)
-@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [v], lambda v: (1, {"a": v})], ids=["bare", "list", "tuple"])
-def test_what_json_does_not_know_is_refused_by_name(value, kind, wrap):
-    with pytest.raises(CheckpointError, match=rf"'sched\.x' (is|holds) a {kind}, and nothing is pickled"):
-        to_plain("sched.x", wrap(value))
-
-
-def test_a_tensor_that_numpy_has_not_is_refused_by_name():
-    with pytest.raises(CheckpointError, match=r"'x' holds, in a tuple, a tensor of torch.bfloat16"):
-        to_plain("x", (torch.zeros(2, dtype=torch.bfloat16),))
-
-
-# Files
-
-
-class Told:
+class GivenPlanner:
     """A planner of one rank, of which the items are given."""
 
     def __init__(self, state):
@@ -366,7 +64,7 @@ def ranks_of(whole, owners):
     for rank, name, box in owners:
         items[rank].append(item_of(name, whole[name], box, whole[name].shape))
         states[rank][name, torch.Size(box.offsets)] = part(whole[name], box)
-    return [SavePlan(own, planner_data={}) for own in items], [Told(state) for state in states]
+    return [SavePlan(own, planner_data={}) for own in items], [GivenPlanner(state) for state in states]
 
 
 def saved_by_ranks(path, plans, planners, files=None, **options):
