@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hpcfsdp.comm.communicator import Communicator
-from hpcfsdp.errors import DisagreementError, HpcfsdpError, rebuild
+from hpcfsdp.errors import CrossedCallsError, DisagreementError, HpcfsdpError, rebuild
 
 
 @contextlib.contextmanager
@@ -21,6 +21,8 @@ def raise_together(comm: Communicator) -> Iterator[None]:
     mine: Exception | None = None
     try:
         yield
+    except CrossedCallsError:  # the others are in another call: they cannot be asked
+        raise
     except Exception as error:
         mine = error
     mine_sent = None if mine is None else (type(mine).__name__, str(mine), getattr(mine, "raised_on_all_ranks", False))

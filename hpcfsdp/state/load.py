@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import IncompatibleKeys, ShardedTensor
 from hpcfsdp.comm import raise_together
-from hpcfsdp.errors import HpcfsdpError, StateDictError
+from hpcfsdp.errors import CrossedCallsError, HpcfsdpError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout, ParamSlot
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded import unshard
@@ -125,6 +125,8 @@ def agree(reading: Reading, read: Callable[[], None]) -> Agreed:
     problem: Exception | None = None
     try:
         read()
+    except CrossedCallsError:  # the others are in another call: they cannot be asked
+        raise
     except Exception as error:
         problem = error
     turns = [turn for turn, hooks in enumerate(reading.hooks.values()) if hooks]

@@ -12,7 +12,7 @@ from torch import nn
 
 from hpcfsdp._compat import IncompatibleKeys
 from hpcfsdp.comm import raise_together
-from hpcfsdp.errors import StateDictError
+from hpcfsdp.errors import CrossedCallsError, StateDictError
 from hpcfsdp.launch.calls import public_call
 from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit
 from hpcfsdp.state.load import Agreed, agree, commit, finish, refuse_assign
@@ -142,6 +142,8 @@ def _load_all(parts: list[LoadWithin]) -> None:
     for part in parts:
         try:
             agreed.append(part.agree())
+        except CrossedCallsError:
+            raise
         except Exception as error:  # units may be on other ranks, which are at the next one
             problem = problem or error
     for part in parts:
@@ -149,6 +151,8 @@ def _load_all(parts: list[LoadWithin]) -> None:
             with raise_together(ranks_of_model(part.module)):
                 if problem is not None:
                     raise problem
+        except CrossedCallsError:
+            raise
         except Exception as error:
             problem = problem or error
     if problem is not None:

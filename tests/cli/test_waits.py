@@ -17,7 +17,7 @@ from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP, ShardedGradScaler
 from hpcfsdp.wrap import ModuleWrapPolicy
 
 waits.LOOK_AFTER_S, waits.SETTLE_S, waits._LOOK_EVERY_S = 0.05, 0.3, (0.05, 0.5)
-world = hpcfsdp.init("cpu", timeout_s=60)
+world = hpcfsdp.init("cpu", timeout_s=600)
 
 class Net(nn.Module):
     def __init__(self):
@@ -56,7 +56,7 @@ CALLS = {
 }
 
 def over_nodes(nodes):
-    return MpiCommunicator(world.comm.Dup(), Topology.regular(nodes, world.size // nodes), timeout_s=60)
+    return MpiCommunicator(world.comm.Dup(), Topology.regular(nodes, world.size // nodes), timeout_s=600)
 
 def made(comm, passes="fb"):
     model = FSDP(Net(), comm, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))

@@ -1,7 +1,7 @@
 import pytest
 
 from hpcfsdp.comm.agree import assert_same, raise_together, raise_together_over
-from hpcfsdp.errors import CheckpointCorruptError, DisagreementError, HpcfsdpError, UsageError
+from hpcfsdp.errors import CheckpointCorruptError, CrossedCallsError, DisagreementError, HpcfsdpError, UsageError
 
 
 def failing(errors):
@@ -38,6 +38,13 @@ def test_ranks_that_failed_raise_their_own_and_the_others_that_of_the_lowest(run
     assert results[1:] == [first, second]
     assert type(results[0]) is UsageError
     assert str(results[0]) == "rank 1: one"
+
+
+def test_a_rank_whose_peers_are_in_another_call_does_not_ask_them():
+    crossed = CrossedCallsError("rank 0 is in one call, rank 1 in another")
+    with pytest.raises(CrossedCallsError) as caught, raise_together(None):  # which has no methods
+        raise crossed
+    assert caught.value is crossed
 
 
 def test_a_foreign_error_reaches_the_others_by_class_and_message(run_ranks):
