@@ -24,11 +24,6 @@ from torch.distributed._shard.sharded_tensor import (
     custom_sharded_op_impl,
 )
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
-from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.fsdp._common_utils import TrainingState, _set_fsdp_flattened as mark_as_flattened
-from torch.distributed.fsdp.wrap import _Policy
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
@@ -41,11 +36,32 @@ __all__ = [  # torch has no public place for these
     "ShardedTensor",
     "ShardedTensorMetadata",
     "TensorProperties",
-    "TrainingState",
-    "mark_as_flattened",
 ]
 
-HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
+# torch's FSDP and DTensor load sympy, for a second or more. Functions import them: programs that shard nothing do
+# without.
+
+
+def hybrid_shard_zero2() -> Any:
+    """The sharding strategy that torch has under a private name alone."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    return ShardingStrategy._HYBRID_SHARD_ZERO2
+
+
+def training_states() -> Any:
+    """The enumeration of the states of torch's FSDP."""
+    from torch.distributed.fsdp._common_utils import TrainingState
+
+    return TrainingState
+
+
+def mark_as_flattened(tensor: torch.Tensor) -> None:
+    """Have torch's FSDP take a tensor for a flattened one."""
+    from torch.distributed.fsdp._common_utils import _set_fsdp_flattened
+
+    _set_fsdp_flattened(tensor)
+
 
 # What modules inherit and may override.
 apply_to_module = nn.Module._apply
@@ -201,6 +217,8 @@ def run_wrap_policy(policy: Any, root: nn.Module, ignored: set[nn.Module]) -> di
 
 def is_policy_object(policy: Any) -> bool:
     """Whether `policy` is one of torch's policy objects (``ModuleWrapPolicy``, ``CustomPolicy``)."""
+    from torch.distributed.fsdp.wrap import _Policy
+
     return isinstance(policy, _Policy)
 
 
@@ -324,6 +342,9 @@ def dtensor(
     Args:
         shape, strides: of the whole tensor.
     """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
     described = TensorMeta(torch.Size(shape), tuple(strides), local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=described)
     return DTensor(local.detach(), spec, requires_grad=False)

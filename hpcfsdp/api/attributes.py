@@ -81,7 +81,7 @@ class PublicAttributes:
     @property
     def training_state(self) -> Any:
         """One of torch's ``TrainingState``."""
-        states = _compat.TrainingState
+        states = _compat.training_states()
         if self._unit.phase is Phase.IDLE:
             return states.IDLE
         return states.SUMMON_FULL_PARAMS if self._unit.phase is Phase.SUMMON else states.FORWARD_BACKWARD

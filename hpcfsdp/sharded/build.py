@@ -29,7 +29,7 @@ from hpcfsdp.sharded.unit_mesh import UnitMesh
 _CHUNK_NUMEL = 1 << 20
 """Of a flat parameter where ranks share memory. Gradient buffers are as large as the largest flat parameter, and small
 ones stay in the cache between write and read. Other transports need large messages."""
-_KEEPS_VALUES = (ShardingStrategy.SHARD_GRAD_OP, _compat.HYBRID_SHARD_ZERO2, ShardingStrategy.NO_SHARD)
+_KEEPS_VALUES = (ShardingStrategy.SHARD_GRAD_OP, _compat.hybrid_shard_zero2(), ShardingStrategy.NO_SHARD)
 _WARNED = "the user has been warned"
 
 

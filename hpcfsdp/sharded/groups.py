@@ -23,7 +23,7 @@ from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.world import current_world
 
-_HYBRID = (ShardingStrategy.HYBRID_SHARD, _compat.HYBRID_SHARD_ZERO2)
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, _compat.hybrid_shard_zero2())
 
 
 def resolve_mesh(
