@@ -82,7 +82,7 @@ def test_bench_optim_state(start):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bench_checkpoint_measures_every_way_and_leaves_no_files(start, tmp_path, ranks):
     size = ("--bytes", "40KB", "--tensors", "13", "--folder", str(tmp_path))
-    job = start("-m", "hpcfsdp", "bench", "checkpoint", *size, "--repeats", "2", "--json", ranks=ranks).wait(250)
+    job = start("-m", "hpcfsdp", "bench", "checkpoint", *size, "--repeats", "1", "--json", ranks=ranks).wait(250)
     assert job.code == 0, job.stderr
     measured = json.loads(job.stdout)["measured"]
     assert measured.pop("tensors") == 13
@@ -94,7 +94,7 @@ def test_bench_checkpoint_measures_every_way_and_leaves_no_files(start, tmp_path
         "training held": ["hpcfsdp", "memcpy"],
         "in memory": ["xxh3"],
     }
-    assert all(len(one["seconds"]) == 2 and one["median_s"] > 0 for ways in measured.values() for one in ways.values())
+    assert all(len(one["seconds"]) == 1 and one["median_s"] > 0 for ways in measured.values() for one in ways.values())
     assert list(tmp_path.iterdir()) == []
 
 
