@@ -33,7 +33,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-unit test-mpi test-mpich test-mpio test-slurm test-programs test-gpu lint clean
+.PHONY: help train test test-slow test-unit test-mpi test-mpich test-mpio test-slurm test-programs test-accelerator test-gpu lint clean
 
 help:
 	@echo 'make train      train a byte-level GPT with mpirun -n $(N); again: resume and go on'
@@ -45,6 +45,7 @@ help:
 	@echo 'make test-mpio  what depends on HDF5 with an h5py that has MPI: system Open MPI, parallel HDF5'
 	@echo 'make test-slurm tests on two nodes, with srun: a private SLURM on this machine'
 	@echo 'make test-programs  training with transformers, Lightning, peft and others, next to one process'
+	@echo 'make test-accelerator  tests on a simulated accelerator: streams, memory and collectives as on a GPU'
 	@echo 'make test-slow  tests that take minutes: faults at every step, damage to every bit, 8 ranks'
 	@echo 'make test-gpu   tests that need a GPU: one rank over NCCL, two that share it'
 	@echo 'make lint       ruff, codespell, and shellcheck where it is installed'
@@ -127,6 +128,15 @@ test-programs: export OMP_NUM_THREADS := 1
 test-programs: $(PROGRAMS_STAMP)
 	@echo "== programs of other libraries on 2 ranks"
 	timeout --kill-after=30 1200 $(MPIRUN:.venv/%=.venv-programs/%) -n 2 $(PROGRAMS)/python -m pytest tests/programs --with-mpi
+
+test-accelerator: export OMP_NUM_THREADS := 1
+test-accelerator: $(STAMP)
+	@command -v g++ >/dev/null && command -v ninja >/dev/null \
+	  || { echo "g++ or ninja is missing: apt-get install g++ ninja-build" >&2; exit 2; }
+	@for n in 1 2 4; do \
+	  echo "== tests on a simulated accelerator in each of $$n process(es)"; \
+	  timeout --kill-after=30 1200 $(MPIRUN) -n $$n $(PY) -m pytest tests/accelerator --with-mpi || exit 1; \
+	done
 
 test-slow: export OMP_NUM_THREADS := 1
 test-slow: $(STAMP)

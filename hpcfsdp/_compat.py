@@ -28,6 +28,8 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
+from hpcfsdp import accelerator
+
 __all__ = [  # torch has no public place for these
     "ChunkShardingSpec",
     "IncompatibleKeys",
@@ -142,11 +144,9 @@ def premultiplier(op: Any) -> Any | None:
 
 
 def device_of_group(group: dist.ProcessGroup) -> torch.device:
-    """The device of a process group: the current GPU if the group supports GPUs, else the CPU."""
+    """The device of a process group: the current accelerator if the group supports it, else the CPU."""
     kinds = {device.type for device in getattr(group, "_device_types", [])}
-    if "cuda" in kinds and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return accelerator.current_device() if accelerator.device_type() in kinds else torch.device("cpu")
 
 
 # The engine calls these directly in each step.

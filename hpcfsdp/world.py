@@ -140,9 +140,10 @@ def init(
     All ranks raise if their arguments or kinds of device differ.
 
     Args:
-        device: "cpu", "cuda", or one device such as "cuda:1". Default: a GPU where one is visible, else the CPU. Of
-            several visible GPUs each rank takes the one of its local rank.
-        backend: of torch's default process group: "hpcmpi", "nccl", "gloo". Default: "nccl" on a GPU, else "hpcmpi".
+        device: "cpu", "cuda", or one device such as "cuda:1". Default: a GPU, or another accelerator, where one is
+            visible, else the CPU. Of several each rank takes the one of its local rank.
+        backend: of torch's default process group: "hpcmpi", "nccl", "gloo". Default: torch's for the accelerator
+            ("nccl" on a GPU), and "hpcmpi" on the CPU.
         timeout_s: seconds after which a collective gives up waiting for other ranks.
         split_nodes: divide each node into so many. For tests of several nodes on one machine.
 
@@ -173,12 +174,12 @@ def init(
     shutdown.mark_clean(False)
     topology, wanted = _agree(settings)
     node = comm.Split(job.topology.node_rank(comm.rank), comm.rank)
-    chosen = devices.bind(wanted, node, exclusive="nccl" in (backend or "nccl"))
+    chosen = devices.bind(wanted, node, exclusive=backend not in (hpcmpi.NAME, "gloo"))
     node.Free()
     creates_group = not dist.is_initialized()
 
     if creates_group:
-        backend = backend or ("nccl" if chosen.type == "cuda" else hpcmpi.NAME)
+        backend = backend or (hpcmpi.NAME if chosen.type == "cpu" else _backend_of(chosen))
         store, address = rendezvous.open_store(comm, single_node=job.topology.num_nodes == 1, timeout_s=timeout_s)
         job.export(topology, address, store.port)
         timeout = datetime.timedelta(seconds=timeout_s)
@@ -263,6 +264,18 @@ def _check_backend(backend: str | None) -> None:
             )
         if name == "hpcmpi" and part != backend:
             raise LaunchError(f"backend {backend!r}: hpcmpi serves a whole group, not one device of it; give 'hpcmpi'")
+
+
+def _backend_of(device: torch.device) -> str:
+    """torch's backend for an accelerator."""
+    import torch.distributed as dist
+
+    try:
+        return dist.get_default_backend_for_device(device)
+    except ValueError:
+        raise LaunchError(
+            f"torch has no backend for process groups on {device.type!r}: give one with backend=, or device='cpu'"
+        ) from None
 
 
 def before_finalize(finish: Callable[[], None]) -> None:

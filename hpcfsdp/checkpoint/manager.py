@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hpcfsdp.accelerator import is_accelerator
 from hpcfsdp.checkpoint import catalog, retention
 from hpcfsdp.checkpoint.content import Metrics, SaveArguments, collect_content
 from hpcfsdp.checkpoint.draft import naming_write_errors
@@ -175,10 +176,10 @@ class CheckpointManager:
         # Users may change arrays afterwards.
         small = {path: np.array(v) if isinstance(v, np.ndarray) else v for path, v in content.small.items()}
         content = replace(content, small=small)
-        for_gpu = any(piece.tensor.is_cuda for tensor in tensors for piece in tensor.pieces)
+        pinned = any(is_accelerator(piece.tensor.device) for tensor in tensors for piece in tensor.pieces)
         own = self._own_communicator(comm)
         with raise_together(own):
-            ring = self._ring_of(int(content.plan.bytes_of_ranks()[comm.rank]), for_gpu=for_gpu)
+            ring = self._ring_of(int(content.plan.bytes_of_ranks()[comm.rank]), pinned=pinned)
         pending = PendingSave(own, draft, content, ring, lambda path: self._committed(path, step, began_s))
         self._last = pending
         pending.stage(tensors)
@@ -360,15 +361,15 @@ class CheckpointManager:
         self._comms.append((comm, base.subgroup(range(base.size))))
         return self._comms[-1][1]
 
-    def _ring_of(self, nbytes: int, *, for_gpu: bool) -> Ring:
+    def _ring_of(self, nbytes: int, *, pinned: bool) -> Ring:
         """A ring of at most `staging_bytes` that no thread uses."""
         if self._last is not None:
             self._last.wait_for_threads()  # one that has failed on another rank
             self._last = None
         nbytes = min(nbytes, self._staging_bytes)
-        if self._ring is None or self._ring.nbytes < nbytes or self._ring.for_gpu < for_gpu:
+        if self._ring is None or self._ring.nbytes < nbytes or self._ring.pinned < pinned:
             self._drop_ring()  # not both at a time
-            self._ring = Ring(nbytes, for_gpu=for_gpu)
+            self._ring = Ring(nbytes, pinned=pinned)
         return self._ring
 
     def _drop_ring(self) -> None:

@@ -7,6 +7,8 @@ import random
 import numpy as np
 import torch
 
+from hpcfsdp import accelerator
+
 
 def capture(device: torch.device) -> dict[str, np.ndarray]:
     """This rank's states: torch on CPU and on `device`, numpy's legacy generator, Python's."""
@@ -15,8 +17,8 @@ def capture(device: torch.device) -> dict[str, np.ndarray]:
     _, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
     legacy = np.array([*key, position, has_gauss, gauss], dtype=np.float64)
     states = {"torch_cpu": torch.get_rng_state().numpy(), "python": python, "numpy": legacy}
-    if device.type == "cuda":
-        states["torch_cuda"] = torch.cuda.get_rng_state(device).numpy()
+    if accelerator.is_accelerator(device):
+        states[f"torch_{device.type}"] = accelerator.get_rng_state(device).numpy()
     return states
 
 
@@ -24,8 +26,8 @@ def restore(states: dict[str, np.ndarray], device: torch.device) -> None:
     """Restores states of ``capture``; generators without a state stay as they are."""
     if "torch_cpu" in states:
         torch.set_rng_state(torch.from_numpy(states["torch_cpu"].copy()))
-    if "torch_cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(torch.from_numpy(states["torch_cuda"].copy()), device)
+    if accelerator.is_accelerator(device) and f"torch_{device.type}" in states:
+        accelerator.set_rng_state(device, torch.from_numpy(states[f"torch_{device.type}"].copy()))
     if "python" in states:
         version, *words, has_gauss, gauss = states["python"].tolist()
         random.setstate((int(version), tuple(map(int, words)), gauss if has_gauss else None))

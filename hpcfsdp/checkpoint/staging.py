@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from hpcfsdp import accelerator
 
 log = logging.getLogger("hpcfsdp.checkpoint")
 
@@ -22,13 +23,13 @@ class StagedBlock:
     Attributes:
         key: the caller's key.
         memory: the bytes, uint8, 1-D.
-        event: of the GPU's copy; None if they are there already.
+        event: of the device's copy; None if they are there already.
         end: their end, counted from the first byte that ever went through the ring.
     """
 
     key: Any
     memory: torch.Tensor
-    event: torch.cuda.Event | None
+    event: torch.Event | None
     end: int
 
     def arrived(self) -> memoryview:
@@ -46,27 +47,21 @@ class Ring:
 
     Attributes:
         nbytes: of the memory.
-        for_gpu: whether page-locked memory was requested, into which GPUs copy asynchronously.
+        pinned: whether it asked for pinned memory, into which accelerators copy asynchronously.
     """
 
-    def __init__(self, nbytes: int, *, for_gpu: bool = False) -> None:
+    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         """Allocates the memory, of at least the bytes of the largest piece."""
-        self.nbytes, self.for_gpu = nbytes, for_gpu
-        self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.nbytes, self.pinned = nbytes, pinned
+        self._memory = _pinned_memory(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8)
         self._changed = threading.Condition()
-        self._copied: torch.cuda.Event | None = None
-        self._unlock: weakref.finalize | None = None
-        if for_gpu and nbytes and _lock_pages(self._memory):
-            self._unlock = weakref.finalize(self, _unlock_pages, self._memory)
-            self._unlock.atexit = False
+        self._copied: torch.Event | None = None
         self.start()
 
     def close(self) -> None:
-        """Frees the memory, after pending copies of GPUs. The ring must not be used afterwards."""
+        """Waits for pending copies of accelerators. The ring must not be used afterwards."""
         if self._copied is not None:
             self._copied.synchronize()
-        if self._unlock is not None:
-            self._unlock()
 
     def start(self) -> None:
         """Begins a round with an empty ring."""
@@ -76,7 +71,7 @@ class Ring:
             self._ended = self._stopped = False
 
     def put(self, pieces: Sequence[tuple[Any, torch.Tensor]], *, wait: bool = True) -> bool:
-        """Copies bytes into the ring; whether it did. Afterwards the source may change, on a GPU by the current stream.
+        """Copies bytes into the ring; whether it did. Then the source may change, on a device by the current stream.
 
         After ``stop`` the bytes are discarded. Raises ValueError for more bytes than the ring has.
 
@@ -97,11 +92,10 @@ class Ring:
         blocks, end = [], begin
         for key, source in pieces:
             memory = self._memory.narrow(0, end % self.nbytes if self.nbytes else 0, source.numel())
-            memory.copy_(source, non_blocking=source.is_cuda)
-            event = None
-            if source.is_cuda:
-                event = self._copied = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(source.device))  # the copy's stream, not the current GPU's
+            on_device, event = accelerator.is_accelerator(source.device), None
+            memory.copy_(source, non_blocking=on_device)
+            if on_device:  # the copy's stream, not that of the current device
+                event = self._copied = accelerator.record(accelerator.current_stream(source.device))
             end += source.numel()
             blocks.append(StagedBlock(key, memory, event, end))
         with self._changed:
@@ -156,21 +150,15 @@ class Ring:
         return begin if begin + nbytes - self._tail <= self.nbytes else None
 
 
-# torch's own page-locked memory comes in powers of two, and is kept for the whole run.
-
-
-def _lock_pages(memory: torch.Tensor) -> bool:
-    """Locks the pages of this memory for CUDA; whether it succeeded. Without, copies are only slower."""
-    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    if code:
+def _pinned_memory(nbytes: int) -> torch.Tensor:
+    """Pinned memory, or plain memory where the system gives none: then copies are only slower."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
         log.warning(
-            "%d bytes of memory for copies of a checkpoint are not page-locked (CUDA error %d): saves hold the "
-            "training for longer; allow more with ulimit -l, or give a smaller staging_bytes",
-            memory.numel(),
-            code,
+            "%d bytes of memory for copies of a checkpoint are not pinned (%s): saves hold the training for longer; "
+            "allow more with ulimit -l, or give a smaller staging_bytes",
+            nbytes,
+            str(error).partition("\n")[0],
         )
-    return not code
-
-
-def _unlock_pages(memory: torch.Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        return torch.empty(nbytes, dtype=torch.uint8)

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 import torch.distributed as dist
 
-from hpcfsdp import env
+from hpcfsdp import accelerator, env
 from hpcfsdp.comm.group_work import GroupWork, HostTensors, is_sparse
 from hpcfsdp.comm.member_rendezvous import wait_for_members
 from hpcfsdp.comm.reduce import Tensors
@@ -32,7 +32,8 @@ NAME = "hpcmpi"
 def register() -> None:
     """Register the backend and the rendezvous with torch. Does not start MPI. May be called again."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create_group, extended_api=True, devices=["cpu", "cuda"])
+        devices = list(dist.Backend.default_device_backend_map)  # those that torch has a backend for
+        dist.Backend.register_backend(NAME, _create_group, extended_api=True, devices=devices)
         dist.register_rendezvous_handler("mpi", _rendezvous)
 
 
@@ -127,8 +128,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-        return [torch.device(kind) for kind in kinds]
+        return [torch.device(kind) for kind in ("cpu", accelerator.device_type()) if kind is not None]
 
     def _get_backend(self, device: torch.device) -> MpiProcessGroup:
         return self

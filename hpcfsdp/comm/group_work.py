@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpcfsdp import _compat
+from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm.progress import Running
 from hpcfsdp.comm.reduce import ReduceOp, Tensors
 from hpcfsdp.errors import CommunicationError
@@ -85,7 +85,7 @@ def _to_host(tensor: torch.Tensor, *, copy: bool) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=accelerator.is_accelerator(tensor.device))
     return host.copy_(tensor) if copy else host
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hpcfsdp import _compat
+from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm.backend import is_mpi_group
 from hpcfsdp.comm.communicator import Communicator
 from hpcfsdp.comm.fake import FakeCommunicator
@@ -52,8 +52,8 @@ def communicator_for(group: dist.ProcessGroup | Communicator | None, *, required
 
 def _over(group: dist.ProcessGroup) -> Communicator:
     if is_mpi_group(group):
-        on_gpu = _default is not None and _default.device.type == "cuda"
-        return TorchGroupCommunicator(group, _default.device) if on_gpu else group.communicator
+        staged = _default is not None and accelerator.is_accelerator(_default.device)
+        return TorchGroupCommunicator(group, _default.device) if staged else group.communicator
     if dist.get_backend(group) == "fake":  # torch's own, for planning and tests: its collectives move no bytes
         return FakeCommunicator(group.rank(), group.size(), device=_compat.device_of_group(group))
     return TorchGroupCommunicator(group)

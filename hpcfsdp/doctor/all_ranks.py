@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpcfsdp import env, world as worlds
+from hpcfsdp import accelerator, env, world as worlds
 from hpcfsdp.doctor import bandwidth, installed
 from hpcfsdp.doctor.spans import spans
 from hpcfsdp.errors import HpcfsdpError, LaunchError
@@ -80,15 +80,15 @@ def _of_this_rank(local_rank: int) -> dict[str, Any]:
 def _gpu(local_rank: int) -> dict[str, Any]:
     facts: dict[str, Any] = {"gpus_visible": 0, "gpu": None, "gpu_error": None}
     try:
-        facts["gpus_visible"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        facts["gpus_visible"] = accelerator.device_count()
         if facts["gpus_visible"]:
             device = devices.choose(None, local_rank)
-            properties = torch.cuda.get_device_properties(device)
+            found = accelerator.describe(device)
             facts["gpu"] = {
                 "device": str(device),
-                "name": properties.name,
-                "uuid": str(properties.uuid),
-                "bytes": properties.total_memory,
+                "name": found.name,
+                "uuid": found.uuid or f"{device} of rank {local_rank}",
+                "bytes": found.nbytes,
             }
     except RuntimeError as error:
         facts["gpu_error"] = str(error).splitlines()[0]

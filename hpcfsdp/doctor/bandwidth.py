@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hpcfsdp import accelerator
 from hpcfsdp.comm.communicator import segment
 from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.world import World
@@ -144,5 +145,5 @@ def _round(world: World, run: Callable[[], object]) -> float:
 
 
 def _settle(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+    if accelerator.is_accelerator(world.device):
+        accelerator.synchronize(world.device)

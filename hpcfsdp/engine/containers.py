@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from hpcfsdp import _compat
+from hpcfsdp import _compat, accelerator
 
 _Visit = Callable[[Any], Any]
 _Rule = Callable[[_Visit, Any], Any]
@@ -109,15 +109,15 @@ def recursive_to(
     """`inputs` with all tensors on `target_device`. Containers are treated as in ``apply_to_tensors``.
 
     Args:
-        use_side_stream_for_tensor_copies: copy to a GPU on a side stream, from pinned memory, so that the copies
-            overlap with the work that is enqueued. The current stream waits for them; the host does not. Ignored for
-            other devices.
+        use_side_stream_for_tensor_copies: copy to an accelerator on a side stream, from pinned memory, so that the
+            copies overlap with the work that is enqueued. The current stream waits for them; the host does not.
+            Ignored on the CPU.
     """
     device = torch.device(target_device)
-    if device.type != "cuda" or not use_side_stream_for_tensor_copies:
+    if not accelerator.is_accelerator(device) or not use_side_stream_for_tensor_copies:
         return apply_to_tensors(lambda tensor: tensor.to(device), inputs)
     if device.index is None:  # those of tensors have one
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = accelerator.current_device()
     stream, copies = _side_stream(device), []
 
     def copy_on_side(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,13 +128,13 @@ def recursive_to(
         # From pageable memory the host would wait for the copy. Pinning is not differentiable.
         if tensor.device.type == "cpu" and not tensor.requires_grad and not tensor.is_pinned():
             tensor = tensor.pin_memory()
-        with torch.cuda.stream(stream):
+        with accelerator.on(stream):
             copies.append(tensor.to(device, non_blocking=True))
         return copies[-1]
 
     moved = apply_to_tensors(copy_on_side, inputs)
     if copies:
-        current = torch.cuda.current_stream(device)
+        current = accelerator.current_stream(device)
         current.wait_stream(stream)
         for tensor in copies:
             tensor.record_stream(current)  # else its memory, when freed, could be written by the next copies at once
@@ -152,8 +152,8 @@ def to_kwargs(
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _side_stream(device: torch.device) -> torch.Stream:
+    return accelerator.new_stream(device)
 
 
 # How to rebuild a container of each type. All return the value itself if no item was replaced.

@@ -1,4 +1,4 @@
-"""Queues of work on a device, and the waits between them: one interface for GPUs, for the CPU, and for tests.
+"""Queues of work on a device, and the waits between them: one interface for accelerators, for the CPU, and for tests.
 
 The engine has four queues. It launches work on them, and makes one queue wait for what another has done. Every wait has
 a name (``Wait``) and a reason, see docs/design/streams.md.
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hpcfsdp import accelerator
 from hpcfsdp.comm.communicator import Work
 from hpcfsdp.comm.progress import Finished
 
@@ -118,28 +119,26 @@ class _Pending:
         self.queue, self.work, self.finish, self.done = queue, work, finish, False
 
 
-class CudaStreams:
-    """The queues of a GPU: CUDA streams. COMPUTE is the current stream."""
+class DeviceStreams:
+    """The queues of an accelerator: its streams. COMPUTE is the current one."""
 
     overlap = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = {queue: torch.cuda.Stream(device, priority=-1) for queue in (Queue.GATHER, Queue.REDUCE)}
+        self._streams = {queue: accelerator.new_stream(device, priority=-1) for queue in (Queue.GATHER, Queue.REDUCE)}
 
-    def launch(self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None) -> torch.cuda.Event:
-        with torch.cuda.stream(self._stream(queue)):
+    def launch(self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None) -> torch.Event:
+        with accelerator.on(self._stream(queue)):
             begin(False)
             if finish is not None:
                 finish()
             return self.record(queue)
 
-    def record(self, queue: Queue) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(self._stream(queue))
-        return event
+    def record(self, queue: Queue) -> torch.Event:
+        return accelerator.record(self._stream(queue))
 
-    def wait(self, queue: Queue, event: torch.cuda.Event | None, why: Wait) -> None:
+    def wait(self, queue: Queue, event: torch.Event | None, why: Wait) -> None:
         del why
         if event is None:
             return
@@ -152,10 +151,10 @@ class CudaStreams:
         for stream in self._streams.values():  # the program waits too: it may free or write host memory next
             stream.synchronize()
 
-    def _stream(self, queue: Queue) -> torch.cuda.Stream:
-        return self._streams.get(queue) or torch.cuda.current_stream(self._device)
+    def _stream(self, queue: Queue) -> torch.Stream:
+        return self._streams.get(queue) or accelerator.current_stream(self._device)
 
 
 def streams_for(device: torch.device) -> Streams:
     """The queues of a device."""
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()
+    return DeviceStreams(device) if accelerator.is_accelerator(device) else HostStreams()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hpcfsdp import accelerator
 from hpcfsdp.comm.communicator import Work
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.held import HeldGrad
@@ -266,7 +267,8 @@ def is_changed(grad: torch.Tensor) -> bool:
 def _copied_to(home: torch.device, grad: torch.Tensor) -> torch.Tensor:
     if grad.device == home:
         return grad
-    landed = torch.empty(grad.shape, dtype=grad.dtype, device=home, pin_memory=grad.device.type == "cuda")
+    pinned = accelerator.is_accelerator(grad.device)
+    landed = torch.empty(grad.shape, dtype=grad.dtype, device=home, pin_memory=pinned)
     return landed.copy_(grad, non_blocking=True)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from hpcfsdp import _compat
+from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work, segment
 from hpcfsdp.errors import EngineError
@@ -337,7 +337,7 @@ class FlatParam:
         if home == self.device:
             return buffer, mine.clone()
         shard = mine.to(home)
-        return buffer, shard.pin_memory() if self.device.type == "cuda" else shard
+        return buffer, shard.pin_memory() if accelerator.is_accelerator(self.device) else shard
 
     def _bind(self, values: Sequence[torch.Tensor]) -> None:
         for leaf, value in zip(self.leaves, values):  # noqa: B905 (this runs twice in each call of a unit)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FSDPModule, MixedPrecision
 
+from hpcfsdp import accelerator
 from hpcfsdp.sharded.unit import unit_of
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.world import current_world
@@ -69,9 +70,9 @@ def check_readers(module: nn.Module) -> None:
 def target_device(process_group: Any, device_mesh: Any, device_id: int | torch.device | None) -> torch.device | None:
     """The device to move the module to, None to leave it."""
     if isinstance(device_id, int):
-        if device_id >= torch.cuda.device_count():
-            raise ValueError(f"device_id={device_id}: this process sees {torch.cuda.device_count()} GPU(s)")
-        return torch.device("cuda", device_id)
+        if device_id >= accelerator.device_count():
+            raise ValueError(f"device_id={device_id}: this process sees {accelerator.device_count()} device(s)")
+        return torch.device(accelerator.device_type(), device_id)
     if device_id is not None:
         return torch.device(device_id)
     if isinstance(process_group, UnitMesh):

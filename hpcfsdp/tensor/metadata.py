@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpcfsdp import _compat
+from hpcfsdp import _compat, accelerator
 from hpcfsdp._compat import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.flat.layout import Box
@@ -145,7 +145,8 @@ def placement_of(rank: int, device: torch.device, devices_per_node: int | None =
     """
     if device.type in ("cpu", "meta"):  # a rank has one
         return f"rank:{rank}/{device.type}"
-    index = device.index if rank == dist.get_rank() else rank % max(1, devices_per_node or torch.cuda.device_count())
+    visible = devices_per_node or accelerator.device_count()
+    index = device.index if rank == dist.get_rank() else rank % max(1, visible)
     return f"rank:{rank}/{device.type}:{index}"
 
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from hpcfsdp import accelerator
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
 from hpcfsdp.launch.topology import Topology
 from tests.mpi.models import adamw, make_net, shard, train_plain, train_sharded
@@ -25,7 +26,7 @@ def two_nodes(world, monkeypatch):
     imagined = dataclasses.replace(world, topology=Topology.from_labels([0, 0, 1, 1]))
     monkeypatch.setattr(module, "_world", imagined)
     monkeypatch.setattr(group_cache, "_current", None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(accelerator, "device_count", lambda: 1)  # as each rank sees it under CUDA_VISIBLE_DEVICES
     yield imagined
     group_cache._current = None
 

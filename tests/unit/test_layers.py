@@ -16,7 +16,8 @@ FILES = {
 TREES = {module: ast.parse(path.read_text(), str(path)) for module, path in FILES.items()}
 
 LAYERS = [
-    {"_compat", "_version", "terminal"},
+    {"_version", "accelerator", "terminal"},
+    {"_compat"},
     {"", "errors"},
     {"env"},
     {"config", "launch", "observe"},
@@ -186,6 +187,13 @@ def names_of_torch(tree):
             first, _, rest = ast.unparse(node).partition(".")
             names.add(f"{given.get(first, first)}.{rest}")
     return {name for name in names if name.split(".")[0] == "torch"}
+
+
+@pytest.mark.parametrize("module", sorted(set(FILES) - {"hpcfsdp.doctor.installed"}))
+def test_no_module_uses_the_accelerators_of_one_vendor(module):
+    """All go through ``hpcfsdp.accelerator``; the doctor alone reports how torch was built."""
+    vendors = {"torch.cuda", "torch.xpu", "torch.mps", "torch.mtia"}
+    assert not [name for name in names_of_torch(TREES[module]) if ".".join(name.split(".")[:2]) in vendors]
 
 
 @pytest.mark.parametrize("module", sorted(set(FILES) - {"hpcfsdp._compat"}))

@@ -107,7 +107,7 @@ class RunConfig:
     take_over: bool = False
     """Train in run_dir even if another job seems to train there. That job stops at its next save."""
     device: str = "auto"
-    """auto, cpu or cuda."""
+    """auto, cpu, or the type of an accelerator, such as cuda."""
     seed: int = 0
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -148,8 +148,6 @@ def check(config: RunConfig, num_ranks: int, num_nodes: int = 1) -> None:
         raise UsageError(f"model.width ({model.width}) must be a multiple of model.heads ({model.heads})")
     if not 0 < config.data.held_out < 1:
         raise UsageError(f"data.held_out must be between 0 and 1, not {config.data.held_out}")
-    if config.device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device must be auto, cpu or cuda, not {config.device!r}")
     _check_mesh(config, num_ranks, num_nodes)
     parts = num_ranks // tensor
     if loop.batch < loop.accumulation * parts:

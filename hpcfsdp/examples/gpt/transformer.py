@@ -109,6 +109,6 @@ def own_random_numbers(tensor_rank: int | None, device: torch.device) -> Iterato
         yield
         return
     common = int(torch.randint(2**62, ()))
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         torch.manual_seed(common + tensor_rank)
         yield

@@ -11,6 +11,7 @@ from torch.distributed import utils as stock
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree
 
+from hpcfsdp import accelerator
 from hpcfsdp.engine import containers
 from hpcfsdp.engine.containers import (
     apply_to_tensors,
@@ -599,7 +600,7 @@ def test_arguments_may_be_missing(args, kwargs):
 
 
 class FakeGpu:
-    """A stand-in for torch.cuda that writes down what is asked of it."""
+    """A stand-in for ``hpcfsdp.accelerator`` that writes down what is asked of it."""
 
     def __init__(self):
         self.events = []
@@ -608,16 +609,16 @@ class FakeGpu:
             name="current", wait_stream=lambda stream: self.events.append(f"current waits for {stream.name}")
         )
 
-    def Stream(self, device):
+    def new_stream(self, device):
         return self.side
 
     def current_device(self):
-        return 0
+        return torch.device("cuda", 0)
 
     def current_stream(self, device):
         return self.current
 
-    def stream(self, stream):
+    def on(self, stream):
         gpu = self
 
         class Entered:
@@ -669,7 +670,8 @@ class FakeTensor(torch.Tensor):
 @pytest.fixture
 def gpu(monkeypatch):
     made = FakeGpu()
-    monkeypatch.setattr(torch, "cuda", made)
+    for name in ("new_stream", "current_device", "current_stream", "on"):
+        monkeypatch.setattr(accelerator, name, getattr(made, name))
     containers._side_stream.cache_clear()
     yield made
     containers._side_stream.cache_clear()

@@ -7,9 +7,10 @@ it), and on those of the CPU with collectives that end as late as they may. docs
 import pytest
 import torch
 
+from hpcfsdp import accelerator
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.progress import Finished
-from hpcfsdp.engine.streams import CudaStreams, HostStreams, Queue, Wait, streams_for
+from hpcfsdp.engine.streams import DeviceStreams, HostStreams, Queue, Wait, streams_for
 from hpcfsdp.errors import CommunicationError
 from tests.unit.engine import scenarios
 from tests.unit.engine.accesses import Watch
@@ -247,21 +248,21 @@ def test_draining_ends_work_and_forgets_what_was_to_follow():
     assert streams.record(Queue.GATHER) is None
 
 
-# The queues of a GPU
+# The queues of an accelerator
 
 
 class Device:
-    """What ``torch.cuda`` is asked for, written down."""
+    """What ``hpcfsdp.accelerator`` is asked for, written down."""
 
     def __init__(self):
         self.log = []
-        self.compute = self.current = self.Stream("compute")
+        self.compute = self.current = FakeStream(self, "compute")
         self.names = iter(("gather", "reduce"))
 
-    def Stream(self, name, **_):
-        return FakeStream(self, name if isinstance(name, str) else next(self.names))
+    def new_stream(self, _device, priority):
+        return FakeStream(self, next(self.names))
 
-    def stream(self, stream):
+    def on(self, stream):
         device = self
 
         class Use:
@@ -273,8 +274,9 @@ class Device:
 
         return Use()
 
-    def Event(self):
-        return FakeEvent(self)
+    def record(self, stream):
+        self.log.append(f"event of {stream.name}")
+        return FakeEvent(self, stream.name)
 
     def current_stream(self, _device):
         return self.current
@@ -292,12 +294,8 @@ class FakeStream:
 
 
 class FakeEvent:
-    def __init__(self, device):
-        self.device = device
-
-    def record(self, stream):
-        self.of = stream.name
-        self.device.log.append(f"event of {stream.name}")
+    def __init__(self, device, of):
+        self.device, self.of = device, of
 
     def synchronize(self):
         self.device.log.append(f"host waits for {self.of}")
@@ -306,13 +304,13 @@ class FakeEvent:
 @pytest.fixture
 def device(monkeypatch):
     device = Device()
-    for name in ("Stream", "stream", "Event", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, getattr(device, name))
+    for name in ("new_stream", "on", "record", "current_stream"):
+        monkeypatch.setattr(accelerator, name, getattr(device, name))
     return device
 
 
 def test_work_and_what_follows_it_run_on_the_stream_of_their_queue(device):
-    streams = CudaStreams(torch.device("cuda", 0))
+    streams = DeviceStreams(torch.device("cuda", 0))
     for queue in (Queue.GATHER, Queue.REDUCE, Queue.COMPUTE):
         streams.launch(
             queue,
@@ -326,7 +324,7 @@ def test_work_and_what_follows_it_run_on_the_stream_of_their_queue(device):
 
 
 def test_streams_wait_on_the_device_and_the_program_by_itself(device):
-    streams = CudaStreams(torch.device("cuda", 0))
+    streams = DeviceStreams(torch.device("cuda", 0))
     event = streams.record(Queue.REDUCE)
     for queue in Queue:
         streams.wait(queue, event, Wait.GRADS_REDUCED)
@@ -335,16 +333,16 @@ def test_streams_wait_on_the_device_and_the_program_by_itself(device):
 
 
 def test_draining_a_gpu_ends_what_was_begun(device):
-    CudaStreams(torch.device("cuda", 0)).drain()
+    DeviceStreams(torch.device("cuda", 0)).drain()
     assert sorted(device.log) == ["host waits for gather", "host waits for reduce"]
 
 
 def test_errors_of_work_on_a_gpu_leave_the_stream_as_it_was(device):
     with pytest.raises(ZeroDivisionError):
-        CudaStreams(torch.device("cuda", 0)).launch(Queue.GATHER, lambda async_op: 1 / 0)
+        DeviceStreams(torch.device("cuda", 0)).launch(Queue.GATHER, lambda async_op: 1 / 0)
     assert device.current is device.compute
 
 
 def test_each_device_has_its_queues(device):
     assert isinstance(streams_for(torch.device("cpu")), HostStreams)
-    assert isinstance(streams_for(torch.device("cuda", 0)), CudaStreams)
+    assert isinstance(streams_for(torch.device("cuda", 0)), DeviceStreams)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from hpcfsdp import accelerator
+from hpcfsdp.accelerator import Hardware
 from hpcfsdp.errors import LaunchError
 from hpcfsdp.launch import device
 from hpcfsdp.launch.device import choose, fair_threads
@@ -14,8 +16,8 @@ def gpus(monkeypatch):
     """``gpus(count)``: let this process see so many GPUs."""
 
     def see(count):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(accelerator, "device_type", lambda: "cuda" if count else None)
+        monkeypatch.setattr(accelerator, "device_count", lambda: count)
 
     return see
 
@@ -45,14 +47,14 @@ def test_a_gpu_that_is_not_there_is_an_error(gpus, wanted):
     with pytest.raises(LaunchError) as caught:
         choose(wanted, 0)
     assert str(caught.value) == (
-        f"device '{wanted}' was asked for, but this process sees no GPU; ask the launcher for one"
+        f"device '{wanted}' was asked for, but this process sees no accelerator; ask the launcher for one"
     )
     assert caught.value.exit_code == 3
 
 
 def test_a_gpu_number_beyond_those_visible_is_an_error(gpus):
     gpus(2)
-    with pytest.raises(LaunchError, match=r"^device 'cuda:2' was asked for, but this process sees 2 GPU\(s\)$"):
+    with pytest.raises(LaunchError, match=r"^device 'cuda:2' was asked for, but this process sees 2 device\(s\)$"):
         choose("cuda:2", 0)
 
 
@@ -60,6 +62,14 @@ def test_another_kind_of_device_is_refused(gpus):
     gpus(0)
     with pytest.raises(LaunchError, match=r"^device 'meta' is not supported: use 'cpu' or 'cuda'$"):
         choose("meta", 0)
+
+
+def test_another_kind_of_accelerator_than_torch_has_is_refused(gpus):
+    gpus(1)
+    with pytest.raises(
+        LaunchError, match=r"^device 'xpu' was asked for, but the accelerator of this process is 'cuda'$"
+    ):
+        choose("xpu", 0)
 
 
 def test_a_word_that_is_no_device_is_refused(gpus):
@@ -116,8 +126,8 @@ def test_bind_leaves_the_threads_that_the_user_fixed(gpus, monkeypatch):
 def uuids(gpus, monkeypatch):
     gpus(2)
     made_current = []
-    monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=f"GPU-{d.index}"))
+    monkeypatch.setattr(accelerator, "make_current", made_current.append)
+    monkeypatch.setattr(accelerator, "describe", lambda device: Hardware("H200", f"GPU-{device.index}", 1))
     return made_current
 
 
@@ -126,10 +136,15 @@ def test_bind_makes_a_gpu_current_that_no_other_rank_has(uuids):
     assert uuids == [torch.device("cuda", 1)]
 
 
+def test_ranks_whose_drivers_name_no_hardware_are_not_refused(uuids, monkeypatch):
+    monkeypatch.setattr(accelerator, "describe", lambda device: Hardware("npu", None, 0))
+    assert device.bind("cuda:0", node_of(1, None, None)) == torch.device("cuda", 0)
+
+
 def test_ranks_that_share_a_gpu_are_named(uuids):
     with pytest.raises(LaunchError) as caught:
         device.bind("cuda:1", node_of(0, "GPU-0", "GPU-1"))
     assert str(caught.value) == (
-        "local ranks [0, 2] of this node share one GPU (cuda:1, GPU-1), which NCCL refuses: start at most one process "
-        "per GPU, or let each see another one (srun --gpus-per-task=1)"
+        "local ranks [0, 2] of this node share one device (cuda:1, GPU-1), which NCCL and its like refuse: start at "
+        "most one process for each, or let each see another one (srun --gpus-per-task=1)"
     )

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import ShardingStrategy as Strategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hpcfsdp.world
+from hpcfsdp import accelerator
 from hpcfsdp.comm import communicator_for, select
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import DisagreementError, LaunchError
@@ -195,7 +196,7 @@ def test_a_pair_that_makes_no_grid_is_refused_with_the_places():
 def test_hybrid_shards_within_nodes_and_replicates_across_them(
     make_world, monkeypatch, topology, rank, shard, replicate, strategy
 ):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as each rank sees it under CUDA_VISIBLE_DEVICES
+    monkeypatch.setattr(accelerator, "device_count", lambda: 1)  # as each rank sees it under CUDA_VISIBLE_DEVICES
     world = make_world(rank, topology)
     groups = resolve_mesh(None, None, strategy)
     assert (places(groups.shard), places(groups.replicate)) == (shard, replicate)

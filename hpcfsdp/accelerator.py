@@ -1,0 +1,96 @@
+"""Accelerators of any vendor, by torch's generic names: this is the only module that distinguishes devices by type.
+
+torch has one type of accelerator in a process: "cuda" (NVIDIA, and AMD by ROCm), "xpu", "npu", or that of a plug-in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+def device_type() -> str | None:
+    """The type of the accelerator whose devices this process sees; None without one."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def device_count() -> int:
+    """The number of devices that this process sees."""
+    return torch.accelerator.device_count() if device_type() is not None else 0
+
+
+def current_device() -> torch.device:
+    """The current device."""
+    return torch.device(device_type() or "cpu", torch.accelerator.current_device_index())
+
+
+def make_current(device: torch.device) -> None:
+    """Make a device the current one."""
+    torch.accelerator.set_device_index(device.index)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device has memory and streams of its own."""
+    return device.type not in ("cpu", "meta")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device as its driver describes it.
+
+    Attributes:
+        uuid: the same for all processes that share the hardware; None where the driver gives none.
+        nbytes: of memory, 0 where it is unknown.
+    """
+
+    name: str
+    uuid: str | None
+    nbytes: int
+
+
+def describe(device: torch.device) -> Hardware:
+    """What a device is."""
+    find = getattr(torch.get_device_module(device), "get_device_properties", lambda device: None)
+    found = find(device)
+    uuid = getattr(found, "uuid", None)
+    nbytes = getattr(found, "total_memory", 0)
+    return Hardware(getattr(found, "name", device.type), None if uuid is None else str(uuid), nbytes)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of a device."""
+    torch.accelerator.synchronize(device)
+
+
+def new_stream(device: torch.device, priority: int = 0) -> torch.Stream:
+    """A stream; one with a lower `priority` number comes first."""
+    return torch.Stream(device, priority=priority)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream on which the calling thread enqueues work of a device."""
+    return torch.accelerator.current_stream(device)
+
+
+def on(stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
+    """A context in which a stream is the current one."""
+    return stream
+
+
+def record(stream: torch.Stream) -> torch.Event:
+    """The event that everything on a stream up to here is done."""
+    return stream.record_event()
+
+
+def get_rng_state(device: torch.device) -> torch.Tensor:
+    """The state of a device's random number generator, uint8."""
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    """Restore a state of ``get_rng_state``."""
+    torch.get_device_module(device).set_rng_state(state, device)

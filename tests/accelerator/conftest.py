@@ -1,0 +1,41 @@
+"""Tests on a simulated accelerator: ``make test-accelerator``, or mpirun and pytest by hand."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.accelerator import simulated
+from tests.under_mpi import *  # noqa: F403
+from tests.under_mpi import TEMPORARY
+
+simulated.scratch = TEMPORARY
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Each test begins with an idle device, counters at 0, and no stream starved."""
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    simulated.starve()
+    simulated.reset_counts()
+    torch.manual_seed(0)
+    yield
+    simulated.starve()
+    with contextlib.suppress(RuntimeError):  # of a kernel that the test has had fail
+        torch.accelerator.synchronize()
+
+
+@pytest.fixture(scope="session")
+def group(world):
+    """A process group of all ranks for tensors on the device."""
+    return dist.new_group(backend=simulated.BACKEND)  # one: torch's caches know meshes by their ranks alone
+
+
+@pytest.fixture
+def own_group(world):
+    """A process group that the test may break."""
+    made = dist.new_group(backend=simulated.BACKEND)
+    yield made
+    dist.destroy_process_group(made)
