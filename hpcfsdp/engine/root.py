@@ -344,7 +344,8 @@ def _used_anywhere(grads: Sequence[FlatGrad]) -> list[list[bool]]:
         flat = grads[members[0]].flat
         mine = [used for index in members for used in grads[index].used]
         wanted = [leaf.requires_grad for index in members for leaf in grads[index].flat.leaves]
-        anywhere = torch.tensor(mine, dtype=torch.uint8, device=flat.comm.device)
+        device = flat.comm.device  # from pinned memory the copy does not hold up the program
+        anywhere = torch.tensor(mine, dtype=torch.uint8, pin_memory=device.type != "cpu").to(device, non_blocking=True)
         for comm in (flat.comm, flat.replicas):
             if comm is not None and comm.size > 1:
                 comm.all_reduce(anywhere, "max")

@@ -113,21 +113,37 @@ def test_mixed_precision(world, group, streams, policy):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("why", "policy"),
+    ("why", "policy", "options"),
     [
-        (Wait.SHARDS_WRITTEN, "compute"),
-        (Wait.VALUES_USED, "compute"),
-        (Wait.VALUES_GATHERED, "gather"),
-        (Wait.GRADS_WRITTEN, "compute"),
-        (Wait.GRADS_TAKEN, "reduce"),
-        (Wait.GRADS_REDUCED, "reduce"),
+        (Wait.SHARDS_WRITTEN, "compute", {}),
+        (Wait.VALUES_USED, "compute", {}),
+        (Wait.VALUES_GATHERED, "gather", {}),
+        (Wait.GRADS_WRITTEN, "compute", {}),
+        (Wait.GRADS_TAKEN, "reduce", {}),
+        (Wait.GRADS_REDUCED, "reduce", {}),
+        (Wait.GRADS_LANDED, "reduce", {"cpu_offload": CPUOffload(offload_params=True)}),
     ],
-    ids=lambda value: getattr(value, "name", value),
+    ids=lambda value: "" if isinstance(value, dict) else getattr(value, "name", value),
 )
-def test_without_any_one_wait_values_are_wrong(world, group, streams, monkeypatch, why, policy):
-    """The waits of the host cannot be left out so far: it waits once more, at the end of each backward."""
+def test_without_any_one_wait_values_are_wrong(world, group, streams, monkeypatch, why, policy, options):
+    """The waits that this program needs; tests/unit/engine/test_streams.py has programs for all of them."""
     wait = streams.wait
     monkeypatch.setattr(
         streams, "wait", lambda queue, event, reason: None if reason is why else wait(queue, event, reason)
     )
-    assert not differences(world, group, streams, policy) < 1e-3
+    assert not differences(world, group, streams, policy, **options) < 1e-3
+
+
+def test_the_host_waits_for_nothing_between_two_steps(world, group):
+    model = FullyShardedDataParallel(
+        Net().to(SIM), process_group=group, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    x = inputs(0, world.rank).to(SIM)
+    for step in range(4):
+        if step == 2:  # the first steps allocate, and agree on the order of units
+            simulated.reset_counts()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert simulated.waits() == {}
