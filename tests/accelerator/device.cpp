@@ -835,10 +835,8 @@ void queue_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     try {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       op.callBoxed(&metas);
-    } catch (const c10::NotImplementedError&) {
-      return run_at_once(op, stack, std::move(arguments));
-    } catch (const std::exception& error) {
-      // Kernels for tensors without values refuse what depends on values, in several ways.
+    } catch (const std::exception&) {
+      // There is no such kernel, or it refuses what depends on values, or the arguments are wrong.
       return run_at_once(op, stack, std::move(arguments));
     }
     shapes = std::move(metas);
