@@ -174,7 +174,7 @@ def init(
     shutdown.mark_clean(False)
     topology, wanted = _agree(settings)
     node = comm.Split(job.topology.node_rank(comm.rank), comm.rank)
-    chosen = devices.bind(wanted, node, exclusive=backend not in (hpcmpi.NAME, "gloo"))
+    chosen = devices.bind(wanted, node, exclusive="ccl" in (backend or "nccl"))
     node.Free()
     creates_group = not dist.is_initialized()
 

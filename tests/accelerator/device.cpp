@@ -133,13 +133,6 @@ class Scheduler {
     });
   }
 
-  // The host waits for something else, say a message of another process.
-  void host_waits(bool begins) {
-    std::lock_guard lock(mutex_);
-    hosts_waiting_ += begins ? 1 : -1;
-    work_.notify_all();
-  }
-
   // Streams that the worker leaves alone as long as it can; and a seed for the order of all others, or none.
   void set_policy(const std::vector<int64_t>& starved, std::optional<uint64_t> seed, double patience_s) {
     std::lock_guard lock(mutex_);
@@ -148,11 +141,6 @@ class Scheduler {
     random_ = seed ? std::optional<std::mt19937_64>(*seed) : std::nullopt;
     patience_ = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(patience_s));
     work_.notify_all();
-  }
-
-  void fail(const std::string& error) {
-    std::lock_guard lock(mutex_);
-    if (error_.empty()) error_ = error;
   }
 
   void stop() {
@@ -1296,7 +1284,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_policy", [](std::vector<int64_t> starved, std::optional<uint64_t> seed, double patience_s) {
     Scheduler::get().set_policy(starved, seed, patience_s);
   });
-  module.def("host_waits", [](bool begins) { Scheduler::get().host_waits(begins); });
   module.def("stop", [] { Scheduler::get().stop(); }, NoGil());
   module.def("waits", [] { return waits.counts(); });
   module.def("launches", [] { return Scheduler::get().launches.load(); });
@@ -1306,8 +1293,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     Scheduler::get().launches = 0;
     Allocator::get().allocations = 0;
   });
-  module.def("current_stream", [] { return current_stream; });
-  module.def("set_stream", [](int64_t stream) { current_stream = stream; });
   module.def("poison_when_freed", [](bool wanted) { Allocator::get().poison_when_freed = wanted; });
   module.def("allow_unpinned", [](bool allowed) { unpinned_is_an_error = !allowed; });
   pybind11::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")

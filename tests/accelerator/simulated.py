@@ -57,33 +57,22 @@ def starve(*streams, seed=None, patience_s=20.0):
 
 
 @contextlib.contextmanager
-def host_waits():
-    """A context in which the host waits for other processes."""
-    _device.host_waits(True)
+def _switched_on(switch):
+    switch(True)
     try:
         yield
     finally:
-        _device.host_waits(False)
+        switch(False)
 
 
-@contextlib.contextmanager
 def poison_when_freed():
     """A context in which memory becomes NaN when it is freed, and not when its stream uses it again."""
-    _device.poison_when_freed(True)
-    try:
-        yield
-    finally:
-        _device.poison_when_freed(False)
+    return _switched_on(_device.poison_when_freed)
 
 
-@contextlib.contextmanager
 def unpinned_copies():
     """A context in which ``non_blocking`` copies of memory that is not pinned wait, as on a GPU, and raise nothing."""
-    _device.allow_unpinned(True)
-    try:
-        yield
-    finally:
-        _device.allow_unpinned(False)
+    return _switched_on(_device.allow_unpinned)
 
 
 # The device

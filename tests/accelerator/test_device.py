@@ -247,6 +247,14 @@ def test_waits_of_the_host_are_counted_by_their_causes():
     assert {"item", "copy to host", "aten::nonzero", "event", "stream", "device"} <= causes.keys(), causes
 
 
+def test_kernels_and_allocations_are_counted():
+    x = torch.zeros(4, device=SIM)  # an allocation, and a kernel that fills it
+    x.add_(1)
+    y = x * 2
+    assert (simulated.launches(), simulated.allocations()) == (3, 2)
+    assert y.sum().item() == 8
+
+
 def test_copies_of_pinned_memory_do_not_wait():
     pinned = torch.arange(4.0).pin_memory()
     assert pinned.is_pinned()
