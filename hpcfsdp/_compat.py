@@ -183,6 +183,17 @@ def forget_accumulator(leaf: torch.Tensor) -> None:
     leaf.data = data
 
 
+def replace_data(leaf: torch.nn.Parameter, values: torch.Tensor) -> None:
+    """Replace the data of a parameter, whatever its device is. It stays the same object."""
+    if torch._has_compatible_shallow_copy_type(leaf, values):
+        leaf.data = values
+        return
+    # Between the host and the device of a plug-in torch copies no metadata, but exchanges what two objects refer to.
+    other = torch.nn.Parameter.__new__(type(leaf), values, leaf.requires_grad)
+    other.__dict__.update(leaf.__dict__)
+    torch.utils.swap_tensors(leaf, other)
+
+
 def default_store() -> Any:
     """The store of torch.distributed's default process group, None where there is none."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None

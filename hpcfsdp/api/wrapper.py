@@ -29,7 +29,7 @@ from hpcfsdp.sharded.arguments import check_module, check_readers, check_types, 
 from hpcfsdp.sharded.build import join_tp_group, make_unit, sync_values, warn_of_units
 from hpcfsdp.sharded.clip import clip_model_grads
 from hpcfsdp.sharded.eval_precision import follow_eval_mode
-from hpcfsdp.sharded.flatten import move_outside, own_params
+from hpcfsdp.sharded.flatten import move_buffers, own_params
 from hpcfsdp.sharded.groups import resolve_mesh, with_dtensors
 from hpcfsdp.sharded.guard import guard_modules, refuse_mistakes
 from hpcfsdp.sharded.ignored import resolve_ignored
@@ -67,8 +67,8 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         mixed_precision: dtypes to compute and to reduce in, and of buffers.
         ignored_modules: modules that stay as they are.
         param_init_fn: gives values to modules that were built on the meta device; their ``reset_parameters`` otherwise.
-        device_id: the device to move the module to before sharding; by default the world's device, or none with a
-            `process_group`.
+        device_id: the device to compute on; by default that of the ranks, or where the module is if they communicate
+            through host memory. Shards are moved there unit by unit: the whole model need not fit.
         sync_module_states: broadcast rank 0's parameters and buffers.
         forward_prefetch: gather the next unit of the forward before computing with one.
         limit_all_gathers: accepted for compatibility: never more than one unit is gathered ahead.
@@ -121,9 +121,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         }
         self._full_in_eval = env.full_precision_in_eval()
         self.register_load_state_dict_post_hook(load_when_known)
-        device = target_device(process_group, device_mesh, device_id)
-        if device is not None:
-            move_outside(module, device, ignored=ignored)
+        device = target_device(mesh, device_id)
         if auto_wrap_policy is not None:
             self._wrap_children(
                 module,
@@ -137,6 +135,8 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
                 ignored_states=ignored,
                 **self._given,
             )
+        if device is not None:
+            move_buffers(module, device, ignored=ignored)
         made = materialize(
             module,
             device=device or torch.device("cpu"),
@@ -149,7 +149,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         in_full = precisions.find_full_precision(module, full_precision)
         self._fsdp_wrapped_module = module
         with raise_together_over(mesh.lines()):
-            own = own_params(module, ignored=ignored, full_precision=full_precision, mesh=mesh)
+            own = own_params(module, ignored=ignored, full_precision=full_precision, mesh=mesh, device=device)
         if own.groups:
             warn_of_container(module)
         outside = dict.fromkeys(precisions.modules_outside(module))
@@ -162,6 +162,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             mesh=mesh,
             own=own,
             ignored=ignored,
+            device=device,
             use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
             mixed_precision=mixed_precision or MixedPrecision(),

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 ALIGNMENT_BYTES = 16
-"""Of each parameter and each shard in the flat buffer, for vector instructions and GPU loads."""
+"""Of each parameter and each shard in the flat buffer, in each dtype, for vector instructions and GPU loads."""
 _CACHED_SHARDS = 1024
 """Up to so many shards ``param_edges`` are cached for the next save; with more they take many megabytes."""
 
@@ -158,6 +158,8 @@ class FlatLayout:
     dtype: torch.dtype
     num_shards: int
     shard_numel: int
+    align: int
+    """Each parameter and each shard begins at a multiple of so many elements."""
 
     @classmethod
     def plan(
@@ -166,6 +168,8 @@ class FlatLayout:
         dtype: torch.dtype,
         num_shards: int,
         blocks: Mapping[str, TensorBlock] | None = None,
+        *,
+        itemsize: int | None = None,
     ) -> FlatLayout:
         """Lay out parameters in the given order.
 
@@ -174,13 +178,14 @@ class FlatLayout:
             dtype: of all of them.
             num_shards: ranks to cut for, at least 1.
             blocks: by name, of parameters given by the shape of a block.
+            itemsize: bytes of an element where it takes the fewest, for the alignment; by default those of `dtype`.
 
         Raises:
             ValueError: no rank, or a name given twice.
         """
         if num_shards < 1:
             raise ValueError(f"a layout needs at least one shard, not {num_shards}")
-        align = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+        align = max(1, ALIGNMENT_BYTES // (itemsize or dtype.itemsize))
         slots: list[ParamSlot] = []
         offset, names = 0, set[str]()
         for fqn, shape, aliases in params:
@@ -191,7 +196,7 @@ class FlatLayout:
             slots.append(ParamSlot(fqn, tuple(shape), offset, tuple(aliases), (blocks or {}).get(fqn)))
             offset = _round_up(slots[-1].end, align)
         used = slots[-1].end if slots else 0
-        return cls(tuple(slots), dtype, num_shards, _round_up(-(-used // num_shards), align))
+        return cls(tuple(slots), dtype, num_shards, _round_up(-(-used // num_shards), align), align)
 
     @property
     def padded_numel(self) -> int:
@@ -304,7 +309,7 @@ class FlatLayout:
             return self
         blocks = {s.fqn: dataclasses.replace(s.block, rank=rank) for s in self.slots if s.block is not None}
         params = [(s.fqn, blocks[s.fqn].box.sizes if s.block else s.shape, s.aliases) for s in self.slots]
-        return FlatLayout.plan(params, self.dtype, self.num_shards, blocks)
+        return FlatLayout.plan(params, self.dtype, self.num_shards, blocks, itemsize=ALIGNMENT_BYTES // self.align)
 
     def _cached(self, what: str, key: Any, make: Callable[[], Any]) -> Any:
         if (what, key) not in self._made:

@@ -49,6 +49,7 @@ class FlatParam:
         *,
         replicas: Communicator | None = None,
         dtypes: Dtypes | None = None,
+        device: torch.device | None = None,
         use_orig_params: bool = False,
         offload: bool = False,
         always_whole: bool = False,
@@ -57,6 +58,7 @@ class FlatParam:
 
         Args:
             replicas: ranks that hold the same shard as this one.
+            device: of the computation; by default that of the leaves. From another one, only the shard comes there.
             offload: keep the shard in host memory.
             always_whole: the leaves hold their values at rest too; for a single shard.
         """
@@ -66,15 +68,14 @@ class FlatParam:
         self.dtypes = dtypes or Dtypes.plan(layout.dtype)
         self.leaves = tuple(leaves)
         self.use_orig_params = use_orig_params
-        self.device = self.leaves[0].device
+        self.device = device or self.leaves[0].device
         self.is_unsharded = False
         self.trained = any(leaf.requires_grad for leaf in self.leaves)
         self._places = [(slot.shape, contiguous_strides(slot.shape), slot.offset) for slot in layout.slots]
         runs = {run.index: slice(run.offset, run.offset + run.numel) for run in layout.runs(comm.rank)}
         self._runs = [runs.get(index, slice(0, 0)) for index in range(len(layout.slots))]
 
-        full = self._flattened()
-        self._buffer, shard = self._place(full, torch.device("cpu") if offload else self.device)
+        self._buffer, shard = self._take_values(torch.device("cpu") if offload else self.device)
         self.parameter = nn.Parameter(shard, requires_grad=self.trained)
         self.shows_whole = always_whole
         self._come_to_rest(shard)
@@ -310,34 +311,35 @@ class FlatParam:
             return False
         return tensor.untyped_storage().data_ptr() == self._buffer.full.untyped_storage().data_ptr()
 
-    def _flattened(self) -> torch.Tensor:
-        """The values of all leaves; frees the leaves' own memory one by one."""
-        full = torch.empty(self.layout.padded_numel, dtype=self.layout.dtype, device=self.device)
-        for begin, end in self.layout.gaps():
-            full[begin:end].zero_()
-        nothing = torch.empty((), dtype=full.dtype, device=self.device)
-        for leaf, view, slot in zip(self.leaves, self._views_of(full), self.layout.slots, strict=True):
-            view.copy_(leaf.detach())
-            leaf.data = nothing.expand(slot.shape)
-        return full
+    def _take_values(self, home: torch.device) -> tuple[Buffer, torch.Tensor]:
+        """The buffer for gathered values, and the shard on `home`, with this rank's runs of the leaves' values."""
+        layout, compute = self.layout, self.dtypes.compute
+        is_cast, stays = compute != layout.dtype, home == self.device
+        shared = None
+        if self.comm.shares_gathered and stays:
+            shared = Resident(self.comm, layout.padded_numel, compute, is_cast=is_cast)
+        if shared is not None and not is_cast:
+            shard = shared.segment
+        else:
+            pinned = not stays and accelerator.is_accelerator(self.device)
+            shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=home, pin_memory=pinned)
+        self._empty_leaves(shard)
+        if shared is not None:
+            return shared, shard
+        if self.comm.size == 1 and not is_cast and stays:
+            return Whole(shard), shard
+        return Transient(self.comm, layout.padded_numel, compute, self.device), shard
 
-    def _place(self, full: torch.Tensor, home: torch.device) -> tuple[Buffer, torch.Tensor]:
-        """The buffer for gathered values, and the shard."""
-        numel, compute = self.layout.padded_numel, self.dtypes.compute
-        mine = segment(full, self.comm)
-        if self.comm.shares_gathered and home == self.device:
-            buffer = Resident(self.comm, numel, compute, is_cast=compute != full.dtype)
-            if compute != full.dtype:
-                return buffer, mine.clone()
-            buffer.write(mine)
-            return buffer, buffer.segment
-        if self.comm.size == 1 and compute == full.dtype and home == self.device:
-            return Whole(full), full
-        buffer = Transient(self.comm, numel, compute, self.device)
-        if home == self.device:
-            return buffer, mine.clone()
-        shard = mine.to(home)
-        return buffer, shard.pin_memory() if accelerator.is_accelerator(self.device) else shard
+    @torch.no_grad()
+    def _empty_leaves(self, shard: torch.Tensor) -> None:
+        """Copy this rank's runs of the leaves to `shard`; the leaves come to the device of the computation, empty."""
+        nothing = torch.empty((), dtype=shard.dtype, device=self.device)
+        runs = {run.index: run for run in self.layout.runs(self.comm.rank)}
+        for index, (leaf, slot) in enumerate(zip(self.leaves, self.layout.slots, strict=True)):
+            if index in runs:
+                _, start, numel, _ = runs[index]
+                shard[self._runs[index]].copy_(leaf.detach().reshape(-1)[start : start + numel])
+            _compat.replace_data(leaf, nothing.expand(slot.shape))  # one by one, so that their memory is free
 
     def _bind(self, values: Sequence[torch.Tensor]) -> None:
         for leaf, value in zip(self.leaves, values):  # noqa: B905 (this runs twice in each call of a unit)

@@ -27,6 +27,11 @@ class Dtypes:
     accumulate: torch.dtype
     grad: torch.dtype
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the narrowest of them."""
+        return min(self.param.itemsize, self.compute.itemsize, self.reduce.itemsize)
+
     @classmethod
     def plan(
         cls,

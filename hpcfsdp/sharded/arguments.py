@@ -67,15 +67,13 @@ def check_readers(module: nn.Module) -> None:
                 )
 
 
-def target_device(process_group: Any, device_mesh: Any, device_id: int | torch.device | None) -> torch.device | None:
-    """The device to move the module to, None to leave it."""
+def target_device(mesh: UnitMesh, device_id: int | torch.device | None) -> torch.device | None:
+    """The device to compute on, None for that of the module."""
     if isinstance(device_id, int):
         if device_id >= accelerator.device_count():
             raise ValueError(f"device_id={device_id}: this process sees {accelerator.device_count()} device(s)")
         return torch.device(accelerator.device_type(), device_id)
     if device_id is not None:
         return torch.device(device_id)
-    if isinstance(process_group, UnitMesh):
-        return None
-    world = current_world()
-    return world.device if world is not None and process_group is None and device_mesh is None else None
+    ranks, world = mesh.dtensor_ranks, current_world()
+    return ranks.device if accelerator.is_accelerator(ranks.device) or world is not None else None

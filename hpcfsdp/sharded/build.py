@@ -47,6 +47,7 @@ def make_unit(
     mesh: UnitMesh,
     own: OwnParams,
     ignored: Ignored,
+    device: torch.device | None,
     use_orig_params: bool,
     offload: bool,
     mixed_precision: MixedPrecision,
@@ -57,20 +58,26 @@ def make_unit(
 
     Args:
         wrapper: of `module`.
+        device: to compute on; None for that of the parameters.
         offload: keep shards in host memory.
         full_precision: types of modules that compute in full precision.
         made: names of parameters that were initialised here; None if all ranks have the same values.
     """
     if any(comm.shares_memory for dim, comm in mesh.along.items() if dim != "tensor" and comm.size > 1):
         own.split(_CHUNK_NUMEL)
+    dtypes = [
+        _dtypes(mixed_precision, group[0].param.dtype, isinstance(group[0].places[0][0], full_precision))
+        for group in own.groups
+    ]
     layouts = [
         FlatLayout.plan(
             ((p.fqn, p.param.shape, p.aliases) for p in group),
-            group[0].param.dtype,
+            of_group.param,
             mesh.shard.size,
             {p.fqn: p.block for p in group if p.block is not None},
+            itemsize=of_group.itemsize,
         )
-        for group in own.groups
+        for group, of_group in zip(own.groups, dtypes, strict=True)
     ]
     differing = _compare(own, layouts, mesh, made)
     flats = []
@@ -83,7 +90,8 @@ def make_unit(
             layout,
             mesh.shard,
             replicas=mesh.replicate if mesh.size("replicate") > 1 else None,
-            dtypes=_dtypes(mixed_precision, layout.dtype, isinstance(group[0].places[0][0], full_precision)),
+            dtypes=dtypes[index],
+            device=device,
             use_orig_params=use_orig_params,
             offload=offload,
             always_whole=mesh.strategy is ShardingStrategy.NO_SHARD,

@@ -23,16 +23,19 @@ def own_params(
     ignored: Ignored = NOTHING_IGNORED,
     full_precision: tuple[type[nn.Module], ...] = (),
     mesh: UnitMesh | None = None,
+    device: torch.device | None = None,
 ) -> OwnParams:
     """Parameters and buffers below `root`, without those of units inside.
 
     Args:
         full_precision: types of modules with parameters that are not grouped with others.
         mesh: the ranks of the unit; needed for the blocks of DTensors.
+        device: to which the parameters will be moved; None to leave them.
 
     Raises:
         ShardingError: a DTensor has placements that are no blocks of it.
-        ValueError: they are on several devices, or one is tied to a parameter of another unit.
+        ValueError: they are on several devices, or on one on which the ranks of the unit cannot communicate; or one is
+            tied to a parameter of another unit.
     """
     found: dict[nn.Parameter, OwnParam] = {}
     is_apart: dict[nn.Parameter, bool] = {}
@@ -70,10 +73,17 @@ def own_params(
 
     visit(root, "", "")
     devices = {entry.param.device: entry.fqn for entry in found.values()}
-    if len(devices) > 1:
+    if len(devices) > 1 and device is None:
         places = ", ".join(f"{fqn!r} on {device}" for device, fqn in devices.items())
         raise ValueError(
             f"the parameters of one unit are on several devices ({places}): move them to one, or pass device_id"
+        )
+    here = device or next(iter(devices), None)
+    there = None if mesh is None else mesh.dtensor_ranks.device
+    if here is not None and there is not None and here.type != there.type:
+        raise ValueError(
+            f"the parameters of {type(root).__name__} are on {here}, and its ranks communicate on {there.type}: pass "
+            f"device_id={there.type!r}, or a process group or mesh for {here.type}"
         )
     groups: dict[tuple[torch.dtype, bool, bool], list[OwnParam]] = {}
     for param, entry in found.items():
@@ -111,11 +121,16 @@ def _hidden_in(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
-def move_outside(root: nn.Module, device: torch.device, *, ignored: Ignored = NOTHING_IGNORED) -> None:
-    """Move parameters and buffers outside of units to a device, except ignored ones and those on the meta device."""
+def move_buffers(root: nn.Module, device: torch.device, *, ignored: Ignored = NOTHING_IGNORED) -> None:
+    """Move buffers outside of units to a device, except ignored ones and those on the meta device.
+
+    Of the parameters only the shards will go there, with their units: a model may be larger than a device.
+    """
+    params = list(root.parameters())
+    left = {*params, *(param.grad for param in params), *ignored.params, *ignored.buffers}
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.is_meta or tensor in ignored.params or tensor in ignored.buffers else tensor.to(device)
+        return tensor if tensor.is_meta or tensor in left else tensor.to(device)
 
     def visit(module: nn.Module) -> None:
         if unit_of(module) is not None:

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from hpcfsdp.sharded.flatten import move_outside
+from hpcfsdp.sharded.flatten import move_buffers
 from tests.unit.sharded.units import mark_as_unit
 
 
@@ -28,8 +28,14 @@ class Metric(nn.Module):
 
 
 def test_modules_that_move_in_a_way_of_their_own():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Metric(), nn.LSTM(2, 2)), nn.Sequential(Stop(), Metric()))
-    move_outside(model, torch.device("meta"))
-    moved = [*model[0].parameters(), *model[1].parameters(), model[1][0].state, model[2][1].state]
-    assert all(tensor.is_meta for tensor in moved)
-    assert not any(tensor.is_meta for tensor in (*model[2][0].parameters(), *model[2][0].buffers()))
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(Metric(), nn.LSTM(2, 2)), nn.Sequential(Stop(), Metric()))
+    move_buffers(model, torch.device("meta"))
+    assert all(tensor.is_meta for tensor in (*model[0].buffers(), model[1][0].state, model[2][1].state))
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model[2][0].buffers()))
+
+
+def test_gradients_stay_with_their_parameters():
+    layer = nn.Linear(2, 2)
+    layer(torch.ones(1, 2)).sum().backward()
+    move_buffers(layer, torch.device("meta"))
+    assert not layer.weight.grad.is_meta
