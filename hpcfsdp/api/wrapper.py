@@ -234,6 +234,27 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         with self._as_root("no_sync").no_sync():
             yield
 
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Not collective, but the same on all ranks, between steps. Free this unit's parameters after its forward?
+
+        If so the backward gathers them again, which costs one all-gather in each step. If not they stay in memory from
+        forward to backward. By default the strategy decides, and the outermost unit keeps its own. The name is that of
+        torch's ``FSDPModule``. Where ranks share memory there is nothing to free.
+
+        Args:
+            recurse: also for all units inside.
+
+        Raises:
+            TypeError: `reshard_after_forward` is no bool.
+            EngineError: called during forward or backward.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise TypeError(f"reshard_after_forward must be True or False, not {reshard_after_forward!r}")
+        for unit in units_in(self) if recurse else [self._unit]:
+            unit.check_at_rest("set_reshard_after_forward")
+            unit.reshard_choice = reshard_after_forward
+            unit.choose_reshard()
+
     @public_call("clip_grad_norm_")
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Collective over all ranks. Clip the gradients of the whole model to a total norm; for the root only.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hpcfsdp.accelerator import is_accelerator
@@ -36,8 +37,8 @@ from hpcfsdp.errors import (
     UsageError,
 )
 from hpcfsdp.launch.calls import public_call
+from hpcfsdp.sharded.group_cache import GroupCache
 from hpcfsdp.state.model import communicator_of
-from hpcfsdp.world import current_world
 
 log = logging.getLogger("hpcfsdp.checkpoint")
 
@@ -355,9 +356,8 @@ class CheckpointManager:
         for known, own in self._comms:
             if known == comm:  # of a group of torch there are several objects
                 return own
-        world = current_world()
-        # Looking after a save in every step would else make the GPU a part of it.
-        base = world.host if world is not None and comm is world.communicator else comm
+        # Looking after a save in every step would else make the device a part of it.
+        base = (GroupCache.current().host_of(comm) if dist.is_initialized() else None) or comm
         self._comms.append((comm, base.subgroup(range(base.size))))
         return self._comms[-1][1]
 

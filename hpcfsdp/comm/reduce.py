@@ -13,8 +13,8 @@ OptionalTensors = Sequence[torch.Tensor | None]
 ReduceOp = Literal["sum", "average", "product", "min", "max", "band", "bor", "bxor"]
 
 _CHUNK_NUMEL = 1 << 17
-"""Elements reduced at a time where that takes several steps. The running total stays in the core's own cache while the
-sources are added to it (512 KiB of float32)."""
+"""Elements reduced at a time on a CPU where that takes several steps. The running total stays in the core's own cache
+while the sources are added to it (512 KiB of float32)."""
 
 _COMBINE = {
     "sum": torch.add,
@@ -99,7 +99,8 @@ def reduce_into(
     direct = {output.dtype, *(source.dtype for source in sources)} == {accumulate}
     direct = direct and all(source.data_ptr() != output.data_ptr() for source in sources[2:])
     numel = output.numel()
-    chunk = numel if direct and len(sources) <= 2 else min(_CHUNK_NUMEL, numel)
+    on_host = output.device.type == "cpu"
+    chunk = min(_CHUNK_NUMEL, numel) if on_host and not (direct and len(sources) <= 2) else numel
     scratch = None if direct else torch.empty(chunk, dtype=accumulate, device=output.device)
     for begin in range(0, numel, max(chunk, 1)):
         end = min(begin + chunk, numel)
@@ -111,6 +112,23 @@ def reduce_into(
             first = torch.div(first, divisor, rounding_mode=_rounding(first), out=total)
         if first.data_ptr() != output[begin:end].data_ptr():
             output[begin:end].copy_(first)
+
+
+@torch.no_grad()
+def reduce_rows(output: torch.Tensor, rows: torch.Tensor, reduction: Reduction) -> None:
+    """`output` (n elements) becomes the reduction of the rows of a tensor (size x n)."""
+    if rows.device.type == "cpu" or reduction.op not in ("sum", "average") or reduction.accumulate is torch.bool:
+        reduce_into(output, list(rows), reduction.op, reduction.accumulate, divisor=reduction.divisor)
+        return
+    # One kernel, and no loop over parts that would stay in the cache of a core.
+    if rows.dtype.itemsize == 1:
+        rows = rows.to(reduction.accumulate)  # torch has hardly any arithmetic for fp8
+    if reduction.op == "average" and reduction.accumulate.is_floating_point:
+        total = torch.mean(rows, 0, dtype=reduction.accumulate)
+    else:
+        total = torch.sum(rows, 0, dtype=reduction.accumulate)
+        divide_(total, reduction.divisor)
+    output.copy_(total)
 
 
 @torch.no_grad()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hpcfsdp import _compat
+from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm.communicator import Communicator
 from hpcfsdp.comm.progress import Finished
-from hpcfsdp.comm.reduce import OptionalTensors, Reduction, Tensors, divide_, reduce_into
+from hpcfsdp.comm.reduce import OptionalTensors, Reduction, Tensors, divide_, reduce_rows
 from hpcfsdp.errors import DifferentCallsError
+from hpcfsdp.launch.topology import Topology
 
 _NATIVE_DTYPES = {torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8}
 """The dtypes that all backends reduce themselves. Values of others are moved as bytes and reduced here."""
@@ -36,6 +38,25 @@ class TorchGroupCommunicator(Communicator):
         self.size: int = dist.get_world_size(group)
         self.world_ranks = tuple(dist.get_process_group_ranks(group))
         self.device = device or _compat.device_of_group(group)
+        self._lines: tuple[TorchGroupCommunicator, TorchGroupCommunicator] | None = None  # within and across nodes
+
+    def divide(self, nodes: Topology) -> None:
+        """Collective. From now on averages of narrow values are made within nodes first, and then across them.
+
+        Each node sends the bytes of one rank, as with a ring. Without this it sends those of all of its ranks. Nodes
+        of different sizes change nothing.
+
+        Args:
+            nodes: of these ranks.
+        """
+        if nodes.num_nodes == 1 or nodes.ranks_per_node in (1, None):
+            return
+        place = nodes.local_rank(self.rank)
+        within = self._subgroup(list(nodes.node_of(self.rank)))
+        self._lines = within, self._subgroup([node[place] for node in nodes.nodes])
+        # The ranks, by their place on their node: what one rank of this node reduces for its peers is consecutive.
+        order = [node[place] for place in range(within.size) for node in nodes.nodes]
+        self._by_place = torch.tensor(order, device=self.device)
 
     def __eq__(self, other: object) -> bool:
         # Units that are wrapped by hand have objects of their own: equal ones share what exists once for each group.
@@ -85,21 +106,41 @@ class TorchGroupCommunicator(Communicator):
             work = _compat.reduce_scatter_single(total, sent, _NATIVE_OPS[reduction.op], self.group, async_op)
             return _ended(work, async_op, lambda: _store(total, output, reduction))
         # Ranks send values in their own dtype, and sum them here in another: no more bytes than a sum on the way.
+        if self._lines is not None and reduction.op == "average":
+            within, across = self._lines
+            by_place = sent.view(self.size, -1).index_select(0, self._by_place)
+            of_node = torch.empty_like(by_place[: across.size])
+            within._reduce_scatter_tensor(label, of_node, by_place, replace(reduction, size=within.size), False)
+            across._reduce_scatter_tensor(label, output, of_node, replace(reduction, size=across.size), False)
+            return Finished() if async_op else None
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(_bytes(received), _bytes(sent), group=self.group, async_op=async_op)
-        return _ended(work, async_op, lambda: self._reduce_into(output, received, reduction))
+        return _ended(work, async_op, lambda: reduce_rows(output, received.view(self.size, -1), reduction))
 
     def _all_reduce(
         self, label: str, tensor: torch.Tensor, reduction: Reduction, async_op: bool
     ) -> _Work | Finished | None:
         flat, native = tensor.detach().view(-1), _NATIVE_DTYPES | {torch.float16, torch.bfloat16}
+        if accelerator.is_accelerator(self.device) and tensor.dtype.itemsize < reduction.accumulate.itemsize:
+            self._all_reduce_narrow(label, flat, reduction)
+            return Finished() if async_op else None
         if tensor.dtype in native and reduction.accumulate in _NATIVE_DTYPES and reduction.op in _NATIVE_OPS:
             total = flat.to(reduction.accumulate)
             work = dist.all_reduce(total, _NATIVE_OPS[reduction.op], self.group, async_op)
             return _ended(work, async_op, lambda: _store(total, flat, reduction))
         gathered = flat.new_empty(self.size * flat.numel())
         work = _compat.all_gather_single(_bytes(gathered), _bytes(flat), self.group, async_op)
-        return _ended(work, async_op, lambda: self._reduce_into(flat, gathered, reduction))
+        return _ended(work, async_op, lambda: reduce_rows(flat, gathered.view(self.size, -1), reduction))
+
+    def _all_reduce_narrow(self, label: str, flat: torch.Tensor, reduction: Reduction) -> None:
+        """An all-reduce that sends values in their own dtype. No backend has one that sums them in another."""
+        numel = -(-flat.numel() // self.size)
+        padded = flat.new_zeros(self.size * numel)
+        padded[: flat.numel()].copy_(flat)
+        mine = flat.new_empty(numel)
+        self._reduce_scatter_tensor(label, mine, padded, reduction, False)
+        self._all_gather_into_tensor(label, padded, mine, False)
+        flat.copy_(padded[: flat.numel()])
 
     def _broadcast(self, label: str, tensor: torch.Tensor, src: int, async_op: bool) -> _Work | Finished | None:
         return _ended(dist.broadcast(_bytes(tensor), group_src=src, group=self.group, async_op=async_op), async_op)
@@ -139,10 +180,6 @@ class TorchGroupCommunicator(Communicator):
     def _subgroup(self, ranks: list[int]) -> TorchGroupCommunicator:
         members = [dist.get_global_rank(self.group, rank) for rank in ranks]
         return TorchGroupCommunicator(_compat.new_group_of(members, dist.get_backend(self.group)), self.device)
-
-    def _reduce_into(self, output: torch.Tensor, values: torch.Tensor, reduction: Reduction) -> None:
-        pieces = list(values.view(self.size, -1))
-        reduce_into(output, pieces, reduction.op, reduction.accumulate, divisor=reduction.divisor)
 
 
 def _store(total: torch.Tensor, output: torch.Tensor, reduction: Reduction) -> None:

@@ -212,22 +212,22 @@ class Slot:
         memory: shared with the other ranks of the node; None where each gradient gets memory of its own.
         waiting: gradients that will use the buffer; the first uses it now.
         event: that the last reduction out of it is done.
-        in_use: the part in use. It keeps memory alive that is not the slot's own.
+        in_use: the part in use, and the shard reduced from it. They keep memory alive that is not the slot's own.
     """
 
     memory: torch.Tensor | None = None
     waiting: deque[FlatGrad] = field(default_factory=deque)
     event: Any = None
-    in_use: torch.Tensor | None = None
+    in_use: tuple[torch.Tensor, ...] = ()
 
     def release(self) -> None:
         """Memory that is not the slot's own goes back to the allocator."""
-        self.event = self.in_use = None
+        self.event, self.in_use = None, ()
 
 
 @dataclass(eq=False)
 class Ring:
-    """The two buffers for gradients of one dtype and communicator.
+    """The two buffers for gradients of one dtype and communicator, one of each unit at a time.
 
     Attributes:
         comm: provides memory in which it reduces fastest; None where each gradient gets memory of its own.
@@ -252,18 +252,20 @@ class Reductions:
     def __init__(self, streams: Streams) -> None:
         self.keeps_back = False
         self._streams = streams
-        self._shared: dict[tuple[Any, torch.dtype], Ring] = {}
+        self._shared: dict[tuple[Any, torch.dtype, int], Ring] = {}
         self._rings: dict[FlatGrad, Ring] = {}
         self._queue: dict[FlatGrad, Slot] = {}
         self._last: dict[FlatGrad, Any] = {}
 
-    def plan(self, grad: FlatGrad) -> None:
-        """Not collective, before the first use. Reserve a buffer for `grad`."""
+    def plan(self, grad: FlatGrad, index: int) -> None:
+        """Not collective, before the first use. Reserve a buffer for `grad`, the one with this index in its unit."""
         flat = grad.flat
         comm = flat.comm if flat.comm.size > 1 else flat.replicas
         comm = comm if comm is not None and comm.shares_memory else None
         dtype = flat.dtypes.reduce
-        ring = self._rings[grad] = self._shared.setdefault((comm, dtype), Ring(comm, dtype))
+        # Shared memory stays small, in the cache. Elsewhere a unit's gradients must not wait for each other.
+        place = index if comm is None else 0
+        ring = self._rings[grad] = self._shared.setdefault((comm, dtype, place), Ring(comm, dtype))
         ring.numel = max(ring.numel, grad.numel)
 
     def alloc(self) -> None:
@@ -336,10 +338,11 @@ class Reductions:
         self._streams.wait(Queue.COMPUTE, slot.event, Wait.GRADS_TAKEN)
         slot.release()
         if slot.memory is not None:
-            slot.in_use = slot.memory[: grad.numel]
+            buffer = slot.memory[: grad.numel]
         else:
-            slot.in_use = torch.empty(grad.numel, dtype=ring.dtype, device=grad.flat.device)
-        grad.begin(slot.in_use)
+            buffer = torch.empty(grad.numel, dtype=ring.dtype, device=grad.flat.device)
+        slot.in_use = (buffer,)
+        grad.begin(buffer)
 
     def _reduce(self, grad: FlatGrad, slot: Slot) -> None:
         """Collective. Begin to average the gradient over ranks."""
@@ -348,8 +351,20 @@ class Reductions:
         grad.complete()
         streams.wait(Queue.REDUCE, streams.record(Queue.COMPUTE), Wait.GRADS_WRITTEN)
         label = f"gradients of {grad.name!r}"
-        slot.event = self._last[grad] = streams.launch(
-            Queue.REDUCE,
-            lambda async_op: grad.reduce(label, async_op=async_op),
-            lambda: grad.finish_reduce(label, own_buffer=own),
-        )
+
+        def begin(async_op: bool) -> Any:
+            return grad.reduce(label, async_op=async_op)
+
+        def finish() -> None:
+            grad.finish_reduce(own_buffer=own)
+
+        if not grad.has_replicas:
+            event = streams.launch(Queue.REDUCE, begin, finish)
+        elif streams.overlap:
+            event = streams.launch(Queue.REDUCE, begin)
+            slot.in_use += (grad.arriving,)  # its memory is that of REDUCE, which is done with it before REPLICATE
+            streams.wait(Queue.REPLICATE, event, Wait.SHARD_REDUCED)
+            event = streams.launch(Queue.REPLICATE, lambda async_op: grad.reduce_over_replicas(label), finish)
+        else:
+            event = streams.launch(Queue.REDUCE, begin, lambda: (grad.reduce_over_replicas(label), finish()))
+        slot.event = self._last[grad] = event

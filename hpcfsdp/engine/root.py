@@ -301,9 +301,12 @@ class Root:
         for unit in self.units:
             unit.enqueue_at_the_end()
         self.context.reductions.advance()
-        streams.wait(Queue.COMPUTE, streams.record(Queue.REDUCE), Wait.GRADS_REDUCED)
+        for queue in (Queue.REDUCE, Queue.REPLICATE):
+            reduced = streams.record(queue)
+            streams.wait(Queue.COMPUTE, reduced, Wait.GRADS_REDUCED)
+            if self._offloads:
+                streams.wait(Queue.HOST, reduced, Wait.GRADS_LANDED)
         if self._offloads:
-            streams.wait(Queue.HOST, streams.record(Queue.REDUCE), Wait.GRADS_LANDED)
             streams.wait(Queue.HOST, streams.record(Queue.GATHER), Wait.SHARDS_READ)
         self._meet("end of the backward")
         self._settle()
@@ -346,7 +349,7 @@ def _used_anywhere(grads: Sequence[FlatGrad]) -> list[list[bool]]:
         wanted = [leaf.requires_grad for index in members for leaf in grads[index].flat.leaves]
         device = flat.comm.device  # from pinned memory the copy does not hold up the program
         anywhere = torch.tensor(mine, dtype=torch.uint8, pin_memory=device.type != "cpu").to(device, non_blocking=True)
-        for comm in (flat.comm, flat.replicas):
+        for comm in (flat.reduce_comm, flat.replicas):
             if comm is not None and comm.size > 1:
                 comm.all_reduce(anywhere, "max")
         if all(used or not want for used, want in zip(mine, wanted, strict=True)):

@@ -1,6 +1,6 @@
 """Queues of work on a device, and the waits between them: one interface for accelerators, for the CPU, and for tests.
 
-The engine has four queues. It launches work on them, and makes one queue wait for what another has done. Every wait has
+The engine has five queues. It launches work on them, and makes one queue wait for what another has done. Every wait has
 a name (``Wait``) and a reason, see docs/design/streams.md.
 """
 
@@ -25,8 +25,14 @@ class Queue(Enum):
     """The module's own operations, the optimizer, and everything else that the user does."""
     GATHER = "gather"
     REDUCE = "reduce"
+    REPLICATE = "replicate"
+    """Reduces over replicas what REDUCE has reduced over the shards: one goes between nodes, the other within them."""
     HOST = "host"
     """The program itself, which reads and writes host memory; it runs ahead of the others."""
+
+
+OWN_QUEUES = (Queue.GATHER, Queue.REDUCE, Queue.REPLICATE)
+"""Those that the engine makes."""
 
 
 class Wait(Enum):
@@ -37,6 +43,7 @@ class Wait(Enum):
     VALUES_GATHERED = "the module computes with values that a gather wrote"
     GATHERED_IN_VAIN = "shards may be written, and memory freed, that a gather used for a unit that was not called"
     GRADS_WRITTEN = "a reduction reads gradients that autograd wrote"
+    SHARD_REDUCED = "an all-reduce over replicas reads what a reduce-scatter wrote"
     GRADS_TAKEN = "gradients are written to memory that a reduction read"
     GRADS_REDUCED = "the optimizer reads what a reduction wrote"
     GRADS_LANDED = "the program reads gradients that a reduction brought to host memory"
@@ -126,7 +133,7 @@ class DeviceStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = {queue: accelerator.new_stream(device, priority=-1) for queue in (Queue.GATHER, Queue.REDUCE)}
+        self._streams = {queue: accelerator.new_stream(device, priority=-1) for queue in OWN_QUEUES}
 
     def launch(self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None) -> torch.Event:
         with accelerator.on(self._stream(queue)):

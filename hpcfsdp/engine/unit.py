@@ -68,15 +68,13 @@ class Unit:
         name: str,
         flats: Sequence[FlatParam],
         views: Sequence[ComputedView] = (),
-        *,
-        reshard_after_forward: bool = True,
     ) -> None:
         self.name = name
         self.flats = tuple(flats)
         self.views = tuple(views)
         self.registries: list[dict[Any, Any]] = []
         self.hook_at_rest: Callable[..., Any] | None = None
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward = True
         self.inside: frozenset[Unit] = frozenset()
         self.input_dtype: torch.dtype | None = None
         self.prefetch_forward = False
@@ -113,7 +111,7 @@ class Unit:
         self.context = context
         for index, grad in enumerate(self.grads):
             grad.name = f"{self.name}[{index}]" if index else self.name
-            context.reductions.plan(grad)
+            context.reductions.plan(grad, index)
 
     # The life of a step
 

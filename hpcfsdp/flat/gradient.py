@@ -28,6 +28,7 @@ class FlatGrad:
         buffer: the full gradient in the reduce dtype while it is assembled, None otherwise.
         comm_hook: (state, function) that reduces the gradient; None for averaging.
         used: by leaf, whether it has had a gradient on this rank since the last ``settle``.
+        arriving: this rank's part of the result, from ``reduce`` to ``finish_reduce``.
     """
 
     def __init__(self, flat: FlatParam) -> None:
@@ -37,6 +38,7 @@ class FlatGrad:
         self.held: HeldGrad | None = None
         self.outstanding = 0
         self.buffer: torch.Tensor | None = None
+        self.arriving: torch.Tensor | None = None
         self.comm_hook: tuple[Any, CommHook] | None = None
         self.used = [False] * len(flat.leaves)
         self._targets: Sequence[torch.Tensor] = ()
@@ -44,11 +46,15 @@ class FlatGrad:
         self._ranges = [slice(slot.offset, slot.end) for slot in flat.layout.slots]
         self._gaps = [slice(begin, end) for begin, end in flat.layout.gaps()]
         self._sent: torch.Tensor | None = None  # the buffer during its reduction
-        self._arriving: torch.Tensor | None = None  # this rank's part of the result
         self._reduced: torch.Tensor | None = None
         self._landing: list[torch.Tensor] = []  # being copied to host memory, not to be read before `settle`
         self._set_aside: list[torch.Tensor | None] | None = None  # ``grad`` of earlier backwards
         self._updated: list[torch.nn.Parameter] = []
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether ``reduce_over_replicas`` follows ``reduce``."""
+        return self.flat.replicas is not None and self.flat.comm.size > 1 and self.comm_hook is None
 
     @property
     def has_waiting(self) -> bool:
@@ -109,8 +115,8 @@ class FlatGrad:
         self.held = None
 
     def reduce(self, label: str, *, async_op: bool) -> Work | None:
-        """Collective. Begin to average the complete buffer over all ranks. ``finish_reduce`` follows."""
-        assert self.buffer is not None and self._arriving is None
+        """Collective. Begin to average the complete buffer over the shards' ranks. ``finish_reduce`` follows."""
+        assert self.buffer is not None and self.arriving is None
         flat, dtypes = self.flat, self.flat.dtypes
         full = self._sent = self.buffer
         self._drop_buffer()
@@ -118,32 +124,35 @@ class FlatGrad:
         if self.comm_hook is not None:
             state, hook = self.comm_hook
             if sharded:
-                self._arriving = self._empty_shard(dtypes.reduce)
-                hook(state, full, self._arriving)
+                self.arriving = self._empty_shard(dtypes.reduce)
+                hook(state, full, self.arriving)
             else:
-                self._arriving = full
+                self.arriving = full
                 hook(state, full)
             return None
         if sharded:
-            self._arriving = self._empty_shard(dtypes.grad if flat.replicas is None else dtypes.accumulate)
-            return flat.comm.reduce_scatter_tensor(
-                self._arriving, full, "average", accumulate=dtypes.accumulate, label=label, async_op=async_op
+            self.arriving = self._empty_shard(dtypes.grad if flat.replicas is None else dtypes.reduce)
+            return flat.reduce_comm.reduce_scatter_tensor(
+                self.arriving, full, "average", accumulate=dtypes.accumulate, label=label, async_op=async_op
             )
-        self._arriving = full
+        self.arriving = full
         if flat.replicas is None:
             return None
         return flat.replicas.all_reduce(full, "average", accumulate=dtypes.accumulate, label=label, async_op=async_op)
 
-    def finish_reduce(self, label: str, *, own_buffer: bool) -> None:
-        """Collective over the replicas. Store the result of the reduction; its buffer is free afterwards.
+    def reduce_over_replicas(self, label: str) -> None:
+        """Collective over the replicas. Average over them what has been averaged over the shards' ranks."""
+        assert self.arriving is not None and self.flat.replicas is not None
+        self.flat.replicas.all_reduce(self.arriving, "average", accumulate=self.flat.dtypes.accumulate, label=label)
+
+    def finish_reduce(self, *, own_buffer: bool) -> None:
+        """Not collective. Store the result of the reduction; its buffer is free afterwards.
 
         Args:
             own_buffer: no other gradient will use the memory of the buffer.
         """
-        assert self._arriving is not None
-        flat, arrived, self._arriving = self.flat, self._arriving, None
-        if flat.replicas is not None and flat.comm.size > 1 and self.comm_hook is None:
-            flat.replicas.all_reduce(arrived, "average", accumulate=flat.dtypes.accumulate, label=label)
+        assert self.arriving is not None
+        flat, arrived, self.arriving = self.flat, self.arriving, None
         if arrived is self._sent and arrived.dtype == flat.dtypes.grad and not own_buffer:
             arrived = arrived.clone()
         arrived = _copied_to(flat.parameter.device, arrived.to(flat.dtypes.grad))
@@ -217,7 +226,7 @@ class FlatGrad:
         The step must be repeated from its first micro-step: which gradients are complete differs by rank.
         """
         self._drop_buffer()
-        self._sent = self._arriving = self._reduced = None
+        self._sent = self.arriving = self._reduced = None
         if self.held is not None:
             self.held.drop(self._set_aside)
             self.held = None

@@ -17,7 +17,7 @@ from torch import nn
 
 from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm import Communicator
-from hpcfsdp.comm.communicator import Work, segment
+from hpcfsdp.comm.communicator import Work
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout, contiguous_strides
 from hpcfsdp.flat.precision import Dtypes
@@ -29,6 +29,7 @@ class FlatParam:
 
     Attributes:
         comm: the ranks that hold the shards.
+        reduce_comm: the same ranks, for reductions.
         dtypes: of the shard, of the gathered values, of gradients.
         leaves: the original parameters, in the order of the layout's slots.
         parameter: this rank's shard, 1-D, ``layout.shard_numel`` elements. Without `use_orig_params` the optimizer
@@ -47,6 +48,7 @@ class FlatParam:
         layout: FlatLayout,
         comm: Communicator,
         *,
+        reduce_comm: Communicator | None = None,
         replicas: Communicator | None = None,
         dtypes: Dtypes | None = None,
         device: torch.device | None = None,
@@ -57,6 +59,7 @@ class FlatParam:
         """Collective over `comm`. Move the leaves' values, the same on all ranks, into the shards.
 
         Args:
+            reduce_comm: of the same ranks, where reductions are to wait for no gather.
             replicas: ranks that hold the same shard as this one.
             device: of the computation; by default that of the leaves. From another one, only the shard comes there.
             offload: keep the shard in host memory.
@@ -64,6 +67,7 @@ class FlatParam:
         """
         self.layout = layout
         self.comm = comm
+        self.reduce_comm = reduce_comm or comm
         self.replicas = replicas
         self.dtypes = dtypes or Dtypes.plan(layout.dtype)
         self.leaves = tuple(leaves)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
@@ -18,7 +19,7 @@ from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.flat.sync import sync_params_and_buffers
 from hpcfsdp.sharded.assigned import watch_assignments
-from hpcfsdp.sharded.group_cache import rank_names
+from hpcfsdp.sharded.group_cache import GroupCache, rank_names
 from hpcfsdp.sharded.groups import check_apart
 from hpcfsdp.sharded.own import Ignored, OwnParams
 from hpcfsdp.sharded.same_model import check_same_model, warn_of_values
@@ -29,7 +30,6 @@ from hpcfsdp.sharded.unit_mesh import UnitMesh
 _CHUNK_NUMEL = 1 << 20
 """Of a flat parameter where ranks share memory. Gradient buffers are as large as the largest flat parameter, and small
 ones stay in the cache between write and read. Other transports need large messages."""
-_KEEPS_VALUES = (ShardingStrategy.SHARD_GRAD_OP, _compat.hybrid_shard_zero2(), ShardingStrategy.NO_SHARD)
 _WARNED = "the user has been warned"
 
 
@@ -80,6 +80,10 @@ def make_unit(
         for group, of_group in zip(own.groups, dtypes, strict=True)
     ]
     differing = _compare(own, layouts, mesh, made)
+    reduce_comm = mesh.shard
+    if any(of_group.param.is_floating_point for of_group in dtypes) and dist.is_initialized():
+        narrow = any(of_group.reduce != of_group.accumulate for of_group in dtypes)
+        reduce_comm = GroupCache.current().for_reductions(mesh.shard, narrow=narrow)
     flats = []
     for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
         for entry in group:
@@ -89,6 +93,7 @@ def make_unit(
             [entry.param for entry in group],
             layout,
             mesh.shard,
+            reduce_comm=reduce_comm,
             replicas=mesh.replicate if mesh.size("replicate") > 1 else None,
             dtypes=dtypes[index],
             device=device,
@@ -123,7 +128,6 @@ def make_unit(
         mixed_precision=mixed_precision,
         full_precision=full_precision,
         flat_owner=module,
-        reshard_after_forward=mesh.strategy not in _KEEPS_VALUES,
     )
     unit.differing = differing
     for flat, group in zip(flats, own.groups, strict=True):

@@ -79,8 +79,8 @@ def _copy_unit(unit: ShardedUnit, wrapper: nn.Module, flats: list[FlatParam], me
         mixed_precision=unit.mixed_precision,
         full_precision=unit.full_precision,
         flat_owner=copy.deepcopy(unit.flat_owner, memo),
-        reshard_after_forward=unit.reshard_after_forward,
     )
+    made.reshard_choice = unit.reshard_choice
     made.prefetch_forward, made.prefetch_backward = unit.prefetch_forward, unit.prefetch_backward
     made.state_dict_settings, made.differing = unit.state_dict_settings, unit.differing
     made.computes_in_full = unit.computes_in_full

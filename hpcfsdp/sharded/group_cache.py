@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpcfsdp import _compat, env
+from hpcfsdp import _compat, accelerator, env
 from hpcfsdp.comm import Communicator, communicator_for
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
@@ -93,6 +93,40 @@ class GroupCache:
             self._remember_ranks(comm, ranks)
             self._made[key] = comm, tuple(places[rank] for rank in ranks)
         return self._made[key]
+
+    def host_of(self, comm: Communicator) -> Communicator | None:
+        """A communicator of the same ranks through host memory; None if there is none."""
+        world = current_world()
+        if comm.device.type == "cpu":
+            return comm
+        if world is None or isinstance(comm, FakeCommunicator):
+            return None
+        ranks = self.global_ranks(comm)
+        if len(ranks) == world.size:
+            return world.host
+        return self._cached(("host", ranks), lambda: world.host.subgroup(ranks))
+
+    def for_reductions(self, comm: Communicator, *, narrow: bool) -> Communicator:
+        """A communicator of the same ranks whose collectives do not wait for those of `comm`.
+
+        On an accelerator those of one communicator run in the order of their calls. How gathers and reductions follow
+        each other depends on the gradients of a rank, and may differ between ranks.
+
+        Args:
+            narrow: for values of 16 bits or less, which go between nodes once for each node.
+        """
+        if not isinstance(comm, TorchGroupCommunicator) or not accelerator.is_accelerator(comm.device) or comm.size < 2:
+            return comm
+        ranks, world = self.global_ranks(comm), current_world()
+
+        def divide() -> None:
+            labels = comm.all_gather_object(env.host_name()) if world is None else map(world.topology.node_rank, ranks)
+            made.divide(Topology.from_labels(list(labels)))
+
+        made = self._cached(("reductions", ranks), lambda: comm.subgroup(range(comm.size)))
+        if narrow:
+            self._cached(("divided", ranks), divide)
+        return made
 
     def global_ranks(self, comm: Communicator) -> tuple[int, ...]:
         """The ranks of `comm` in torch's default group."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import uuid
 
 import torch
+import torch.distributed as dist
 
-from hpcfsdp.comm import Communicator
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
+from hpcfsdp.sharded.group_cache import GroupCache
 from hpcfsdp.sharded.mixed_precision import cast_buffers
 from hpcfsdp.sharded.optimizer_check import watch_root
 from hpcfsdp.sharded.unit import ShardedUnit, clean_path, units_in
-from hpcfsdp.world import current_world
 
 
 @torch.inference_mode(False)  # the first call may be in inference mode, and training follows
@@ -39,6 +39,7 @@ def become_root(unit: ShardedUnit) -> Root:
     for each in units:
         mixed = each.mixed_precision
         each.is_root = each is unit
+        each.choose_reshard()
         each.name = clean_path(names[each.wrapper]) or each.name
         each.inside = frozenset(inner for inner in units_in(each.wrapper) if inner is not each)
         cast_inputs = mixed.cast_root_forward_inputs if each is unit else mixed.cast_forward_inputs
@@ -49,17 +50,10 @@ def become_root(unit: ShardedUnit) -> Root:
             )
             dtypes = {**before, **dtypes}
     label = unit.comm.broadcast_object(uuid.uuid4().hex)
-    root = Root(units, unit.comm, label, host=_host_of(unit.comm))
+    host = GroupCache.current().host_of(unit.comm) if dist.is_initialized() else None
+    root = Root(units, unit.comm, label, host=host)
     watch_root(root)
     for each in units:
         each.root = root
         each.buffer_dtypes = dtypes
     return root
-
-
-def _host_of(comm: Communicator) -> Communicator | None:
-    """A communicator that connects the same ranks through host memory, None if there is none."""
-    if comm.device.type == "cpu":
-        return comm
-    world = current_world()
-    return world.host if world is not None and comm is world.communicator else None

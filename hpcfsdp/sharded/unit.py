@@ -39,6 +39,7 @@ class ShardedUnit(Unit):
         param_names: by module, in the order of the plain model.
         root: of all units under the outermost one, None until that is first called.
         is_root: whether it is the outermost one.
+        reshard_choice: the user's for ``reshard_after_forward``; None: that of the strategy, and False for the root.
         buffer_dtypes: original dtypes of buffers that mixed precision has cast, by module and name.
         lowered_buffers: dtypes that they had under mixed precision, while ``FSDP_USE_FULL_PREC_IN_EVAL`` undoes it.
         computes_in_full: whether it does so now.
@@ -49,6 +50,7 @@ class ShardedUnit(Unit):
 
     root: Root | None = None
     is_root = False
+    reshard_choice: bool | None = None
     computes_in_full = False
     shows_state = False
     differing: str | None = None
@@ -68,9 +70,8 @@ class ShardedUnit(Unit):
         mixed_precision: MixedPrecision,
         full_precision: tuple[type[nn.Module], ...],
         flat_owner: nn.Module,
-        reshard_after_forward: bool,
     ) -> None:
-        super().__init__(name, flats, views, reshard_after_forward=reshard_after_forward)
+        super().__init__(name, flats, views)
         self.mesh = mesh
         self.own = own
         self.ignored = ignored
@@ -99,6 +100,11 @@ class ShardedUnit(Unit):
     def comm(self) -> Communicator:
         """All ranks of the unit, without "tensor"; only the shards for a pair of groups that is not the world."""
         return self.mesh.data or self.mesh.shard
+
+    def choose_reshard(self) -> None:
+        """Set ``reshard_after_forward``. The root's backward begins where its forward ends, so it keeps its values."""
+        by_default = not self.mesh.keeps_values and not self.is_root
+        self.reshard_after_forward = by_default if self.reshard_choice is None else self.reshard_choice
 
     def check_at_rest(self, what: str) -> None:
         """Not collective. Refuse the call `what` in a forward or backward, or while summoned. Reshard the model.

@@ -80,6 +80,12 @@ class UnitMesh:
     def is_hybrid(self) -> bool:
         return "shard" in self.along and "replicate" in self.along
 
+    @property
+    def keeps_values(self) -> bool:
+        """Whether gathered values stay between forward and backward."""
+        kept = ShardingStrategy.SHARD_GRAD_OP, _compat.hybrid_shard_zero2(), ShardingStrategy.NO_SHARD
+        return self.strategy in kept
+
     def size(self, *dims: Dim) -> int:
         """The number of these ranks."""
         return prod(comm.size for comm in self._chosen(dims).values())

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcfsdp.engine.context import Reductions, Slot
-from hpcfsdp.engine.streams import Begin, Queue, Wait
+from hpcfsdp.engine.streams import OWN_QUEUES, Begin, Queue, Wait
 from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.flat.param import FlatParam
 
@@ -173,7 +173,7 @@ class RecordingStreams:
 
     def drain(self) -> None:
         site = Site(None, Queue.COMPUTE, where())
-        for queue in (Queue.GATHER, Queue.REDUCE):
+        for queue in OWN_QUEUES:
             self._wait(site, self.record(queue))
 
     def _wait(self, site: Site, event: Event | None) -> None:
@@ -266,7 +266,7 @@ def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
             streams.touch(Queue.COMPUTE, reads=[values_of(flat)])
 
     def release(slot: Slot) -> None:
-        if slot.in_use is not None and slot.memory is None:
+        if slot.in_use and slot.memory is None:
             streams.free((id(slot), "grad"))
 
     def settle(grad: FlatGrad, _used: Any) -> None:

@@ -62,7 +62,7 @@ class Setting:
             dtypes = Dtypes.plan(torch.float32, reduce=wire[index] if wire else None)
             self.grads.append(FlatGrad(FlatParam(leaves, layout, comm, dtypes=dtypes)))
             self.grads[-1].name = "abcdef"[index]
-            self.queue.plan(self.grads[-1])
+            self.queue.plan(self.grads[-1], 0)
         self.queue.alloc()
 
     def enqueue(self, *indices):
@@ -277,7 +277,7 @@ def test_replicas_that_share_memory_reduce_in_it():
     layout = FlatLayout.plan([("p", (4,), ())], torch.float32, 1)
     grad = FlatGrad(FlatParam([leaf], layout, FakeCommunicator(), replicas=comm, always_whole=True))
     queue = Reductions(HostStreams())
-    queue.plan(grad)
+    queue.plan(grad, 0)
     queue.alloc()
     queue.enqueue(grad)
     leaf.grad = torch.ones(4)

@@ -10,7 +10,7 @@ import torch
 from hpcfsdp import accelerator
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.progress import Finished
-from hpcfsdp.engine.streams import DeviceStreams, HostStreams, Queue, Wait, streams_for
+from hpcfsdp.engine.streams import OWN_QUEUES, DeviceStreams, HostStreams, Queue, Wait, streams_for
 from hpcfsdp.errors import CommunicationError
 from tests.unit.engine import scenarios
 from tests.unit.engine.accesses import Watch
@@ -257,7 +257,7 @@ class Device:
     def __init__(self):
         self.log = []
         self.compute = self.current = FakeStream(self, "compute")
-        self.names = iter(("gather", "reduce"))
+        self.names = iter(("gather", "reduce", "replicate"))
 
     def new_stream(self, _device, priority):
         return FakeStream(self, next(self.names))
@@ -311,7 +311,7 @@ def device(monkeypatch):
 
 def test_work_and_what_follows_it_run_on_the_stream_of_their_queue(device):
     streams = DeviceStreams(torch.device("cuda", 0))
-    for queue in (Queue.GATHER, Queue.REDUCE, Queue.COMPUTE):
+    for queue in (*OWN_QUEUES, Queue.COMPUTE):
         streams.launch(
             queue,
             lambda async_op: device.log.append(f"begin on {device.current.name}, async {async_op}"),
@@ -334,7 +334,7 @@ def test_streams_wait_on_the_device_and_the_program_by_itself(device):
 
 def test_draining_a_gpu_ends_what_was_begun(device):
     DeviceStreams(torch.device("cuda", 0)).drain()
-    assert sorted(device.log) == ["host waits for gather", "host waits for reduce"]
+    assert sorted(device.log) == [f"host waits for {queue.value}" for queue in OWN_QUEUES]
 
 
 def test_errors_of_work_on_a_gpu_leave_the_stream_as_it_was(device):

@@ -27,8 +27,10 @@ def put_together(grad, values, buffer=None):
 def reduce(grad, *, own_buffer=True, label="gradients"):
     grad.complete()
     grad.reduce(label, async_op=False)
+    if grad.has_replicas:
+        grad.reduce_over_replicas(label)
     reshard(grad.flat)
-    grad.finish_reduce(label, own_buffer=own_buffer)
+    grad.finish_reduce(own_buffer=own_buffer)
 
 
 def backward(grad, *values):
@@ -252,7 +254,7 @@ def test_gradients_come_to_original_parameters_when_these_are_at_rest(make_flat)
     put_together(grad, [(0, [[1.0, 2.0], [3.0, 4.0]])])
     grad.complete()
     grad.reduce("g", async_op=False)
-    grad.finish_reduce("g", own_buffer=True)
+    grad.finish_reduce(own_buffer=True)
     assert flat.leaves[0].shape == (2, 2)
     assert flat.leaves[0].grad is None
     reshard(flat)

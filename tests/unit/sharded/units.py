@@ -20,5 +20,4 @@ def mark_as_unit(module, ignored=None):
         mixed_precision=MixedPrecision(),
         full_precision=(),
         flat_owner=module,
-        reshard_after_forward=True,
     )
