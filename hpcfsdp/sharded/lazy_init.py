@@ -49,8 +49,8 @@ def become_root(unit: ShardedUnit) -> Root:
                 each.module, mixed.buffer_dtype, each.full_precision, ignored=each.ignored.buffers, cast=cast
             )
             dtypes = {**before, **dtypes}
-    label = unit.comm.broadcast_object(uuid.uuid4().hex)
     host = GroupCache.current().host_of(unit.comm) if dist.is_initialized() else None
+    label = (host or unit.comm).broadcast_object(uuid.uuid4().hex)
     root = Root(units, unit.comm, label, host=host)
     watch_root(root)
     for each in units:
