@@ -100,16 +100,21 @@ def new_group_of(ranks: Sequence[int], backend: str | None = None) -> dist.Proce
     name = f"hpcfsdp-{hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()}-"
     turns = _groups_made.setdefault(everyone, {})
     turn = turns[name] = turns.get(name, -1) + 1
-    group, _ = c10d._new_process_group_helper(
-        len(members),
-        members.index(dist.get_rank()),
-        members,
-        backend,
-        store,
-        f"{name}{turn}",
-        timeout=c10d._get_default_timeout(backend),
-        device_id=everyone.bound_device_id,
-    )
+    bound = everyone.bound_device_id
+    everyone.bound_device_id = None  # NCCL would split the default group, and wait for its other ranks
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(members),
+            members.index(dist.get_rank()),
+            members,
+            backend,
+            store,
+            f"{name}{turn}",
+            timeout=c10d._get_default_timeout(backend),
+            device_id=bound,
+        )
+    finally:
+        everyone.bound_device_id = bound
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
     return group
 

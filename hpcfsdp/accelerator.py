@@ -61,6 +61,12 @@ def describe(device: torch.device) -> Hardware:
     return Hardware(getattr(found, "name", device.type), None if uuid is None else str(uuid), nbytes)
 
 
+def frees_by_stream(device: torch.device) -> bool:
+    """Whether freed memory goes to the stream first on which it was allocated, in the order of its work."""
+    backend = getattr(getattr(torch.get_device_module(device), "memory", None), "get_allocator_backend", None)
+    return backend is None or backend() != "cudaMallocAsync"
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for all work of a device."""
     torch.accelerator.synchronize(device)

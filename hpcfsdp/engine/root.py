@@ -7,6 +7,7 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class Root:
         meeting = [flat.comm for flat in self._resident]
         if host is not None and host.size > 1:
             meeting.append(host)
+        self._host = host
         self._meeting = list(dict.fromkeys(meeting))
         self._order = Order(host or everyone, label, confirm=len(self._resident) < len(flats))
         self.context = Context(self._streams, self._order, {unit.name: unit.values for unit in units})
@@ -326,7 +328,7 @@ class Root:
             return
         self.context.reductions.settle()
         grads = [grad for unit in owing for grad in unit.grads]
-        for grad, used in zip(grads, _used_anywhere(grads), strict=True):
+        for grad, used in zip(grads, _used_anywhere(grads, self._host), strict=True):
             grad.settle(used)
 
 
@@ -336,23 +338,28 @@ def _runs_backward(root: weakref.ref[Root]) -> bool:
     return found is not None and found.in_backward and _compat.in_backward()
 
 
-def _used_anywhere(grads: Sequence[FlatGrad]) -> list[list[bool]]:
-    """Collective. For each gradient, by leaf, whether any rank has used the leaf."""
+def _used_anywhere(grads: Sequence[FlatGrad], host: Communicator | None) -> list[list[bool]]:
+    """Collective. For each gradient, by leaf, whether any rank has used the leaf.
+
+    Args:
+        host: all ranks of the root, through host memory.
+    """
     found = [grad.used for grad in grads]
     groups: dict[tuple[Communicator, Communicator | None], list[int]] = {}
     for index, grad in enumerate(grads):
         if grad.flat.comm.size > 1 or grad.flat.replicas is not None:  # other ranks contribute
             groups.setdefault((grad.flat.comm, grad.flat.replicas), []).append(index)
-    for members in groups.values():
-        flat = grads[members[0]].flat
+    for (_, replicas), members in groups.items():
         mine = [used for index in members for used in grads[index].used]
         wanted = [leaf.requires_grad for index in members for leaf in grads[index].flat.leaves]
-        device = flat.comm.device  # from pinned memory the copy does not hold up the program
+        lines = [line for line in (grads[members[0]].flat.reduce_comm, replicas) if line is not None and line.size > 1]
+        if host is not None and host.size == prod(line.size for line in lines):
+            lines = [host]  # the device need not be asked
+        device = lines[0].device  # from pinned memory the copy does not hold up the program
         anywhere = torch.tensor(mine, dtype=torch.uint8, pin_memory=device.type != "cpu").to(device, non_blocking=True)
-        for comm in (flat.reduce_comm, flat.replicas):
-            if comm is not None and comm.size > 1:
-                comm.all_reduce(anywhere, "max")
-        if all(used or not want for used, want in zip(mine, wanted, strict=True)):
+        for line in lines:
+            line.all_reduce(anywhere, "max")
+        if device.type != "cpu" and all(used or not want for used, want in zip(mine, wanted, strict=True)):
             continue  # no need to wait for the device
         everyone = [bool(used) for used in anywhere.tolist()]
         for index in members:

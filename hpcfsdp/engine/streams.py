@@ -16,6 +16,7 @@ import torch
 from hpcfsdp import accelerator
 from hpcfsdp.comm.communicator import Work
 from hpcfsdp.comm.progress import Finished
+from hpcfsdp.errors import EngineError
 
 
 class Queue(Enum):
@@ -132,6 +133,12 @@ class DeviceStreams:
     overlap = True
 
     def __init__(self, device: torch.device) -> None:
+        """Raises an ``EngineError`` where the allocator does not keep memory apart by streams."""
+        if not accelerator.frees_by_stream(device):
+            raise EngineError(
+                f"the allocator of {device} is cudaMallocAsync, which gives memory that the engine has freed to any "
+                "stream: remove backend:cudaMallocAsync from PYTORCH_ALLOC_CONF (PYTORCH_CUDA_ALLOC_CONF)"
+            )
         self._device = device
         self._streams = {queue: accelerator.new_stream(device, priority=-1) for queue in OWN_QUEUES}
 

@@ -88,7 +88,7 @@ class Unit:
         self._hooked: set[nn.Parameter] = set()
         self._detached: set[nn.Parameter] = set()  # leaves with optimizers in backward, which are deferred
         self.look_at_leaves()
-        self._changes_dtype = any(flat.dtypes.compute != flat.dtypes.param for flat in self.flats)
+        self._renews_accumulators = any(flat.changes_kind for flat in self.flats)
         self._calls: list[Call] = []  # with a backward under way
         self._counted: set[Any] = set()  # accumulators that will run, or have run, in this backward
         # Gradients that each leaf is still to get, by run of autograd: reentrant checkpoints have their own.
@@ -391,7 +391,7 @@ class Unit:
 
     def _accumulators_now(self) -> list[tuple[Leaf, Any]]:
         """The nodes that add to the gradients of the leaves in the latest graph."""
-        if self._accumulators is None or self._changes_dtype:
+        if self._accumulators is None or self._renews_accumulators:
             with torch.enable_grad():
                 self._accumulators = [((grad, index), _accumulator_of(leaf)) for grad, index, leaf in self._leaves]
             for (grad, index), node in self._accumulators:

@@ -149,6 +149,11 @@ class FlatParam:
         return self.layout.dtype.is_floating_point or self.layout.dtype.is_complex
 
     @property
+    def changes_kind(self) -> bool:
+        """Whether leaves have another dtype or device when unsharded: then autograd makes new nodes for them."""
+        return self.dtypes.compute != self.dtypes.param or (self.use_orig_params and self.is_offloaded)
+
+    @property
     def is_here(self) -> bool:
         """Whether the values stay, and no gather is needed."""
         return self._buffer.resident

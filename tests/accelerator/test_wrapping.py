@@ -155,3 +155,43 @@ def test_a_device_without_a_backend_of_its_own_is_refused(world):
     with pytest.raises(LaunchError, match="torch has no backend for process groups on 'maia'"):
         _backend_of(torch.device("maia"))
     assert _backend_of(SIM) == simulated.BACKEND
+
+
+def test_groups_are_made_by_their_members_alone_also_where_torch_would_split(world, monkeypatch):
+    """With a bound device NCCL would split the default group, in which ranks outside of the new one would take part."""
+    from torch.distributed import distributed_c10d
+
+    from hpcfsdp import _compat
+
+    everyone, seen = dist.group.WORLD, []
+    make = distributed_c10d._new_process_group_helper
+
+    def noted(*args, device_id, **options):
+        seen.append((everyone.bound_device_id, device_id))
+        return make(*args, device_id=None, **options)
+
+    monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", noted)
+    everyone.bound_device_id = SIM
+    try:
+        made = _compat.new_group_of([world.rank], simulated.BACKEND)
+        assert everyone.bound_device_id == SIM
+    finally:
+        everyone.bound_device_id = None
+    assert seen == [(None, SIM)]
+    dist.destroy_process_group(made)
+
+
+def test_frozen_and_mixed_parameters_cost_no_wait_of_the_host(world, group):
+    model = nn.Sequential(Layer(8, 8), Layer(8, 8), nn.Linear(8, 8))
+    model[1].weight.requires_grad_(False)
+    wrapped_model = wrapped(model, group)
+    optimizer = torch.optim.SGD(wrapped_model.parameters(), lr=0.1)
+    x = torch.ones(2, 8).to(SIM)
+    for step in range(4):
+        if step == 2:
+            simulated.reset_counts()
+        # Not every parameter gets a gradient: the head has none every other time.
+        (wrapped_model(x) if step % 2 else wrapped_model(x) + x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert simulated.waits() == {}

@@ -11,7 +11,7 @@ from hpcfsdp import accelerator
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.engine.streams import OWN_QUEUES, DeviceStreams, HostStreams, Queue, Wait, streams_for
-from hpcfsdp.errors import CommunicationError
+from hpcfsdp.errors import CommunicationError, EngineError
 from tests.unit.engine import scenarios
 from tests.unit.engine.accesses import Watch
 from tests.unit.engine.recording import RecordingStreams, Site, declare_accesses, where
@@ -306,7 +306,14 @@ def device(monkeypatch):
     device = Device()
     for name in ("new_stream", "on", "record", "current_stream"):
         monkeypatch.setattr(accelerator, name, getattr(device, name))
+    monkeypatch.setattr(accelerator, "frees_by_stream", lambda _device: True)
     return device
+
+
+def test_an_allocator_that_mixes_streams_is_refused(device, monkeypatch):
+    monkeypatch.setattr(accelerator, "frees_by_stream", lambda _device: False)
+    with pytest.raises(EngineError, match="cudaMallocAsync, which gives memory"):
+        DeviceStreams(torch.device("cuda", 0))
 
 
 def test_work_and_what_follows_it_run_on_the_stream_of_their_queue(device):
