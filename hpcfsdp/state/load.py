@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -279,4 +280,4 @@ def _one_slot(flat: FlatParam) -> FlatLayout:
     """The layout of a flat parameter as one parameter."""
     layout = flat.layout
     slot = ParamSlot(flat_param_name(0), (flat_numel(layout),), 0)
-    return FlatLayout((slot,), layout.dtype, layout.num_shards, layout.shard_numel)
+    return dataclasses.replace(layout, slots=(slot,))
