@@ -103,8 +103,8 @@ class ShardedUnit(Unit):
 
     def choose_reshard(self) -> None:
         """Set ``reshard_after_forward``. The root's backward begins where its forward ends, so it keeps its values."""
-        by_default = not self.mesh.keeps_values and not self.is_root
-        self.reshard_after_forward = by_default if self.reshard_choice is None else self.reshard_choice
+        keeps = self.mesh.keeps_values or (self.is_root and not all(flat.is_here for flat in self.flats))
+        self.reshard_after_forward = not keeps if self.reshard_choice is None else self.reshard_choice
 
     def check_at_rest(self, what: str) -> None:
         """Not collective. Refuse the call `what` in a forward or backward, or while summoned. Reshard the model.
