@@ -135,10 +135,15 @@ def move_buffers(root: nn.Module, device: torch.device, *, ignored: Ignored = NO
     def visit(module: nn.Module) -> None:
         if unit_of(module) is not None:
             return
-        if not units_in(module):
-            module._apply(moved)  # a class may override it, and move more than registered tensors
+        if type(module)._apply is nn.Module._apply:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = moved(buffer)
+        elif units_in(module):
+            _compat.apply_to_module(module, moved, recurse=False)
+        else:
+            module._apply(moved)  # it may move more than registered tensors
             return
-        _compat.apply_to_module(module, moved, recurse=False)
         for child in module.children():
             visit(child)
 
