@@ -170,6 +170,12 @@ STEPPED_IN_BACKWARD = "_in_backward_optimizers"
 """The attribute with the optimizers that step a parameter in the backward."""
 
 
+norm_of_each: Callable[..., Sequence[torch.Tensor]] = torch._foreach_norm
+"""The norms of a list of tensors of one device and dtype. On a GPU the number of kernels hardly grows with the list."""
+multiply_each_: Callable[[Sequence[torch.Tensor], torch.Tensor], None] = torch._foreach_mul_
+"""Multiplies all tensors of such a list by a scalar tensor, in place."""
+
+
 def in_backward() -> bool:
     """Whether the calling thread is in an autograd run."""
     return run_of_autograd() != -1
