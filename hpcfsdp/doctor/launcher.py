@@ -73,10 +73,7 @@ def judge_threads(library: dict[str, Any]) -> Iterator[Finding]:
     """Whether MPI may be called from other threads than the main one. Nothing where MPI did not start."""
     level = library.get("thread_level")
     if level not in (None, "serialized", "multiple"):
-        what = (
-            f"MPI was started for one thread only (thread level {level}); serialized is needed: threads of autograd and "
-            "of process groups call it, too"
-        )
+        what = f"MPI was started for one thread only (thread level {level}); threads of torch call it, too"
         hint = (
             "unset MPI4PY_RC_THREAD_LEVEL and MPI4PY_RC_THREADS, or use an MPI that is built with support for threads"
         )
