@@ -149,6 +149,22 @@ def device_of_group(group: dist.ProcessGroup) -> torch.device:
     return accelerator.current_device() if accelerator.device_type() in kinds else torch.device("cpu")
 
 
+def registered_pool(group: dist.ProcessGroup, device: torch.device) -> Any | None:
+    """Not collective. A new pool of device memory that is registered with the backend of a group; None if it has none.
+
+    NCCL then reads and writes that memory without copies of its own. What the pool allocates later is registered, too.
+    """
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # for tensors of another device
+        return None
+    if not hasattr(backend, "register_mem_pool"):
+        return None
+    pool = accelerator.new_pool(device, backend.mem_allocator)
+    backend.register_mem_pool(pool)
+    return pool
+
+
 # The engine calls these directly in each step.
 
 run_of_autograd: Callable[[], int] = torch._C._current_graph_task_id

@@ -225,17 +225,18 @@ def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
     from hpcfsdp.launch import device as devices  # loads torch
 
     job = current_job()
-    topology, chosen, problem = job.topology, None, None
+    topology, chosen, registered, problem = job.topology, None, False, None
     try:
         _check_backend(settings.backend)
         env.wait_log_s()
+        registered = env.registered_memory()
         if settings.split_nodes != 1:
             topology = topology.split(settings.split_nodes)
         chosen = devices.choose(settings.device, job.topology.local_rank(job.comm.rank))
         _check_thread_level(chosen)
     except (LaunchError, ValueError, ZeroDivisionError) as error:
         problem = str(error)
-    mine = (settings.backend, settings.timeout_s, settings.split_nodes, chosen.type if chosen else None)
+    mine = (settings.backend, settings.timeout_s, settings.split_nodes, chosen.type if chosen else None, registered)
     everyone = job.comm.allgather((env.host_name(), problem, mine))
     for rank, (host, trouble, _) in enumerate(everyone):
         if trouble:
@@ -243,8 +244,8 @@ def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
     for rank, (host, _, theirs) in enumerate(everyone):
         if theirs != everyone[0][2]:
             raise _together(
-                f"ranks differ in (backend, timeout_s, split_nodes, device): rank 0 on {everyone[0][0]} has "
-                f"{everyone[0][2]}, rank {rank} on {host} has {theirs}"
+                f"ranks differ in (backend, timeout_s, split_nodes, device, registered memory): rank 0 on "
+                f"{everyone[0][0]} has {everyone[0][2]}, rank {rank} on {host} has {theirs}"
             )
     return topology, chosen
 

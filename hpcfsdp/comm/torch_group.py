@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from hpcfsdp import _compat
 from hpcfsdp.comm.communicator import Communicator
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.comm.reduce import OptionalTensors, Reduction, Tensors, divide_, reduce_into
+from hpcfsdp.comm.registered import registered_memory
 from hpcfsdp.errors import DifferentCallsError
 
 _NATIVE_DTYPES = {torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8}
@@ -46,6 +48,9 @@ class TorchGroupCommunicator(Communicator):
 
     def __repr__(self) -> str:
         return f"TorchGroupCommunicator({dist.get_backend(self.group)}, rank={self.rank}, size={self.size})"
+
+    def gathering_memory(self) -> contextlib.AbstractContextManager[Any]:
+        return registered_memory(self.group, self.device)
 
     def _barrier(self, async_op: bool) -> _Work | Finished | None:
         return _ended(dist.barrier(self.group, async_op), async_op)
