@@ -150,9 +150,10 @@ def device_of_group(group: dist.ProcessGroup) -> torch.device:
 
 
 def registered_pool(group: dist.ProcessGroup, device: torch.device) -> Any | None:
-    """Not collective. A new pool of device memory that is registered with the backend of a group; None if it has none.
+    """A new pool of device memory that is registered with the backend of a group; None if it has none.
 
-    NCCL then reads and writes that memory without copies of its own. What the pool allocates later is registered, too.
+    NCCL reads and writes that memory without copies of its own. What the pool allocates later is registered, too.
+    Collective if the group has sent nothing yet: NCCL then connects its ranks.
     """
     try:
         backend = group._get_backend(device)

@@ -72,7 +72,7 @@ class Communicator:
         """Not collective. Free what ``alloc`` returned. The memory exists until no rank uses it any more."""
 
     def gathering_memory(self) -> contextlib.AbstractContextManager[Any]:
-        """Not collective. A context in which to allocate the output of gathers that ``alloc`` does not give."""
+        """A context in which to allocate the output of gathers that ``alloc`` does not give. Before a gather only."""
         return contextlib.nullcontext()
 
     # Collectives on tensors

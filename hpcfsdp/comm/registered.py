@@ -23,7 +23,10 @@ _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, Any | None] = weakref.WeakK
 
 
 def registered_memory(group: dist.ProcessGroup, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Not collective. A context in which device memory is registered with a group; nothing without the option."""
+    """A context in which device memory is registered with a group; nothing without the option.
+
+    Collective if the group has sent nothing yet.
+    """
     if not env.registered_memory():
         return contextlib.nullcontext()
     if group not in _pools:
