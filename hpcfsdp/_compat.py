@@ -154,6 +154,23 @@ def device_of_group(group: dist.ProcessGroup) -> torch.device:
     return accelerator.current_device() if accelerator.device_type() in kinds else torch.device("cpu")
 
 
+def registered_pool(group: dist.ProcessGroup, device: torch.device) -> Any | None:
+    """A new pool of device memory that is registered with the backend of a group; None if it has none.
+
+    NCCL reads and writes that memory without copies of its own. What the pool allocates later is registered, too.
+    Collective if the group has sent nothing yet: NCCL then connects its ranks.
+    """
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # for tensors of another device
+        return None
+    if not hasattr(backend, "register_mem_pool"):
+        return None
+    pool = accelerator.new_pool(device, backend.mem_allocator)
+    backend.register_mem_pool(pool)
+    return pool
+
+
 # The engine calls these directly in each step.
 
 run_of_autograd: Callable[[], int] = torch._C._current_graph_task_id
@@ -173,6 +190,12 @@ inputs_of_node: Callable[[Any], list[Any]] = operator.attrgetter("_input_metadat
 """The input metadata of a node. That of a leaf's accumulator has the shape of the leaf at its creation."""
 STEPPED_IN_BACKWARD = "_in_backward_optimizers"
 """The attribute with the optimizers that step a parameter in the backward."""
+
+
+norm_of_each: Callable[..., Sequence[torch.Tensor]] = torch._foreach_norm
+"""The norms of a list of tensors of one device and dtype. On a GPU the number of kernels hardly grows with the list."""
+multiply_each_: Callable[[Sequence[torch.Tensor], torch.Tensor], None] = torch._foreach_mul_
+"""Multiplies all tensors of such a list by a scalar tensor, in place."""
 
 
 def in_backward() -> bool:

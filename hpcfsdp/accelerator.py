@@ -92,6 +92,16 @@ def record(stream: torch.Stream) -> torch.Event:
     return stream.record_event()
 
 
+def new_pool(device: torch.device, allocator: Any) -> Any:
+    """A pool of device memory that comes from an allocator of its own."""
+    return torch.get_device_module(device).MemPool(allocator)
+
+
+def allocating_from(pool: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the calling thread allocates device memory from a pool of ``new_pool``."""
+    return torch.get_device_module(device).use_mem_pool(pool, device)
+
+
 def get_rng_state(device: torch.device) -> torch.Tensor:
     """The state of a device's random number generator, uint8."""
     return torch.get_device_module(device).get_rng_state(device)

@@ -9,7 +9,8 @@ from hpcfsdp.errors import LaunchError
 
 CONFIG_PREFIX = "HPCFSDP_"
 _WAIT_LOG_S = "HPCFSDP_WAIT_LOG_S"
-_OF_THE_LIBRARY = (_WAIT_LOG_S,)
+_REGISTERED_MEMORY = "HPCFSDP_REGISTERED_MEMORY"
+_OF_THE_LIBRARY = (_WAIT_LOG_S, _REGISTERED_MEMORY)
 """Variables with the prefix that are not part of a command's configuration."""
 
 # Launchers' variables for the number of processes, the most specific first. SLURM's variable is last: processes that an
@@ -97,6 +98,18 @@ def export_rendezvous(values: Mapping[str, str]) -> None:
 def compare_calls() -> bool:
     """Whether ranks compare their calls before each collective: torch's own switch for that."""
     return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+
+
+def registered_memory() -> bool:
+    """Whether gathered values are to be in memory that is registered with the backend of their group.
+
+    Raises:
+        LaunchError: the variable is neither 0 nor 1.
+    """
+    given = os.environ.get(_REGISTERED_MEMORY, "0")
+    if given not in ("", "0", "1"):
+        raise LaunchError(f"{_REGISTERED_MEMORY}={given}: give 1 for registered memory, or 0")
+    return given == "1"
 
 
 def full_precision_in_eval() -> bool:

@@ -139,6 +139,9 @@ def init(
     MPI (``MPI_Comm_split_type``), never from the environment. A second call returns the same world.
     All ranks raise if their arguments or kinds of device differ.
 
+    On an accelerator the calling thread runs its backwards itself from now on
+    (``torch.autograd.set_multithreading_enabled(False)``), so that Ctrl-C ends a backward that waits for other ranks.
+
     Args:
         device: "cpu", "cuda", or one device such as "cuda:1". Default: a GPU, or another accelerator, where one is
             visible, else the CPU. Of several each rank takes the one of its local rank.
@@ -149,8 +152,9 @@ def init(
 
     Raises:
         LaunchError: the launcher does not fit the MPI library, the device does not exist, two ranks share one GPU,
-            there is no such backend, ranks differ in arguments or kinds of device, ``init`` was called before with
-            other arguments, or torch.distributed was initialised before with another number of ranks.
+            there is no such backend, the device is an accelerator and MPI was started for one thread, ranks differ in
+            arguments or kinds of device, ``init`` was called before with other arguments, or torch.distributed was
+            initialised before with another number of ranks.
     """
     global _world
     settings = _Settings(None if device is None else str(device), backend, timeout_s, split_nodes)
@@ -221,16 +225,18 @@ def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
     from hpcfsdp.launch import device as devices  # loads torch
 
     job = current_job()
-    topology, chosen, problem = job.topology, None, None
+    topology, chosen, registered, problem = job.topology, None, False, None
     try:
         _check_backend(settings.backend)
         env.wait_log_s()
+        registered = env.registered_memory()
         if settings.split_nodes != 1:
             topology = topology.split(settings.split_nodes)
         chosen = devices.choose(settings.device, job.topology.local_rank(job.comm.rank))
+        _check_thread_level(chosen)
     except (LaunchError, ValueError, ZeroDivisionError) as error:
         problem = str(error)
-    mine = (settings.backend, settings.timeout_s, settings.split_nodes, chosen.type if chosen else None)
+    mine = (settings.backend, settings.timeout_s, settings.split_nodes, chosen.type if chosen else None, registered)
     everyone = job.comm.allgather((env.host_name(), problem, mine))
     for rank, (host, trouble, _) in enumerate(everyone):
         if trouble:
@@ -238,10 +244,26 @@ def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
     for rank, (host, _, theirs) in enumerate(everyone):
         if theirs != everyone[0][2]:
             raise _together(
-                f"ranks differ in (backend, timeout_s, split_nodes, device): rank 0 on {everyone[0][0]} has "
-                f"{everyone[0][2]}, rank {rank} on {host} has {theirs}"
+                f"ranks differ in (backend, timeout_s, split_nodes, device, registered memory): rank 0 on "
+                f"{everyone[0][0]} has {everyone[0][2]}, rank {rank} on {host} has {theirs}"
             )
     return topology, chosen
+
+
+def _check_thread_level(device: torch.device) -> None:
+    """Raise on an accelerator unless threads other than the main one may call MPI."""
+    from mpi4py import MPI
+
+    from hpcfsdp import accelerator  # loads torch
+
+    level = MPI.Query_thread()
+    if level < MPI.THREAD_SERIALIZED and accelerator.is_accelerator(device):
+        name = "single" if level == MPI.THREAD_SINGLE else "funneled"
+        raise LaunchError(
+            f"MPI was started with the thread level {name!r}, but on {device.type!r} it must be 'serialized' at least: "
+            "torch may run a backward, whose hooks call MPI, on a thread for the device. Unset MPI4PY_RC_THREAD_LEVEL "
+            "and MPI4PY_RC_THREADS, or use an MPI that is built with support for threads"
+        )
 
 
 def _together(message: str) -> LaunchError:

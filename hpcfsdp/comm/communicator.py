@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -69,6 +70,10 @@ class Communicator:
 
     def free(self, tensor: torch.Tensor) -> None:
         """Not collective. Free what ``alloc`` returned. The memory exists until no rank uses it any more."""
+
+    def gathering_memory(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which to allocate the output of gathers that ``alloc`` does not give. Before a gather only."""
+        return contextlib.nullcontext()
 
     # Collectives on tensors
 

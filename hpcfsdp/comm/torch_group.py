@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm.communicator import Communicator
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.comm.reduce import OptionalTensors, Reduction, Tensors, divide_, reduce_rows
+from hpcfsdp.comm.registered import registered_memory
 from hpcfsdp.errors import DifferentCallsError
 from hpcfsdp.launch.topology import Topology
 
@@ -67,6 +69,9 @@ class TorchGroupCommunicator(Communicator):
 
     def __repr__(self) -> str:
         return f"TorchGroupCommunicator({dist.get_backend(self.group)}, rank={self.rank}, size={self.size})"
+
+    def gathering_memory(self) -> contextlib.AbstractContextManager[Any]:
+        return registered_memory(self.group, self.device)
 
     def _barrier(self, async_op: bool) -> _Work | Finished | None:
         return _ended(dist.barrier(self.group, async_op), async_op)

@@ -39,10 +39,10 @@ def steps(limit_s: float) -> Iterator[dict[str, Any]]:
     if network["error"] is not None:
         return
 
-    on_gpu = _all_on_own_gpus(table)
-    yield {"stage": f"hpcfsdp.init on {'GPUs' if on_gpu else 'the CPU'}"}
+    on_own = _all_on_own_devices(table)
+    yield {"stage": f"hpcfsdp.init on {'accelerators' if on_own else 'the CPU'}"}
     try:
-        world = worlds.init(None if on_gpu else "cpu", timeout_s=limit_s)
+        world = worlds.init(None if on_own else "cpu", timeout_s=limit_s)
     except HpcfsdpError as error:
         yield {"init_error": str(error)}
         raise
@@ -57,9 +57,9 @@ def steps(limit_s: float) -> Iterator[dict[str, Any]]:
     worlds.finalize()
 
 
-def _all_on_own_gpus(table: list[dict[str, Any]]) -> bool:
-    """Whether ``hpcfsdp.init`` will give each rank a GPU that no other rank uses."""
-    uuids = [row["gpu"]["uuid"] for row in table if row["gpu"]]
+def _all_on_own_devices(table: list[dict[str, Any]]) -> bool:
+    """Whether ``hpcfsdp.init`` will give each rank an accelerator that no other rank uses."""
+    uuids = [row["accelerator"]["uuid"] for row in table if row["accelerator"]]
     return len(uuids) == len(table) == len(set(uuids))
 
 
@@ -73,25 +73,25 @@ def _of_this_rank(local_rank: int) -> dict[str, Any]:
         "omp_num_threads": env.diagnostic_values().get("OMP_NUM_THREADS"),
         "interfaces": _interfaces(),
         "shm_bytes": _shm_bytes(),
-        **_gpu(local_rank),
+        **_accelerator(local_rank),
     }
 
 
-def _gpu(local_rank: int) -> dict[str, Any]:
-    facts: dict[str, Any] = {"gpus_visible": 0, "gpu": None, "gpu_error": None}
+def _accelerator(local_rank: int) -> dict[str, Any]:
+    facts: dict[str, Any] = {"devices_visible": 0, "accelerator": None, "accelerator_error": None}
     try:
-        facts["gpus_visible"] = accelerator.device_count()
-        if facts["gpus_visible"]:
+        facts["devices_visible"] = accelerator.device_count()
+        if facts["devices_visible"]:
             device = devices.choose(None, local_rank)
             found = accelerator.describe(device)
-            facts["gpu"] = {
+            facts["accelerator"] = {
                 "device": str(device),
                 "name": found.name,
                 "uuid": found.uuid or f"{device} of rank {local_rank}",
                 "bytes": found.nbytes,
             }
     except RuntimeError as error:
-        facts["gpu_error"] = str(error).splitlines()[0]
+        facts["accelerator_error"] = str(error).splitlines()[0]
     return facts
 
 

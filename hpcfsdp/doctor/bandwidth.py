@@ -53,7 +53,7 @@ def measure(world: World, *, shared: bool) -> dict[str, dict[str, Any]]:
     as when a node's ranks gather in shared memory.
 
     Args:
-        shared: also in the memory of ``alloc``. On a GPU that is ordinary memory, and left out.
+        shared: also in the memory of ``alloc``. On an accelerator that is ordinary memory, and left out.
     """
     comm = world.communicator
     if comm.size == 1:

@@ -54,7 +54,17 @@ def _torch() -> dict[str, Any]:
         "rocm": torch.version.hip,
         "gpu_files": len(glob.glob("/dev/nvidia[0-9]*")) or int(Path("/dev/kfd").exists()),
         "nccl": None,
+        "accelerator": None,
+        "devices": 0,
+        "backend": None,
+        "has_backend": False,
     }
+    found = torch.accelerator.current_accelerator()  # torch is built for it, or a plug-in is installed
+    if found is not None:
+        facts["accelerator"], facts["devices"] = found.type, torch.accelerator.device_count()
+        with contextlib.suppress(ValueError):  # torch knows no backend
+            facts["backend"] = torch.distributed.get_default_backend_for_device(found)
+            facts["has_backend"] = torch.distributed.is_backend_available(facts["backend"])
     if torch.version.cuda or torch.version.hip:
         with contextlib.suppress(Exception):
             facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

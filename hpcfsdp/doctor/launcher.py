@@ -45,7 +45,8 @@ def judge_start(facts: dict[str, Any]) -> Finding:
     size = facts["world"]["size"]
     name = " ".join(implementation(library.get("text", "")) or [library.get("text", "MPI")])
     standard = f" (MPI {library['standard']})" if "standard" in library else ""
-    return ok("mpi", f"{name}{standard}, {f'{size} ranks' if size > 1 else 'one process'}")
+    level = f", thread level {library['thread_level']}" if library.get("thread_level") else ""
+    return ok("mpi", f"{name}{standard}{level}, {f'{size} ranks' if size > 1 else 'one process'}")
 
 
 def judge_output(facts: dict[str, Any]) -> Iterator[Finding]:
@@ -69,10 +70,10 @@ def _hint_after_failure(facts: dict[str, Any]) -> str:
 
 
 def judge_threads(library: dict[str, Any]) -> Iterator[Finding]:
-    """Whether MPI may be called from the threads that torch starts. Nothing where MPI did not start."""
+    """Whether MPI may be called from other threads than the main one. Nothing where MPI did not start."""
     level = library.get("thread_level")
     if level not in (None, "serialized", "multiple"):
-        what = f"MPI was started for one thread only (thread level {level}), serialized is needed"
+        what = f"MPI was started for one thread only (thread level {level}); threads of torch call it, too"
         hint = (
             "unset MPI4PY_RC_THREAD_LEVEL and MPI4PY_RC_THREADS, or use an MPI that is built with support for threads"
         )

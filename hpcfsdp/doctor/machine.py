@@ -40,36 +40,43 @@ def judge_nodes(nodes: list[list[int]], hosts: list[str]) -> Iterator[Finding]:
 
 
 def judge_devices(nodes: list[list[int]], table: Rows) -> list[Finding]:
-    """Whether each rank has its own GPU, or no rank has one."""
-    errors = [(rank, row["gpu_error"]) for rank, row in enumerate(table) if row["gpu_error"]]
+    """Whether each rank has its own accelerator, or no rank has one."""
+    errors = [(rank, row["accelerator_error"]) for rank, row in enumerate(table) if row["accelerator_error"]]
     if errors:
-        what = f"{named(rank for rank, _ in errors)} cannot use the GPU: {errors[0][1]}"
-        return [problem("devices", what, "compare the driver (nvidia-smi) with the CUDA of torch")]
-    without = [rank for rank, row in enumerate(table) if not row["gpu"]]
+        what = f"{named(rank for rank, _ in errors)} cannot use the accelerator: {errors[0][1]}"
+        return [problem("devices", what, "compare the driver (nvidia-smi, rocm-smi, ...) with what torch is built for")]
+    without = [rank for rank, row in enumerate(table) if not row["accelerator"]]
     if len(without) == len(table):
         return [ok("devices", "all ranks compute on the CPU")]
     if without:
-        what = f"{named(without)} see no GPU, the others do"
-        return [problem("devices", what, "ask for GPUs on every node, or train with --device cpu")]
-    found, hint = [], "at most one rank per GPU; or let each rank see another one: srun --gpus-per-task=1"
+        what = f"{named(without)} see no accelerator, the others do"
+        return [problem("devices", what, "ask for accelerators on every node, or train with --device cpu")]
+    found, hint = [], "at most one rank per device; or let each rank see another one: srun --gpus-per-task=1"
     for node in nodes:
         owners: dict[str, list[int]] = {}
         for rank in node:
-            owners.setdefault(table[rank]["gpu"]["uuid"], []).append(rank)
+            owners.setdefault(table[rank]["accelerator"]["uuid"], []).append(rank)
         for rank, *twins in owners.values():
             if twins:
-                what = f"{named([rank, *twins])} on {table[rank]['host']} share one GPU, which NCCL refuses"
+                what = (
+                    f"{named([rank, *twins])} on {table[rank]['host']} share one device, which NCCL and its like refuse"
+                )
                 found.append(problem("devices", what, hint))
-        visible = table[node[0]]["gpus_visible"]
+        visible = table[node[0]]["devices_visible"]
         if visible > len(node) > 0 and len(owners) == len(node):
-            what = f"{table[node[0]]['host']} has {visible} visible GPUs for {len(node)} rank(s): some are idle"
+            what = f"{table[node[0]]['host']} has {visible} visible devices for {len(node)} rank(s): some are idle"
             found.append(note("devices", what, f"start {visible} ranks on each node"))
-    kinds = sorted({row["gpu"]["name"] for row in table})
+    kinds = sorted({_described(row["accelerator"]) for row in table})
     if len(kinds) > 1:
-        found.append(note("devices", f"GPUs differ: {', '.join(kinds)}; the slowest sets the pace"))
+        found.append(note("devices", f"devices differ: {', '.join(kinds)}; the slowest sets the pace"))
     if any(finding.level == "problem" for finding in found):
         return found
-    return [ok("devices", f"each rank has its own GPU ({', '.join(kinds)})"), *found]
+    return [ok("devices", f"each rank has its own ({', '.join(kinds)})"), *found]
+
+
+def _described(found: dict[str, Any]) -> str:
+    """ "H200, 139 GiB"."""
+    return f"{found['name']}, {found['bytes'] / (1 << 30):.0f} GiB" if found["bytes"] else found["name"]
 
 
 def judge_binding(nodes: list[list[int]], cores: list[set[int]]) -> list[Finding]:

@@ -13,11 +13,12 @@ OLDEST = {"python": (3, 10), "torch": (2, 11), "mpi4py": (4, 0), "h5py": (3, 11)
 
 
 def judge(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Python, torch with CUDA and NCCL, mpi4py, h5py with HDF5."""
+    """Python, torch with its accelerator and NCCL, mpi4py, h5py with HDF5."""
     packages, python, torch, h5py = facts["packages"], facts["python"], facts.get("torch", {}), facts.get("h5py", {})
     yield judge_version("python", python["version"], python["executable"])
     yield judge_package("torch", torch.get("version") or packages["torch"], torch.get("error"))
-    yield from judge_cuda(torch)
+    yield from judge_accelerator(torch)
+    yield from judge_nccl(torch)
     yield judge_package("mpi4py", packages["mpi4py"])
     yield judge_package("h5py", packages["h5py"], h5py.get("error"))
     yield from judge_hdf5(h5py)
@@ -45,24 +46,34 @@ def _install(area: str) -> str:
     return f"pip install '{area}>={'.'.join(map(str, OLDEST[area]))}'"
 
 
-def judge_cuda(torch: dict[str, Any]) -> Iterator[Finding]:
-    """Whether torch can use the GPUs of this machine, and its NCCL. Nothing where torch was not loaded."""
+def judge_accelerator(torch: dict[str, Any]) -> Iterator[Finding]:
+    """Whether torch can use the accelerator of this machine, of any vendor. Nothing where torch was not loaded."""
     if "version" not in torch:
         return
-    gpus = torch["gpu_files"]
-    built_for = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['rocm']}" if torch["rocm"] else None
-    if built_for is not None:
-        yield ok("cuda", f"torch is built for {built_for}, {f'{gpus} GPU(s)' if gpus else 'no GPU'} in /dev")
-        if torch["nccl"]:
-            yield ok("nccl", torch["nccl"])
-        elif gpus:
-            yield problem("nccl", "torch has no NCCL", "install an official build of torch")
-    elif gpus:
+    kind, gpus, backend = torch["accelerator"], torch["gpu_files"], torch["backend"]
+    if kind is None and gpus:
         what = f"this machine has {gpus} GPU(s), but torch {torch['version']} is built for the CPU"
-        hint = "install a torch that is built for your driver's CUDA (https://pytorch.org/get-started)"
-        yield warning("cuda", what, hint)
+        hint = "install a torch that is built for your driver (https://pytorch.org/get-started)"
+        yield warning("accel", what, hint)
+    elif kind is None:
+        yield ok("accel", "none here, and torch is built for the CPU: training runs on the CPU over MPI")
     else:
-        yield ok("cuda", "no GPU here, and torch is built for the CPU: training runs on the CPU over MPI")
+        built_for = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['rocm']}" if torch["rocm"] else kind
+        text = f"torch is built for {built_for}"
+        if torch["cuda"] or torch["rocm"]:  # of others the device files have no common name
+            text += f", {f'{gpus} GPU(s)' if gpus else 'no GPU'} in /dev"
+        yield ok("accel", f"{text}; visible here: {torch['devices']}")
+        if torch["has_backend"]:
+            yield ok("backend", f"process groups on {kind!r} use {backend}")
+        elif torch["devices"]:
+            what = f"torch has no {backend or 'backend'} for process groups on {kind!r}"
+            yield problem("backend", what, "install an official build of torch, or the plug-in of the vendor")
+
+
+def judge_nccl(torch: dict[str, Any]) -> Iterator[Finding]:
+    """NVIDIA and AMD: the version of NCCL, or RCCL."""
+    if torch.get("nccl"):
+        yield ok("nccl", f"{'RCCL' if torch['rocm'] else 'NCCL'} {torch['nccl']}")
 
 
 def judge_hdf5(h5py: dict[str, Any]) -> Iterator[Finding]:

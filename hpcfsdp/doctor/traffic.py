@@ -50,7 +50,7 @@ def judge_address(network: dict[str, Any] | None, first: dict[str, Any], *, seve
 
 
 def judge_nccl_interface(wanted: str | None, network: dict[str, Any] | None, table: list[dict[str, Any]]) -> Finding:
-    """Whether NCCL will connect nodes. For several nodes with GPUs."""
+    """NVIDIA and AMD: whether NCCL, or RCCL, will connect nodes. For several nodes."""
     if wanted is None:
         chosen = _interface(network or {}, table[0])
         hint = f"if NCCL cannot connect: export NCCL_SOCKET_IFNAME={chosen}" if chosen else ""

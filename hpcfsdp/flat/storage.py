@@ -119,7 +119,8 @@ class Transient(Buffer):
         self._segment = segment(self.full, comm)
 
     def gather(self, shard: torch.Tensor, *, async_op: bool) -> Work | None:
-        alloc_storage(self.full, self.full.numel())
+        with self._comm.gathering_memory():
+            alloc_storage(self.full, self.full.numel())
         if self._comm.size == 1:
             self.full.copy_(shard, non_blocking=True)
             return None

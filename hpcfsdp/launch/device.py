@@ -46,12 +46,16 @@ def fair_threads(mine: set[int], everyone: list[set[int]]) -> int:
 def bind(wanted: str | torch.device | None, node: Any, *, exclusive: bool = True) -> torch.device:
     """Collective over `node` (the ranks of one node). Choose this rank's device and make it current.
 
+    On an accelerator the calling thread runs its backwards itself from now on. torch has a thread for each device
+    otherwise, and this one would hear no signal as long as a hook waits there for other ranks.
+
     Args:
         exclusive: refuse ranks that share a device, as NCCL does. hpcmpi, which stages through the host, allows it.
     """
     device = choose(wanted, node.rank)
     if accelerator.is_accelerator(device):
         accelerator.make_current(device)
+        torch.autograd.set_multithreading_enabled(False)
         uuids = node.allgather(accelerator.describe(device).uuid)
         mine = uuids[node.rank]
         twins = [rank for rank, uuid in enumerate(uuids) if uuid == mine]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from hpcfsdp._compat import local_of
+from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.gradient import note_unchanged
@@ -98,16 +98,26 @@ def clip_grad_norm(
         total = total ** (1.0 / norm_type)
     total = total.to(dtype)
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for param in params:
-        if param.grad is not None and param.grad.numel():
-            grad = local_of(param.grad)
-            grad.mul_(scale.to(grad.device, grad.dtype))
+    for grads in of_one_kind(_compat.local_of(param.grad) for param in params if param.grad is not None):
+        _compat.multiply_each_(grads, scale.to(grads[0].device, grads[0].dtype))
     return total
 
 
 def _sum_of_powers(grads: Sequence[torch.Tensor], p: float, dtype: torch.dtype) -> torch.Tensor:
     """The p-th power of the p-norm of gradients; the norm itself where p is inf."""
-    norms = torch.stack([torch.linalg.vector_norm(grad, p, dtype=dtype) for grad in grads if grad.numel()])
+    norms: dict[torch.Tensor, torch.Tensor] = {}
+    for group in of_one_kind(grads):
+        norms.update(zip(group, _compat.norm_of_each(group, p, dtype=dtype), strict=True))
+    stacked = torch.stack([norms[grad] for grad in grads if grad.numel()])
     if math.isinf(p):
-        return norms.amax()
-    return (norms**p if p else norms).sum()
+        return stacked.amax()
+    return (stacked**p if p else stacked).sum()
+
+
+def of_one_kind(grads: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """The gradients with elements, in groups of one device and dtype: a device handles a group by few kernels."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for grad in grads:
+        if grad.numel():
+            groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    return groups.values()

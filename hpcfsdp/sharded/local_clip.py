@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from hpcfsdp import _compat
 from hpcfsdp.flat.gradient import is_changed, is_noted
+from hpcfsdp.sharded.clip import of_one_kind
 
 _ENOUGH = 3
 """Consecutive steps with gradients of one norm."""
@@ -67,9 +69,12 @@ def look_for_local_clipping(optimizer: torch.optim.Optimizer) -> None:
 
 def _norm_and_sum(grads: Iterable[torch.Tensor]) -> tuple[float, float]:
     squares = total = 0.0
-    for grad in grads:
-        if grad.layout is torch.strided:
-            real = torch.view_as_real(grad) if grad.is_complex() else grad
-            squares += float(torch.linalg.vector_norm(real, dtype=torch.float64)) ** 2
-            total += float(real.sum(dtype=torch.float64))
+    here = [_compat.local_of(grad) for grad in grads if grad.layout is torch.strided]
+    real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in here]
+    for group in of_one_kind(real):
+        norms = _compat.norm_of_each(group, 2.0, dtype=torch.float64)
+        sums = [grad.sum(dtype=torch.float64) for grad in group]
+        values = torch.stack([*norms, *sums]).tolist()  # at once: the host waits for the device
+        squares += sum(norm**2 for norm in values[: len(group)])
+        total += sum(values[len(group) :])
     return math.sqrt(squares), total

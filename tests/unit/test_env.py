@@ -4,6 +4,7 @@ import socket
 import pytest
 
 from hpcfsdp import env
+from hpcfsdp.errors import LaunchError
 
 LAUNCHERS = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "PMIX_RANK"]
 
@@ -101,6 +102,18 @@ def test_colour_is_refused_by_any_value(monkeypatch, value, refused):
 def test_the_hosts_name_comes_without_its_domain(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "nid001.cluster.example")
     assert env.host_name() == "nid001"
+
+
+def test_registered_memory_is_asked_for_by_1(monkeypatch):
+    monkeypatch.delenv("HPCFSDP_REGISTERED_MEMORY", raising=False)
+    assert not env.registered_memory()
+    for value, wanted in (("0", False), ("", False), ("1", True)):
+        monkeypatch.setenv("HPCFSDP_REGISTERED_MEMORY", value)
+        assert env.registered_memory() is wanted
+    assert "HPCFSDP_REGISTERED_MEMORY" not in env.config_values()
+    monkeypatch.setenv("HPCFSDP_REGISTERED_MEMORY", "yes")
+    with pytest.raises(LaunchError, match="HPCFSDP_REGISTERED_MEMORY=yes: give 1"):
+        env.registered_memory()
 
 
 def test_the_time_until_waits_are_logged_is_no_configuration_of_a_command(monkeypatch):

@@ -30,8 +30,9 @@ def levels(findings):
 def test_a_sound_process_has_no_problems():
     found = list(launcher.judge(facts()))
     assert levels(found) == [("mpi", "ok"), ("mpirun", "ok")]
-    assert found[0].what == "Open MPI 5.0.11 (MPI 3.1), one process"
-    assert next(launcher.judge(facts(world={"rank": 0, "size": 4}))).what == "Open MPI 5.0.11 (MPI 3.1), 4 ranks"
+    assert found[0].what == "Open MPI 5.0.11 (MPI 3.1), thread level multiple, one process"
+    four = next(launcher.judge(facts(world={"rank": 0, "size": 4})))
+    assert four.what == "Open MPI 5.0.11 (MPI 3.1), thread level multiple, 4 ranks"
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ def levels(findings):
 
 
 def gpu_row(uuid, visible=2, **changed):
-    gpu = {"device": "cuda:0", "name": "H200", "uuid": uuid, "bytes": 1}
-    return {"host": "n1", "gpus_visible": visible, "gpu": gpu, "gpu_error": None} | changed
+    gpu = {"device": "cuda:0", "name": "H200", "uuid": uuid, "bytes": 139 << 30}
+    return {"host": "n1", "devices_visible": visible, "accelerator": gpu, "accelerator_error": None} | changed
 
 
-CPU_ROW = {"host": "n1", "gpus_visible": 0, "gpu": None, "gpu_error": None}
+CPU_ROW = {"host": "n1", "devices_visible": 0, "accelerator": None, "accelerator_error": None}
 
 
 def test_nodes():
@@ -36,31 +36,35 @@ def test_many_nodes_are_not_all_listed():
 
 def test_devices():
     assert levels(machine.judge_devices([[0, 1]], [CPU_ROW, CPU_ROW])) == ["ok"]
-    assert levels(machine.judge_devices([[0, 1]], [gpu_row("a"), gpu_row("b")])) == ["ok"]
+    (finding,) = machine.judge_devices([[0, 1]], [gpu_row("a"), gpu_row("b")])
+    assert (finding.level, finding.what) == ("ok", "each rank has its own (H200, 139 GiB)")
 
 
 def test_two_ranks_on_one_gpu_are_a_problem():
     (finding,) = machine.judge_devices([[0, 1, 2]], [gpu_row("a"), gpu_row("b"), gpu_row("a")])
-    assert (finding.level, finding.what) == ("problem", "ranks 0,2 on n1 share one GPU, which NCCL refuses")
+    assert (finding.level, finding.what) == (
+        "problem",
+        "ranks 0,2 on n1 share one device, which NCCL and its like refuse",
+    )
     assert "--gpus-per-task=1" in finding.hint
 
 
 def test_gpus_on_some_ranks_only_are_a_problem():
     (finding,) = machine.judge_devices([[0, 1]], [gpu_row("a"), CPU_ROW])
-    assert (finding.level, finding.what) == ("problem", "rank 1 see no GPU, the others do")
+    assert (finding.level, finding.what) == ("problem", "rank 1 see no accelerator, the others do")
 
 
 def test_idle_and_mixed_gpus_are_notes():
     found = machine.judge_devices([[0]], [gpu_row("a", visible=4)])
     assert levels(found) == ["ok", "note"]
-    assert "4 visible GPUs for 1 rank(s)" in found[1].what
+    assert "4 visible devices for 1 rank(s)" in found[1].what
     other = gpu_row("b")
-    other["gpu"] = other["gpu"] | {"name": "A100"}
+    other["accelerator"] = other["accelerator"] | {"name": "A100"}
     assert levels(machine.judge_devices([[0, 1]], [gpu_row("a"), other])) == ["ok", "note"]
 
 
 def test_a_failing_gpu_is_a_problem():
-    (finding,) = machine.judge_devices([[0]], [CPU_ROW | {"gpu_error": "driver too old"}])
+    (finding,) = machine.judge_devices([[0]], [CPU_ROW | {"accelerator_error": "driver too old"}])
     assert (finding.level, "driver too old" in finding.what) == ("problem", True)
 
 

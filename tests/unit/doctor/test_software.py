@@ -2,8 +2,18 @@ import pytest
 
 from hpcfsdp.doctor import installed, software
 
-CPU_TORCH = {"version": "2.13.0+cpu", "cuda": None, "rocm": None, "gpu_files": 0, "nccl": None}
-CUDA_TORCH = {"version": "2.13.0+cu130", "cuda": "13.0", "rocm": None, "gpu_files": 4, "nccl": "2.29.7"}
+CPU_TORCH = {
+    **{"version": "2.13.0+cpu", "cuda": None, "rocm": None, "gpu_files": 0, "nccl": None},
+    **{"accelerator": None, "devices": 0, "backend": None, "has_backend": False},
+}
+CUDA_TORCH = {
+    **{"version": "2.13.0+cu130", "cuda": "13.0", "rocm": None, "gpu_files": 4, "nccl": "2.29.7"},
+    **{"accelerator": "cuda", "devices": 4, "backend": "nccl", "has_backend": True},
+}
+OTHERS = {
+    "xpu": {"accelerator": "xpu", "devices": 12, "backend": "xccl", "has_backend": True},
+    "plug-in": {"accelerator": "npu", "devices": 8, "backend": "hccl", "has_backend": True},
+}
 
 
 def levels(findings):
@@ -39,14 +49,40 @@ def test_a_missing_or_broken_package_is_a_problem():
     assert "libcudart.so.13" in broken.what
 
 
-def test_cuda():
-    assert levels(software.judge_cuda(CPU_TORCH)) == [("cuda", "ok")]
-    (finding,) = software.judge_cuda(CPU_TORCH | {"gpu_files": 2})
+def test_accelerators():
+    assert levels(software.judge_accelerator(CPU_TORCH)) == [("accel", "ok")]
+    (finding,) = software.judge_accelerator(CPU_TORCH | {"gpu_files": 2})
     assert (finding.level, "2 GPU(s)" in finding.what) == ("warning", True)
-    assert levels(software.judge_cuda(CUDA_TORCH)) == [("cuda", "ok"), ("nccl", "ok")]
-    assert levels(software.judge_cuda(CUDA_TORCH | {"nccl": None})) == [("cuda", "ok"), ("nccl", "problem")]
-    assert levels(software.judge_cuda(CUDA_TORCH | {"nccl": None, "gpu_files": 0})) == [("cuda", "ok")]
-    assert not list(software.judge_cuda({}))
+    built, backend = software.judge_accelerator(CUDA_TORCH)
+    assert built.what == "torch is built for CUDA 13.0, 4 GPU(s) in /dev; visible here: 4"
+    assert backend.what == "process groups on 'cuda' use nccl"
+    rocm = next(software.judge_accelerator(CUDA_TORCH | {"cuda": None, "rocm": "7.1"}))
+    assert rocm.what == "torch is built for ROCm 7.1, 4 GPU(s) in /dev; visible here: 4"
+    assert not list(software.judge_accelerator({}))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_accelerators_of_other_vendors(kind):
+    built, backend = software.judge_accelerator(CPU_TORCH | OTHERS[kind])
+    name, number = OTHERS[kind]["accelerator"], OTHERS[kind]["devices"]
+    assert (built.level, built.what) == ("ok", f"torch is built for {name}; visible here: {number}")
+    assert (backend.level, backend.what) == ("ok", f"process groups on {name!r} use {OTHERS[kind]['backend']}")
+
+
+def test_a_missing_backend_is_a_problem_where_there_are_devices():
+    lacking = CUDA_TORCH | {"has_backend": False}
+    assert levels(software.judge_accelerator(lacking)) == [("accel", "ok"), ("backend", "problem")]
+    assert levels(software.judge_accelerator(lacking | {"devices": 0})) == [("accel", "ok")]
+    unknown = CPU_TORCH | {"accelerator": "new", "devices": 1}
+    assert levels(software.judge_accelerator(unknown)) == [("accel", "ok"), ("backend", "problem")]
+
+
+def test_nccl():
+    assert levels(software.judge_nccl(CUDA_TORCH)) == [("nccl", "ok")]
+    (finding,) = software.judge_nccl(CUDA_TORCH | {"cuda": None, "rocm": "7.1"})
+    assert finding.what == "RCCL 2.29.7"
+    assert not list(software.judge_nccl(CPU_TORCH))
+    assert not list(software.judge_nccl({}))
 
 
 def test_hdf5():

@@ -128,12 +128,14 @@ def uuids(gpus, monkeypatch):
     made_current = []
     monkeypatch.setattr(accelerator, "make_current", made_current.append)
     monkeypatch.setattr(accelerator, "describe", lambda device: Hardware("H200", f"GPU-{device.index}", 1))
-    return made_current
+    with torch.autograd.set_multithreading_enabled(True):
+        yield made_current
 
 
 def test_bind_makes_a_gpu_current_that_no_other_rank_has(uuids):
     assert device.bind(None, node_of(1, "GPU-0")) == torch.device("cuda", 1)
     assert uuids == [torch.device("cuda", 1)]
+    assert not torch._C._is_multithreading_enabled()  # backwards run on this thread, which hears signals
 
 
 def test_ranks_whose_drivers_name_no_hardware_are_not_refused(uuids, monkeypatch):
