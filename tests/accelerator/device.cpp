@@ -1289,6 +1289,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("native_dropout", &native_dropout);
   // torch's composite kernel rounds to the lower precision in between; a device has one of its own, as the CPU does.
   library.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&queue_kernel>());
+  // torch's composite kernel writes to a given tensor, which the CPU's kernel resizes for a while.
+  library.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&queue_kernel>());
   library.impl("as_strided", &at::native::as_strided_tensorimpl);
   library.impl("view", &at::native::view);
   library.impl("_reshape_alias", &at::native::_reshape_alias);

@@ -7,8 +7,11 @@ CPU is the reference, for it rounds at the same places.
 
 import contextlib
 import functools
+import math
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
 from hpcfsdp.engine.streams import Queue
@@ -92,3 +95,15 @@ def train(model, recipe, device, optimizer=None, first=0):
 def on_the_cpu(model_type, recipe, **options):
     """Collective over all ranks. What the same training of the same sharded model gives on the CPU."""
     return train(shard(build(model_type, recipe.dtype), **options), recipe, CPU)
+
+
+@functools.cache
+def mesh_of(shape, names):
+    """Collective over all ranks, the first time. A mesh of all ranks on the device."""
+    grid, rank, groups = torch.arange(math.prod(shape)).view(shape), dist.get_rank(), []
+    for dimension, size in enumerate(shape):
+        for line in grid.movedim(dimension, -1).reshape(-1, size).tolist():
+            made = dist.new_group(line, backend=simulated.BACKEND)
+            if rank in line:
+                groups.append(made)
+    return DeviceMesh.from_group(groups if len(shape) > 1 else groups[0], "sim", mesh=grid, mesh_dim_names=names)
