@@ -74,10 +74,9 @@ def changes_after_an_evaluation(group, begin):
 
 
 def changes_after_a_backward(group, begin):
-    """What the backward gathers last has no gradients: nothing waits for their reduction."""
-    plain, x = build(Chain), batch().requires_grad_()
-    plain[0].requires_grad_(False)
-    model = shard(plain.to(SIM), group, offload=True, backward_prefetch=None)
+    """The backward gathers parameters without gradients: nothing waits for a reduction."""
+    x = batch().requires_grad_()
+    model = shard(build(Chain).requires_grad_(False).to(SIM), group, offload=True)
     model(x).sum().backward()
     begin()
     for _ in range(2):
