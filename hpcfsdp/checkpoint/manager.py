@@ -355,10 +355,11 @@ class CheckpointManager:
         for known, own in self._comms:
             if known == comm:  # of a group of torch there are several objects
                 return own
-        world = current_world()
-        # Looking after a save in every step would else make the GPU a part of it.
-        base = world.host if world is not None and comm is world.communicator else comm
-        self._comms.append((comm, base.subgroup(range(base.size))))
+        world, base, ranks = current_world(), comm, list(range(comm.size))
+        in_world = list(getattr(comm, "world_ranks", ()))
+        if world is not None and is_accelerator(comm.device) and in_world and in_world == sorted(in_world):
+            base, ranks = world.host, in_world  # else the program would wait for the device in every step
+        self._comms.append((comm, base.subgroup(ranks)))
         return self._comms[-1][1]
 
     def _ring_of(self, nbytes: int, *, pinned: bool) -> Ring:

@@ -13,7 +13,7 @@ from torch import nn
 from hpcfsdp import World
 from hpcfsdp.errors import DataError
 from hpcfsdp.examples.gpt.data import Corpus, spread_windows
-from hpcfsdp.examples.gpt.parallel import Share
+from hpcfsdp.examples.gpt.parallel import Share, to_device
 from hpcfsdp.examples.gpt.transformer import VOCABULARY
 
 BATCH = 16
@@ -55,7 +55,7 @@ def evaluate(model: nn.Module, world: World, share: Share, corpus: Corpus, conte
         first = (index * share.size + share.rank) * BATCH
         own = starts[first : first + BATCH]
         windows = np.stack([corpus.read(start, length) for start in own or starts[:1]])
-        ids = torch.from_numpy(windows).to(world.device, torch.int64)
+        ids = to_device(windows, world.device)
         logits = model(ids[:, :-1])
         if own:
             nats += F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum").double()

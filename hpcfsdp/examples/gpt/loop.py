@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -18,7 +19,7 @@ from hpcfsdp.errors import CheckpointError, DataError, HpcfsdpError, UsageError
 from hpcfsdp.examples.gpt import data
 from hpcfsdp.examples.gpt.callbacks import Callbacks
 from hpcfsdp.examples.gpt.evaluate import HeldOut, evaluate
-from hpcfsdp.examples.gpt.parallel import make_mesh, shard, share_of
+from hpcfsdp.examples.gpt.parallel import make_mesh, shard, share_of, to_device
 from hpcfsdp.examples.gpt.run_config import RunConfig, data_paths, num_replicas
 from hpcfsdp.examples.gpt.schedule import learning_rate
 from hpcfsdp.examples.gpt.transformer import GPT, count_elements
@@ -138,21 +139,23 @@ class Trainer:
             (loss * (share.size / predicted)).backward()
             nats += loss.detach().double()
         norm = self.model.clip_grad_norm_(config.optim.clip_norm or math.inf)
-        signal = nats.new_tensor(float(self.callbacks.stop_signal()))
+        signal = torch.tensor(self.callbacks.stop_signal())  # in host memory: it need not wait for a device
+        self.world.host.all_reduce(signal, "max")
         self.world.communicator.all_reduce(nats, "sum")
-        self.world.communicator.all_reduce(signal, "max")
-        mean = nats.item() / (predicted * share.copies)
-        if not (math.isfinite(mean) and math.isfinite(norm.item())):
-            raise _diverged(f"the loss is {mean} and the gradient norm {norm.item()} at step {self.step + 1}")
+        # The only point of a step where the host waits for a device: no optimizer steps before the figures are known.
+        total, norm = torch.stack([nats, norm.double()]).tolist()
+        mean = total / (predicted * share.copies)
+        if not (math.isfinite(mean) and math.isfinite(norm)):
+            raise _diverged(f"the loss is {mean} and the gradient norm {norm} at step {self.step + 1}")
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        return mean, norm.item(), rate, int(signal.item())
+        return mean, norm, rate, int(signal)
 
     def _batch(self, samples: range) -> torch.Tensor:
         starts = [data.train_window(self.config.seed, s, len(self.corpus), self.window) for s in samples]
-        rows = [torch.from_numpy(self.corpus.read(start, self.window)) for start in starts]
-        return torch.stack(rows).to(self.world.device, torch.int64)
+        rows = [self.corpus.read(start, self.window) for start in starts]
+        return to_device(np.stack(rows), self.world.device)
 
     def _record(self, loss: float, norm: float, rate: float, seconds: float) -> None:
         record = {"step": self.step, "kind": "train", "loss": loss, "grad_norm": norm, "lr": rate}

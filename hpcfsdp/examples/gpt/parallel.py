@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -70,6 +72,14 @@ def shard(model: GPT, mesh: DeviceMesh | None, world: World) -> FullyShardedData
                 "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
             }
     return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+def to_device(windows: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Bytes as numbers of tokens. The copy to an accelerator does not hold up the program."""
+    rows = torch.from_numpy(windows)
+    if device.type != "cpu":
+        rows = rows.pin_memory()
+    return rows.to(device, non_blocking=True).long()
 
 
 def parallelize(model: GPT, mesh: DeviceMesh) -> None:
