@@ -191,7 +191,7 @@ class Scheduler {
   }
 
   // The queue whose first task is next, or none. `again`: when to look again at the latest.
-  Queue* choose(Clock::time_point now, Clock::time_point& again) {
+  Queue* choose(Clock::time_point now, Clock::time_point& again, bool& out_of_patience) {
     std::vector<Queue*> ready, starved;
     for (auto& queue : queues_) {
       if (queue->tasks.empty()) continue;
@@ -204,7 +204,8 @@ class Scheduler {
       (queue->starved ? starved : ready).push_back(queue.get());
     }
     if (ready.empty() && !starved.empty()) {
-      if (hosts_waiting_ > 0 || now - active_ >= patience_) {
+      out_of_patience = hosts_waiting_ == 0 && now - active_ >= patience_;
+      if (hosts_waiting_ > 0 || out_of_patience) {
         ready = starved;
       } else {
         again = std::min(again, active_ + patience_);
@@ -219,7 +220,8 @@ class Scheduler {
     std::unique_lock lock(mutex_);
     while (!stopped_) {
       auto now = Clock::now(), again = now + std::chrono::seconds(1);
-      Queue* queue = choose(now, again);
+      bool out_of_patience = false;
+      Queue* queue = choose(now, again, out_of_patience);
       if (queue == nullptr) {
         work_.wait_until(lock, again);
         continue;
@@ -242,7 +244,7 @@ class Scheduler {
       }
       if (complete) {
         queue->tasks.pop_front();
-        if (task.kind != Task::WAIT) active_ = Clock::now();
+        if (task.kind != Task::WAIT && !out_of_patience) active_ = Clock::now();
         done_.notify_all();
         lock.unlock();
         task = {};  // it may hold the last reference to an object of Python, whose lock the host may have

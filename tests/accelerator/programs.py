@@ -39,12 +39,16 @@ MIXED = {
 }
 
 
-def leave_for_later(streams, policy):
-    """Have the device starve queues: all that run concurrently, or in a random order."""
+def leave_for_later(streams, policy, patience_s=20.0):
+    """Have the device starve queues: all that run concurrently, or in a random order.
+
+    Args:
+        patience_s: short where a rank may wait for another one by other means than the device.
+    """
     queues = {"eager": [], "random": [], "all": [Queue.COMPUTE, Queue.GATHER, Queue.REDUCE]}
     starved = queues.get(policy, [queue for queue in Queue if queue.value == policy])
     seed = 1 if policy in ("random", "all") else None
-    simulated.starve(*(streams._stream(queue) for queue in starved), seed=seed)
+    simulated.starve(*(streams._stream(queue) for queue in starved), seed=seed, patience_s=patience_s)
 
 
 def shard(model, group=None, *, strategy="FULL_SHARD", original=False, offload=False, mixed="full", **options):
