@@ -373,8 +373,8 @@ class FlatParam:
 
 
 def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Give a parameter a gradient, which may have another dtype or shape."""
-    if grad is None or (grad.dtype == param.dtype and grad.shape == param.shape):
+    """Give a parameter a gradient, which may have another dtype or shape, or be on another device."""
+    if grad is None or (grad.dtype == param.dtype and grad.shape == param.shape and grad.device == param.device):
         param.grad = grad
         return
     # The setter refuses it, but the data of a gradient may be exchanged.

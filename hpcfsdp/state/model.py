@@ -81,7 +81,13 @@ def communicator_of(model: nn.Module) -> Communicator:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model computes: the device of its first parameter that has memory, the CPU without any."""
+    """Where the model computes: its units, or its first parameter that has memory; the CPU without any.
+
+    Offloaded parameters are in host memory.
+    """
+    for unit in units_of(model):
+        for flat in unit.flats:
+            return flat.device
     return next((param.device for param in model.parameters() if not param.is_meta), torch.device("cpu"))
 
 

@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpcfsdp.engine import root
+from hpcfsdp.engine.streams import DeviceStreams
 from tests.accelerator import simulated
+from tests.accelerator.programs import SIM
 from tests.under_mpi import *  # noqa: F403
 from tests.under_mpi import TEMPORARY
 
@@ -39,3 +42,11 @@ def own_group(world):
     made = dist.new_group(backend=simulated.BACKEND)
     yield made
     dist.destroy_process_group(made)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """The queues of all models on the device that the test makes."""
+    made, streams_for = DeviceStreams(SIM), root.streams_for
+    monkeypatch.setattr(root, "streams_for", lambda device: made if device == SIM else streams_for(device))
+    return made

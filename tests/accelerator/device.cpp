@@ -191,7 +191,7 @@ class Scheduler {
   }
 
   // The queue whose first task is next, or none. `again`: when to look again at the latest.
-  Queue* choose(Clock::time_point now, Clock::time_point& again) {
+  Queue* choose(Clock::time_point now, Clock::time_point& again, bool& out_of_patience) {
     std::vector<Queue*> ready, starved;
     for (auto& queue : queues_) {
       if (queue->tasks.empty()) continue;
@@ -204,7 +204,8 @@ class Scheduler {
       (queue->starved ? starved : ready).push_back(queue.get());
     }
     if (ready.empty() && !starved.empty()) {
-      if (hosts_waiting_ > 0 || now - active_ >= patience_) {
+      out_of_patience = hosts_waiting_ == 0 && now - active_ >= patience_;
+      if (hosts_waiting_ > 0 || out_of_patience) {
         ready = starved;
       } else {
         again = std::min(again, active_ + patience_);
@@ -219,7 +220,8 @@ class Scheduler {
     std::unique_lock lock(mutex_);
     while (!stopped_) {
       auto now = Clock::now(), again = now + std::chrono::seconds(1);
-      Queue* queue = choose(now, again);
+      bool out_of_patience = false;
+      Queue* queue = choose(now, again, out_of_patience);
       if (queue == nullptr) {
         work_.wait_until(lock, again);
         continue;
@@ -242,7 +244,7 @@ class Scheduler {
       }
       if (complete) {
         queue->tasks.pop_front();
-        if (task.kind != Task::WAIT) active_ = Clock::now();
+        if (task.kind != Task::WAIT && !out_of_patience) active_ = Clock::now();
         done_.notify_all();
         lock.unlock();
         task = {};  // it may hold the last reference to an object of Python, whose lock the host may have
@@ -800,6 +802,15 @@ void run_at_once(const c10::OperatorHandle& op, torch::jit::Stack* stack, torch:
   }
 }
 
+// On a device the statistics of a layer norm are in float32 whatever its inputs are; the CPU's kernel has them in the
+// dtype of the inputs, and takes no other.
+void fit_to_kernel(const c10::FunctionSchema& schema, torch::jit::Stack& host) {
+  if (schema.name() != "aten::native_layer_norm_backward") return;
+  auto dtype = host[1].toTensor().scalar_type();
+  if (host[5].isTensor() && host[5].toTensor().scalar_type() != dtype) return;
+  for (size_t place : {3, 4}) host[place] = host[place].toTensor().to(dtype);
+}
+
 void queue_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size(), results = schema.returns().size();
@@ -871,6 +882,7 @@ void queue_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     torch::jit::Stack host;
     for (const auto& part : parts) host.push_back(part(generator));
     if (generator_place >= 0) host[generator_place] = generator;
+    fit_to_kernel(op.schema(), host);
     op.callBoxed(&host);
     for (size_t result = 0; result < targets.size(); ++result) {
       for (const auto& [number, view] : targets[result]) {
@@ -984,6 +996,14 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
 
 void record_stream(at::Tensor& self, c10::Stream stream) {
   Allocator::get().recordStream(self.storage().data_ptr(), stream);
+}
+
+// Whether `tensor.data = from` is allowed. As with CUDA, data moves between the device and the host.
+bool can_exchange_data(const at::Tensor& self, const at::Tensor& from) {
+  auto plain = [](const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided && (on_device(tensor) || tensor.device().is_cpu());
+  };
+  return plain(self) && plain(from);
 }
 
 // The kernel of the CPU takes no generator.
@@ -1267,7 +1287,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from_and_resize", &copy_from_and_resize);
   library.impl("_local_scalar_dense", &local_scalar);
   library.impl("record_stream", &record_stream);
+  library.impl("_has_compatible_shallow_copy_type", &can_exchange_data);
   library.impl("native_dropout", &native_dropout);
+  // torch's composite kernel rounds to the lower precision in between; a device has one of its own, as the CPU does.
+  library.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&queue_kernel>());
+  // torch's composite kernel writes to a given tensor, which the CPU's kernel resizes for a while.
+  library.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&queue_kernel>());
   library.impl("as_strided", &at::native::as_strided_tensorimpl);
   library.impl("view", &at::native::view);
   library.impl("_reshape_alias", &at::native::_reshape_alias);

@@ -87,6 +87,29 @@ def test_autocast_computes_in_the_lower_precision():
         assert layer(x).softmax(-1).dtype is torch.float32
 
 
+def test_data_of_a_tensor_moves_between_the_device_and_the_host():
+    for first, second in ((SIM, "cpu"), ("cpu", SIM)):
+        param = nn.Parameter(torch.ones(3, device=first))
+        for device in (second, first):
+            param.data = param.data.to(device)
+            (param * 2).sum().backward()
+            assert param.grad.device == param.device == torch.device(device)
+            assert param.grad.tolist() == [2.0] * 3
+            param.grad = None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_layer_norm_is_that_of_the_cpu_to_the_last_bit(dtype):
+    results = []
+    for device in ("cpu", SIM):
+        torch.manual_seed(0)
+        layer, x = nn.LayerNorm(7, dtype=dtype), torch.randn(4, 7).to(dtype)
+        layer, x = layer.to(device), x.to(device).requires_grad_()
+        layer(x).square().sum().backward()
+        results.append([layer(x).detach().cpu(), x.grad.cpu(), layer.weight.grad.cpu()])
+    assert all(map(torch.equal, *results))
+
+
 def test_random_numbers_depend_on_the_seed_alone():
     def drawn(starved):
         simulated.starve(*starved)

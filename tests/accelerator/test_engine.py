@@ -8,18 +8,15 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-from hpcfsdp.engine import root
-from hpcfsdp.engine.streams import DeviceStreams, Queue, Wait
 from hpcfsdp.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.accelerator import simulated
+from tests.accelerator.programs import POLICIES, SIM, leave_for_later
 
 pytestmark = pytest.mark.ranks(2, 1, 4)
 
-SIM = torch.device("sim", 0)
 STEPS = 3
 TOLERANCE = 1e-5
-POLICIES = ["eager", "compute", "gather", "reduce", "random", "all"]
 
 
 class Net(nn.Module):
@@ -36,22 +33,6 @@ class Net(nn.Module):
 
 def inputs(step, rank):
     return torch.randn(4, 9, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-@pytest.fixture
-def streams(monkeypatch):
-    """The queues of all models that the test makes."""
-    made = DeviceStreams(SIM)
-    monkeypatch.setattr(root, "streams_for", lambda device: made)
-    return made
-
-
-def leave_for_later(streams, policy):
-    """Have the device starve queues: all that run concurrently, or in a random order."""
-    queues = {"eager": [], "random": [], "all": [Queue.COMPUTE, Queue.GATHER, Queue.REDUCE]}
-    starved = queues.get(policy, [queue for queue in Queue if queue.value == policy])
-    seed = 1 if policy in ("random", "all") else None
-    simulated.starve(*(streams._stream(queue) for queue in starved), seed=seed)
 
 
 def trained(model, device, ranks, average):
@@ -100,9 +81,10 @@ def test_training_is_that_of_one_process(world, group, streams, strategy, origin
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_parameters_in_host_memory(world, group, streams, policy):
-    """Flat ones: torch does not let a tensor of the host become one of a plug-in's device, as original ones would."""
-    assert differences(world, group, streams, policy, cpu_offload=CPUOffload(offload_params=True)) < TOLERANCE
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+def test_parameters_in_host_memory(world, group, streams, original, policy):
+    options = {"cpu_offload": CPUOffload(offload_params=True), "use_orig_params": original}
+    assert differences(world, group, streams, policy, **options) < TOLERANCE
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -110,29 +92,6 @@ def test_mixed_precision(world, group, streams, policy):
     half = torch.bfloat16
     options = {"mixed_precision": MixedPrecision(param_dtype=half, reduce_dtype=half, cast_forward_inputs=True)}
     assert differences(world, group, streams, policy, **options) < 0.05
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("why", "policy", "options"),
-    [
-        (Wait.SHARDS_WRITTEN, "compute", {}),
-        (Wait.VALUES_USED, "compute", {}),
-        (Wait.VALUES_GATHERED, "gather", {}),
-        (Wait.GRADS_WRITTEN, "compute", {}),
-        (Wait.GRADS_TAKEN, "reduce", {}),
-        (Wait.GRADS_REDUCED, "reduce", {}),
-        (Wait.GRADS_LANDED, "reduce", {"cpu_offload": CPUOffload(offload_params=True)}),
-    ],
-    ids=lambda value: "" if isinstance(value, dict) else getattr(value, "name", value),
-)
-def test_without_any_one_wait_values_are_wrong(world, group, streams, monkeypatch, why, policy, options):
-    """The waits that this program needs; tests/unit/engine/test_streams.py has programs for all of them."""
-    wait = streams.wait
-    monkeypatch.setattr(
-        streams, "wait", lambda queue, event, reason: None if reason is why else wait(queue, event, reason)
-    )
-    assert not differences(world, group, streams, policy, **options) < TOLERANCE
 
 
 def test_the_host_waits_for_nothing_between_two_steps(world, group):
