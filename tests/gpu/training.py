@@ -86,7 +86,7 @@ def late(queue, simulated):
             if simulated is None:
                 sleep(stream)
             else:
-                simulated.starve(stream)
+                simulated.starve(stream, patience_s=0.2)
             return method(self, *arguments, **keywords)
 
         return called
