@@ -86,9 +86,9 @@ def measure(
         dtype: "bf16" or "fp32".
         imagined_ranks: without a world: for how many ranks this one computes its part.
     """
-    device = accelerator.current_device() if world is None else world.device
-    if not accelerator.is_accelerator(device):
+    if accelerator.device_type() is None:
         raise UsageError("hpcfsdp bench: gpu measures on an accelerator, and this process sees none")
+    device = accelerator.current_device() if world is None else world.device
     shape = {"layers": layers, "width": width, "context": context, "batch": batch}
     options = {**shape, "dtype": DTYPES[dtype], "device": device}
     if world is not None:
@@ -114,7 +114,7 @@ def table(found: Measurement) -> Table:
                 engine,
                 *time_cells(one.times),
                 ratio_cell(one.times, found.figures[FLOOR].times),
-                "" if one is own else ratio_cell(own.times, one.times),
+                ratio_cell(own.times, one.times),
                 f"{one.peak_bytes / (1 << 30):.2f} GiB",
                 *(("",) * 4 if doing is None else _cells(doing)),
             )

@@ -1,10 +1,5 @@
 """One process as one of four imagined ranks: whatever queue runs late, the same bits."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,6 +8,7 @@ from hpcfsdp.engine.streams import DeviceStreams, Queue, Wait
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from tests.gpu.conftest import simulated
 from tests.gpu.imagined import CASES, results, sharded
+from tests.gpu.processes import run_alone
 from tests.gpu.training import STEPS, batches, late, make_model
 
 pytestmark = pytest.mark.ranks(1)
@@ -91,19 +87,7 @@ def places_of_shards(device, case):
 
 def test_the_sanitizer_finds_no_race(alone):
     """torch's sanitizer sees each kernel, and the events between streams. Without it, on other devices, all runs."""
-    environ = {**os.environ, **({"TORCH_CUDA_SANITIZER": "1"} if alone.type == "cuda" else {})}
-    for name in tuple(environ):  # of this job, which the process is not part of
-        if name.startswith(("OMPI_", "PMIX_", "PMI_", "PRTE_")):
-            del environ[name]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.imagined"],
-        cwd=Path(__file__).resolve().parents[2],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = run_alone("-m", "tests.gpu.imagined", **({"TORCH_CUDA_SANITIZER": "1"} if alone.type == "cuda" else {}))
     assert done.returncode == 0, done.stderr
     assert "CSAN" not in done.stderr
     assert done.stdout.startswith(f"{len(CASES)} cases on {accelerator.device_type()}")
