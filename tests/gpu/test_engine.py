@@ -83,9 +83,11 @@ def test_queues_that_run_late_change_no_bit(world, device):
 
 
 def test_memory_returns_to_that_at_rest(world, device):
-    model = wrap(make_model(device, 6, 256))
+    # Libraries of a real device take some memory for themselves.
+    width, slack = (1024, 40 << 20) if simulated is None else (256, 1 << 20)
+    model = wrap(make_model(device, 6, width))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    (x,) = part(world, batches(device, 256, 1))
+    (x,) = part(world, batches(device, width, 1))
 
     def step():
         model(x).square().mean().backward()
@@ -104,7 +106,7 @@ def test_memory_returns_to_that_at_rest(world, device):
         largest = max(flat.layout.padded_numel * 4 for each in model.fsdp_modules(model) for flat in each._unit.flats)
         shards = sum(param.numel() * 4 for param in model.parameters())
         # Two units of values, two of gradients, the root, the shards' gradients, and what the module computes.
-        assert torch.accelerator.max_memory_allocated() - at_rest < 5 * largest + shards + (1 << 20)
+        assert torch.accelerator.max_memory_allocated() - at_rest < 5 * largest + shards + slack
 
 
 def test_the_program_waits_for_nothing_in_a_step(world, device):
