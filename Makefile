@@ -21,6 +21,10 @@ HDF5_DIR ?= $(firstword $(wildcard /usr/lib/*/hdf5/openmpi))
 PROGRAMS := .venv-programs/bin
 PROGRAMS_STAMP := .venv-programs/.hpcfsdp-installed
 RANKS := 1 2 3 4
+# Of the tests on accelerators: ranks beyond the devices share one.
+GPU_RANKS := 1 2 4
+# Accelerators of this machine, for bench-gpu.
+GPUS = $(shell $(PY) -c 'import torch; print(torch.accelerator.device_count())')
 # Of the tests with MPICH; make test-mpich SELECT='-m "transport and not slow"': those that depend on the MPI library.
 SELECT :=
 # Processes among which the tests that need no mpirun are divided.
@@ -33,7 +37,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-unit test-mpi test-mpich test-mpio test-slurm test-programs test-accelerator test-gpu lint clean
+.PHONY: help train test test-slow test-unit test-mpi test-mpich test-mpio test-slurm test-programs test-accelerator test-gpu bench-gpu lint clean
 
 help:
 	@echo 'make train      train a byte-level GPT with mpirun -n $(N); again: resume and go on'
@@ -47,7 +51,8 @@ help:
 	@echo 'make test-programs  training with transformers, Lightning, peft and others, next to one process'
 	@echo 'make test-accelerator  tests on a simulated accelerator: streams, memory and collectives as on a GPU'
 	@echo 'make test-slow  tests that take minutes: faults at every step, damage to every bit, 8 ranks'
-	@echo 'make test-gpu   tests that need a GPU: one rank over NCCL, two that share it'
+	@echo 'make test-gpu   tests that need a GPU, or several: under $(GPU_RANKS) ranks'
+	@echo 'make bench-gpu  a table of steps on the GPUs of this machine, next to stock torch: ARGS="--layers 32 --batch 4"'
 	@echo 'make lint       ruff, codespell, and shellcheck where it is installed'
 	@echo 'make clean      remove .venv, .venv-mpich, .venv-mpio, .venv-programs and runs/quickstart'
 
@@ -137,16 +142,28 @@ test-accelerator: $(STAMP)
 	  echo "== tests on a simulated accelerator in each of $$n process(es)"; \
 	  timeout --kill-after=30 1200 $(MPIRUN) -n $$n $(PY) -m pytest tests/accelerator --with-mpi || exit 1; \
 	done
+	@for n in 1 2; do \
+	  echo "== tests/gpu on the simulated accelerator, $$n rank(s)"; \
+	  HPCFSDP_SIMULATED=1 timeout --kill-after=30 1200 $(MPIRUN) -n $$n $(PY) -m pytest tests/gpu --with-mpi \
+	    $$(test $$n -eq 1 || echo '-k not(plain_module)') || exit 1; \
+	done
 
 test-slow: export OMP_NUM_THREADS := 1
 test-slow: $(STAMP)
 	$(PY) -m pytest tests/unit tests/cli -m slow
 	timeout --kill-after=30 2400 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi/test_checkpoint_world.py --with-mpi -m slow
 
+test-gpu: export OMP_NUM_THREADS := 1
 test-gpu: $(STAMP)
-	@for n in 1 2; do \
+	@for n in $(GPU_RANKS); do \
+	  echo "== tests on accelerators, $$n rank(s)"; \
 	  timeout --kill-after=30 1200 $(MPIRUN) -n $$n $(PY) -m pytest tests/gpu --with-mpi || exit 1; \
 	done
+
+bench-gpu: export OMP_NUM_THREADS := 1
+bench-gpu: $(STAMP)
+	@$(PY) -m hpcfsdp bench gpu $(ARGS)
+	@if test $(GPUS) -gt 1; then echo; $(MPIRUN) -n $(GPUS) $(PY) -m hpcfsdp bench gpu $(ARGS); fi
 
 lint: $(STAMP)
 	.venv/bin/ruff check .

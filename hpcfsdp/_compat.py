@@ -119,6 +119,16 @@ def new_group_of(ranks: Sequence[int], backend: str | None = None) -> dist.Proce
     return group
 
 
+def init_fake_group(ranks: int, device: torch.device) -> None:
+    """Make torch's default group one that moves no bytes: this process is rank 0 of so many."""
+    from torch.testing._internal.distributed import fake_pg  # registers it, for the devices that torch knows
+
+    del fake_pg
+    known = dist.Backend.backend_capability["fake"]
+    known += [] if device.type in known else [device.type]
+    dist.init_process_group("fake", rank=0, world_size=ranks)
+
+
 def members_of(group: dist.ProcessGroup | None) -> list[int] | None:
     """The global ranks of a process group, None for the default one; None if this rank is not in it."""
     return None if dist.distributed_c10d._rank_not_in_group(group) else dist.get_process_group_ranks(group)

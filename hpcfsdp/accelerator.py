@@ -6,7 +6,9 @@ torch has one type of accelerator in a process: "cuda" (NVIDIA, and AMD by ROCm)
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +67,24 @@ def frees_by_stream(device: torch.device) -> bool:
     """Whether freed memory goes to the stream first on which it was allocated, in the order of its work."""
     backend = getattr(getattr(torch.get_device_module(device), "memory", None), "get_allocator_backend", None)
     return backend is None or backend() != "cudaMallocAsync"
+
+
+_DRIVERS = {"cuda": ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version")}
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """Versions of what a device works with, by name, as far as they can be found out."""
+    found = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
+    module = torch.get_device_module(device)
+    with contextlib.suppress(Exception):  # torch may be built without it
+        found["nccl"] = ".".join(map(str, module.nccl.version()))
+    with contextlib.suppress(Exception):
+        found["driver"] = module.get_device_properties(device).driver_version
+    for path in _DRIVERS.get(device.type, ()):
+        with contextlib.suppress(OSError):
+            number = re.search(r"\d+(\.\d+)+", Path(path).read_text())
+            found["driver"] = number[0] if number else None
+    return {name: version for name, version in found.items() if version}
 
 
 def synchronize(device: torch.device) -> None:

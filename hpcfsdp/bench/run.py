@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hpcfsdp import world as worlds
-from hpcfsdp.bench import backends, checkpoint, collectives, host, memory, optim_state, step
+from hpcfsdp.bench import backends, checkpoint, collectives, gpu, host, memory, optim_state, step
 from hpcfsdp.bench.tables import MIB, Table
 
 _MODULES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -18,6 +18,10 @@ _MODULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "memory": (memory, {"layers": 8, "width": 768, "keep_freed": False, "repeats": 5}),
     "optim-state": (optim_state, {"layers": 16, "width": 2048, "repeats": 9}),
     "checkpoint": (checkpoint, {"nbytes": 1 << 30, "tensors": 300, "folder": None, "repeats": 5}),
+    "gpu": (
+        gpu,
+        {"layers": 24, "width": 2048, "context": 1024, "batch": 8, "dtype": "bf16", "repeats": 9, "imagined_ranks": 8},
+    ),
     "host": (host, {"units": 32, "repeats": 40}),
 }
 """For each measurement its module, and its options with their defaults."""
@@ -26,7 +30,7 @@ _MODULES: dict[str, tuple[Any, dict[str, Any]]] = {
 def measure_together(options: argparse.Namespace) -> tuple[Table | None, dict[str, Any]]:
     """Collective over all processes of the job. The table on rank 0, None on others; and facts of the run."""
     module, arguments = _chosen(options)
-    world = worlds.init("cpu")
+    world = worlds.init(None if module is gpu else "cpu")
     torch.set_num_threads(1)
     found = module.table(module.measure(world, **arguments))
     worlds.finalize()
@@ -37,7 +41,10 @@ def measure_alone(options: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
     """In one process. The table, and facts of the run."""
     module, arguments = _chosen(options)
     torch.set_num_threads(1)
-    return module.table(module.measure(**arguments)), {"ranks": host.RANKS, "units": arguments["units"]}
+    facts = (
+        {"ranks": arguments["imagined_ranks"]} if module is gpu else {"ranks": host.RANKS, "units": arguments["units"]}
+    )
+    return module.table(module.measure(**arguments)), facts
 
 
 def _chosen(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:

@@ -36,6 +36,8 @@ ENGINES = (FLOOR, *STOCK, OWN)
 IN_TWO_DIMENSIONS = (FLOOR, "fsdp1", "fsdp2", OWN)
 """Engines that shard tensor-parallel layers."""
 CONTEXT, BATCH, HEADS = 64, 2, 8
+CPU = torch.device("cpu")
+_WIDEST_HEAD = 128
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,18 @@ def table(found: Measurement) -> Table:
 
 
 def training_step(
-    engine: str, group: Any, *, layers: int, width: int, rank: int, ranks: int, tensor: int = 1
+    engine: str,
+    group: Any,
+    *,
+    layers: int,
+    width: int,
+    rank: int,
+    ranks: int,
+    tensor: int = 1,
+    context: int = CONTEXT,
+    batch: int = BATCH,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
 ) -> Callable[[], torch.Tensor]:
     """Collective over `group`. Make a model under an engine; the function takes one step and returns the loss.
 
@@ -107,22 +120,29 @@ def training_step(
         rank: chooses the data.
         ranks: that shard the parameters.
         tensor: tensor-parallel ranks.
+        context: tokens of a sequence.
+        batch: sequences of a step.
+        dtype: of computation and communication; what optimizers step is float32.
     """
     torch.manual_seed(0)
-    module = make_model(layers, width)
+    with device:
+        module = make_model(layers, width, context)
     if engine == FLOOR:
         _keep_first_block(module, tensor)
+        module.to(dtype)
     elif tensor > 1:
         parallelize(module, group["tensor"])
         group = group["shard"]
-    model = module if engine == FLOOR else wrap(engine, module, group, unit=Block)
+    model = module if engine == FLOOR else wrap(engine, module, group, unit=Block, dtype=dtype, device=device)
     params = [_share(module, ranks)] if engine == FLOOR else model.parameters()
     optimizer = torch.optim.AdamW(params, lr=1e-4)
     zero_grad = model.zero_grad if engine == FLOOR else optimizer.zero_grad
-    ids = make_batch(rank)
+    ids = make_batch(rank, context, batch).to(device)
+    casts = engine == "ddp" and dtype != torch.float32  # the others keep parameters of this dtype
 
     def step() -> torch.Tensor:
-        loss = loss_of(model, ids)
+        with torch.autocast(device.type, dtype) if casts else contextlib.nullcontext():
+            loss = loss_of(model, ids)
         loss.backward()
         optimizer.step()
         zero_grad()
@@ -131,16 +151,17 @@ def training_step(
     return step
 
 
-def make_model(layers: int, width: int) -> GPT:
+def make_model(layers: int, width: int, context: int = CONTEXT) -> GPT:
     """The GPT of ``hpcfsdp train``, with an untied output embedding."""
-    model = GPT(ModelConfig(layers=layers, width=width, heads=HEADS, context=CONTEXT, dropout=0.0))
+    heads = max(HEADS, width // _WIDEST_HEAD)
+    model = GPT(ModelConfig(layers=layers, width=width, heads=heads, context=context, dropout=0.0))
     model.head = nn.Linear(width, VOCABULARY, bias=False)
     return model
 
 
-def make_batch(rank: int) -> torch.Tensor:
-    """A rank's training bytes, (sequences, context + 1)."""
-    return torch.randint(0, VOCABULARY, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(rank))
+def make_batch(rank: int, context: int = CONTEXT, batch: int = BATCH) -> torch.Tensor:
+    """A rank's training bytes, (batch, context + 1)."""
+    return torch.randint(0, VOCABULARY, (batch, context + 1), generator=torch.Generator().manual_seed(rank))
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -157,7 +178,15 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def wrap(engine: str, model: nn.Module, group: Any, *, unit: type[nn.Module]) -> nn.Module:
+def wrap(
+    engine: str,
+    model: nn.Module,
+    group: Any,
+    *,
+    unit: type[nn.Module],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+) -> nn.Module:
     """Collective over `group`. The model under an engine.
 
     Args:
@@ -165,22 +194,25 @@ def wrap(engine: str, model: nn.Module, group: Any, *, unit: type[nn.Module]) ->
             ``use_orig_params``.
         group: its process group, or a mesh of one dimension.
         unit: the class of the modules that become units.
+        dtype: in which units compute, and send values and gradients; "plain" and "ddp" do so in that of the model.
+        device: of the model.
     """
     name, _, orig = engine.partition("_")
     mesh = group if isinstance(group, DeviceMesh) else None
     where = {"process_group": group} if mesh is None else {"device_mesh": mesh}
+    narrow = None if dtype == torch.float32 else dtype
     with quiet():
         if name == "ddp":
             return DistributedDataParallel(model, process_group=group)
         if name == "fsdp2":
-            return _fully_shard(model, mesh or DeviceMesh.from_group(group, "cpu"), unit)
+            return _fully_shard(model, mesh or DeviceMesh.from_group(group, device.type), unit, narrow)
+        mixed = None if narrow is None else stock.MixedPrecision(param_dtype=narrow)
         policy = ModuleWrapPolicy({unit})
+        options = {**where, "auto_wrap_policy": policy, "device_id": device, "use_orig_params": bool(orig)}
         if name == "fsdp1":
-            return stock.FullyShardedDataParallel(
-                model, **where, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=bool(orig)
-            )
+            return stock.FullyShardedDataParallel(model, **options, mixed_precision=mixed)
         if name == OWN:
-            return ours.FullyShardedDataParallel(model, **where, auto_wrap_policy=policy, use_orig_params=bool(orig))
+            return ours.FullyShardedDataParallel(model, **options, mixed_precision=mixed)
     return model
 
 
@@ -189,10 +221,11 @@ def units(model: nn.Module, unit: type[nn.Module]) -> Iterable[nn.Module]:
     return [module for module in model.modules() if isinstance(module, unit)]
 
 
-def _fully_shard(model: nn.Module, mesh: DeviceMesh, unit: type[nn.Module]) -> nn.Module:
+def _fully_shard(model: nn.Module, mesh: DeviceMesh, unit: type[nn.Module], dtype: torch.dtype | None) -> nn.Module:
+    policy = stock.MixedPrecisionPolicy(param_dtype=dtype)
     for module in units(model, unit):
-        stock.fully_shard(module, mesh=mesh)
-    return stock.fully_shard(model, mesh=mesh)
+        stock.fully_shard(module, mesh=mesh, mp_policy=policy)
+    return stock.fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def _meshes(world: World, tensor: int) -> tuple[DeviceMesh, DeviceMesh]:
@@ -219,6 +252,7 @@ def _keep_first_block(model: GPT, tensor: int) -> None:
 
 def _share(model: nn.Module, ranks: int) -> nn.Parameter:
     """A parameter with as many elements as a rank's shards."""
-    share = nn.Parameter(torch.zeros(sum(param.numel() for param in model.parameters()) // ranks))
+    params = list(model.parameters())
+    share = nn.Parameter(torch.zeros(sum(param.numel() for param in params) // ranks, device=params[0].device))
     share.grad = torch.randn_like(share)
     return share

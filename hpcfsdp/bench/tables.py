@@ -12,13 +12,14 @@ MIB = 1 << 20
 
 
 class Table(NamedTuple):
-    """A measurement as a table, and as JSON; perhaps with notes and a second table below it."""
+    """A measurement as a table, and as JSON; perhaps with a line above it, and notes and a second table below it."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     as_json: Any
     notes: Sequence[str] = ()
     second: Table | None = None
+    heading: str = ""
 
 
 def readable(seconds: float) -> str:

@@ -1,4 +1,5 @@
-"""``hpcfsdp bench WHAT``: measure hpcfsdp and its peers in one run. Start it with mpirun or srun; ``host`` alone.
+"""``hpcfsdp bench WHAT``: measure hpcfsdp and its peers in one run. Start it with mpirun or srun; ``host`` alone, and
+``gpu`` either way.
 
 Tables are Markdown, for docs/benchmarks.md.
 """
@@ -21,21 +22,30 @@ if TYPE_CHECKING:
 _HELP = """collectives: next to gloo, plain MPI calls and the speed of memory; backends: steps of stock DDP, FSDP1 and
 FSDP2 on hpcmpi and on gloo; step: steps of hpcfsdp, of these over gloo, and without communication; memory: the peak of
 such a step, and the analytic one; optim-state: state dicts of a model and its optimizer, by hpcfsdp and by FSDP1 over
-gloo; checkpoint: saving and loading, by hpcfsdp, torch's DCP, safetensors, h5py and raw files on one disk; host: the
-overhead of wrapping a unit, in one process (without mpirun)"""
+gloo; checkpoint: saving and loading, by hpcfsdp, torch's DCP, safetensors, h5py and raw files on one disk; gpu: steps
+on the accelerators of all ranks, or on one as a rank of several imagined ones (without mpirun), with memory, launches
+and communication; host: the overhead of wrapping a unit, in one process (without mpirun)"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Collective over all processes of the job. Measure, print on rank 0, and return the exit code."""
     parser = Parser("bench", "Measure hpcfsdp and its peers in one run, on as many ranks as mpirun starts.")
-    kinds = ("collectives", "backends", "step", "memory", "optim-state", "checkpoint", "host")
+    kinds = ("collectives", "backends", "step", "memory", "optim-state", "checkpoint", "gpu", "host")
     parser.add_argument("what", choices=kinds, metavar="WHAT", help=_HELP)
     # hpcfsdp.bench.run has the defaults.
     for flag, kind, metavar, text in (
         ("--repeats", _positive, "N", "runs of each way; default: 9, host: 40, memory, checkpoint: 5"),
-        ("--layers", _positive, "N", "backends, step: of the GPT, default: 6; memory: 8; optim-state: linear, 16"),
-        ("--width", _heads_wide, "N", "the same: a multiple of 8; default: 512, memory: 768, optim-state: 2048"),
+        (
+            "--layers",
+            _positive,
+            "N",
+            "backends, step: of the GPT, default: 6; memory: 8; gpu: 24; optim-state: linear, 16",
+        ),
+        ("--width", _heads_wide, "N", "the same: a multiple of 8; default: 512, memory: 768, gpu, optim-state: 2048"),
         ("--tensor", _positive, "N", "step: tensor-parallel ranks; default: 1"),
+        ("--context", _positive, "N", "gpu: tokens of a sequence; default: 1024"),
+        ("--batch", _positive, "N", "gpu: sequences of a step on each rank; default: 8"),
+        ("--imagined-ranks", _positive, "N", "gpu, in one process: ranks of which it is the first; default: 8"),
         ("--tensors", _positive, "N", "checkpoint: number of parameters; default: 300"),
         ("--folder", str, "DIR", "checkpoint: on the disk to measure; default: the current one"),
         ("--units", _positive, "N", "host: of the model; default: 32"),
@@ -44,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--bytes", type=_bytes, dest="nbytes", metavar="SIZE", help="checkpoint: of all parameters; default: 1GiB"
     )
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="gpu: of computation; default: bf16")
     parser.add_argument("--sizes", type=_megabytes, nargs="+", metavar="MIB", help="collectives: default 1 16 64")
     parser.add_argument(
         "--keep-freed",
@@ -51,15 +62,17 @@ def main(arguments: Sequence[str]) -> int:
         help="memory: let the C library keep memory that is freed within a step, as it does by default",
     )
     options = parser.parse_args(arguments)
-    if options.what == "host":
-        launched = env.launcher_size()
-        if launched is not None and launched[1] > 1:
-            raise UsageError(f"hpcfsdp bench: host measures one process, and the launcher started {launched[1]}")
-    else:
+    launched = env.launcher_size()
+    processes = 1 if launched is None else launched[1]
+    one_process = "host" if options.what == "host" else "--imagined-ranks" if options.imagined_ranks else None
+    if one_process and processes > 1:
+        raise UsageError(f"hpcfsdp bench: {one_process} measures one process, and the launcher started {processes}")
+    alone = options.what == "host" or (options.what == "gpu" and processes == 1)
+    if not alone:
         load_mpi()
     from hpcfsdp.bench import run  # loads torch, which has to come after MPI
 
-    measure = run.measure_alone if options.what == "host" else run.measure_together
+    measure = run.measure_alone if alone else run.measure_together
     found, facts = measure(options)
     if found is not None:
         _print(found, options, facts)
@@ -70,6 +83,8 @@ def _print(found: Table, options: argparse.Namespace, facts: dict[str, Any]) -> 
     if options.json:
         print_json(plain_value({"host": env.host_name(), **facts, "measured": found.as_json}))
         return
+    if found.heading:
+        print(f"{found.heading}\n")
     print_markdown(found.columns, found.rows)
     for note in found.notes:
         print(f"\n{note}")

@@ -135,7 +135,7 @@ def move_buffers(root: nn.Module, device: torch.device, *, ignored: Ignored = NO
     def visit(module: nn.Module) -> None:
         if unit_of(module) is not None:
             return
-        if type(module)._apply is nn.Module._apply:
+        if type(module)._apply is _compat.apply_to_module:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = moved(buffer)

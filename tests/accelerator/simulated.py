@@ -204,6 +204,7 @@ class SimulatedGroup(dist.ProcessGroup):
             opts,
             tensors,
             [(self._group.reduce, f"all_reduce({op}) of {_describe(t)}", t, t, 0, op) for t in tensors],
+            outputs=tensors,
         )
 
     allreduce_coalesced = allreduce

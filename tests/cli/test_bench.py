@@ -108,11 +108,13 @@ def test_bench_checkpoint_refuses_a_full_disk(hpcfsdp, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bench_host_refuses_several_ranks(command, monkeypatch):
+@pytest.mark.parametrize(("arguments", "what"), [(["host"], "host"), (["gpu", "--imagined-ranks", "4"], "--imagined")])
+def test_measurements_of_one_process_refuse_several_ranks(command, monkeypatch, arguments, what):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    job = command("bench", "host")
+    job = command("bench", *arguments)
     assert job.code == 2
-    assert "host measures one process, and the launcher started 2" in job.stderr
+    assert what in job.stderr
+    assert "measures one process, and the launcher started 2" in job.stderr
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,7 @@ def test_bench_host_refuses_several_ranks(command, monkeypatch):
         ["collectives", "--sizes", "-1"],
         ["collectives", "--repeats", "0"],
         ["step", "--width", "12"],
+        ["gpu", "--dtype", "fp8"],
         ["checkpoint", "--bytes", "0"],
         ["checkpoint", "--bytes", "1.5GiB"],
         ["checkpoint", "--bytes", "1 Gb"],

@@ -1,0 +1,78 @@
+"""``hpcfsdp bench gpu``: on the devices of all ranks, and in one process. No test depends on a time."""
+
+import contextlib
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpcfsdp.bench import gpu
+from hpcfsdp.bench.step import training_step
+from tests.gpu.conftest import simulated
+from tests.gpu.processes import run_alone
+
+SHAPE = {"layers": 3, "width": 64, "context": 32, "batch": 2}
+DTYPE = "bf16" if simulated is None else "fp32"  # the simulated device has no layer norm in bf16
+MORE_MEMORY = 1.06
+"""Than FSDP2 at the peak. On the simulated device it is 1.01 to 1.05, half a unit at most; the aim is 1."""
+MAIN = "from hpcfsdp.cli.main import run; run()"
+
+
+@pytest.fixture(autouse=True)
+def lenient():
+    """DDP copies memory that is not pinned, and says so nowhere."""
+    with contextlib.nullcontext() if simulated is None else simulated.unpinned_copies():
+        yield
+
+
+@pytest.mark.ranks(2)
+def test_all_engines_do_the_same_work(world):
+    if dist.get_backend() == "hpcmpi":
+        pytest.skip("a comparison of the ways over the devices' own backend")
+    found = gpu.measure(world, **SHAPE, dtype=DTYPE, repeats=1, imagined_ranks=1)
+    assert set(found.figures) | set(found.skipped) == {"floor", "ddp", "fsdp1", "fsdp2", "hpcfsdp"}
+    assert {"floor", "ddp", "fsdp2", "hpcfsdp"} <= set(found.figures), found.skipped
+    trained = [one for engine, one in found.figures.items() if engine != "floor"]
+    assert [one.loss for one in trained] == pytest.approx([trained[0].loss] * len(trained), rel=2e-2)
+    assert found.figures["floor"].loss > trained[0].loss
+    assert found.figures["hpcfsdp"].peak_bytes <= found.figures["fsdp2"].peak_bytes * MORE_MEMORY
+    activities = [one.activity for one in found.figures.values()]
+    assert (world.device.type == "cuda") <= all(activities)
+    table = gpu.table(found)
+    assert all(len(row) == len(table.columns) for row in table.rows)
+    assert f"2 x {torch.get_device_module().get_device_properties(world.device).name}" in table.heading
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_step_launches_no_more_than_one_of_torch_and_waits_for_nothing(world):
+    if simulated is None or dist.get_backend() == "hpcmpi":
+        pytest.skip("counted on the simulated device alone")
+    counted = {}
+    for engine in ("fsdp2", "hpcfsdp"):
+        shape = {**SHAPE, "rank": world.rank, "ranks": world.size, "device": world.device}
+        step = training_step(engine, dist.group.WORLD, **shape)
+        for _ in range(3):
+            step()
+        torch.accelerator.synchronize()
+        simulated.reset_counts()
+        step()
+        counted[engine] = simulated.launches(), simulated.waits()
+    assert counted["hpcfsdp"][0] <= counted["fsdp2"][0]
+    assert counted["hpcfsdp"][1] == {}
+
+
+@pytest.mark.ranks(1)
+def test_one_process_stands_for_a_rank_of_several(alone):
+    shape = [text for name, value in SHAPE.items() for text in (f"--{name}", str(value))]
+    first = "" if simulated is None else "import tests.accelerator.simulated; "
+    command = ("bench", "gpu", *shape, "--dtype", DTYPE, "--repeats", "1", "--imagined-ranks", "4", "--json")
+    done = run_alone("-c", first + MAIN, *command)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["ranks"] == 4
+    measured = report["measured"]
+    assert "as rank 0 of 4" in measured["about"]
+    assert {"floor", "fsdp2", "hpcfsdp"} <= set(measured["engines"])
+    assert all(one["peak_bytes"] > 0 and len(one["seconds"]) == 1 for one in measured["engines"].values())
+    assert measured["engines"]["hpcfsdp"]["peak_bytes"] <= measured["engines"]["fsdp2"]["peak_bytes"] * MORE_MEMORY
