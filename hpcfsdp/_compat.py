@@ -204,6 +204,8 @@ STEPPED_IN_BACKWARD = "_in_backward_optimizers"
 
 norm_of_each: Callable[..., Sequence[torch.Tensor]] = torch._foreach_norm
 """The norms of a list of tensors of one device and dtype. On a GPU the number of kernels hardly grows with the list."""
+copy_to_each_: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = torch._foreach_copy_
+"""Copies a list of tensors into another one, of any dtypes."""
 multiply_each_: Callable[[Sequence[torch.Tensor], torch.Tensor], None] = torch._foreach_mul_
 """Multiplies all tensors of such a list by a scalar tensor, in place."""
 

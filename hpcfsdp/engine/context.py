@@ -2,8 +2,9 @@
 
 All ranks reduce gradients in the same order, although ranks may differ in which parameters get gradients, and when.
 A gradient enters the queue when the backward of its unit begins. It is reduced when it is complete and all before it
-have been reduced. Two buffers alternate: one is reduced while the other is filled. Gradients that arrive before their
-buffer is free wait on their leaves.
+have been reduced. On a CPU two buffers alternate: one is reduced while the other is filled. Gradients that arrive
+before their buffer is free wait on their leaves. On a device they wait there until all of the unit have arrived: by
+then what the unit has saved for its backward is freed, and one buffer is enough.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class Context:
         if values.is_gathered:
             values.is_gathered = False
             self._retired.append((values, self.streams.record(Queue.COMPUTE)))
-            if not self.streams.overlap:
-                self.free_retired(keep=0)
+            if not self.streams.overlap or self.ahead or self.order.is_at_the_end:
+                self.free_retired(keep=0)  # the next gather for immediate use is far
 
     def free_retired(self, *, keep: int, unless: Values | None = None) -> None:
         """Free memory of units that were resharded, the oldest first; `unless` uses its own again.
@@ -185,6 +186,11 @@ class Order:
         known, name = next(iter(children))
         return name if known == kind else None
 
+    @property
+    def is_at_the_end(self) -> bool:
+        """Whether earlier passes have all ended here."""
+        return self._at.node.children.keys() == {END}
+
     def path(self) -> list[str]:
         """The events since the pass began."""
         return self._at.path()
@@ -227,18 +233,19 @@ class Slot:
 
 @dataclass(eq=False)
 class Ring:
-    """The two buffers for gradients of one dtype and communicator, one of each unit at a time.
+    """The buffers for gradients of one dtype and communicator, one of each unit at a time.
 
     Attributes:
         comm: provides memory in which it reduces fastest; None where each gradient gets memory of its own.
+        slots: used in turn.
         numel: of the largest gradient.
         next_slot: the index of the slot that the next gradient gets.
     """
 
     comm: Communicator | None
     dtype: torch.dtype
+    slots: tuple[Slot, ...]
     numel: int = 0
-    slots: tuple[Slot, Slot] = field(default_factory=lambda: (Slot(), Slot()))
     next_slot: int = 0
 
 
@@ -265,7 +272,8 @@ class Reductions:
         dtype = flat.dtypes.reduce
         # Shared memory stays small, in the cache. Elsewhere a unit's gradients must not wait for each other.
         place = index if comm is None else 0
-        ring = self._rings[grad] = self._shared.setdefault((comm, dtype, place), Ring(comm, dtype))
+        slots = (Slot(),) if self._streams.overlap else (Slot(), Slot())
+        ring = self._rings[grad] = self._shared.setdefault((comm, dtype, place), Ring(comm, dtype, slots))
         ring.numel = max(ring.numel, grad.numel)
 
     def alloc(self) -> None:
@@ -282,16 +290,16 @@ class Reductions:
             return
         ring = self._rings[grad]
         slot = ring.slots[ring.next_slot]
-        ring.next_slot = 1 - ring.next_slot
+        ring.next_slot = (ring.next_slot + 1) % len(ring.slots)
         slot.waiting.append(grad)
         self._queue[grad] = slot
 
     def move_from_leaf(self, grad: FlatGrad, index: int) -> bool:
-        """Move the gradient of a leaf to the buffer, if the buffer is free. Returns whether `grad` is in the queue."""
+        """Move the gradient of a leaf to the buffer, if there is one now. Returns whether `grad` is in the queue."""
         slot = self._queue.get(grad)
         if slot is None:
             return False
-        if slot.waiting[0] is grad:
+        if slot.waiting[0] is grad and not self._streams.overlap:
             if grad.buffer is None:
                 self._begin(grad, slot)  # moves all that have arrived
             else:
@@ -313,7 +321,7 @@ class Reductions:
                 self._reduce(grad, slot)
             del self._queue[grad]
             slot.waiting.popleft()
-            if slot.waiting and slot.waiting[0].has_waiting:
+            if slot.waiting and slot.waiting[0].has_waiting and not self._streams.overlap:
                 self._begin(slot.waiting[0], slot)
 
     def settle(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpcfsdp import accelerator
+from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm.communicator import Work
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.held import HeldGrad
@@ -76,26 +76,35 @@ class FlatGrad:
         """Assemble the gradient in `buffer`, 1-D, ``padded_numel`` elements of the reduce dtype."""
         self.buffer = buffer
         self._targets = self.flat.views(buffer)
+        waiting = [index for index, leaf in enumerate(self.flat.leaves) if leaf.grad is not None]
         self._filled = [False] * len(self.flat.leaves)
-        for index in range(len(self._filled)):
-            self.move_from_leaf(index)
+        if waiting:
+            _compat.copy_to_each_([self._targets[index] for index in waiting], list(map(self._take, waiting)))
+        for index in waiting:
+            self._filled[index] = self.used[index] = True
 
     def move_from_leaf(self, index: int) -> None:
         """Move the gradient that autograd left on one leaf to its place in the buffer, cast to the reduce dtype."""
-        leaf = self.flat.leaves[index]
-        grad, leaf.grad = leaf.grad, None
-        if grad is None:
+        if self.flat.leaves[index].grad is None:
             return
-        if grad.layout is not torch.strided:
-            raise EngineError(
-                f"the gradient of {self.flat.layout.slots[index].fqn!r} is {grad.layout}: sparse gradients cannot be "
-                "sharded; use a dense one"
-            )
+        grad = self._take(index)
         if self._filled[index]:
             self._targets[index].add_(grad)
         else:
             self._targets[index].copy_(grad)
             self._filled[index] = self.used[index] = True
+
+    def _take(self, index: int) -> torch.Tensor:
+        """The gradient of a leaf, which has none afterwards."""
+        leaf = self.flat.leaves[index]
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            raise EngineError(
+                f"the gradient of {self.flat.layout.slots[index].fqn!r} is {grad.layout}: sparse gradients cannot be "
+                "sharded; use a dense one"
+            )
+        return grad
 
     def keep_back(self) -> None:
         """Add the buffer to the held gradient (``no_sync``), and release it."""

@@ -16,7 +16,8 @@ from hpcfsdp.launch.topology import Topology
 from hpcfsdp.sharded.group_cache import GroupCache
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.accelerator import simulated
-from tests.accelerator.test_engine import SIM, leave_for_later, streams, trained  # noqa: F401
+from tests.accelerator.programs import POLICIES, SIM, leave_for_later
+from tests.accelerator.test_engine import Net, trained
 
 pytestmark = pytest.mark.ranks(4, 2)
 NARROW = [torch.bfloat16, torch.float16]
@@ -116,18 +117,6 @@ def test_ranks_may_reduce_and_gather_in_different_orders(world, group):
     assert reduced.tolist() == [world.size] * 8
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(9, 9), nn.ReLU()) for _ in range(3))
-        self.last = nn.Linear(9, 5)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
 @pytest.fixture(scope="module")
 def pair(world):
     """Groups of two nodes with two ranks: (shard, replicate)."""
@@ -141,9 +130,9 @@ def pair(world):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("policy", ["eager", "compute", "reduce", "replicate", "random", "all"])
+@pytest.mark.parametrize("policy", [*POLICIES, "replicate"])
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
-def test_replicas_reduce_on_a_queue_of_their_own(world, pair, streams, policy, half):  # noqa: F811
+def test_replicas_reduce_on_a_queue_of_their_own(world, pair, streams, policy, half):
     torch.manual_seed(0)
     reference = Net()
     model = FullyShardedDataParallel(
@@ -174,7 +163,7 @@ def test_between_replicas_gradients_travel_in_the_reduce_dtype(world, pair):
     assert model._unit.flats[0].parameter.grad.dtype == torch.float32
 
 
-def test_flat_parameters_of_one_unit_do_not_wait_for_each_other(world, group, streams):  # noqa: F811
+def test_flat_parameters_of_one_unit_do_not_wait_for_each_other(world, group, streams):
     """A unit may have several: of other dtypes kept, for instance. A unit's reductions have a whole unit's time."""
     model = FullyShardedDataParallel(
         nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double()) for _ in range(3))),

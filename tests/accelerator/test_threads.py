@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hpcfsdp.fsdp import CPUOffload
-from tests.accelerator.test_engine import POLICIES, SIM, TOLERANCE, differences, streams  # noqa: F401
+from tests.accelerator.programs import POLICIES, SIM
+from tests.accelerator.test_engine import TOLERANCE, differences
 
 pytestmark = pytest.mark.ranks(2, 1)
 
@@ -31,11 +32,11 @@ def test_hooks_run_on_the_calling_thread_and_on_the_streams_of_the_forward():
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
-def test_training_is_that_of_one_process(world, group, streams, original, policy):  # noqa: F811
+def test_training_is_that_of_one_process(world, group, streams, original, policy):
     assert differences(world, group, streams, policy, use_orig_params=original) < TOLERANCE
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_parameters_in_host_memory(world, group, streams, policy):  # noqa: F811
+def test_parameters_in_host_memory(world, group, streams, policy):
     offload = CPUOffload(offload_params=True)
     assert differences(world, group, streams, policy, cpu_offload=offload) < TOLERANCE

@@ -9,7 +9,7 @@ from torch import nn
 
 from hpcfsdp.engine.streams import Wait
 from hpcfsdp.flat.param import FlatParam
-from tests.accelerator.programs import SIM, leave_for_later, shard, train
+from tests.accelerator.programs import SIM, leave_for_later, mesh_of, shard, train
 from tests.mpi import parity
 from tests.mpi.parity import Recipe, build
 
@@ -59,6 +59,11 @@ def training(group, begin, **options):
 
 def training_in_host_memory(group, begin):
     return training(group, begin, offload=True)
+
+
+def training_of_replicas(group, begin):
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
+    return training(None, begin, strategy="HYBRID_SHARD", device_mesh=mesh)
 
 
 def changes_after_an_evaluation(group, begin):
@@ -116,6 +121,7 @@ PROGRAMS = [
     (Wait.SHARDS_READ, "gather", changes_after_an_evaluation),
     (Wait.SHARDS_READ, "gather", changes_after_a_backward),
     (Wait.GATHERED_IN_VAIN, "gather", changes_after_a_unit_that_is_not_called),
+    (Wait.SHARD_REDUCED, "reduce", training_of_replicas),
 ]
 
 
@@ -123,7 +129,11 @@ def name_of(value):
     return getattr(value, "name", None) or getattr(value, "__name__", None)
 
 
-@pytest.mark.parametrize(("why", "policy", "program"), PROGRAMS, ids=name_of)
+@pytest.mark.parametrize(
+    ("why", "policy", "program"),
+    [pytest.param(*case, marks=pytest.mark.ranks(4 if case[2] is training_of_replicas else 2)) for case in PROGRAMS],
+    ids=name_of,
+)
 def test_a_wait_left_out_shows(world, group, streams, monkeypatch, why, policy, program):
     def run(policy):
         return program(group, lambda: leave_for_later(streams, policy))

@@ -14,8 +14,6 @@ from tests.gpu.processes import run_alone
 
 SHAPE = {"layers": 3, "width": 64, "context": 32, "batch": 2}
 DTYPE = "bf16" if simulated is None else "fp32"  # the simulated device has no layer norm in bf16
-MORE_MEMORY = 1.06
-"""Than FSDP2 at the peak. On the simulated device it is 1.01 to 1.05, half a unit at most; the aim is 1."""
 MAIN = "from hpcfsdp.cli.main import run; run()"
 
 
@@ -36,7 +34,7 @@ def test_all_engines_do_the_same_work(world):
     trained = [one for engine, one in found.figures.items() if engine != "floor"]
     assert [one.loss for one in trained] == pytest.approx([trained[0].loss] * len(trained), rel=2e-2)
     assert found.figures["floor"].loss > trained[0].loss
-    assert found.figures["hpcfsdp"].peak_bytes <= found.figures["fsdp2"].peak_bytes * MORE_MEMORY
+    assert found.figures["hpcfsdp"].peak_bytes <= found.figures["fsdp2"].peak_bytes
     activities = [one.activity for one in found.figures.values()]
     assert (world.device.type == "cuda") <= all(activities)
     table = gpu.table(found)
@@ -75,4 +73,4 @@ def test_one_process_stands_for_a_rank_of_several(alone):
     assert "as rank 0 of 4" in measured["about"]
     assert {"floor", "fsdp2", "hpcfsdp"} <= set(measured["engines"])
     assert all(one["peak_bytes"] > 0 and len(one["seconds"]) == 1 for one in measured["engines"].values())
-    assert measured["engines"]["hpcfsdp"]["peak_bytes"] <= measured["engines"]["fsdp2"]["peak_bytes"] * MORE_MEMORY
+    assert measured["engines"]["hpcfsdp"]["peak_bytes"] <= measured["engines"]["fsdp2"]["peak_bytes"]

@@ -112,7 +112,7 @@ def test_collectives_may_end_as_late_as_they_are_waited_for(monkeypatch, scenari
 def test_two_units_have_memory_at_a_time_besides_the_root(monkeypatch, scenario, units):
     streams, _ = run_recorded(scenario, monkeypatch)
     assert streams.pieces["values"] == 1 + units
-    assert 2 <= streams.pieces["grad"] <= 1 + 2
+    assert streams.pieces["grad"] == 1
 
 
 # No wait is there in vain
