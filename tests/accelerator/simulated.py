@@ -189,9 +189,9 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def shutdown(self):
         torch.accelerator.synchronize()
-        for path in Path(self._folder).glob(f"*-{self._rank}"):
-            path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # other ranks still have files there
+        with contextlib.suppress(OSError):  # other ranks still have files there, or have removed it
+            for path in Path(self._folder).glob(f"*-{self._rank}"):
+                path.unlink(missing_ok=True)
             Path(self._folder).rmdir()
 
     abort = shutdown
