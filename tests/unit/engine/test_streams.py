@@ -115,6 +115,31 @@ def test_two_units_have_memory_at_a_time_besides_the_root(monkeypatch, scenario,
     assert streams.pieces["grad"] == 1
 
 
+class ExposedGathers(DeclaredStreams):
+    """Counts gathers that begin after everything that the device could compute meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def wait(self, queue, event, why):
+        if why is Wait.VALUES_GATHERED and event is not None:
+            self.count += event.clock[Queue.COMPUTE] == self._clocks[Queue.COMPUTE][Queue.COMPUTE]
+        super().wait(queue, event, why)
+
+
+@pytest.mark.parametrize("options", [{}, {"forward_prefetch": True}, {"backward_prefetch": None}], ids=str)
+def test_the_device_computes_while_all_gathers_but_the_first_of_a_step_run(monkeypatch, options):
+    """As long as the program runs ahead of the device."""
+    streams = ExposedGathers()
+    monkeypatch.setattr("hpcfsdp.engine.root.streams_for", lambda device: streams)
+    declare_accesses(streams, monkeypatch)
+    program, counts = scenarios.Program(streams), []
+    model = program.shard(scenarios.Net(), **options)
+    program.train(model, between=lambda _model, _turn: counts.append(streams.count))
+    assert counts == [1, 2, 3]
+
+
 # No wait is there in vain
 
 
