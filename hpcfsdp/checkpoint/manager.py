@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hpcfsdp.accelerator import is_accelerator
@@ -37,7 +36,6 @@ from hpcfsdp.errors import (
     UsageError,
 )
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.sharded.group_cache import GroupCache
 from hpcfsdp.state.model import communicator_of
 
 log = logging.getLogger("hpcfsdp.checkpoint")
@@ -356,9 +354,7 @@ class CheckpointManager:
         for known, own in self._comms:
             if known == comm:  # of a group of torch there are several objects
                 return own
-        # Looking after a save in every step would else make the device a part of it.
-        base = (GroupCache.current().host_of(comm) if dist.is_initialized() else None) or comm
-        self._comms.append((comm, base.subgroup(range(base.size))))
+        self._comms.append((comm, comm.subgroup(range(comm.size))))
         return self._comms[-1][1]
 
     def _ring_of(self, nbytes: int, *, pinned: bool) -> Ring:

@@ -62,11 +62,12 @@ class HeldGrad:
             averaged: shown by parameters without a held gradient.
         """
         used = used if self._flat.use_orig_params else [any(used)]
-        self._shown = []
+        noted: list[tuple[torch.Tensor, int] | None] = []
         for param, part, is_held, before in zip(self._flat.stepped, self._parts(), used, averaged, strict=True):
             # ``.data`` has a version of its own: a change of one part must not change the versions of others.
             set_grad(param, part.data if is_held else before)
-            self._shown.append((param.grad, param.grad._version) if is_held and param.grad is not None else None)
+            noted.append((param.grad, param.grad._version) if is_held and param.grad is not None else None)
+        self._shown = noted
 
     def end_show(self, averaged: list[torch.Tensor | None], used: list[bool]) -> None:
         """Take ``grad`` off the parameters, and adopt the program's changes of it.

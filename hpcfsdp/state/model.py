@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hpcfsdp.comm import Communicator, communicator_for
@@ -17,6 +18,7 @@ from hpcfsdp.errors import CheckpointError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded.build import join_tp_group
+from hpcfsdp.sharded.group_cache import GroupCache
 from hpcfsdp.sharded.unit import ShardedUnit, unit_of, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.shards import LocalShards
@@ -70,14 +72,19 @@ def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:
 
 
 def communicator_of(model: nn.Module) -> Communicator:
-    """Collective over them, the first time. All ranks of a model; those of the world for a plain model."""
+    """Collective over them, the first time. All ranks of a model; those of the world for a plain model.
+
+    It works through host memory, unless there is a device and no world: what is exchanged there need not wait for it.
+    """
     units = units_of(model)
-    if not units:
-        return communicator_for(group_of(model), required=False)
     for unit in units:
         unit.mesh.connect()
-    mesh = largest_mesh(units)
-    return mesh.shard if mesh.data is None else mesh.comm()
+    if not units:
+        comm = communicator_for(group_of(model), required=False)
+    else:
+        mesh = largest_mesh(units)
+        comm = mesh.shard if mesh.data is None else mesh.comm()
+    return (GroupCache.current().host_of(comm) if dist.is_initialized() else None) or comm
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hpcfsdp.comm.torch_group import TorchGroupCommunicator
+from hpcfsdp.errors import CommunicationError, LaunchError
 from hpcfsdp.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.accelerator import simulated
@@ -149,7 +151,6 @@ def test_the_root_is_gathered_once_in_a_step_and_others_as_the_user_chooses(worl
 
 
 def test_a_device_without_a_backend_of_its_own_is_refused(world):
-    from hpcfsdp.errors import LaunchError
     from hpcfsdp.world import _backend_of
 
     with pytest.raises(LaunchError, match="torch has no backend for process groups on 'maia'"):
@@ -179,6 +180,12 @@ def test_groups_are_made_by_their_members_alone_also_where_torch_would_split(wor
         everyone.bound_device_id = None
     assert seen == [(None, SIM)]
     dist.destroy_process_group(made)
+
+
+def test_tensors_in_host_memory_are_refused_by_ranks_on_a_device(world, group):
+    comm = TorchGroupCommunicator(group)
+    with pytest.raises(CommunicationError, match=r"the tensor is on cpu, this communicator works on sim; move it with"):
+        comm.all_reduce(torch.ones(2), "sum")
 
 
 def test_frozen_and_mixed_parameters_cost_no_wait_of_the_host(world, group):
