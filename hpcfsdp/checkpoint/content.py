@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hpcfsdp import accelerator
 from hpcfsdp._version import __version__
 from hpcfsdp.checkpoint import extra as extras, rng
 from hpcfsdp.checkpoint.draft import BytesOf
@@ -230,4 +231,12 @@ def memory_of_blocks(plan: SavePlan, tensors: Sequence[StateTensor]) -> Callable
 def bytes_in_memory(plan: SavePlan, tensors: Sequence[StateTensor]) -> BytesOf:
     """A function for ``BlockWriter`` that reads blocks from this rank's memory."""
     memory_of = memory_of_blocks(plan, tensors)
-    return lambda index: memory_of(index).cpu().numpy()
+
+    def bytes_of(index: int) -> np.ndarray:
+        memory = memory_of(index)
+        if accelerator.is_accelerator(memory.device):
+            # A device copies faster to pinned memory, which torch keeps for the next block.
+            memory = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True).copy_(memory)
+        return memory.numpy()
+
+    return bytes_of
