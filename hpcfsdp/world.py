@@ -233,7 +233,7 @@ def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
         if settings.split_nodes != 1:
             topology = topology.split(settings.split_nodes)
         chosen = devices.choose(settings.device, job.topology.local_rank(job.comm.rank))
-        _check_thread_level(chosen)
+        devices.check_thread_level(chosen)
     except (LaunchError, ValueError, ZeroDivisionError) as error:
         problem = str(error)
     mine = (settings.backend, settings.timeout_s, settings.split_nodes, chosen.type if chosen else None, registered)
@@ -248,22 +248,6 @@ def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
                 f"{everyone[0][0]} has {everyone[0][2]}, rank {rank} on {host} has {theirs}"
             )
     return topology, chosen
-
-
-def _check_thread_level(device: torch.device) -> None:
-    """Raise on an accelerator unless threads other than the main one may call MPI."""
-    from mpi4py import MPI
-
-    from hpcfsdp import accelerator  # loads torch
-
-    level = MPI.Query_thread()
-    if level < MPI.THREAD_SERIALIZED and accelerator.is_accelerator(device):
-        name = "single" if level == MPI.THREAD_SINGLE else "funneled"
-        raise LaunchError(
-            f"MPI was started with the thread level {name!r}, but on {device.type!r} it must be 'serialized' at least: "
-            "torch may run a backward, whose hooks call MPI, on a thread for the device. Unset MPI4PY_RC_THREAD_LEVEL "
-            "and MPI4PY_RC_THREADS, or use an MPI that is built with support for threads"
-        )
 
 
 def _together(message: str) -> LaunchError:

@@ -67,8 +67,8 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         mixed_precision: dtypes to compute and to reduce in, and of buffers.
         ignored_modules: modules that stay as they are.
         param_init_fn: gives values to modules that were built on the meta device; their ``reset_parameters`` otherwise.
-        device_id: the device to compute on; by default that of the ranks, or where the module is if they communicate
-            through host memory. Shards are moved there unit by unit: the whole model need not fit.
+        device_id: the device to compute on; by default that of the ranks. Other groups on the CPU than the world leave
+            the module where it is, which must be the CPU. Shards are moved unit by unit: the whole model need not fit.
         sync_module_states: broadcast rank 0's parameters and buffers.
         forward_prefetch: gather the next unit of the forward before computing with one.
         limit_all_gathers: accepted for compatibility: never more than one unit is gathered ahead.

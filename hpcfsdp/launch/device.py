@@ -9,6 +9,7 @@ import torch
 
 from hpcfsdp import accelerator, env
 from hpcfsdp.errors import LaunchError
+from hpcfsdp.launch.job import load_mpi
 
 
 def choose(wanted: str | torch.device | None, local_rank: int) -> torch.device:
@@ -35,6 +36,19 @@ def choose(wanted: str | torch.device | None, local_rank: int) -> torch.device:
     if index >= visible:
         raise LaunchError(f"device {str(device)!r} was asked for, but this process sees {visible} device(s)")
     return torch.device(kind, index)
+
+
+def check_thread_level(device: torch.device) -> None:
+    """Raise on an accelerator unless threads other than the main one may call MPI."""
+    mpi = load_mpi()
+    level = mpi.Query_thread()
+    if level < mpi.THREAD_SERIALIZED and accelerator.is_accelerator(device):
+        name = "single" if level == mpi.THREAD_SINGLE else "funneled"
+        raise LaunchError(
+            f"MPI was started with the thread level {name!r}, but on {device.type!r} it must be 'serialized' at least: "
+            "torch may run a backward, whose hooks call MPI, on a thread for the device. Unset MPI4PY_RC_THREAD_LEVEL "
+            "and MPI4PY_RC_THREADS, or use an MPI that is built with support for threads"
+        )
 
 
 def fair_threads(mine: set[int], everyone: list[set[int]]) -> int:

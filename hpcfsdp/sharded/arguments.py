@@ -76,4 +76,5 @@ def target_device(mesh: UnitMesh, device_id: int | torch.device | None) -> torch
     if device_id is not None:
         return torch.device(device_id)
     ranks, world = mesh.dtensor_ranks, current_world()
-    return ranks.device if accelerator.is_accelerator(ranks.device) or world is not None else None
+    by_default = accelerator.is_accelerator(ranks.device) or (world is not None and ranks is world.communicator)
+    return ranks.device if by_default else None

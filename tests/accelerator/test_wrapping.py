@@ -120,13 +120,13 @@ def test_parameters_and_ranks_on_different_devices_are_refused(world, group):
     with pytest.raises(ValueError, match=r"are on cpu, and its ranks communicate on sim"):
         wrapped(model_of(), group, device_id=torch.device("cpu"))
     gloo = dist.new_group(backend="gloo")
-    with pytest.raises(ValueError, match=r"are on sim:0, and its ranks communicate on cpu"):
-        wrapped(model_of(SIM), gloo, device_id=SIM)
+    for options in ({}, {"device_id": SIM}):
+        with pytest.raises(ValueError, match=r"are on sim:0, and its ranks communicate on cpu"):
+            wrapped(model_of(SIM), gloo, **options)
 
 
-def test_the_root_is_gathered_once_in_a_step_and_others_as_the_user_chooses(world, group):
-    if world.size == 1:
-        pytest.skip("one rank gathers nothing")
+@pytest.mark.ranks(2, 4)
+def test_the_root_is_gathered_once_in_a_step_and_others_as_the_user_chooses(group):
     model = FullyShardedDataParallel(
         nn.Sequential(Layer(8, 8), Layer(8, 8), nn.Linear(8, 8)),
         process_group=group,
