@@ -123,12 +123,14 @@ def reduce_rows(output: torch.Tensor, rows: torch.Tensor, reduction: Reduction) 
     # One kernel, and no loop over parts that would stay in the cache of a core.
     if rows.dtype.itemsize == 1:
         rows = rows.to(reduction.accumulate)  # torch has hardly any arithmetic for fp8
+    total = output if output.dtype == reduction.accumulate else torch.empty_like(output, dtype=reduction.accumulate)
     if reduction.op == "average" and reduction.accumulate.is_floating_point:
-        total = torch.mean(rows, 0, dtype=reduction.accumulate)
+        torch.mean(rows, 0, dtype=reduction.accumulate, out=total)
     else:
-        total = torch.sum(rows, 0, dtype=reduction.accumulate)
+        torch.sum(rows, 0, dtype=reduction.accumulate, out=total)
         divide_(total, reduction.divisor)
-    output.copy_(total)
+    if total is not output:
+        output.copy_(total)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from tests.gpu.conftest import simulated
 from tests.gpu.processes import run_alone
 
 SHAPE = {"layers": 3, "width": 64, "context": 32, "batch": 2}
-DTYPE = "bf16" if simulated is None else "fp32"  # the simulated device has no layer norm in bf16
+DTYPE = "bf16"
 MAIN = "from hpcfsdp.cli.main import run; run()"
 
 
