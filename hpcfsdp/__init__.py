@@ -11,15 +11,18 @@ from hpcfsdp._version import __version__
 # name -> module that defines it; a module name mapped to itself is a public submodule
 _PUBLIC = {
     "FullyShardedDataParallel": "hpcfsdp.fsdp",
+    "Preemption": "hpcfsdp.preempt",
     "World": "hpcfsdp.world",
     "init": "hpcfsdp.world",
     "finalize": "hpcfsdp.world",
     "checkpoint": "hpcfsdp.checkpoint",
     "errors": "hpcfsdp.errors",
     "fsdp": "hpcfsdp.fsdp",
+    "exit_requeue": "hpcfsdp.preempt",
     "mpi": "hpcfsdp.mpi",
     "param_groups": "hpcfsdp.api.param_info",
     "param_info": "hpcfsdp.api.param_info",
+    "preemption": "hpcfsdp.preempt",
     "wrap": "hpcfsdp.wrap",
 }
 

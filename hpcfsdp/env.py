@@ -9,8 +9,9 @@ from hpcfsdp.errors import LaunchError
 
 CONFIG_PREFIX = "HPCFSDP_"
 _WAIT_LOG_S = "HPCFSDP_WAIT_LOG_S"
+_HANG_S = "HPCFSDP_HANG_S"
 _REGISTERED_MEMORY = "HPCFSDP_REGISTERED_MEMORY"
-_OF_THE_LIBRARY = (_WAIT_LOG_S, _REGISTERED_MEMORY)
+_OF_THE_LIBRARY = (_WAIT_LOG_S, _HANG_S, _REGISTERED_MEMORY)
 """Variables with the prefix that are not part of a command's configuration."""
 
 # Launchers' variables for the number of processes, the most specific first. SLURM's variable is last: processes that an
@@ -67,6 +68,17 @@ def started_by_srun() -> bool:
     tasks, rank = os.environ.get("SLURM_STEP_NUM_TASKS"), os.environ.get("SLURM_PROCID")
     size = launcher_size()
     return size is not None and tasks == str(size[1]) and rank == str(launcher_rank())
+
+
+def idle_tasks() -> int:
+    """Tasks that the SLURM allocation of this process has beside it, where no launcher started this process; else 0.
+
+    That is a batch script, or an interactive shell, without srun.
+    """
+    if launcher_size() not in (None, ("SLURM_STEP_NUM_TASKS", 1)) or "SLURM_JOB_ID" not in os.environ:
+        return 0
+    counts = (os.environ.get(name, "") for name in ("SLURM_NTASKS", "SLURM_NNODES"))
+    return max([0, *(int(count) - 1 for count in counts if count.isdecimal())])
 
 
 @contextlib.contextmanager
@@ -134,13 +146,26 @@ def wait_log_s() -> float:
     Raises:
         LaunchError: ``HPCFSDP_WAIT_LOG_S`` is not such a number.
     """
-    given = os.environ.get(_WAIT_LOG_S, "10")
+    return _seconds(_WAIT_LOG_S, "10", "for no such log lines")
+
+
+def hang_s() -> float:
+    """Seconds after which a wait is a hang, 300 by default; 0: never.
+
+    Raises:
+        LaunchError: ``HPCFSDP_HANG_S`` is not such a number.
+    """
+    return _seconds(_HANG_S, "300", "to wait until the timeout")
+
+
+def _seconds(name: str, default: str, zero: str) -> float:
+    given = os.environ.get(name, default)
     try:
         seconds = float(given)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise LaunchError(f"{_WAIT_LOG_S}={given}: give a number of seconds, or 0 for no such log lines")
+        raise LaunchError(f"{name}={given}: give a number of seconds, or 0 {zero}")
     return seconds
 
 
@@ -159,6 +184,17 @@ def host_name() -> str:
     return socket.gethostname().split(".")[0]
 
 
+def job_of(variable: str) -> str:
+    """The job that a scheduler's variable names, "" where it is unset."""
+    return os.environ.get(variable, "")
+
+
+def slurm_job_end() -> float | None:
+    """When SLURM ends this job, in seconds since the epoch; None outside of SLURM, or where it does not say."""
+    given = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(given) if given.isdecimal() and int(given) else None
+
+
 def scheduler_job() -> tuple[str, str]:
     """The scheduler's name of this job, and how often it was requeued; empty without a scheduler."""
     for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
@@ -166,3 +202,9 @@ def scheduler_job() -> tuple[str, str]:
             restarts = os.environ.get("SLURM_RESTART_COUNT", "0") if name == "SLURM_JOB_ID" else ""
             return os.environ[name], restarts
     return "", ""
+
+
+def restarts() -> dict[str, int]:
+    """``{"restart": n}``, for records: how often the scheduler has requeued the job. Empty where it does not count."""
+    count = scheduler_job()[1]
+    return {"restart": int(count)} if count.isdecimal() else {}

@@ -48,6 +48,12 @@ class CrossedCallsError(DifferentCallsError):
     """Ranks wait for each other in different calls, which can never meet. Every waiting rank raises it."""
 
 
+class HangError(CommunicationError):
+    """A collective has waited for other ranks longer than a job may hang. A report says where they are."""
+
+    exit_code = 76
+
+
 class DataError(HpcfsdpError):
     """Training data that is missing, empty or unreadable."""
 

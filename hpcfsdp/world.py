@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import logging
+import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcfsdp import env
-from hpcfsdp.errors import LaunchError, nearest
-from hpcfsdp.launch import shutdown
+from hpcfsdp.errors import CommunicationError, HangError, LaunchError, nearest
+from hpcfsdp.hang import events, watch as hang
+from hpcfsdp.launch import shutdown, together, versions
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.launch.job import DEFAULT_TIMEOUT_S, current_job
+from hpcfsdp.launch.job import DEFAULT_TIMEOUT_S, Job, current_job
 from hpcfsdp.launch.topology import Topology
 
 if TYPE_CHECKING:
@@ -24,6 +30,9 @@ if TYPE_CHECKING:
     from hpcfsdp.comm.communicator import Communicator
     from hpcfsdp.comm.mesh import Extent
     from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+
+
+log = logging.getLogger("hpcfsdp.hang")
 
 
 @dataclass(frozen=True)
@@ -132,12 +141,13 @@ def init(
     backend: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     split_nodes: int = 1,
+    run_dir: str | Path | None = None,
 ) -> World:
     """Collective over all processes of the job. Start MPI and torch.distributed and return the ``World``.
 
     The launcher is mpirun, mpiexec or srun; a plain ``python`` process is a world of one. Ranks and nodes come from
     MPI (``MPI_Comm_split_type``), never from the environment. A second call returns the same world.
-    All ranks raise if their arguments or kinds of device differ.
+    All ranks raise if their arguments, kinds of device, or versions of hpcfsdp, torch or Python differ.
 
     On an accelerator the calling thread runs its backwards itself from now on
     (``torch.autograd.set_multithreading_enabled(False)``), so that Ctrl-C ends a backward that waits for other ranks.
@@ -149,12 +159,14 @@ def init(
             ("nccl" on a GPU), and "hpcmpi" on the CPU.
         timeout_s: seconds after which a collective gives up waiting for other ranks.
         split_nodes: divide each node into so many. For tests of several nodes on one machine.
+        run_dir: the folder of the run, in whose hang/ a report goes if ranks wait for each other for minutes
+            (docs/hangs.md). Rank 0 makes it if it is missing. Default: the working directory of rank 0.
 
     Raises:
         LaunchError: the launcher does not fit the MPI library, the device does not exist, two ranks share one GPU,
             there is no such backend, the device is an accelerator and MPI was started for one thread, ranks differ in
-            arguments or kinds of device, ``init`` was called before with other arguments, or torch.distributed was
-            initialised before with another number of ranks.
+            arguments, kinds of device or versions, `run_dir` cannot be made, ``init`` was called before with other
+            arguments, or torch.distributed was initialised before with another number of ranks.
     """
     global _world
     settings = _Settings(None if device is None else str(device), backend, timeout_s, split_nodes)
@@ -176,12 +188,14 @@ def init(
 
     hpcmpi.register()
     shutdown.mark_clean(False)
-    topology, wanted = _agree(settings)
+    topology, chosen = _agree(settings)
+    job_name, folder = _name_run(run_dir)
+    with together.raise_lowest(comm):
+        uuid = devices.activate(chosen)
     node = comm.Split(job.topology.node_rank(comm.rank), comm.rank)
-    chosen = devices.bind(wanted, node, exclusive="ccl" in (backend or "nccl"))
-    node.Free()
+    with together.raise_lowest(comm):
+        devices.share_node(chosen, uuid, node, exclusive="ccl" in (backend or "nccl"))
     creates_group = not dist.is_initialized()
-
     if creates_group:
         backend = backend or (hpcmpi.NAME if chosen.type == "cpu" else _backend_of(chosen))
         store, address = rendezvous.open_store(comm, single_node=job.topology.num_nodes == 1, timeout_s=timeout_s)
@@ -214,46 +228,76 @@ def init(
         made_process_group=creates_group,
     )
     select.set_default(_world.communicator)
+    _watch_for_hangs(job, node, job_name, folder)
+    node.Free()
     return _world
 
 
+def _name_run(run_dir: str | Path | None) -> tuple[str, Path]:
+    """Collective over all ranks. Names of the job, and of its folder, by rank 0, which makes the folder if needed."""
+    comm, folder = current_job().comm, os.path.abspath(run_dir or ".")
+    with together.raise_lowest(comm):
+        if run_dir is not None and comm.rank == 0:
+            try:
+                os.makedirs(folder, exist_ok=True)
+            except OSError as error:
+                raise LaunchError(f"run_dir {run_dir}: cannot make this folder: {error.strerror}") from error
+    name, folder = comm.bcast((_name_of_job(), folder))
+    return name, Path(folder)
+
+
+def _watch_for_hangs(job: Job, node: MPI.Intracomm, name: str, folder: Path) -> None:
+    """Collective over `node`, the ranks of this node. Have a thread answer if the job hangs."""
+    from hpcfsdp import _compat  # loads torch, after MPI
+    from hpcfsdp.comm.window import share
+
+    try:
+        memory = share(node, events.NBYTES * node.size)
+    except CommunicationError as error:
+        log.warning("there will be no report if this job hangs: %s", error)
+        return
+    rank, nodes = job.comm.rank, job.topology.nodes
+    seat = hang.Seat(name, rank, nodes, job.topology.node_rank(rank), memoryview(memory.numpy()), env.host_name())
+    end_job = functools.partial(shutdown.abort, exit_code=HangError.exit_code)
+    hang.start(hang.Watcher(seat, folder, env.hang_s(), end_job=end_job, traces=_compat.flight_record))
+
+
+def _name_of_job() -> str:
+    """Names the job in files: the scheduler's number, or host and process id of the calling rank."""
+    number, restart = env.scheduler_job()
+    if not number:
+        return f"{env.host_name()}-{os.getpid()}"
+    return re.sub(r"[^\w.]", "_", number) + (f"-{restart}" if restart not in ("", "0") else "")
+
+
 def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
-    """Collective over all ranks. The topology and this rank's device. Raises on all ranks if arguments or kinds differ.
+    """Collective over all ranks. The topology and this rank's device. All raise if arguments, kinds or versions differ.
 
     Otherwise a node with a broken driver would compute on its CPUs, and the others would wait for it in NCCL.
     """
     from hpcfsdp.launch import device as devices  # loads torch
 
     job = current_job()
-    topology, chosen, registered, problem = job.topology, None, False, None
-    try:
+    with together.raise_lowest(job.comm):
         _check_backend(settings.backend)
         env.wait_log_s()
+        env.hang_s()
         registered = env.registered_memory()
+        topology = job.topology
         if settings.split_nodes != 1:
             topology = topology.split(settings.split_nodes)
         chosen = devices.choose(settings.device, job.topology.local_rank(job.comm.rank))
         devices.check_thread_level(chosen)
-    except (LaunchError, ValueError, ZeroDivisionError) as error:
-        problem = str(error)
-    mine = (settings.backend, settings.timeout_s, settings.split_nodes, chosen.type if chosen else None, registered)
-    everyone = job.comm.allgather((env.host_name(), problem, mine))
-    for rank, (host, trouble, _) in enumerate(everyone):
-        if trouble:
-            raise _together(trouble if job.comm.size == 1 else f"rank {rank} on {host}: {trouble}")
-    for rank, (host, _, theirs) in enumerate(everyone):
-        if theirs != everyone[0][2]:
-            raise _together(
-                f"ranks differ in (backend, timeout_s, split_nodes, device, registered memory): rank 0 on "
-                f"{everyone[0][0]} has {everyone[0][2]}, rank {rank} on {host} has {theirs}"
-            )
+    mine = (settings.backend, settings.timeout_s, settings.split_nodes, chosen.type, registered)
+    if not together.is_same(job.comm, mine):
+        everyone = job.comm.allgather((env.host_name(), mine))
+        rank, (host, theirs) = next((r, other) for r, other in enumerate(everyone) if other[1] != everyone[0][1])
+        raise together.error_of_all(
+            f"ranks differ in (backend, timeout_s, split_nodes, device, registered memory): rank 0 on "
+            f"{everyone[0][0]} has {everyone[0][1]}, rank {rank} on {host} has {theirs}"
+        )
+    versions.compare(job.comm)
     return topology, chosen
-
-
-def _together(message: str) -> LaunchError:
-    error = LaunchError(message)
-    error.raised_on_all_ranks = True
-    return error
 
 
 def _check_backend(backend: str | None) -> None:
@@ -323,6 +367,8 @@ def finalize() -> None:
     from hpcfsdp.comm.backend import is_mpi_group
 
     leaving = sys.exc_info()[0] is not None
+    if leaving:
+        hang.stop()
     problem = None if leaving else _finish_others()
     world, _world = _world, None
     select.set_default(None)
@@ -331,6 +377,7 @@ def finalize() -> None:
         world.host.abandon()
         return
     world.host.barrier()
+    hang.stop()
     shutdown.mark_clean()
     try:
         if world.made_process_group and dist.is_initialized():

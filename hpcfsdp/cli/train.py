@@ -10,6 +10,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,22 +18,19 @@ from hpcfsdp import config as configuration, env
 from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.examples.gpt.callbacks import Callbacks
 from hpcfsdp.examples.gpt.run_config import RunConfig, check
-from hpcfsdp.launch.job import load_mpi
+from hpcfsdp.launch.job import check_step, load_mpi
 from hpcfsdp.launch.lock import RunLock
 from hpcfsdp.launch.shutdown import abort
-from hpcfsdp.launch.signals import StopRequest
 from hpcfsdp.observe import log as logs
 from hpcfsdp.observe.metrics import MetricsFile
 from hpcfsdp.observe.progress_bar import Progress, step_progress
+from hpcfsdp.preempt import Preemption, exit_requeue, preemption
 
 if TYPE_CHECKING:
     from hpcfsdp.examples.gpt.loop import Outcome
     from hpcfsdp.world import World
 
 log = logging.getLogger("hpcfsdp.train")
-
-EXIT_RUN_AGAIN = 75
-"""After a signal, with a complete checkpoint (EX_TEMPFAIL of sysexits.h)."""
 
 _PROG = "hpcfsdp train"
 
@@ -41,8 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     """Collective over all processes of the job. Train; the exit code is the same on every rank."""
     if {"-h", "--help", "--print_config"} & set(arguments):
         configuration.parse(RunConfig, arguments, prog=_PROG)
-    comm = load_mpi().COMM_WORLD
-    with StopRequest() as stop:
+    check_step()
+    with preemption() as stop:  # a signal may arrive while the program starts
+        comm = load_mpi().COMM_WORLD
         try:
             return _main(arguments, comm, stop)
         except HpcfsdpError as error:
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
             return _end_together(error, comm)
 
 
-def _main(arguments: Sequence[str], comm: Any, stop: StopRequest) -> int:
+def _main(arguments: Sequence[str], comm: Any, stop: Preemption) -> int:
     from hpcfsdp import world as worlds  # loads torch, which has to come after MPI
     from hpcfsdp.comm.agree import raise_together
     from hpcfsdp.comm.mpi_communicator import MpiCommunicator
@@ -60,18 +59,20 @@ def _main(arguments: Sequence[str], comm: Any, stop: StopRequest) -> int:
         config = configuration.parse(RunConfig, arguments, prog=_PROG)
         with _writing_to(config.run_dir):
             logs.set_up(comm.rank, comm.size, env.host_name(), Path(config.run_dir, "logs"))
-    world = worlds.init(None if config.device == "auto" else config.device)
+    world = worlds.init(None if config.device == "auto" else config.device, run_dir=config.run_dir)
     try:
         outcome = run(config, world, stop)
         if world.rank == 0 and outcome.held_out is not None:
             print(_summary(config, outcome))
+        if outcome.stopped:
+            exit_requeue()
         worlds.finalize()
-        return EXIT_RUN_AGAIN if outcome.signal else 0
+        return 0
     finally:
         logs.close()
 
 
-def run(config: RunConfig, world: World, stop: StopRequest) -> Outcome:
+def run(config: RunConfig, world: World, stop: Preemption) -> Outcome:
     """Collective over all ranks. Run the training that `config` describes, as the only job in the folder of the run."""
     from hpcfsdp.comm.agree import raise_together  # as above
     from hpcfsdp.examples.gpt.loop import Trainer
@@ -82,24 +83,21 @@ def run(config: RunConfig, world: World, stop: StopRequest) -> Outcome:
     with raise_together(world.host), _writing_to(config.run_dir):
         if world.rank == 0:
             lock.acquire(by_force=config.take_over)
-    callbacks = _Command(config, world, stop, lock)
+    callbacks = _Command(config, world, lock)
     try:
-        return Trainer(config, world, callbacks).run()
+        return Trainer(config, world, stop, callbacks).run()
     finally:
         callbacks.close()
         lock.release()
 
 
 class _Command(Callbacks):
-    """Writes the configuration and metrics of the run, shows steps, and passes signals on. Rank 0 holds the lock."""
+    """Writes the configuration and metrics of the run, and shows steps. Rank 0 holds the lock."""
 
-    def __init__(self, config: RunConfig, world: World, stop: StopRequest, lock: RunLock) -> None:
-        self._config, self._world, self._stop, self._lock = config, world, stop, lock
+    def __init__(self, config: RunConfig, world: World, lock: RunLock) -> None:
+        self._config, self._world, self._lock = config, world, lock
         self._shown: Progress | None = None
         self._metrics: MetricsFile | None = None
-
-    def stop_signal(self) -> int:
-        return self._stop.received
 
     def before_save(self) -> None:
         from hpcfsdp.comm.agree import raise_together  # loads torch, after MPI
@@ -107,7 +105,10 @@ class _Command(Callbacks):
         with raise_together(self._world.host), _writing_to(self._config.run_dir):
             if self._world.rank == 0:
                 self._lock.check()
-                configuration.write_yaml(self._config, Path(self._config.run_dir, "config.yaml"))
+                # Without what was allowed for this start alone: config.yaml starts later ones.
+                kept = replace(self._config.checkpoint, resume_changed=False)
+                lasting = replace(self._config, take_over=False, checkpoint=kept)
+                configuration.write_yaml(lasting, Path(self._config.run_dir, "config.yaml"))
 
     @contextlib.contextmanager
     def steps(self, done: int, last: int) -> Iterator[None]:

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
+from hpcfsdp.hang import events
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -79,6 +81,7 @@ def _call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) ->
     if here.call:
         return function(*args, **kwargs)
     here.call = name
+    events.ring.note(events.CALL, name)
     try:
         return function(*args, **kwargs)
     finally:

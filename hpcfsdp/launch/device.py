@@ -57,28 +57,36 @@ def fair_threads(mine: set[int], everyone: list[set[int]]) -> int:
     return max(1, int(share + 1e-9))
 
 
-def bind(wanted: str | torch.device | None, node: Any, *, exclusive: bool = True) -> torch.device:
-    """Collective over `node` (the ranks of one node). Choose this rank's device and make it current.
+def activate(device: torch.device) -> str | None:
+    """Make the device of this rank current. The name of its hardware; None on the CPU, or where the driver names none.
 
     On an accelerator the calling thread runs its backwards itself from now on. torch has a thread for each device
     otherwise, and this one would hear no signal as long as a hook waits there for other ranks.
+    """
+    if not accelerator.is_accelerator(device):
+        return None
+    accelerator.make_current(device)
+    torch.autograd.set_multithreading_enabled(False)
+    return accelerator.describe(device).uuid
+
+
+def share_node(device: torch.device, uuid: str | None, node: Any, *, exclusive: bool) -> None:
+    """Collective over `node` (the ranks of one node). Compare accelerators, or divide the cores among the ranks.
 
     Args:
+        uuid: from ``activate``.
         exclusive: refuse ranks that share a device, as NCCL does. hpcmpi, which stages through the host, allows it.
     """
-    device = choose(wanted, node.rank)
     if accelerator.is_accelerator(device):
-        accelerator.make_current(device)
-        torch.autograd.set_multithreading_enabled(False)
-        uuids = node.allgather(accelerator.describe(device).uuid)
-        mine = uuids[node.rank]
-        twins = [rank for rank, uuid in enumerate(uuids) if uuid == mine]
-        if exclusive and mine is not None and len(twins) > 1:
+        uuids = node.allgather(uuid)
+        twins = [rank for rank, other in enumerate(uuids) if other == uuid]
+        if exclusive and uuid is not None and len(twins) > 1:
             raise LaunchError(
-                f"local ranks {twins} of this node share one device ({device}, {mine}), which NCCL and its like "
-                "refuse: start at most one process for each, or let each see another one (srun --gpus-per-task=1)"
+                f"{node.size} rank(s) on this node use {len(set(uuids))} device(s): local ranks {twins} share one "
+                f"({device}, {uuid}), which NCCL and its like refuse: start at most one rank for each device (srun "
+                "--ntasks-per-node=N, mpirun --map-by ppr:N:node), or let each see another one (srun "
+                "--gpus-per-task=1)"
             )
     elif not env.threads_chosen():
         cores = os.sched_getaffinity(0)
         torch.set_num_threads(fair_threads(cores, node.allgather(cores)))
-    return device

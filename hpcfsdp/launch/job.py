@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
 from hpcfsdp.errors import LaunchError
-from hpcfsdp.launch import shutdown
+from hpcfsdp.launch import orphan, shutdown
 from hpcfsdp.launch.topology import Topology
 
 if TYPE_CHECKING:
@@ -75,18 +76,47 @@ def load_mpi() -> Any:
     return MPI
 
 
+def check_step() -> None:
+    """Not collective. Raise if this process would be alone in a SLURM allocation of more tasks.
+
+    Raises:
+        LaunchError: it is in an allocation, but not in a step of it.
+    """
+    idle = env.idle_tasks()
+    if idle:
+        raise LaunchError(
+            f"this process is in the allocation of SLURM's job {env.scheduler_job()[0]}, which has {1 + idle} tasks, "
+            "but not in a step of it: it would train alone. Start it with srun (srun hpcfsdp train ...); one "
+            "process alone: srun -n 1"
+        )
+
+
 @functools.cache
 def current_job() -> Job:
     """Collective over all processes of the job, the first time. Start MPI, find the nodes, install the abort hooks."""
     mpi = load_mpi()
     comm = mpi.COMM_WORLD.Dup()
     node = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    topology = Topology.from_labels(comm.allgather(node.bcast(comm.rank)))
+    leader, leaders = array("i", [comm.rank]), array("i", bytes(4 * comm.size))
+    node.Bcast(leader)
+    comm.Allgather(leader, leaders)  # 4 bytes for each rank, and no objects
+    topology = Topology.from_labels(leaders)
     node.Free()
     shutdown.install(comm)
+    if env.launcher_size() is not None:
+        orphan.watch()
     if comm.size > 1:
         _warn_of_forks(mpi)
+    else:
+        _warn_of_idle_tasks()
     return Job(comm, topology)
+
+
+def _warn_of_idle_tasks() -> None:
+    try:
+        check_step()
+    except LaunchError as error:  # a program of the user's may be meant to run so, as in an interactive shell
+        warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
 
 def _warn_of_forks(mpi: Any) -> None:

@@ -8,7 +8,9 @@ import ipaddress
 import socket
 from typing import Any
 
-from hpcfsdp.errors import LaunchError
+from hpcfsdp import env
+from hpcfsdp.launch.job import current_job
+from hpcfsdp.launch.together import error_of_all, minima
 
 PROBE_TIMEOUT_S = 3.0
 
@@ -34,33 +36,39 @@ def reachable(address: str, port: int) -> bool:
     return True
 
 
-def first_reached_by_all(candidates: list[str], port: int, comm: Any) -> str:
-    """Collective over `comm`. The first of rank 0's candidate addresses to which every rank can connect."""
-    reached = comm.allgather([reachable(address, port) for address in candidates])
-    for index, address in enumerate(candidates):
-        if all(rank_reaches[index] for rank_reaches in reached):
+def first_reached_by_all(candidates: list[str], port: int, comm: Any, *, probes: bool = True) -> str:
+    """Collective over `comm`. The first of rank 0's candidate addresses to which every rank that probes can connect."""
+    reached = [not probes or reachable(address, port) for address in candidates]
+    for address, by_all in zip(candidates, minima(comm, reached), strict=True):
+        if by_all:
             return address
-    blind = [rank for rank, rank_reaches in enumerate(reached) if not any(rank_reaches)]
-    raise LaunchError(
+    reaches_some = any(reached) or not candidates
+    blind = [who for who in comm.allgather(None if reaches_some else f"{comm.rank} on {env.host_name()}") if who]
+    listed = ", ".join(blind) or "none, but no single address serves all"
+    raise error_of_all(
         f"no address of rank 0's host ({', '.join(candidates) or 'it has none besides loopback'}; port {port}) is "
-        f"reached by every rank; ranks that reach none of them: {blind or 'none, but no single address serves all'}. "
-        "Allow TCP between the nodes"
+        f"reached from every node; ranks that reach none of them: {listed}. Allow TCP between the nodes"
     )
 
 
 def open_store(comm: Any, *, single_node: bool, timeout_s: float) -> tuple[Any, str]:
-    """Collective over `comm`. A TCPStore of rank 0 on a free port, and an address of it that all ranks reach."""
+    """Collective over `comm`, all ranks of the job. A TCPStore of rank 0 on a free port, and its address.
+
+    One rank of each node tries the addresses of rank 0: all ranks at once would be a storm of connections.
+    """
     import torch.distributed as dist
 
     timeout = datetime.timedelta(seconds=timeout_s)
-    store = None
+    store = found = None
     if comm.rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, comm.size, is_master=True, timeout=timeout, wait_for_workers=False)
-    port = comm.bcast(store.port if store else None)
+        found = store.port, ["127.0.0.1"] if single_node else addresses_of_this_host()
+    port, candidates = comm.bcast(found)
     if single_node:
-        address = "127.0.0.1"
+        (address,) = candidates
     else:
-        address = first_reached_by_all(comm.bcast(addresses_of_this_host() if store else None), port, comm)
+        leads = current_job().topology.local_rank(comm.rank) == 0
+        address = first_reached_by_all(candidates, port, comm, probes=leads)
     if store is None:
         store = dist.TCPStore(address, port, comm.size, is_master=False, timeout=timeout)
     comm.Barrier()  # if rank 0 failed next, its store would be gone, and others would try to connect in vain

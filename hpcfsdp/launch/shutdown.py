@@ -7,6 +7,7 @@
   have found the same error), then aborts the job. It does not after ``hpcfsdp.finalize()``, which all ranks call.
 - A rank that exits without an error before the others sends them a message. A rank that waits for it in a collective
   raises an error (``departed``).
+- Where the launcher of a rank has died, ``MPI_Finalize`` would wait for it: the ranks end without.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any, NoReturn
 
 from hpcfsdp import env
 from hpcfsdp.errors import HpcfsdpError
+from hpcfsdp.launch import orphan
 from hpcfsdp.terminal import shown_lines
 
 OUTPUT_GRACE_S = 0.5
@@ -205,9 +207,8 @@ def _leave() -> None:
         abort("ended the job after an uncaught error", exit_code(error))
     gc.collect()  # a caught error that is still referenced in a cycle with its traceback
     alive = _last() if _last is not None else None
-    code = _code or (_code_of(alive) if alive is not None else 0)
-    if _is_clean:
-        code = 0
+    exits_with = _code or (_code_of(alive) if alive is not None else 0)
+    code = 0 if _is_clean else exits_with
     arrival, began_s, sent = _comm.Ibarrier(), time.monotonic(), []
     while not arrival.Test():
         waited_s = time.monotonic() - began_s
@@ -216,8 +217,14 @@ def _leave() -> None:
         if waited_s > SEND_AFTER_S and not sent and not code and _comm.size <= MOST_RANKS:
             sent = [_comm.Isend(bytearray(1), peer, _TAG) for peer in range(_comm.size) if peer != _comm.rank]
         time.sleep(0.001)
-    # All ranks are here. Receive all messages: MPI must not end with messages in progress.
-    for rank, has_sent in enumerate(_comm.allgather(bool(sent))):
-        if has_sent and rank != _comm.rank and rank not in _gone:
-            _comm.Recv(bytearray(1), rank, _TAG)
-    MPI.Request.Waitall(sent)
+    if _comm.size <= MOST_RANKS:
+        # All ranks are here. Receive all messages: MPI must not end with messages in progress.
+        for rank, has_sent in enumerate(_comm.allgather(bool(sent))):
+            if has_sent and rank != _comm.rank and rank not in _gone:
+                _comm.Recv(bytearray(1), rank, _TAG)
+        MPI.Request.Waitall(sent)
+    if _comm.allreduce(orphan.is_orphan(), MPI.MAX):
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(exits_with)

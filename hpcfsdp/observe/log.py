@@ -1,4 +1,8 @@
-"""Log lines: rank 0 on stderr, every rank in a JSONL file of its own. Set up by commands, never by the library."""
+"""Log lines: rank 0 on stderr, every rank in a JSONL file of its own. Set up by commands, never by the library.
+
+Both go on after a restart: in a job of a scheduler the first line names the job and the number of restarts, and each
+JSON record has that number.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from hpcfsdp import env
 from hpcfsdp.terminal import shown_lines, shown_message
 
 LOGGER = logging.getLogger("hpcfsdp")
@@ -30,10 +35,10 @@ class _PlainFormatter(logging.Formatter):
 class _JsonFormatter(logging.Formatter):
     def __init__(self, rank: int, host: str) -> None:
         super().__init__()
-        self._rank, self._host = rank, host
+        self._where = {"rank": rank, "host": host, **env.restarts()}
 
     def format(self, record: logging.LogRecord) -> str:
-        entry = {"date": _utc(record), "level": record.levelname, "rank": self._rank, "host": self._host}
+        entry = {"date": _utc(record), "level": record.levelname, **self._where}
         entry |= {"topic": record.name, "message": record.getMessage()}
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
@@ -62,6 +67,9 @@ def set_up(rank: int, size: int, host: str, directory: Path | None = None) -> No
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         _add(logging.FileHandler(directory / f"rank-{rank:04d}.jsonl"), _JsonFormatter(rank, host))
+    job, count = env.scheduler_job()
+    if job:
+        LOGGER.getChild("job").info("job %s%s", job, f", restart {count}" if count.isdecimal() else "")
 
 
 def close() -> None:

@@ -1,4 +1,7 @@
-"""Metrics of a run as JSON lines, one record each, in the order of steps."""
+"""Metrics of a run as JSON lines, one record each, in the order of steps.
+
+In a job of a scheduler each record has the number of times that the job was requeued, as "restart".
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from hpcfsdp import env
 
 
 class MetricsFile:
@@ -20,7 +25,7 @@ class MetricsFile:
             draft = path.with_name(f".{path.name}.partial")
             draft.write_text("".join(f"{line}\n" for line in kept))
             os.replace(draft, path)
-        self._path = path
+        self._path, self._restarts = path, env.restarts()
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -29,7 +34,7 @@ class MetricsFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file.close()
             self._file = open(self._path, "a", buffering=1)  # noqa: SIM115 - closed by close()
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps({**record, **self._restarts}) + "\n")
 
     def close(self) -> None:
         self._file.close()

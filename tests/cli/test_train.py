@@ -60,7 +60,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_75(start, tiny):
     assert job.code == 75, job.stderr
     (path,) = (run_dir(tiny) / "checkpoints").iterdir()
     assert open_index(path).info.step == steps(tiny)[-1]
-    assert f"stopped after step {steps(tiny)[-1]} by signal {int(signal.SIGUSR2)}" in job.stderr
+    assert f"stopped after step {steps(tiny)[-1]}: signal {int(signal.SIGUSR2)}" in job.stderr
 
 
 def test_sigterm_to_one_rank_is_enough(start, tiny):
@@ -128,6 +128,7 @@ def test_impossible_trainings_are_refused_once_for_all_ranks(start, tiny, tmp_pa
         ([*tiny, "--data.paths", tmp_path / "no"], 1, "no: no such file or folder"),
         ([*tiny, "--data.paths", tmp_path / "empty"], 1, "no bytes to learn from in"),
         ([*tiny, "--run_dir", "/proc/run"], 1, "run_dir /proc/run: cannot write there"),
+        ([*tiny, "--run_dir", tmp_path / "run.yaml"], 1, "run.yaml: cannot write there: Not a directory"),
         ([*tiny, "--train.batch", "1"], 2, "train.batch (1 sequences a step)"),
     ]
     refused(start, tmp_path, cases)

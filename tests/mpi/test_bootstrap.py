@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 
 import hpcfsdp
+from hpcfsdp import env
 from hpcfsdp.errors import LaunchError
-from hpcfsdp.launch import rendezvous
+from hpcfsdp.launch import rendezvous, together, versions
 
 pytestmark = [pytest.mark.ranks(2, 1, 3, 4), pytest.mark.transport]
 
@@ -65,6 +66,72 @@ def test_unreachable_addresses_are_named_on_every_rank(world, monkeypatch):
     monkeypatch.setattr(rendezvous, "PROBE_TIMEOUT_S", 0.2)
     with pytest.raises(LaunchError, match=r"127\.0\.0\.1.*port 9.*Allow TCP between the nodes"):
         rendezvous.first_reached_by_all(["127.0.0.1"], 9, world.comm)
+
+
+def test_the_lowest_of_each_value_over_all_ranks(world):
+    assert together.minima(world.comm, [world.rank, -world.rank, 7]) == [0, 1 - world.size, 7]
+    assert together.minima(world.comm, []) == []
+
+
+def test_ranks_detect_that_a_value_differs_on_one_of_them(world):
+    assert together.is_same(world.comm, {"a": (1, None)})
+    for odd in range(world.size):
+        assert together.is_same(world.comm, world.rank == odd) == (world.size == 1)
+
+
+@pytest.mark.parametrize("kind", [LaunchError, RuntimeError])
+def test_all_ranks_raise_the_error_of_the_lowest(world, kind):
+    with together.raise_lowest(world.comm):
+        pass
+    first = world.size // 2
+    with (
+        pytest.raises(LaunchError, match=rf"^(rank {first} on \S+: )?no driver on {first}$") as caught,
+        together.raise_lowest(world.comm),
+    ):
+        if world.rank >= first:
+            raise kind(f"no driver on {world.rank}")
+    assert caught.value.raised_on_all_ranks
+    has_trace = world.rank >= first and kind is not LaunchError
+    assert isinstance(caught.value.__cause__, kind if has_trace else type(None))
+
+
+@pytest.fixture
+def other_software(world, monkeypatch):
+    """``other_software(name, version)``: what all ranks but the first have."""
+
+    def change(name, version):
+        found = versions.versions()
+        assert name in found
+        if world.rank:
+            found[name] = version
+        monkeypatch.setattr(versions, "versions", lambda: found)
+
+    if world.size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    return change
+
+
+@pytest.mark.parametrize("name", ["hpcfsdp", "torch", "Python"])
+def test_ranks_with_other_software_are_named_on_all_ranks(world, other_software, name):
+    versions.compare(world.comm)
+    other_software(name, "0.1")
+    host, others = env.host_name(), world.size - 1
+    text = (
+        rf"{name} is \S+ on rank 0 \({host}\), but 0\.1 on rank 1 \({host}\); {others} rank\(s\) differ .*, on {host}:"
+    )
+    with pytest.raises(LaunchError, match=text) as caught:
+        versions.compare(world.comm)
+    assert caught.value.raised_on_all_ranks
+
+
+@pytest.mark.parametrize(("name", "version"), [("Python's release", "3.11.99"), ("mpi4py", "9.9"), ("h5py", None)])
+def test_differences_that_may_be_fine_are_logged_once(world, other_software, caplog, name, version):
+    other_software(name, version)
+    versions.compare(world.comm)
+    logged = [record.getMessage() for record in caplog.records if record.name == "hpcfsdp.launch"]
+    assert len(logged) == (world.rank == 0)
+    if logged:
+        assert f"but {version or 'missing'} on rank 1" in logged[0]
 
 
 def test_threads_are_shared_between_the_ranks_of_a_node(world):

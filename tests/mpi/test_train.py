@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import math
+import os
 import random
 import re
 import shutil
+import signal
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+import hpcfsdp
 from hpcfsdp import checkpoint
 from hpcfsdp.cli import train as command
 from hpcfsdp.comm.fake import FakeCommunicator
@@ -38,7 +41,7 @@ from hpcfsdp.examples.gpt.schedule import learning_rate
 from hpcfsdp.examples.gpt.transformer import GPT, count_elements
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
 from hpcfsdp.launch.lock import RunLock
-from hpcfsdp.launch.signals import StopRequest
+from tests.signals import own_handlers
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -77,7 +80,7 @@ def make_config(shared_path, world):
 
 
 def run(config, world):
-    return command.run(config, world, StopRequest())
+    return command.run(config, world, hpcfsdp.preemption())
 
 
 def records(config, kind="train"):
@@ -266,7 +269,7 @@ def as_local(tensor):
 def test_tensor_parallel_ranks_drop_the_same_elements_of_equal_activations(world, make_config):
     model = ModelConfig(layers=2, width=24, heads=12, context=16, dropout=0.3)
     config = make_config(model=model, mesh=(1, world.size), steps=4, every=0)
-    trainer = loop.Trainer(config, world, Callbacks())
+    trainer = loop.Trainer(config, world, hpcfsdp.preemption(), Callbacks())
     trainer.run()
     with FSDP.summon_full_params(trainer.model, writeback=False):
         norm = trainer.model.blocks[0].norm_feed.weight
@@ -309,12 +312,12 @@ def test_a_finished_training_logs_that_no_steps_are_left(world, make_config, cap
 @pytest.mark.transport
 def test_a_signal_to_one_rank_stops_all_after_a_step_with_a_checkpoint(world, make_config, cut):
     config = make_config(every=0, model=MANY_HEADS, mesh=largest(world) if cut else (1, 1))
-    stop = StopRequest()
-    if world.rank == world.size - 1:
-        stop.received = 10
-    outcome = command.run(config, world, stop)
-    assert (outcome.step, outcome.signal, outcome.held_out) == (1, 10, None)
-    assert checkpoint.open_index(outcome.checkpoint).info.step == 1
+    with own_handlers(), hpcfsdp.preemption() as stop:
+        if world.rank == world.size - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        outcome = command.run(config, world, stop)
+    assert (outcome.step, outcome.stopped, outcome.held_out) == (2, "signal 10 (SIGUSR1)", None)
+    assert checkpoint.open_index(outcome.checkpoint).info.step == 2
     assert run(config, world).step == 8
 
 
@@ -415,12 +418,12 @@ def test_asynchronous_saves_do_not_change_the_run(world, make_config):
 
 def test_a_signal_waits_for_the_checkpoint_that_is_being_written(world, make_config):
     config = make_config(every=0)
-    stop = StopRequest()
-    stop.received = 10
-    outcome = command.run(
-        dataclasses.replace(config, checkpoint=CheckpointConfig(every=0, asynchronous=True)), world, stop
-    )
-    assert (outcome.step, outcome.signal) == (1, 10)
+    with own_handlers(), hpcfsdp.preemption() as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        outcome = command.run(
+            dataclasses.replace(config, checkpoint=CheckpointConfig(every=0, asynchronous=True)), world, stop
+        )
+    assert (outcome.step, outcome.stopped) == (1, "signal 10 (SIGUSR1)")
     assert checkpoint.open_index(outcome.checkpoint).info.step == 1
 
 
@@ -490,6 +493,86 @@ def test_a_refused_run_does_not_change_the_configuration_of_the_folder(world, ma
         run(make_config(steps=2, model=ModelConfig(layers=1, width=24, heads=3, context=16)), world)
     with open(f"{config.run_dir}/config.yaml") as file:
         assert file.read() == before
+
+
+@pytest.fixture
+def unsharded(monkeypatch):
+    """A training that is refused after it has made its model fails the test."""
+
+    def refuse():
+        monkeypatch.setattr(loop, "shard", lambda *_: pytest.fail("a model was made"))
+
+    return refuse
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_what_differs(world, make_config, unsharded):
+    run(make_config(steps=2), world)
+    unsharded()
+    other = make_config(steps=2, model=ModelConfig(layers=3, width=48, heads=3, context=16))
+    text = r"step-00000002\.h5 is of another model: model\.layers was 2, now 3; model\.width was 24, now 48\. "
+    for config in (other, resume_changed(other)):
+        with pytest.raises(CheckpointMismatchError, match=text) as caught:
+            run(config, world)
+        assert caught.value.raised_on_all_ranks
+
+
+def resume_changed(config):
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume_changed=True))
+
+
+def test_another_training_is_resumed_only_if_that_is_wanted(
+    world, make_config, unsharded, shared_path, caplog, monkeypatch
+):
+    run(make_config(steps=4, run_steps=2), world)
+    text = f"{shared_path}/text.bin"
+    if world.rank == 0:
+        Path(text).write_bytes(b"gamma delta " * 100)
+    world.comm.Barrier()
+    other = dataclasses.replace(
+        make_config(steps=4, batch=6),
+        seed=4,
+        data=DataConfig(paths=text, held_out=0.2),
+        optim=OptimConfig(lr=1e-2, warmup_steps=2, weight_decay=0.3, beta2=0.9),
+    )
+    expected = (
+        "step-00000002.h5 is of another training: seed was 3, now 4; train.batch was 12, now 6; optim.weight_decay was "
+        "0.1, now 0.3; optim.beta2 was 0.95, now 0.9; the data is not what it was trained on (data.paths was "
+        f"['{shared_path}/corpus'], now {text}). "
+    )
+    unsharded()
+    with pytest.raises(UsageError, match=re.escape(expected)) as caught:
+        run(other, world)
+    assert caught.value.raised_on_all_ranks
+    monkeypatch.undo()
+    with caplog.at_level("INFO", "hpcfsdp"):
+        trainer = loop.Trainer(resume_changed(other), world, Callbacks())
+    (group,) = trainer.optimizer.param_groups
+    assert (trainer.step, group["weight_decay"], group["betas"]) == (2, 0.3, (0.9, 0.9))
+    assert trainer.run().step == 4
+    if world.rank == 0:
+        assert "resuming step-00000002.h5 with changes: seed was 3, now 4; " in caplog.text
+
+
+def test_length_learning_rate_and_checkpoints_may_change_and_are_logged(world, make_config, caplog):
+    run(make_config(steps=4, run_steps=2), world)
+    config = dataclasses.replace(make_config(steps=5, every=1), optim=OptimConfig(lr=2e-2, warmup_steps=2))
+    with caplog.at_level("INFO", "hpcfsdp"):
+        assert run(config, world).step == 5
+    changes = "optim.lr was 0.01, now 0.02; train.steps was 4, now 5; checkpoint.every was 3, now 1"
+    expected = f"resuming step-00000002.h5 with changes: {changes}"
+    assert [m for m in caplog.messages if m.startswith("resuming")] == [expected][: world.rank == 0]
+
+
+def test_a_folder_that_takes_no_checkpoints_is_an_error_at_the_start(world, make_config, unsharded):
+    config = make_config()
+    if world.rank == 0:
+        Path(config.run_dir).mkdir()
+        Path(config.run_dir, "checkpoints").write_text("in the way")
+    world.comm.Barrier()
+    unsharded()
+    with pytest.raises(HpcfsdpError, match=r"run/checkpoints: cannot write checkpoints there: File exists") as caught:
+        run(config, world)
+    assert caught.value.raised_on_all_ranks
 
 
 def test_a_second_training_in_a_folder_is_refused_on_all_ranks(world, make_config):

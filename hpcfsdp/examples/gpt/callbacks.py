@@ -1,4 +1,4 @@
-"""Hooks for a program that runs the training: signals, the folder of the run, and the output of steps."""
+"""Hooks for a program that runs the training: the folder of the run, and the output of steps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from typing import Any
 
 class Callbacks:
     """Called by the training on every rank. These do nothing; ``hpcfsdp train`` has its own."""
-
-    def stop_signal(self) -> int:
-        """Number of the signal that asks this rank to stop, 0 if none does. Asked in each step."""
-        return 0
 
     def before_save(self) -> None:
         """Collective over all ranks. Called before anything is trained, and before each checkpoint."""

@@ -1,9 +1,10 @@
-"""The training: resume, step, checkpoint, evaluate, and stop after a step when a signal asks for it."""
+"""The training: resume, step, checkpoint, evaluate, and stop after a step when the job is about to end."""
 
 from __future__ import annotations
 
 import logging
 import math
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,13 +15,21 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hpcfsdp import World, checkpoint
-from hpcfsdp.errors import CheckpointError, DataError, HpcfsdpError, UsageError
+from hpcfsdp import Preemption, World, checkpoint
+from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, DataError, HpcfsdpError, UsageError
 from hpcfsdp.examples.gpt import data
 from hpcfsdp.examples.gpt.callbacks import Callbacks
 from hpcfsdp.examples.gpt.evaluate import HeldOut, evaluate
 from hpcfsdp.examples.gpt.parallel import make_mesh, shard, share_of, to_device
-from hpcfsdp.examples.gpt.run_config import RunConfig, data_paths, num_replicas
+from hpcfsdp.examples.gpt.run_config import (
+    OF_THE_MODEL,
+    OF_THE_TRAINING,
+    OptimConfig,
+    RunConfig,
+    changes,
+    data_paths,
+    num_replicas,
+)
 from hpcfsdp.examples.gpt.schedule import learning_rate
 from hpcfsdp.examples.gpt.transformer import GPT, count_elements
 
@@ -43,9 +52,9 @@ class Outcome:
     checkpoint: Path | None
     """The newest checkpoint, None if nothing was trained."""
     held_out: HeldOut | None
-    """None when a signal stopped the run."""
-    signal: int
-    """Number of the signal that stopped it, or 0."""
+    """None if it was stopped."""
+    stopped: str
+    """Why it was stopped before its last step, or ""."""
 
 
 class Trainer:
@@ -54,25 +63,20 @@ class Trainer:
     ``run_config.check`` must have accepted the configuration.
     """
 
-    def __init__(self, config: RunConfig, world: World, callbacks: Callbacks) -> None:
-        self.config, self.world, self.callbacks = config, world, callbacks
+    def __init__(self, config: RunConfig, world: World, stop: Preemption, callbacks: Callbacks) -> None:
+        self.config, self.world, self.stop, self.callbacks = config, world, stop, callbacks
         self.run_dir = Path(config.run_dir)
         self.window = config.model.context + 1
         self.step = 0
         self.curves: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in CURVES}
         # Rank 0 looks for all: one walk through the folders, and one view of a shared file system.
-        self.newest, self.split = on_rank_0(world, lambda: (self._newest_checkpoint(), self._find_data()))
+        self.newest, self.split = on_rank_0(world, self._look)
         self.corpus = data.Corpus(self.split.train)
         self.mesh = make_mesh(config.mesh, world)
         self.share = share_of(self.mesh, world)
         torch.manual_seed(config.seed)
         self.model = shard(GPT(config.model), self.mesh, world)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=config.optim.lr,
-            betas=(config.optim.beta1, config.optim.beta2),
-            weight_decay=config.optim.weight_decay,
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.optim.lr, **adamw_options(config.optim))
         self.manager = checkpoint.CheckpointManager(
             self.run_dir / "checkpoints",
             keep_last=config.checkpoint.keep_last or None,
@@ -83,27 +87,28 @@ class Trainer:
         callbacks.before_save()
 
     def run(self) -> Outcome:
-        """Train until the steps are done or a signal asks to stop; the newest checkpoint then holds every step."""
+        """Train until the steps are done or the job has to stop; the newest checkpoint then holds every step."""
         loop, every = self.config.train, self.config.checkpoint.every
         last = min(loop.steps, self.step + loop.run_steps) if loop.run_steps else loop.steps
         if self.step >= last:
             log.warning("all %d steps are done already; raise train.steps to go on", loop.steps)
-        signal, began = 0, time.perf_counter()
+        stopped, began = False, time.perf_counter()
         try:
             with self.manager, self.callbacks.steps(self.step, last):
-                while self.step < last and not signal:
-                    loss, norm, rate, signal = self._train_step()
+                while self.step < last and not stopped:
+                    loss, norm, rate = self._train_step()
                     seconds, began = time.perf_counter() - began, time.perf_counter()
                     self._record(loss, norm, rate, seconds)
                     self.manager.step()
-                    if self.step == last or signal or (every and self.step % every == 0):
+                    stopped = self.stop.requested(self.step)
+                    if self.step == last or stopped or (every and self.step % every == 0):
                         self.save()
-            if signal:
-                log.warning("stopped after step %d by signal %d; the checkpoint is complete", self.step, signal)
-                return Outcome(self.step, self.newest, None, signal)
+            if stopped:
+                log.warning("stopped after step %d: %s; the checkpoint is complete", self.step, self.stop.reason)
+                return Outcome(self.step, self.newest, None, self.stop.reason)
             held_out = self._evaluate()
             self.callbacks.record({"step": self.step, "kind": "held_out", **asdict(held_out)})
-            return Outcome(self.step, self.newest, held_out, 0)
+            return Outcome(self.step, self.newest, held_out, "")
         finally:
             self.corpus.close()
 
@@ -120,8 +125,8 @@ class Trainer:
             metrics=self.curves,
         )
 
-    def _train_step(self) -> tuple[float, float, float, int]:
-        """One optimizer step: loss in nats per byte, gradient norm, learning rate, signal that any rank received."""
+    def _train_step(self) -> tuple[float, float, float]:
+        """One optimizer step: loss in nats per byte, gradient norm, learning rate."""
         config, share = self.config, self.share
         # Each part of the data has its own dropout masks; ranks that compute with the same part need the same masks.
         torch.manual_seed(data.mask_seed(config.seed, self.step, share.rank))
@@ -139,8 +144,6 @@ class Trainer:
             (loss * (share.size / predicted)).backward()
             nats += loss.detach().double()
         norm = self.model.clip_grad_norm_(config.optim.clip_norm or math.inf)
-        signal = torch.tensor(self.callbacks.stop_signal())  # in host memory: it need not wait for a device
-        self.world.host.all_reduce(signal, "max")
         self.world.communicator.all_reduce(nats, "sum")
         # The only point of a step where the host waits for a device: no optimizer steps before the figures are known.
         total, norm = torch.stack([nats, norm.double()]).tolist()
@@ -150,7 +153,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        return mean, norm, rate, int(signal)
+        return mean, norm, rate
 
     def _batch(self, samples: range) -> torch.Tensor:
         starts = [data.train_window(self.config.seed, s, len(self.corpus), self.window) for s in samples]
@@ -183,6 +186,29 @@ class Trainer:
             )
         finally:
             corpus.close()
+
+    def _look(self) -> tuple[Path | None, data.Split]:
+        """On one rank. The newest checkpoint and the data, which fit each other; no memory of a device is used yet."""
+        folder = self.run_dir / "checkpoints"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise HpcfsdpError(f"{folder}: cannot write checkpoints there: {error.strerror}") from error
+        newest, split = self._newest_checkpoint(), self._find_data()
+        given = self.config.checkpoint.resume
+        if newest is not None:
+            paths = checkpoint.checkpoint_files(folder)[::-1]
+        else:
+            paths = [] if given in ("auto", "never") else [Path(given)]
+        for path in paths:
+            try:
+                info = checkpoint.open_index(path).info
+            except CheckpointError:  # loading reports it, or falls back to the one before
+                continue
+            check_changes(self.config, split.fingerprint, info)
+            break
+        return newest, split
 
     def _newest_checkpoint(self) -> Path | None:
         newest = checkpoint.latest(self.run_dir / "checkpoints")
@@ -234,13 +260,8 @@ class Trainer:
         seconds = time.perf_counter() - began
         checkpoint_log.info("loaded %s step=%d ranks=%d secs=%.2f", info.path, info.step, info.world_size, seconds)
         on_rank_0(self.world, lambda: self._resume_curves(info.path))  # checkpoints hold those of rank 0
-        position = info.extra.get("data", {})
-        if position.get("corpus") != self.split.fingerprint:
-            data_log.warning(
-                "the data is not what the checkpoint was trained on: sequences will differ from the first run's"
-            )
-        if position.get("samples") != self.step * self.config.train.batch:
-            data_log.warning("train.batch was another one: some sequences may be seen again or left out")
+        for group in self.optimizer.param_groups:  # the checkpoint has brought its own
+            group.update(adamw_options(self.config.optim))
 
     def _resume_curves(self, path: Path) -> None:
         found = checkpoint.open_index(path).metrics
@@ -254,6 +275,42 @@ class Trainer:
             sizes = zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True)
             text += " (" + " x ".join(f"{name}={size}" for name, size in sizes) + ")"
         return text
+
+
+def adamw_options(config: OptimConfig) -> dict[str, Any]:
+    """The options of AdamW that stay the same from step to step."""
+    return {"betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay}
+
+
+def check_changes(config: RunConfig, corpus: str, info: checkpoint.CheckpointInfo) -> None:
+    """Compare a training with that of a checkpoint, before anything is loaded. Log what differs.
+
+    Args:
+        corpus: the fingerprint of the data.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint is of another model.
+        UsageError: the training would go on in another way, and ``checkpoint.resume_changed`` is not set.
+    """
+    differing = changes(config, info.config or {})
+    trained_on = info.extra.get("data", {}).get("corpus", corpus)
+    texts = {key: f"{key} was {old}, now {new}" for key, (old, new) in differing.items()}
+    if wrong := [texts[key] for key in OF_THE_MODEL if key in texts]:
+        raise CheckpointMismatchError(
+            f"{info.path} is of another model: {'; '.join(wrong)}. Give its values, or choose another run_dir"
+        )
+    changed = [texts[key] for key in OF_THE_TRAINING if key in texts]
+    if trained_on != corpus:
+        paths = (info.config or {}).get("data", {}).get("paths")
+        changed.append(f"the data is not what it was trained on (data.paths was {paths}, now {config.data.paths})")
+    if changed and not config.checkpoint.resume_changed:
+        raise UsageError(
+            f"{info.path} is of another training: {'; '.join(changed)}. Give its values, choose another run_dir, or "
+            "give --checkpoint.resume_changed true to go on with the new values"
+        )
+    noted = changed + [text for key, text in texts.items() if key not in OF_THE_TRAINING]
+    if noted:
+        log.info("resuming %s with changes: %s", info.path.name, "; ".join(noted))
 
 
 def on_rank_0(world: World, work: Callable[[], Result]) -> Result:

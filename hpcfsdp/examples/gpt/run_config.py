@@ -5,9 +5,10 @@ The text below a field is its help.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 from hpcfsdp.errors import UsageError
 
@@ -86,6 +87,8 @@ class CheckpointConfig:
     resume: str = "auto"
     """auto: from the newest undamaged one in the run's folder, if there is one. The path of a file: from that file, if
     the folder holds none. never: refuse a folder that holds some."""
+    resume_changed: bool = False
+    """Resume even if the data, the seed, train.batch, dropout or the optimizer are not those of the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,17 @@ _NOT_NEGATIVE = (
     *("train.run_steps", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every"),
     *("optim.warmup_steps", "optim.clip_norm", "optim.min_lr", "optim.weight_decay", "seed"),
 )
+OF_THE_MODEL = ("model.layers", "model.width", "model.heads", "model.context")
+"""A checkpoint with another value of one of these is of another model."""
+OF_THE_TRAINING = (
+    *("seed", "model.dropout", "train.batch", "data.held_out"),
+    *("optim.weight_decay", "optim.beta1", "optim.beta2", "optim.clip_norm"),
+)
+"""To resume with another value of one of these changes the training. Its length and learning rate may be adjusted."""
+_OF_A_JOB = (
+    *("run_dir", "take_over", "device", "data.paths", "train.run_steps", "train.log_every"),
+    *("checkpoint.resume", "checkpoint.resume_changed"),
+)
 _FRACTIONS = ("model.dropout", "optim.beta1", "optim.beta2")
 
 
@@ -138,6 +152,23 @@ def data_paths(config: DataConfig) -> list[str]:
 def num_replicas(config: MeshConfig, num_nodes: int) -> int:
     """Copies of the model on so many nodes."""
     return num_nodes if config.replicate == "nodes" else config.replicate
+
+
+def changes(config: RunConfig, before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Keys with other values in `before`, the configuration in a checkpoint: key -> that value and that of `config`.
+
+    Without keys that only one of them has, and without those that describe a job and not the training.
+    """
+    old, new = _flat(before), _flat(asdict(config))
+    return {key: (old[key], new[key]) for key in new if key in old and old[key] != new[key] and key not in _OF_A_JOB}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
 
 
 def check(config: RunConfig, num_ranks: int, num_nodes: int = 1) -> None:

@@ -102,51 +102,57 @@ def test_ranks_that_share_all_cores_never_start_more_threads_than_cores_unless_t
 
 def node_of(rank, *values):
     """The ranks of a node, of which the others say `values`."""
-    return SimpleNamespace(rank=rank, allgather=lambda mine: [*values[:rank], mine, *values[rank:]])
+    return SimpleNamespace(
+        rank=rank, size=len(values) + 1, allgather=lambda mine: [*values[:rank], mine, *values[rank:]]
+    )
 
 
-def test_bind_sets_the_threads_of_a_rank_on_the_cpu(gpus, monkeypatch):
-    gpus(0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+
+
+def test_a_rank_on_the_cpu_takes_its_share_of_the_cores(monkeypatch):
     chosen = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    assert device.bind(None, node_of(1, {0, 1, 2, 3})) == torch.device("cpu")
+    assert device.activate(CPU) is None
+    device.share_node(CPU, None, node_of(1, {0, 1, 2, 3}), exclusive=True)
     assert chosen == [2]
 
 
-def test_bind_leaves_the_threads_that_the_user_fixed(gpus, monkeypatch):
-    gpus(0)
+def test_threads_that_the_user_fixed_stay(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setattr(torch, "set_num_threads", lambda _: pytest.fail("threads were changed"))
-    assert device.bind("cpu", node_of(0)) == torch.device("cpu")
+    device.share_node(CPU, None, node_of(0), exclusive=True)
 
 
-@pytest.fixture
-def uuids(gpus, monkeypatch):
+def test_the_device_of_a_rank_is_made_current(gpus, monkeypatch):
     gpus(2)
     made_current = []
     monkeypatch.setattr(accelerator, "make_current", made_current.append)
     monkeypatch.setattr(accelerator, "describe", lambda device: Hardware("H200", f"GPU-{device.index}", 1))
     with torch.autograd.set_multithreading_enabled(True):
-        yield made_current
+        assert device.activate(CUDA) == "GPU-1"
+        assert made_current == [CUDA]
+        assert not torch._C._is_multithreading_enabled()  # backwards run on this thread, which hears signals
 
 
-def test_bind_makes_a_gpu_current_that_no_other_rank_has(uuids):
-    assert device.bind(None, node_of(1, "GPU-0")) == torch.device("cuda", 1)
-    assert uuids == [torch.device("cuda", 1)]
-    assert not torch._C._is_multithreading_enabled()  # backwards run on this thread, which hears signals
+@pytest.mark.parametrize(
+    ("uuid", "others", "exclusive"),
+    [("GPU-1", ["GPU-0"], True), (None, [None, None], True), ("GPU-1", ["GPU-1"], False)],
+    ids=["devices of their own", "drivers that name no hardware", "a backend that allows it"],
+)
+def test_ranks_that_may_share_a_node(gpus, uuid, others, exclusive):
+    gpus(2)
+    device.share_node(CUDA, uuid, node_of(1, *others), exclusive=exclusive)
 
 
-def test_ranks_whose_drivers_name_no_hardware_are_not_refused(uuids, monkeypatch):
-    monkeypatch.setattr(accelerator, "describe", lambda device: Hardware("npu", None, 0))
-    assert device.bind("cuda:0", node_of(1, None, None)) == torch.device("cuda", 0)
-
-
-def test_ranks_that_share_a_gpu_are_named(uuids):
+def test_ranks_that_share_a_gpu_are_named(gpus):
+    gpus(2)
     with pytest.raises(LaunchError) as caught:
-        device.bind("cuda:1", node_of(0, "GPU-0", "GPU-1"))
+        device.share_node(CUDA, "GPU-1", node_of(0, "GPU-0", "GPU-1"), exclusive=True)
     assert str(caught.value) == (
-        "local ranks [0, 2] of this node share one device (cuda:1, GPU-1), which NCCL and its like refuse: start at "
-        "most one process for each, or let each see another one (srun --gpus-per-task=1)"
+        "3 rank(s) on this node use 2 device(s): local ranks [0, 2] share one (cuda:1, GPU-1), which NCCL and its like "
+        "refuse: start at most one rank for each device (srun --ntasks-per-node=N, mpirun --map-by ppr:N:node), or let "
+        "each see another one (srun --gpus-per-task=1)"
     )

@@ -3,6 +3,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from hpcfsdp import env
 from hpcfsdp.errors import LaunchError
 from hpcfsdp.launch import job
 
@@ -64,6 +65,36 @@ def test_mpirun_inside_of_a_larger_allocation_goes_by_its_own_size(mpi, monkeypa
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
     assert job.load_mpi() is library
+
+
+ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "idle"),
+    [
+        ({}, 0),
+        (ALLOCATION, 7),
+        (ALLOCATION | {"SLURM_NTASKS": ""}, 1),
+        (ALLOCATION | {"SLURM_NTASKS": "1", "SLURM_NNODES": "1"}, 0),
+        (ALLOCATION | {"SLURM_STEP_NUM_TASKS": "1"}, 7),  # an interactive step: a shell
+        (ALLOCATION | {"SLURM_STEP_NUM_TASKS": "8"}, 0),
+        (ALLOCATION | {"OMPI_COMM_WORLD_SIZE": "1"}, 0),  # mpirun -n 1
+        ({"SLURM_NTASKS": "8"}, 0),
+    ],
+)
+def test_a_process_alone_in_an_allocation_of_several_tasks_is_noticed(mpi, monkeypatch, environ, idle):
+    mpi(1)  # no launcher
+    for name in ALLOCATION:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert env.idle_tasks() == idle
+    if idle:
+        with pytest.raises(LaunchError, match=rf"SLURM's job 7, which has {idle + 1} tasks, but not in a step of it"):
+            job.check_step()
+    else:
+        job.check_step()
 
 
 def test_mpi_cannot_start_again_after_its_end(mpi):

@@ -10,18 +10,23 @@ from hpcfsdp.launch import rendezvous
 
 
 class Ranks:
-    """A communicator on which other ranks reached what `others` says."""
+    """A communicator of rank 0. On other ranks `others` lists which of the addresses they reach."""
+
+    rank = 0
 
     def __init__(self, *others):
-        self._others = others
+        self.others = others
 
     def allgather(self, mine):
-        return [mine, *self._others]
+        return [mine, *(None if any(reached) else f"{1 + i} on n{1 + i}" for i, reached in enumerate(self.others))]
 
 
 @pytest.fixture
 def reached(monkeypatch):
     """``reached(addresses)``: let rank 0 reach just these."""
+    monkeypatch.setattr(
+        rendezvous, "minima", lambda comm, mine: [*map(min, mine, *comm.others)] if comm.others else mine
+    )
     return lambda addresses: monkeypatch.setattr(rendezvous, "reachable", lambda address, _port: address in addresses)
 
 
@@ -31,31 +36,39 @@ def test_the_first_address_that_all_reach_is_chosen(reached):
     assert rendezvous.first_reached_by_all(["10.0.0.1", "10.1.0.1", "10.2.0.1"], 5, comm) == "10.1.0.1"
 
 
+def test_a_rank_that_does_not_probe_opens_no_connection(reached, monkeypatch):
+    reached(set())
+    monkeypatch.setattr(rendezvous, "reachable", lambda *_: pytest.fail("a connection was tried"))
+    comm = Ranks([False, True])
+    assert rendezvous.first_reached_by_all(["10.0.0.1", "10.1.0.1"], 5, comm, probes=False) == "10.1.0.1"
+
+
 def error_of(candidates, comm):
     with pytest.raises(LaunchError) as caught:
         rendezvous.first_reached_by_all(candidates, 4321, comm)
+    assert caught.value.raised_on_all_ranks
     return str(caught.value)
 
 
 def test_ranks_that_reach_no_address_are_named(reached):
     reached({"10.0.0.1"})
     assert error_of(["10.0.0.1", "10.1.0.1"], Ranks([False, False], [True, True], [False, False])) == (
-        "no address of rank 0's host (10.0.0.1, 10.1.0.1; port 4321) is reached by every rank; ranks that reach none "
-        "of them: [1, 3]. Allow TCP between the nodes"
+        "no address of rank 0's host (10.0.0.1, 10.1.0.1; port 4321) is reached from every node; ranks that reach none "
+        "of them: 1 on n1, 3 on n3. Allow TCP between the nodes"
     )
 
 
 def test_ranks_that_reach_different_addresses_raise(reached):
     reached({"10.0.0.1"})
     assert error_of(["10.0.0.1", "10.1.0.1"], Ranks([False, True])) == (
-        "no address of rank 0's host (10.0.0.1, 10.1.0.1; port 4321) is reached by every rank; ranks that reach none "
+        "no address of rank 0's host (10.0.0.1, 10.1.0.1; port 4321) is reached from every node; ranks that reach none "
         "of them: none, but no single address serves all. Allow TCP between the nodes"
     )
 
 
 def test_a_host_without_addresses_is_an_error(reached):
     reached(set())
-    assert "rank 0's host (it has none besides loopback; port 4321)" in error_of([], Ranks([]))
+    assert "rank 0's host (it has none besides loopback; port 4321)" in error_of([], Ranks())
 
 
 @pytest.fixture

@@ -1,9 +1,18 @@
 import os
 import signal
+import threading
 
 import pytest
 
-from hpcfsdp.launch.signals import STOP_SIGNALS, StopRequest
+from hpcfsdp.errors import LaunchError
+from hpcfsdp.launch.signals import STOP_SIGNALS, StopSignals, ignore_stop_signals
+from tests.signals import own_handlers
+
+
+@pytest.fixture(autouse=True)
+def handlers_come_back():
+    with own_handlers():
+        yield
 
 
 def test_the_signals_of_schedulers_are_handled():
@@ -11,28 +20,57 @@ def test_the_signals_of_schedulers_are_handled():
 
 
 def test_nothing_is_received_at_first():
-    with StopRequest() as stop:
+    with StopSignals() as stop:
         assert stop.received == 0
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_noted(number):
-    with StopRequest() as stop:
+    with StopSignals() as stop:
         os.kill(os.getpid(), number)
         assert stop.received == number
 
 
 def test_the_first_signal_counts():
-    with StopRequest() as stop:
+    with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGUSR2)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.received == signal.SIGUSR2
 
 
 def test_the_note_stays_after_the_end():
-    with StopRequest() as stop:
+    with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
     assert stop.received == signal.SIGUSR1
+
+
+def test_once_a_signal_has_arrived_no_other_ends_the_process():
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGUSR2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert stop.received == signal.SIGUSR2
+
+
+def test_no_signal_ends_a_process_that_ignores_them():
+    ignore_stop_signals()
+    for number in STOP_SIGNALS:
+        os.kill(os.getpid(), number)
+
+
+def test_another_thread_is_refused():
+    caught = []
+
+    def enter():
+        try:
+            StopSignals().__enter__()
+        except LaunchError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert "main thread" in caught[0]
 
 
 def test_handlers_come_back_also_after_an_error():
@@ -42,7 +80,7 @@ def test_handlers_come_back_also_after_an_error():
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     previous = signal.signal(signal.SIGUSR1, own)
     try:
-        with pytest.raises(KeyError), StopRequest():
+        with pytest.raises(KeyError), StopSignals():
             assert signal.getsignal(signal.SIGUSR1) is not own
             raise KeyError
         assert signal.getsignal(signal.SIGUSR1) is own
@@ -53,5 +91,5 @@ def test_handlers_come_back_also_after_an_error():
 
 def test_other_signals_are_left_alone():
     before = signal.getsignal(signal.SIGINT)
-    with StopRequest():
+    with StopSignals():
         assert signal.getsignal(signal.SIGINT) is before

@@ -101,3 +101,24 @@ def test_importing_the_library_sets_up_nothing(run_python):
         "import logging, hpcfsdp.observe.log, hpcfsdp.examples.gpt.loop; print(logging.getLogger('hpcfsdp').handlers)"
     )
     assert run_python(code) == "[]\n"
+
+
+def test_logs_of_a_requeued_job_go_on_and_count_the_restarts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    for count in ("0", "3"):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+        log.set_up(0, 2, "nid001", tmp_path)
+        logging.getLogger("hpcfsdp.train").info("step")
+    log.close()
+    assert [entry["restart"] for entry in lines_of(tmp_path / "rank-0000.jsonl")] == [0, 0, 3, 3]
+    shown = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert shown == ["job: job 12, restart 0", "train: step", "job: job 12, restart 3", "train: step"]
+
+
+def test_outside_of_a_scheduler_there_is_no_number_of_restarts(tmp_path, capsys, monkeypatch):
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
+        monkeypatch.delenv(name, raising=False)
+    log.set_up(0, 2, "nid001", tmp_path)
+    assert capsys.readouterr().err == ""
+    logging.getLogger("hpcfsdp.train").info("step")
+    assert "restart" not in lines_of(tmp_path / "rank-0000.jsonl")[0]

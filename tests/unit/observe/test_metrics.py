@@ -61,3 +61,12 @@ def test_no_other_file_is_left_behind(tmp_path):
     written(path, 1)
     written(path, 2, resume_step=1)
     assert [entry.name for entry in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_records_of_a_requeued_job_have_the_number_of_restarts(tmp_path, monkeypatch):
+    path = tmp_path / "m.jsonl"
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    written(path, 1, 2)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    written(path, 2, resume_step=1)
+    assert [json.loads(line)["restart"] for line in path.read_text().splitlines()] == [0, 3]

@@ -4,7 +4,7 @@ import pytest
 
 from hpcfsdp.config import parse
 from hpcfsdp.errors import UsageError
-from hpcfsdp.examples.gpt.run_config import DataConfig, MeshConfig, RunConfig, check, data_paths
+from hpcfsdp.examples.gpt.run_config import DataConfig, MeshConfig, RunConfig, changes, check, data_paths
 
 
 def changed(**values):
@@ -172,3 +172,16 @@ def test_replicas_are_a_number_or_the_nodes(tmp_path):
         replicas("--mesh.replicate", "racks")
     (tmp_path / "run.yaml").write_text("mesh:\n  replicate: nodes\n  tensor: 2\n")
     assert parse(RunConfig, [str(tmp_path / "run.yaml")], prog="train", environ={}).mesh == MeshConfig("nodes", 2)
+
+
+def test_changes_are_of_the_training_and_not_of_the_job():
+    before = dataclasses.asdict(RunConfig(seed=3, run_dir="elsewhere", device="cuda", take_over=True))
+    now = changed(train__batch=8, model__width=64, checkpoint__every=7, checkpoint__resume="a.h5", train__run_steps=2)
+    assert changes(now, before) == {
+        "seed": (3, 0),
+        "model.width": (256, 64),
+        "train.batch": (16, 8),
+        "checkpoint.every": (200, 7),
+    }
+    del before["model"]["width"]  # of another version of the program
+    assert "model.width" not in changes(now, before | {"older": 1})

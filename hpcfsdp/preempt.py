@@ -1,0 +1,187 @@
+"""Stop all ranks after the same step when the job is about to end, and leave with an exit code that asks to requeue."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from typing import NoReturn
+
+from hpcfsdp import env
+from hpcfsdp.errors import LaunchError, UsageError
+from hpcfsdp.hang import events
+from hpcfsdp.launch import scheduler
+from hpcfsdp.launch.calls import public_call
+from hpcfsdp.launch.signals import StopSignals, ignore_stop_signals
+from hpcfsdp.world import World, current_world, finalize
+
+EXIT_REQUEUE = 75
+"""Stopped with a complete checkpoint, run me again (EX_TEMPFAIL of sysexits.h)."""
+
+_EVERY_S = 0.05
+"""About how often ranks ask each other, where steps are shorter."""
+_MOST_STEPS = 1000
+_SPARE_S = 30.0
+"""What a stop before the end of the job takes besides steps and saves: to leave, and clocks that differ."""
+
+
+class Preemption:
+    """A context in which signals, or the end of the job, make ``requested`` true. See ``preemption``.
+
+    Attributes:
+        reason: why all ranks stop, "" as long as they go on.
+        signal: the number of the signal that is the reason, or 0. The same on all ranks.
+    """
+
+    def __init__(self, *, before_end_s: float | None = None) -> None:
+        if before_end_s is not None and not before_end_s >= 0:
+            raise UsageError(f"before_end_s must be a number of seconds, 0 for never, or None, not {before_end_s}")
+        self.reason = ""
+        self.signal = 0
+        self._signals = StopSignals()
+        self._before_end_s = before_end_s
+        self._end_s: float | None = None
+        self._step: int | None = None
+        self._since = 0
+        """Steps since the ranks have asked each other."""
+        self._every = 1
+        self._asked_s: float | None = None
+        self._longest_s = 0.0
+        """The longest time between two calls: a step, and mostly a checkpoint."""
+        self._exchange: _Exchange | None = None
+
+    def __enter__(self) -> Preemption:
+        self._signals.__enter__()
+        if not env.launcher_rank():  # one rank asks for all
+            self._end_s = scheduler.job_end()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._signals.__exit__(*error)
+
+    def seconds_left(self) -> float | None:
+        """Not collective. Until the scheduler ends the job. None where it has no limit, or does not say.
+
+        Known on rank 0 at once, and on all ranks after the second call of ``requested``.
+        """
+        return None if self._end_s is None else self._end_s - time.time()
+
+    @public_call("stop.requested")
+    def requested(self, step: int) -> bool:
+        """Collective over all ranks, after each step. Whether to save and stop now: the same answer on all ranks.
+
+        It waits neither for a device nor, until a signal has arrived, for other ranks: these answer while the next step
+        runs. If the signal has reached all ranks they stop at once, otherwise one step later. Asked again for the same
+        step it gives the same answer. Once true it stays true.
+
+        Args:
+            step: the number of the step that is done, the same on all ranks.
+
+        Raises:
+            LaunchError: there is no world: call ``hpcfsdp.init()`` first.
+            CommunicationError: ranks ask for different steps.
+        """
+        if self.reason or step == self._step:
+            return bool(self.reason)
+        world = current_world()
+        if world is None:
+            raise LaunchError("stop.requested: call hpcfsdp.init() first")
+        self._step = step
+        events.ring.note(events.STEP, str(step))
+        now_s = time.monotonic()
+        step_s = 0.0 if self._asked_s is None else now_s - self._asked_s
+        self._asked_s, self._longest_s = now_s, max(self._longest_s, step_s)
+        if self._exchange is not None:
+            self._decide(self._exchange, at_once=False)
+            self._exchange = None
+        self._since += 1
+        if not self.reason and self._since >= self._every:
+            self._since = 0
+            number, ends = self._signals.received, self._ends()
+            self._exchange = _Exchange(world, step, number, ends, self._end_s, step_s)
+            if number or ends:
+                self._decide(self._exchange, at_once=True)
+        return bool(self.reason)
+
+    def _ends(self) -> bool:
+        """Whether the job ends soon, as far as this rank knows."""
+        left_s, before_s = self.seconds_left(), self._before_end_s
+        if left_s is None or before_s == 0:
+            return False
+        return left_s <= (2 * self._longest_s + _SPARE_S if before_s is None else before_s)
+
+    def _decide(self, exchange: _Exchange, *, at_once: bool) -> None:
+        """Stop if a rank has asked for it; `at_once`: only if all have, since the others do not wait for the answer."""
+        number, ends, some_goes_on, self._end_s, step_s = exchange.result()
+        if step_s > 0:  # from what all ranks know alike, and not from a clock: they must ask at the same steps
+            self._every = max(1, min(_MOST_STEPS, int(_EVERY_S / step_s)))
+        if not (number or ends) or (at_once and some_goes_on):
+            return
+        self.signal = number
+        if number:
+            self.reason = f"signal {number} ({signal.Signals(number).name})"
+        else:
+            self.reason = f"{self.seconds_left():.0f} s before the end of the job"
+
+
+class _Exchange:
+    """What the ranks tell each other, in the background. Creating one is collective over all ranks."""
+
+    def __init__(self, world: World, step: int, number: int, ends: bool, end_s: float | None, step_s: float) -> None:
+        import torch  # MPI has started by now
+
+        asks = bool(number or ends)
+        self._values = torch.tensor(
+            [number, ends, not asks, -1.0 if end_s is None else end_s, step_s], dtype=torch.float64
+        )
+        # In host memory: it need not wait for a device.
+        self._work = world.host.all_reduce(self._values, "max", label=f"stop.requested({step})", async_op=True)
+
+    def result(self) -> tuple[int, bool, bool, float | None, float]:
+        """The signal, whether the job ends, whether a rank goes on, when the job ends, the longest step."""
+        if self._work is not None:
+            self._work.wait()
+        number, ends, some_goes_on, end_s, step_s = self._values.tolist()
+        return int(number), bool(ends), bool(some_goes_on), None if end_s < 0 else end_s, step_s
+
+
+def preemption(*, before_end_s: float | None = None) -> Preemption:
+    """Not collective. A context that handles the signals of schedulers, and knows when the job ends::
+
+        with hpcfsdp.preemption() as stop:
+            world = hpcfsdp.init()
+            ...
+            for step in range(first, last):
+                train(step)
+                if stop.requested(step):
+                    hpcfsdp.checkpoint.save(path, model=model, optimizer=optimizer, step=step)
+                    hpcfsdp.exit_requeue()
+
+    USR1, USR2 and TERM, sent to any rank at any time, also in a save, kill no process from here on: they make
+    ``stop.requested`` true. So does the end of the job, where SLURM, PBS or Flux has one. Enter it before
+    ``hpcfsdp.init()``, in the main thread of every rank: a signal may arrive while the program starts.
+
+    Args:
+        before_end_s: stop so many seconds before the end of the job; 0: only for signals. Default: early enough for
+            twice the longest time between two calls of ``requested`` so far (a step, a checkpoint), and 30 seconds.
+
+    Raises:
+        UsageError: `before_end_s` is negative.
+        LaunchError: on entering, this is not the main thread.
+    """
+    return Preemption(before_end_s=before_end_s)
+
+
+@public_call("hpcfsdp.exit_requeue")
+def exit_requeue() -> NoReturn:
+    """Collective over all ranks. ``hpcfsdp.finalize()``, then end the program with exit code 75: run me again.
+
+    Job scripts requeue the job on this code (``jobs/``). Signals that arrive meanwhile do not change it.
+
+    Raises:
+        SystemExit: with 75.
+        CheckpointError: a checkpoint that was being written is lost.
+    """
+    ignore_stop_signals()
+    finalize()
+    sys.exit(EXIT_REQUEUE)
