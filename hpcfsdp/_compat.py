@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import json
 import operator
 import sys
 import weakref
@@ -232,6 +233,21 @@ def replace_data(leaf: torch.nn.Parameter, values: torch.Tensor) -> None:
     other = torch.nn.Parameter.__new__(type(leaf), values, leaf.requires_grad)
     other.__dict__.update(leaf.__dict__)
     torch.utils.swap_tensors(leaf, other)
+
+
+def flight_record() -> str:
+    """What torch's flight recorder knows of NCCL's collectives, as JSON; "" where it is off or there is none.
+
+    TORCH_NCCL_TRACE_BUFFER_SIZE (in newer versions TORCH_FR_BUFFER_SIZE) turns it on.
+    """
+    bindings = torch._C._distributed_c10d if hasattr(torch._C, "_distributed_c10d") else None
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(bindings, name, None)
+        if dump is not None:
+            text = dump()
+            text = text.decode(errors="replace") if isinstance(text, bytes) else text
+            return text if json.loads(text).get("entries") else ""
+    return ""
 
 
 def default_store() -> Any:

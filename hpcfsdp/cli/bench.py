@@ -42,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
             "backends, step: of the GPT, default: 6; memory: 8; gpu: 24; optim-state: linear, 16",
         ),
         ("--width", _heads_wide, "N", "the same: a multiple of 8; default: 512, memory: 768, gpu, optim-state: 2048"),
+        ("--split-nodes", _positive, "N", "divide each node into N imagined ones, which exchange messages; default: 1"),
         ("--tensor", _positive, "N", "step: tensor-parallel ranks; default: 1"),
         ("--context", _positive, "N", "gpu: tokens of a sequence; default: 1024"),
         ("--batch", _positive, "N", "gpu: sequences of a step on each rank; default: 8"),
@@ -68,6 +69,8 @@ def main(arguments: Sequence[str]) -> int:
     if one_process and processes > 1:
         raise UsageError(f"hpcfsdp bench: {one_process} measures one process, and the launcher started {processes}")
     alone = options.what == "host" or (options.what == "gpu" and processes == 1)
+    if alone and options.split_nodes:
+        raise UsageError("hpcfsdp bench: --split-nodes divides the ranks of a node, and this measures one process")
     if not alone:
         load_mpi()
     from hpcfsdp.bench import run  # loads torch, which has to come after MPI

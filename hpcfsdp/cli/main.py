@@ -24,6 +24,7 @@ VERBS = {
     "bench": ("hpcfsdp.cli.bench", "measure hpcfsdp and its peers (run it with mpirun or srun)"),
     "ls": ("hpcfsdp.cli.ls", "list checkpoints in a folder, or tensors in a checkpoint"),
     "doctor": ("hpcfsdp.cli.doctor", "check whether a training would run here (alone, or with mpirun or srun)"),
+    "hang": ("hpcfsdp.cli.hang", "ask a running job where its ranks are, and who waits for whom"),
     "show": ("hpcfsdp.cli.show", "show facts of a checkpoint, or of one of its tensors"),
     "export": ("hpcfsdp.cli.export", "write a checkpoint as safetensors, .pt, a DCP folder or a PEFT adapter"),
     "import": ("hpcfsdp.cli.import_", "write a checkpoint from safetensors, .pt or a DCP folder"),
@@ -42,7 +43,7 @@ usage: hpcfsdp <verb> [PATH] [options]
 hpcfsdp <verb> --help shows the options of a verb, hpcfsdp --version the version.
 Data goes to stdout, messages to stderr. Exit codes: 0 fine, 1 failure, 2 usage,
 3 environment, 4 checkpoint corrupt, 75 checkpointed after a signal (run me again),
-141 the reader of the output has closed it."""
+76 the job hung (see RUN_DIR/hang), 141 the reader of the output has closed it."""
 
 EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 """As of a program that this signal has ended; Python turns it into an error. Not 0, since the output is incomplete."""

@@ -17,6 +17,7 @@ import itertools
 import logging
 import pickle
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 
 from hpcfsdp import _compat, env
 from hpcfsdp.errors import DifferentCallsError
+from hpcfsdp.hang import events
 from hpcfsdp.launch import calls
 
 log = logging.getLogger("hpcfsdp.comm")
@@ -228,6 +230,7 @@ class Watch:
             Why this wait will never end, None where it may end.
         """
         ranks, reason = self._ranks, None
+        self._note(waited_s, missing if ranks is None else [ranks[each] for each in missing])
         if ranks is not None:
             self.due_s = waited_s + self._pause_s
             rank, missing = ranks[rank], [ranks[each] for each in missing]
@@ -243,9 +246,13 @@ class Watch:
 
     def end(self, failed: bool) -> None:
         """End the wait: remove the record, or mark it as failed."""
+        events.ring.end_wait()
         if self._mine is not None:
             over = replace(self._mine, over=True) if failed else None
             _board.exchange(self._mine.rank, over, ())
+
+    def _note(self, waited_s: float, missing: Sequence[int]) -> None:
+        events.ring.begin_wait(time.time() - waited_s, self._label, calls.current(), missing)
 
     def _compare(self, waited_s: float, rank: int, missing: Sequence[int]) -> str | None:
         read, written = _board.read, _board.written

@@ -7,12 +7,14 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hpcfsdp import accelerator, env, world as worlds
 from hpcfsdp.doctor import bandwidth, installed
+from hpcfsdp.doctor.mounts import file_system_of
 from hpcfsdp.doctor.spans import spans
 from hpcfsdp.errors import HpcfsdpError, LaunchError
 from hpcfsdp.launch import device as devices, rendezvous
@@ -73,6 +75,8 @@ def _of_this_rank(local_rank: int) -> dict[str, Any]:
         "omp_num_threads": env.diagnostic_values().get("OMP_NUM_THREADS"),
         "interfaces": _interfaces(),
         "shm_bytes": _shm_bytes(),
+        "torch_folder": str(Path(torch.__file__).parent),
+        "torch_file_system": file_system_of(torch.__file__),
         **_accelerator(local_rank),
     }
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from hpcfsdp.doctor.finding import Finding, note, ok, problem, warning
+from hpcfsdp.doctor.mounts import is_shared
 from hpcfsdp.doctor.spans import members, ranks as named, spans
 
 Rows = list[dict[str, Any]]
@@ -14,7 +15,7 @@ _SHOWN_NODES = 8
 
 
 def judge(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
-    """Topology, devices, binding and threads.
+    """Topology, devices, binding, threads, and where the software lies.
 
     Args:
         nodes: the ranks of each node.
@@ -24,6 +25,7 @@ def judge(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
     yield from judge_devices(nodes, table)
     yield from judge_binding(nodes, [members(row["cores"]) for row in table])
     yield from judge_threads(nodes, table)
+    yield from judge_files(nodes, table)
 
 
 def judge_nodes(nodes: list[list[int]], hosts: list[str]) -> Iterator[Finding]:
@@ -125,3 +127,14 @@ def judge_threads(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
             return
     counts = sorted({row["threads"] for row in table})
     yield ok("threads", f"{' or '.join(map(str, counts))} on each rank")
+
+
+def judge_files(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
+    """Whether the ranks of many nodes load torch from one file system. Nothing on one node."""
+    kinds = sorted({kind for row in table if (kind := row["torch_file_system"]) and is_shared(kind)})
+    if len(nodes) > 1 and kinds:
+        what = (
+            f"all ranks load torch from {table[0]['torch_folder']} ({', '.join(kinds)}): over 2000 files for each rank"
+        )
+        hint = "where starting is slow: unpack the environment on each node, docs/launching.md, Start-up on many nodes"
+        yield note("files", what, hint)

@@ -22,10 +22,15 @@ from hpcfsdp.engine.order import Confirmation, Event, Node, Position
 from hpcfsdp.engine.streams import Queue, Streams, Wait
 from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.hang import events
 
 END: Event = ("end", "")
+_NOTED = {"forward": events.FORWARD, "backward": events.BACKWARD}
 MOST_PATHS = 64
 """Remembered orders. Training and evaluation need a few each; layers skipped at random make a new one in each step."""
+
+_SLOTS_BETWEEN_NODES = 4
+"""Shared buffers for gradients where nodes exchange messages: a reduction may last as long as a unit computes."""
 
 
 class Values:
@@ -33,6 +38,8 @@ class Values:
 
     Attributes:
         gathers: the flat parameters that are not resident.
+        takes_messages: whether other nodes send them to a CPU, while the program computes. The program runs ahead of a
+            device by itself, and within a node a gather moves no bytes.
         is_gathered: whether memory is allocated for them; changed by ``Context`` alone.
         gathered: the event that the gather is done; changed by ``Context`` alone.
     """
@@ -40,6 +47,7 @@ class Values:
     def __init__(self, flats: Sequence[FlatParam]) -> None:
         self.flats = tuple(flats)
         self.gathers = tuple(flat for flat in self.flats if not flat.is_here)
+        self.takes_messages = any(flat.comm.spans_nodes for flat in self.gathers)
         self.is_gathered = False
         self.gathered: Any = None
 
@@ -91,8 +99,8 @@ class Context:
 
     def reshard(self, values: Values) -> None:
         """Free a unit's gathered values."""
-        if values in self.ahead:
-            del self.ahead[values]
+        if values in self.ahead or not self.streams.overlap:  # on the host other ranks may still read what is freed
+            self.ahead.pop(values, None)
             self.streams.wait(Queue.COMPUTE, values.gathered, Wait.GATHERED_IN_VAIN)
         for flat in values.flats:
             flat.unbind()
@@ -164,6 +172,7 @@ class Order:
             self.note(END)
         self.forget()
         self._at.passes += 1
+        events.ring.note(events.PASS, str(self._at.passes))
 
     def note(self, event: Event) -> None:
         """Collective where the event is new at this place. This rank is about to do `event`.
@@ -171,6 +180,8 @@ class Order:
         Raises:
             DisagreementError: another rank does something else. It names both.
         """
+        if event[0] in _NOTED:
+            events.ring.note(_NOTED[event[0]], event[1])
         known = self._at.node.children.get(event)
         if known is None:
             if self._confirms:
@@ -272,7 +283,9 @@ class Reductions:
         dtype = flat.dtypes.reduce
         # Shared memory stays small, in the cache. Elsewhere a unit's gradients must not wait for each other.
         place = index if comm is None else 0
-        slots = (Slot(),) if self._streams.overlap else (Slot(), Slot())
+        between_nodes = comm is not None and comm.spans_nodes
+        count = 1 if self._streams.overlap else _SLOTS_BETWEEN_NODES if between_nodes else 2
+        slots = tuple(Slot() for _ in range(count))
         ring = self._rings[grad] = self._shared.setdefault((comm, dtype, place), Ring(comm, dtype, slots))
         ring.numel = max(ring.numel, grad.numel)
 

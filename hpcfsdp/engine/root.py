@@ -65,6 +65,7 @@ class Root:
         self._backwards = 0  # how many have begun
         self._is_running = functools.partial(_runs_backward, weakref.ref(self))
         self._offloads = any(flat.is_offloaded for flat in flats)
+        self._host_shards = self._offloads or not self._streams.overlap
         self._resident = [flat for flat in flats if flat.is_resident]
         meeting = [flat.comm for flat in self._resident]
         if host is not None and host.size > 1:
@@ -169,7 +170,7 @@ class Root:
         if self._depth or self.in_backward:
             return
         self._reshard_ahead()
-        if self._offloads:
+        if self._host_shards:
             self._streams.wait(Queue.HOST, self._streams.record(Queue.GATHER), Wait.SHARDS_READ)
         if not torch.is_grad_enabled() or broken:
             self._reshard(self.units)
@@ -308,7 +309,7 @@ class Root:
             streams.wait(Queue.COMPUTE, reduced, Wait.GRADS_REDUCED)
             if self._offloads:
                 streams.wait(Queue.HOST, reduced, Wait.GRADS_LANDED)
-        if self._offloads:
+        if self._host_shards:
             streams.wait(Queue.HOST, streams.record(Queue.GATHER), Wait.SHARDS_READ)
         self._meet("end of the backward")
         self._settle()

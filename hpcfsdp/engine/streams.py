@@ -6,6 +6,8 @@ a name (``Wait``) and a reason, see docs/design/streams.md.
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -15,8 +17,9 @@ import torch
 
 from hpcfsdp import accelerator
 from hpcfsdp.comm.communicator import Work
-from hpcfsdp.comm.progress import Finished
+from hpcfsdp.comm.progress import Finished, Running
 from hpcfsdp.errors import EngineError
+from hpcfsdp.hang import watch as hang
 
 
 class Queue(Enum):
@@ -73,6 +76,9 @@ class Streams(Protocol):
     def wait(self, queue: Queue, event: Any, why: Wait) -> None:
         """Start nothing that comes later on `queue` before the event."""
 
+    def proceed(self) -> None:
+        """Not collective, at once. Let work go on that only goes on while the program calls it."""
+
     def drain(self) -> None:
         """Collective. Wait for the work on all queues, and drop each `finish` that has not run."""
 
@@ -100,7 +106,8 @@ class HostStreams:
         return self._pending[queue][-1] if self._pending[queue] else None
 
     def wait(self, queue: Queue, event: _Pending | None, why: Wait) -> None:
-        del queue, why
+        if why is Wait.VALUES_GATHERED and self._wait_for_outputs(event):
+            return
         # In order: `finish` may be collective.
         while event is not None and not event.done:
             first = self._pending[event.queue].popleft()
@@ -110,6 +117,31 @@ class HostStreams:
                 work.wait()
             if finish is not None:
                 finish()
+
+    def _wait_for_outputs(self, event: _Pending | None) -> bool:
+        """Wait until all that was put on a queue up to an event is written; others may still read what this rank sends.
+
+        Returns False where only ``wait`` knows.
+        """
+        if event is None or event.done:
+            return True
+        up_to = list(self._pending[event.queue])
+        up_to = up_to[: up_to.index(event) + 1]
+        if not all(isinstance(pending.work, Running) for pending in up_to):
+            return False
+        for pending in up_to:
+            try:
+                pending.work.wait_for_outputs()
+            except BaseException:
+                self._pending[event.queue].remove(pending)
+                pending.done = True
+                raise
+        return True
+
+    def proceed(self) -> None:
+        for waiting in self._pending.values():
+            if waiting and waiting[0].work is not None:
+                waiting[0].work.is_completed()  # messages of the others arrive, too
 
     def drain(self) -> None:
         for waiting in self._pending.values():
@@ -141,13 +173,27 @@ class DeviceStreams:
             )
         self._device = device
         self._streams = {queue: accelerator.new_stream(device, priority=-1) for queue in OWN_QUEUES}
+        self._launched: dict[Queue, tuple[torch.Event, float]] = {}  # the last work on each, and when
+        watched = hang.current()
+        if watched is not None:
+            watched.add_probe(weakref.WeakMethod(self.longest_wait))
 
     def launch(self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None) -> torch.Event:
         with accelerator.on(self._stream(queue)):
             begin(False)
             if finish is not None:
                 finish()
-            return self.record(queue)
+            event = self.record(queue)
+        self._launched[queue] = event, time.monotonic()
+        return event
+
+    def longest_wait(self) -> tuple[float, str] | None:
+        """Not collective, from any thread. For how long the oldest work has not been done, and on which queue."""
+        waits = [(began_s, queue) for queue, (event, began_s) in tuple(self._launched.items()) if not event.query()]
+        if not waits:
+            return None
+        began_s, queue = min(waits, key=lambda wait: wait[0])
+        return time.monotonic() - began_s, f"the {queue.value} queue of {self._device}"
 
     def record(self, queue: Queue) -> torch.Event:
         return accelerator.record(self._stream(queue))
@@ -160,6 +206,9 @@ class DeviceStreams:
             event.synchronize()
         else:
             self._stream(queue).wait_event(event)
+
+    def proceed(self) -> None:
+        """The device needs no call for that."""
 
     def drain(self) -> None:
         for stream in self._streams.values():  # the program waits too: it may free or write host memory next

@@ -126,7 +126,7 @@ class Unit:
             self._follow_leaves()
             context.order.note(("forward", self.name))
             context.unshard(self.values)
-            if self.prefetch_forward:
+            if self.prefetch_forward or self.values.takes_messages:
                 context.gather_ahead("forward")
             context.await_unshard(self.values)
             self._show()
@@ -142,6 +142,7 @@ class Unit:
         Returns:
             The outputs; inputs among them are replaced by views.
         """
+        self.context.streams.proceed()
         arguments, self._arguments = self._arguments, None
         written = [] if arguments is None else arguments.restore()
         if self.flats:
@@ -420,6 +421,7 @@ class Unit:
                 f"{self.name}: a gradient of {grad.flat.layout.slots[index].fqn!r} arrived when those of the unit had "
                 "been reduced: autograd reached it in a way that the engine does not support; wrap a larger module"
             )
+        self.context.streams.proceed()
         leaf = grad, index
         self._arrived.add(leaf)
         counted = _compat.run_of_autograd(), leaf

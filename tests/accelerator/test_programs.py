@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import hpcfsdp
 from hpcfsdp.checkpoint import CheckpointManager
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.examples.gpt import loop
@@ -70,7 +71,7 @@ def train(world, group, shared_path, monkeypatch):
             monkeypatch.setattr(loop, "shard", lambda model, *_: on_device(model, config.model, group))
             there = dataclasses.replace(world, device=device, communicator=TorchGroupCommunicator(group, device))
         recorder = Recorder()
-        held_out = loop.Trainer(config, there, recorder).run().held_out
+        held_out = loop.Trainer(config, there, hpcfsdp.preemption(), recorder).run().held_out
         return [*recorder.losses, held_out.bits_per_byte], recorder.waits
 
     return run

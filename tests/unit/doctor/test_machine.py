@@ -112,3 +112,15 @@ def test_threads():
 def test_one_thread_each_is_fine_even_where_ranks_share_cores():
     rows = [{"cores": "0", "threads": 1, "omp_num_threads": "1"}] * 3
     assert levels(machine.judge_threads([[0, 1, 2]], rows)) == ["ok"]
+
+
+def test_torch_on_a_file_system_that_nodes_share_is_a_note():
+    shared = {"torch_folder": "/home/me/venv/torch", "torch_file_system": "nfs4"}
+    (finding,) = machine.judge_files([[0], [1]], [shared, shared])
+    assert (finding.level, finding.area) == ("note", "files")
+    assert "/home/me/venv/torch (nfs4)" in finding.what
+    assert "docs/launching.md" in finding.hint
+    assert not list(machine.judge_files([[0, 1]], [shared, shared]))
+    for kind in ("xfs", None):
+        local = shared | {"torch_file_system": kind}
+        assert not list(machine.judge_files([[0], [1]], [local, local]))

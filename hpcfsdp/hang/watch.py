@@ -1,0 +1,224 @@
+"""The thread of a rank that answers for its node when a job hangs, and the report that a waiting rank asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcfsdp.hang import events, report, stacks
+from hpcfsdp.hang.inquiry import Inquiry, Request
+
+log = logging.getLogger("hpcfsdp.hang")
+
+_TICK_S = 1.0
+_ASK_EVERY_S = 5.0
+"""How often the first rank of a node looks for requests in the folder; the others, in case it is stuck, less often."""
+_ANSWER_S = 20.0
+"""How long to wait for the answers of other nodes: longer than it takes their second rank to look."""
+
+Probe = Callable[[], tuple[float, str] | None]
+"""How long, in seconds, a device has waited, and where; None if it does not."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank in its job.
+
+    Attributes:
+        job: the name of the job, usable as the name of a file.
+        rank: of the world.
+        nodes: for each node its ranks.
+        node: that of this rank.
+        memory: the rings of the node's ranks, ``events.NBYTES`` each.
+        host: the name of this node.
+    """
+
+    job: str
+    rank: int
+    nodes: Sequence[Sequence[int]]
+    node: int
+    memory: memoryview
+    host: str
+
+
+class Watcher:
+    """Answers requests as a thread, from creation until ``close``."""
+
+    def __init__(
+        self,
+        seat: Seat,
+        run_dir: Path,
+        limit_s: float,
+        *,
+        end_job: Callable[[str], Any],
+        traces: Callable[[], str] = str,
+    ) -> None:
+        """Not collective. Touches no disk.
+
+        Args:
+            limit_s: after which a wait is a hang; 0: never.
+            end_job: ends all processes, with a message: for waits in which the main thread does not run Python.
+            traces: what a backend knows about its collectives.
+        """
+        self.limit_s = limit_s
+        self._seat, self._inquiry, self._end_job, self._traces = seat, Inquiry(run_dir), end_job, traces
+        self._local = seat.nodes[seat.node].index(seat.rank)
+        self._answered = ""
+        self._probes: list[weakref.WeakMethod[Probe]] = []
+        self._fd = stacks.arm()
+        self._written = stacks.size(self._fd)
+        mine = seat.memory[self._local * events.NBYTES : (self._local + 1) * events.NBYTES]
+        events.ring.move_to(mine)
+        events.ring.own(os.getpid(), stacks.start_of(os.getpid()), self._fd, threading.main_thread().ident or 0)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hpcfsdp-hang", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Not collective. End the thread."""
+        self._ended.set()
+        self._thread.join(5.0)
+        stacks.disarm(self._fd)
+        events.ring.leave()
+
+    def add_probe(self, probe: weakref.WeakMethod[Probe]) -> None:
+        """Not collective. Also watch a device: the main thread may wait for it in C code, or not yet."""
+        self._probes.append(probe)
+
+    def explain(self, reason: str, *, anew: bool = False) -> Path | None:
+        """Not collective. Write a report, or wait for the one that another rank writes. Takes up to 20 seconds.
+
+        Args:
+            anew: also where another rank has written one a moment ago.
+
+        Returns:
+            Its path, None if it cannot be written.
+        """
+        seat = self._seat
+        try:
+            written = None if anew else self._inquiry.latest_report(seat.job, time.time() - _ANSWER_S)
+            if written is not None:
+                return written
+            request, is_new = self._inquiry.ask(seat.job, f"rank {seat.rank} {reason}")
+            path = self._inquiry.report_path(request, seat.job)
+            self._answer(request)
+            until_s = time.monotonic() + _ANSWER_S
+            while time.monotonic() < until_s and len(self._of_job(request)) < len(seat.nodes) and not path.exists():
+                time.sleep(0.05)
+            if is_new:
+                answers = self._of_job(request)
+                text = report.render(answers, request.reason, request.asked_s, self._traces())
+                path = self._inquiry.write_report(request, seat.job, text)
+                self._inquiry.close(request)
+                log.error("the job hangs: %s\n%s", path, report.head(text))
+                return path
+            until_s += _ANSWER_S
+            while time.monotonic() < until_s and not path.exists():
+                time.sleep(0.05)
+            return path if path.exists() else None
+        except OSError as error:
+            log.error("a report about a hang cannot be written to %s: %s", self._inquiry.folder, error)
+            return None
+
+    def _run(self) -> None:
+        look_s = 0.0
+        while not self._ended.wait(_TICK_S):
+            with contextlib.suppress(Exception):  # watching must end no training
+                if time.monotonic() >= look_s:
+                    look_s = time.monotonic() + _ASK_EVERY_S * (1 + min(self._local, 5))
+                    request = self._inquiry.current()
+                    if request is not None and request.job in ("", self._seat.job):
+                        self._answer(request)
+                written = stacks.size(self._fd)
+                if written != self._written:
+                    self._written = written
+                    if time.time() - events.ring.asked_s > 2 * stacks.ANSWER_S:
+                        self.explain(f"got {stacks.SIGNAL.name}", anew=True)
+                self._look_at_probes()  # last: a device that has failed raises
+
+    def _look_at_probes(self) -> None:
+        self._probes = [reference for reference in self._probes if reference() is not None]
+        for probe in [reference() for reference in self._probes]:
+            found = probe() if probe is not None else None
+            if found is not None and self.limit_s and found[0] > self.limit_s:
+                reason = f"has waited {found[0]:.0f} s for {found[1]}"
+                path = self.explain(reason)
+                self._end_job(f"{reason}: see {path}" if path else reason)
+
+    def _answer(self, request: Request) -> None:
+        """Answer for this node, unless another of its ranks does."""
+        if request.name == self._answered:
+            return
+        self._answered = request.name
+        seat = self._seat
+        if not self._inquiry.claim(request, seat.job, seat.node):
+            return
+        self._inquiry.answer(request, seat.job, seat.node, self._look_at_node())
+
+    def _look_at_node(self) -> dict[str, Any]:
+        seat = self._seat
+        local = seat.nodes[seat.node]
+        rings = [seat.memory[n * events.NBYTES : (n + 1) * events.NBYTES] for n in range(len(local))]
+        records = [events.read(memory) for memory in rings]
+        processes = [stacks.process(record.pid, record.started) for record in records]
+        for memory in rings:
+            events.note_question(memory)
+        texts = stacks.ask_all(
+            [
+                (record.pid, record.stacks_fd if process.state in ("R", "S", "D") else -1)
+                for record, process in zip(records, processes, strict=True)
+            ]
+        )
+        ranks = [
+            {
+                "rank": rank,
+                "host": seat.host,
+                "pid": record.pid,
+                "main_thread": record.main_thread,
+                **asdict(process),
+                "wait": None if record.wait is None else asdict(record.wait),
+                "events": [asdict(event) for event in record.events[-report.SHOWN_EVENTS * 4 :]],
+                "stacks": text,
+            }
+            for rank, record, process, text in zip(local, records, processes, texts, strict=True)
+        ]
+        size = sum(map(len, seat.nodes))
+        return {"job": seat.job, "node": seat.node, "num_nodes": len(seat.nodes), "size": size, "ranks": ranks}
+
+    def _of_job(self, request: Request) -> list[dict[str, Any]]:
+        return [answer for answer in self._inquiry.answers(request) if answer["job"] == self._seat.job]
+
+
+_watch: Watcher | None = None
+
+
+def start(watch: Watcher) -> None:
+    """Not collective. Make `watch` that of this process."""
+    global _watch
+    _watch = watch
+
+
+def stop() -> None:
+    """Not collective. End the watch of this process."""
+    global _watch
+    watch, _watch = _watch, None
+    if watch is not None:
+        watch.close()
+
+
+def current() -> Watcher | None:
+    """The watch of this process, from ``hpcfsdp.init`` to ``finalize``."""
+    return _watch
+
+
+def is_hang(waited_s: float) -> bool:
+    """Whether a wait of this length is a hang."""
+    return _watch is not None and 0 < _watch.limit_s <= waited_s
