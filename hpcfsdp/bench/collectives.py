@@ -1,4 +1,4 @@
-"""Collectives on one node: this project's, gloo's, plain MPI calls, and the speed of copying memory."""
+"""Collectives: this project's, gloo's, plain MPI calls, and the speed of copying memory."""
 
 from __future__ import annotations
 
@@ -144,6 +144,7 @@ def _competitors(
             {
                 "hpcfsdp shared": lambda: host.all_reduce(b.shared_full, "sum"),
                 "hpcfsdp": lambda: host.all_reduce(b.full, "sum"),
+                "torch on hpcmpi": lambda: dist.all_reduce(b.full),
                 "gloo": lambda: dist.all_reduce(b.full, dist.ReduceOp.SUM, gloo),
                 "MPI_Allreduce": lambda: mpi.Allreduce(MPI.IN_PLACE, full, MPI.SUM),
             },

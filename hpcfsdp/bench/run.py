@@ -30,7 +30,7 @@ _MODULES: dict[str, tuple[Any, dict[str, Any]]] = {
 def measure_together(options: argparse.Namespace) -> tuple[Table | None, dict[str, Any]]:
     """Collective over all processes of the job. The table on rank 0, None on others; and facts of the run."""
     module, arguments = _chosen(options)
-    world = worlds.init(None if module is gpu else "cpu")
+    world = worlds.init(None if module is gpu else "cpu", split_nodes=options.split_nodes or 1)
     torch.set_num_threads(1)
     found = module.table(module.measure(world, **arguments))
     worlds.finalize()

@@ -47,6 +47,8 @@ class Communicator:
     """Whether memory from ``alloc(gathered=True)`` is one memory for all ranks."""
     shares_memory = False
     """Whether some ranks read each other's memory from ``alloc``; the same on all ranks."""
+    spans_nodes = False
+    """Whether others of them only exchange messages."""
 
     # Memory
 

@@ -5,19 +5,23 @@ Each function is a generator of the conditions that it waits for.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from math import prod
 
 import torch
 
 from hpcfsdp.comm.messages import Call, Requests
-from hpcfsdp.comm.progress import Steps
+from hpcfsdp.comm.progress import Condition, Sent, Steps
 from hpcfsdp.comm.reduce import OptionalTensors, Reduction, Tensors, divide_, reduce_into
 from hpcfsdp.errors import CommunicationError
+from hpcfsdp.launch.topology import Topology
 
-_ALL_PAIRS = 128
-"""Up to so many ranks each sends to all others in a barrier."""
+_MOST_PAIRS = 8
+"""Up to so many ranks each sends to all others at once; among more, small messages take rounds (docs/scaling.md)."""
+_ROUND_BYTES = 1 << 17
+"""Of one rank's piece: up to here the number of messages costs more than to pass bytes on, or add them, in rounds."""
 _SMALL_BYTES = 1 << 16
 """Up to here a reduction is cheapest as one round of messages, with everything summed where it arrives."""
 _CHUNK_BYTES = 1 << 20
@@ -80,16 +84,10 @@ def broadcast(call: Call, tensor: torch.Tensor, src: int) -> Steps:
 
 def barrier(call: Call) -> Steps:
     """Wait for all ranks."""
-    if call.size <= _ALL_PAIRS:
+    if call.size <= _MOST_PAIRS:
         yield from wait_for(call, range(call.size))
-        return
-    nothing, distance = torch.empty(0), 1
-    while distance < call.size:  # each round doubles the ranks that are known to be here
-        requests = Requests(call)
-        requests.recv(nothing, (call.rank - distance) % call.size)
-        requests.send(nothing, (call.rank + distance) % call.size)
-        yield requests
-        distance *= 2
+    else:
+        yield from _gather_in_rounds(call, torch.empty(call.size, 0))
 
 
 def wait_for(call: Call, ranks: Sequence[int]) -> Steps:
@@ -103,31 +101,96 @@ def wait_for(call: Call, ranks: Sequence[int]) -> Steps:
 
 
 def reduce_scatter(call: Call, pieces: Tensors, output: torch.Tensor, reduction: Reduction) -> Steps:
-    """`output` becomes this rank's piece reduced over all ranks, by pairwise exchange.
+    """`output` becomes this rank's piece reduced over all ranks."""
+    largest = max(piece.numel() for piece in pieces)  # they may be unequal
+    if not _takes_rounds(call, largest * output.element_size()):
+        yield from _reduce_in_pairs(call, pieces, output, reduction)
+        return
+    rows = output.new_zeros(call.size, largest, dtype=reduction.accumulate)
+    for row, piece in zip(rows, pieces, strict=True):
+        row[: piece.numel()].copy_(piece)
+    yield from _reduce_in_rounds(call, rows, reduction)
+    total = rows[call.rank, : output.numel()]
+    divide_(total, reduction.divisor)
+    output.copy_(total)
 
-    Ranks send pieces in chunks; while one is added, two are on their way. That needs little scratch memory, works for
-    any dtype, and fixes the order of summation. Measured four times faster than MPI_Reduce_scatter_block in shared
-    memory.
+
+def _takes_rounds(call: Call, piece_bytes: int) -> bool:
+    return call.size > _MOST_PAIRS and piece_bytes <= _ROUND_BYTES
+
+
+def _gather_in_rounds(call: Call, rows: torch.Tensor) -> Steps:
+    """All of `rows`, one for each rank, become those of their ranks. A round doubles what each rank has."""
+    for known, count in _rounds(call.size):
+        requests, source = Requests(call), (call.rank + known) % call.size
+        for run in _runs(source, count, call.size):
+            requests.recv(rows[run], source)
+        for run in _runs(call.rank, count, call.size):
+            requests.send(rows[run], (call.rank - known) % call.size)
+        yield requests
+
+
+def _reduce_in_rounds(call: Call, rows: torch.Tensor, reduction: Reduction) -> Steps:
+    """``rows[rank]`` becomes its reduction over all ranks; the other rows, in between, hold parts of their reductions.
+
+    The rounds of ``_gather_in_rounds`` backwards: what would be received is sent, and what arrives is added.
     """
-    mine = pieces[call.rank]
-    largest = max(piece.numel() for piece in pieces)  # pieces may be unequal; all ranks count the same chunks
+    for known, count in reversed(_rounds(call.size)):
+        requests, to = Requests(call), (call.rank + known) % call.size
+        runs = _runs(call.rank, count, call.size)
+        received = [torch.empty_like(rows[run]) for run in runs]
+        for part in received:
+            requests.recv(part, (call.rank - known) % call.size)
+        for run in _runs(to, count, call.size):
+            requests.send(rows[run], to)
+        yield requests
+        for run, part in zip(runs, received, strict=True):
+            mine = rows[run].view(-1)
+            reduce_into(mine, [mine, part.view(-1)], reduction.op, reduction.accumulate)
+
+
+def _rounds(size: int) -> list[tuple[int, int]]:
+    """For each round of a gather: how many rows a rank has, and how many it gets."""
+    begins = [1 << round_ for round_ in range((size - 1).bit_length())]
+    return [(known, min(known, size - known)) for known in begins]
+
+
+def _runs(begin: int, count: int, size: int) -> list[slice]:
+    """`count` of `size` rows from `begin` on, where the first follows the last."""
+    end = begin + count
+    return [slice(begin, end)] if end <= size else [slice(begin, size), slice(end - size)]
+
+
+def _reduce_in_pairs(call: Call, pieces: Tensors, output: torch.Tensor, reduction: Reduction) -> Steps:
+    """``reduce_scatter`` where each rank sends to all others.
+
+    A rank offers all of its pieces at once, in chunks, and takes those of the others one after the other: while one is
+    added, two are on their way. So no rank waits for another that computes, once that has begun. It needs little
+    scratch memory, works for any dtype, and fixes the order of summation. Measured four times faster than
+    MPI_Reduce_scatter_block in shared memory.
+    """
+    mine, sends = pieces[call.rank], Requests(call)
+    largest = max(piece.numel() for piece in pieces)  # all ranks count the same chunks
     chunk = max(1, _CHUNK_BYTES // mine.element_size())
+    begins = range(0, max(largest, 1), chunk)
+    for peer in _others(call):
+        for begin in begins:
+            sends.send(pieces[peer][begin : begin + chunk], peer)
     total = output if output.dtype == reduction.accumulate else torch.empty_like(output, dtype=reduction.accumulate)
     _copy(total, mine)
     under_way: deque[tuple[Requests, int, torch.Tensor]] = deque()
     for distance in range(1, call.size):
-        to, source = (call.rank + distance) % call.size, (call.rank - distance) % call.size
-        for begin in range(0, max(largest, 1), chunk):
+        for begin in begins:
             requests = Requests(call)
             received = torch.empty_like(mine[begin : begin + chunk])
-            requests.recv(received, source)
-            requests.send(pieces[to][begin : begin + chunk], to)
+            requests.recv(received, (call.rank - distance) % call.size)
             under_way.append((requests, begin, received))
             if len(under_way) > 2:
                 yield from _add(*under_way.popleft(), total, reduction)
     while under_way:
         yield from _add(*under_way.popleft(), total, reduction)
     divide_(total, reduction.divisor)
+    yield sends  # the caller may change the pieces then
     if total is not output:
         output.copy_(total)
 
@@ -138,15 +201,40 @@ def _add(requests: Requests, begin: int, received: torch.Tensor, total: torch.Te
     reduce_into(part, [part, received], reduction.op, reduction.accumulate)
 
 
-def all_reduce(call: Call, tensor: torch.Tensor, reduction: Reduction) -> Steps:
+def all_reduce(call: Call, tensor: torch.Tensor, reduction: Reduction, topology: Topology | None = None) -> Steps:
+    """`tensor` becomes its reduction over all ranks. With a `topology` nodes first reduce a large one."""
     if tensor.numel() * tensor.element_size() * call.size <= _SMALL_BYTES:
-        values = [torch.empty_like(tensor) if rank != call.rank else tensor for rank in range(call.size)]
-        yield from all_gather(call, values, tensor)
-        reduce_into(tensor, values, reduction.op, reduction.accumulate, divisor=reduction.divisor)
+        values = tensor.new_empty(call.size, tensor.numel())
+        yield from _all_gather_rows(call, values, tensor)
+        reduce_into(tensor, list(values), reduction.op, reduction.accumulate, divisor=reduction.divisor)
+        return
+    if topology is not None and topology.num_nodes > 1 and (topology.ranks_per_node or 1) > 1:
+        yield from _all_reduce_by_nodes(call, tensor, reduction, topology)
         return
     pieces = tensor.tensor_split(call.size)
     yield from reduce_scatter(call, pieces, pieces[call.rank], reduction)
-    yield from all_gather(call, pieces, pieces[call.rank])
+    if not _takes_rounds(call, pieces[0].numel() * tensor.element_size()):
+        yield from all_gather(call, pieces, pieces[call.rank])
+        return
+    rows = tensor.new_empty(call.size, pieces[0].numel())  # the first piece is the largest
+    rows[call.rank, : pieces[call.rank].numel()].copy_(pieces[call.rank])
+    yield from _gather_in_rounds(call, rows)
+    for piece, row in zip(pieces, rows, strict=True):
+        piece.copy_(row[: piece.numel()])
+
+
+def _all_reduce_by_nodes(call: Call, tensor: torch.Tensor, reduction: Reduction, topology: Topology) -> Steps:
+    """As ``all_reduce``, with equally many ranks on each node. Between nodes travel sums of whole nodes."""
+    place = topology.local_rank(call.rank)
+    node = call.among(topology.node_of(call.rank))
+    counterparts = call.among([ranks[place] for ranks in topology.nodes])
+    pieces, part = tensor.tensor_split(node.size), Reduction(reduction.op, reduction.accumulate, 1)
+    total = torch.empty_like(pieces[place], dtype=reduction.accumulate)
+    yield from reduce_scatter(node, pieces, total, part)
+    yield from all_reduce(counterparts, total, part)
+    divide_(total, reduction.divisor)
+    pieces[place].copy_(total)
+    yield from all_gather(node, pieces, pieces[place])
 
 
 def all_reduce_sparse(call: Call, tensor: torch.Tensor, reduction: Reduction) -> Steps:
@@ -171,7 +259,54 @@ def all_reduce_sparse(call: Call, tensor: torch.Tensor, reduction: Reduction) ->
 
 def all_gather(call: Call, outputs: Tensors, tensor: torch.Tensor) -> Steps:
     """`outputs[i]` becomes rank i's `tensor`."""
-    return all_to_all(call, outputs, [tensor] * call.size)
+    yield (yield from _receive_all(call, outputs, tensor))
+
+
+def all_gather_into(call: Call, whole: torch.Tensor, tensor: torch.Tensor, topology: Topology) -> Steps:
+    """``whole[i]`` becomes rank i's `tensor`. A large one goes to every other node once: a proxy there passes it on."""
+    if _takes_rounds(call, tensor.numel() * tensor.element_size()):
+        _copy(whole[call.rank], tensor)
+        yield from _gather_in_rounds(call, whole)
+    else:
+        yield Sent((yield from _receive_all(call, list(whole), tensor, topology)))
+
+
+def _all_gather_rows(call: Call, rows: torch.Tensor, tensor: torch.Tensor) -> Steps:
+    rows[call.rank].copy_(tensor)
+    if call.size > _MOST_PAIRS:
+        yield from _gather_in_rounds(call, rows)
+    else:
+        yield from all_gather(call, list(rows), tensor)
+
+
+def _receive_all(
+    call: Call, outputs: Tensors, tensor: torch.Tensor, topology: Topology | None = None
+) -> Generator[Condition, None, Requests]:
+    """Gather all tensors. Returns sends that may be under way still."""
+    topology = topology or _single_ranks(call.size)
+    home, sends = topology.node_rank(call.rank), Requests(call)
+    neighbours = [peer for peer in _others(call) if topology.node_rank(peer) == home]
+    clients = {rank: topology.clients(rank) for rank in (call.rank, *neighbours)}
+    from_clients = [Requests(call) for _ in clients[call.rank]]
+    for client, requests in zip(clients[call.rank], from_clients, strict=True):
+        requests.recv(outputs[client], client)
+    from_neighbours = Requests(call)
+    for peer in neighbours:
+        for rank in (peer, *clients[peer]):
+            from_neighbours.recv(outputs[rank], peer)
+    for peer in _others(call):
+        if topology.proxy(call.rank, topology.node_rank(peer)) == peer or topology.node_rank(peer) == home:
+            sends.send(tensor, peer)
+    _copy(outputs[call.rank], tensor)
+    for client, requests in zip(clients[call.rank], from_clients, strict=True):
+        yield requests
+        for peer in neighbours:
+            sends.send(outputs[client], peer)
+    yield from_neighbours
+    return sends
+
+
+_single_ranks = functools.cache(functools.partial(Topology.regular, ranks_per_node=1))
 
 
 def _others(call: Call) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -24,11 +25,13 @@ class Call:
     """One collective of one communicator, or one message to or from another rank.
 
     Attributes:
+        rank, size: of this rank among `ranks`, and their number.
+        ranks: those that take part, as the communicator numbers them.
         label: describes the call in errors.
         envelope: of its messages.
     """
 
-    __slots__ = ("envelope", "failures", "label", "matcher", "rank", "size")
+    __slots__ = ("envelope", "failures", "label", "matcher", "rank", "ranks", "size")
 
     def __init__(
         self,
@@ -51,10 +54,18 @@ class Call:
         """
         self.rank = matcher.rank
         self.size = matcher.size
+        self.ranks: Sequence[int] = range(matcher.size)
         self.matcher = matcher
         self.failures = failures
         self.label = within or label
         self.envelope = Envelope(self.rank, tag, sequence, expected or self.label, expected or label, expected)
+
+    def among(self, ranks: Sequence[int]) -> Call:
+        """The part of this call that only `ranks` take part in, this rank among them."""
+        part = copy.copy(self)
+        part.rank, part.size = ranks.index(self.rank), len(ranks)
+        part.ranks = [self.ranks[rank] for rank in ranks]
+        return part
 
     def check_failures(self, polls: int) -> None:
         """Not collective. Raise the failure that another rank has found in this collective.
@@ -91,11 +102,12 @@ class Requests:
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send a tensor. It must not change until all requests are complete."""
+        to = self._call.ranks[to]
         self._sends += [(request, to, read) for request, read in self._matcher.send(self._call.envelope, tensor, to)]
 
     def recv(self, tensor: torch.Tensor, source: int | None) -> None:
         """Receive a tensor from a rank, from any if `source` is None."""
-        receive = Receive(self._call.envelope, tensor, source)
+        receive = Receive(self._call.envelope, tensor, None if source is None else self._call.ranks[source])
         self._receives.append(receive)
         self._matcher.post(receive)
 

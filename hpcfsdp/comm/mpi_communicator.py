@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcfsdp.comm import exchange, shared
+from hpcfsdp.comm import exchange, shared, staged
 from hpcfsdp.comm.communicator import Communicator, check_list, check_peer, check_same_numel, describe
 from hpcfsdp.comm.failures import Failures
 from hpcfsdp.comm.matching import MessageMatcher
@@ -24,7 +24,7 @@ from hpcfsdp.comm.progress import Running, Steps, complete, run
 from hpcfsdp.comm.reduce import OptionalTensors, ReduceOp, Reduction, Tensors
 from hpcfsdp.comm.shared import NodeView
 from hpcfsdp.comm.waits import key_of
-from hpcfsdp.comm.window import Window, window_at
+from hpcfsdp.comm.window import Window, share, window_at, window_bytes
 from hpcfsdp.errors import CommunicationError, CrossedCallsError, DifferentCallsError
 from hpcfsdp.launch import calls, shutdown
 from hpcfsdp.launch.topology import Topology
@@ -84,6 +84,7 @@ class MpiCommunicator(Communicator):
         self._closed = False
         self._node: MPI.Intracomm | None = None
         self._windows: dict[int, Window] = {}  # by address
+        self._staging = staged.Staging()
         self._barrier_window: Window | None = None  # for labelled_barrier
 
     @property
@@ -94,6 +95,10 @@ class MpiCommunicator(Communicator):
     @property
     def shares_memory(self) -> bool:
         return any(len(node) > 1 for node in self.topology.nodes)
+
+    @property
+    def spans_nodes(self) -> bool:
+        return self.topology.num_nodes > 1
 
     def __repr__(self) -> str:
         return f"MpiCommunicator(rank={self.rank}, size={self.size}, {self.topology})"
@@ -112,7 +117,9 @@ class MpiCommunicator(Communicator):
             self._node = self.comm.Split(self.topology.node_rank(self.rank), self.rank)
         window, problem = None, None
         try:
-            window = Window(self._node, self.topology.node_of(self.rank), numel, dtype, gathered=gathered)
+            ranks = self.topology.node_of(self.rank)
+            memory = share(self._node, window_bytes(len(ranks), numel * dtype.itemsize, gathered=gathered))
+            window = Window(memory, self._node.rank, ranks, numel, dtype, gathered=gathered)
         except Exception as error:  # of any kind: the others must learn of it
             problem = str(error)
         problems = [other for other in self.comm.allgather(problem) if other]
@@ -141,7 +148,8 @@ class MpiCommunicator(Communicator):
         window = self._window_of(output, gathered=True)
         if window is None:
             self._check(label, written=[output])
-            return self._run(label, async_op, exchange.all_gather, _segments(output, self.size), shard)
+            whole = output.view(self.size, output.numel() // self.size)
+            return self._run(label, async_op, exchange.all_gather_into, whole, shard.view(-1), self.topology)
         if output.numel() != window.mine.numel():
             raise CommunicationError(
                 f"{label} on rank {self.rank}: gathered memory of {window.mine.numel()} elements can only be gathered "
@@ -161,7 +169,9 @@ class MpiCommunicator(Communicator):
     def _all_reduce(self, label: str, tensor: torch.Tensor, reduction: Reduction, async_op: bool) -> Running | None:
         flat, window = tensor.view(-1), self._window_of(tensor)
         if window is None:
-            return self._run(label, async_op, exchange.all_reduce, flat, reduction)
+            if self.shares_gathered and staged.pays(tensor):
+                return self._run(label, async_op, staged.all_reduce, self._staging, flat, reduction)
+            return self._run(label, async_op, exchange.all_reduce, flat, reduction, self.topology)
         pieces, label = flat.tensor_split(self.size), label + _at(tensor, window)
         return self._run(label, async_op, shared.all_reduce, self._view(window), pieces, reduction)
 
@@ -295,6 +305,7 @@ class MpiCommunicator(Communicator):
         """Not collective. Refuse further calls, and leave collectives in progress incomplete."""
         self._closed = True
         self._windows.clear()
+        self._staging.window = None
 
     def departed(self) -> set[int]:
         """Not collective. The ranks that are known to have left the program."""

@@ -20,7 +20,8 @@ import torch
 from hpcfsdp import _compat
 from hpcfsdp.comm import waits
 from hpcfsdp.comm.waits import Watch
-from hpcfsdp.errors import CommunicationError, CrossedCallsError
+from hpcfsdp.errors import CommunicationError, CrossedCallsError, HangError
+from hpcfsdp.hang import events, watch as hang
 from hpcfsdp.launch import calls
 
 log = logging.getLogger("hpcfsdp.comm")
@@ -50,6 +51,13 @@ class Owner(Protocol):
         """The ranks that are known to have left the program."""
 
 
+class Sent:
+    """The last ``Condition`` of a collective that has written its outputs: that others have read its inputs."""
+
+    def __init__(self, sends: Condition) -> None:
+        self.holds, self.missing = sends.holds, sends.missing
+
+
 Steps = Generator[Condition, None, None]
 
 
@@ -71,6 +79,7 @@ class Running:
         self.done = False
         """Whether it has ended, also with an error."""
         self._stepping = threading.Lock()
+        events.ring.note(events.BEGIN, label)
         if threading.get_ident() not in _threads and not _compat.in_backward():  # autograd's threads take turns
             _threads.add(threading.get_ident())
         self._advance()
@@ -95,6 +104,19 @@ class Running:
         """
         if not self.done:
             self._wait(self._timeout_s if timeout_s is None else timeout_s, firm=timeout_s is None)
+        self._raise()
+
+    def wait_for_outputs(self) -> None:
+        """Return when the outputs may be used. The inputs must not change before ``wait`` has returned."""
+        if not self._has_outputs():
+            self._wait(self._timeout_s, firm=True, is_over=self._has_outputs)
+        if self.done:
+            self._raise()
+
+    def _has_outputs(self) -> bool:
+        return self.done or isinstance(self._condition, Sent)
+
+    def _raise(self) -> None:
         self._error_is_raised = True
         if self._error is not None:
             raise _within_call(self._error)
@@ -103,10 +125,10 @@ class Running:
         if self.done and self._error is not None and not self._error_is_raised:
             log.error("%s failed, and no caller waited for it: %s", self.label, self._error)
 
-    def _wait(self, timeout_s: float, *, firm: bool) -> None:
+    def _wait(self, timeout_s: float, *, firm: bool, is_over: Callable[[], bool] | None = None) -> None:
         watch: Watch | None = None
         try:
-            for waited_s in self._waiting():
+            for waited_s in self._waiting(is_over or self._is_done):
                 if waited_s > timeout_s:
                     self._give_up(functools.partial(_timed_out, timeout_s, watch))
                 elif waited_s > waits.LOOK_AFTER_S:
@@ -115,14 +137,19 @@ class Running:
                     watch = watch or Watch(self.label, self.owner, self.number, firm=firm and len(_threads) == 1)
                     if waited_s > watch.due_s:
                         self._give_up(functools.partial(watch.look, waited_s, self._rank), CrossedCallsError)
+                    if hang.is_hang(waited_s) and not self.done:
+                        self._explain(waited_s)
         finally:
             if watch is not None:
                 watch.end(failed=self.failed)
 
-    def _waiting(self) -> Iterator[float]:
-        """Advance all collectives until this one is done. Yields the seconds of the wait from time to time."""
+    def _is_done(self) -> bool:
+        return self.done
+
+    def _waiting(self, is_over: Callable[[], bool]) -> Iterator[float]:
+        """Advance all collectives until `is_over`. Yields the seconds of the wait from time to time."""
         began_s, polls = time.monotonic(), 0
-        while not self.done:
+        while not is_over():
             self._advance()
             if len(_in_progress) > 1:
                 _advance_all()
@@ -153,10 +180,25 @@ class Running:
     def _finish(self, error: BaseException | None) -> None:
         self._error = error
         self.done = True
+        events.ring.note(events.END, self.label)
         self._condition = None
         self._steps.close()
         if self in _in_progress:
             _in_progress.remove(self)
+
+    def _explain(self, waited_s: float) -> None:
+        """Write a report about the hang, and end with an error unless the others have come meanwhile."""
+        watched = hang.current()
+        path = watched.explain(f"has waited {waited_s:.0f} s in {self.label}") if watched is not None else None
+        self._advance()
+        where = f"{path} says where each rank is" if path is not None else "the log says why there is no report"
+        self._give_up(
+            lambda missing: (
+                f"waited {waited_s:.0f} s for {_named(missing)}: the job hangs; {where}. HPCFSDP_HANG_S sets the time, "
+                "where ranks are this slow"
+            ),
+            HangError,
+        )
 
     def _check_departed(self) -> None:
         departed = self.owner.departed()
@@ -171,7 +213,7 @@ class Running:
         with self._stepping:  # no other thread advances it meanwhile
             why = None if self.done else reason(self._condition.missing() if self._condition is not None else [])
             if why:
-                where = f"{self.label} on rank {self._rank}: " if kind is CommunicationError else ""
+                where = f"{self.label} on rank {self._rank}: " if kind is not CrossedCallsError else ""
                 self._finish(kind(where + why))
 
 
@@ -188,11 +230,14 @@ def _within_call(error: BaseException) -> BaseException:
     return error
 
 
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank(s) {', '.join(map(str, ranks))}" if ranks else "other ranks"
+
+
 def _timed_out(timeout_s: float, watch: Watch | None, missing: Sequence[int]) -> str:
     known = watch.others(missing) if watch is not None else ""
-    names = f"rank(s) {', '.join(map(str, missing))}" if missing else "other ranks"
     return (
-        f"waited {timeout_s:g} s for {names}, which did not take part. They hang, have left, or call other "
+        f"waited {timeout_s:g} s for {_named(missing)}, which did not take part. They hang, have left, or call other "
         "collectives; TORCH_DISTRIBUTED_DEBUG=DETAIL compares the calls of all ranks and names the one that differs"
         + (f" ({known})" if known else "")
     )

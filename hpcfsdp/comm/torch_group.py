@@ -17,6 +17,7 @@ from hpcfsdp.comm.progress import Finished
 from hpcfsdp.comm.reduce import OptionalTensors, Reduction, Tensors, divide_, reduce_rows
 from hpcfsdp.comm.registered import registered_memory
 from hpcfsdp.errors import DifferentCallsError
+from hpcfsdp.hang import events
 from hpcfsdp.launch.topology import Topology
 
 _NATIVE_DTYPES = {torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8}
@@ -74,6 +75,7 @@ class TorchGroupCommunicator(Communicator):
         return registered_memory(self.group, self.device)
 
     def _barrier(self, async_op: bool) -> _Work | Finished | None:
+        events.ring.note(events.BEGIN, "barrier")
         return _ended(dist.barrier(self.group, async_op), async_op)
 
     def _labelled_barrier(self, label: str) -> None:
@@ -100,11 +102,13 @@ class TorchGroupCommunicator(Communicator):
     def _all_gather_into_tensor(
         self, label: str, output: torch.Tensor, shard: torch.Tensor, async_op: bool
     ) -> _Work | Finished | None:
+        events.ring.note(events.BEGIN, label)
         return _ended(_compat.all_gather_single(_bytes(output), _bytes(shard), self.group, async_op), async_op)
 
     def _reduce_scatter_tensor(
         self, label: str, output: torch.Tensor, full: torch.Tensor, reduction: Reduction, async_op: bool
     ) -> _Work | Finished | None:
+        events.ring.note(events.BEGIN, label)
         output, sent, accumulate = output.detach().view(-1), full.detach().view(-1), reduction.accumulate
         if full.dtype == accumulate and accumulate in _NATIVE_DTYPES and reduction.op in _NATIVE_OPS:
             total = output if output.dtype == accumulate else torch.empty_like(output, dtype=accumulate)
@@ -125,6 +129,7 @@ class TorchGroupCommunicator(Communicator):
     def _all_reduce(
         self, label: str, tensor: torch.Tensor, reduction: Reduction, async_op: bool
     ) -> _Work | Finished | None:
+        events.ring.note(events.BEGIN, label)
         flat, native = tensor.detach().view(-1), _NATIVE_DTYPES | {torch.float16, torch.bfloat16}
         if accelerator.is_accelerator(self.device) and tensor.dtype.itemsize < reduction.accumulate.itemsize:
             self._all_reduce_narrow(label, flat, reduction)
@@ -148,11 +153,13 @@ class TorchGroupCommunicator(Communicator):
         flat.copy_(padded[: flat.numel()])
 
     def _broadcast(self, label: str, tensor: torch.Tensor, src: int, async_op: bool) -> _Work | Finished | None:
+        events.ring.note(events.BEGIN, label)
         return _ended(dist.broadcast(_bytes(tensor), group_src=src, group=self.group, async_op=async_op), async_op)
 
     def _all_gather(
         self, label: str, outputs: Tensors, tensor: torch.Tensor, async_op: bool
     ) -> _Work | Finished | None:
+        events.ring.note(events.BEGIN, label)
         # Backends gather equal parts: pad to the largest.
         largest = max(output.numel() for output in outputs)
         padded = torch.zeros(largest, dtype=tensor.dtype, device=tensor.device)
@@ -169,6 +176,7 @@ class TorchGroupCommunicator(Communicator):
     def _exchange(
         self, label: str, outputs: OptionalTensors, inputs: OptionalTensors, async_op: bool
     ) -> _Work | Finished | None:
+        events.ring.note(events.BEGIN, label)
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         received_parts, sent_parts = ([nothing if t is None else _bytes(t) for t in side] for side in (outputs, inputs))
         sent, sent_bytes = torch.cat(sent_parts), [part.numel() for part in sent_parts]

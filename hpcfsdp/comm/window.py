@@ -56,7 +56,7 @@ def share(node: MPI.Intracomm, nbytes: int) -> torch.Tensor:
     """
     if node.size == 1:
         return torch.zeros(nbytes, dtype=torch.uint8)
-    unnamed, first = _map_together(node, nbytes, _open_unnamed)
+    unnamed, first = _map_together(node, nbytes, open_unnamed)
     if unnamed is not None:
         return unnamed
     named, second = _map_together(node, nbytes, _open_named)
@@ -74,16 +74,14 @@ def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[torch.Tensor | N
         fd, name, opened = opener(None, nbytes) if node.rank == 0 else (-1, None, None)
     except Exception as error:  # of any kind: the others must learn of it
         name, problem = None, f"local rank 0: {error}"
-    identity = node.bcast((name, os.fstat(fd).st_ino, os.fstat(fd).st_dev) if fd >= 0 else None)
-    if identity is not None:
+    made = node.bcast((name, *identity(fd)) if fd >= 0 else None)
+    if made is not None:
         try:
             if node.rank != 0:
-                fd, _, _ = opener(identity[0], nbytes)
-                found = os.fstat(fd)
-                if (found.st_ino, found.st_dev) != identity[1:]:
-                    raise OSError(f"{identity[0]} is another file here: do processes have process ids of their own?")
-            # Unlike mmap.mmap this keeps no file descriptor open: processes may have few.
-            memory = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
+                fd, _, _ = opener(made[0], nbytes)
+                if identity(fd) != made[1:]:
+                    raise OSError(f"{made[0]} is another file here: do processes have process ids of their own?")
+            memory = map_fd(fd, nbytes)
         except Exception as error:
             problem = f"local rank {node.rank}: {error}"
     problems = [p for p in node.allgather(problem) if p]
@@ -94,7 +92,20 @@ def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[torch.Tensor | N
     return (None, problems[0]) if problems else (memory, None)
 
 
-def _open_unnamed(path: str | None, nbytes: int) -> tuple[int, str, None]:
+def identity(fd: int) -> tuple[int, int]:
+    """What tells an open file from all others."""
+    found = os.fstat(fd)
+    return found.st_ino, found.st_dev
+
+
+def map_fd(fd: int, nbytes: int) -> torch.Tensor:
+    """The bytes of an open file as memory, which stays when the file is closed."""
+    # Unlike mmap.mmap this keeps no file descriptor open: processes may have few.
+    return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def open_unnamed(path: str | None, nbytes: int) -> tuple[int, str, None]:
+    """Open a file of shared memory that another process has made, or make one. Returns it, and where others open it."""
     if path is not None:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC), path, None
     fd = os.memfd_create("hpcfsdp", os.MFD_CLOEXEC)
@@ -127,6 +138,15 @@ def window_at(tensor: torch.Tensor) -> Window | None:
     return _alive.get(tensor.untyped_storage().data_ptr()) if _alive and tensor.numel() else None
 
 
+def window_bytes(ranks: int, nbytes: int, *, gathered: bool) -> int:
+    """The size of a window for so many ranks, with regions of `nbytes` bytes."""
+    return _aligned(ranks * _LINE) + _region_bytes(nbytes) * (1 if gathered else ranks)
+
+
+def _region_bytes(nbytes: int) -> int:
+    return _aligned(max(1, nbytes))
+
+
 class Window:
     """Shared memory for collectives: flags, and either one region for all ranks of the node or one for each.
 
@@ -138,25 +158,31 @@ class Window:
     """
 
     def __init__(
-        self, node: MPI.Intracomm, ranks: Sequence[int], numel: int, dtype: torch.dtype, *, gathered: bool
+        self,
+        memory: torch.Tensor,
+        place: int,
+        ranks: Sequence[int],
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        gathered: bool,
     ) -> None:
-        """Collective over `node`.
-
+        """
         Args:
+            memory: ``window_bytes`` zero bytes that the ranks share.
+            place: of this rank among them.
             ranks: the node's ranks, as the communicator numbers them, for messages.
         """
         self.gathered = gathered
         self.epoch = 0
         self.is_busy = False
         self._ranks = tuple(ranks)
-        self._mine = node.rank
-        self._peers = tuple(place for place in range(node.size) if place != node.rank)
-        flag_bytes = _aligned(node.size * _LINE)
-        region_bytes = _aligned(max(1, numel * dtype.itemsize))
-        memory = share(node, flag_bytes + region_bytes * (1 if gathered else node.size))
+        self._mine = place
+        self._peers = tuple(other for other in range(len(ranks)) if other != place)
+        flag_bytes, region_bytes = _aligned(len(ranks) * _LINE), _region_bytes(numel * dtype.itemsize)
         self._flags = memoryview(memory[:flag_bytes].numpy())
         self._counters = self._flags.cast("q")
-        begins = [flag_bytes + (0 if gathered else region_bytes * place) for place in range(node.size)]
+        begins = [flag_bytes + (0 if gathered else region_bytes * other) for other in range(len(ranks))]
         self.regions = tuple(memory[begin : begin + numel * dtype.itemsize].view(dtype) for begin in begins)
         if numel:
             _alive[self.address] = self
@@ -171,18 +197,19 @@ class Window:
         """The address of the window, and of the storage of every tensor on it."""
         return self.mine.untyped_storage().data_ptr()
 
-    def arrive(self, label: str) -> None:
-        """Signal to the peers that this rank has written its part of the operation. They compare labels."""
-        begin = self._label_begin(self._mine)
-        self._flags[begin : begin + _LABEL_BYTES] = fit_label(label, _LABEL_BYTES)
+    def arrive(self, label: str | None) -> None:
+        """Signal to the peers that this rank has written its part of the operation. They compare labels, if given."""
+        if label is not None:
+            begin = self._label_begin(self._mine)
+            self._flags[begin : begin + _LABEL_BYTES] = fit_label(label, _LABEL_BYTES)
         self._set(ARRIVED)
 
     def done(self) -> None:
         """Signal to the peers that this rank reads nothing of the operation any more."""
         self._set(DONE)
 
-    def all_arrived(self) -> PeersReached:
-        return PeersReached(self, ARRIVED, self.epoch, compare=True)
+    def all_arrived(self, *, compare: bool = True) -> PeersReached:
+        return PeersReached(self, ARRIVED, self.epoch, compare=compare)
 
     def all_done(self) -> PeersReached:
         return PeersReached(self, DONE, self.epoch, compare=False)

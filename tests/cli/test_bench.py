@@ -13,6 +13,28 @@ def test_bench_collectives(hpcfsdp):
         assert all(len(way["seconds"]) == 2 and way["median_s"] > 0 for way in one["ways"].values())
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("collectives", "--sizes", "0.01", "--repeats", "1"),
+        ("step", "--layers", "1", "--width", "16", "--repeats", "1"),
+        ("checkpoint", "--bytes", "40KB", "--tensors", "5", "--repeats", "1"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_measurements_between_imagined_nodes(start, tmp_path, arguments):
+    where = ("--folder", str(tmp_path)) if arguments[0] == "checkpoint" else ()
+    job = start("-m", "hpcfsdp", "bench", *arguments, *where, "--split-nodes", "2", "--json", ranks=2).wait(250)
+    assert job.code == 0, job.stderr
+    assert json.loads(job.stdout)["topology"] == "2 node(s) of 1 rank(s)"
+
+
+def test_one_process_cannot_be_divided_into_nodes(command):
+    job = command("bench", "host", "--split-nodes", "2")
+    assert job.code == 2
+    assert "--split-nodes divides the ranks of a node" in job.stderr
+
+
 def test_bench_backends(hpcfsdp):
     job = hpcfsdp("bench", "backends", "--layers", "1", "--width", "16", "--repeats", "2", ranks=2)
     assert job.code == 0, job.stderr

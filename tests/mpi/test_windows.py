@@ -269,14 +269,14 @@ def elsewhere(path, nbytes):
     return os.memfd_create("another"), path, None
 
 
-UNNAMED = windows._open_unnamed
+UNNAMED = windows.open_unnamed
 
 
 @pytest.mark.parametrize("culprit", ["first", "last"])
 @pytest.mark.parametrize("opener", [failing, elsewhere])
 def test_a_named_file_serves_where_processes_do_not_see_each_other(several, world, make, monkeypatch, culprit, opener):
     if world.rank == (0 if culprit == "first" else world.size - 1):
-        monkeypatch.setattr(windows, "_open_unnamed", opener)
+        monkeypatch.setattr(windows, "open_unnamed", opener)
     comm = make()
     full = comm.alloc(4 * comm.size, torch.float32, gathered=True)
     falls_back = culprit == "last" or opener is failing
@@ -298,7 +298,7 @@ def test_memory_that_cannot_be_shared_is_an_error_on_every_rank(several, world, 
         comm = make(topology)
         with monkeypatch.context() as patch:
             if world.rank == odd:
-                patch.setattr(windows, "_open_unnamed", failing)
+                patch.setattr(windows, "open_unnamed", failing)
                 patch.setattr(windows, "_open_named", failing)
             with pytest.raises(CommunicationError) as caught:
                 comm.alloc(8, torch.float32)
@@ -317,7 +317,7 @@ def test_a_full_shared_folder_is_an_error_and_leaves_nothing(several, world, mak
         raise OSError("no space left")
 
     if world.rank == 0:
-        monkeypatch.setattr(windows, "_open_unnamed", failing)
+        monkeypatch.setattr(windows, "open_unnamed", failing)
         monkeypatch.setattr(os, "posix_fallocate", full)
     comm = make()
     with pytest.raises(CommunicationError, match="with a file in /dev/shm: local rank 0: no space left"):

@@ -1,7 +1,7 @@
 import pytest
 
 from hpcfsdp.comm import progress, waits
-from hpcfsdp.comm.progress import Finished, Running, complete, run
+from hpcfsdp.comm.progress import Finished, Running, Sent, complete, run
 from hpcfsdp.errors import CommunicationError
 
 
@@ -213,3 +213,34 @@ def test_a_call_waits_unless_it_is_asked_not_to():
 def test_finished_work_is_complete():
     assert Finished().is_completed()
     assert Finished().wait() is None
+
+
+def test_outputs_may_be_used_before_others_have_read_the_inputs():
+    read = Door()
+    work = begin(through(Door(3), Sent(read)))
+    assert not work.is_completed()
+    work.wait_for_outputs()
+    work.wait_for_outputs()
+    assert not work.is_completed()
+    read.open()
+    work.wait()
+    work.wait_for_outputs()
+    assert work.is_completed()
+
+
+def test_waiting_for_outputs_ends_with_the_work_where_that_says_nothing_of_them():
+    work = begin(through(Door(3), Door(3)))
+    work.wait_for_outputs()
+    assert work.done
+
+
+def test_waiting_for_outputs_raises_the_error_of_the_work():
+    def failing():
+        yield Door(3)
+        raise CommunicationError("broken")
+
+    work = begin(failing())
+    with pytest.raises(CommunicationError, match="broken"):
+        work.wait_for_outputs()
+    with pytest.raises(CommunicationError, match="broken"):
+        work.wait_for_outputs()

@@ -154,6 +154,9 @@ class RecordingStreams:
     def wait(self, queue: Queue, event: Event | None, why: Wait) -> None:
         self._wait(Site(why, queue, where()), event)
 
+    def proceed(self) -> None:
+        """Work goes on by itself."""
+
     def touch(self, queue: Queue, *, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> None:
         clock, at = dict(self._issue(queue)), where()
         for place in reads:

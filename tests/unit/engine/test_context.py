@@ -140,6 +140,17 @@ def test_two_buffers_are_used_in_turn_and_a_third_gradient_waits_for_the_first()
     assert len(setting.comm.allocated) == 2
 
 
+def test_there_are_more_buffers_where_nodes_exchange_messages():
+    comm = LateComm(shares_memory=True)
+    comm.spans_nodes = True
+    setting = Setting(comm, 4, 4, 4, 4, 4)
+    for index in range(5):
+        setting.enqueue(index)
+        setting.complete(index)
+    assert comm.log == ["a", "b", "c", "d", "a done", "e"]
+    assert len(comm.allocated) == 4
+
+
 def test_gradients_that_come_before_their_buffer_is_free_wait_on_their_leaves():
     setting = Setting(LateComm(shares_memory=True), 4, 4, 4)
     setting.enqueue(0, 1, 2)

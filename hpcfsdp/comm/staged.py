@@ -1,0 +1,144 @@
+"""All-reduce of tensors that are anywhere in memory, for ranks of one node: in parts, through memory that they share.
+
+A rank copies a part of its tensor to its region, reduces its piece of the part over all regions, and copies the others'
+pieces back. docs/design/windows.md gives the reason of each wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Generator, Sequence
+
+import torch
+
+from hpcfsdp.comm import exchange
+from hpcfsdp.comm.messages import Call, UnlessFailed
+from hpcfsdp.comm.progress import Condition, Steps
+from hpcfsdp.comm.reduce import Reduction, Tensors, reduce_into
+from hpcfsdp.comm.window import Window, identity, map_fd, open_unnamed, window_bytes
+
+_PART_BYTES = 1 << 22
+"""Of a region. Smaller parts mean more meetings of the ranks, and larger ones leave the cache before they are read."""
+_PARTS = 3
+"""Used in turn: one is filled and one read while one is reduced."""
+_LEAST_BYTES = 1 << 18
+_PATH_BYTES = 256
+_EPOCHS = 1 << 24
+"""Epochs of a window in one call, more than any tensor has parts."""
+
+
+class Staging:
+    """The shared memory of one communicator through which tensors pass, made by the first call.
+
+    Attributes:
+        window: None where there is none yet, or a rank could not map it.
+        is_asked_for: whether a call has tried to make it.
+    """
+
+    def __init__(self) -> None:
+        self.window: Window | None = None
+        self.is_asked_for = False
+        self.calls: deque[int] = deque()  # that use it, one after the other, in the same order on all ranks
+
+
+class _Turn:
+    """A ``Condition``: the calls before this one are done with the memory."""
+
+    def __init__(self, staging: Staging, sequence: int) -> None:
+        self._calls, self._sequence = staging.calls, sequence
+
+    def holds(self) -> bool:
+        return self._calls[0] == self._sequence
+
+    def missing(self) -> Sequence[int]:
+        return []
+
+
+def pays(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is large enough for ``all_reduce``."""
+    return tensor.numel() * tensor.element_size() >= _LEAST_BYTES
+
+
+def all_reduce(call: Call, staging: Staging, tensor: torch.Tensor, reduction: Reduction) -> Steps:
+    """`tensor` becomes its reduction over all ranks, which share a node."""
+    sequence = call.envelope.sequence
+    staging.calls.append(sequence)
+    try:
+        yield _Turn(staging, sequence)
+        if not staging.is_asked_for:
+            memory = yield from _share(call, window_bytes(call.size, _PARTS * _PART_BYTES, gathered=False))
+            staging.is_asked_for = True
+            if memory is not None:
+                ranks, nbytes = range(call.size), _PARTS * _PART_BYTES
+                staging.window = Window(memory, call.rank, ranks, nbytes, torch.uint8, gathered=False)
+        if staging.window is None:
+            yield from exchange.all_reduce(call, tensor, reduction)
+            return
+        yield from exchange.wait_for(call, range(call.size))  # compares the calls
+        yield from _reduce_parts(call, staging.window, tensor, reduction)
+    finally:
+        staging.calls.remove(sequence)
+
+
+def _reduce_parts(call: Call, window: Window, tensor: torch.Tensor, reduction: Reduction) -> Steps:
+    window.epoch = call.envelope.sequence * _EPOCHS
+    parts = tensor.split(max(1, _PART_BYTES // tensor.element_size()))
+    regions = [region.view(tensor.dtype).chunk(_PARTS) for region in window.regions]
+
+    def staged(number: int) -> list[Tensors]:
+        """For each rank its pieces of a part in shared memory."""
+        numel = parts[number].numel()
+        return [region[number % _PARTS][:numel].tensor_split(call.size) for region in regions]
+
+    def fill(number: int) -> Condition:
+        for rank, (given, piece) in enumerate(
+            zip(parts[number].tensor_split(call.size), staged(number)[call.rank], strict=True)
+        ):
+            if rank != call.rank:  # that piece is reduced here, from where it is
+                piece.copy_(given)
+        window.arrive(None)
+        return UnlessFailed(call, window.all_arrived(compare=False))
+
+    window.epoch += 1
+    filled = deque([fill(0)])
+    for number, part in enumerate(parts):
+        window.epoch += 1
+        if number + 1 < len(parts):
+            filled.append(fill(number + 1))
+        yield filled.popleft()
+        pieces, shared = part.tensor_split(call.size), staged(number)
+        mine = [pieces[rank] if rank == call.rank else shared[rank][call.rank] for rank in range(call.size)]
+        reduced = shared[call.rank][call.rank]
+        reduce_into(reduced, mine, reduction.op, reduction.accumulate, divisor=reduction.divisor)
+        window.done()
+        yield UnlessFailed(call, window.all_done())
+        for owner, piece in enumerate(pieces):
+            piece.copy_(shared[owner][owner])
+
+
+def _share(call: Call, nbytes: int) -> Generator[Condition, None, torch.Tensor | None]:
+    """Memory that all ranks have mapped, None if one could not. The lowest rank makes it, without a name."""
+    made, memory, found = -1, None, torch.zeros(_PATH_BYTES, dtype=torch.uint8)
+    try:
+        if call.rank == 0:
+            with contextlib.suppress(OSError):
+                made, path, _ = open_unnamed(None, nbytes)
+                text = " ".join(map(str, (path, *identity(made)))).encode()
+                found[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        yield from exchange.broadcast(call, found, 0)
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            path, *wanted = bytes(found.tolist()).rstrip(b"\0").decode().split()
+            fd = made if call.rank == 0 else open_unnamed(path, nbytes)[0]
+            try:
+                memory = map_fd(fd, nbytes) if list(map(str, identity(fd))) == wanted else None
+            finally:
+                if fd != made:
+                    os.close(fd)
+        has_mapped = [torch.empty(1, dtype=torch.bool) for _ in range(call.size)]
+        yield from exchange.all_gather(call, has_mapped, torch.tensor([memory is not None]))
+        return memory if all(has_mapped) else None
+    finally:
+        if made >= 0:
+            os.close(made)

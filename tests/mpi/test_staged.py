@@ -1,0 +1,101 @@
+"""All-reduce of plain tensors through the memory of a node."""
+
+import random
+import time
+
+import pytest
+import torch
+
+from hpcfsdp.comm import staged
+from hpcfsdp.errors import DifferentCallsError
+from hpcfsdp.launch.topology import Topology
+from tests.mpi.test_communicator import DTYPES, OPS, numbers, reduced, refuse_op, same
+
+pytestmark = [pytest.mark.ranks(3, 2, 4), pytest.mark.transport]
+
+
+@pytest.fixture
+def comm(make_comm, world, monkeypatch):
+    """One node, with parts so small that a tensor has many."""
+    monkeypatch.setattr(staged, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(staged, "_PART_BYTES", 64)
+    return make_comm(Topology.regular(1, world.size))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_dtype_is_reduced(comm, op):
+    for dtype in DTYPES:
+        if refuse_op(op, dtype):
+            continue
+        for numel in (1, 7, 64, 100):
+            given = [numbers(rank, numel, dtype) for rank in range(comm.size)]
+            mine = given[comm.rank].clone()
+            comm.all_reduce(mine, op)
+            assert same(mine, reduced(op, given)), (dtype, numel)
+    assert comm._staging.window is not None
+
+
+def test_narrow_values_are_rounded_once_and_equal_on_all_ranks(comm):
+    given = [torch.randn(300, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(comm.size)]
+    mine = given[comm.rank].clone()
+    comm.all_reduce(mine, "average")
+    total = given[0].float()
+    for other in given[1:]:
+        total += other.float()
+    assert torch.equal(mine, (total / comm.size).bfloat16())
+
+
+def test_several_at_a_time_take_turns_and_do_not_hold_up_messages(comm):
+    given = [torch.full((50 + 10 * turn,), float(comm.rank + turn)) for turn in range(4)]
+    works = [comm.all_reduce(tensor, "sum", async_op=True) for tensor in given]
+    gathered = torch.empty(comm.size)
+    comm.all_gather_into_tensor(gathered, torch.tensor([float(comm.rank)]))
+    for work in reversed(works):
+        work.wait()
+    for turn, tensor in enumerate(given):
+        assert (tensor == sum(rank + turn for rank in range(comm.size))).all()
+    assert torch.equal(gathered, torch.arange(comm.size).float())
+
+
+def test_results_are_right_under_delays(comm, world, monkeypatch):
+    chance = random.Random(world.rank)
+    for name in ("arrive", "done"):
+        original = getattr(staged.Window, name)
+
+        def late(self, *arguments, original=original):
+            time.sleep(chance.choice((0, 0, 0.002)))
+            original(self, *arguments)
+
+        monkeypatch.setattr(staged.Window, name, late)
+    for turn in range(6):
+        given = [numbers(rank, 150, torch.float32, seed=turn) for rank in range(comm.size)]
+        mine = given[comm.rank].clone()
+        comm.all_reduce(mine, "sum")
+        assert torch.equal(mine, sum(given)), turn
+        mine.fill_(-1.0)
+
+
+@pytest.mark.parametrize("where", ["the first rank", "the last rank"])
+def test_messages_are_used_where_a_rank_cannot_map_the_memory(comm, world, monkeypatch, where):
+    def refuse(*_):
+        raise OSError("no memory")
+
+    if world.rank == (0 if where == "the first rank" else world.size - 1):
+        monkeypatch.setattr(staged, "open_unnamed", refuse)
+    for _ in range(2):
+        mine = torch.full((100,), float(comm.rank + 1))
+        comm.all_reduce(mine, "sum")
+        assert (mine == sum(range(1, comm.size + 1))).all()
+        assert comm._staging.window is None
+
+
+def test_different_calls_are_named_and_the_memory_can_be_used_again(comm):
+    for size in (100, 40):
+        mine = torch.ones(size)
+        comm.all_reduce(mine, "sum")
+        with pytest.raises(DifferentCallsError, match=r"all_reduce\(sum\) of 5[01] x torch.float32"):
+            comm.all_reduce(torch.ones(50 + (comm.rank == 0)), "sum")
+        comm.all_reduce(mine, "sum")
+        assert (mine == comm.size**2).all()
+        with pytest.raises(DifferentCallsError, match="barrier"):
+            comm.barrier() if comm.rank == 0 else comm.all_reduce(mine, "sum")
