@@ -50,7 +50,7 @@ help:
 	@echo 'make test-slurm tests on two nodes, with srun: a private SLURM on this machine'
 	@echo 'make test-programs  training with transformers, Lightning, peft and others, next to one process'
 	@echo 'make test-accelerator  tests on a simulated accelerator: streams, memory and collectives as on a GPU'
-	@echo 'make test-slow  tests that take minutes: faults at every step, damage to every bit, 8 ranks'
+	@echo 'make test-slow  tests that take minutes: faults at every step, damage to every bit, 8 ranks, 20 preemptions'
 	@echo 'make test-gpu   tests that need a GPU, or several: under $(GPU_RANKS) ranks'
 	@echo 'make bench-gpu  a table of steps on the GPUs of this machine, next to stock torch: ARGS="--layers 32 --batch 4"'
 	@echo 'make lint       ruff, codespell, and shellcheck where it is installed'
@@ -149,9 +149,10 @@ test-accelerator: $(STAMP)
 	done
 
 test-slow: export OMP_NUM_THREADS := 1
-test-slow: $(STAMP)
+test-slow: $(STAMP) $(MPICH_STAMP)
 	$(PY) -m pytest tests/unit tests/cli -m slow
 	timeout --kill-after=30 2400 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi/test_checkpoint_world.py --with-mpi -m slow
+	timeout --kill-after=30 3600 $(PY) -m pytest tests/slurm -m slow
 
 test-gpu: export OMP_NUM_THREADS := 1
 test-gpu: $(STAMP)
@@ -169,7 +170,7 @@ lint: $(STAMP)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/codespell
-	@if command -v shellcheck >/dev/null; then shellcheck jobs/*.sh jobs/*.sbatch .ci/run; \
+	@if command -v shellcheck >/dev/null; then shellcheck jobs/*.sh jobs/*.sbatch jobs/*.pbs jobs/*.flux .ci/run; \
 	else echo "shellcheck is not installed: shell scripts are not checked"; fi
 
 clean:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.slurm.batch import Job
 from tests.slurm.cluster import Cluster, find, missing_tools
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +110,10 @@ def srun(cluster, tmp_path):
     for step in steps:
         if step.process.poll() is None:
             step.end()
+    check_that_none_is_left(cluster)
+
+
+def check_that_none_is_left(cluster):
     until = time.monotonic() + 60
     while (left := cluster.ranks()) and time.monotonic() < until:
         time.sleep(0.05)
@@ -133,7 +138,22 @@ def tiny(tmp_path):
 
 @pytest.fixture
 def job_folder(tmp_path):
-    """A folder to submit jobs from, with MPICH's environment in the place where jobs/train.sbatch looks for one."""
+    """A folder to submit jobs from, with MPICH's environment in the place where the scripts of jobs/ look for one."""
     (tmp_path / ".venv").symlink_to(MPICH.parents[1])
     shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
     return tmp_path
+
+
+@pytest.fixture
+def submit(cluster, job_folder):
+    """Submit a script of jobs/ from `job_folder`; see ``Job``. Nothing of the jobs outlives the test."""
+    before = segments()
+
+    def start(script, options=(), arguments=(), **more):
+        return Job(cluster, job_folder, script, options, arguments, **more)
+
+    yield start
+    cluster.run("scancel", f"--user={os.getuid()}")
+    check_that_none_is_left(cluster)
+    for name in segments() - before:  # of ranks that were killed
+        Path("/dev/shm", name).unlink(missing_ok=True)

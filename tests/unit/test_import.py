@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 from torch import nn
@@ -62,7 +63,7 @@ def test_help_of_a_verb_loads_neither_torch_nor_mpi(run_python):
 
 def test_dir_lists_the_public_names():
     names = {"FullyShardedDataParallel", "World", "init", "finalize", "checkpoint", "errors", "fsdp", "mpi", "wrap"}
-    names |= {"param_groups", "param_info"}
+    names |= {"param_groups", "param_info", "Preemption", "preemption", "exit_requeue"}
     assert names | {"__version__"} == set(hpcfsdp.__all__)
     assert set(hpcfsdp.__all__) <= set(dir(hpcfsdp))
     assert dir(hpcfsdp) == sorted(dir(hpcfsdp))
@@ -86,3 +87,9 @@ def test_the_version_is_three_numbers():
     parts = hpcfsdp.__version__.split(".")
     assert len(parts) == 3
     assert all(part.isdigit() for part in parts[:2])
+
+
+def test_an_installed_package_has_all_folders():
+    """Folders without an ``__init__.py`` can be imported from the source, but are not installed."""
+    package = Path(hpcfsdp.__file__).parent
+    assert not {path.parent for path in package.rglob("*.py") if not path.with_name("__init__.py").exists()}
