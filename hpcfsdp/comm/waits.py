@@ -3,7 +3,8 @@
 A rank that has waited for a second stores a record in torch's store: its collective, its public call, and the missing
 ranks. It reads the records of these ranks. To each it adds an answer: its own call at the place where that rank waits,
 which is the same collective, another, or nothing yet. Two ranks that are missing to each other, and have both called
-another collective or nothing yet, will never meet. Both know, and both raise.
+another collective or nothing yet, will never meet. Both know, and both raise. Their records stay: a rank that begins
+to wait for one of them later raises, too.
 
 A thread accesses the store: the store may not answer, and a wait must handle signals and timeouts all the same.
 """
@@ -34,8 +35,6 @@ LOOK_AFTER_S = 1.0
 """A wait of this length is a long one."""
 _LOOK_EVERY_S = (0.25, 4.0)
 """Between two polls of the store, at first and after a long time."""
-SETTLE_S = 1.0
-"""How long a rank that has detected this continues to poll: further ranks that wait for it must raise as well."""
 _MOST_READ = 16
 """The number of records of missing ranks that a rank reads."""
 _LOG_AT = (1, 3, 6, 12, 30)
@@ -76,6 +75,7 @@ class Waiting:
         firm: whether the rank does nothing else until this wait is over.
         answers: this rank's calls at the places where other ranks wait: rank -> serial of its wait, label.
         over: whether the wait has ended with an error.
+        crossed: whether it has ended with a ``CrossedCallsError``.
     """
 
     rank: int
@@ -87,6 +87,7 @@ class Waiting:
     firm: bool
     answers: Mapping[int, tuple[int, str | None]] = field(default_factory=dict)
     over: bool = False
+    crossed: bool = False
 
     def __str__(self) -> str:
         return f"{self.call} ({self.label})" if self.call else self.label
@@ -97,6 +98,8 @@ def crossed(mine: Waiting, theirs: Waiting) -> bool:
     if not (mine.firm and theirs.firm and theirs.rank in mine.missing and mine.rank in theirs.missing):
         return False
     about_mine, about_theirs = theirs.answers.get(mine.rank), mine.answers.get(theirs.rank)
+    if about_mine is None and theirs.crossed:  # it left before this rank began to wait
+        about_mine = mine.serial, NOTHING_YET
     if about_mine is None or about_theirs is None:
         return False
     (serial, they_called), (their_serial, i_called) = about_mine, about_theirs
@@ -167,6 +170,8 @@ _board = _Board()
 _serials = itertools.count(1)
 _members: dict[Any, weakref.ref[Member]] = {}
 """The members of this process, by key."""
+_raised_with: dict[int, int] = {}
+"""The ranks with which this rank has raised, and the serials of their waits: their records may stay for long."""
 _made: collections.Counter[Sequence[int]] = collections.Counter()
 
 
@@ -217,7 +222,7 @@ class Watch:
         self._firm = firm
         self._serial = next(_serials)
         self._mine: Waiting | None = None
-        self._found_s: float | None = None
+        self._crossed = False
         self._pause_s = _LOOK_EVERY_S[0]
         self._log_s = env.wait_log_s()
         self._logged = 0
@@ -248,7 +253,7 @@ class Watch:
         """End the wait: remove the record, or mark it as failed."""
         events.ring.end_wait()
         if self._mine is not None:
-            over = replace(self._mine, over=True) if failed else None
+            over = replace(self._mine, over=True, crossed=self._crossed) if failed else None
             _board.exchange(self._mine.rank, over, ())
 
     def _note(self, waited_s: float, missing: Sequence[int]) -> None:
@@ -256,9 +261,7 @@ class Watch:
 
     def _compare(self, waited_s: float, rank: int, missing: Sequence[int]) -> str | None:
         read, written = _board.read, _board.written
-        answers = {
-            peer: (each.serial, _called(each.place)) for peer, each in read.items() if peer in missing and not each.over
-        }
+        answers = {peer: (each.serial, _called(each.place)) for peer, each in read.items() if peer in missing}
         earlier = self._mine.answers if self._mine is not None else {}
         mine = Waiting(
             rank,
@@ -271,17 +274,15 @@ class Watch:
             {**earlier, **answers},
         )
         self._mine = mine
-        crossing = [read[peer] for peer in mine.missing if peer in read and crossed(mine, read[peer])]
+        found = [read[peer] for peer in mine.missing if peer in read and crossed(mine, read[peer])]
+        crossing = [each for each in found if _raised_with.get(each.rank) != each.serial]
         known = written is not None and (written.serial, written.answers) == (mine.serial, mine.answers)
         _board.exchange(rank, mine, mine.missing)
         if not crossing or not known:
             self._pause_s = min(1.5 * self._pause_s, _LOOK_EVERY_S[1])
             return None
-        if self._found_s is None:
-            self._found_s = waited_s
-        if waited_s - self._found_s < SETTLE_S:
-            self.due_s = waited_s + _LOOK_EVERY_S[0]
-            return None
+        self._crossed = True
+        _raised_with.update((each.rank, each.serial) for each in crossing)
         return describe(mine, crossing)
 
     def others(self, missing: Sequence[int]) -> str:

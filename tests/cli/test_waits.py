@@ -16,7 +16,7 @@ from hpcfsdp.launch.topology import Topology
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP, ShardedGradScaler
 from hpcfsdp.wrap import ModuleWrapPolicy
 
-waits.LOOK_AFTER_S, waits.SETTLE_S, waits._LOOK_EVERY_S = 0.05, 0.6, (0.05, 0.5)
+waits.LOOK_AFTER_S, waits._LOOK_EVERY_S = 0.05, (0.05, 0.5)
 world = hpcfsdp.init("cpu", timeout_s=600)
 
 class Net(nn.Module):

@@ -15,6 +15,7 @@ EXIT_CODES = {
     "CommunicationError": 1,
     "DifferentCallsError": 1,
     "CrossedCallsError": 1,
+    "HangError": 76,
     "DataError": 1,
     "EngineError": 1,
     "StateDictError": 1,

@@ -43,6 +43,11 @@ def pair(they_called=NOTHING_YET, i_called=NOTHING_YET, **changed):
     return replace(mine, **changed), theirs
 
 
+@pytest.fixture(autouse=True)
+def nothing_raised(monkeypatch):
+    monkeypatch.setattr(waits, "_raised_with", {})
+
+
 def both(mine, theirs):
     found = {crossed(mine, theirs), crossed(theirs, mine)}
     assert len(found) == 1  # ranks come to the same result
@@ -99,12 +104,30 @@ def test_a_wait_answers_those_that_are_missing_and_ends_when_all_know(board):
     answered = board.asked[-1][1]
     assert answered.answers == {1: (5, NOTHING_YET)}
     board.read = {1: replace(theirs, answers={0: (answered.serial, NOTHING_YET)})}
-    assert watch.look(1.6, 0, [1]) is None  # others may wait for this rank as well
-    assert "rank 1 is in forward" in watch.look(1.7 + waits.SETTLE_S, 0, [1])
+    assert "rank 1 is in forward" in watch.look(1.6, 0, [1])
     watch.end(failed=True)
-    assert board.asked[-1][1].over
+    assert board.asked[-1][1].over and board.asked[-1][1].crossed
     watch.end(failed=False)
     assert board.asked[-1][1] is None
+
+
+def test_a_rank_that_comes_after_others_have_raised_raises_once(board):
+    own, other = Member((0, 1, 2), "meet"), Member((0, 1, 2))
+    gone = Waiting(0, 5, "save", "gather", (other.key, 1), (1, 2), True, {1: (3, NOTHING_YET)}, over=True)
+    board.read = {0: gone}
+    watch = Watch("meet", own, 1, firm=True)
+    assert [watch.look(each, 2, [0, 1]) for each in (1.0, 1.3)] == [None, None]  # another error: it may come back
+    board.read = {0: replace(gone, crossed=True)}
+    assert "rank 0 is in save" in (watch.look(1.6, 2, [0, 1]) or watch.look(1.9, 2, [0, 1]))
+    later = Watch("meet", own, 1, firm=True)
+    assert [later.look(each, 2, [0, 1]) for each in (1.0, 1.3)] == [None, None]
+
+
+def test_a_rank_that_has_left_may_have_met_this_one(board):
+    own, other = Member((0, 1), "meet"), Member((0, 1), "gather")
+    board.read = {0: Waiting(0, 5, "save", "gather", (other.key, 1), (1,), True, over=True, crossed=True)}
+    watch = Watch("meet", own, 1, firm=True)
+    assert [watch.look(each, 1, [0]) for each in (1.0, 1.3)] == [None, None]
 
 
 def test_of_a_communicator_that_is_gone_nothing_is_known(board):
