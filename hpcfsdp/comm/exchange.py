@@ -298,12 +298,24 @@ def _receive_all(
         if topology.proxy(call.rank, topology.node_rank(peer)) == peer or topology.node_rank(peer) == home:
             sends.send(tensor, peer)
     _copy(outputs[call.rank], tensor)
+    receives = [*from_clients, from_neighbours]
     for client, requests in zip(clients[call.rank], from_clients, strict=True):
-        yield requests
+        yield _Part(requests, receives)
         for peer in neighbours:
             sends.send(outputs[client], peer)
     yield from_neighbours
     return sends
+
+
+class _Part:
+    """A ``Condition``: a part of all that is waited for. Missing are the ranks of all, so that each of them is named."""
+
+    def __init__(self, part: Condition, all_of_them: Sequence[Condition]) -> None:
+        self.holds = part.holds
+        self._all = all_of_them
+
+    def missing(self) -> list[int]:
+        return sorted({rank for each in self._all for rank in each.missing()})
 
 
 _single_ranks = functools.cache(functools.partial(Topology.regular, ranks_per_node=1))
