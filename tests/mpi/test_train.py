@@ -545,7 +545,7 @@ def test_another_training_is_resumed_only_if_that_is_wanted(
     assert caught.value.raised_on_all_ranks
     monkeypatch.undo()
     with caplog.at_level("INFO", "hpcfsdp"):
-        trainer = loop.Trainer(resume_changed(other), world, Callbacks())
+        trainer = loop.Trainer(resume_changed(other), world, hpcfsdp.preemption(), Callbacks())
     (group,) = trainer.optimizer.param_groups
     assert (trainer.step, group["weight_decay"], group["betas"]) == (2, 0.3, (0.9, 0.9))
     assert trainer.run().step == 4
