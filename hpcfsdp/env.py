@@ -11,7 +11,8 @@ CONFIG_PREFIX = "HPCFSDP_"
 _WAIT_LOG_S = "HPCFSDP_WAIT_LOG_S"
 _HANG_S = "HPCFSDP_HANG_S"
 _REGISTERED_MEMORY = "HPCFSDP_REGISTERED_MEMORY"
-_OF_THE_LIBRARY = (_WAIT_LOG_S, _HANG_S, _REGISTERED_MEMORY)
+_PROGRESS_THREAD = "HPCFSDP_PROGRESS_THREAD"
+_OF_THE_LIBRARY = (_WAIT_LOG_S, _HANG_S, _REGISTERED_MEMORY, _PROGRESS_THREAD)
 """Variables with the prefix that are not part of a command's configuration."""
 
 # Launchers' variables for the number of processes, the most specific first. SLURM's variable is last: processes that an
@@ -118,9 +119,22 @@ def registered_memory() -> bool:
     Raises:
         LaunchError: the variable is neither 0 nor 1.
     """
-    given = os.environ.get(_REGISTERED_MEMORY, "0")
+    return _switch(_REGISTERED_MEMORY, "for registered memory")
+
+
+def progress_thread() -> bool:
+    """Whether a thread is to advance collectives while the program computes.
+
+    Raises:
+        LaunchError: the variable is neither 0 nor 1.
+    """
+    return _switch(_PROGRESS_THREAD, "for a progress thread")
+
+
+def _switch(name: str, one: str) -> bool:
+    given = os.environ.get(name, "0")
     if given not in ("", "0", "1"):
-        raise LaunchError(f"{_REGISTERED_MEMORY}={given}: give 1 for registered memory, or 0")
+        raise LaunchError(f"{name}={given}: give 1 {one}, or 0")
     return given == "1"
 
 

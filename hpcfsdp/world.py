@@ -181,7 +181,7 @@ def init(
     import torch.distributed as dist
 
     # These load torch, after MPI: Cray systems need this order.
-    from hpcfsdp.comm import backend as hpcmpi, select
+    from hpcfsdp.comm import backend as hpcmpi, progress_thread, select
     from hpcfsdp.comm.mpi_communicator import MpiCommunicator
     from hpcfsdp.comm.torch_group import TorchGroupCommunicator
     from hpcfsdp.launch import device as devices, rendezvous
@@ -229,6 +229,8 @@ def init(
     )
     select.set_default(_world.communicator)
     _watch_for_hangs(job, node, job_name, folder)
+    if env.progress_thread():
+        progress_thread.start()
     node.Free()
     return _world
 
@@ -287,7 +289,7 @@ def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
         if settings.split_nodes != 1:
             topology = topology.split(settings.split_nodes)
         chosen = devices.choose(settings.device, job.topology.local_rank(job.comm.rank))
-        devices.check_thread_level(chosen)
+        devices.check_thread_level(chosen, progress_thread=env.progress_thread())
     mine = (settings.backend, settings.timeout_s, settings.split_nodes, chosen.type, registered)
     if not together.is_same(job.comm, mine):
         everyone = job.comm.allgather((env.host_name(), mine))
@@ -363,7 +365,7 @@ def finalize() -> None:
         return
     import torch.distributed as dist
 
-    from hpcfsdp.comm import select  # torch is loaded already
+    from hpcfsdp.comm import progress_thread, select  # torch is loaded already
     from hpcfsdp.comm.backend import is_mpi_group
 
     leaving = sys.exc_info()[0] is not None
@@ -374,9 +376,11 @@ def finalize() -> None:
     select.set_default(None)
     own_host = world.made_process_group or not is_mpi_group(world.process_group)
     if leaving:
+        progress_thread.stop()
         world.host.abandon()
         return
     world.host.barrier()
+    progress_thread.stop()
     hang.stop()
     shutdown.mark_clean()
     try:

@@ -308,7 +308,7 @@ def _receive_all(
 
 
 class _Part:
-    """A ``Condition``: a part of all that is waited for. Missing are the ranks of all, so that each of them is named."""
+    """A ``Condition``: a part of all that is waited for. The ranks of all are missing, so each is named."""
 
     def __init__(self, part: Condition, all_of_them: Sequence[Condition]) -> None:
         self.holds = part.holds

@@ -76,6 +76,7 @@ class Running:
         self._timeout_s = timeout_s
         self._condition: Condition | None = None
         self._error: BaseException | None = None
+        self._in_inference_mode = torch.is_inference_mode_enabled()  # and so may be tensors that it writes to
         self.done = False
         """Whether it has ended, also with an error."""
         self._stepping = threading.Lock()
@@ -85,9 +86,10 @@ class Running:
         self._advance()
         if not self.done:
             _in_progress.append(self)
+            some_in_progress.set()
 
     def is_completed(self) -> bool:
-        _advance_all()  # others, too: this one may wait for a rank that waits for one of them
+        advance_all()  # others, too: this one may wait for a rank that waits for one of them
         self._advance()
         return self.done
 
@@ -152,7 +154,7 @@ class Running:
         while not is_over():
             self._advance()
             if len(_in_progress) > 1:
-                _advance_all()
+                advance_all()
             polls += 1
             if polls < _YIELD_AFTER:
                 continue
@@ -166,8 +168,11 @@ class Running:
         if self.done or not self._stepping.acquire(blocking=False):  # another thread advances it
             return
         try:
-            while not self.done and (self._condition is None or self._condition.holds()):
-                self._condition = next(self._steps)
+            if torch.is_inference_mode_enabled() == self._in_inference_mode:
+                self._take_steps()
+            else:
+                with torch.inference_mode(self._in_inference_mode), torch.no_grad():
+                    self._take_steps()
         except StopIteration:
             self._finish(None)
         except BaseException as error:  # an interrupt, too: a later wait must not take this for complete
@@ -176,6 +181,10 @@ class Running:
                 raise
         finally:
             self._stepping.release()
+
+    def _take_steps(self) -> None:
+        while self._condition is None or self._condition.holds():
+            self._condition = next(self._steps)
 
     def _finish(self, error: BaseException | None) -> None:
         self._error = error
@@ -254,13 +263,17 @@ class Finished:
 
 
 _in_progress: list[Running] = []
+some_in_progress = threading.Event()
+"""Set with each collective that is in progress when its call returns; ``progress_thread.py`` clears it."""
 _threads: set[int] = set()
 """Threads that have begun collectives. If there are several, one may make the call that another waits for."""
 
 
-def _advance_all() -> None:
+def advance_all() -> bool:
+    """Continue all collectives in progress, on any thread. Whether some are in progress still."""
     for work in tuple(_in_progress):
         work._advance()
+    return bool(_in_progress)
 
 
 def run(

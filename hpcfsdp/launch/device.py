@@ -38,17 +38,26 @@ def choose(wanted: str | torch.device | None, local_rank: int) -> torch.device:
     return torch.device(kind, index)
 
 
-def check_thread_level(device: torch.device) -> None:
-    """Raise on an accelerator unless threads other than the main one may call MPI."""
+def check_thread_level(device: torch.device, *, progress_thread: bool) -> None:
+    """Raise unless MPI may be called as a device, or a progress thread, needs it."""
     mpi = load_mpi()
     level = mpi.Query_thread()
-    if level < mpi.THREAD_SERIALIZED and accelerator.is_accelerator(device):
-        name = "single" if level == mpi.THREAD_SINGLE else "funneled"
-        raise LaunchError(
-            f"MPI was started with the thread level {name!r}, but on {device.type!r} it must be 'serialized' at least: "
-            "torch may run a backward, whose hooks call MPI, on a thread for the device. Unset MPI4PY_RC_THREAD_LEVEL "
-            "and MPI4PY_RC_THREADS, or use an MPI that is built with support for threads"
+    names = {mpi.THREAD_SINGLE: "single", mpi.THREAD_FUNNELED: "funneled", mpi.THREAD_SERIALIZED: "serialized"}
+    if progress_thread and level < mpi.THREAD_MULTIPLE:
+        where = (
+            "with HPCFSDP_PROGRESS_THREAD=1 it must be 'multiple': the main thread and the other one call it at once"
         )
+    elif level < mpi.THREAD_SERIALIZED and accelerator.is_accelerator(device):
+        where = (
+            f"on {device.type!r} it must be 'serialized' at least: torch may run a backward, whose hooks call MPI, "
+            "on a thread for the device"
+        )
+    else:
+        return
+    raise LaunchError(
+        f"MPI was started with the thread level {names[level]!r}, but {where}. Unset MPI4PY_RC_THREAD_LEVEL and "
+        "MPI4PY_RC_THREADS, or use an MPI that is built with support for threads"
+    )
 
 
 def fair_threads(mine: set[int], everyone: list[set[int]]) -> int:

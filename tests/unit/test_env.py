@@ -104,16 +104,23 @@ def test_the_hosts_name_comes_without_its_domain(monkeypatch):
     assert env.host_name() == "nid001"
 
 
-def test_registered_memory_is_asked_for_by_1(monkeypatch):
-    monkeypatch.delenv("HPCFSDP_REGISTERED_MEMORY", raising=False)
-    assert not env.registered_memory()
+@pytest.mark.parametrize(
+    ("name", "asks"),
+    [
+        ("HPCFSDP_REGISTERED_MEMORY", env.registered_memory),
+        ("HPCFSDP_PROGRESS_THREAD", env.progress_thread),
+    ],
+)
+def test_options_are_asked_for_by_1(monkeypatch, name, asks):
+    monkeypatch.delenv(name, raising=False)
+    assert not asks()
     for value, wanted in (("0", False), ("", False), ("1", True)):
-        monkeypatch.setenv("HPCFSDP_REGISTERED_MEMORY", value)
-        assert env.registered_memory() is wanted
-    assert "HPCFSDP_REGISTERED_MEMORY" not in env.config_values()
-    monkeypatch.setenv("HPCFSDP_REGISTERED_MEMORY", "yes")
-    with pytest.raises(LaunchError, match="HPCFSDP_REGISTERED_MEMORY=yes: give 1"):
-        env.registered_memory()
+        monkeypatch.setenv(name, value)
+        assert asks() is wanted
+    assert name not in env.config_values()
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(LaunchError, match=f"{name}=yes: give 1"):
+        asks()
 
 
 def test_the_time_until_waits_are_logged_is_no_configuration_of_a_command(monkeypatch):
