@@ -86,7 +86,7 @@ class Running:
         self._advance()
         if not self.done:
             _in_progress.append(self)
-            some_in_progress.set()
+            begun.set()
 
     def is_completed(self) -> bool:
         advance_all()  # others, too: this one may wait for a rank that waits for one of them
@@ -129,6 +129,7 @@ class Running:
 
     def _wait(self, timeout_s: float, *, firm: bool, is_over: Callable[[], bool] | None = None) -> None:
         watch: Watch | None = None
+        _awaited.add(self)
         try:
             for waited_s in self._waiting(is_over or self._is_done):
                 if waited_s > timeout_s:
@@ -142,6 +143,8 @@ class Running:
                     if hang.is_hang(waited_s) and not self.done:
                         self._explain(waited_s)
         finally:
+            _awaited.discard(self)
+            begun.set()
             if watch is not None:
                 watch.end(failed=self.failed)
 
@@ -263,17 +266,22 @@ class Finished:
 
 
 _in_progress: list[Running] = []
-some_in_progress = threading.Event()
-"""Set with each collective that is in progress when its call returns; ``progress_thread.py`` clears it."""
+_awaited: set[Running] = set()
+begun = threading.Event()
+"""Set when a collective has begun, and when a wait has ended."""
 _threads: set[int] = set()
 """Threads that have begun collectives. If there are several, one may make the call that another waits for."""
 
 
-def advance_all() -> bool:
-    """Continue all collectives in progress, on any thread. Whether some are in progress still."""
+def advance_all() -> None:
+    """Continue all collectives in progress, on any thread."""
     for work in tuple(_in_progress):
         work._advance()
-    return bool(_in_progress)
+
+
+def needs_thread() -> bool:
+    """Whether collectives are in progress, and the program waits for none: a wait advances all."""
+    return bool(_in_progress) and not _awaited
 
 
 def run(

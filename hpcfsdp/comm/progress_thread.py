@@ -33,14 +33,14 @@ def stop() -> None:
     thread, _thread = _thread, None
     if thread is not None:
         _ended.set()
-        progress.some_in_progress.set()
+        progress.begun.set()
         thread.join()
         atexit.unregister(stop)
 
 
 def _run() -> None:
     while not _ended.is_set():
-        progress.some_in_progress.wait()
-        progress.some_in_progress.clear()
-        while progress.advance_all() and not _ended.wait(_SLEEP_S):
-            pass
+        progress.begun.wait()
+        progress.begun.clear()
+        while progress.needs_thread() and not _ended.wait(_SLEEP_S):
+            progress.advance_all()
