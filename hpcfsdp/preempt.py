@@ -20,7 +20,8 @@ EXIT_REQUEUE = 75
 
 _EVERY_S = 0.05
 """About how often ranks ask each other, where steps are shorter."""
-_MOST_STEPS = 1000
+_MOST_STEPS = 20
+"""Between two questions: steps may suddenly become longer."""
 _SPARE_S = 30.0
 """What a stop before the end of the job takes besides steps and saves: to leave, and clocks that differ."""
 
@@ -114,7 +115,7 @@ class Preemption:
         """Stop if a rank has asked for it; `at_once`: only if all have, since the others do not wait for the answer."""
         number, ends, some_goes_on, self._end_s, step_s = exchange.result()
         if step_s > 0:  # from what all ranks know alike, and not from a clock: they must ask at the same steps
-            self._every = max(1, min(_MOST_STEPS, int(_EVERY_S / step_s)))
+            self._every = max(1, min(_MOST_STEPS, 2 * self._every, int(_EVERY_S / step_s)))
         if not (number or ends) or (at_once and some_goes_on):
             return
         self.signal = number
@@ -157,7 +158,7 @@ def preemption(*, before_end_s: float | None = None) -> Preemption:
                     hpcfsdp.checkpoint.save(path, model=model, optimizer=optimizer, step=step)
                     hpcfsdp.exit_requeue()
 
-    USR1, USR2 and TERM, sent to any rank at any time, also in a save, kill no process from here on: they make
+    USR1, USR2 and TERM, sent to any rank at any time, also in a save, end no rank from here on: they make
     ``stop.requested`` true. So does the end of the job, where SLURM, PBS or Flux has one. Enter it before
     ``hpcfsdp.init()``, in the main thread of every rank: a signal may arrive while the program starts.
 

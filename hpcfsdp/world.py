@@ -237,11 +237,13 @@ def init(
 
 def _name_run(run_dir: str | Path | None) -> tuple[str, Path]:
     """Collective over all ranks. Names of the job, and of its folder, by rank 0, which makes the folder if needed."""
-    comm, folder = current_job().comm, os.path.abspath(run_dir or ".")
+    comm, folder = current_job().comm, ""
     with together.raise_lowest(comm):
-        if run_dir is not None and comm.rank == 0:
+        if comm.rank == 0:
             try:
-                os.makedirs(folder, exist_ok=True)
+                folder = os.path.abspath(run_dir or ".")
+                if run_dir is not None:
+                    os.makedirs(folder, exist_ok=True)
             except OSError as error:
                 raise LaunchError(f"run_dir {run_dir}: cannot make this folder: {error.strerror}") from error
     name, folder = comm.bcast((_name_of_job(), folder))
@@ -379,9 +381,11 @@ def finalize() -> None:
         progress_thread.stop()
         world.host.abandon()
         return
-    world.host.barrier()
-    progress_thread.stop()
-    hang.stop()
+    try:
+        world.host.barrier()
+    finally:
+        progress_thread.stop()
+        hang.stop()
     shutdown.mark_clean()
     try:
         if world.made_process_group and dist.is_initialized():

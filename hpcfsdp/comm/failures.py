@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 from mpi4py import MPI
@@ -60,18 +61,21 @@ class Failures:
         self._comm = comm
         self._tag = tag
         self._requests: list[MPI.Request] = []
+        self._lock = threading.Lock()  # collectives of one communicator may advance on two threads
 
     def announce(self, failure: Failure) -> None:
         """Send a failure to all other ranks."""
-        self._requests = [request for request in self._requests if not request.Test()]
-        for step in range(1, self._comm.size):
-            peer = (self._comm.rank + step) % self._comm.size
-            self._requests.append(self._comm.isend(failure, dest=peer, tag=self._tag))
+        with self._lock:
+            self._requests = [request for request in self._requests if not request.Test()]
+            for step in range(1, self._comm.size):
+                peer = (self._comm.rank + step) % self._comm.size
+                self._requests.append(self._comm.isend(failure, dest=peer, tag=self._tag))
 
     def receive(self) -> None:
         """Receive the failures that other ranks have announced."""
-        while (message := self._comm.improbe(tag=self._tag)) is not None:
-            failure = message.recv()
-            self.known[failure.sequence] = failure
-        for sequence in sorted(self.known)[:-_KEPT]:
-            del self.known[sequence]
+        with self._lock:
+            while (message := self._comm.improbe(tag=self._tag)) is not None:
+                failure = message.recv()
+                self.known[failure.sequence] = failure
+            for sequence in sorted(self.known)[:-_KEPT]:
+                del self.known[sequence]

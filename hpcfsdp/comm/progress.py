@@ -191,12 +191,14 @@ class Running:
 
     def _finish(self, error: BaseException | None) -> None:
         self._error = error
-        self.done = True
         events.ring.note(events.END, self.label)
         self._condition = None
-        self._steps.close()
         if self in _in_progress:
             _in_progress.remove(self)
+        try:
+            self._steps.close()
+        finally:
+            self.done = True  # last: another thread may wait for it, and use the same memory at once
 
     def _explain(self, waited_s: float) -> None:
         """Write a report about the hang, and end with an error unless the others have come meanwhile."""
@@ -303,9 +305,9 @@ def complete(owner: object) -> None:
     """
     errors = []
     for work in tuple(_in_progress):
-        if work.owner is owner and not work.is_completed():
+        if work.owner is owner:
             try:
-                work.wait(0.0 if work.optional else None)
+                work.wait(0.0 if work.optional and not work.is_completed() else None)
             except CommunicationError as error:
                 if not work.optional:
                     errors.append(error)

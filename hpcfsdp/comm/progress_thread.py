@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 
 from hpcfsdp.comm import progress
@@ -12,6 +13,8 @@ _SLEEP_S = 0.0001
 
 _ended = threading.Event()
 _thread: threading.Thread | None = None
+_process = 0
+"""The thread's: a process that was forked from it has no such thread."""
 
 
 def start() -> None:
@@ -19,8 +22,9 @@ def start() -> None:
 
     MPI must have been started with MPI_THREAD_MULTIPLE.
     """
-    global _thread
+    global _thread, _process
     if _thread is None:
+        _process = os.getpid()
         _ended.clear()
         _thread = threading.Thread(target=_run, name="hpcfsdp-progress", daemon=True)
         _thread.start()
@@ -31,7 +35,7 @@ def stop() -> None:
     """Not collective. End the thread, if there is one."""
     global _thread
     thread, _thread = _thread, None
-    if thread is not None:
+    if thread is not None and os.getpid() == _process:
         _ended.set()
         progress.begun.set()
         thread.join()

@@ -21,6 +21,8 @@ from hpcfsdp.comm.window import Window, identity, map_fd, open_unnamed, window_b
 
 _PART_BYTES = 1 << 22
 """Of a region. Smaller parts mean more meetings of the ranks, and larger ones leave the cache before they are read."""
+_MOST_BYTES = 1 << 27
+"""Of all ranks of a node together: one with many ranks has smaller parts."""
 _PARTS = 3
 """Used in turn: one is filled and one read while one is reduced."""
 _LEAST_BYTES = 1 << 18
@@ -41,19 +43,20 @@ class Staging:
         self.window: Window | None = None
         self.is_asked_for = False
         self.calls: deque[int] = deque()  # that use it, one after the other, in the same order on all ranks
+        self.condition: Condition | None = None  # of the first of them
 
 
 class _Turn:
     """A ``Condition``: the calls before this one are done with the memory."""
 
     def __init__(self, staging: Staging, sequence: int) -> None:
-        self._calls, self._sequence = staging.calls, sequence
+        self._staging, self._sequence = staging, sequence
 
     def holds(self) -> bool:
-        return self._calls[0] == self._sequence
+        return self._staging.calls[0] == self._sequence
 
     def missing(self) -> Sequence[int]:
-        return []
+        return self._staging.condition.missing() if self._staging.condition is not None else []
 
 
 def pays(tensor: torch.Tensor) -> bool:
@@ -67,24 +70,36 @@ def all_reduce(call: Call, staging: Staging, tensor: torch.Tensor, reduction: Re
     staging.calls.append(sequence)
     try:
         yield _Turn(staging, sequence)
-        if not staging.is_asked_for:
-            memory = yield from _share(call, window_bytes(call.size, _PARTS * _PART_BYTES, gathered=False))
-            staging.is_asked_for = True
-            if memory is not None:
-                ranks, nbytes = range(call.size), _PARTS * _PART_BYTES
-                staging.window = Window(memory, call.rank, ranks, nbytes, torch.uint8, gathered=False)
-        if staging.window is None:
-            yield from exchange.all_reduce(call, tensor, reduction)
-            return
-        yield from exchange.wait_for(call, range(call.size))  # compares the calls
-        yield from _reduce_parts(call, staging.window, tensor, reduction)
+        for condition in _in_turn(call, staging, tensor, reduction):
+            staging.condition = condition
+            yield condition
     finally:
+        if staging.calls[0] == sequence:
+            staging.condition = None
         staging.calls.remove(sequence)
+
+
+def _in_turn(call: Call, staging: Staging, tensor: torch.Tensor, reduction: Reduction) -> Steps:
+    yield from exchange.barrier(call)  # compares the calls
+    if not staging.is_asked_for:
+        staging.is_asked_for = True
+        nbytes = _PARTS * _part_bytes(call.size)
+        memory = yield from _share(call, window_bytes(call.size, nbytes, gathered=False))
+        if memory is not None:
+            staging.window = Window(memory, call.rank, range(call.size), nbytes, torch.uint8, gathered=False)
+    if staging.window is None:
+        yield from exchange.all_reduce(call, tensor, reduction)
+    else:
+        yield from _reduce_parts(call, staging.window, tensor, reduction)
+
+
+def _part_bytes(size: int) -> int:
+    return min(_PART_BYTES, _MOST_BYTES // (_PARTS * size) // 4096 * 4096)
 
 
 def _reduce_parts(call: Call, window: Window, tensor: torch.Tensor, reduction: Reduction) -> Steps:
     window.epoch = call.envelope.sequence * _EPOCHS
-    parts = tensor.split(max(1, _PART_BYTES // tensor.element_size()))
+    parts = tensor.split(max(1, _part_bytes(call.size) // tensor.element_size()))
     regions = [region.view(tensor.dtype).chunk(_PARTS) for region in window.regions]
 
     def staged(number: int) -> list[Tensors]:

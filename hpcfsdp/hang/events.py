@@ -6,6 +6,7 @@ Writing an event takes under a microsecond and no lock; a reader may see one tha
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 import time
@@ -94,7 +95,7 @@ class Ring:
 
     def __init__(self) -> None:
         self._memory: Any = bytearray(NBYTES)
-        self._number = 0
+        self._numbers = itertools.count(1)  # its next() is atomic: two threads add events
 
     def move_to(self, memory: memoryview) -> None:
         """Not collective. Continue in other memory of ``NBYTES`` bytes, which others may read."""
@@ -107,7 +108,7 @@ class Ring:
 
     def note(self, kind: int, text: str) -> None:
         """Not collective. Add an event; `kind` is an index into ``KINDS``."""
-        number = self._number = self._number + 1
+        number = next(self._numbers)
         _EVENT.pack_into(
             self._memory, _HEADER_BYTES + number % EVENTS * _EVENT.size, number, time.time(), kind, text.encode()
         )

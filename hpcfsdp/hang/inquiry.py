@@ -1,8 +1,8 @@
 """Questions to all nodes of a job, and their answers, as files in the folder of the run.
 
 The folder is the one medium that also a job without progress, a node without its rank 0, and a command on a login node
-share. Someone creates ``hang/request.json``; a rank on each node adds what it knows of its node; who has asked writes
-the report, and removes the rest.
+share. Someone creates ``hang/request-JOB.json``, or ``request.json`` for all jobs. A rank on each node adds what it
+knows of its node. Who has asked writes the report, and removes the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "hang"
-_REQUEST = "request.json"
 _FORGOTTEN_S = 120.0
 """A request of this age belongs to someone who has been killed."""
 
@@ -46,7 +45,6 @@ class Inquiry:
     def __init__(self, run_dir: Path) -> None:
         """Touches no disk."""
         self.folder = run_dir / FOLDER
-        self._path = self.folder / _REQUEST
 
     def ask(self, job: str, reason: str) -> tuple[Request, bool]:
         """Make a request, unless there is one.
@@ -65,25 +63,27 @@ class Inquiry:
         draft.write_text(json.dumps(asdict(mine)))
         try:
             while True:
-                try:
-                    os.link(draft, self._path)  # fails where there is a request, and shows it whole
-                except FileExistsError:
-                    found = self.current()
-                    if found is not None and found.job in ("", job) and now_s - found.asked_s < _FORGOTTEN_S:
+                for found in self.requests(job):
+                    if now_s - found.asked_s < _FORGOTTEN_S:
                         return found, False
-                    self._path.unlink(missing_ok=True)
+                try:
+                    os.link(draft, self._path(job))  # fails where there is a request, and shows it whole
+                except FileExistsError:
+                    if not any(now_s - found.asked_s < _FORGOTTEN_S for found in self.requests(job)):
+                        self._path(job).unlink(missing_ok=True)
                 else:
                     (self.folder / name).mkdir(exist_ok=True)
                     return mine, True
         finally:
             draft.unlink(missing_ok=True)
 
-    def current(self) -> Request | None:
-        """The request that waits for answers."""
-        try:
-            return Request(**json.loads(self._path.read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
+    def requests(self, job: str) -> list[Request]:
+        """The requests that wait for answers of this job; "": those to all jobs alone."""
+        found = []
+        for path in dict.fromkeys((self._path(job), self._path(""))):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                found.append(Request(**json.loads(path.read_text())))
+        return found
 
     def claim(self, request: Request, job: str, node: int) -> bool:
         """Whether this process is the first of its node to answer."""
@@ -128,10 +128,14 @@ class Inquiry:
 
     def close(self, request: Request) -> None:
         """Remove the request with its answers."""
-        self._path.unlink(missing_ok=True)
+        if request in self.requests(request.job):
+            self._path(request.job).unlink(missing_ok=True)
         shutil.rmtree(self.folder / request.name, ignore_errors=True)
         with contextlib.suppress(OSError):  # it has reports
             self.folder.rmdir()
+
+    def _path(self, job: str) -> Path:
+        return self.folder / (f"request-{job}.json" if job else "request.json")
 
     def _part(self, request: Request, job: str, node: int) -> Path:
         return self.folder / request.name / f"{job}.{node:05d}.json"

@@ -24,6 +24,9 @@ _ASK_EVERY_S = 5.0
 _ANSWER_S = 20.0
 """How long to wait for the answers of other nodes: longer than it takes their second rank to look."""
 
+_MOST_S = 60.0
+"""How long a report may take at most."""
+
 Probe = Callable[[], tuple[float, str] | None]
 """How long, in seconds, a device has waited, and where; None if it does not."""
 
@@ -71,7 +74,7 @@ class Watcher:
         self.limit_s = limit_s
         self._seat, self._inquiry, self._end_job, self._traces = seat, Inquiry(run_dir), end_job, traces
         self._local = seat.nodes[seat.node].index(seat.rank)
-        self._answered = ""
+        self._answered: set[str] = set()
         self._probes: list[weakref.WeakMethod[Probe]] = []
         self._fd = stacks.arm()
         self._written = stacks.size(self._fd)
@@ -86,6 +89,7 @@ class Watcher:
         """Not collective. End the thread."""
         self._ended.set()
         self._thread.join(5.0)
+        events.ring.own(os.getpid(), stacks.start_of(os.getpid()), -1, threading.main_thread().ident or 0)
         stacks.disarm(self._fd)
         events.ring.leave()
 
@@ -94,7 +98,9 @@ class Watcher:
         self._probes.append(probe)
 
     def explain(self, reason: str, *, anew: bool = False) -> Path | None:
-        """Not collective. Write a report, or wait for the one that another rank writes. Takes up to 20 seconds.
+        """Not collective. Write a report, or wait for the one that another rank writes.
+
+        Takes up to 20 seconds; a folder that does not answer, the same file system for which a rank may wait, up to 60.
 
         Args:
             anew: also where another rank has written one a moment ago.
@@ -102,12 +108,23 @@ class Watcher:
         Returns:
             Its path, None if it cannot be written.
         """
-        seat = self._seat
+        found: list[Path | None] = []
+        # A thread, that it can be left: this one must end the job though the folder is on a file system that stalls.
+        worker = threading.Thread(target=lambda: found.append(self._explain(reason, anew)), daemon=True)
+        worker.start()
+        worker.join(_MOST_S)
+        if not found:
+            log.error("no report about a hang: %s does not answer within %d s", self._inquiry.folder, _MOST_S)
+        return found[0] if found else None
+
+    def _explain(self, reason: str, anew: bool) -> Path | None:
+        seat, mine = self._seat, None
         try:
             written = None if anew else self._inquiry.latest_report(seat.job, time.time() - _ANSWER_S)
             if written is not None:
                 return written
             request, is_new = self._inquiry.ask(seat.job, f"rank {seat.rank} {reason}")
+            mine = request if is_new else None
             path = self._inquiry.report_path(request, seat.job)
             self._answer(request)
             until_s = time.monotonic() + _ANSWER_S
@@ -115,9 +132,11 @@ class Watcher:
                 time.sleep(0.05)
             if is_new:
                 answers = self._of_job(request)
-                text = report.render(answers, request.reason, request.asked_s, self._traces())
+                if not answers:
+                    log.error("the job hangs, and no rank of any node could be asked about it")
+                    return None
+                text = report.render(answers, request.reason, request.asked_s, self._trace())
                 path = self._inquiry.write_report(request, seat.job, text)
-                self._inquiry.close(request)
                 log.error("the job hangs: %s\n%s", path, report.head(text))
                 return path
             until_s += _ANSWER_S
@@ -127,6 +146,19 @@ class Watcher:
         except OSError as error:
             log.error("a report about a hang cannot be written to %s: %s", self._inquiry.folder, error)
             return None
+        except Exception:  # whatever it is, the wait that asked must end
+            log.exception("a report about a hang could not be made")
+            return None
+        finally:
+            if mine is not None:
+                with contextlib.suppress(OSError):
+                    self._inquiry.close(mine)
+
+    def _trace(self) -> str:
+        try:
+            return self._traces()
+        except Exception as error:
+            return f"(the backend could not be asked: {error})"
 
     def _run(self) -> None:
         look_s = 0.0
@@ -134,8 +166,7 @@ class Watcher:
             with contextlib.suppress(Exception):  # watching must end no training
                 if time.monotonic() >= look_s:
                     look_s = time.monotonic() + _ASK_EVERY_S * (1 + min(self._local, 5))
-                    request = self._inquiry.current()
-                    if request is not None and request.job in ("", self._seat.job):
+                    for request in self._inquiry.requests(self._seat.job):
                         self._answer(request)
                 written = stacks.size(self._fd)
                 if written != self._written:
@@ -155,9 +186,9 @@ class Watcher:
 
     def _answer(self, request: Request) -> None:
         """Answer for this node, unless another of its ranks does."""
-        if request.name == self._answered:
+        if request.name in self._answered:
             return
-        self._answered = request.name
+        self._answered.add(request.name)
         seat = self._seat
         if not self._inquiry.claim(request, seat.job, seat.node):
             return

@@ -96,6 +96,8 @@ def share_node(device: torch.device, uuid: str | None, node: Any, *, exclusive: 
                 "--ntasks-per-node=N, mpirun --map-by ppr:N:node), or let each see another one (srun "
                 "--gpus-per-task=1)"
             )
-    elif not env.threads_chosen():
+    else:
         cores = os.sched_getaffinity(0)
-        torch.set_num_threads(fair_threads(cores, node.allgather(cores)))
+        everyone = node.allgather(cores)  # also where this rank has fixed its threads: others may not have
+        if not env.threads_chosen():
+            torch.set_num_threads(fair_threads(cores, everyone))

@@ -115,10 +115,9 @@ def other_software(world, monkeypatch):
 def test_ranks_with_other_software_are_named_on_all_ranks(world, other_software, name):
     versions.compare(world.comm)
     other_software(name, "0.1")
-    host, others = env.host_name(), world.size - 1
-    text = (
-        rf"{name} is \S+ on rank 0 \({host}\), but 0\.1 on rank 1 \({host}\); {others} rank\(s\) differ .*, on {host}:"
-    )
+    first, *others = world.comm.allgather(env.host_name())
+    text = rf"{name} is \S+ on rank 0 \({first}\), but 0\.1 on rank 1 \({others[0]}\); "
+    text += rf"{len(others)} rank\(s\) differ .*, on {', '.join(dict.fromkeys(others))}:"
     with pytest.raises(LaunchError, match=text) as caught:
         versions.compare(world.comm)
     assert caught.value.raised_on_all_ranks

@@ -99,3 +99,26 @@ def test_different_calls_are_named_and_the_memory_can_be_used_again(comm):
         assert (mine == comm.size**2).all()
         with pytest.raises(DifferentCallsError, match="barrier"):
             comm.barrier() if comm.rank == 0 else comm.all_reduce(mine, "sum")
+
+
+def test_calls_that_are_compared_take_turns_in_one_order(make_comm, world, monkeypatch):
+    monkeypatch.setattr(staged, "_PART_BYTES", 1 << 12)
+    comm = make_comm(Topology.regular(1, world.size), compare_calls=True)
+    chance = random.Random(world.rank)
+    for _ in range(20):
+        given = [torch.full((1 << 16,), float(comm.rank + turn)) for turn in range(4)]
+        works = []
+        for tensor in given:
+            time.sleep(chance.choice((0, 0.001)))
+            works.append(comm.all_reduce(tensor, "sum", async_op=True))
+        for work in chance.sample(works, len(works)):
+            work.wait()
+        for turn, tensor in enumerate(given):
+            assert (tensor == sum(rank + turn for rank in range(comm.size))).all()
+
+
+def test_calls_that_differ_are_an_error_where_they_are_compared(make_comm, world, monkeypatch):
+    comm = make_comm(Topology.regular(1, world.size), compare_calls=True)
+    tensor = torch.ones(1 << 17)
+    with pytest.raises(DifferentCallsError, match=r"all_reduce\(m.*but rank \d calls .*all_reduce\(m"):
+        comm.all_reduce(tensor, "max" if comm.rank else "min")

@@ -14,7 +14,7 @@ def inquiry(tmp_path):
 
 
 def test_without_a_request_there_is_none_and_no_folder(inquiry, tmp_path):
-    assert inquiry.current() is None
+    assert inquiry.requests("7") == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -22,7 +22,7 @@ def test_one_asks_and_the_others_find_it(inquiry, tmp_path):
     request, is_new = inquiry.ask("7", "rank 0 waits")
     again, is_new_again = Inquiry(tmp_path).ask("7", "rank 1 waits")
     assert (is_new, is_new_again) == (True, False)
-    assert request == again == inquiry.current()
+    assert [request] == [again] == inquiry.requests("7")
 
 
 def test_one_process_of_a_node_answers(inquiry):
@@ -44,7 +44,7 @@ def test_the_report_stays_and_the_rest_goes(inquiry, tmp_path):
     inquiry.close(request)
     assert path.read_text() == "text"
     assert list((tmp_path / "hang").iterdir()) == [path]
-    assert inquiry.current() is None
+    assert inquiry.requests("7") == []
 
 
 def test_the_latest_report_of_a_job(inquiry):
@@ -67,19 +67,28 @@ def test_nothing_stays_without_an_answer(inquiry, tmp_path):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"name": 1}'])
 def test_a_damaged_request_is_replaced(inquiry, text):
     request, _ = inquiry.ask("7", "")
-    (inquiry.folder / "request.json").write_text(text)
-    assert inquiry.current() is None
+    (inquiry.folder / "request-7.json").write_text(text)
+    assert inquiry.requests("7") == []
     other, is_new = inquiry.ask("7", "")
     assert is_new and other != request
 
 
-def test_a_forgotten_request_and_that_of_another_job_are_replaced(inquiry):
+def test_a_forgotten_request_is_replaced(inquiry):
     inquiry.ask("7", "")
-    path = inquiry.folder / "request.json"
+    path = inquiry.folder / "request-7.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "asked_s": time.time() - 1000}))
     assert inquiry.ask("7", "")[1]
-    assert inquiry.ask("8", "")[1]
-    assert not inquiry.ask("8", "")[1]
+    assert not inquiry.ask("7", "")[1]
+
+
+def test_jobs_in_one_folder_leave_each_others_requests_alone(inquiry):
+    (first, _), (second, is_new) = inquiry.ask("7", ""), inquiry.ask("8", "")
+    everyone, all_is_new = inquiry.ask("", "")
+    assert is_new and all_is_new
+    inquiry.close(second)
+    assert inquiry.requests("7") == [first, everyone]
+    inquiry.close(everyone)
+    assert inquiry.requests("7") == [first]
 
 
 def test_a_request_for_all_jobs_serves_each(inquiry):

@@ -1,6 +1,8 @@
+import contextlib
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -93,3 +95,63 @@ def test_other_signals_are_left_alone():
     before = signal.getsignal(signal.SIGINT)
     with StopSignals():
         assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_handler_that_was_set_meanwhile_stays():
+    with StopSignals():
+        ignore_stop_signals()
+    for number in STOP_SIGNALS:
+        assert signal.getsignal(number) == signal.SIG_IGN
+
+
+@pytest.fixture
+def child():
+    """``child()``: a forked process that sleeps, as its pid."""
+    pids = []
+
+    def fork():
+        ready, begins = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.write(begins, b".")
+            while True:
+                time.sleep(60)
+        pids.append(pid)
+        os.read(ready, 1)
+        return pid
+
+    yield fork
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def ended_by(pid, seconds):
+    """The signal that has ended a child within a time, 0 if none has."""
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.WTERMSIG(status)
+        time.sleep(0.02)
+    return 0
+
+
+def test_a_child_can_be_terminated(child):
+    with StopSignals() as stop:
+        pid = child()
+        os.kill(pid, signal.SIGTERM)
+        assert ended_by(pid, 30) == signal.SIGTERM
+        assert not stop.received
+
+
+def test_a_child_outlives_what_the_rank_was_told_and_can_be_terminated_then(child):
+    with StopSignals():
+        pid = child()
+        os.kill(pid, signal.SIGTERM)  # a scheduler's, to all processes
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(pid, signal.SIGUSR2)
+        assert ended_by(pid, 1.0) == 0
+        os.kill(pid, signal.SIGTERM)
+        assert ended_by(pid, 30) == signal.SIGTERM
