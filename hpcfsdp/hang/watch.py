@@ -76,6 +76,7 @@ class Watcher:
         self._local = seat.nodes[seat.node].index(seat.rank)
         self._answered: set[str] = set()
         self._probes: list[weakref.WeakMethod[Probe]] = []
+        self._watches_devices = False
         self._fd = stacks.arm()
         self._written = stacks.size(self._fd)
         mine = seat.memory[self._local * events.NBYTES : (self._local + 1) * events.NBYTES]
@@ -96,6 +97,10 @@ class Watcher:
     def add_probe(self, probe: weakref.WeakMethod[Probe]) -> None:
         """Not collective. Also watch a device: the main thread may wait for it in C code, or not yet."""
         self._probes.append(probe)
+        if not self._watches_devices:
+            self._watches_devices = True
+            # Not the thread that looks into the folder: a file system may stall.
+            threading.Thread(target=self._watch_devices, name="hpcfsdp-devices", daemon=True).start()
 
     def explain(self, reason: str, *, anew: bool = False) -> Path | None:
         """Not collective. Write a report, or wait for the one that another rank writes.
@@ -173,11 +178,17 @@ class Watcher:
                     self._written = written
                     if time.time() - events.ring.asked_s > 2 * stacks.ANSWER_S:
                         self.explain(f"got {stacks.SIGNAL.name}", anew=True)
-                self._look_at_probes()  # last: a device that has failed raises
+
+    def _watch_devices(self) -> None:
+        while not self._ended.wait(_TICK_S):
+            with contextlib.suppress(Exception):  # a device that has failed raises
+                self._look_at_probes()
 
     def _look_at_probes(self) -> None:
-        self._probes = [reference for reference in self._probes if reference() is not None]
-        for probe in [reference() for reference in self._probes]:
+        for reference in tuple(self._probes):
+            probe = reference()
+            if probe is None:
+                self._probes.remove(reference)
             found = probe() if probe is not None else None
             if found is not None and self.limit_s and found[0] > self.limit_s:
                 reason = f"has waited {found[0]:.0f} s for {found[1]}"
