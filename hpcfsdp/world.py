@@ -160,7 +160,7 @@ def init(
         timeout_s: seconds after which a collective gives up waiting for other ranks.
         split_nodes: divide each node into so many. For tests of several nodes on one machine.
         run_dir: the folder of the run, in whose hang/ a report goes if ranks wait for each other for minutes
-            (docs/hangs.md). Rank 0 makes it if it is missing. Default: the working directory of rank 0.
+            (docs/how-to/hangs.md). Rank 0 makes it if it is missing. Default: the working directory of rank 0.
 
     Raises:
         LaunchError: the launcher does not fit the MPI library, the device does not exist, two ranks share one GPU,

@@ -1,6 +1,6 @@
 """A training step of the engine, of stock torch, and of no communication at all, in one run.
 
-docs/benchmarks.md shows its results. A step of a GPT is forward, backward, AdamW, and ``zero_grad``.
+docs/explanation/benchmarks.md shows its results. A step of a GPT is forward, backward, AdamW, and ``zero_grad``.
 """
 
 from __future__ import annotations

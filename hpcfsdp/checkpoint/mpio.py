@@ -44,8 +44,9 @@ class MpioWriter(PosixWriter):
         """Raises CheckpointError if this h5py does not support MPI. Not collective."""
         if not h5py.get_config().mpi:
             raise CheckpointError(
-                'writer="mpio" needs an h5py that was built for MPI, which the wheels are not (docs/file-systems.md '
-                'describes the build); or save with writer="posix", which writes the same bytes'
+                'writer="mpio" needs an h5py that was built for MPI, which the wheels are not '
+                '(docs/how-to/file-systems.md describes the build); or save with writer="posix", which writes the same '
+                "bytes"
             )
 
     def begin(self) -> None:

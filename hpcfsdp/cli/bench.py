@@ -1,7 +1,7 @@
 """``hpcfsdp bench WHAT``: measure hpcfsdp and its peers in one run. Start it with mpirun or srun; ``host`` alone, and
 ``gpu`` either way.
 
-Tables are Markdown, for docs/benchmarks.md.
+Tables are Markdown, for docs/explanation/benchmarks.md.
 """
 
 from __future__ import annotations

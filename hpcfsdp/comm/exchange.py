@@ -19,7 +19,10 @@ from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
 _MOST_PAIRS = 8
-"""Up to so many ranks each sends to all others at once; among more, small messages take rounds (docs/scaling.md)."""
+"""Up to so many ranks each sends to all others at once; among more, small messages take rounds.
+
+What that costs: docs/explanation/scaling.md.
+"""
 _ROUND_BYTES = 1 << 17
 """Of one rank's piece: up to here the number of messages costs more than to pass bytes on, or add them, in rounds."""
 _SMALL_BYTES = 1 << 16

@@ -136,5 +136,6 @@ def judge_files(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
         what = (
             f"all ranks load torch from {table[0]['torch_folder']} ({', '.join(kinds)}): over 2000 files for each rank"
         )
-        hint = "where starting is slow: unpack the environment on each node, docs/launching.md, Start-up on many nodes"
+        where = "docs/how-to/launching.md, Start-up on many nodes"
+        hint = f"where starting is slow: unpack the environment on each node ({where})"
         yield note("files", what, hint)

@@ -1,7 +1,7 @@
 """Queues of work on a device, and the waits between them: one interface for accelerators, for the CPU, and for tests.
 
 The engine has five queues. It launches work on them, and makes one queue wait for what another has done. Every wait has
-a name (``Wait``) and a reason, see docs/design/streams.md.
+a name (``Wait``) and a reason, see docs/developers/streams.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One unit: its parameters are gathered before use and freed after it, its gradients reduced when complete.
 
 The methods stand in the order of a step: ``pre_forward, post_forward, pre_backward, post_backward``. The root calls
-them. docs/design/step.md lists what happens on which event.
+them. docs/developers/step.md lists what happens on which event.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each wait between queues, left out: values are wrong that are right with it, see docs/design/streams.md.
+"""Each wait between queues, left out: values are wrong that are right with it, see docs/developers/streams.md.
 
 tests/unit/engine/test_streams.py has programs for every place in the source that waits.
 """

@@ -13,7 +13,7 @@ from hpcfsdp.checkpoint import open_index
 from hpcfsdp.cli.main import main
 from tests.cli.conftest import ROOT
 
-PAGE = (ROOT / "docs/converting.md").read_text()
+PAGE = (ROOT / "docs/how-to/converting.md").read_text()
 COMMANDS = re.findall(r"^\$ hpcfsdp (.*)$", PAGE, re.MULTILINE)
 
 

@@ -39,7 +39,7 @@ def test_the_example_of_the_readme_learns_saves_and_loads(start, tmp_path):
 
 def test_quickstart(start, tmp_path):
     """One example after the other: they read the file that the first one saves."""
-    for code in blocks("docs/quickstart.md", "python"):
+    for code in blocks("docs/tutorials/quickstart.md", "python"):
         (tmp_path / "example.py").write_text(code)
         job = start("example.py").wait()
         assert job.code == 0, job.stderr
@@ -59,19 +59,19 @@ print("all of them")
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_communication(start, tmp_path, ranks):
-    codes = blocks("docs/communication.md", "python")
+    codes = blocks("docs/explanation/communication.md", "python")
     (tmp_path / "examples.py").write_text(f"CODES = {codes}{EXAMPLES}")
     job = start("examples.py", ranks=ranks).wait()
     assert job.code == 0, job.stderr
     assert job.stdout.count("all of them") == max(ranks, 1)
 
 
-LOOKING = "docs/looking-into-files.md"
+LOOKING = "docs/how-to/looking-into-files.md"
 
 
 @pytest.fixture(scope="session")
 def looked_into(tmp_path_factory):
-    """The folder with the two checkpoints of docs/looking-into-files.md."""
+    """The folder with the two checkpoints of docs/how-to/looking-into-files.md."""
     import torch
 
     from hpcfsdp import checkpoint
@@ -161,7 +161,7 @@ for page, (setup, *others) in json.loads(Path("pages.json").read_text()).items()
     for block in others:
         run(block, dict(before))
     everyone = before["world"].comm.allgather(drawn)
-    if page != "docs/mesh.md":  # where all ranks draw the whole batch and use a part of it
+    if page != "docs/how-to/mesh.md":  # where all ranks draw the whole batch and use a part of it
         assert len(set(map(len, everyone))) == 1
         for number, draws in enumerate(zip(*everyone)):
             assert len(set(map(tuple, draws))) == len(draws), f"{page}: draw {number} is the same on several ranks"
@@ -181,8 +181,8 @@ def numbered(page):
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, ("docs/sharding.md", "docs/migrating.md", "docs/state-dicts.md", "docs/dcp.md", "docs/checkpoints.md")),
-        (4, ("docs/mesh.md",)),
+        (2, [f"docs/how-to/{name}.md" for name in ("sharding", "migrating", "state-dicts", "dcp", "checkpoints")]),
+        (4, ["docs/how-to/mesh.md"]),
     ],
     ids=["two ranks", "four ranks"],
 )
@@ -197,7 +197,7 @@ def test_pages_about_sharding(start, tmp_path, ranks, names):
         assert f"{page}: {len(found)} blocks" in job.stdout
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/glossary.md"])
+@pytest.mark.parametrize("page", ["docs/developers/architecture.md", "docs/developers/glossary.md"])
 def test_files_that_a_page_names_exist(page):
     names = set(re.findall(r"`((?:\w+/)+\w*(?:\.py)?)`", (ROOT / page).read_text()))
     assert len(names) > 20
@@ -217,7 +217,7 @@ def resolve(name):
 
 
 def test_names_of_the_public_api_exist():
-    names = set(re.findall(r"`(hpcfsdp\.[\w.]+)`", (ROOT / "docs/names.md").read_text()))
+    names = set(re.findall(r"`(hpcfsdp\.[\w.]+)`", (ROOT / "docs/reference/names.md").read_text()))
     assert len(names) > 50
     for name in names:
         resolve(name)

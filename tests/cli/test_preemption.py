@@ -1,4 +1,4 @@
-"""The program of docs/preemption.md under mpirun, and the signals that it gets."""
+"""The program of docs/how-to/preemption.md under mpirun, and the signals that it gets."""
 
 import re
 import signal
@@ -26,7 +26,7 @@ pathlib.Path("begun").touch()
 
 @pytest.fixture
 def program(tmp_path):
-    (code,) = blocks("docs/preemption.md", "python")
+    (code,) = blocks("docs/how-to/preemption.md", "python")
     path = tmp_path / "program.py"
     path.write_text(code.replace("    for step in", "    open('begun', 'w').close()\n    for step in"))
     return path

@@ -33,7 +33,7 @@ LAYERS = [
     {"api"},
     {"fsdp", "state_dict", "wrap"},
     {"checkpoint"},
-    {"doctor", "examples"},
+    {"doctor", "examples", "integrations"},
     {"bench"},
     {"cli"},
     {"__main__"},

@@ -1,6 +1,6 @@
 """The places of everything in a checkpoint file, and the types of tensors. Needs numpy and h5py alone.
 
-The layout is specified in docs/checkpoint-format.md.
+The layout is specified in docs/reference/checkpoint-format.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The seal: the last bytes of a checkpoint file, which verify everything in it except the tensors' elements.
 
 It follows HDF5's part of the file. A reader checks it before HDF5 sees a byte, and a truncated file has none. It is
-written last, so it marks a complete checkpoint. Specified in docs/checkpoint-format.md.
+written last, so it marks a complete checkpoint. Specified in docs/reference/checkpoint-format.md.
 """
 
 from __future__ import annotations

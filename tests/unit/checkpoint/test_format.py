@@ -1,4 +1,7 @@
-"""A file is what docs/checkpoint-format.md says, read here by that page alone: with struct, xxhash, numpy and h5py."""
+"""A file is what docs/reference/checkpoint-format.md says, read here by that page alone.
+
+With struct, xxhash, numpy and h5py.
+"""
 
 import io
 import json

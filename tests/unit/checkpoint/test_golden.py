@@ -154,7 +154,7 @@ def test_it_is_loaded_into_a_model_and_its_optimizer(golden):
     assert optimizer.param_groups[0]["lr"] == LR
 
 
-# What follows uses h5py, numpy and json alone: it is what docs/checkpoint-format.md promises to a reader of any kind.
+# What follows uses h5py, numpy and json alone: docs/reference/checkpoint-format.md promises it to a reader of any kind.
 
 
 def test_h5py_alone_reads_every_value(golden):

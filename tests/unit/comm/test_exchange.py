@@ -1,4 +1,7 @@
-"""The algorithms of messages, for any number of ranks in one process: results, and what docs/scaling.md counts."""
+"""The algorithms of messages, for any number of ranks in one process.
+
+Results, and the messages that docs/explanation/scaling.md counts.
+"""
 
 from collections import defaultdict, deque
 from math import ceil, log2

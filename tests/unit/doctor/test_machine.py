@@ -119,7 +119,7 @@ def test_torch_on_a_file_system_that_nodes_share_is_a_note():
     (finding,) = machine.judge_files([[0], [1]], [shared, shared])
     assert (finding.level, finding.area) == ("note", "files")
     assert "/home/me/venv/torch (nfs4)" in finding.what
-    assert "docs/launching.md" in finding.hint
+    assert "docs/how-to/launching.md" in finding.hint
     assert not list(machine.judge_files([[0, 1]], [shared, shared]))
     for kind in ("xfs", None):
         local = shared | {"torch_file_system": kind}

@@ -3,7 +3,7 @@
 Work is done where it stands, as on a CPU, but it is *ordered* only as a GPU would order it: within its queue, after
 what the program had done when it was put there, and after the events that its queue has waited for. Two accesses to
 the same memory, one of them a write, that are not ordered are a race, whatever the values were this time. The method
-is that of vector clocks (C. Fidge, 1988), as race detectors use it; see docs/design/streams.md.
+is that of vector clocks (C. Fidge, 1988), as race detectors use it; see docs/developers/streams.md.
 """
 
 from __future__ import annotations

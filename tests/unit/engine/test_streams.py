@@ -1,7 +1,7 @@
 """No wait between queues is missing, and none is there in vain.
 
 Programs run on queues that check each access to memory against the waits (``RecordingStreams``, as a GPU would order
-it), and on those of the CPU with collectives that end as late as they may. docs/design/streams.md lists each wait.
+it), and on those of the CPU with collectives that end as late as they may. docs/developers/streams.md lists each wait.
 """
 
 import pytest
