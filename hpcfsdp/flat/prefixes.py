@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def replace_by_prefix(state_dict: MutableMapping[str, Any], old_prefix: str, new_prefix: str) -> None:
@@ -30,13 +32,13 @@ def replace_by_prefix(state_dict: MutableMapping[str, Any], old_prefix: str, new
         state_dict.update(renamed)
 
 
-def get_root_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
+def get_root_modules(modules: Iterable[ModuleT]) -> list[ModuleT]:
     """Those of `modules` that no other of them contains, in the order given. Visits each module once."""
     given = list(modules)
     contained: set[int] = set()
     seen: set[int] = set()
     for start in given:
-        pending = [start]
+        pending: list[nn.Module] = [start]
         while pending:
             module = pending.pop()
             if id(module) in seen:

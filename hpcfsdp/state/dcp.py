@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -256,7 +256,7 @@ def flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def unflatten(state_dict: Mapping[str, Any], groups: Iterable[Collection[str]]) -> dict[str, Any]:
+def unflatten(state_dict: Mapping[str, Any], groups: Iterable[Sequence[str]]) -> dict[str, Any]:
     """The way back from ``flatten``.
 
     Args:

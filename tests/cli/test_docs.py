@@ -3,13 +3,18 @@
 import functools
 import importlib
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
+from hpcfsdp.cli.main import VERBS
 from tests.cli.conftest import ROOT
 
 
@@ -35,6 +40,72 @@ def test_the_example_of_the_readme_learns_saves_and_loads(start, tmp_path):
     assert losses[10] < 1 and losses[20] < 0.7 and losses[40] < 0.4, output  # of 2 at the start
     batches = " ".join(re.findall(r"^saw (.*)$", output, re.MULTILINE)).split()
     assert len(batches) == len(set(batches)) == 4, "batches of other ranks, or of the first start, came again"
+
+
+def example(tmp_path, name):
+    """A copy of a program of docs/examples, in the folder where jobs start."""
+    return shutil.copy(ROOT / "docs/examples" / name, tmp_path)
+
+
+def lines_of_page(page, command):
+    """The lines that a page shows after a command."""
+    for block in blocks(page, "console"):
+        first, *rest = block.splitlines()
+        if first == f"$ {command}":
+            return rest
+    raise AssertionError(f"{page} has no block that begins with {command}")
+
+
+def test_the_first_tutorial_learns_and_stops_on_a_signal(start, tmp_path):
+    program = example(tmp_path, "own_model.py")
+    job = start(program, ranks=2).wait()
+    assert job.code == 0, job.stderr
+    shown = lines_of_page("docs/tutorials/own-model.md", "mpirun -n 2 python my_model.py")
+    assert [line.rsplit(" ", 1)[0] for line in job.stdout.splitlines()] == [line.rsplit(" ", 1)[0] for line in shown]
+    losses = [float(line.split()[-1]) for line in job.stdout.splitlines()]
+    assert losses[1] < losses[0] < 1, "of 2 at the start"
+    ended = time.time()
+    again = start(program, ranks=3, environ={"STEPS": "100000"})
+    again.wait_for(lambda: os.stat(tmp_path / "my_model.h5").st_mtime > ended)
+    again.process.send_signal(signal.SIGUSR2)  # which mpirun hands on
+    again.wait()
+    assert again.code == 75, again.stderr
+    assert again.stdout.startswith("step 30 loss"), "it goes on where it was"
+
+
+def test_the_tutorial_from_torchrun_to_slurm_keeps_the_losses(start, tmp_path):
+    page = "docs/tutorials/slurm.md"
+    shown = lines_of_page(page, "mpirun -n 2 python slurm_fsdp.py")
+    assert lines_of_page(page, "torchrun --nproc-per-node 2 torchrun_fsdp.py") == shown
+    before = start("-m", "torch.distributed.run", "--nproc-per-node", 2, example(tmp_path, "torchrun_fsdp.py")).wait()
+    # No exit code: torch's gloo may abort the process after the last line.
+    assert [line for line in before.stdout.splitlines() if line.startswith("epoch")] == shown, before.stderr
+    after = start(example(tmp_path, "slurm_fsdp.py"), ranks=2).wait()
+    assert after.code == 0, after.stderr
+    assert after.stdout.splitlines() == shown
+
+
+def test_the_tutorial_from_torchrun_to_slurm_goes_on_within_an_epoch(start, tmp_path):
+    """A signal to one rank stops it in the second epoch. Then it computes what it computes without."""
+    program = Path(example(tmp_path, "slurm_fsdp.py"))
+    code, line = program.read_text(), "            step += 1\n"
+    assert code.count(line) == 1
+    send = "            if step == 21 and world.rank == 1 and not found:\n"
+    send += "                signal.raise_signal(signal.SIGUSR2)\n"
+    program.write_text("import signal\n" + code.replace(line, line + send))
+    job = start(program, ranks=2).wait()
+    assert job.code == 75, job.stderr
+    job = start(program, ranks=2).wait()
+    assert job.code == 0, job.stderr
+    assert job.stdout.splitlines() == lines_of_page("docs/tutorials/slurm.md", "mpirun -n 2 python slurm_fsdp.py")[1:]
+
+
+def test_the_tutorial_on_muon_learns(start, tmp_path):
+    job = start(example(tmp_path, "muon.py"), ranks=2).wait()
+    assert job.code == 0, job.stderr
+    losses = [float(line.split()[-1]) for line in job.stdout.splitlines()]
+    shown = lines_of_page("docs/tutorials/muon.md", "mpirun -n 2 python muon.py")
+    assert losses == pytest.approx([float(line.split()[-1]) for line in shown], rel=0.3)
 
 
 def test_quickstart(start, tmp_path):
@@ -178,10 +249,13 @@ def numbered(page):
     return [(text.count("\n", 0, block.start(1)), block[1]) for block in found]
 
 
+PAGES_OF_SHARDING = ("sharding", "migrating", "state-dicts", "dcp", "checkpoints", "tracking")
+
+
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, [f"docs/how-to/{name}.md" for name in ("sharding", "migrating", "state-dicts", "dcp", "checkpoints")]),
+        (2, [f"docs/how-to/{name}.md" for name in PAGES_OF_SHARDING]),
         (4, ["docs/how-to/mesh.md"]),
     ],
     ids=["two ranks", "four ranks"],
@@ -221,3 +295,29 @@ def test_names_of_the_public_api_exist():
     assert len(names) > 50
     for name in names:
         resolve(name)
+
+
+PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_a_page_exist(page):
+    """Every `hpcfsdp verb` and `make target` that a page shows."""
+    shown = "".join(blocks(page, "console") + blocks(page, "text"))
+    assert set(re.findall(r"(?:^\$|[ /-])hpcfsdp ([a-z]+)", shown, re.MULTILINE)) <= set(VERBS)
+    text = (ROOT / page).read_text()
+    targets = re.findall(r"^\$ make ([a-z-]+)", shown, re.MULTILINE) + re.findall(r"`make ([a-z-]+)[ `]", text)
+    assert set(targets) <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_blocks_of_a_page_are_python(page):
+    """Also those that cannot run here, because they need another library or a cluster."""
+    for code in blocks(page, "python[^\n]*"):
+        compile(code, page, "exec")
+
+
+def test_the_page_on_configuration_names_every_variable_of_the_library():
+    text = (ROOT / "docs/reference/configuration.md").read_text()
+    for variable in re.findall(r'"(HPCFSDP_\w+?)"', (ROOT / "hpcfsdp/env.py").read_text()):
+        assert variable == "HPCFSDP_" or f"`{variable}`" in text

@@ -1,3 +1,5 @@
+import ast
+import importlib
 import json
 from pathlib import Path
 
@@ -93,3 +95,19 @@ def test_an_installed_package_has_all_folders():
     """Folders without an ``__init__.py`` can be imported from the source, but are not installed."""
     package = Path(hpcfsdp.__file__).parent
     assert not {path.parent for path in package.rglob("*.py") if not path.with_name("__init__.py").exists()}
+
+
+@pytest.mark.parametrize("module", ["hpcfsdp", "hpcfsdp.checkpoint"])
+def test_type_checkers_see_the_names_that_are_loaded_on_first_use(module):
+    """The stub beside a package of lazy names has the same names, from the same modules."""
+    package = importlib.import_module(module)
+    stub = ast.parse(Path(package.__file__).with_suffix(".pyi").read_text())
+    seen = {}
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                assert alias.asname == alias.name, "only `import x as x` is public in a stub"
+                whole = f"{node.module}.{alias.name}"
+                seen[alias.name] = whole if whole == package._PUBLIC.get(alias.name) else node.module
+    seen.pop("__version__", None)
+    assert seen == package._PUBLIC

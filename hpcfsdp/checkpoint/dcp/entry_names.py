@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
+
+if TYPE_CHECKING:
+    from hpcfsdp.checkpoint.plain_values import Types  # loads torch
 
 Path = tuple[str | int, ...]
 """Keys from the outermost dict inwards; numbers are places in lists."""
@@ -48,7 +51,7 @@ class Entry:
     path: Path
     kind: str
     place: Path
-    types: tuple[tuple[Path, str], ...] = ()
+    types: Types = ()
 
     @property
     def dataset(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -55,11 +56,11 @@ class HDF5Reader(StorageReader):
         self._failure: CheckpointError | None = None
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is the path of an existing file."""
         return os.path.isfile(checkpoint_id)
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Starts again, with `checkpoint_id` as the path if given; not collective."""
         self._opened = self._failure = None
         if checkpoint_id is not None:
@@ -170,7 +171,7 @@ def value_of(index: CheckpointIndex, entry: Entry) -> Any:
     )
 
 
-class _Found(dict):
+class _Found(dict[str, Any]):
     """torch's description of the file's content. It also finds entries under other names, see ``Names``."""
 
     def __init__(self, known: Names, request: Request, index: CheckpointIndex) -> None:
@@ -193,7 +194,7 @@ class _Found(dict):
             return default
 
 
-class _Unreadable(dict):
+class _Unreadable(dict[str, Any]):
     """In place of a description of an unreadable file: raises the file's error."""
 
     def __init__(self, error: CheckpointError) -> None:
@@ -246,7 +247,7 @@ def slabs(box: Box, itemsize: int) -> Iterator[tuple[Box, Callable[[torch.Tensor
     for first in range(0, length, step):
         size = min(step, length - first)
         part = Box((box.offsets[0] + first, *box.offsets[1:]), (size, *box.sizes[1:]))
-        yield part, lambda tensor, first=first, size=size: tensor.narrow(0, first, size)
+        yield part, functools.partial(torch.narrow, dim=0, start=first, length=size)
 
 
 def read_box(reader: BlockReader, spec: TensorSpec, box: Box) -> np.ndarray:

@@ -9,7 +9,7 @@ import secrets
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -107,14 +107,14 @@ class HDF5Writer(StorageWriter):
         self._step, self._extra, self._config = operator.index(step), dict(extra or {}), config
         self._files = files or Files()
         self._pending: _Pending | None = None
-        self._discard: weakref.finalize | None = None
+        self._discard: weakref.finalize[..., Any] | None = None
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it can be the path of a new file: not a directory, nor a URL."""
         return "://" not in os.fspath(checkpoint_id) and not os.path.isdir(checkpoint_id)
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Starts again, with `checkpoint_id` as the path if given; not collective."""
         self._abandon()
         if checkpoint_id is not None:
@@ -257,7 +257,7 @@ class HDF5Writer(StorageWriter):
 
     def _kept_with(self, entries: Mapping[str, Entry], values: Mapping[str, Any]) -> dict[str, Any]:
         """The file's `extra`: values of entries, by name, and those given to this object. Raises where they clash."""
-        found: dict[str | int, Any] = {}
+        found: dict[Any, Any] = {}
         for name, entry in entries.items():
             if entry.kind == names.EXTRA:
                 names.set_at(found, entry.place, values.get(name))
@@ -314,7 +314,8 @@ def _write_items(
             sums = writer.write(np.arange(len(plan.blocks)))
             draft.files.sync(fd)
     for place, (number, item, spec, _) in enumerate(own):
-        value = planner.resolve_data(item).tolist() if spec.path.startswith(f"{names.GROUP_TENSORS}/") else None
+        is_group = spec.path.startswith(f"{names.GROUP_TENSORS}/")
+        value = cast(torch.Tensor, planner.resolve_data(item)).tolist() if is_group else None
         found[number] = Written(sums[edges[place] : edges[place + 1]].tobytes(), value)
     sizes = {number: box_of(item).numel * spec.itemsize for number, item, spec, _ in own}
     return [WriteResult(item.index, sizes.get(number, 0), found[number]) for number, item in enumerate(items)]
@@ -356,7 +357,7 @@ class _Memory:
 
     def _tensor(self, place: int) -> torch.Tensor:
         item, spec = self._items[place], self._plan.specs[place]
-        data = self._planner.resolve_data(item)
+        data = cast(torch.Tensor, self._planner.resolve_data(item))  # compared below: a planner may give anything
         dtype = str(getattr(data, "dtype", type(data).__name__)).removeprefix("torch.")
         shape = tuple(getattr(data, "shape", ()))
         if (dtype, shape) != (spec.dtype, box_of(item).sizes):
