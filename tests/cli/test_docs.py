@@ -137,7 +137,7 @@ def test_communication(start, tmp_path, ranks):
     assert job.stdout.count("all of them") == max(ranks, 1)
 
 
-LOOKING = "docs/how-to/looking-into-files.md"
+LOOKING, TUTORIAL = "docs/how-to/looking-into-files.md", "docs/tutorials/checkpoint.md"
 
 
 @pytest.fixture(scope="session")
@@ -166,17 +166,24 @@ def looked_into(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("index", range(len(blocks(LOOKING, "python"))))
-def test_looking_into_files_from_python(start, looked_into, index):
-    job = start("-c", blocks(LOOKING, "python")[index], cwd=looked_into).wait()
+def blocks_of(pages, language):
+    """Parameters of a test: each block of these pages, with its number on the page."""
+    found = [(page, number) for page in pages for number in range(len(blocks(page, language)))]
+    return pytest.mark.parametrize(("page", "number"), found, ids=[f"{Path(page).stem}-{n}" for page, n in found])
+
+
+@blocks_of([LOOKING, TUTORIAL], "python")
+def test_looking_into_files_from_python(start, looked_into, page, number):
+    job = start("-c", blocks(page, "python")[number], cwd=looked_into).wait()
     assert job.code == 0, job.stderr
 
 
-@pytest.mark.parametrize("index", range(len(blocks(LOOKING, "console"))))
-def test_looking_into_files_from_a_shell(looked_into, index):
+@blocks_of([LOOKING, TUTORIAL], "console")
+def test_looking_into_files_from_a_shell(looked_into, tmp_path, page, number):
     """Every command ends with the exit code on the page, and prints the lines that follow it there."""
-    folder = looked_into.parent if index == 0 else looked_into
-    for command, *lines in (part.splitlines() for part in blocks(LOOKING, "console")[index].split("$ ")[1:]):
+    shutil.copytree(looked_into.parent, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path if (page, number) == (LOOKING, 0) else tmp_path / looked_into.name
+    for command, *lines in (part.splitlines() for part in blocks(page, "console")[number].split("$ ")[1:]):
         if command.startswith("cd "):
             folder /= command.removeprefix("cd ")
             continue
@@ -321,3 +328,18 @@ def test_the_page_on_configuration_names_every_variable_of_the_library():
     text = (ROOT / "docs/reference/configuration.md").read_text()
     for variable in re.findall(r'"(HPCFSDP_\w+?)"', (ROOT / "hpcfsdp/env.py").read_text()):
         assert variable == "HPCFSDP_" or f"`{variable}`" in text
+
+
+def anchors(path):
+    """Names by which links reach the headings of a page."""
+    headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "/" not in page])
+def test_links_of_a_page_outside_of_the_site_lead_somewhere(page):
+    """Those of the site are checked when it is built."""
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)#?([^):\s]*)\)", (ROOT / page).read_text()):
+        path = ROOT / (target or page)
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
