@@ -1,5 +1,12 @@
 """The documentation site: ``make docs``. Warnings are errors."""
 
+import dataclasses
+import importlib
+import typing
+
+import docstring_parser
+from sphinx.util.docutils import SphinxDirective
+
 from hpcfsdp import __version__
 
 project = "hpcfsdp"
@@ -15,6 +22,7 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_block", "colon_fence"]
 
 default_role = "code"  # a name in single backquotes is an argument
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
@@ -25,3 +33,40 @@ napoleon_use_rtype = False
 html_theme = "furo"
 html_title = f"hpcfsdp {version}"
 html_theme_options = {"navigation_with_keys": True}
+
+
+class ConfigurationKeys(SphinxDirective):
+    """A table of all keys of a configuration class: type, default, and the text below the field."""
+
+    required_arguments = 1
+
+    def run(self):
+        module, _, name = self.arguments[0].rpartition(".")
+        rows = "".join(_rows(getattr(importlib.import_module(module), name)))
+        return self.parse_text_to_nodes(f"| key | type | default | |\n| --- | --- | --- | --- |\n{rows}")
+
+
+def _rows(kind, prefix=""):
+    texts = {one.arg_name: one.description for one in docstring_parser.parse_from_object(kind).params}
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _rows(hints[field.name], f"{field.name}.")
+            continue
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        shown = str(field.type).replace("|", "\\|")
+        text = " ".join((texts.get(field.name) or "").split())
+        yield f"| `{prefix}{field.name}` | {shown} | `{default}` | {text} |\n"
+
+
+def _keep_colons(app, what, name, obj, options, lines):
+    """Undo napoleon, which takes the text before a colon in an attribute's docstring for its type."""
+    kinds = [place for place, line in enumerate(lines) if line.startswith(":type: ")]
+    if what in ("attribute", "data", "property") and kinds:
+        before = lines.pop(kinds[0]).removeprefix(":type: ")
+        lines[0] = f"{before}: {lines[0]}"
+
+
+def setup(app):
+    app.add_directive("configuration-keys", ConfigurationKeys)
+    app.connect("autodoc-process-docstring", _keep_colons, priority=900)
