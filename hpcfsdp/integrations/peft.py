@@ -1,0 +1,133 @@
+"""Adapters of PEFT in sharded models: whole tensors of the adapter alone, and the folder that PEFT loads.
+
+``hpcfsdp.checkpoint.export_peft`` does the same from a checkpoint file.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from torch import nn
+
+from hpcfsdp.checkpoint.convert.peft import WEIGHTS_NAME, adapter_names
+from hpcfsdp.comm import raise_together
+from hpcfsdp.errors import StateDictError, nearest
+from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.launch.calls import public_call
+from hpcfsdp.state.model import communicator_of, model_tensors
+from hpcfsdp.state.tensors import staged_of
+from hpcfsdp.state.wrappers import clean_fqn
+
+
+@public_call("adapter_state_dict")
+def adapter_state_dict(model: nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
+    """Collective over the model's ranks. An adapter's whole tensors on rank 0, under PEFT's names; {} on other ranks.
+
+    It gathers the adapter alone: the frozen model stays in shards.
+
+    Args:
+        model: a ``PeftModel`` in ``FullyShardedDataParallel``.
+        adapter: its name in the model.
+
+    Returns:
+        What ``peft.set_peft_model_state_dict`` takes: tensors on the CPU, in the dtype and shape of the parameters.
+
+    Raises:
+        StateDictError: there is no ``PeftModel`` in `model`, or no such adapter in it.
+    """
+    comm, inner = communicator_of(model), _peft_model(model, adapter)
+    names = tensors_of_adapter(model, adapter)
+    whole = _whole_tensors(model, names)
+    found: dict[str, torch.Tensor] = {}
+    with raise_together(comm):
+        if comm.rank == 0:
+            if _is_plain_lora(inner, adapter):
+                found = {outside: whole[name] for name, outside in adapter_names(whole, adapter).items()}
+            else:
+                found = get_peft_model_state_dict(inner, state_dict=whole, adapter_name=adapter)
+            if not found:
+                raise StateDictError(f"adapter {adapter!r} has no tensors")
+    return found
+
+
+@public_call("save_adapter")
+def save_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: str = "default") -> None:
+    """Collective over the model's ranks. Write an adapter as ``PeftModel.from_pretrained(base, folder)`` loads it.
+
+    Rank 0 writes adapter_model.safetensors and adapter_config.json. It gathers the adapter alone.
+
+    Args:
+        model: a ``PeftModel`` in ``FullyShardedDataParallel``.
+        folder: made if it is missing; files in it are replaced.
+        adapter: its name in the model.
+
+    Raises:
+        StateDictError: there is no ``PeftModel`` in `model`, or no such adapter in it.
+        OSError: rank 0 cannot write; other ranks raise its error, too.
+    """
+    found = adapter_state_dict(model, adapter)
+    comm, inner = communicator_of(model), _peft_model(model, adapter)
+    with raise_together(comm):
+        if comm.rank == 0:
+            folder = Path(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            tensors = {name: tensor.contiguous() for name, tensor in found.items()}
+            safetensors.torch.save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+            base = inner.get_base_model()
+            config = copy.copy(inner.peft_config[adapter])
+            config.inference_mode = True
+            config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None)
+            kind = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+            config.save_pretrained(folder, auto_mapping_dict=kind if config.task_type is None else None)
+
+
+def tensors_of_adapter(model: nn.Module, adapter: str = "default") -> list[str]:
+    """Names in the model of an adapter's tensors, and of all that is trained with it. Not collective."""
+    inner = _peft_model(model, adapter)
+    tensors = {tensor.name for tensor in model_tensors(model)}
+    found = set(adapter_names(tensors, adapter)) if _is_plain_lora(inner, adapter) else set()
+    trained = {clean_fqn(name) for name, param in model.named_parameters() if param.requires_grad}
+    return sorted(found | (trained & tensors))
+
+
+def _peft_model(model: nn.Module, adapter: str) -> PeftModel:
+    inner = model.module if isinstance(model, FullyShardedDataParallel) else model
+    if not isinstance(inner, PeftModel):
+        raise StateDictError(f"this is a {type(inner).__name__}, and not a PeftModel in FullyShardedDataParallel")
+    if adapter not in inner.peft_config:
+        known = list(inner.peft_config)
+        raise StateDictError(f"the model has no adapter {adapter!r}{nearest(adapter, known)}; it has {known}")
+    return inner
+
+
+def _is_plain_lora(model: PeftModel, adapter: str) -> bool:
+    config = model.peft_config[adapter]
+    return getattr(config.peft_type, "value", config.peft_type) == "LORA" and config.bias == "none"
+
+
+def _whole_tensors(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Collective over the model's ranks. Some of its tensors, on the CPU of rank 0; {} on other ranks."""
+    comm, chosen = communicator_of(model), set(names)
+    tensors = [tensor for tensor in model_tensors(model) if chosen & {tensor.name, *tensor.aliases}]
+    for staged in staged_of(tensors):
+        staged.gather()
+    mine = [[(piece.start, piece.flat().cpu().clone()) for piece in tensor.pieces] for tensor in tensors]
+    everyone = comm.all_gather_object(mine)
+    for staged in staged_of(tensors):
+        staged.free()
+    if comm.rank != 0:
+        return {}
+    found = {}
+    for number, tensor in enumerate(tensors):
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for pieces in reversed(everyone):  # rank 0's last: its values count where ranks have copies
+            for start, values in pieces[number]:
+                whole.view(-1)[start : start + values.numel()] = values
+        found[tensor.name] = whole
+    return found
