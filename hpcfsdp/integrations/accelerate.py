@@ -16,6 +16,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from hpcfsdp import checkpoint
+from hpcfsdp.checkpoint import CheckpointInfo
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import CheckpointError, EngineError, LaunchError, UsageError
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardedGradScaler
@@ -172,11 +173,14 @@ class ShardedAccelerator(Accelerator):
         self.project_configuration.iteration += 1
         return folder
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> CheckpointInfo:
         """Collective over all ranks. Load what ``save_state`` has saved, by any number of ranks.
 
         Args:
             input_dir: the folder; None with automatic_checkpoint_naming: the newest.
+
+        Returns:
+            Step, world size and more of the checkpoint.
 
         Raises:
             CheckpointError: a file is missing or damaged, or belongs to other models, optimizers or objects.
@@ -184,12 +188,11 @@ class ShardedAccelerator(Accelerator):
         folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_folder()
         for hook in self._load_model_state_pre_hook.values():
             hook(self._models, str(folder))
-        for number, (model, optimizer) in enumerate(self._pairs("load_state")):
-            path = _file(folder, number)
-            found = checkpoint.load(path, model=model, optimizer=optimizer)
-            if number == 0:
-                unpack(found.extra, self._holders(), path)
-                self.step = found.extra["accelerate_step"]
+        pairs = enumerate(self._pairs("load_state"))
+        first, *_ = [checkpoint.load(_file(folder, number), model=one, optimizer=two) for number, (one, two) in pairs]
+        unpack(first.extra, self._holders(), folder)
+        self.step = first.extra["accelerate_step"]
+        return first
 
     def _pairs(self, call: str) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
         """Each prepared model, with the optimizer that steps its parameters."""

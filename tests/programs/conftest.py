@@ -4,32 +4,16 @@ Or, where these libraries are installed, ``mpirun -n 2 python -m pytest tests/pr
 weights; nothing is downloaded.
 """
 
-import importlib.util
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
 import hpcfsdp
+from tests.programs.program import complete_torchvision
 from tests.under_mpi import *  # noqa: F403
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the first import of transformers
-
-
-def complete_torchvision():
-    """Make torchvision importable where it is built for another torch, as PyPI's is for one with CUDA.
-
-    Its library of operators does not load then. It goes on without, except that it describes two of them to the
-    compiler, which fails unless they are declared. No test calls them.
-    """
-    found = importlib.util.find_spec("torchvision")
-    try:
-        for path in Path(found.origin).parent.glob("_C*.so"):
-            torch.ops.load_library(path)
-    except OSError:
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 complete_torchvision()
