@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Collection
@@ -42,18 +43,35 @@ def adapter_state_dict(model: nn.Module, adapter: str = "default") -> dict[str, 
         StateDictError: there is no ``PeftModel`` in `model`, or no such adapter in it.
     """
     comm, inner = communicator_of(model), _peft_model(model, adapter)
-    names = tensors_of_adapter(model, adapter)
-    whole = _whole_tensors(model, names)
-    found: dict[str, torch.Tensor] = {}
-    with raise_together(comm):
-        if comm.rank == 0:
-            if _is_plain_lora(inner, adapter):
-                found = {outside: whole[name] for name, outside in adapter_names(whole, adapter).items()}
-            else:
-                found = get_peft_model_state_dict(inner, state_dict=whole, adapter_name=adapter)
-            if not found:
-                raise StateDictError(f"adapter {adapter!r} has no tensors")
-    return found
+    whole = _whole_tensors(model, tensors_of_adapter(model, adapter))
+    with _prompts(model, inner, adapter), raise_together(comm):
+        if comm.rank != 0:
+            return {}
+        if _is_plain_lora(inner, adapter):
+            found = {outside: whole[name] for name, outside in adapter_names(whole, adapter).items()}
+        else:
+            found = _selected_by_peft(inner, whole, adapter)
+        if not found:
+            raise StateDictError(f"adapter {adapter!r} has no tensors")
+        return found
+
+
+def _prompts(model: nn.Module, inner: PeftModel, adapter: str) -> contextlib.AbstractContextManager[None]:
+    """Collective over the model's ranks. A context in which PEFT may compute the prompts that it saves."""
+    if not inner.peft_config[adapter].is_prompt_learning:
+        return contextlib.nullcontext()
+    return FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False)
+
+
+def _selected_by_peft(inner: PeftModel, whole: dict[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:
+    """PEFT's own choice and names. It compares names with those of modules, which are in wrappers now."""
+    paths = {clean_fqn(path): path for path, _ in inner.named_modules()}  # the innermost comes last
+    wrapped = {}
+    for name, tensor in whole.items():
+        path, _, last = name.rpartition(".")
+        wrapped[f"{paths[path]}.{last}"] = tensor
+    found = get_peft_model_state_dict(inner, state_dict=wrapped, adapter_name=adapter, save_embedding_layers=False)
+    return {clean_fqn(name): tensor.detach().cpu().clone() for name, tensor in found.items()}
 
 
 @public_call("save_adapter")

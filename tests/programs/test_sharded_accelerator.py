@@ -119,7 +119,6 @@ def test_saves_and_resumes(world, shared_path):
     assert second.accelerator.load_state(shared_path / "state").step == 7
     assert counter.count == 5
     assert torch.equal(counter.table, torch.arange(5))
-    assert second.scheduler.get_last_lr() != adam(gpt2()).param_groups[0]["lr"]
     assert second.train() == expected
     torch.testing.assert_close(second.state, first.state, rtol=0, atol=0)
 

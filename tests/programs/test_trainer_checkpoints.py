@@ -108,7 +108,7 @@ def test_other_folders_are_refused(world, shared_path):
 def test_the_best_model_is_loaded_at_the_end_and_few_checkpoints_stay(world, shared_path, kind):
     model = with_dropout() if kind == "whole" else adapted()
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_total_limit": 2}
-    rate = 0.3 if kind == "whole" else 5.0  # so large that the loss goes up again
+    rate = 1.0 if kind == "whole" else 5.0  # so large that the loss goes up again
     trainer = make(shared_path, world, model, learning_rate=rate, lr_scheduler_type="constant", max_steps=6, **best)
     trainer.train()
     scores = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
