@@ -1,0 +1,133 @@
+"""The programs in docs/examples for transformers, accelerate and peft, as jobs of their own.
+
+Rank 0 starts the jobs; the other ranks of this test have nothing to do.
+"""
+
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from hpcfsdp.checkpoint import open_index
+from tests.cli.conftest import Job
+from tests.under_mpi import COMM
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHED = re.compile(r"(OMPI|PMIX|PRTE|PMI|HYDRA|ACCELERATE|FSDP)_|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_")
+
+
+def rank_0(test):
+    """A test that passes on other ranks at once. Not a skip: all ranks report equally many phases."""
+
+    @functools.wraps(test)
+    def run(*given, **named):
+        return test(*given, **named) if COMM.rank == 0 else None
+
+    return run
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """Start a program of docs/examples on some ranks, in an empty folder, and not as a part of this job."""
+    for name in filter(LAUNCHED.match, list(os.environ)):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    jobs = []
+
+    def start(name, *arguments, ranks=2, change=None):
+        source = (ROOT / "docs/examples" / f"{name}.py").read_text()
+        path = tmp_path / f"{name}.py"
+        path.write_text(change(source) if change else source)
+        jobs.append(Job(["-m", "tests.programs.program", path, *arguments], ranks, tmp_path, None))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        if job.code is None:
+            job.end()
+
+
+def logged(job, name):
+    """The values of a name that the trainer has printed, in order."""
+    return [float(value) for value in re.findall(rf"'{name}': '([\d.e+-]+)'", job.stdout)]
+
+
+@rank_0
+def test_transformers_trainer_and_lora(example, tmp_path):
+    """On two ranks; then it goes on on one and on three, and gets adapters."""
+    job = example("transformers_trainer").wait()
+    assert job.code == 0, job.stderr
+    assert logged(job, "eval_loss")[-1] < 1.5
+    again = example("transformers_trainer", "--steps", 80, ranks=1).wait()
+    assert again.code == 0, again.stderr
+    third = example("transformers_trainer", "--steps", 100, ranks=3).wait()
+    assert third.code == 0, third.stderr
+    assert [len(logged(one, "eval_loss")) for one in (again, third)] == [1, 1]
+    assert logged(third, "eval_loss")[-1] < logged(again, "eval_loss")[-1] < logged(job, "eval_loss")[-1]
+    assert {path.name for path in (tmp_path / "counting").iterdir()} == {"checkpoint-80", "checkpoint-100", "model"}
+    assert open_index(tmp_path / "counting" / "checkpoint-100" / "checkpoint.h5").info.world_size == 3
+
+    lora = example("lora").wait()
+    assert lora.code == 0, lora.stderr
+    assert float(re.search(r"loss of the loaded adapter: ([\d.]+)", lora.stdout)[1]) < 1.5
+
+
+@rank_0
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_signal_ends_the_trainer_with_a_checkpoint_and_75(example, tmp_path, number):
+    def endless(source):
+        source = source.replace("eval_steps=20", "eval_steps=1000000").replace("save_steps=20", "save_steps=1000000")
+        return source.replace("    trainer.train(", "    open('begun', 'w').close()\n    trainer.train(")
+
+    job = example("transformers_trainer", "--steps", 9_000_000, change=endless)
+    job.wait_for((tmp_path / "begun").exists)
+    (job.process if number == signal.SIGUSR2 else job.ranks()[0]).send_signal(number)
+    job.wait()
+    assert job.code == 75, job.stderr
+    (folder,) = (tmp_path / "counting").glob("checkpoint-*")
+    step = open_index(folder / "checkpoint.h5").info.step
+    assert folder.name == f"checkpoint-{step}"
+    assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == step
+    again = example("transformers_trainer", "--steps", step + 5).wait()
+    assert again.code == 0, again.stderr
+    assert (tmp_path / "counting" / f"checkpoint-{step + 5}").exists()
+
+
+@rank_0
+def test_accelerate_loop(example, tmp_path):
+    """The second job goes on where a first, shorter one has ended."""
+    whole = example("accelerate_loop").wait()
+    assert whole.code == 0, whole.stderr
+    found = re.findall(r"epoch (\d) loss ([\d.]+)", whole.stdout)
+    assert [int(epoch) for epoch, _ in found] == [0, 1, 2]
+    assert float(found[-1][1]) < float(found[0][1]) / 2
+    shutil.rmtree(tmp_path / "accelerate_state")
+    shorter = example("accelerate_loop", change=lambda s: s.replace("range(first, EPOCHS)", "range(first, 2)")).wait()
+    assert shorter.code == 0, shorter.stderr
+    again = example("accelerate_loop").wait()
+    assert again.code == 0, again.stderr
+    assert re.findall(r"epoch (\d) loss ([\d.]+)", shorter.stdout + again.stdout) == found
+    assert (tmp_path / "accelerate_model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["transformers_trainer", "accelerate_loop", "lora"])
+def test_examples_are_short(name):
+    assert len((ROOT / "docs/examples" / f"{name}.py").read_text().splitlines()) < 60
+
+
+PAGES = ["how-to/transformers", "how-to/accelerate", "how-to/peft", "tutorials/lora"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_quote_the_examples(page):
+    """Each block of a page is a part of an example, or says that it is not tested."""
+    sources = [path.read_text() for path in sorted((ROOT / "docs/examples").glob("*.py"))]
+    found = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(found) >= 2
+    for block in found:
+        assert any(block in source for source in sources), block
