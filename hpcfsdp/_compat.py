@@ -52,6 +52,13 @@ def hybrid_shard_zero2() -> Any:
     return ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
+def checkpoint_activations(model: nn.Module, chosen: Callable[[nn.Module], bool]) -> None:
+    """Put the chosen modules into torch's wrapper that computes their forward again in the backward."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    apply_activation_checkpointing(model, check_fn=chosen)
+
+
 def training_states() -> Any:
     """The enumeration of the states of torch's FSDP."""
     from torch.distributed.fsdp._common_utils import TrainingState

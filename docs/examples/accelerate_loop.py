@@ -6,7 +6,7 @@ Run it again and it goes on from its last checkpoint.
 from pathlib import Path
 
 import torch
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader, TensorDataset
 
 import hpcfsdp
@@ -14,7 +14,10 @@ from hpcfsdp.integrations.accelerate import ShardedAccelerator
 
 EPOCHS, FOLDER = 3, "accelerate_state"
 
-accelerator = ShardedAccelerator(layers=["TransformerEncoderLayer"], gradient_accumulation_steps=2)
+shuffling = DataLoaderConfiguration(use_seedable_sampler=True)  # by seed and epoch: the same after a restart
+accelerator = ShardedAccelerator(
+    layers=["TransformerEncoderLayer"], gradient_accumulation_steps=2, dataloader_config=shuffling
+)
 set_seed(0)  # the same initial values on every rank
 layer = torch.nn.TransformerEncoderLayer(32, 4, dim_feedforward=64, batch_first=True)
 model = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.nn.Linear(32, 1))

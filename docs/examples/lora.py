@@ -7,7 +7,6 @@ from transformers import GPT2LMHeadModel, TrainingArguments, set_seed
 import hpcfsdp
 from hpcfsdp.integrations.transformers import ShardedTrainer
 
-
 BASE = "counting/model"
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
+from hpcfsdp import _compat
 from hpcfsdp.errors import UsageError, nearest
 from hpcfsdp.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
@@ -24,7 +24,7 @@ _STRATEGIES = {
     "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
     "no_shard": ShardingStrategy.NO_SHARD,
     "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
-    "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
+    "hybrid_shard_zero2": _compat.hybrid_shard_zero2(),
 }
 _PREFETCH = {
     "backward_pre": BackwardPrefetch.BACKWARD_PRE,
@@ -82,7 +82,7 @@ class Recipe:
                     f"activation_checkpointing: the classes of layers of a {type(model).__name__} are not known: name "
                     "them (transformer_layer_cls_to_wrap, or layers=)"
                 )
-            apply_activation_checkpointing(sharded, check_fn=lambda module: isinstance(module, tuple(layers)))
+            _compat.checkpoint_activations(sharded, lambda module: isinstance(module, tuple(layers)))
         return sharded
 
     def _layer_types(self, model: nn.Module) -> set[type[nn.Module]]:

@@ -95,8 +95,8 @@ def test_one_of_several_adapters(world, shared_path):
 
 def test_mistakes(world, shared_path):
     model = sharded(adapted(LORA["lora"]))
-    with pytest.raises(StateDictError, match="the model has no adapter 'defualt'; did you mean 'default'"):
-        adapters.adapter_state_dict(model, "defualt")
+    with pytest.raises(StateDictError, match="the model has no adapter 'defaults'; did you mean 'default'"):
+        adapters.adapter_state_dict(model, "defaults")
     plain = FullyShardedDataParallel(torch.nn.Linear(2, 2))
     with pytest.raises(StateDictError, match="this is a Linear, and not a PeftModel"):
         adapters.save_adapter(plain, shared_path)

@@ -229,6 +229,7 @@ MIRRORS = {
     "diff": {"cli", "checkpoint/inspect"},
     "export": {"cli", "checkpoint/convert"},
     "load": {"state", "state/optim"},
+    "peft": {"checkpoint/convert", "integrations"},
     "reader": {"checkpoint", "checkpoint/dcp"},
     "save": {"state", "state/optim"},
     "stats": {"cli", "checkpoint/inspect"},
