@@ -52,7 +52,8 @@ class RefusesOtherWrappers:
             "DistributedDataParallel, or Accelerator.prepare, was called with a model that FullyShardedDataParallel "
             "has wrapped, which reduces gradients itself: use the wrapped model as it is; with accelerate prepare the "
             "optimizer and the data loader without it; transformers' Trainer takes the plain model, which it trains "
-            "replicated; for replicas of shards use sharding_strategy=ShardingStrategy.HYBRID_SHARD"
+            "replicated; hpcfsdp.integrations has a Trainer and an Accelerator that shard; for replicas of shards use "
+            "sharding_strategy=ShardingStrategy.HYBRID_SHARD"
         )
 
     @functools.cached_property  # accelerate may set it

@@ -87,6 +87,8 @@ class ShardedAccelerator(Accelerator):
             raise UsageError(
                 f"accelerate is configured for {self.distributed_type}: unset ACCELERATE_USE_FSDP and such"
             )
+        if self.mixed_precision == "fp16" and self.scaler is None:
+            raise UsageError("fp16 needs a GPU, with its scaling of gradients: use bf16 on CPUs")
         self._recipe = recipe
         if self.scaler is not None:
             given = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from hpcfsdp.integrations.recipe import recipe_of, refuse_given
 from hpcfsdp.integrations.training_state import FILE_NAME, HeldGenerators, pack, unpack
 from hpcfsdp.preempt import Preemption, exit_requeue
 from hpcfsdp.world import World, current_world
+
+log = logging.getLogger("hpcfsdp.trainer")
 
 _STATE_NAME = "trainer_state.json"
 _FOLDERS = "checkpoint-*"
@@ -271,7 +274,8 @@ class _StopTogether(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._stopping:
-            self._trainer.log({"stopped": self._stop.reason})
+            if state.is_world_process_zero:
+                log.warning("stopped after step %d: %s", state.global_step, self._stop.reason)
             self._trainer.callback_handler.on_train_end(args, state, control)  # trackers write what they hold
             exit_requeue()
 

@@ -89,6 +89,7 @@ def test_a_signal_ends_the_trainer_with_a_checkpoint_and_75(example, tmp_path, n
     (job.process if number == signal.SIGUSR2 else job.ranks()[0]).send_signal(number)
     job.wait()
     assert job.code == 75, job.stderr
+    assert len(re.findall(rf"stopped after step \d+: signal {number:d} \({number.name}\)", job.stderr)) == 1
     (folder,) = (tmp_path / "counting").glob("checkpoint-*")
     step = open_index(folder / "checkpoint.h5").info.step
     assert folder.name == f"checkpoint-{step}"

@@ -188,6 +188,10 @@ def test_mistakes(world, shared_path):
         ShardedAccelerator(fsdp_options={"use_orig_params": False})
     with pytest.raises(UsageError, match="the classes of layers of a Linear are not known"):
         ShardedAccelerator(activation_checkpointing=True).prepare(torch.nn.Linear(2, 2))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(UsageError, match="fp16 needs a GPU"):
+        ShardedAccelerator(mixed_precision="fp16")
+    AcceleratorState._reset_state(reset_partial_state=True)
     loop = Loop(world, ShardedAccelerator())
     with pytest.raises(EngineError, match="these are not all parameters of one model"):
         loop.accelerator.clip_grad_norm_(list(loop.model.parameters())[:3], 1.0)
