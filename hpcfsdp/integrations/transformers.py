@@ -57,7 +57,7 @@ class ShardedTrainer(Trainer):
     Args:
         model: plain, not wrapped; or give `model_init`.
         args: its `fsdp_config` says how to shard (docs/how-to/transformers.md); `bf16` and `fp16` set what to compute
-            in. `fsdp` makes no difference: the model is always sharded.
+            in. Leave `fsdp` unset: the model is always sharded.
         fsdp_options: further arguments of ``hpcfsdp.fsdp.FullyShardedDataParallel``.
         preemption: of ``hpcfsdp.preemption()``: when it asks for it all ranks stop after the same step, save a
             checkpoint, and leave with exit code 75. An evaluation that is due at that step is left out.
