@@ -6,6 +6,7 @@ import torch
 import transformers as hf
 
 from hpcfsdp import checkpoint
+from hpcfsdp.cli.main import main
 from hpcfsdp.errors import CheckpointError, HpcfsdpError, UsageError
 from hpcfsdp.integrations.transformers import ShardedTrainer
 from tests.programs.loops import copied
@@ -74,6 +75,11 @@ def test_a_checkpoint_is_one_file(world, shared_path):
     assert found.info.config["training_arguments"]["max_steps"] == 2
     steps, values = checkpoint.open(folder / "checkpoint.h5").metrics["loss"]
     assert (list(steps), list(values)) == ([1, 2], losses(trainer))
+    expected = state_of(trainer)
+    if world.rank == 0:
+        assert main(["export", str(folder / "checkpoint.h5"), str(folder / "model.safetensors")]) == 0
+        found = hf.AutoModelForCausalLM.from_pretrained(folder)
+        torch.testing.assert_close(copied(found.state_dict()), expected, rtol=0, atol=0)
 
 
 def test_the_newest_complete_checkpoint(world, shared_path):
