@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -321,7 +322,7 @@ def test_commands_of_a_page_exist(page):
 def test_python_blocks_of_a_page_are_python(page):
     """Also those that cannot run here, because they need another library or a cluster."""
     for code in blocks(page, "python[^\n]*"):
-        compile(code, page, "exec")
+        compile(textwrap.dedent(code), page, "exec")
 
 
 def test_the_page_on_configuration_names_every_variable_of_the_library():
