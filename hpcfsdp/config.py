@@ -56,7 +56,7 @@ def parse(kind: type[Config], argv: Sequence[str], *, prog: str, environ: Mappin
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and error.code in (0, None):
             raise
-        raise UsageError(f"{prog}: {_one_line(error)}") from error
+        raise UsageError(f"{prog.removeprefix('hpcfsdp ')}: {_one_line(error)}") from error
 
 
 def known_keys(kind: type, prefix: str = "") -> list[str]:

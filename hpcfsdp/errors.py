@@ -5,8 +5,11 @@ import heapq
 import sys
 import traceback
 from collections.abc import Iterable
+from typing import TypeVar
 
 from hpcfsdp.terminal import shown_lines
+
+_Error = TypeVar("_Error", bound="HpcfsdpError")
 
 
 class HpcfsdpError(RuntimeError):
@@ -17,8 +20,15 @@ class HpcfsdpError(RuntimeError):
     """
 
     exit_code = 1
+    kind = "failure"
+    """One word for programs, in the JSON of commands; some places set a narrower one (docs/reference/exit-codes.md)."""
     raised_on_all_ranks = False
     """Set on an error that every rank raises at the same place: the ranks then end together, with one message."""
+
+    def of_kind(self: _Error, kind: str) -> _Error:
+        """This error, with another `kind` than its class has."""
+        self.kind = kind
+        return self
 
     def __str__(self) -> str:
         return shown_lines(super().__str__())
@@ -28,16 +38,20 @@ class UsageError(HpcfsdpError):
     """A wrong command line or configuration."""
 
     exit_code = 2
+    kind = "usage"
 
 
 class LaunchError(HpcfsdpError):
     """The processes were started in a way, or in a place, in which they cannot work together."""
 
     exit_code = 3
+    kind = "launch"
 
 
 class CommunicationError(HpcfsdpError):
     """A collective has wrong tensors, or ranks call it in different ways."""
+
+    kind = "communication"
 
 
 class DifferentCallsError(CommunicationError):
@@ -52,10 +66,13 @@ class HangError(CommunicationError):
     """A collective has waited for other ranks longer than a job may hang. A report says where they are."""
 
     exit_code = 76
+    kind = "hang"
 
 
 class DataError(HpcfsdpError):
     """Training data that is missing, empty or unreadable."""
+
+    kind = "data"
 
 
 class EngineError(HpcfsdpError):
@@ -73,19 +90,26 @@ class ShardingError(HpcfsdpError, ValueError):
 class CheckpointError(HpcfsdpError):
     """A checkpoint cannot be written or read."""
 
+    kind = "checkpoint"
+
 
 class CheckpointMismatchError(CheckpointError):
     """The checkpoint is sound but belongs to another model or optimizer."""
+
+    kind = "mismatch"
 
 
 class CheckpointCorruptError(CheckpointError):
     """The file is damaged, not finished, or not a checkpoint."""
 
     exit_code = 4
+    kind = "damaged"
 
 
 class CheckpointReplacedError(CheckpointError):
     """Another file has replaced this one while it was read."""
+
+    kind = "replaced"
 
 
 class DisagreementError(HpcfsdpError):

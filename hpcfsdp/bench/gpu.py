@@ -87,7 +87,7 @@ def measure(
         imagined_ranks: without a world: for how many ranks this one computes its part.
     """
     if accelerator.device_type() is None:
-        raise UsageError("hpcfsdp bench: gpu measures on an accelerator, and this process sees none")
+        raise UsageError("bench: gpu measures on an accelerator, and this process sees none")
     device = accelerator.current_device() if world is None else world.device
     shape = {"layers": layers, "width": width, "context": context, "batch": batch}
     options = {**shape, "dtype": DTYPES[dtype], "device": device}

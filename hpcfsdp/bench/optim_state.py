@@ -155,7 +155,7 @@ def measure(world: World, *, layers: int, width: int, repeats: int) -> Measureme
         UsageError: there is one rank.
     """
     if world.size == 1:
-        raise UsageError("hpcfsdp bench: optim-state compares sharded state: start it with mpirun -n 2, or more")
+        raise UsageError("bench: optim-state compares sharded state: start it with mpirun -n 2, or more")
     with quiet():
         gloo = dist.new_group(backend="gloo")
         trained = {

@@ -61,8 +61,7 @@ def measure(world: World, *, layers: int, width: int, repeats: int, tensor: int 
     """
     if world.size % tensor or HEADS % tensor:
         raise UsageError(
-            f"hpcfsdp bench: --tensor {tensor} has to divide the {world.size} rank(s) and the {HEADS} heads of "
-            "attention"
+            f"bench: --tensor {tensor} has to divide the {world.size} rank(s) and the {HEADS} heads of attention"
         )
     own, gloo = (None, dist.new_group(backend="gloo")) if tensor == 1 else _meshes(world, tensor)
     rank = world.rank if own is None else own.get_local_rank("shard")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ LEAST_ROOM_BYTES = 16 << 20
 
 ROOM_PER_BYTE = 8
 """Further bytes of memory that a file may claim for each of its bytes on the disk."""
+
+
+_KINDS = {errno.ENOENT: "missing", errno.EACCES: "permission", errno.EPERM: "permission"}
 
 
 class MemoryBudget:
@@ -55,9 +59,9 @@ def open_file(files: Files, path: Path, seal: Seal | None = None) -> Iterator[in
     try:
         fd = files.open_to_read(path)
     except IsADirectoryError:
-        raise CheckpointError(f"{path}: is a directory, not a checkpoint file") from None
+        raise CheckpointError(f"{path}: is a directory, not a checkpoint file").of_kind("directory") from None
     except OSError as error:
-        raise CheckpointError(f"{path}: {reason(error)}") from None
+        raise CheckpointError(f"{path}: {reason(error)}").of_kind(_KINDS.get(error.errno, "unreadable")) from None
     try:
         if seal is not None and read_file_seal(files, fd, path) != seal:
             raise CheckpointReplacedError(f"{path}: has been replaced since it was opened: open it again")
@@ -118,6 +122,6 @@ def naming_damage(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from error
+        raise CheckpointError(f"{path}: cannot be read: {reason(error)}").of_kind("unreadable") from error
     except ValueError as error:
         raise CheckpointCorruptError(f"{path}: damaged: {error}") from None

@@ -17,6 +17,7 @@ from hpcfsdp.checkpoint import json_types
 from hpcfsdp.checkpoint.access import MemoryBudget, naming_damage, open_file, open_hdf5, read_file_seal
 from hpcfsdp.checkpoint.dcp import entry_names as names
 from hpcfsdp.checkpoint.extents import check_extents, merge_ranges
+from hpcfsdp.checkpoint.file_kind import refuse_incomplete
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo, TensorSpec
@@ -114,10 +115,14 @@ def read_index(files: Files, fd: int, path: Path) -> CheckpointIndex:
     """Reads the index of an open file, see ``open_index``. HDF5 only parses bytes with a verified checksum."""
     seal = read_file_seal(files, fd, path)
     try:
+        if seal is None:
+            refuse_incomplete(files, fd, path)
         with open_hdf5(files, fd, path, seal) as file:
             version = check_kind(path, file)
             if seal is None and not required_attribute(file, "committed", int):
-                raise CheckpointCorruptError(f"{path}: was never finished: its writer stopped before the commit mark")
+                raise CheckpointCorruptError(
+                    f"{path}: was never finished: its writer stopped before the commit mark"
+                ).of_kind("unfinished")
             if seal is None:
                 raise CheckpointCorruptError(
                     f"{path}: damaged: the seal that ends a file of format {version} is missing"
@@ -129,7 +134,7 @@ def read_index(files: Files, fd: int, path: Path) -> CheckpointIndex:
         raise
     except Exception as error:  # h5py raises half a dozen types on damaged files
         problem = error.args[0] if isinstance(error, KeyError) and error.args else str(error) or type(error).__name__
-        raise CheckpointCorruptError(f"{path}: damaged, or not an HDF5 file ({problem})") from error
+        raise CheckpointCorruptError(f"{path}: damaged: HDF5 cannot read it ({problem})") from error
 
 
 def _read_sealed(path: Path, file: h5py.File, seal: Seal, budget: MemoryBudget) -> CheckpointIndex:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpcfsdp.checkpoint.catalog import ABANDONED_AFTER_S
+from hpcfsdp.checkpoint.file_kind import is_hdf5
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format.seal import Seal, read_seal
 from hpcfsdp.checkpoint.index import open_index
@@ -22,8 +23,6 @@ _NAME = re.compile(r"(?P<stem>.+)\.[0-9a-f]{8}\.node-\d+\.h5")
 _PARTIAL_NAME = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]+\.partial")
 _LOOKED_AT = 64 << 20
 """Bytes at the beginning of a file that contain HDF5's metadata, with the names of other files."""
-
-_HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
 def part_path(path: Path, token: str, node: int) -> Path:
@@ -108,10 +107,8 @@ def abandoned_parts(folder: Path, now_s: float, stem: str | None = None) -> list
 def _checkpoints(folder: Path) -> Iterator[Path]:
     """HDF5 files of a folder, under any name, that are not named as parts."""
     for path in folder.iterdir():
-        if path.is_file() and not is_part(path) and not path.name.endswith(".partial"):
-            with path.open("rb") as file:
-                if file.read(len(_HDF5)) == _HDF5:
-                    yield path
+        if path.is_file() and not is_part(path) and not path.name.endswith(".partial") and is_hdf5(path):
+            yield path
 
 
 def _may_name(path: Path, names: list[str], seal: Seal | None) -> bool:

@@ -60,9 +60,12 @@ def check_kind(path: Path, file: h5py.File) -> str:
     kind = attribute_text(schema.attribute(file, "format"))
     if kind == schema.PART_FORMAT:
         whole = attribute_text(schema.attribute(file, "checkpoint"))
-        raise CheckpointError(f"{path}: holds a part of the checkpoint {whole}, which is to be opened instead")
+        raise CheckpointError(f"{path}: holds a part of the checkpoint {whole}, which is to be opened instead").of_kind(
+            "part"
+        )
     if kind != schema.FORMAT:
-        raise CheckpointCorruptError(f"{path}: an HDF5 file, but not an hpcfsdp checkpoint")
+        foreign = CheckpointCorruptError(f"{path}: an HDF5 file, but not an hpcfsdp checkpoint")
+        raise foreign.of_kind("not_a_checkpoint")
     version = required_attribute(file, "format_version", attribute_text)
     major, known = (int(each.split(".")[0]) for each in (version, schema.FORMAT_VERSION))
     if major < 0:
@@ -71,7 +74,7 @@ def check_kind(path: Path, file: h5py.File) -> str:
         raise CheckpointError(
             f"{path}: has format version {version}, this hpcfsdp reads {schema.FORMAT_VERSION}: use "
             f"{'a newer' if major > known else 'an older'} hpcfsdp"
-        )
+        ).of_kind("version")
     return version
 
 

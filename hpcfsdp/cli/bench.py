@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
-from hpcfsdp.cli.reporting import Parser, plain_value, print_json, print_markdown
-from hpcfsdp.errors import UsageError
+from hpcfsdp.cli.failure import end_together
+from hpcfsdp.cli.printing import print_markdown
+from hpcfsdp.cli.readable import plain_value
+from hpcfsdp.cli.reporting import Parser, print_json
+from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.launch.job import load_mpi
 
 if TYPE_CHECKING:
@@ -27,11 +30,19 @@ on the accelerators of all ranks, or on one as a rank of several imagined ones (
 and communication; host: the overhead of wrapping a unit, in one process (without mpirun)"""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Collective over all processes of the job. Measure, print on rank 0, and return the exit code."""
-    parser = Parser("bench", "Measure hpcfsdp and its peers in one run, on as many ranks as mpirun starts.")
+_EXAMPLES = (
+    "mpirun -n 4 hpcfsdp bench collectives --sizes 1 16     next to gloo and plain MPI",
+    "mpirun -n 2 hpcfsdp bench step --layers 2 --width 128  a step of each engine",
+    "hpcfsdp bench host --units 8                           one process, without mpirun",
+    "mpirun -n 4 hpcfsdp bench checkpoint --folder /scratch --bytes 4GiB",
+)
+
+
+def parser() -> Parser:
+    """The parser of the command line."""
+    made = Parser("bench", "Measure hpcfsdp and its peers in one run, on as many ranks as mpirun starts.", _EXAMPLES)
     kinds = ("collectives", "backends", "step", "memory", "optim-state", "checkpoint", "gpu", "host")
-    parser.add_argument("what", choices=kinds, metavar="WHAT", help=_HELP)
+    made.add_argument("what", choices=kinds, metavar="WHAT", help=_HELP)
     # hpcfsdp.bench.run has the defaults.
     for flag, kind, metavar, text in (
         ("--repeats", _positive, "N", "runs of each way; default: 9, host: 40, memory, checkpoint: 5"),
@@ -51,26 +62,43 @@ def main(arguments: Sequence[str]) -> int:
         ("--folder", str, "DIR", "checkpoint: on the disk to measure; default: the current one"),
         ("--units", _positive, "N", "host: of the model; default: 32"),
     ):
-        parser.add_argument(flag, type=kind, metavar=metavar, help=text)
-    parser.add_argument(
+        made.add_argument(flag, type=kind, metavar=metavar, help=text)
+    made.add_argument(
         "--bytes", type=_bytes, dest="nbytes", metavar="SIZE", help="checkpoint: of all parameters; default: 1GiB"
     )
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="gpu: of computation; default: bf16")
-    parser.add_argument("--sizes", type=_megabytes, nargs="+", metavar="MIB", help="collectives: default 1 16 64")
-    parser.add_argument(
+    made.add_argument("--dtype", choices=("bf16", "fp32"), help="gpu: of computation; default: bf16")
+    made.add_argument("--sizes", type=_megabytes, nargs="+", metavar="MIB", help="collectives: default 1 16 64")
+    made.add_argument(
         "--keep-freed",
         action="store_true",
         help="memory: let the C library keep memory that is freed within a step, as it does by default",
     )
-    options = parser.parse_args(arguments)
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Collective over all processes of the job. Measure, print on rank 0, and return the exit code."""
+    try:
+        return _main(arguments)
+    except HpcfsdpError as error:
+        launched = env.launcher_size()
+        if launched is None or launched[1] == 1:
+            raise
+        # Wrong arguments are wrong on every rank.
+        error.raised_on_all_ranks |= isinstance(error, UsageError)
+        return end_together(error, load_mpi().COMM_WORLD, arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    options = parser().parse_args(arguments)
     launched = env.launcher_size()
     processes = 1 if launched is None else launched[1]
     one_process = "host" if options.what == "host" else "--imagined-ranks" if options.imagined_ranks else None
     if one_process and processes > 1:
-        raise UsageError(f"hpcfsdp bench: {one_process} measures one process, and the launcher started {processes}")
+        raise UsageError(f"bench: {one_process} measures one process, and the launcher started {processes}")
     alone = options.what == "host" or (options.what == "gpu" and processes == 1)
     if alone and options.split_nodes:
-        raise UsageError("hpcfsdp bench: --split-nodes divides the ranks of a node, and this measures one process")
+        raise UsageError("bench: --split-nodes divides the ranks of a node, and this measures one process")
     if not alone:
         load_mpi()
     from hpcfsdp.bench import run  # loads torch, which has to come after MPI

@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.index import open_index
-from hpcfsdp.checkpoint.inspect.diff import ABSENT, Difference, compare, to_compare
+from hpcfsdp.checkpoint.inspect.diff import (
+    ABSENT,
+    ChangedTensor,
+    Difference,
+    Tolerance,
+    array_difference,
+    compare,
+    to_compare,
+)
 from hpcfsdp.checkpoint.inspect.numbers import json_number
-from hpcfsdp.cli.reporting import Parser, plain_value, print_json, print_table, readable_number, readable_shape
+from hpcfsdp.cli.printing import print_table
+from hpcfsdp.cli.readable import plain_value, readable_number, readable_shape
+from hpcfsdp.cli.reporting import Parser, print_json
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, UsageError
 from hpcfsdp.observe.progress_bar import byte_progress
 
 EXIT_DIFFERENT = 1
+_LARGEST_SHOWN = 5
+_EXAMPLES = (
+    "hpcfsdp diff a.h5 b.h5 --summary            the few lines that say most",
+    "hpcfsdp diff a.h5 b.h5 'model/*'            the model alone",
+    "hpcfsdp diff a.h5 b.h5 --rtol 1e-5 --atol 1e-8",
+)
+
+
+def parser() -> Parser:
+    """The parser of the command line."""
+    made = Parser(
+        "diff",
+        "Compare B with A: tensors bit by bit, and all other values. The date, the number of ranks and the version of "
+        "the writer are not compared. Exit code 0: they are the same; 1: they differ; 2: wrong usage, or a file that "
+        "cannot be opened; 4: a file is damaged.",
+        _EXAMPLES,
+    )
+    made.add_argument("a", metavar="A", type=Path)
+    made.add_argument("b", metavar="B", type=Path)
+    made.add_patterns("compare these alone: ")
+    made.add_argument(
+        "--summary", action="store_true", help=f"counts, other values, and the {_LARGEST_SHOWN} largest differences"
+    )
+    made.add_argument(
+        "--rtol", type=_not_negative, default=0.0, metavar="R", help="floats are equal if |A-B| <= ATOL + R * |A|"
+    )
+    made.add_argument("--atol", type=_not_negative, default=0.0, metavar="ATOL", help="as --rtol says; default: 0")
+    return made
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -22,34 +62,46 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: a file cannot be read. As for diff(1) the exit code is 2: 1 means that the files differ.
     """
-    parser = Parser(
-        "diff",
-        "Compare B with A: tensors bit by bit, and all other values. The date, the number of ranks and the version of "
-        "the writer are not compared. Exit code 0: they are the same; 1: they differ; 2: wrong usage, or a file that "
-        "cannot be opened; 4: a file is damaged.",
-    )
-    parser.add_argument("a", metavar="A", type=Path)
-    parser.add_argument("b", metavar="B", type=Path)
-    parser.add_patterns("compare these alone: ")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser().parse_intermixed_args(arguments)
     try:
         a, b = open_index(options.a), open_index(options.b)
         with byte_progress("diff", to_compare(a, b, options.patterns)) as advance:
-            found = compare(a, b, options.patterns, advance)
+            tolerance = Tolerance(options.rtol, options.atol)
+            found = compare(a, b, options.patterns, advance, tolerance)
     except CheckpointCorruptError:
         raise
     except CheckpointError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(str(error)).of_kind(error.kind) from error
     if options.json:
-        print_json(_as_json(found))
+        print_json(_summary_as_json(found) if options.summary else _as_json(found))
     elif not found.same:
-        print_table(("what", "name", "difference"), _rows(found))
+        rows = [*_summary(found), *_value_rows(found)]
+        rows += _largest_rows(found) if options.summary else _tensor_rows(found)
+        print_table(("what", "name", "difference"), rows, names=("name",), text=("difference",))
     return 0 if found.same else EXIT_DIFFERENT
+
+
+def _not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+    return value
+
+
+def _summary_as_json(found: Difference) -> dict[str, Any]:
+    whole = _as_json(found)
+    counts = {name: len(whole[name]) for name in ("added", "removed", "reshaped", "retied", "changed")}
+    largest = [_changed_as_json(tensor) for tensor in _largest(found)]
+    return {"same": found.same, "compared": found.compared, **counts, "largest": largest, "values": whole["values"]}
 
 
 def _as_json(found: Difference) -> dict[str, Any]:
     return {
         "same": found.same,
+        "compared": found.compared,
         "added": list(found.added),
         "removed": list(found.removed),
         "reshaped": [
@@ -57,25 +109,66 @@ def _as_json(found: Difference) -> dict[str, Any]:
             for path, a, b in found.reshaped
         ],
         "retied": [{"name": path, "tensors": [a, b]} for path, a, b in found.retied],
-        "changed": [
-            {
-                "name": tensor.path,
-                "elements": tensor.numel,
-                "different": tensor.different,
-                "largest": json_number(tensor.largest),
-                "where": list(tensor.where),
-                "nan": tensor.nan,
-            }
-            for tensor in found.changed
-        ],
-        "values": [
-            {"name": name} | {side: plain_value(value) for side, value in (("a", a), ("b", b)) if value is not ABSENT}
-            for name, a, b in found.values
-        ],
+        "changed": [_changed_as_json(tensor) for tensor in found.changed],
+        "values": [_value_as_json(*value) for value in found.values],
     }
 
 
-def _rows(found: Difference) -> Iterator[tuple[str, str, str]]:
+def _changed_as_json(tensor: ChangedTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.path,
+        "elements": tensor.numel,
+        "different": tensor.different,
+        "largest": json_number(tensor.largest),
+        "where": list(tensor.where),
+        "nan": tensor.nan,
+    }
+
+
+def _value_as_json(name: str, a: Any, b: Any) -> dict[str, Any]:
+    entry = {"name": name} | {side: plain_value(value) for side, value in (("a", a), ("b", b)) if value is not ABSENT}
+    inside = array_difference(a, b)
+    if inside is not None:
+        entry |= {
+            "elements": inside.numel,
+            "different": inside.different,
+            "largest": json_number(inside.largest),
+        }
+    return entry
+
+
+def _summary(found: Difference) -> Iterator[tuple[str, str, str]]:
+    changed = len(found.changed)
+    yield "summary", "tensors", f"{changed} of {found.compared} have other elements" if changed else "none changed"
+    for name, number in (("added", found.added), ("removed", found.removed), ("reshaped", found.reshaped)):
+        if number:
+            yield "summary", name, f"{len(number)} tensors"
+    if found.values:
+        yield "summary", "values", f"{len(found.values)} differ"
+
+
+def _value_rows(found: Difference) -> Iterator[tuple[str, str, str]]:
+    for name, one, other in found.values:
+        inside = array_difference(one, other)
+        if inside is None:
+            yield "value", name, f"{_shown(one)} -> {_shown(other)}"
+        else:
+            yield "value", name, _counted(inside.different, inside.numel, inside.largest)
+
+
+def _largest(found: Difference) -> list[ChangedTensor]:
+    def size(tensor: ChangedTensor) -> float:
+        return math.inf if tensor.largest is None else tensor.largest
+
+    return sorted(found.changed, key=size, reverse=True)[:_LARGEST_SHOWN]
+
+
+def _largest_rows(found: Difference) -> Iterator[tuple[str, str, str]]:
+    for tensor in _largest(found):
+        yield "largest", tensor.path, _changed_text(tensor)
+
+
+def _tensor_rows(found: Difference) -> Iterator[tuple[str, str, str]]:
     yield from (("added", path, "") for path in found.added)
     yield from (("removed", path, "") for path in found.removed)
     for path, a, b in found.reshaped:
@@ -83,14 +176,22 @@ def _rows(found: Difference) -> Iterator[tuple[str, str, str]]:
     for path, one, other in found.retied:
         yield "retied", path, f"{one} -> {other}"
     for tensor in found.changed:
-        largest = (
-            f"largest {readable_number(tensor.largest)} at {list(tensor.where)}, " if tensor.largest is not None else ""
-        )
-        nan = f", {tensor.nan} of them NaN" if tensor.nan else ""
-        yield "changed", tensor.path, f"{largest}{tensor.different} of {tensor.numel} elements{nan}"
-    for name, one, other in found.values:
-        yield "value", name, f"{_shown(one)} -> {_shown(other)}"
+        yield "changed", tensor.path, _changed_text(tensor)
+
+
+def _changed_text(tensor: ChangedTensor) -> str:
+    nan = f", {tensor.nan} of them NaN" if tensor.nan else ""
+    return _counted(tensor.different, tensor.numel, tensor.largest, f" at {list(tensor.where)}") + nan
+
+
+def _counted(different: int, numel: int, largest: int | float | None, where: str = "") -> str:
+    biggest = "" if largest is None else f"largest {readable_number(largest)}{where}, "
+    return f"{biggest}{different} of {numel} elements"
 
 
 def _shown(value: Any) -> str:
+    if hasattr(value, "dtype") and value.ndim == 1:
+        return f"{value.size} values"
+    if hasattr(value, "dtype"):
+        return f"array {readable_shape(value.shape)} {value.dtype}"
     return repr(value) if value is ABSENT else str(plain_value(value))

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from hpcfsdp import env
-from hpcfsdp.cli.reporting import Parser, console, plain_value, print_json, print_line
+from hpcfsdp.cli.printing import console
+from hpcfsdp.cli.readable import plain_value
+from hpcfsdp.cli.reporting import Parser, print_json, print_line
 from hpcfsdp.doctor.examine import Diagnosis, examine
 from hpcfsdp.doctor.finding import Finding, summary
 from hpcfsdp.errors import UsageError
@@ -17,15 +19,28 @@ _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold 
 _LEVEL_WIDTH, _AREA_WIDTH = 9, 11
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Collective over all processes of the job. Examine and print; the exit code is the same on every rank."""
-    parser = Parser(
+_EXAMPLES = (
+    "hpcfsdp doctor               this machine",
+    "mpirun -n 4 hpcfsdp doctor   four ranks, and the network between them",
+    "hpcfsdp doctor --json        for programs",
+)
+
+
+def parser() -> Parser:
+    """The parser of the command line."""
+    made = Parser(
         "doctor",
         "Check Python, torch, MPI, HDF5, devices, cores and the network, and give a remedy for each problem. "
         "As a plain process, or on many ranks: mpirun -n 4 hpcfsdp doctor.",
+        _EXAMPLES,
     )
-    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=60.0, help="for MPI to answer (default 60)")
-    options = parser.parse_args(arguments)
+    made.add_argument("--timeout", metavar="SECONDS", type=float, default=60.0, help="for MPI to answer (default 60)")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Collective over all processes of the job. Examine and print; the exit code is the same on every rank."""
+    options = parser().parse_args(arguments)
     if not options.timeout > 0:
         raise UsageError(f"--timeout must be a positive number of seconds, not {options.timeout:g}")
     return examine(options.timeout, _print_as_json if options.json else _print_as_text)

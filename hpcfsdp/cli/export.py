@@ -9,42 +9,63 @@ from typing import Any
 
 from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES, Exported, export_checkpoint
 from hpcfsdp.checkpoint.convert.peft import CONFIG_NAME, FORMAT as PEFT, export_peft
-from hpcfsdp.cli.reporting import Parser, print_result, readable_bytes
+from hpcfsdp.cli.readable import readable_bytes
+from hpcfsdp.cli.reporting import Parser, print_result
 from hpcfsdp.errors import UsageError
 from hpcfsdp.observe.progress_bar import byte_progress
 
+_EXAMPLES = (
+    "hpcfsdp export my_model.h5 my_model.safetensors                  the model",
+    "hpcfsdp export my_model.h5 first.safetensors --names 'layers.0.*' --names '*.bias'",
+    "hpcfsdp export my_model.h5 all.pt --optimizer                    for torch.load",
+    "hpcfsdp export my_model.h5 shards --shard-bytes 2000000000       several files of 2 GB",
+    "hpcfsdp export my_model.h5 a_folder --format dcp                 for torch.distributed.checkpoint",
+)
 
-def main(arguments: Sequence[str]) -> int:
-    """Export, and return the exit code."""
-    parser = Parser(
+
+def parser() -> Parser:
+    """The parser of the command line."""
+    made = Parser(
         "export",
         "Write the model of a checkpoint in another format. Every byte is checked against its checksum; a file appears "
         "when it is complete.",
+        _EXAMPLES,
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="a checkpoint")
-    parser.add_argument(
+    made.add_argument("file", metavar="FILE", type=Path, help="a checkpoint")
+    made.add_argument(
         "out",
         metavar="OUT",
         type=Path,
         help=f"a file *.safetensors or *{', *'.join(PT_SUFFIXES)}, or a folder (with --format or --shard-bytes)",
     )
-    parser.add_argument("--format", choices=(*FORMATS, PEFT), help="default: by the name of OUT")
-    parser.add_argument("--names", nargs="+", default=(), metavar="PATTERN", help="of the tensors to export, as for ls")
-    parser.add_argument(
+    made.add_argument("--format", choices=(*FORMATS, PEFT), help="default: by the name of OUT")
+    made.add_argument(
+        "--names",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="of the tensors to export, one pattern as for ls; may be repeated",
+    )
+    made.add_argument(
         "--shard-bytes", type=int, metavar="N", help="split safetensors into files of at most N bytes, in a folder OUT"
     )
-    parser.add_argument("--optimizer", action="store_true", help="export the optimizer's state, too")
-    parser.add_argument("--config", metavar="FILE", help=f"for {PEFT}: the adapter's {CONFIG_NAME}, as PEFT writes it")
-    parser.add_argument("--adapter", metavar="NAME", help=f"for {PEFT}: its name in the model; default: default")
-    parser.add_argument("--force", action="store_true", help="replace existing files")
-    options = parser.parse_args(arguments)
+    made.add_argument("--optimizer", action="store_true", help="export the optimizer's state, too")
+    made.add_argument("--config", metavar="FILE", help=f"for {PEFT}: the adapter's {CONFIG_NAME}, as PEFT writes it")
+    made.add_argument("--adapter", metavar="NAME", help=f"for {PEFT}: its name in the model; default: default")
+    made.add_argument("--force", action="store_true", help="replace existing files")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Export, and return the exit code."""
+    options = parser().parse_args(arguments)
     done = _export(options)
     facts = {
         "format": done.format,
         "files": [str(path) for path in done.files],
         "tensors": done.tensors,
         "bytes": done.nbytes,
-        "tied names": dict(done.ties),
+        "tied_names": dict(done.ties),
     }
     rows = [
         ("format", done.format),
@@ -53,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         *(("file", path) for path in done.files),
         *(("tied name", f"{alias} = {name}") for alias, name in done.ties.items()),
     ]
-    print_result(options.json, facts, ("what", "value"), rows)
+    print_result(options.json, facts, ("what", "value"), rows, text=("value",))
     return 0
 
 

@@ -4,25 +4,80 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpcfsdp.checkpoint.catalog import checkpoint_files
+from hpcfsdp.checkpoint.file_kind import is_checkpoint, is_hdf5
+from hpcfsdp.checkpoint.parts import is_part
+from hpcfsdp.cli.reporting import print_note
 from hpcfsdp.errors import CheckpointError
+
+_HDF5_SUFFIXES = (".h5", ".hdf5")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a folder.
+
+    Attributes:
+        checkpoints: those named after steps, lowest step first, then others by name. Files called ``*.h5`` that are no
+            HDF5 at all are among them: they are damaged.
+        foreign: HDF5 files of other programs.
+    """
+
+    checkpoints: tuple[Path, ...]
+    foreign: tuple[Path, ...]
+
+
+def list_folder(folder: Path) -> Listing:
+    """The checkpoints in a folder and in its checkpoints/, whatever their names: their content decides.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    try:
+        places = [place for place in (folder / "checkpoints", folder) if place == folder or place.is_dir()]
+        listings = [_list_one(place) for place in places]
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder}: {os.strerror(error.errno or 0)}") from error
+    return Listing(
+        tuple(path for listing in listings for path in listing.checkpoints),
+        tuple(path for listing in listings for path in listing.foreign),
+    )
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder or in its checkpoints/, lowest step first; at least one.
+    """As ``list_folder``: the checkpoints, at least one. A note on stderr names HDF5 files of other programs.
 
     Raises:
         CheckpointError: there is none, or the folder cannot be read.
     """
-    try:
-        found = checkpoint_files(folder) or checkpoint_files(folder / "checkpoints")
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or folder}: {os.strerror(error.errno or 0)}") from error
-    if not found:
-        raise CheckpointError(f"{folder}: no checkpoints (step-<number>.h5) in this folder or in its checkpoints/")
-    return found
+    found = list_folder(folder)
+    for path in found.foreign:
+        print_note(f"{path}: not a checkpoint of hpcfsdp, left out")
+    if not found.checkpoints:
+        raise CheckpointError(f"{folder}: no checkpoints in this folder or in its checkpoints/").of_kind("missing")
+    return list(found.checkpoints)
+
+
+def _list_one(folder: Path) -> Listing:
+    named = checkpoint_files(folder)
+    checkpoints, foreign = list(named), []
+    for path in sorted(set(folder.iterdir()) - set(named)):
+        if path.name.startswith(".") or is_part(path):
+            continue
+        try:
+            if not path.is_file():
+                continue
+            if is_checkpoint(path):
+                checkpoints.append(path)
+            elif path.suffix in _HDF5_SUFFIXES:
+                (foreign if is_hdf5(path) else checkpoints).append(path)
+        except OSError:  # not readable, or gone since; a checkpoint by its name is listed with the error
+            if path.suffix in _HDF5_SUFFIXES and size_of(path) is not None:
+                checkpoints.append(path)
+    return Listing(tuple(checkpoints), tuple(foreign))
 
 
 def size_of(path: Path) -> int | None:

@@ -1,74 +1,145 @@
-"""``hpcfsdp ls PATH [PATTERN...]``: checkpoints in a folder, or tensors in a file. Needs neither MPI nor torch."""
+"""``hpcfsdp ls PATH... [PATTERN...]``: checkpoints in folders, or tensors in files. Needs neither MPI nor torch."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.catalog import step_of
+from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.inspect.names import matching
+from hpcfsdp.checkpoint.inspect.numbers import json_number
+from hpcfsdp.cli.failure import as_json
 from hpcfsdp.cli.folders import checkpoints_in, size_of
-from hpcfsdp.cli.reporting import Parser, print_result, readable_bytes, readable_shape
+from hpcfsdp.cli.printing import Brief
+from hpcfsdp.cli.readable import DATE, readable_bytes, readable_date, readable_number, readable_shape
+from hpcfsdp.cli.reporting import Parser, paths_and_patterns, print_result
 from hpcfsdp.errors import CheckpointError, UsageError
+
+_EXAMPLES = (
+    "hpcfsdp ls runs/quickstart                    the checkpoints of a run",
+    "hpcfsdp ls my_model.h5                        the tensors in a file of any name",
+    "hpcfsdp ls my_model.h5 'layers.0.*' '*.bias'  those whose names match",
+    "hpcfsdp ls best.h5 runs/quickstart --json     several files and folders, for programs",
+)
+
+
+def parser() -> Parser:
+    """The parser of the command line."""
+    made = Parser(
+        "ls",
+        "List the checkpoints in folders (also that of a run), whatever their names, or the tensors in a checkpoint. "
+        "Several files are listed as checkpoints; with patterns, as tensors.",
+        _EXAMPLES,
+    )
+    made.add_argument("path", metavar="PATH", type=Path, help="a checkpoint or a folder; may be repeated")
+    made.add_patterns("in checkpoints: ")
+    return made
 
 
 def main(arguments: Sequence[str]) -> int:
     """List, and return the exit code: that of the first damaged file if there is one."""
-    parser = Parser("ls", "List the checkpoints in a folder (also that of a run), or the tensors in a checkpoint.")
-    parser.add_argument("path", metavar="PATH", type=Path)
-    parser.add_patterns("in a checkpoint: ")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser().parse_intermixed_args(arguments)
+    paths, patterns = paths_and_patterns(options.path, options.patterns)
     # Not Path.is_dir, which raises where a parent folder may not be searched: opening the file gives a better error.
-    if not os.path.isdir(options.path):
-        return _list_file(options.path, options.patterns, options.json)
-    if options.patterns:
-        raise UsageError(f"{options.path}: is a folder, and patterns match tensors in a file")
-    return _list_folder(options.path, options.json)
+    folders = [path for path in paths if os.path.isdir(path)]
+    if patterns and folders:
+        raise UsageError(f"{folders[0]}: is a folder, and patterns match tensors in a file")
+    if patterns or (len(paths) == 1 and not folders):
+        return _list_tensors(paths, patterns, options.json)
+    return _list_checkpoints(paths, options.json)
 
 
-def _list_folder(folder: Path, as_json: bool) -> int:
+def _list_checkpoints(paths: Sequence[Path], json: bool) -> int:
     entries: list[dict[str, Any]] = []
     exit_code = 0
-    for path in checkpoints_in(folder):
-        nbytes = size_of(path)
-        if nbytes is None:  # removed since, for instance by a training that keeps a few
-            continue
-        entry: dict[str, Any] = {"file": str(path), "bytes": nbytes}
-        try:
-            index = open_index(path)
-        except CheckpointError as error:
-            if size_of(path) is None:
-                continue
-            exit_code = exit_code or error.exit_code
-            entry["error"] = str(error).removeprefix(f"{path}: ")
-        else:
-            info = index.info
-            entry |= {"step": info.step, "ranks": info.world_size, "date": info.date, "tensors": len(index.tensors)}
-        entries.append(entry)
-    columns = ("step", "file", "size", "tensors", "ranks", "date")
-    rows = [
-        ("?", e["file"], readable_bytes(e["bytes"]), "", "", e["error"])
-        if "error" in e
-        else (e["step"], e["file"], readable_bytes(e["bytes"]), e["tensors"], e["ranks"], e["date"])
-        for e in entries
-    ]
-    print_result(as_json, entries, columns, rows, right=("step", "size", "tensors", "ranks"))
+    for path in paths:
+        is_folder = os.path.isdir(path)
+        found = [entry for file in (checkpoints_in(path) if is_folder else [path]) for entry in _entry(file, is_folder)]
+        entries += sorted(found, key=_step_and_name)
+    for entry in entries:
+        exit_code = exit_code or entry.get("error", {}).get("exit_code", 0)
+    columns = ("step", "file", "size", "tensors", "ranks", "loss", DATE, "note")
+    rows = [_row(entry) for entry in entries]
+    right = ("step", "size", "tensors", "ranks", "loss")
+    print_result(json, entries, columns, rows, right=right, names=("file",), text=("note",))
     return exit_code
 
 
-def _list_file(path: Path, patterns: Sequence[str], as_json: bool) -> int:
-    index = open_index(path)
-    specs = [(name, index.resolve(name)) for name in matching(index, patterns)]
-    value = [
-        {"name": name, "shape": list(spec.shape), "dtype": spec.dtype, "bytes": spec.nbytes}
-        | ({"same_as": spec.path} if name != spec.path else {})
-        for name, spec in specs
-    ]
-    sizes = [readable_bytes(spec.nbytes) if name == spec.path else f"= {spec.path}" for name, spec in specs]
-    rows = [
-        (name, readable_shape(spec.shape), spec.dtype, size) for (name, spec), size in zip(specs, sizes, strict=True)
-    ]
-    print_result(as_json, value, ("name", "shape", "dtype", "size"), rows, right=("size",))
+def _entry(path: Path, is_listed: bool) -> Iterator[dict[str, Any]]:
+    """The facts of a checkpoint, or its error; none of a listed file that has been removed since."""
+    entry: dict[str, Any] = {"file": str(path), "bytes": size_of(path)}
+    try:
+        index = open_index(path)
+    except CheckpointError as error:
+        if is_listed and size_of(path) is None:  # for instance by a training that keeps a few
+            return
+        what = as_json(error, [path])
+        entry["error"] = what | {"message": what["message"].removeprefix(f"{path}: ")}
+    else:
+        info = index.info
+        entry |= {"step": info.step, "ranks": info.world_size, "date": info.date, "tensors": len(index.tensors)}
+        entry |= _last_loss(index)
+    yield entry
+
+
+def _last_loss(index: CheckpointIndex) -> dict[str, Any]:
+    """The last value of the metric "loss", or of the first with "loss" in its name, and its name and step."""
+    for name in sorted((name for name in index.metrics if "loss" in name), key=lambda name: name != "loss"):
+        steps, values = index.metrics[name]
+        if len(steps):
+            return {"loss": json_number(values[-1]), "loss_name": name, "loss_step": int(steps[-1])}
+    return {}
+
+
+def _step_and_name(entry: dict[str, Any]) -> tuple[float, str]:
+    """Orders checkpoints by their step, or by that in the name of a damaged one."""
+    if "step" in entry:
+        return entry["step"], entry["file"]
+    try:
+        return step_of(Path(entry["file"])), entry["file"]
+    except ValueError:
+        return math.inf, entry["file"]
+
+
+def _row(entry: dict[str, Any]) -> tuple[Any, ...]:
+    size = "" if entry["bytes"] is None else readable_bytes(entry["bytes"])
+    if "error" in entry:
+        return "?", entry["file"], size, "", "", "", "", entry["error"]["message"]
+    loss, step = entry.get("loss"), entry.get("loss_step")
+    note = "" if step in (None, entry["step"]) else f"{entry['loss_name']} of step {step}"
+    return (
+        entry["step"],
+        entry["file"],
+        size,
+        entry["tensors"],
+        entry["ranks"],
+        loss if isinstance(loss, str) else readable_number(loss),
+        readable_date(entry["date"]),
+        note,
+    )
+
+
+def _list_tensors(paths: Sequence[Path], patterns: Sequence[str], json: bool) -> int:
+    several = len(paths) > 1
+    value, rows = [], []
+    for path in paths:
+        index = open_index(path)
+        for name in matching(index, patterns):
+            spec = index.resolve(name)
+            entry = {"name": name, "shape": list(spec.shape), "dtype": spec.dtype, "bytes": spec.nbytes}
+            is_alias = name != spec.path
+            value.append(
+                ({"file": str(path)} if several else {}) | entry | ({"same_as": spec.path} if is_alias else {})
+            )
+            size = Brief(f"= {spec.path}", "tied") if is_alias else readable_bytes(spec.nbytes)
+            shown = Brief(name, f"{name} = {spec.path}") if is_alias else name
+            row = (shown, readable_shape(spec.shape), spec.dtype, size)
+            rows.append((path, *row) if several else row)
+    columns = ("name", "shape", "dtype", "size")
+    columns = ("file", *columns) if several else columns
+    print_result(json, value, columns, rows, right=("size",), names=("file", "name"))
     return 0

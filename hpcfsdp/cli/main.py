@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hpcfsdp._version import __version__
+from hpcfsdp.cli import failure
 from hpcfsdp.errors import HpcfsdpError, UsageError, nearest
-from hpcfsdp.terminal import shown_lines, shown_message, shown_styled
+from hpcfsdp.terminal import shown_lines, shown_styled
 
 # verb -> module with main(arguments) -> exit code, and one line for the help
 VERBS = {
@@ -57,6 +58,8 @@ def usage() -> str:
 class OutputError(HpcfsdpError):
     """stdout could not be written to. An error of hpcfsdp's own, so that a job of many ranks ends together."""
 
+    kind = "output"
+
     def __init__(self, error: OSError) -> None:
         super().__init__(f"cannot write to stdout: {os.strerror(error.errno or errno.EIO)}")
         if isinstance(error, BrokenPipeError):
@@ -67,7 +70,7 @@ class _Output:
     """A stream of printable text, line ends and tabs. Its own errors are ``OutputError``.
 
     Attributes:
-        styled: the same stream for text that also sets colours, see ``reporting.console``.
+        styled: the same stream for text that also sets colours, see ``printing.console``.
     """
 
     def __init__(self, stream: Any, cleaned: Callable[[str], str] = shown_lines) -> None:
@@ -108,11 +111,13 @@ def main(arguments: Sequence[str]) -> int:
         return _run(arguments)
     except HpcfsdpError as error:
         if error.exit_code != EXIT_BROKEN_PIPE:  # the reader of the output, such as `head`, has read enough
-            with contextlib.suppress(OSError):
-                print(f"hpcfsdp: {shown_message(str(error))}", file=sys.stderr)
+            failure.report(error, arguments)
             _flush_or_drop(sys.stderr)
         _flush_or_drop(sys.stdout)
         return error.exit_code
+    except Exception as error:
+        failure.print_object(error, arguments)
+        raise
 
 
 def _run(arguments: Sequence[str]) -> int:

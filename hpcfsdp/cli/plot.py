@@ -1,20 +1,23 @@
-"""``hpcfsdp plot FILE --kind KIND [PATTERN...]``: pictures of a checkpoint. Needs neither MPI nor torch."""
+"""``hpcfsdp plot PATH... --kind KIND [PATTERN...]``: pictures of checkpoints. Needs neither MPI nor torch."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
-from hpcfsdp.checkpoint.inspect import plots
+from hpcfsdp.checkpoint.inspect import pictures, plots
 from hpcfsdp.checkpoint.inspect.names import tensors_matching
 from hpcfsdp.checkpoint.inspect.walk import nbytes_of
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.cli.reporting import Parser, print_json, print_line
-from hpcfsdp.errors import UsageError
+from hpcfsdp.cli.folders import checkpoints_in
+from hpcfsdp.cli.reporting import Parser, paths_and_patterns, print_json, print_line
+from hpcfsdp.errors import CheckpointError, UsageError
 from hpcfsdp.observe.progress_bar import byte_progress
 
 _KIND_HELP = (
@@ -22,42 +25,109 @@ _KIND_HELP = (
     "of the model, or of tensors that patterns match; loss: curves of metrics with loss in their names, or of those "
     "that patterns match"
 )
+_EXAMPLES = (
+    "hpcfsdp plot my_model.h5 --kind loss --smooth 0.9    the curve, and its moving average",
+    "hpcfsdp plot runs/one runs/two --kind loss           two runs in one picture",
+    "hpcfsdp plot my_model.h5 --kind norms --out norms.pdf",
+    "hpcfsdp plot my_model.h5 --kind histogram '*.weight'",
+)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Draw, print the path of the picture or its numbers, and return the exit code."""
-    parser = Parser("plot", "Draw the tensors or curves of a checkpoint. Tensors are checked against their checksums.")
-    parser.add_argument("file", metavar="FILE", type=Path)
-    parser.add_patterns()
-    parser.add_argument("--kind", choices=tuple(_KINDS), required=True, help=_KIND_HELP)
-    parser.add_argument(
+def parser() -> Parser:
+    """The parser of the command line."""
+    made = Parser(
+        "plot",
+        "Draw the tensors or curves of checkpoints, several on top of each other. Tensors are checked against their "
+        "checksums. A folder stands for the newest checkpoint in it.",
+        _EXAMPLES,
+    )
+    made.add_argument("path", metavar="PATH", type=Path, help="a checkpoint or a folder; may be repeated")
+    made.add_patterns()
+    made.add_argument("--kind", choices=tuple(_KINDS), required=True, help=_KIND_HELP)
+    made.add_argument(
+        "--smooth",
+        type=_weight,
+        default=0.0,
+        metavar="W",
+        help="loss: draw an exponential moving average with this weight, 0 to below 1; default: 0",
+    )
+    made.add_argument(
         "--out",
         metavar="PNG",
         type=Path,
         help="the picture (also .pdf or .svg); an existing file is replaced; default: <name of the file>-<kind>.png in "
         "the working directory, but none with --json, which prints the numbers",
     )
-    options = parser.parse_intermixed_args(arguments)
-    index = open_index(options.file)
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Draw, print the path of the picture or its numbers, and return the exit code."""
+    options = parser().parse_intermixed_args(arguments)
+    paths, options.patterns = paths_and_patterns(options.path, options.patterns)
+    if options.smooth and options.kind != "loss":
+        raise UsageError(f"plot: --smooth is for --kind loss, not for {options.kind}")
     numbers, draw = _KINDS[options.kind]
-    found = numbers(index, options)
-    picture = options.out or (None if options.json else Path(f"{options.file.stem}-{options.kind}.png"))
+    files = [_file_of(path) for path in paths]
+    found = dict(zip(_labels(files), (numbers(open_index(file), options) for file in files), strict=True))
+    picture = options.out or (None if options.json else Path(f"{files[0].stem}-{options.kind}.png"))
     if picture is not None:
-        plots.write_figure(draw(options.file.name, found), picture)
+        more = {"smoothing": options.smooth} if options.smooth else {}
+        pictures.write_figure(draw(found, **more), picture)
     if options.json:
-        print_json(list(plots.as_numbers(found)))
+        print_json([*_entries(found, options.smooth)])
     else:
         print_line(picture)
     return 0
+
+
+def _weight(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a weight of 0 to below 1")
+    return value
+
+
+def _file_of(path: Path) -> Path:
+    """The file itself, or the newest sound checkpoint of a folder."""
+    if not os.path.isdir(path):  # not Path.is_dir, which raises where a parent folder may not be searched
+        return path
+    steps = {}
+    for file in checkpoints_in(path):
+        try:
+            steps[file] = open_index(file).info.step
+        except CheckpointError:
+            continue
+    if not steps:
+        raise CheckpointError(f"{path}: no checkpoint in it can be read: hpcfsdp verify {path} says why")
+    return max(steps, key=lambda file: steps[file])
+
+
+def _labels(files: Sequence[Path]) -> list[str]:
+    """Names of the files that tell them apart: without their folders where these are not needed."""
+    names = [file.name for file in files]
+    labels = names if len(set(names)) == len(names) else [str(file) for file in files]
+    return [label if labels.count(label) == 1 else f"{label} ({place + 1})" for place, label in enumerate(labels)]
+
+
+def _entries(found: dict[str, Any], smooth: float) -> list[dict[str, Any]]:
+    entries = []
+    for file, numbers in found.items():
+        for entry in plots.as_numbers(numbers, smooth):
+            entries.append(({"file": file} if len(found) > 1 else {}) | entry)
+    return entries
 
 
 def _histograms(index: CheckpointIndex, options: argparse.Namespace) -> list[plots.Histogram]:
     paths = _paths(index, options)
     if options.patterns:
         groups = {path: [path] for path in paths}
-        if len(groups) > plots.MOST_PANELS and not (options.json and options.out is None):
+        if len(groups) > pictures.MOST_PANELS and not (options.json and options.out is None):
             raise UsageError(
-                f"{index.info.path}: {len(groups)} tensors match, and a picture has room for {plots.MOST_PANELS} "
+                f"{index.info.path}: {len(groups)} tensors match, and a picture has room for {pictures.MOST_PANELS} "
                 "histograms: give narrower patterns, or --json"
             )
     else:
@@ -77,8 +147,8 @@ def _paths(index: CheckpointIndex, options: argparse.Namespace) -> list[str]:
     return paths if options.patterns else [path for path in paths if path.startswith(f"{schema.MODEL}/")]
 
 
-_KINDS: dict[str, tuple[Callable[[CheckpointIndex, argparse.Namespace], Any], Callable[[str, Any], Any]]] = {
-    "histogram": (_histograms, plots.draw_histograms),
-    "norms": (_norms, plots.draw_norms),
-    "loss": (lambda index, options: plots.curves(index, options.patterns), plots.draw_curves),
+_KINDS: dict[str, tuple[Callable[[CheckpointIndex, argparse.Namespace], Any], Callable[..., Any]]] = {
+    "histogram": (_histograms, pictures.draw_histograms),
+    "norms": (_norms, pictures.draw_norms),
+    "loss": (lambda index, options: plots.curves(index, options.patterns), pictures.draw_curves),
 }

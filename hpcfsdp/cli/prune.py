@@ -10,29 +10,46 @@ from typing import Any
 
 from hpcfsdp.checkpoint import retention
 from hpcfsdp.checkpoint.catalog import checkpoint_files, step_of
+from hpcfsdp.checkpoint.file_kind import is_checkpoint, is_hdf5
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.cli.folders import size_of
-from hpcfsdp.cli.reporting import Parser, print_result, readable_bytes
+from hpcfsdp.cli.readable import readable_bytes
+from hpcfsdp.cli.reporting import Parser, print_result
 from hpcfsdp.errors import CheckpointError, UsageError
+
+_EXAMPLES = (
+    "hpcfsdp prune runs/quickstart --keep-last 3 --dry-run          what would go",
+    "hpcfsdp prune runs/quickstart --keep-last 3                    keep the newest 3",
+    "hpcfsdp prune runs/quickstart --keep-last 1 --keep-every 1000  and every 1000th step",
+)
+
+
+def parser() -> Parser:
+    """The parser of the command line."""
+    made = Parser(
+        "prune",
+        "Remove old checkpoints of a folder (also that of a run), and files of killed saves that are over an hour old "
+        "(.*.partial). Only files called step-<number>.h5 are removed: others stay, whatever they hold. The newest "
+        "checkpoint that is not damaged always stays.",
+        _EXAMPLES,
+    )
+    made.add_argument("folder", metavar="DIR", type=Path)
+    made.add_argument("--keep-last", metavar="N", type=int, help="the newest N stay (default with --keep-every: 1)")
+    made.add_argument("--keep-every", metavar="K", type=int, help="steps that are a multiple of K stay, too")
+    made.add_argument("--dry-run", action="store_true", help="list files, and remove none")
+    return made
 
 
 def main(arguments: Sequence[str]) -> int:
     """Remove and list files, and return the exit code."""
-    parser = Parser(
-        "prune",
-        "Remove old checkpoints of a folder (also that of a run), and files of killed saves that are over an hour old "
-        "(.*.partial). The newest checkpoint that is not damaged always stays.",
-    )
-    parser.add_argument("folder", metavar="DIR", type=Path)
-    parser.add_argument("--keep-last", metavar="N", type=int, help="the newest N stay (default with --keep-every: 1)")
-    parser.add_argument("--keep-every", metavar="K", type=int, help="steps that are a multiple of K stay, too")
-    parser.add_argument("--dry-run", action="store_true", help="list files, and remove none")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     if options.keep_last is None and options.keep_every is None:
-        raise UsageError("hpcfsdp prune: choose which files stay: --keep-last N, --keep-every K, or both")
+        raise UsageError("prune: choose which files stay: --keep-last N, --keep-every K, or both")
     try:
         folder = _folder_of(options.folder)
-        removal = retention.plan_removal(folder, keep_last=options.keep_last, keep_every=options.keep_every)
+        spare = [path for path in checkpoint_files(folder) if _is_foreign(path)]
+        rules = {"keep_last": options.keep_last, "keep_every": options.keep_every}
+        removal = retention.plan_removal(folder, **rules, spare=spare)
         left_behind = retention.abandoned(folder, time.time())
         entries = _entries(removal, left_behind)
         if not options.dry_run:
@@ -49,12 +66,13 @@ def main(arguments: Sequence[str]) -> int:
             entry["file"],
             readable_bytes(entry["bytes"]),
             goes if entry["goes"] else "stays",
-            "left behind" if entry["step"] is None else f"damaged: {entry['error']}" if "error" in entry else "",
+            "left behind" if entry["step"] is None else entry["error"]["message"] if "error" in entry else "",
         )
         for entry in entries
     ]
     value = {"dry_run": options.dry_run, "files": entries}
-    print_result(options.json, value, ("step", "file", "size", "what", "note"), rows, right=("step", "size"))
+    columns = ("step", "file", "size", "what", "note")
+    print_result(options.json, value, columns, rows, right=("step", "size"), names=("file",), text=("note",))
     return 0
 
 
@@ -64,13 +82,21 @@ def _folder_of(folder: Path) -> Path:
     return inner if not checkpoint_files(folder) and inner.is_dir() else folder
 
 
+def _is_foreign(path: Path) -> bool:
+    """Whether another program wrote this HDF5 file."""
+    try:
+        return path.is_file() and is_hdf5(path) and not is_checkpoint(path)
+    except OSError:  # gone, or not readable
+        return False
+
+
 def _entries(removal: retention.Removal, left_behind: Sequence[Path]) -> list[dict[str, Any]]:
     """The files, and whether they go, lowest step first."""
     entries: list[dict[str, Any]] = []
     for path in sorted([*removal.going, *removal.staying], key=lambda path: (step_of(path), path)):
         entry = {"file": str(path), "step": step_of(path), "bytes": size_of(path) or 0, "goes": path in removal.going}
         if path in removal.damaged:
-            entry["error"] = removal.damaged[path]
+            entry["error"] = {"message": removal.damaged[path], "kind": "damaged", "exit_code": 4, "path": str(path)}
         entries.append(entry)
     for path in left_behind:
         entries.append({"file": str(path), "step": None, "bytes": size_of(path) or 0, "goes": True})

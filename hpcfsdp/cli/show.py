@@ -6,30 +6,56 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import yaml
+
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.inspect.numbers import decoded, json_number
 from hpcfsdp.checkpoint.inspect.stats import file_statistics
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.cli.reporting import Parser, plain_value, print_result, readable_bytes, readable_shape
+from hpcfsdp.cli.printing import print_table
+from hpcfsdp.cli.readable import plain_value, readable_bytes, readable_date, readable_shape
+from hpcfsdp.cli.reporting import Parser, print_json
 from hpcfsdp.errors import CheckpointError, nearest
 
 FIRST_VALUES = 8
+_EXAMPLES = (
+    "hpcfsdp show my_model.h5                  step, date, sizes, optimizer, configuration",
+    "hpcfsdp show my_model.h5 layers.0.weight  one tensor: shape, numbers, who wrote it",
+    "hpcfsdp show my_model.h5 --json           for programs",
+)
+
+
+def parser() -> Parser:
+    """The parser of the command line."""
+    made = Parser(
+        "show", "Show facts of a checkpoint, or of one of its tensors (checked against its checksums).", _EXAMPLES
+    )
+    made.add_argument("file", metavar="FILE", type=Path)
+    made.add_argument("name", metavar="NAME", nargs="?", help="of a tensor, with or without model/ before it")
+    return made
 
 
 def main(arguments: Sequence[str]) -> int:
     """Show, and return the exit code."""
-    parser = Parser("show", "Show facts of a checkpoint, or of one of its tensors (checked against its checksums).")
-    parser.add_argument("file", metavar="FILE", type=Path)
-    parser.add_argument("name", metavar="NAME", nargs="?", help="of a tensor, with or without model/ before it")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     index = open_index(options.file)
-    facts = _about_file(index) if options.name is None else _about_tensor(index, options.name)
-    print_result(options.json, facts, ("what", "value"), [(key, _readable(key, facts[key])) for key in facts])
+    facts, nested = _about_file(index) if options.name is None else (_about_tensor(index, options.name), {})
+    if options.json:
+        print_json(facts | plain_value(nested))
+        return 0
+    rows = [(key.replace("_", " "), _readable(key, value)) for key, value in facts.items()]
+    print_table(("what", "value"), rows, text=("value",))
+    filled = {key: _for_yaml(value) for key, value in nested.items() if value}
+    if filled:
+        print()
+        print(yaml.safe_dump(filled, sort_keys=False, width=100), end="")
     return 0
 
 
-def _about_file(index: CheckpointIndex) -> dict[str, Any]:
+def _about_file(index: CheckpointIndex) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Single facts, and those that have several values."""
     info = index.info
     model = [spec for path, spec in index.tensors.items() if path.startswith(f"{schema.MODEL}/")]
     optim = [spec for path, spec in index.tensors.items() if path.startswith(f"{schema.OPTIM_STATE}/")]
@@ -40,26 +66,32 @@ def _about_file(index: CheckpointIndex) -> dict[str, Any]:
         "date": info.date,
         "step": info.step,
         "ranks": info.world_size,
-        "model tensors": len(model),
-        "model elements": sum(spec.numel for spec in model),
-        "model bytes": sum(spec.nbytes for spec in model),
-        "tied names": dict(index.links),
-        "optimizer tensors": len(optim),
-        "optimizer bytes": sum(spec.nbytes for spec in optim),
+        "model_tensors": len(model),
+        "model_elements": sum(spec.numel for spec in model),
+        "model_bytes": sum(spec.nbytes for spec in model),
+        "optimizer_tensors": len(optim),
+        "optimizer_bytes": sum(spec.nbytes for spec in optim),
     }
-    for number, group in enumerate(index.param_groups or []):
-        listed = {"params": len(group["params"])} if "params" in group else {}
-        facts[f"optimizer group {number}"] = plain_value({**group, **listed})
-    if index.metrics:
-        facts["metrics"] = {
-            name: f"{len(steps)} values" + (f", {values[-1]:.6g} at step {steps[-1]}" if len(steps) else "")
-            for name, (steps, values) in index.metrics.items()
+    groups = [
+        group | ({"params": len(group["params"])} if "params" in group else {}) for group in index.param_groups or []
+    ]
+    metrics = {
+        name: {
+            "values": len(steps),
+            "last": values[-1].item() if len(steps) else None,
+            "step": int(steps[-1]) if len(steps) else None,
         }
-    if index.parts:
-        facts["files beside it"] = [part.name for part in index.parts]
-    facts["extra"] = plain_value(info.extra)
-    facts["config"] = plain_value(info.config)
-    return facts
+        for name, (steps, values) in index.metrics.items()
+    }
+    nested = {
+        "tied_names": dict(index.links),
+        "parts": [part.name for part in index.parts],
+        "optimizer_groups": groups,
+        "metrics": metrics,
+        "extra": info.extra,
+        "config": info.config,
+    }
+    return facts, nested
 
 
 def _about_tensor(index: CheckpointIndex, name: str) -> dict[str, Any]:
@@ -67,12 +99,12 @@ def _about_tensor(index: CheckpointIndex, name: str) -> dict[str, Any]:
     spec = index.resolve(path)
     facts: dict[str, Any] = {"name": path, "shape": list(spec.shape), "dtype": spec.dtype, "bytes": spec.nbytes}
     if path != spec.path:
-        facts["same tensor as"] = spec.path
-    facts["written by ranks"] = sorted(set(index.rows_of(path)["rank"].tolist()))
+        facts["same_as"] = spec.path
+    facts["written_by_ranks"] = sorted(set(index.rows_of(path)["rank"].tolist()))
     with BlockReader(index) as reader:
         first = decoded(reader.read(spec.path, 0, min(FIRST_VALUES, spec.numel)), spec.dtype)
         (_, found), *_ = file_statistics(index, reader, [spec.path])
-    facts["first values"] = [json_number(value) for value in first]
+    facts["first_values"] = [json_number(value) for value in first]
     if found.min is not None:
         facts |= {name: json_number(getattr(found, name)) for name in ("min", "max", "mean", "norm")}
     return facts | {"nan": found.nan, "infinite": found.inf}
@@ -92,4 +124,15 @@ def _readable(key: str, value: Any) -> str:
         return f"{value} ({readable_bytes(value)})"
     if key == "shape":
         return readable_shape(value)
-    return str(value)
+    return readable_date(value) if key == "date" else str(value)
+
+
+def _for_yaml(value: Any) -> Any:
+    """A value with types that YAML has."""
+    if isinstance(value, dict):
+        return {_for_yaml(key): _for_yaml(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_for_yaml(entry) for entry in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    return f"array {readable_shape(value.shape)} {value.dtype}" if isinstance(value, np.ndarray) else value

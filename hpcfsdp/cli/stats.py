@@ -11,22 +11,36 @@ from hpcfsdp.checkpoint.inspect.numbers import json_number
 from hpcfsdp.checkpoint.inspect.stats import file_statistics
 from hpcfsdp.checkpoint.inspect.walk import nbytes_of
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.cli.reporting import Parser, print_result, readable_number, readable_shape
+from hpcfsdp.cli.readable import readable_number, readable_shape
+from hpcfsdp.cli.reporting import Parser, print_result
 from hpcfsdp.observe.progress_bar import byte_progress
 
 _NUMBERS = ("min", "max", "mean", "norm", "nan", "inf")
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Compute, print and return the exit code."""
-    parser = Parser(
+_EXAMPLES = (
+    "hpcfsdp stats my_model.h5                        every tensor",
+    "hpcfsdp stats my_model.h5 'layers.0.*' '*.bias'  those whose names match",
+    "hpcfsdp stats my_model.h5 --json                 for programs",
+)
+
+
+def parser() -> Parser:
+    """The parser of the command line."""
+    made = Parser(
         "stats",
         "Minimum, maximum, mean and norm of the finite elements of each tensor (of complex ones, minimum and maximum "
         "of the absolute values), and how many are NaN or infinite. Tensors are checked against their checksums.",
+        _EXAMPLES,
     )
-    parser.add_argument("file", metavar="FILE", type=Path)
-    parser.add_patterns()
-    options = parser.parse_intermixed_args(arguments)
+    made.add_argument("file", metavar="FILE", type=Path)
+    made.add_patterns()
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compute, print and return the exit code."""
+    options = parser().parse_intermixed_args(arguments)
     index = open_index(options.file)
     paths = tensors_matching(index, options.patterns)
     with BlockReader(index) as reader, byte_progress("stats", nbytes_of(index, paths)) as advance:
@@ -40,5 +54,5 @@ def main(arguments: Sequence[str]) -> int:
         (spec.path, readable_shape(spec.shape), spec.dtype, *(readable_number(getattr(facts, n)) for n in _NUMBERS))
         for spec, facts in found
     ]
-    print_result(options.json, value, ("name", "shape", "dtype", *_NUMBERS), rows, right=_NUMBERS)
+    print_result(options.json, value, ("name", "shape", "dtype", *_NUMBERS), rows, right=_NUMBERS, names=("name",))
     return 0

@@ -8,19 +8,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import config as configuration, env
+from hpcfsdp.cli.failure import end_together
 from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.examples.gpt.callbacks import Callbacks
 from hpcfsdp.examples.gpt.run_config import RunConfig, check
 from hpcfsdp.launch.job import check_step, load_mpi
 from hpcfsdp.launch.lock import RunLock
-from hpcfsdp.launch.shutdown import abort
 from hpcfsdp.observe import log as logs
 from hpcfsdp.observe.metrics import MetricsFile
 from hpcfsdp.observe.progress_bar import Progress, step_progress
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         except HpcfsdpError as error:
             if comm.size == 1:
                 raise
-            return _end_together(error, comm)
+            return end_together(error, comm, ())
 
 
 def _main(arguments: Sequence[str], comm: Any, stop: Preemption) -> int:
@@ -151,15 +150,3 @@ def _summary(config: RunConfig, outcome: Outcome) -> str:
         f"step: {outcome.step} of {config.train.steps}\n"
         f"checkpoint: {outcome.checkpoint}"
     )
-
-
-def _end_together(error: HpcfsdpError, comm: Any) -> int:
-    """Print the error once where all ranks raise it; otherwise end the job, since the other ranks wait for this one."""
-    if error.raised_on_all_ranks:
-        if comm.rank == 0:
-            print(f"hpcfsdp: {error}", file=sys.stderr, flush=True)
-        # A launcher may kill the other ranks as soon as one ends with an error: the message has to be out before.
-        comm.Barrier()
-    else:
-        abort(str(error), error.exit_code)
-    return error.exit_code

@@ -9,32 +9,46 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.inspect.verify import verify_file
+from hpcfsdp.cli.failure import as_json
 from hpcfsdp.cli.folders import checkpoints_in, size_of
-from hpcfsdp.cli.reporting import Parser, print_json, print_line, readable_bytes
+from hpcfsdp.cli.readable import readable_bytes
+from hpcfsdp.cli.reporting import Parser, print_json, print_line
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from hpcfsdp.observe.progress_bar import byte_progress
 
 EXIT_DAMAGED = CheckpointCorruptError.exit_code
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Verify and print; the exit code: 4 if a file is damaged, else 1 if one cannot be read, else 0."""
-    parser = Parser(
+_EXAMPLES = (
+    "hpcfsdp verify my_model.h5              is every byte as it was written?",
+    "hpcfsdp verify runs/quickstart best.h5  all checkpoints of a run, and a file",
+)
+
+
+def parser() -> Parser:
+    """The parser of the command line."""
+    made = Parser(
         "verify",
         "Check every byte of checkpoints, and list all faults. Exit code 4: a file is damaged, not finished or not a "
         "checkpoint; 1: a file could not be read; 0: all files are sound.",
+        _EXAMPLES,
     )
-    parser.add_argument(
+    made.add_argument(
         "paths", metavar="PATH", nargs="+", type=Path, help="a file, or a folder of checkpoints (also that of a run)"
     )
-    options = parser.parse_args(arguments)
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Verify and print; the exit code: 4 if a file is damaged, else 1 if one cannot be read, else 0."""
+    options = parser().parse_args(arguments)
     entries: list[dict[str, Any]] = []
     codes = set()
     for path, is_listed in _files(options.paths):
         entry = _entry(path)
         if is_listed and size_of(path) is None:  # removed since, for instance by a training that keeps a few
             continue
-        codes.add(entry.pop("exit_code"))
+        codes.add(entry["error"]["exit_code"] if "error" in entry else 0 if entry["sound"] else EXIT_DAMAGED)
         entries.append(entry)
         if not options.json:
             _print(entry)
@@ -53,19 +67,19 @@ def _files(paths: Sequence[Path]) -> list[tuple[Path, bool]]:
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    """The facts of a file, and its exit code."""
+    """The facts of a file, or the error that kept it from being read."""
     try:
         with byte_progress(f"verify {path.name}", size_of(path) or 0) as advance:
             report = verify_file(path, advance)
     except CheckpointError as error:
-        return {"file": str(path), "error": str(error).removeprefix(f"{path}: "), "exit_code": error.exit_code}
+        what = as_json(error, [path])
+        return {"file": str(path), "error": what | {"message": what["message"].removeprefix(f"{path}: ")}}
     return {
         "file": str(path),
         "sound": report.sound,
         "tensors": report.tensors,
         "bytes": report.nbytes,
         "faults": [asdict(fault) for fault in report.faults],
-        "exit_code": 0 if report.sound else EXIT_DAMAGED,
     }
 
 
@@ -73,7 +87,7 @@ def _print(entry: dict[str, Any]) -> None:
     """A line for a file, and one for each fault."""
     path = entry["file"]
     if "error" in entry:
-        print_line(f"{path}: {entry['error']}")
+        print_line(f"{path}: {entry['error']['message']}")
         return
     for fault in entry["faults"]:
         print_line(f"{path}: {fault['where']}: {fault['what']}" if fault["where"] else f"{path}: {fault['what']}")

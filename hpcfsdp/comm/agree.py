@@ -34,7 +34,7 @@ def raise_together(comm: Communicator | Grid) -> Iterator[None]:
         kind, message, named = error
         who = "" if named else f"rank {rank}: "  # an error that several ranks have raised together names them
         raised = mine or rebuild(kind, f"{who}{message}")
-        if raised is not mine and type(raised) is HpcfsdpError:
+        if raised is not mine and type(raised) is HpcfsdpError and kind != HpcfsdpError.__name__:
             raised = HpcfsdpError(f"{who}{kind}: {message}")
         raised.raised_on_all_ranks = True
         raise raised

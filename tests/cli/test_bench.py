@@ -156,4 +156,4 @@ def test_measurements_of_one_process_refuse_several_ranks(command, monkeypatch, 
 def test_wrong_arguments_are_refused(command, arguments):
     job = command("bench", *arguments)
     assert job.code == 2
-    assert job.stderr.startswith("hpcfsdp: hpcfsdp bench: ")
+    assert job.stderr.startswith("hpcfsdp: bench: ")

@@ -50,11 +50,11 @@ def test_the_commands_of_the_page_run(command, saved, tmp_path):
         assert done.stderr == ""
     for name in ("imported.h5", "with_optimizer.h5", "from_dcp.h5"):
         facts = json.loads(command("show", tmp_path / name, "--json").stdout)
-        assert (facts["step"], facts["model tensors"]) == (7, 5)
-        assert facts["tied names"] == {"model/twin.bias": "model/0.bias", "model/twin.weight": "model/0.weight"}
+        assert (facts["step"], facts["model_tensors"]) == (7, 5)
+        assert facts["tied_names"] == {"model/twin.bias": "model/0.bias", "model/twin.weight": "model/0.weight"}
     for name, has_optimizer in (("with_optimizer.h5", True), ("model_alone.h5", False)):
         facts = json.loads(command("show", name, "--json").stdout)
-        assert (facts["step"], facts["optimizer tensors"] > 0) == (7, has_optimizer)
+        assert (facts["step"], facts["optimizer_tensors"] > 0) == (7, has_optimizer)
     assert set(load_file(tmp_path / "first.safetensors")) == {"0.weight", "0.bias"}
     found = load_file(tmp_path / "my_adapter/adapter_model.safetensors")
     assert torch.equal(found.pop("base_model.model.lora_A.weight"), adapter["default"].weight)
@@ -90,11 +90,18 @@ def test_results_as_json(command, saved, tmp_path):
         "files": [str(tmp_path / "a.pt")],
         "tensors": 5,
         "bytes": (12 + 4 + 8 + 2) * 4 + 5 * 8,
-        "tied names": {"twin.bias": "0.bias", "twin.weight": "0.weight"},
+        "tied_names": {"twin.bias": "0.bias", "twin.weight": "0.weight"},
     }
     done = json.loads(command("import", tmp_path / "a.pt", tmp_path / "b.h5", "--json", "--step", "3").stdout)
     assert (done["file"], done["format"], done["step"], done["tensors"]) == (str(tmp_path / "b.h5"), "pt", 3, 5)
     assert (done["optimizer"], done["extra"]) == (False, [])
+
+
+def test_each_names_takes_one_pattern_and_leaves_the_output_alone(command, saved, tmp_path):
+    out = tmp_path / "a.safetensors"
+    done = command("export", saved, "--names", "0.*", "--names", "1.b*", out)
+    assert done.code == 0, done.stderr
+    assert set(load_file(out)) == {"0.weight", "0.bias", "1.bias"}
 
 
 def test_tables_name_files_and_ties(command, saved, tmp_path):

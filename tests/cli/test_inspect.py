@@ -46,9 +46,82 @@ def test_ls_continues_after_a_damaged_file_and_ends_with_4(command, saved, tmp_p
     done = command("ls", tmp_path, "--json")
     damaged, good = json.loads(done.stdout)
     assert done.code == 4
-    assert "damaged" in damaged["error"]
+    assert damaged["error"]["kind"] == "truncated"
+    assert damaged["error"]["exit_code"] == 4
     assert good["step"] == 7
     assert command("ls", tmp_path).code == 4
+
+
+@pytest.fixture
+def with_loss(tmp_path):
+    """A folder of checkpoints under any names, of other programs' files, and of none at all."""
+    import h5py
+    import torch
+
+    from hpcfsdp import checkpoint
+
+    folder = tmp_path / "mixed"
+    curves = {"loss": ([1, 2], [3.0, 2.5]), "val_loss": ([2], [9.0])}
+    for name, step, metrics in (("step-00000002.h5", 2, curves), ("my_model.h5", 3, curves), ("best", 1, None)):
+        checkpoint.save(folder / name, model=torch.nn.Linear(1, 1), step=step, metrics=metrics)
+    with h5py.File(folder / "data.h5", "w") as file:
+        file["images"] = [1.0]
+    (folder / "notes.txt").write_text("not looked at")
+    (folder / "config.yaml").write_bytes(b"\x89HDF")
+    (folder / ".hidden.h5").write_bytes(b"")
+    return folder
+
+
+def test_folders_show_every_checkpoint_whatever_its_name(command, with_loss):
+    done = command("ls", with_loss, "--json")
+    entries = json.loads(done.stdout)
+    assert done.code == 0
+    found = [(os.path.basename(entry["file"]), entry["step"]) for entry in entries]
+    assert found == [("best", 1), ("step-00000002.h5", 2), ("my_model.h5", 3)]
+    assert done.stderr == f"hpcfsdp: {with_loss}/data.h5: not a checkpoint of hpcfsdp, left out\n"
+    assert [(entry.get("loss"), entry.get("loss_step")) for entry in entries] == [(None, None), (2.5, 2), (2.5, 2)]
+    rows = [line.split("\t") for line in command("ls", with_loss).stdout.splitlines()]
+    assert rows[0] == ["step", "file", "size", "tensors", "ranks", "loss", "date", "note"]
+    assert [(row[0], row[5], row[7]) for row in rows[1:]] == [
+        ("1", "", ""),
+        ("2", "2.5", ""),
+        ("3", "2.5", "loss of step 2"),
+    ]
+    done = command("verify", with_loss)
+    assert (done.code, done.stdout.count(": sound: ")) == (0, 3)
+    (with_loss / "my_model.h5").write_bytes((with_loss / "my_model.h5").read_bytes()[:4000])
+    done = command("verify", with_loss)
+    assert (done.code, done.stdout.count(": sound: ")) == (4, 2)
+    assert "my_model.h5: truncated: " in done.stdout
+
+
+def test_a_folder_of_other_programs_files_has_no_checkpoints(command, with_loss):
+    for path in with_loss.iterdir():
+        if path.name in ("best", "my_model.h5", "step-00000002.h5"):
+            path.unlink()
+    done = command("ls", with_loss)
+    assert (done.code, done.stdout) == (1, "")
+    assert f"hpcfsdp: {with_loss}: no checkpoints in this folder" in done.stderr
+    assert "data.h5: not a checkpoint of hpcfsdp" in done.stderr
+
+
+def test_ls_of_several_paths(command, with_loss, saved):
+    one, other = with_loss / "best", with_loss / "my_model.h5"
+    entries = json.loads(command("ls", saved, other, one, "--json").stdout)
+    assert [entry["step"] for entry in entries] == [7, 3, 1]  # as they were given
+    entries = json.loads(command("ls", saved, with_loss, "--json").stdout)
+    assert [entry["step"] for entry in entries] == [7, 1, 2, 3]
+    entries = json.loads(command("ls", one, other, "*weight", "--json").stdout)
+    assert [(entry["file"], entry["name"]) for entry in entries] == [
+        (str(one), "model/weight"),
+        (str(other), "model/weight"),
+    ]
+    rows = [line.split("\t") for line in command("ls", one, other, "bias").stdout.splitlines()]
+    assert rows[0] == ["file", "name", "shape", "dtype", "size"]
+    assert [row[:2] for row in rows[1:]] == [[str(one), "model/bias"], [str(other), "model/bias"]]
+    done = command("ls", one, "none.h5", "--json")
+    assert done.code == 1
+    assert json.loads(done.stdout)[1]["error"]["kind"] == "missing"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +129,7 @@ def test_ls_continues_after_a_damaged_file_and_ends_with_4(command, saved, tmp_p
     [
         (lambda path: None, 1, "o such file"),
         (lambda path: path.mkdir(), 1, "no checkpoints"),
-        (lambda path: path.write_text("hello"), 4, "damaged, or not an HDF5 file"),
+        (lambda path: path.write_text("hello"), 4, "not an HDF5 file (5 bytes, begins with"),
     ],
     ids=["missing", "empty folder", "text"],
 )
@@ -74,9 +147,9 @@ def test_an_unreadable_path_is_named(command, tmp_path, verb, make, code, messag
 def test_show_of_a_file(hpcfsdp, saved):
     facts = json.loads(hpcfsdp("show", saved, "--json").stdout)
     assert facts["step"] == 7
-    assert facts["model elements"] == 3 * 4 + 4 + 4 * 2 + 2 + 5
-    assert facts["tied names"] == {"model/twin.bias": "model/0.bias", "model/twin.weight": "model/0.weight"}
-    assert facts["optimizer group 0"]["betas"] == [0.9, 0.999]
+    assert facts["model_elements"] == 3 * 4 + 4 + 4 * 2 + 2 + 5
+    assert facts["tied_names"] == {"model/twin.bias": "model/0.bias", "model/twin.weight": "model/0.weight"}
+    assert facts["optimizer_groups"][0]["betas"] == [0.9, 0.999]
     assert facts["extra"] == {"note": "x"}
 
 
@@ -88,15 +161,31 @@ def test_show_of_a_file_with_metrics(command, tmp_path):
     metrics = {"loss": ([10, 20], [3.0, 2.5]), "none": ([], [])}
     path = checkpoint.save(tmp_path / "a.h5", model=torch.nn.Linear(1, 1), metrics=metrics)
     facts = json.loads(command("show", path, "--json").stdout)
-    assert facts["metrics"] == {"loss": "2 values, 2.5 at step 20", "none": "0 values"}
-    assert "files beside it" not in facts
+    assert facts["metrics"] == {
+        "loss": {"values": 2, "last": 2.5, "step": 20},
+        "none": {"values": 0, "last": None, "step": None},
+    }
+    assert facts["parts"] == []
+
+
+def test_show_gives_the_configuration_as_yaml(command, tmp_path):
+    import torch
+    import yaml
+
+    from hpcfsdp import checkpoint
+
+    config = {"train": {"lr": 0.1, "betas": [0.9, 0.95]}, "note": "a: b\nc", "clip": float("inf")}
+    path = checkpoint.save(tmp_path / "a.h5", model=torch.nn.Linear(1, 1), config=config, extra={"epoch": 3})
+    table, _, text = command("show", path).stdout.partition("\n\n")
+    assert "model elements\t2" in table.splitlines()
+    assert yaml.safe_load(text) == {"extra": {"epoch": 3}, "config": config}
 
 
 @pytest.mark.parametrize("name", ["1.counts", "model/1.counts"])
 def test_show_of_a_tensor_gives_its_numbers(hpcfsdp, saved, name):
     facts = json.loads(hpcfsdp("show", saved, name, "--json").stdout)
     assert (facts["name"], facts["shape"], facts["dtype"]) == ("model/1.counts", [5], "int64")
-    assert facts["first values"] == [0, 1, 2, 3, 4]
+    assert facts["first_values"] == [0, 1, 2, 3, 4]
     assert (facts["min"], facts["max"], facts["mean"], facts["nan"]) == (0, 4, 2, 0)
     assert facts["norm"] == pytest.approx(30**0.5)
 
@@ -176,7 +265,7 @@ def test_json_has_no_bare_nan(command, tmp_path):
         spec = TensorSpec("model/w", (2,), "float32")
         write_alone(tmp_path / name, [spec], lambda _, start, numel: np.ones(numel, np.float32), **more)
     facts = json.loads(command("show", tmp_path / "a.h5", "--json").stdout, parse_constant=refuse)
-    assert facts["optimizer group 0"] == {"params": 1, "lr": "nan", "clip": [1.0, "inf"]}
+    assert facts["optimizer_groups"] == [{"params": 1, "lr": "nan", "clip": [1.0, "inf"]}]
     done = command("diff", tmp_path / "a.h5", tmp_path / "b.h5", "--json")
     assert '"nan"' in done.stdout
     json.loads(done.stdout, parse_constant=refuse)
@@ -295,7 +384,7 @@ def test_verify_continues_after_a_missing_file(command, saved, damaged, tmp_path
     done = command("verify", tmp_path / "none.h5", saved, "--json")
     assert done.code == 1
     none, good = json.loads(done.stdout)
-    assert (none["error"], good["sound"]) == ("No such file or directory", True)
+    assert (none["error"]["message"], good["sound"]) == ("No such file or directory", True)
     assert command("verify", tmp_path / "none.h5", damaged).code == 4
     assert command("verify", tmp_path.parent / "nowhere").code == 1
 
@@ -321,6 +410,57 @@ def test_diff_lists_changes_and_ends_with_1(command, saved, changed):
     assert command("diff", saved, changed, "0.*").code == 0
 
 
+def test_diff_begins_with_a_summary_which_may_come_alone(command, saved, changed):
+    rows = [line.split("\t") for line in command("diff", saved, changed).stdout.splitlines()]
+    assert rows[1] == ["summary", "tensors", "1 of 17 have other elements"]
+    assert [row[0] for row in rows[1:]] == sorted(
+        (row[0] for row in rows[1:]), key=["summary", "value", "changed"].index
+    )
+    done = command("diff", saved, changed, "--summary")
+    assert done.code == 1
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    assert ["largest", "model/1.counts", "largest 3 at [4], 1 of 5 elements"] in rows
+    assert ["value", "step", "7 -> 8"] in rows
+    found = json.loads(command("diff", saved, changed, "--summary", "--json").stdout)
+    assert (found["changed"], found["compared"], found["added"]) == (1, 17, 0)
+    assert [entry["name"] for entry in found["largest"]] == ["model/1.counts"]
+    assert command("diff", saved, saved, "--summary").stdout == ""
+
+
+def test_diff_describes_arrays_by_their_elements(command, saved, tmp_path):
+    import torch
+
+    from hpcfsdp import checkpoint
+
+    paths = []
+    for number in range(2):
+        torch.manual_seed(number)
+        metrics = {"loss": ([1, 2], [3.0, 2.5 + number])}
+        model = torch.nn.Linear(1, 1, bias=False)
+        model.weight.data.fill_(1 + 1e-6 * number)
+        paths.append(checkpoint.save(tmp_path / f"{number}.h5", model=model, metrics=metrics))
+    rows = [line.split("\t") for line in command("diff", *paths).stdout.splitlines()]
+    assert ["value", "metrics.loss.values", "largest 1, 1 of 2 elements"] in rows
+    assert any(row[1].startswith("random numbers") and " elements" in row[2] for row in rows)
+    assert not any(" -> array" in row[2] for row in rows)
+    values = json.loads(command("diff", *paths, "--json").stdout)["values"]
+    (loss,) = (value for value in values if value["name"] == "metrics.loss.values")
+    assert loss == {
+        "name": "metrics.loss.values",
+        "a": {"shape": [2], "dtype": "float64"},
+        "b": {"shape": [2], "dtype": "float64"},
+        "elements": 2,
+        "different": 1,
+        "largest": 1.0,
+    }
+    for options, code in (([], 1), (["--atol", "1e-5"], 0), (["--rtol", "1e-5"], 0), (["--atol", "1e-7"], 1)):
+        assert command("diff", *paths, "model/*", *options).code == code
+    for options, code in ((["--atol", "0.5"], True), (["--atol", "1"], False)):
+        values = json.loads(command("diff", *paths, "--json", *options).stdout)["values"]
+        assert any(value["name"] == "metrics.loss.values" for value in values) == code
+    assert "is not a number of at least 0" in command("diff", *paths, "--rtol", "-1").stderr
+
+
 def test_diff_has_other_exit_codes_for_unreadable_files(command, saved, damaged, tmp_path):
     assert command("diff", saved, tmp_path / "none.h5").code == 2
     assert command("diff", saved).code == 2
@@ -335,6 +475,19 @@ def test_plot_writes_a_picture(hpcfsdp, command, saved, tmp_path):
     done = command("plot", saved, "--kind", "histogram", "*.weight", "--out", out)
     assert (done.code, done.stdout) == (0, f"{out}\n"), done.stderr
     assert b"<svg" in out.read_bytes()
+
+
+def test_plot_of_several_files_and_folders(command, with_loss, tmp_path):
+    one = with_loss / "step-00000002.h5"
+    done = command("plot", one, with_loss, "--kind", "loss", "--smooth", "0.5", "--json", "loss")
+    assert done.code == 0, done.stderr
+    first, second = json.loads(done.stdout)
+    assert (first["file"], second["file"]) == ("step-00000002.h5", "my_model.h5")  # the newest in the folder
+    assert (first["values"], first["smoothed"][0]) == ([3.0, 2.5], 3.0)
+    done = command("plot", one, with_loss / "best", "--kind", "norms")
+    assert (done.code, done.stdout) == (0, "step-00000002-norms.png\n"), done.stderr
+    assert "--smooth is for --kind loss" in command("plot", one, "--kind", "norms", "--smooth", "0.5").stderr
+    assert command("plot", one, "--kind", "loss", "--smooth", "1").code == 2
 
 
 def test_plot_gives_the_numbers(command, saved, tmp_path):

@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 
+import h5py
 import pytest
 
 pytestmark = pytest.mark.usefixtures("no_mpi")
@@ -44,7 +45,7 @@ def test_prune_removes_and_lists_files(hpcfsdp, folder):
         (6, False),
         (None, True),
     ]
-    assert "damaged" in found["files"][5]["error"]
+    assert found["files"][5]["error"]["message"].startswith("truncated: 3.0 of ")
     assert [path.name for path in folder.glob(".*")] == [".step-00000002.h5.new.partial"]
 
 
@@ -61,8 +62,25 @@ def test_a_dry_run_lists_the_same_files_and_removes_nothing(command, folder):
         ("6", "stays"),
         ("", "would go"),
     ]
-    assert rows[6][4].startswith("damaged")
+    assert rows[6][4].startswith("truncated")
     assert command("prune", folder, "--keep-last", 2).stdout.count("removed") == 5
+
+
+def test_prune_never_removes_what_a_user_has_named(command, folder, saved):
+    mine = [folder / name for name in ("best.h5", "my_model.h5", "step-1.h5.bak", "xstep-00000001.h5", "step-one.h5")]
+    for path in mine:
+        shutil.copy(saved, path)
+    assert command("prune", folder, "--keep-last", 1).code == 0
+    assert all(path.exists() for path in mine)
+    assert not (folder / "step-00000001.h5").exists()
+
+
+def test_prune_leaves_files_of_other_programs_that_are_named_after_steps(command, folder):
+    foreign = folder / "step-00000002.h5"
+    with h5py.File(foreign, "w") as file:
+        file["x"] = [1.0]
+    assert command("prune", folder, "--keep-last", 1).code == 0
+    assert left(folder) == "256"
 
 
 def test_prune_removes_nothing_where_every_file_is_damaged(command, folder):

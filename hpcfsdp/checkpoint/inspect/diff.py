@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,46 @@ class ChangedTensor:
 
 
 @dataclass(frozen=True)
+class Tolerance:
+    """How far two numbers a and b may be apart and count as equal: |a - b| <= absolute + relative * |a|.
+
+    Numbers that are not finite are equal only to themselves. With both at 0, equal means equal in every bit.
+    """
+
+    relative: float = 0.0
+    absolute: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether only equal bits are equal."""
+        return self.relative == self.absolute == 0
+
+    def allows(self, a: np.ndarray, b: np.ndarray, gaps: np.ndarray) -> np.ndarray:
+        """Which of the elements are equal, bool; `gaps` are their absolute differences."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            near = np.isfinite(gaps) & (
+                gaps <= self.absolute + self.relative * np.abs(a.astype(np.result_type(a, 1.0)))
+            )
+            return near | (a == b) | (np.isnan(a) & np.isnan(b))
+
+
+EXACT = Tolerance()
+
+
+@dataclass(frozen=True)
+class ChangedArray:
+    """Numbers of one array that differ between the files, beside tensors: metrics, random numbers.
+
+    Attributes:
+        largest: the largest absolute difference; None if it is not a number.
+    """
+
+    numel: int
+    different: int
+    largest: int | float | None
+
+
+@dataclass(frozen=True)
 class Difference:
     """The differences of the files A and B.
 
@@ -59,6 +99,7 @@ class Difference:
         values: (name, value in A, value in B) of everything but tensors: step, configuration, groups of the optimizer,
             extra values, metrics, random numbers; ``ABSENT`` where a side has none. Date, number of ranks and version
             of the writer are not compared.
+        compared: tensors whose elements were compared.
     """
 
     added: tuple[str, ...] = ()
@@ -67,6 +108,7 @@ class Difference:
     retied: tuple[tuple[str, str, str], ...] = ()
     changed: tuple[ChangedTensor, ...] = ()
     values: tuple[tuple[str, Any, Any], ...] = ()
+    compared: int = field(default=0, compare=False)
 
     @property
     def same(self) -> bool:
@@ -75,13 +117,18 @@ class Difference:
 
 
 def compare(
-    a: CheckpointIndex, b: CheckpointIndex, patterns: Iterable[str] = (), advance: Advance = ignore
+    a: CheckpointIndex,
+    b: CheckpointIndex,
+    patterns: Iterable[str] = (),
+    advance: Advance = ignore,
+    tolerance: Tolerance = EXACT,
 ) -> Difference:
     """Compares two checkpoints; not collective.
 
     Args:
         patterns: compare only tensors that match one of them in either file, see ``names.matching``, and no values.
         advance: called with the number of bytes of each file that were compared.
+        tolerance: within which elements of tensors, and floats among the values, are equal.
 
     Raises:
         CheckpointError: a pattern matches nothing in either file, or a file has been replaced.
@@ -92,6 +139,7 @@ def compare(
     both = [path for path in in_a if path in in_b]
     pairs = {path: (a.resolve(path), b.resolve(path)) for path in both}
     alike = {path: None for path, (one, other) in pairs.items() if (one.shape, one.dtype) == (other.shape, other.dtype)}
+    once = _once(a, b, alike)
     return Difference(
         added=tuple(path for path in in_b if path not in in_a),
         removed=tuple(path for path in in_a if path not in in_b),
@@ -99,8 +147,9 @@ def compare(
         retied=tuple(
             (path, pairs[path][0].path, pairs[path][1].path) for path in both if a.links.get(path) != b.links.get(path)
         ),
-        changed=tuple(_changed(a, b, _once(a, b, alike), advance)),
-        values=() if patterns else tuple(_value_differences(_values(a), _values(b))),
+        changed=tuple(_changed(a, b, once, advance, tolerance)),
+        values=() if patterns else tuple(_value_differences(_values(a), _values(b), tolerance)),
+        compared=len(once),
     )
 
 
@@ -136,7 +185,9 @@ def _once(a: CheckpointIndex, b: CheckpointIndex, paths: Iterable[str]) -> list[
     return list(by_pair.values())
 
 
-def _changed(a: CheckpointIndex, b: CheckpointIndex, paths: list[str], advance: Advance) -> Iterator[ChangedTensor]:
+def _changed(
+    a: CheckpointIndex, b: CheckpointIndex, paths: list[str], advance: Advance, tolerance: Tolerance
+) -> Iterator[ChangedTensor]:
     with BlockReader(a) as reader_a, BlockReader(b) as reader_b:
         for path in paths:
 
@@ -146,26 +197,30 @@ def _changed(a: CheckpointIndex, b: CheckpointIndex, paths: list[str], advance: 
                     yield one, other
                     advance(one.nbytes)
 
-            found = compare_tensor(path, a.resolve(path), blocks())
+            found = compare_tensor(path, a.resolve(path), blocks(), tolerance)
             if found is not None:
                 yield found
 
 
 def compare_tensor(
-    path: str, spec: TensorSpec, blocks: Iterable[tuple[np.ndarray, np.ndarray]]
+    path: str, spec: TensorSpec, blocks: Iterable[tuple[np.ndarray, np.ndarray]], tolerance: Tolerance = EXACT
 ) -> ChangedTensor | None:
     """Compares the elements of two tensors, in parts as ``BlockReader.read`` returns them;
 
-    None if all bits are equal.
+    None if all elements are equal within the tolerance.
     """
     different = nan = begin = 0
     largest: int | float | None = None
     first = where = -1
     for one, other in blocks:
         places = np.flatnonzero(_bits(one) != _bits(other))
+        left, right = decoded(one[places], spec.dtype), decoded(other[places], spec.dtype)
+        gaps = absolute_difference(left, right)
+        if not tolerance.is_exact:
+            unequal = ~tolerance.allows(left, right, gaps)
+            places, gaps = places[unequal], gaps[unequal]
         if len(places):
             first = begin + int(places[0]) if first < 0 else first
-            gaps = _absolute_difference(decoded(one[places], spec.dtype), decoded(other[places], spec.dtype))
             different += len(places)
             known = ~np.isnan(gaps)
             nan += len(gaps) - int(known.sum())
@@ -187,8 +242,8 @@ def _bits(block: np.ndarray) -> np.ndarray:
     return block.view(np.dtype([("real", "u8"), ("imag", "u8")]))
 
 
-def _absolute_difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Of integers exact, uint64; otherwise float64."""
+def absolute_difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The absolute differences of elements, NaN where one is NaN: of integers exact, uint64; otherwise float64."""
     if one.dtype.kind in "iu":
         low, high = np.minimum(one, other), np.maximum(one, other)
         return high.astype(np.uint64) - low.astype(np.uint64)  # of negative ones too: it wraps around twice
@@ -205,27 +260,47 @@ def _values(index: CheckpointIndex) -> dict[str, Any]:
         found["optimizer group"] = index.param_groups
     if index.scalars is not None:
         found["optimizer scalars"] = index.scalars
-    found["metrics"] = {name: list(series) for name, series in index.metrics.items()}
+    found["metrics"] = {name: {"steps": steps, "values": values} for name, (steps, values) in index.metrics.items()}
     found["random numbers"] = index.rng
     return found
 
 
-def _value_differences(one: Any, other: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _value_differences(one: Any, other: Any, tolerance: Tolerance, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(name, one, other) of the innermost values that differ."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in dict.fromkeys([*one, *other]):
             place = f"{name}.{key}" if name else str(key)
-            yield from _value_differences(one.get(key, ABSENT), other.get(key, ABSENT), place)
+            yield from _value_differences(one.get(key, ABSENT), other.get(key, ABSENT), tolerance, place)
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         for number, (left, right) in enumerate(zip(one, other, strict=True)):
-            yield from _value_differences(left, right, f"{name}[{number}]")
-    elif not _same_value(one, other):
+            yield from _value_differences(left, right, tolerance, f"{name}[{number}]")
+    elif not _same_value(one, other, tolerance):
         yield name, one, other
 
 
-def _same_value(one: Any, other: Any) -> bool:
+def array_difference(one: Any, other: Any) -> ChangedArray | None:
+    """The difference of two arrays of numbers with one shape and dtype; None for anything else."""
+    if not (isinstance(one, np.ndarray) and isinstance(other, np.ndarray)):
+        return None
+    if (one.dtype, one.shape) != (other.dtype, other.shape) or one.dtype.kind not in "iufc":
+        return None
+    gaps = absolute_difference(one, other)
+    known = gaps[~np.isnan(gaps)]
+    different = np.count_nonzero(_bits(np.ascontiguousarray(one)) != _bits(np.ascontiguousarray(other)))
+    return ChangedArray(one.size, int(different), known.max().item() if known.size else None)
+
+
+def _same_value(one: Any, other: Any, tolerance: Tolerance) -> bool:
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        if one.tobytes() == other.tobytes():
+            return True
+        near = not tolerance.is_exact and one.dtype.kind in "fc"
+        return near and bool(tolerance.allows(one, other, absolute_difference(one, other)).all())
+    if type(one) is float is type(other) and not tolerance.is_exact:
+        left, right = np.array(one), np.array(other)
+        return bool(tolerance.allows(left, right, absolute_difference(left, right)))
     if type(one) is not type(other):
         return False
     return one == other or (isinstance(one, float) and schema.to_json(one) == schema.to_json(other))  # NaN is NaN

@@ -1,17 +1,14 @@
-"""Histograms, norms per layer and curves of a checkpoint: the numbers, and plots of them."""
+"""Histograms, norms per layer and curves of a checkpoint: the numbers."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from hpcfsdp.checkpoint.files import reason
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.checkpoint.inspect.names import match_names
@@ -19,16 +16,9 @@ from hpcfsdp.checkpoint.inspect.numbers import decoded, json_number
 from hpcfsdp.checkpoint.inspect.stats import absolute, file_statistics
 from hpcfsdp.checkpoint.inspect.walk import Advance, ignore, read_pieces
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.errors import CheckpointError, HpcfsdpError, nearest
-from hpcfsdp.terminal import shown
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from hpcfsdp.errors import CheckpointError, nearest
 
 BINS = 100
-MOST_PANELS = 48
-_SCREEN = 40
-"""Bars for which there is room at the usual height of a picture."""
 
 
 @dataclass(frozen=True)
@@ -147,95 +137,29 @@ def curves(index: CheckpointIndex, patterns: Iterable[str] = ()) -> dict[str, tu
     return found
 
 
-def draw_histograms(title: str, histograms: Sequence[Histogram]) -> Figure:
-    """A figure with a panel for each, counts on a logarithmic scale.
+def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
+    """An exponential moving average, float64, of the same length; pure. Values that are not finite do not count.
 
-    Raises CheckpointError for over ``MOST_PANELS``.
+    Args:
+        weight: of the average so far, 0 to below 1; corrected for having begun at zero.
     """
-    if len(histograms) > MOST_PANELS:
-        raise CheckpointError(
-            f"{len(histograms)} tensors match, a picture has room for {MOST_PANELS} histograms: give narrower patterns"
-        )
-    columns = min(4, len(histograms))
-    rows = -(-len(histograms) // columns)
-    figure = _figure(title, max(7.0, 3.2 * columns), max(4.5, 2.6 * rows))
-    for place, found in enumerate(histograms):
-        axes = figure.add_subplot(rows, columns, place + 1)
-        axes.stairs(found.counts, found.edges, fill=True)
-        if found.counts.any():
-            axes.set_yscale("log")
-            axes.set_ylim(bottom=0.5)
-        missing = [f"{count} {kind}" for count, kind in ((found.nan, "NaN"), (found.inf, "infinite")) if count]
-        title = f"{found.name} ({', '.join(missing)})" if missing else found.name
-        axes.set_title(shown(title), fontsize="small", parse_math=False)
-        axes.set_ylabel("elements" if place % columns == 0 else "")
-    return figure
+    found, total, share = np.empty(len(values)), 0.0, 0.0
+    for place, value in enumerate(values.tolist()):
+        if math.isfinite(value):
+            total, share = weight * total + (1 - weight) * value, weight * share + 1 - weight
+        found[place] = total / share if share else math.nan
+    return found
 
 
-def draw_norms(title: str, norms: Mapping[str, float]) -> Figure:
-    """A figure with a bar for each layer, the first one at the top."""
-    figure = _figure(title, 8.0, max(4.5, 7.0 * min(len(norms), 10 * _SCREEN) / _SCREEN))
-    axes = figure.add_subplot()
-    axes.barh(range(len(norms)), list(norms.values()))
-    if len(norms) <= 10 * _SCREEN:
-        axes.set_yticks(range(len(norms)), list(map(shown, norms)), fontsize="x-small", parse_math=False)
-    else:
-        axes.set_ylabel("layer")
-    axes.set_ylim(max(len(norms), 1) - 0.5, -0.5)
-    axes.set_xlabel("norm")
-    return figure
-
-
-def draw_curves(title: str, found: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
-    """A figure with a line for each metric over the steps."""
-    figure = _figure(title, 8.0, 4.5)
-    axes = figure.add_subplot()
-    lines = [axes.plot(*curve, label=name, marker="." if len(curve[0]) < 2 else "")[0] for name, curve in found.items()]
-    axes.set_xlabel("step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
-    if len(found) == 1:
-        axes.set_ylabel(shown(next(iter(found))), parse_math=False)
-    elif found:
-        # A space in front: matplotlib leaves out names that begin with an underscore.
-        for text in axes.legend(lines, [f" {shown(name)}" for name in found]).get_texts():
-            text.set_parse_math(False)
-    return figure
-
-
-def write_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Writes a figure in the format of the name's suffix: png, pdf, svg. Raises CheckpointError where that fails."""
-    path = Path(path)
-    formats = figure.canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        endings = ", ".join(f".{name}" for name in sorted(formats))
-        raise CheckpointError(f"{path}: unknown image format; the name has to end with one of {endings}")
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from error
-    return path
-
-
-def _figure(title: str, width: float, height: float) -> Figure:
-    """An empty figure, sizes in inches, without a window system; raises HpcfsdpError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise HpcfsdpError(
-            f"matplotlib, with which pictures are drawn, cannot be loaded ({error}): pip install 'hpcfsdp[plot]'"
-        ) from None
-    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
-    figure.suptitle(shown(title), parse_math=False)
-    return figure
-
-
-def as_numbers(found: Any) -> Iterator[dict[str, Any]]:
-    """The data of a plot for JSON: an object for each histogram, layer or metric."""
+def as_numbers(found: Any, smoothing: float = 0.0) -> Iterator[dict[str, Any]]:
+    """The data of a plot for JSON: an object for each histogram, layer or metric, smoothed as well if asked for."""
     if isinstance(found, Mapping):
         for name, value in found.items():
             if isinstance(value, tuple):
-                yield {"name": name, "steps": value[0].tolist(), "values": [json_number(v) for v in value[1].tolist()]}
+                entry = {"name": name, "steps": value[0].tolist(), "values": list(map(json_number, value[1].tolist()))}
+                yield entry | (
+                    {"smoothed": list(map(json_number, smoothed(value[1], smoothing).tolist()))} if smoothing else {}
+                )
             else:
                 yield {"name": name, "norm": json_number(value)}
         return

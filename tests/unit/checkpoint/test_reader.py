@@ -99,13 +99,34 @@ def test_a_directory(tmp_path):
     assert error_of(tmp_path) == (CheckpointError, f"{tmp_path}: is a directory, not a checkpoint file")
 
 
-@pytest.mark.parametrize("content", [b"", b"some text\n", b"\x89HDF\r\n\x1a\n", bytes(5000)])
-def test_a_file_that_is_not_hdf5(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "kind", "message"),
+    [
+        (b"", "empty", "is empty (0 bytes): was the copy complete?"),
+        (b"some text\n", "not_hdf5", "not an HDF5 file (10 bytes, begins with b'some tex')"),
+        (b"\x89HDF\r\n\x1a\n", "truncated", "truncated: only 8 bytes present; was the copy complete?"),
+        (bytes(5000), "not_hdf5", f"not an HDF5 file (5.0 kB, begins with {bytes(8)!r})"),
+    ],
+)
+def test_a_file_that_is_not_hdf5(tmp_path, content, kind, message):
     path = tmp_path / "a.h5"
     path.write_bytes(content)
-    kind, message = error_of(path)
-    assert kind is CheckpointCorruptError
-    assert message.startswith(f"{path}: damaged, or not an HDF5 file (")
+    with pytest.raises(CheckpointCorruptError) as raised:
+        checkpoint.open_index(path)
+    assert (raised.value.kind, str(raised.value)) == (kind, f"{path}: {message}")
+
+
+def test_a_truncated_file_gives_both_sizes(tmp_path):
+    path = checkpoint.save(tmp_path / "a.h5", model=nn.Linear(100, 100))
+    data = path.read_bytes()
+    end = int.from_bytes(data[28:36], "little")  # of HDF5's part, as its superblock has it
+    for present, message in ((20_000, "20.0 of "), (end - 1, f"{end - 1} of {end} bytes")):
+        path.write_bytes(data[:present])
+        with pytest.raises(CheckpointCorruptError) as raised:
+            checkpoint.open_index(path)
+        assert raised.value.kind == "truncated"
+        assert str(raised.value).startswith(f"{path}: truncated: {message}")
+        assert str(raised.value).endswith(" present; was the copy complete?")
 
 
 @pytest.mark.parametrize("mark", [None, "another", 3, [1, 2]])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.cli import reporting
+from hpcfsdp.cli import printing
 from hpcfsdp.cli.main import main
 from tests.unit.checkpoint.hostile import make_file
 
@@ -134,7 +134,7 @@ def test_differences_are_shown_safely(run, evil, tmp_path):
 def test_output_of_a_verb_that_does_not_clean_it_is_safe(run, monkeypatch):
     def careless(words):
         print(EVIL)
-        reporting.console().print(EVIL, markup=False, style="bold")
+        printing.console().print(EVIL, markup=False, style="bold")
         return 0
 
     monkeypatch.setattr("hpcfsdp.cli.ls.main", careless)

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from hpcfsdp.checkpoint import save
 from hpcfsdp.checkpoint.index import open_index
-from hpcfsdp.checkpoint.inspect import plots
+from hpcfsdp.checkpoint.inspect import pictures, plots
 from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
 
@@ -158,35 +158,84 @@ def heights(axes):
 
 def test_pictures_show_the_numbers(trained, tmp_path):
     histograms = [plots.Histogram(f"t{n}", np.arange(4.0), np.array([n, 0, 2]), n, 0) for n in range(6)]
-    figure = plots.draw_histograms("a.h5", histograms)
+    figure = pictures.draw_histograms({"a.h5": histograms})
     assert [axes.get_title() for axes in figure.axes][:3] == ["t0", "t1 (1 NaN)", "t2 (2 NaN)"]
     assert [axes.patches[0].get_data().values.tolist() for axes in figure.axes] == [[n, 0, 2] for n in range(6)]
-    norms = plots.draw_norms("a.h5", {"x": 1.0, "y": 2.5})
+    norms = pictures.draw_norms({"a.h5": {"x": 1.0, "y": 2.5}})
     assert heights(norms.axes[0]) == [1.0, 2.5]
     assert [label.get_text() for label in norms.axes[0].get_yticklabels()] == ["x", "y"]
-    curves = plots.draw_curves("a.h5", plots.curves(trained))
+    curves = pictures.draw_curves({"a.h5": plots.curves(trained)})
     assert {line.get_label(): line.get_ydata()[0] for line in curves.axes[0].lines} == {"loss": 3.0, "val.loss": 2.5}
     for number, drawn in enumerate((figure, norms, curves)):
-        path = plots.write_figure(drawn, tmp_path / f"{number}.png")
+        path = pictures.write_figure(drawn, tmp_path / f"{number}.png")
         assert path.read_bytes().startswith(b"\x89PNG")
         assert drawn.get_suptitle() == "a.h5"
 
 
+def test_histograms_name_their_axes():
+    histograms = [plots.Histogram(f"t{n}", np.arange(4.0), np.array([1, 0, 2]), 0, 0) for n in range(6)]
+    axes = pictures.draw_histograms({"a.h5": histograms}).axes
+    assert [one.get_xlabel() for one in axes] == [
+        "",
+        "",
+        "value",
+        "value",
+        "value",
+        "value",
+    ]  # the lowest of each column
+    assert [one.get_ylabel() for one in axes] == ["elements", "", "", "", "elements", ""]
+
+
+def legend(axes):
+    return [text.get_text().strip() for text in axes.get_legend().get_texts()]
+
+
+def test_several_files_are_drawn_over_each_other():
+    one, other = (plots.Histogram("t", np.arange(3.0), np.array(counts), 0, 0) for counts in ([1, 2], [3, 4]))
+    (axes,) = pictures.draw_histograms({"a.h5": [one], "b.h5": [other]}).axes
+    assert [patch.get_data().values.tolist() for patch in axes.patches] == [[1, 2], [3, 4]]
+    assert legend(axes) == ["a.h5", "b.h5"]
+    (axes,) = pictures.draw_norms({"a.h5": {"x": 1.0, "y": 2.0}, "b.h5": {"y": 3.0, "z": 4.0}}).axes
+    assert heights(axes) == [1.0, 2.0, 3.0, 4.0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["x", "y", "z"]
+    (upper, lower) = (axes.patches[place] for place in (1, 2))  # those of y: next to each other, not on top
+    assert upper.get_y() + upper.get_height() == pytest.approx(lower.get_y())
+    curve = (np.array([1, 2]), np.array([3.0, 2.0]))
+    (axes,) = pictures.draw_curves({"a.h5": {"loss": curve}, "b.h5": {"loss": curve}}).axes
+    assert legend(axes) == ["a.h5: loss", "b.h5: loss"]
+    assert axes.get_ylabel() == "loss"
+
+
+def test_smoothing_is_a_moving_average_corrected_for_its_beginning():
+    values = np.array([4.0, 2.0, math.nan, 2.0])
+    assert plots.smoothed(values, 0.0).tolist() == [4.0, 2.0, 2.0, 2.0]
+    assert plots.smoothed(np.full(5, 3.0), 0.9).tolist() == pytest.approx([3.0] * 5)
+    expected = [4.0, (0.5 * 4 + 2) / 1.5, (0.5 * 4 + 2) / 1.5, (0.25 * 4 + 0.5 * 2 + 2) / 1.75]
+    assert plots.smoothed(values, 0.5).tolist() == pytest.approx(expected)
+    assert plots.smoothed(np.array([math.nan, 1.0]), 0.5).tolist() == pytest.approx([math.nan, 1.0], nan_ok=True)
+    (axes,) = pictures.draw_curves({"a.h5": {"loss": (np.arange(4), values)}}, smoothing=0.5).axes
+    faint, line = axes.lines
+    assert (faint.get_alpha(), line.get_ydata().tolist()) == (0.25, pytest.approx(expected))
+    assert faint.get_color() == line.get_color()
+    (numbers,) = plots.as_numbers({"loss": (np.arange(4), values)}, 0.5)
+    assert numbers["smoothed"] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("norms", [{}, {str(n): 1.0 for n in range(500)}], ids=["none", "many"])
 def test_pictures_of_nothing_and_of_much(tmp_path, norms):
-    path = plots.write_figure(plots.draw_norms("a.h5", norms), tmp_path / "a.svg")
+    path = pictures.write_figure(pictures.draw_norms({"a.h5": norms}), tmp_path / "a.svg")
     assert path.stat().st_size > 0
 
 
 def test_pictures_that_cannot_be(tmp_path):
-    one = plots.Histogram("t", np.arange(2.0), np.array([1]), 0, 0)
+    many = [plots.Histogram(f"t{n}", np.arange(2.0), np.array([1]), 0, 0) for n in range(49)]
     with pytest.raises(CheckpointError, match="49 tensors match, a picture has room for 48"):
-        plots.draw_histograms("a.h5", [one] * 49)
-    figure = plots.draw_histograms("a.h5", [one])
+        pictures.draw_histograms({"a.h5": many})
+    figure = pictures.draw_histograms({"a.h5": many[:1]})
     with pytest.raises(CheckpointError, match=r"has to end with one of .*\.pdf, .*\.png"):
-        plots.write_figure(figure, tmp_path / "a.mp3")
+        pictures.write_figure(figure, tmp_path / "a.mp3")
     with pytest.raises(CheckpointError, match="cannot be written: No such file"):
-        plots.write_figure(figure, tmp_path / "none" / "a.png")
+        pictures.write_figure(figure, tmp_path / "none" / "a.png")
 
 
 def test_without_matplotlib_the_error_names_the_remedy(monkeypatch):
@@ -199,4 +248,4 @@ def test_without_matplotlib_the_error_names_the_remedy(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", no_matplotlib)
     with pytest.raises(HpcfsdpError, match=r"pip install 'hpcfsdp\[plot\]'"):
-        plots.draw_norms("a.h5", {"x": 1.0})
+        pictures.draw_norms({"a.h5": {"x": 1.0}})

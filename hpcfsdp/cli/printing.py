@@ -1,0 +1,183 @@
+"""Tables on stdout: fitted to a terminal, and tab-separated and complete elsewhere.
+
+On a terminal no cell of numbers is ever cut or wrapped: the column of names gives way, then the layout.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpcfsdp import env
+from hpcfsdp.terminal import shown
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_GAP = "  "
+_LEAST = {"name": 16, "text": 20}
+"""Columns of a terminal that names and prose need. With fewer, each gets a line of its own."""
+
+
+class Brief(str):
+    """A cell that is shorter on a terminal than elsewhere."""
+
+    brief: str
+
+    def __new__(cls, whole: Any, brief: str) -> Brief:
+        cell = super().__new__(cls, whole)
+        cell.brief = brief
+        return cell
+
+
+def console() -> Console:
+    """A console on stdout, a terminal. Give it printable text only: ``shown``."""
+    from rich.console import Console  # takes 50 ms, and few calls print on a terminal
+
+    return Console(
+        file=getattr(sys.stdout, "styled", sys.stdout), no_color=env.colour_refused() or None, highlight=False
+    )
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    right: Sequence[str] = (),
+    names: Sequence[str] = (),
+    text: Sequence[str] = (),
+) -> None:
+    """Write a table to stdout: aligned and fitted on a terminal, tab-separated otherwise.
+
+    Args:
+        right: columns that are aligned to the right.
+        names: columns, one in most tables, that are shortened in the middle on a narrow terminal.
+        text: columns of prose, one at most, that is wrapped at spaces. A terminal does not show an empty one.
+    """
+    if not sys.stdout.isatty():
+        for row in (columns, *rows):
+            print("\t".join(map(shown, row)))
+        return
+    output, rows = console(), list(rows)
+    filled = [place for place, name in enumerate(columns) if name not in text or any(row[place] for row in rows)]
+    cells = [[shown(getattr(row[place], "brief", row[place])) for place in filled] for row in (columns, *rows)]
+    kind_of = {column: kind for kind, of in (("right", right), ("text", text), ("name", names)) for column in of}
+    kinds = [kind_of.get(columns[place], "left") for place in filled]
+    for number, line in enumerate(_lines(cells, kinds, output.width, _ellipsis())):
+        output.print(line, markup=False, soft_wrap=True, style="bold" if number == 0 else "")
+
+
+def _ellipsis() -> str:
+    try:
+        "…".encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except UnicodeEncodeError:
+        return "..."
+    return "…"
+
+
+def _lines(
+    cells: list[list[str]], kinds: list[str], width: int, ellipsis: str, notes: Sequence[str] = ()
+) -> Iterator[str]:
+    """The lines of a table whose first row is the header, with a note below each row that has one."""
+    widths = [max(_width(row[place]) for row in cells) for place in range(len(kinds))]
+    fitted = [min(size, _LEAST.get(kind, size)) for size, kind in zip(widths, kinds, strict=True)]
+    spare = width - len(_GAP) * (len(kinds) - 1) - sum(fitted)
+    if spare < 0 and "text" in kinds and len(kinds) > 1:
+        prose = kinds.index("text")
+        rest = [[cell for place, cell in enumerate(row) if place != prose] for row in (kinds, *cells)]
+        yield from _lines(rest[1:], rest[0], width, ellipsis, ["", *(row[prose] for row in cells[1:])])
+        return
+    for place in sorted(range(len(kinds)), key=lambda place: kinds[place] != "name"):  # names first
+        grown = min(widths[place] - fitted[place], max(spare, 0))
+        fitted[place], spare = fitted[place] + grown, spare - grown
+    for number, row in enumerate(cells):
+        if spare >= 0:
+            yield from _row(row, kinds, fitted, ellipsis)
+        else:
+            yield from _under_name(row, cells[0] if number else None, kinds, widths, width, ellipsis)
+        if notes and notes[number]:
+            yield from (_GAP + line for line in _wrapped(notes[number], width - len(_GAP)))
+
+
+def _row(row: list[str], kinds: list[str], widths: list[int], ellipsis: str) -> Iterator[str]:
+    """A row of the table; several lines where prose is wrapped."""
+    parts = [
+        _wrapped(cell, size) if kind == "text" else [_shortened(cell, size, ellipsis) if kind == "name" else cell]
+        for cell, kind, size in zip(row, kinds, widths, strict=True)
+    ]
+    for number in range(max(map(len, parts))):
+        line = [part[number] if number < len(part) else "" for part in parts]
+        padded = [
+            " " * (size - _width(cell)) + cell if kind == "right" else cell + " " * (size - _width(cell))
+            for cell, kind, size in zip(line, kinds, widths, strict=True)
+        ]
+        yield _GAP.join(padded).rstrip()
+
+
+def _under_name(
+    row: list[str], header: list[str] | None, kinds: list[str], widths: list[int], width: int, ellipsis: str
+) -> Iterator[str]:
+    """For narrow terminals: a name on a line of its own, and the other cells below it, in columns if these fit.
+
+    `header` is None for the header itself.
+    """
+    first = kinds.index("name") if "name" in kinds else 0
+    others = [place for place in range(len(kinds)) if place != first]
+    yield _shortened(row[first], width, ellipsis)
+    if sum(widths[place] + len(_GAP) for place in others) <= width:
+        cut = [[line[place] for place in others] for line in (row, kinds, widths)]
+        yield from (_GAP + line for line in _row(*cut, ellipsis))
+    elif header is not None:
+        yield from _flowing([f"{header[place]} {row[place]}" for place in others if row[place]], width)
+
+
+def _flowing(parts: list[str], width: int) -> Iterator[str]:
+    """Parts one after the other, on new lines where they would not fit. No part is cut."""
+    line = ""
+    for part in parts:
+        if line and _width(line + _GAP + part) > width:
+            yield line
+            line = ""
+        line += _GAP + part
+    if line:
+        yield line
+
+
+def _shortened(name: str, size: int, ellipsis: str) -> str:
+    """A name without its middle, so that it is at most `size` columns wide; its end says more than its beginning."""
+    if _width(name) <= size:
+        return name
+    room = size - len(ellipsis)
+    tail = name
+    while _width(tail) > room - room // 3:
+        tail = tail[1:]
+    head = name
+    while _width(head) > room - _width(tail):
+        head = head[:-1]
+    return head + ellipsis + tail
+
+
+def _wrapped(text: str, size: int) -> list[str]:
+    """Lines of at most `size` columns, broken at spaces; a longer word is broken nowhere."""
+    lines = [""]
+    for word in text.split(" "):
+        if lines[-1] and _width(f"{lines[-1]} {word}") > size:
+            lines.append(word)
+        else:
+            lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
+    return lines
+
+
+def _width(text: str) -> int:
+    """Columns of a terminal that a text takes."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len  # as above
+
+    return cell_len(text)
+
+
+def print_markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write a Markdown table to stdout."""
+    for row in (columns, ["---"] * len(columns), *rows):
+        print("| " + " | ".join(map(shown, row)) + " |")
