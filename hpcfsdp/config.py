@@ -49,7 +49,7 @@ def parse(kind: type[Config], argv: Sequence[str], *, prog: str, environ: Mappin
     # In jsonargparse a file overrides the environment: give it everything as flags, the last of which counts.
     ordered = [f"--config={path}" for path in files]
     ordered += [f"--{key}={values[_variable(key)]}" for key in keys if _variable(key) in values]
-    parser = _parser(kind, prog)
+    parser = parser_of(kind, prog)
     try:
         parsed = parser.parse_args([*ordered, *flags], env=False)
         return typing.cast(Config, _build(kind, parsed.as_dict()))
@@ -91,7 +91,8 @@ def write_yaml(config: Any, path: Path) -> None:
     draft.replace(path)
 
 
-def _parser(kind: type, prog: str) -> ArgumentParser:
+def parser_of(kind: type, prog: str) -> ArgumentParser:
+    """The parser of the keys of a configuration, as ``--section.key``."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the docstring below a field is its help
     parser = ArgumentParser(
         prog=prog,

@@ -34,6 +34,7 @@ VERBS = {
     "diff": ("hpcfsdp.cli.diff", "show the differences of two checkpoints"),
     "prune": ("hpcfsdp.cli.prune", "remove old checkpoints of a folder"),
     "plot": ("hpcfsdp.cli.plot", "draw histograms, norms per layer, or the loss"),
+    "completion": ("hpcfsdp.cli.completion", "print a script that completes commands in bash, zsh or fish"),
 }
 
 _USAGE = """\
@@ -52,7 +53,7 @@ EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 def usage() -> str:
     """The text of ``hpcfsdp --help``."""
-    return _USAGE.format(verbs="\n".join(f"  {verb:6} {text}" for verb, (_, text) in VERBS.items()))
+    return _USAGE.format(verbs="\n".join(f"  {verb:10} {text}" for verb, (_, text) in VERBS.items()))
 
 
 class OutputError(HpcfsdpError):

@@ -5,6 +5,7 @@ Adds the configuration, the folder of the run, its logs and metrics, signals, an
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import math
@@ -32,11 +33,25 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpcfsdp.train")
 
 _PROG = "hpcfsdp train"
+EXAMPLES = (
+    "mpirun -n 4 hpcfsdp train                                         the example's own settings",
+    "mpirun -n 4 hpcfsdp train run.yaml --train.steps 1000             a file, and a flag that overrides it",
+    "srun --mpi=pmix hpcfsdp train --data.paths /my/texts --run_dir runs/mine",
+    "hpcfsdp train --print_config > run.yaml                           all keys with their defaults",
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    return configuration.parser_of(RunConfig, _PROG)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Collective over all processes of the job. Train; the exit code is the same on every rank."""
-    if {"-h", "--help", "--print_config"} & set(arguments):
+    if {"-h", "--help"} & set(arguments):
+        print(parser().format_help() + "\nexamples:\n" + "".join(f"  {line}\n" for line in EXAMPLES), end="")
+        return 0
+    if "--print_config" in arguments:
         configuration.parse(RunConfig, arguments, prog=_PROG)
     check_step()
     with preemption() as stop:  # a signal may arrive while the program starts

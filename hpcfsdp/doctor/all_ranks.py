@@ -15,10 +15,10 @@ import torch
 from hpcfsdp import accelerator, env, world as worlds
 from hpcfsdp.doctor import bandwidth, installed
 from hpcfsdp.doctor.mounts import file_system_of
-from hpcfsdp.doctor.spans import spans
 from hpcfsdp.errors import HpcfsdpError, LaunchError
 from hpcfsdp.launch import device as devices, rendezvous
 from hpcfsdp.launch.job import current_job
+from hpcfsdp.launch.spans import spans
 
 
 def steps(limit_s: float) -> Iterator[dict[str, Any]]:

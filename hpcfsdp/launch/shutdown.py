@@ -1,7 +1,7 @@
 """The end of a job: a rank that fails aborts all processes within seconds, and the others detect one that leaves early.
 
 - An uncaught exception prints its traceback with rank and host, and aborts all processes: the others would wait for
-  this one in a collective.
+  this one in a collective. Ranks that fail within a moment of each other print one text (``tracebacks``).
 - ``sys.exit`` does not reach the exception hook. The process would wait in ``MPI_Finalize`` for the others, and these
   for it in a collective. A rank that exits with an error code waits ``GRACE_S`` for the others to exit, too (all may
   have found the same error), then aborts the job. It does not after ``hpcfsdp.finalize()``, which all ranks call.
@@ -20,7 +20,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -28,13 +27,11 @@ from typing import Any, NoReturn
 
 from hpcfsdp import env
 from hpcfsdp.errors import HpcfsdpError
-from hpcfsdp.launch import orphan
+from hpcfsdp.launch import orphan, tracebacks
 from hpcfsdp.terminal import shown_lines
 
 OUTPUT_GRACE_S = 0.5
 """Before an abort: launchers drop output that arrives after it."""
-TOGETHER_S = 3.0
-"""How long other ranks wait for rank 0 to print an error that all of them raise, and to abort the job."""
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 GRACE_S = 4.0
@@ -58,7 +55,7 @@ def catch_errors(comm: Any) -> None:
     A hook of the user prints in place of this one. May be called again, after torch has installed its hook.
     """
     if comm.size > 1:
-        sys.excepthook = _EndOfJob(_hook_of_user(sys.excepthook), comm.rank)
+        sys.excepthook = _EndOfJob(_hook_of_user(sys.excepthook), comm.rank, comm.size)
 
 
 def _hook_of_user(hook: Hook) -> Hook:
@@ -81,9 +78,9 @@ class _EndOfJob:
 
     _is_running = False
 
-    def __init__(self, before: Hook, rank: int) -> None:
+    def __init__(self, before: Hook, rank: int, size: int) -> None:
         self.before = before
-        self._rank = rank
+        self._rank, self._size = rank, size
         self._process = os.getpid()
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -93,16 +90,34 @@ class _EndOfJob:
             return
         _EndOfJob._is_running = True
         try:
-            if self._rank and getattr(error, "raised_on_all_ranks", False):
-                time.sleep(TOGETHER_S)
-            message = "ended the job after an uncaught error"
+            failures = self._failures(tracebacks.failure_of(self._rank, kind, error, trace), error)
             if self.before is sys.__excepthook__:  # at once: other ranks print, too
-                message += "\n" + "".join(traceback.format_exception(kind, error, trace))
-                abort(message, exit_code(error))
+                end_job(tracebacks.merged(failures, self._size), exit_code(error))
             else:
-                abort(message, exit_code(error), lambda: self.before(kind, error, trace))
+                own = [failure for failure in failures if failure.stack == failures[0].stack]
+                others = [failure for failure in failures if failure not in own]
+
+                def show() -> None:
+                    self.before(kind, error, trace)
+                    if others:
+                        sys.stderr.write(f"hpcfsdp: {shown_lines(tracebacks.merged(others, self._size))}\n")
+
+                end_job(f"{tracebacks.who(own, self._size)}: {tracebacks.ENDED}", exit_code(error), show)
         finally:
             _EndOfJob._is_running = False
+
+    def _failures(self, mine: tracebacks.Failure, error: BaseException) -> list[tracebacks.Failure]:
+        """This rank's failure, and those of others that it is to print with it."""
+        from mpi4py import MPI
+
+        if getattr(error, "raised_on_all_ranks", False):
+            if self._rank:
+                time.sleep(tracebacks.TOGETHER_S)
+            return [mine]
+        if _comm is None or MPI.Is_finalized():
+            return [mine]
+        found = tracebacks.exchange(_comm, mine) or [mine]
+        return sorted(found, key=lambda failure: failure is not mine)
 
 
 def exit_code(error: BaseException) -> int:
@@ -125,19 +140,27 @@ def abort(message: str, exit_code: int, show: Callable[[], Any] = lambda: None) 
     """
     from mpi4py import MPI
 
-    running = not MPI.Is_finalized()
-    who = f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} on " if running else ""
+    who = "" if MPI.Is_finalized() else f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} on "
+    end_job(f"{who}{env.host_name()}: {message}", exit_code, show)
+
+
+def end_job(message: str, exit_code: int, show: Callable[[], Any] = lambda: None) -> None:
+    """As ``abort``, with a message that names ranks and hosts itself."""
+    from mpi4py import MPI
+
     with contextlib.suppress(Exception):  # closed or missing: the job must end all the same
         sys.stdout.flush()
     with contextlib.suppress(BaseException):
         # torch's own exception hook holds output back until ours returns, which it does not.
         stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ else sys.stderr
         with contextlib.redirect_stderr(stream):
-            stream.write(f"hpcfsdp: {who}{env.host_name()}: {shown_lines(message.rstrip())}\n")
+            stream.write(f"hpcfsdp: {shown_lines(message.rstrip())}\n")
             show()
             stream.flush()
-    if running:
+    if not MPI.Is_finalized():
         time.sleep(OUTPUT_GRACE_S)
+        if env.launcher_ends_all():  # and says which rank ended, in fewer lines than MPI_Abort and it together
+            os._exit(exit_code & 0xFF or 1)
         MPI.COMM_WORLD.Abort(exit_code & 0xFF or 1)
 
 

@@ -85,6 +85,48 @@ def test_a_user_s_excepthook_prints_an_uncaught_exception_and_the_job_ends(start
     assert job.stderr.count("hpcfsdp: rank 1 of 2 on ") == 1
 
 
+TOGETHER = """
+import sys, time
+import hpcfsdp
+world = hpcfsdp.init("cpu")
+world.comm.Barrier()
+
+def fail(rank):
+    raise ValueError(f"the file of rank {rank} is missing" if MESSAGES else "no such file")
+
+def fail_elsewhere():
+    raise KeyError("another place")
+
+if world.rank < 2:
+    time.sleep(0.1 * world.rank)
+    fail(world.rank)
+if OTHERS:
+    time.sleep(0.3)
+    fail_elsewhere()
+world.comm.Barrier()
+"""
+
+
+@pytest.mark.parametrize(("messages", "others", "ranks"), [(False, False, 2), (True, False, 3), (True, True, 3)])
+def test_ranks_that_fail_together_print_each_traceback_once(start, tmp_path, messages, others, ranks):
+    script = tmp_path / "script.py"
+    script.write_text(f"MESSAGES, OTHERS = {messages}, {others}\n{TOGETHER}")
+    job = start(script, ranks=ranks).wait()
+    assert job.code == 1
+    assert job.stderr.count("Traceback (most recent call last)") == 1 + others, job.stderr
+    assert f"hpcfsdp: ranks 0-1 of {ranks} on " in job.stderr
+    if messages:
+        assert (
+            "\nValueError: the file of rank 0 is missing\nrank 1: ValueError: the file of rank 1 is missing\n"
+            in job.stderr
+        )
+    if others:
+        assert f"hpcfsdp: rank 2 of {ranks} on " in job.stderr
+        last = [line for line in job.stderr.splitlines() if line.startswith("hpcfsdp: ")][-1]
+        assert re.fullmatch(r"hpcfsdp: first: rank 0 of 3 on \S+: ValueError: the file of rank 0 is missing", last)
+    assert "MPI_ABORT" not in job.stderr  # a box that would be the last thing to see
+
+
 def test_an_error_of_all_ranks_is_printed_once(start, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

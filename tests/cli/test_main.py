@@ -1,8 +1,12 @@
-import os
+import importlib
+import shlex
+import shutil
+import subprocess
+import sys
 
 import pytest
 
-from tests.cli.conftest import ROOT
+from hpcfsdp.cli.main import VERBS
 
 
 def test_help_lists_the_verbs_and_exit_codes(hpcfsdp, command):
@@ -32,9 +36,104 @@ def test_unknown_verb_suggests_the_nearest(command):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("verb", ["train", "ls", "show"])
-def test_each_verb_has_help_that_needs_no_mpi(hpcfsdp, verb, tmp_path):
-    (tmp_path / "mpi4py.py").write_text("raise SystemExit('MPI was loaded')")
-    done = hpcfsdp(verb, "--help", environ={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
-    assert done.code == 0, done.stderr
-    assert f"hpcfsdp {verb}" in done.stdout
+HELP = """
+import sys
+from hpcfsdp.cli.main import main
+try:
+    assert main([sys.argv[1], "--help"]) == 0
+except SystemExit as error:
+    assert error.code == 0
+loaded = {"torch", "mpi4py", "matplotlib"} & set(sys.modules)
+assert not loaded, loaded
+"""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_has_help_with_examples_and_loads_neither_torch_nor_mpi_for_it(start, verb):
+    job = start("-c", HELP, verb).wait()
+    assert job.code == 0, job.stderr
+    assert f"hpcfsdp {verb}" in job.stdout
+    examples = job.stdout.partition("\nexamples:\n")[2].splitlines()
+    assert len(examples) >= 2
+    assert all(line.startswith("  ") and "hpcfsdp " in line for line in examples)
+
+
+def examples_of(verb):
+    """The command lines of a verb's examples, as its parser takes them."""
+    module = importlib.import_module(VERBS[verb][0])
+    for line in module.EXAMPLES if verb == "train" else module.parser().examples:
+        command = line.split("   ")[0].partition("hpcfsdp ")[2].rstrip(')"').split(" > ")[0]
+        yield shlex.split(command)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_examples_of_the_help_are_right(verb, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("train: {steps: 2}")
+    for first, *words in examples_of(verb):
+        assert first == verb
+        parser = importlib.import_module(VERBS[verb][0]).parser()
+        if verb == "train":
+            configuration = [f"--config={word}" if word == "run.yaml" else word for word in words]
+            if "--print_config" not in configuration:
+                parser.parse_args(configuration)
+        else:
+            parser.parse_intermixed_args(words)
+
+
+def test_examples_that_need_a_file_alone_run(command, saved, tmp_path):
+    path, steps = tmp_path / "my_model.h5", tmp_path / "runs" / "quickstart" / "checkpoints"
+    steps.mkdir(parents=True)
+    for name in (path, tmp_path / "a.h5", tmp_path / "b.h5", tmp_path / "best.h5", steps / "step-00000007.h5"):
+        shutil.copy(saved, name)
+    for verb in ("ls", "show", "stats", "verify", "diff", "prune", "export", "completion"):
+        for words in examples_of(verb):
+            words = [word.replace("layers.0", "0") for word in words]
+            done = command(*words)
+            assert done.code == 0, (words, done.stderr)
+
+
+COMPLETE = """
+eval "$({python} -m hpcfsdp completion bash)"
+complete -p hpcfsdp
+COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+_hpcfsdp
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("hpcfsdp ve", {"verify"}),
+        ("hpcfsdp diff a.h5 --", {"--help", "--json", "--summary", "--rtol", "--atol"}),
+        ("hpcfsdp diff a.h5 --s", {"--summary"}),
+        ("hpcfsdp plot a.h5 --kind ''", {"histogram", "norms", "loss"}),
+        ("hpcfsdp bench chec", {"checkpoint"}),
+        ("hpcfsdp completion z", {"zsh"}),
+        ("hpcfsdp train --train.st", {"--train.steps"}),
+        ("hpcfsdp show my", {"my_model.h5"}),
+        ("hpcfsdp ls one.h5 my", {"my_model.h5"}),
+    ],
+    ids=str,
+)
+def test_bash_completes_verbs_options_choices_and_files(tmp_path, words, expected):
+    (tmp_path / "my_model.h5").touch()
+    script = COMPLETE.format(python=sys.executable, words=words)
+    done = subprocess.run(
+        ["bash", "-c", script], check=False, capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    declared, *found = done.stdout.splitlines()
+    assert declared == "complete -o filenames -F _hpcfsdp hpcfsdp"
+    assert set(found) == expected
+
+
+def test_zsh_and_fish_get_scripts_of_all_verbs(command):
+    zsh, fish = (command("completion", shell).stdout for shell in ("zsh", "fish"))
+    assert zsh.startswith("autoload -U +X bashcompinit && bashcompinit\n")
+    assert "complete -o filenames -F _hpcfsdp hpcfsdp" in zsh
+    assert all(f" -a {verb} -d " in fish for verb in VERBS)
+    assert "complete -c hpcfsdp -n '__fish_seen_subcommand_from plot' -l kind -x -a 'histogram norms loss' -d " in fish
+    for line in fish.splitlines():
+        assert shlex.split(line)[:3] == ["complete", "-c", "hpcfsdp"]  # quoted as a shell wants it

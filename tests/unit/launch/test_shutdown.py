@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp import env
 from hpcfsdp.errors import CheckpointCorruptError
-from hpcfsdp.launch import shutdown
+from hpcfsdp.launch import shutdown, tracebacks
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_what_all_ranks_raise_is_left_to_rank_0(hook, monkeypatch):
     for rank in (2, 0):
         shutdown.catch_errors(SimpleNamespace(rank=rank, size=3))
         sys.excepthook(CheckpointCorruptError, error, None)
-    assert slept == [shutdown.TOGETHER_S, shutdown.OUTPUT_GRACE_S, shutdown.OUTPUT_GRACE_S]
+    assert slept == [tracebacks.TOGETHER_S, shutdown.OUTPUT_GRACE_S, shutdown.OUTPUT_GRACE_S]
 
 
 def test_an_error_that_a_hook_set_later_has_printed_is_known(hook, monkeypatch):

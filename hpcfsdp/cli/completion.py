@@ -1,0 +1,112 @@
+"""``hpcfsdp completion SHELL``: a script with which a shell completes verbs, options, choices and files."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hpcfsdp.cli.main import VERBS
+from hpcfsdp.cli.reporting import Parser
+
+_EXAMPLES = (
+    'eval "$(hpcfsdp completion bash)"   in ~/.bashrc',
+    'eval "$(hpcfsdp completion zsh)"    in ~/.zshrc, after compinit',
+    "hpcfsdp completion fish > ~/.config/fish/completions/hpcfsdp.fish",
+)
+_SHELLS = ("bash", "zsh", "fish")
+
+
+@dataclass
+class Words:
+    """What can follow a verb: options, choices of an option's value, and choices of the first argument."""
+
+    options: dict[str, str] = field(default_factory=dict)
+    """Help by option."""
+    choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    first: tuple[str, ...] = ()
+
+
+def parser() -> Parser:
+    """The parser of the command line."""
+    made = Parser(
+        "completion", "Print a script with which a shell completes hpcfsdp's verbs, options and files.", _EXAMPLES
+    )
+    made.add_argument("shell", metavar="SHELL", choices=_SHELLS, help=", ".join(_SHELLS))
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the script, and return the exit code."""
+    options = parser().parse_args(arguments)
+    verbs = {verb: text for verb, (_, text) in VERBS.items()}
+    words = {verb: words_of(importlib.import_module(module)) for verb, (module, _) in VERBS.items()}
+    print(_fish(verbs, words) if options.shell == "fish" else _bash(words, for_zsh=options.shell == "zsh"), end="")
+    return 0
+
+
+def words_of(module: object) -> Words:
+    """The words of a verb, from the parser that its module makes."""
+    found = Words()
+    for action in module.parser()._actions:
+        choices = tuple(map(str, action.choices)) if action.choices else ()
+        for option in action.option_strings:
+            if option.startswith("--") and not option.endswith("+"):
+                found.options[option] = "" if action.help in (None, argparse.SUPPRESS) else str(action.help)
+                found.choices |= {option: choices} if choices else {}
+        if not action.option_strings and choices:
+            found.first = choices
+    return found
+
+
+def _bash(words: Mapping[str, Words], for_zsh: bool) -> str:
+    """For zsh the same script: its bashcompinit runs completions of bash."""
+    options = "".join(f"    {verb}) words='{' '.join(of.options)}' ;;\n" for verb, of in words.items())
+    choices = "".join(
+        f"    '{verb} {option}') words='{' '.join(known)}' ;;\n"
+        for verb, of in words.items()
+        for option, known in of.choices.items()
+    )
+    first = "".join(f"    {verb}) words='{' '.join(of.first)}' ;;\n" for verb, of in words.items() if of.first)
+    return f"""{"autoload -U +X bashcompinit && bashcompinit" if for_zsh else "# for bash"}
+_hpcfsdp() {{
+  local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}" verb="${{COMP_WORDS[1]}}" words=''
+  COMPREPLY=()
+  if [ "$COMP_CWORD" -eq 1 ]; then
+    COMPREPLY=($(compgen -W '{" ".join(words)} --help --version' -- "$cur"))
+    return
+  fi
+  case "$verb $prev" in
+{choices}  esac
+  if [ -z "$words" ] && [ "$COMP_CWORD" -eq 2 ]; then
+    case "$verb" in
+{first}    esac
+  fi
+  if [ "${{cur:0:1}}" = - ]; then
+    case "$verb" in
+{options}    esac
+  fi
+  if [ -n "$words" ]; then
+    COMPREPLY=($(compgen -W "$words" -- "$cur"))
+  else
+    COMPREPLY=($(compgen -f -- "$cur"))
+  fi
+}}
+complete -o filenames -F _hpcfsdp hpcfsdp
+"""
+
+
+def _fish(verbs: Mapping[str, str], words: Mapping[str, Words]) -> str:
+    lines = [
+        f"complete -c hpcfsdp -n __fish_use_subcommand -f -a {verb} -d {shlex.quote(text)}"
+        for verb, text in verbs.items()
+    ]
+    for verb, of in words.items():
+        after = f"complete -c hpcfsdp -n '__fish_seen_subcommand_from {verb}'"
+        lines += [f"{after} -f -a {shlex.quote(' '.join(of.first))}"] if of.first else []
+        for option, text in of.options.items():
+            known = f" -x -a {shlex.quote(' '.join(of.choices[option]))}" if option in of.choices else ""
+            lines.append(f"{after} -l {option.removeprefix('--')}{known} -d {shlex.quote(text.split(';')[0])}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,114 @@
+"""The tracebacks of ranks that fail at about the same time: one rank gets them all, and prints equal ones once."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from hpcfsdp import env
+from hpcfsdp.launch.spans import ranks
+
+WINDOW_S = 0.6
+"""How long a failed rank listens for others that have failed, too. Ranks in a collective never raise an error."""
+TOGETHER_S = 3.0
+"""How long other ranks wait for the one that prints errors of several, and that aborts the job."""
+MOST_RANKS = 128
+"""In larger jobs failed ranks tell rank 0 alone, not every rank."""
+ENDED = "ended the job after an uncaught error"
+_MOST_HOSTS = 4
+_TAG = 2
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An uncaught error of a rank.
+
+    Attributes:
+        raised_s: Unix time, by the clock of the host.
+        stack: files, lines and classes of the error and of those that it followed from: equal for equal failures.
+        text: the traceback as Python prints it.
+        error: its last line: class and message.
+    """
+
+    rank: int
+    host: str
+    raised_s: float
+    stack: str
+    text: str
+    error: str
+
+
+def failure_of(rank: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Failure:
+    """Not collective. The failure of this rank."""
+    whole = traceback.TracebackException(kind, error, trace)
+    stack, part = [], whole
+    while part is not None:
+        stack.append(part.exc_type.__name__ if part.exc_type else "")
+        stack += [f"{frame.filename}:{frame.lineno}" for frame in part.stack]
+        part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
+    last = "".join(whole.format_exception_only()).strip()
+    return Failure(rank, env.host_name(), time.time(), "\n".join(stack), "".join(whole.format()), last)
+
+
+def exchange(comm: Any, mine: Failure) -> list[Failure] | None:
+    """Not collective: failed ranks call it, and it returns within ``TOGETHER_S``.
+
+    Args:
+        comm: an mpi4py communicator of all ranks, of which this module alone uses its tag.
+
+    Returns:
+        The failures of all ranks that have failed by now, if this one is to print them; None if a lower rank should
+        have, and has not ended the job.
+    """
+    peers = [peer for peer in range(comm.size) if peer != mine.rank] if comm.size <= MOST_RANKS else [0][: mine.rank]
+    sent = [comm.isend(mine, peer, _TAG) for peer in peers]
+    known, arriving = {mine.rank: mine}, []
+    began_s = time.monotonic()
+    while True:
+        while (message := comm.improbe(tag=_TAG)) is not None:
+            arriving.append(message.irecv())
+        for request in [*arriving]:
+            is_here, other = request.test()
+            if is_here:
+                arriving.remove(request)
+                known[other.rank] = other
+        sent = [request for request in sent if not request.Test()]
+        waited_s = time.monotonic() - began_s
+        if waited_s > WINDOW_S and min(known) == mine.rank:
+            return list(known.values())
+        if waited_s > TOGETHER_S:
+            return None
+        time.sleep(_POLL_S)
+
+
+def merged(failures: Iterable[Failure], size: int) -> str:
+    """One text for the failures of ranks: each different traceback once, the earliest first, with its ranks.
+
+    Further parts begin with "hpcfsdp: "; the first does not, as messages of ``shutdown.end_job``.
+    """
+    groups: dict[str, list[Failure]] = {}
+    for failure in sorted(failures, key=lambda failure: failure.rank):
+        groups.setdefault(failure.stack, []).append(failure)
+    ordered = sorted(groups.values(), key=lambda group: min(failure.raised_s for failure in group))
+    parts = []
+    for group in ordered:
+        first, *others = group
+        lines = [f"{who(group, size)}: {ENDED}", first.text.rstrip()]
+        lines += [f"rank {other.rank}: {other.error}" for other in others if other.error != first.error]
+        parts.append("\n".join(lines))
+    if len(ordered) > 1:
+        first = min(ordered[0], key=lambda failure: failure.raised_s)
+        parts.append(f"first: {who([first], size)}: {first.error}")
+    return "\nhpcfsdp: ".join(parts)
+
+
+def who(group: Sequence[Failure], size: int) -> str:
+    """The ranks and hosts of failures: "ranks 0-3 of 4 on node1"."""
+    hosts = list(dict.fromkeys(failure.host for failure in group))
+    shown = ", ".join(hosts) if len(hosts) <= _MOST_HOSTS else f"{len(hosts)} nodes, {hosts[0]} among them"
+    return f"{ranks(failure.rank for failure in group)} of {size} on {shown}"
