@@ -209,6 +209,7 @@ class SubfilesWriter(PosixWriter):
         attributes = {
             **self._content.attributes,
             "format": schema.PART_FORMAT,
+            "about": schema.ABOUT_PART,
             "checkpoint": self._draft.path.name,
             "node": np.int64(part.node),
         }

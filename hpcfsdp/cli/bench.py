@@ -31,9 +31,9 @@ and communication; host: the overhead of wrapping a unit, in one process (withou
 
 
 _EXAMPLES = (
-    "mpirun -n 4 hpcfsdp bench collectives --sizes 1 16     next to gloo and plain MPI",
-    "mpirun -n 2 hpcfsdp bench step --layers 2 --width 128  a step of each engine",
-    "hpcfsdp bench host --units 8                           one process, without mpirun",
+    "mpirun -n 4 hpcfsdp bench collectives --sizes 1 16     # next to gloo and plain MPI",
+    "mpirun -n 2 hpcfsdp bench step --layers 2 --width 128  # a step of each engine",
+    "hpcfsdp bench host --units 8                           # one process, without mpirun",
     "mpirun -n 4 hpcfsdp bench checkpoint --folder /scratch --bytes 4GiB",
 )
 

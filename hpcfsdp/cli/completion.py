@@ -12,8 +12,8 @@ from hpcfsdp.cli.main import VERBS
 from hpcfsdp.cli.reporting import Parser
 
 _EXAMPLES = (
-    'eval "$(hpcfsdp completion bash)"   in ~/.bashrc',
-    'eval "$(hpcfsdp completion zsh)"    in ~/.zshrc, after compinit',
+    'eval "$(hpcfsdp completion bash)"   # in ~/.bashrc',
+    'eval "$(hpcfsdp completion zsh)"    # in ~/.zshrc, after compinit',
     "hpcfsdp completion fish > ~/.config/fish/completions/hpcfsdp.fish",
 )
 _SHELLS = ("bash", "zsh", "fish")
@@ -54,7 +54,9 @@ def words_of(module: object) -> Words:
         choices = tuple(map(str, action.choices)) if action.choices else ()
         for option in action.option_strings:
             if option.startswith("--") and not option.endswith("+"):
-                found.options[option] = "" if action.help in (None, argparse.SUPPRESS) else str(action.help)
+                found.options[option] = (
+                    "" if action.help in (None, argparse.SUPPRESS) else " ".join(str(action.help).split())
+                )
                 found.choices |= {option: choices} if choices else {}
         if not action.option_strings and choices:
             found.first = choices

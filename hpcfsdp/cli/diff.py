@@ -28,8 +28,8 @@ from hpcfsdp.observe.progress_bar import byte_progress
 EXIT_DIFFERENT = 1
 _LARGEST_SHOWN = 5
 _EXAMPLES = (
-    "hpcfsdp diff a.h5 b.h5 --summary            the few lines that say most",
-    "hpcfsdp diff a.h5 b.h5 'model/*'            the model alone",
+    "hpcfsdp diff a.h5 b.h5 --summary            # the few lines that say most",
+    "hpcfsdp diff a.h5 b.h5 'model/*'            # the model alone",
     "hpcfsdp diff a.h5 b.h5 --rtol 1e-5 --atol 1e-8",
 )
 

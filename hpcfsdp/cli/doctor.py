@@ -20,9 +20,9 @@ _LEVEL_WIDTH, _AREA_WIDTH = 9, 11
 
 
 _EXAMPLES = (
-    "hpcfsdp doctor               this machine",
-    "mpirun -n 4 hpcfsdp doctor   four ranks, and the network between them",
-    "hpcfsdp doctor --json        for programs",
+    "hpcfsdp doctor               # this machine",
+    "mpirun -n 4 hpcfsdp doctor   # four ranks, and the network between them",
+    "hpcfsdp doctor --json        # for programs",
 )
 
 

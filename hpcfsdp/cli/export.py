@@ -15,11 +15,11 @@ from hpcfsdp.errors import UsageError
 from hpcfsdp.observe.progress_bar import byte_progress
 
 _EXAMPLES = (
-    "hpcfsdp export my_model.h5 my_model.safetensors                  the model",
+    "hpcfsdp export my_model.h5 my_model.safetensors                  # the model",
     "hpcfsdp export my_model.h5 first.safetensors --names 'layers.0.*' --names '*.bias'",
-    "hpcfsdp export my_model.h5 all.pt --optimizer                    for torch.load",
-    "hpcfsdp export my_model.h5 shards --shard-bytes 2000000000       several files of 2 GB",
-    "hpcfsdp export my_model.h5 a_folder --format dcp                 for torch.distributed.checkpoint",
+    "hpcfsdp export my_model.h5 all.pt --optimizer                    # for torch.load",
+    "hpcfsdp export my_model.h5 shards --shard-bytes 2000000000       # several files of 2 GB",
+    "hpcfsdp export my_model.h5 a_folder --format dcp                 # for torch.distributed.checkpoint",
 )
 
 

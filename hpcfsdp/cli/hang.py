@@ -19,8 +19,8 @@ _LOOK_S = 0.2
 
 
 _EXAMPLES = (
-    "hpcfsdp hang runs/quickstart            ask the job that trains there",
-    "hpcfsdp hang runs/quickstart --wait 10  give up after 10 seconds",
+    "hpcfsdp hang runs/quickstart            # ask the job that trains there",
+    "hpcfsdp hang runs/quickstart --wait 10  # give up after 10 seconds",
 )
 
 

@@ -12,9 +12,9 @@ from hpcfsdp.cli.reporting import Parser, print_result
 from hpcfsdp.observe.progress_bar import byte_progress
 
 _EXAMPLES = (
-    "hpcfsdp import model.safetensors my_model.h5        from another program",
-    "hpcfsdp import all.pt my_model.h5 --step 1000       with the number of the step",
-    "hpcfsdp import a_folder my_model.h5 --format dcp    from torch.distributed.checkpoint",
+    "hpcfsdp import model.safetensors my_model.h5        # from another program",
+    "hpcfsdp import all.pt my_model.h5 --step 1000       # with the number of the step",
+    "hpcfsdp import a_folder my_model.h5 --format dcp    # from torch.distributed.checkpoint",
 )
 
 

@@ -20,10 +20,10 @@ from hpcfsdp.cli.reporting import Parser, paths_and_patterns, print_result
 from hpcfsdp.errors import CheckpointError, UsageError
 
 _EXAMPLES = (
-    "hpcfsdp ls runs/quickstart                    the checkpoints of a run",
-    "hpcfsdp ls my_model.h5                        the tensors in a file of any name",
-    "hpcfsdp ls my_model.h5 'layers.0.*' '*.bias'  those whose names match",
-    "hpcfsdp ls best.h5 runs/quickstart --json     several files and folders, for programs",
+    "hpcfsdp ls runs/quickstart                    # the checkpoints of a run",
+    "hpcfsdp ls my_model.h5                        # the tensors in a file of any name",
+    "hpcfsdp ls my_model.h5 'layers.0.*' '*.bias'  # those whose names match",
+    "hpcfsdp ls best.h5 runs/quickstart --json     # several files and folders, for programs",
 )
 
 

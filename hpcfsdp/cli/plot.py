@@ -26,8 +26,8 @@ _KIND_HELP = (
     "that patterns match"
 )
 _EXAMPLES = (
-    "hpcfsdp plot my_model.h5 --kind loss --smooth 0.9    the curve, and its moving average",
-    "hpcfsdp plot runs/one runs/two --kind loss           two runs in one picture",
+    "hpcfsdp plot my_model.h5 --kind loss --smooth 0.9    # the curve, and its moving average",
+    "hpcfsdp plot runs/one runs/two --kind loss           # two runs in one picture",
     "hpcfsdp plot my_model.h5 --kind norms --out norms.pdf",
     "hpcfsdp plot my_model.h5 --kind histogram '*.weight'",
 )

@@ -18,9 +18,9 @@ from hpcfsdp.cli.reporting import Parser, print_result
 from hpcfsdp.errors import CheckpointError, UsageError
 
 _EXAMPLES = (
-    "hpcfsdp prune runs/quickstart --keep-last 3 --dry-run          what would go",
-    "hpcfsdp prune runs/quickstart --keep-last 3                    keep the newest 3",
-    "hpcfsdp prune runs/quickstart --keep-last 1 --keep-every 1000  and every 1000th step",
+    "hpcfsdp prune runs/quickstart --keep-last 3 --dry-run          # what would go",
+    "hpcfsdp prune runs/quickstart --keep-last 3                    # keep the newest 3",
+    "hpcfsdp prune runs/quickstart --keep-last 1 --keep-every 1000  # and every 1000th step",
 )
 
 

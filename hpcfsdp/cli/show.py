@@ -21,9 +21,9 @@ from hpcfsdp.errors import CheckpointError, nearest
 
 FIRST_VALUES = 8
 _EXAMPLES = (
-    "hpcfsdp show my_model.h5                  step, date, sizes, optimizer, configuration",
-    "hpcfsdp show my_model.h5 layers.0.weight  one tensor: shape, numbers, who wrote it",
-    "hpcfsdp show my_model.h5 --json           for programs",
+    "hpcfsdp show my_model.h5                  # step, date, sizes, optimizer, configuration",
+    "hpcfsdp show my_model.h5 layers.0.weight  # one tensor: shape, numbers, who wrote it",
+    "hpcfsdp show my_model.h5 --json           # for programs",
 )
 
 

@@ -19,9 +19,9 @@ _NUMBERS = ("min", "max", "mean", "norm", "nan", "inf")
 
 
 _EXAMPLES = (
-    "hpcfsdp stats my_model.h5                        every tensor",
-    "hpcfsdp stats my_model.h5 'layers.0.*' '*.bias'  those whose names match",
-    "hpcfsdp stats my_model.h5 --json                 for programs",
+    "hpcfsdp stats my_model.h5                        # every tensor",
+    "hpcfsdp stats my_model.h5 'layers.0.*' '*.bias'  # those whose names match",
+    "hpcfsdp stats my_model.h5 --json                 # for programs",
 )
 
 

@@ -34,10 +34,10 @@ log = logging.getLogger("hpcfsdp.train")
 
 _PROG = "hpcfsdp train"
 EXAMPLES = (
-    "mpirun -n 4 hpcfsdp train                                         the example's own settings",
-    "mpirun -n 4 hpcfsdp train run.yaml --train.steps 1000             a file, and a flag that overrides it",
+    "mpirun -n 4 hpcfsdp train                                         # the example's own settings",
+    "mpirun -n 4 hpcfsdp train run.yaml --train.steps 1000             # a file, and a flag that overrides it",
     "srun --mpi=pmix hpcfsdp train --data.paths /my/texts --run_dir runs/mine",
-    "hpcfsdp train --print_config > run.yaml                           all keys with their defaults",
+    "hpcfsdp train --print_config > run.yaml                           # all keys with their defaults",
 )
 
 

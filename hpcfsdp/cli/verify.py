@@ -20,8 +20,8 @@ EXIT_DAMAGED = CheckpointCorruptError.exit_code
 
 
 _EXAMPLES = (
-    "hpcfsdp verify my_model.h5              is every byte as it was written?",
-    "hpcfsdp verify runs/quickstart best.h5  all checkpoints of a run, and a file",
+    "hpcfsdp verify my_model.h5              # is every byte as it was written?",
+    "hpcfsdp verify runs/quickstart best.h5  # all checkpoints of a run, and a file",
 )
 
 

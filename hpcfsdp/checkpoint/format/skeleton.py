@@ -27,6 +27,9 @@ from hpcfsdp.reshard.boxes import joined_boxes
 
 _LIBVER = {"v108": h5py.h5f.LIBVER_V18, "v110": h5py.h5f.LIBVER_V110}
 
+_MOST_ATTRIBUTES = 16
+"""Of the root group."""
+
 _KEPT = 2
 """Bases, of some hundred bytes for each tensor. Two: a model may be saved with its optimizer, and elsewhere without."""
 
@@ -97,7 +100,7 @@ def build_skeleton(
         sources: parts of the tensors, by their numbers, that other files store whole; these become virtual datasets.
         file_names: rows of the table of other files.
     """
-    values = {"format": schema.FORMAT, "format_version": schema.FORMAT_VERSION, **attributes}
+    values = {"format": schema.FORMAT, "format_version": schema.FORMAT_VERSION, "about": schema.ABOUT, **attributes}
     marks = {name: np.asarray(np.bytes_(value) if isinstance(value, str) else value) for name, value in values.items()}
     # Other files have new names with each save, so that the next save could not use such a base.
     base_of = _base_of.__wrapped__ if sources else _base_of
@@ -205,6 +208,7 @@ def _opened(image: SparseImage, mode: str) -> h5py.File:
         return h5py.File(h5py.h5f.open(b"skeleton", h5py.h5f.ACC_RDWR, access))
     layout = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     layout.set_obj_track_times(False)
+    layout.set_attr_phase_change(_MOST_ATTRIBUTES, 0)  # of more, HDF5 would make an index, in another place
     return h5py.File(h5py.h5f.create(b"skeleton", h5py.h5f.ACC_TRUNC, layout, access))
 
 

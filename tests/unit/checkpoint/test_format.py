@@ -15,6 +15,7 @@ import xxhash
 from torch import nn
 
 from hpcfsdp import checkpoint
+from hpcfsdp.checkpoint.format import schema
 
 pytestmark = pytest.mark.hdf5
 
@@ -146,12 +147,26 @@ def test_attributes_of_the_root_group_say_what_it_is(saved):
     assert attributes.pop("software_version")
     assert attributes == {
         "format": b"hpcfsdp",
-        "format_version": b"1.0",
+        "format_version": b"1.1",
+        "about": schema.ABOUT.encode(),
         "software": b"hpcfsdp",
         "step": 7,
         "world_size": 1,
         "committed": 1,
     }
+
+
+def test_the_first_attribute_tells_a_stranger_what_the_file_is(saved):
+    with opened(saved[0]) as file:
+        about = file.attrs["about"].decode()
+        assert sorted(file.attrs)[0] == "about"  # h5dump goes by the alphabet
+        assert "h5py.File(FILE)['model/NAME'][()]" in about  # and this works:
+        name = next(iter(file["model"]))
+        assert file[f"model/{name}"][()].size
+    assert about.isascii()
+    assert all(
+        word in about for word in ("checkpoint", "pip install hpcfsdp; hpcfsdp show FILE", "checkpoint-format.md")
+    )
 
 
 def test_tensors_of_64_kib_begin_at_a_page_and_extents_hold_4_mib(tmp_path):

@@ -171,6 +171,7 @@ def test_h5py_alone_reads_everything_else(golden):
     with h5py.File(golden) as file:
         marks = dict(file.attrs)
         assert (marks["format"], marks["format_version"].decode()) == (b"hpcfsdp", version_of(golden))
+        assert ("about" in marks) == (version_of(golden) != "1.0")
         assert (marks["software"], marks["step"], marks["world_size"], marks["committed"]) == (b"hpcfsdp", 3, 2, 1)
         assert json.loads(file["meta/config"][()]) == {"width": 3}
         (group,) = json.loads(file["optim/param_groups"][()])

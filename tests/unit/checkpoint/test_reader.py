@@ -166,7 +166,7 @@ def test_another_version_is_refused(damaged, version):
     kind, message = error_of(damaged)
     assert kind is CheckpointError
     other = "a newer" if version == "2.0" else "an older"
-    assert message == f"{damaged}: has format version {version}, this hpcfsdp reads 1.0: use {other} hpcfsdp"
+    assert message == f"{damaged}: has format version {version}, this hpcfsdp reads 1.1: use {other} hpcfsdp"
 
 
 @pytest.mark.parametrize("version", ["", "x", "1", "1.0.0.0x"])
