@@ -109,7 +109,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
         ("hpcfsdp diff a.h5 --", ["--help", "--json", "--summary", "--rtol", "--atol"]),
         ("hpcfsdp diff a.h5 --s", ["--summary"]),
         ("hpcfsdp plot a.h5 --kind ''", ["histogram", "norms", "loss"]),
-        ("hpcfsdp bench chec", ["checkpoint"]),
+        ("hpcfsdp bench checkp", ["checkpoint"]),
         ("hpcfsdp completion z", ["zsh"]),
         ("hpcfsdp train --train.st", ["--train.steps"]),
         ("hpcfsdp show my", ["my_model.h5"]),
