@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from hpcfsdp.cli.readable import plain_value
 from hpcfsdp.cli.reporting import Parser, print_json
 from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.launch.job import load_mpi
+from hpcfsdp.launch.shutdown import OUTPUT_GRACE_S
 
 if TYPE_CHECKING:
     from hpcfsdp.bench.tables import Table
@@ -84,8 +86,11 @@ def main(arguments: Sequence[str]) -> int:
         launched = env.launcher_size()
         if launched is None or launched[1] == 1:
             raise
-        # Wrong arguments are wrong on every rank.
-        error.raised_on_all_ranks |= isinstance(error, UsageError)
+        if isinstance(error, UsageError):  # wrong arguments are wrong on every rank, and MPI may not run yet
+            if not env.launcher_rank():
+                raise
+            time.sleep(OUTPUT_GRACE_S)  # the launcher ends rank 0 as soon as another rank ends
+            return error.exit_code
         return end_together(error, load_mpi().COMM_WORLD, arguments)
 
 

@@ -157,3 +157,24 @@ def test_wrong_arguments_are_refused(command, arguments):
     job = command("bench", *arguments)
     assert job.code == 2
     assert job.stderr.startswith("hpcfsdp: bench: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(["nothing"], "invalid choice: 'nothing'"), (["step", "--tensor", "3"], "--tensor 3 has to divide the 2 rank(s)")],
+    ids=["before MPI", "within MPI"],
+)
+def test_ranks_print_a_wrong_argument_once(hpcfsdp, arguments, text):
+    job = hpcfsdp("bench", *arguments, "--json", ranks=2)
+    assert job.code == 2
+    assert job.stderr.count(text) == 1
+    assert text in json.loads(job.stdout)["error"]["message"]
+
+
+def test_an_error_of_all_ranks_is_printed_once_without_the_class(hpcfsdp, tmp_path):
+    job = hpcfsdp("bench", "checkpoint", "--bytes", "100TiB", "--folder", str(tmp_path), "--json", ranks=2)
+    assert job.code == 1
+    lines = [line for line in job.stderr.splitlines() if "bytes are needed" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"hpcfsdp: {tmp_path}: ")
+    assert json.loads(job.stdout)["error"]["exit_code"] == 1
