@@ -191,7 +191,7 @@ def test_an_unknown_key_is_named_also_in_a_file_that_the_environment_names(file,
 )
 def test_a_flag_of_the_wrong_type_names_key_and_value(flag, value):
     message = error_of(flag, value)
-    assert message.startswith("hpcfsdp try: ")
+    assert message.startswith("try: ")
     assert flag.removeprefix("--") in message
     assert value in message
     assert "\n" not in message
