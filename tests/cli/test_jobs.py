@@ -80,5 +80,5 @@ def test_commands_of_the_container_are_clean(section):
 
 def test_the_table_in_the_documentation_lists_every_file():
     text = (ROOT / "docs/how-to/jobs.md").read_text()
-    listed = set(re.findall(r"^\| \[`([\w.-]+)`\]\(\.\./jobs/\1\)", text, re.MULTILINE))
+    listed = set(re.findall(r"^\| \[`([\w.-]+)`\]\(\.\./\.\./jobs/\1\)", text, re.MULTILINE))
     assert listed == {path.name for path in JOBS.iterdir()}
