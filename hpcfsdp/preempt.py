@@ -61,7 +61,7 @@ class Preemption:
         self._signals.__exit__(*error)
 
     def seconds_left(self) -> float | None:
-        """Not collective. Until the scheduler ends the job. None where it has no limit, or does not say.
+        """Not collective. Return the seconds until the scheduler ends the job; None if no end is known.
 
         Known on rank 0 at once, and on all ranks after the second call of ``requested``.
         """
@@ -69,7 +69,7 @@ class Preemption:
 
     @public_call("stop.requested")
     def requested(self, step: int) -> bool:
-        """Collective over all ranks, after each step. Whether to save and stop now: the same answer on all ranks.
+        """Collective over all ranks, after each step. Return whether to save and stop now, equal on all ranks.
 
         It waits neither for a device nor, until a signal has arrived, for other ranks: these answer while the next step
         runs. If the signal has reached all ranks they stop at once, otherwise one step later. Asked again for the same
@@ -163,8 +163,8 @@ def preemption(*, before_end_s: float | None = None) -> Preemption:
     ``hpcfsdp.init()``, in the main thread of every rank: a signal may arrive while the program starts.
 
     Args:
-        before_end_s: stop so many seconds before the end of the job; 0: only for signals. Default: early enough for
-            twice the longest time between two calls of ``requested`` so far (a step, a checkpoint), and 30 seconds.
+        before_end_s: stop this many seconds before the end of the job; 0: stop only for signals. Default: early enough
+            for twice the longest time between two calls of ``requested`` so far (a step, a checkpoint), and 30 seconds.
 
     Raises:
         UsageError: `before_end_s` is negative.

@@ -76,22 +76,22 @@ class World:
 
     @property
     def size(self) -> int:
-        """Processes in the job."""
+        """The number of processes in the job."""
         return self.topology.size
 
     @property
     def local_rank(self) -> int:
-        """Of this process among those on its node."""
+        """The rank of this process among those on its node."""
         return self.topology.local_rank(self.rank)
 
     @property
     def local_size(self) -> int:
-        """Processes on this node."""
+        """The number of processes on this node."""
         return len(self.topology.node_of(self.rank))
 
     @property
     def node_rank(self) -> int:
-        """Of this node among all nodes, in the order of their lowest rank."""
+        """The number of this node among all nodes, counted in the order of their lowest rank."""
         return self.topology.node_rank(self.rank)
 
     @property
@@ -100,10 +100,10 @@ class World:
 
     @public_call("World.mesh")
     def mesh(self, **dimensions: Extent) -> DeviceMesh:
-        """Collective over all ranks. A torch ``DeviceMesh`` that follows the nodes.
+        """Collective over all ranks. Make a torch ``DeviceMesh`` that follows the nodes.
 
-        The last dimensions are within nodes wherever their product divides the ranks of a node, for any numbering by
-        the launcher::
+        The last dimensions stay within nodes if their product divides the number of ranks on a node, however the
+        launcher numbers the ranks::
 
             world.mesh()                                          # 1-D, "shard" over all ranks
             world.mesh(replicate="nodes", shard="node")           # hybrid: shard within a node, replicate across nodes
@@ -153,13 +153,13 @@ def init(
     (``torch.autograd.set_multithreading_enabled(False)``), so that Ctrl-C ends a backward that waits for other ranks.
 
     Args:
-        device: "cpu", "cuda", or one device such as "cuda:1". Default: a GPU, or another accelerator, where one is
-            visible, else the CPU. Of several each rank takes the one of its local rank.
-        backend: of torch's default process group: "hpcmpi", "nccl", "gloo". Default: torch's for the accelerator
-            ("nccl" on a GPU), and "hpcmpi" on the CPU.
+        device: "cpu", "cuda", or one device such as "cuda:1". Default: a GPU or another accelerator if one is visible,
+            else the CPU. If several are visible, each rank takes the one with the number of its local rank.
+        backend: the backend of torch's default process group: "hpcmpi", "nccl", "gloo". Default: torch's for the
+            accelerator ("nccl" on a GPU), and "hpcmpi" on the CPU.
         timeout_s: seconds after which a collective gives up waiting for other ranks.
-        split_nodes: divide each node into so many. For tests of several nodes on one machine.
-        run_dir: the folder of the run, in whose hang/ a report goes if ranks wait for each other for minutes
+        split_nodes: divide each node into this many, to test several nodes on one machine.
+        run_dir: the folder of the run. If ranks wait for each other for minutes, a report goes into its subfolder hang/
             (docs/how-to/hangs.md). Rank 0 makes it if it is missing. Default: the working directory of rank 0.
 
     Raises:
@@ -172,7 +172,10 @@ def init(
     settings = _Settings(None if device is None else str(device), backend, timeout_s, split_nodes)
     if _world is not None:
         if settings not in (_Settings(), _world.settings):
-            raise LaunchError(f"init was called before with {_world.settings}, and now with {settings}: finalize first")
+            raise LaunchError(
+                f"hpcfsdp.init was called before with {_world.settings}, and now with {settings}: call "
+                "hpcfsdp.finalize first"
+            )
         return _world
     if not timeout_s > 0:
         raise LaunchError(f"timeout_s must be a positive number of seconds, not {timeout_s}")

@@ -24,7 +24,7 @@ class PublicAttributes:
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """Never None. The requested one, also on one rank."""
+        """The requested strategy, also on one rank; never None."""
         return self._unit.mesh.strategy
 
     @property
@@ -65,12 +65,12 @@ class PublicAttributes:
 
     @property
     def rank(self) -> int:
-        """Of this process in `process_group`."""
+        """The rank of this process in `process_group`."""
         return self._unit.mesh.dtensor_ranks.rank
 
     @property
     def world_size(self) -> int:
-        """Of `process_group`."""
+        """The number of ranks in `process_group`."""
         return self._unit.mesh.dtensor_ranks.size
 
     @property

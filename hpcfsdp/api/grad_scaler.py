@@ -14,7 +14,7 @@ from hpcfsdp.launch.calls import public_call
 
 
 class ShardedGradScaler(TorchShardedGradScaler):
-    """torch's scaler of the same name; all ranks step, or none.
+    """Scales losses and gradients for float16, like torch's class of the same name; all ranks step, or none.
 
     A rank sees the gradients of its own shards, so all ranks have to agree on whether there is an inf or a NaN. Beyond
     torch's:
@@ -26,11 +26,11 @@ class ShardedGradScaler(TorchShardedGradScaler):
     - the scale does not grow to infinity on the CPU either.
 
     Args:
-        device: of the scale, "cuda" or "cpu".
+        device: the kind of device of the scale, "cuda" or "cpu".
         init_scale: the first scale.
-        backoff_factor: of the scale, after a step with an inf or a NaN.
-        growth_factor: of the scale, after `growth_interval` steps without.
-        growth_interval: steps.
+        backoff_factor: the scale is multiplied by this after a step with an inf or a NaN.
+        growth_factor: the scale is multiplied by this after `growth_interval` steps without an inf or a NaN.
+        growth_interval: a number of steps.
         enabled: False to do nothing at all.
         process_group: the ranks that hold gradients of one model, all replicas among them, as a ``ProcessGroup`` or a
             ``Communicator``; by default all ranks.

@@ -31,9 +31,9 @@ def guarded(unit: ShardedUnit, name: str, method: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if unit.phase is Phase.IDLE and not all(flat.is_unsharded or flat.shows_whole for flat in unit.flats):
             raise EngineError(
-                f"{unit.name}: {name} runs the wrapped module without the forward of the wrapper, which gathers the "
-                f"parameters outside of inner units: call it within FullyShardedDataParallel.summon_full_params("
-                "model, recurse=False, writeback=False), where units inside gather their own"
+                f"{unit.name}: {name} runs the wrapped module without the wrapper's forward, so its parameters are "
+                "not gathered: call it within FullyShardedDataParallel.summon_full_params(model, recurse=False, "
+                "writeback=False); units inside gather their own parameters"
             )
         if unit.root is None:
             become_root(unit)  # before units inside become roots
@@ -49,11 +49,11 @@ class RefusesOtherWrappers:
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """Read by torch's DistributedDataParallel before it changes anything. Always raises an ``EngineError``."""
         raise EngineError(
-            "DistributedDataParallel, or Accelerator.prepare, was called with a model that FullyShardedDataParallel "
-            "has wrapped, which reduces gradients itself: use the wrapped model as it is; with accelerate prepare the "
-            "optimizer and the data loader without it; transformers' Trainer takes the plain model, which it trains "
-            "replicated; hpcfsdp.integrations has a Trainer and an Accelerator that shard; for replicas of shards use "
-            "sharding_strategy=ShardingStrategy.HYBRID_SHARD"
+            "DistributedDataParallel, or Accelerator.prepare, was called with a model that is already wrapped in "
+            "FullyShardedDataParallel, which reduces gradients itself: use the wrapped model as it is; with "
+            "accelerate, prepare only the optimizer and the data loader; transformers' Trainer takes the plain model "
+            "and trains replicas; hpcfsdp.integrations has a Trainer and an Accelerator that shard; for replicas of "
+            "shards use sharding_strategy=ShardingStrategy.HYBRID_SHARD"
         )
 
     @functools.cached_property  # accelerate may set it
@@ -67,8 +67,9 @@ class RefusesOtherWrappers:
         accelerate = sys.modules.get("accelerate")
         if accelerate is not None and size > 1 and accelerate.PartialState().num_processes == 1:
             warnings.warn(
-                f"the model is sharded over {size} ranks, and accelerate counts one process: it gives every rank the "
-                "same data. Call hpcfsdp.init() first, then Accelerator(cpu=True) on CPUs; or divide the data yourself",
+                f"the model is sharded over {size} ranks, but accelerate sees only one process and gives every rank "
+                "the same data. Call hpcfsdp.init() before Accelerator() (on CPUs: Accelerator(cpu=True)), or divide "
+                "the data yourself",
                 stacklevel=4,
             )
         return False
@@ -91,7 +92,7 @@ def refuse_ddp_around(unit: ShardedUnit) -> None:
     if averaged:
         raise EngineError(
             f"DistributedDataParallel was called with a {type(model).__name__} in which FullyShardedDataParallel has "
-            f"wrapped {name!r}: it would overwrite this rank's shard of {averaged[0]!r} with rank 0's, and average the "
-            "gradients of different parts: wrap the other modules in DistributedDataParallel each, or all of the model "
-            "in FullyShardedDataParallel"
+            f"wrapped {name!r}: it would overwrite this rank's shard of {averaged[0]!r} with rank 0's, and average "
+            "gradients of different shards. Wrap each of the other modules in DistributedDataParallel, or the whole "
+            "model in FullyShardedDataParallel"
         )

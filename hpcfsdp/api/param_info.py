@@ -19,9 +19,9 @@ class ParamInfo:
     """One parameter of the model as it was before wrapping.
 
     Attributes:
-        name: without those of wrappers.
-        shape: whole, of all ranks together.
-        dtype: of the shard.
+        name: the name in the plain model, without the names of wrappers.
+        shape: the whole shape, of all ranks together.
+        dtype: the dtype of the shard.
         param: the parameter that an optimizer steps: itself, or without `use_orig_params` the flat parameter around it,
             which is common to several.
     """
@@ -33,7 +33,7 @@ class ParamInfo:
 
     @property
     def numel(self) -> int:
-        """Elements, of all ranks together."""
+        """The number of elements, of all ranks together."""
         return self.shape.numel()
 
     @property
@@ -42,7 +42,7 @@ class ParamInfo:
 
 
 def param_info(model: nn.Module) -> dict[str, ParamInfo]:
-    """Not collective. The parameters by name, in the order of the plain model; the same on all ranks, but for `param`.
+    """Not collective. Return the parameters by name, in the plain model's order; the same on all ranks but for `param`.
 
     It includes parameters outside of units, so it works for plain modules. A tied parameter has its first name alone.
     """
@@ -74,7 +74,7 @@ def param_info(model: nn.Module) -> dict[str, ParamInfo]:
 def param_groups(
     model: nn.Module, weight_decay: float, decays: Callable[[ParamInfo], bool] = lambda info: len(info.shape) >= 2
 ) -> list[dict[str, Any]]:
-    """Not collective. Two groups for an optimizer, with and without weight decay, of the trained parameters.
+    """Not collective. Divide the trained parameters into two optimizer groups, with and without weight decay.
 
     Args:
         decays: whether a parameter belongs to the first group; by default matrices do, biases and norms do not.
@@ -88,7 +88,7 @@ def param_groups(
             own = bool(decays(info))
             if info.param in groups[not own]:
                 raise EngineError(
-                    f"{groups[not own][info.param]!r} and {name!r} belong to different groups and are parts of one "
+                    f"{groups[not own][info.param]!r} and {name!r} belong to different groups but are parts of one "
                     "flat parameter: wrap the model with use_orig_params=True"
                 )
             groups[own].setdefault(info.param, name)

@@ -36,7 +36,7 @@ class StateDictMethods(nn.Module):
     def state_dict(  # type: ignore[override]  # torch's has overloads for the type of `destination`
         self, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Collective over the ranks of the model. Its parameters and buffers, in the ``state_dict_type`` that is set.
+        """Collective over the ranks of the model. Return its parameters and buffers, as ``state_dict_type`` sets.
 
         By default every rank gets whole tensors, on the device of the computation. Names are those of the plain model,
         without those of wrappers, activation checkpointing and compilation. Parameters have the dtype of their shards,
@@ -53,8 +53,8 @@ class StateDictMethods(nn.Module):
 
         Args:
             args: `destination`, `prefix` and `keep_vars`, as of other modules.
-            destination: added to, and returned.
-            prefix: of all names.
+            destination: a dict to which entries are added, and which is returned.
+            prefix: text that is put before all names.
 
         Raises:
             EngineError: a forward or backward is running, or parameters are summoned.
@@ -86,7 +86,7 @@ class StateDictMethods(nn.Module):
             assign: not supported: a sharded model keeps its own memory.
 
         Returns:
-            A named tuple of missing_keys and unexpected_keys, both clean.
+            A named tuple of missing_keys and unexpected_keys, without the names of wrappers.
 
         Raises:
             EngineError: a forward or backward is running, or parameters are summoned.
@@ -118,10 +118,10 @@ class StateDictMethods(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Choose the kind of state dicts of all units in `module`, which need not be one itself.
+        """Set the kind of state dict for all units in `module`, which need not be a unit itself.
 
         Args:
-            state_dict_config, optim_state_dict_config: of the classes of that kind; torch's defaults.
+            state_dict_config, optim_state_dict_config: configurations of the classes for that kind. Default: torch's.
 
         Returns:
             The earlier settings of the outermost unit.
@@ -134,7 +134,7 @@ class StateDictMethods(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The settings of the units in `module`.
+        """Return the settings of the units in `module`.
 
         Raises:
             StateDictError: they differ, or there is no unit.
@@ -160,7 +160,7 @@ class StateDictMethods(nn.Module):
         rank0_only: bool = True,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Collective over all ranks. The whole optimizer state in host memory, whatever the state dict type.
+        """Collective over all ranks. Return the whole optimizer state in host memory, whatever the state dict type.
 
         Args:
             optim_input: the argument with which `optim` was built; not needed.
@@ -175,7 +175,7 @@ class StateDictMethods(nn.Module):
     @staticmethod
     @public_call("sharded_optim_state_dict")
     def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
-        """Collective over all ranks. The optimizer state with this rank's rows in host memory, in any state dict type.
+        """Collective over all ranks. Return this rank's rows of the optimizer state, in host memory.
 
         Returns, raises: see ``optim_state_dict``.
         """
@@ -190,7 +190,7 @@ class StateDictMethods(nn.Module):
         optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Collective over all ranks. From a whole state dict on every rank to the one that each optimizer loads.
+        """Collective over all ranks. Turn a whole state dict on every rank into the one that each optimizer loads.
 
         Args:
             optim_input: instead of `optim`: the argument with which it was built; by default ``model.parameters()``.
@@ -204,7 +204,7 @@ class StateDictMethods(nn.Module):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """Collective over all ranks. From a state dict of distributed tensors to the one that each optimizer loads.
+        """Collective over all ranks. Turn a state dict of distributed tensors into the one that each optimizer loads.
 
         Returns, raises: see ``optim_state_dict_to_load``.
         """
@@ -219,7 +219,7 @@ class StateDictMethods(nn.Module):
         optim: torch.optim.Optimizer | None = None,
         group: Any | None = None,
     ) -> dict[str, Any]:
-        """Collective over all ranks. From a whole state dict on rank 0 to the one that each optimizer loads.
+        """Collective over all ranks. Turn a whole state dict on rank 0 into the one that each optimizer loads.
 
         Args:
             full_optim_state_dict: on rank 0; that of other ranks is ignored.
@@ -264,10 +264,10 @@ class StateDictMethods(nn.Module):
         optim_state_dict: dict[str, Any] | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Collective over all ranks. The state of `optim` as that of an optimizer of the whole, unwrapped model.
+        """Collective over all ranks. Return the state of `optim` as an optimizer of the unwrapped model would have it.
 
-        ``state_dict_type`` chooses the form: whole tensors, or this rank's rows as ``ShardedTensor``, or with a device
-        mesh as ``DTensor``. Needs memory for one unit besides the result. Ranks compare their state before anything is
+        ``state_dict_type`` chooses the form: whole tensors, or this rank's rows as ``ShardedTensor`` (``DTensor`` with
+        a device mesh). Besides the result it needs memory for one unit. Ranks compare their state before anything is
         gathered.
 
         Args:
@@ -297,7 +297,7 @@ class StateDictMethods(nn.Module):
         load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Collective over all ranks. The argument for ``optim.load_state_dict``, from a state dict of the whole model.
+        """Collective over all ranks. Make the argument for ``optim.load_state_dict`` from a whole model's state.
 
         That may come from ``optim_state_dict`` at any number of ranks, or from a plain model, see
         ``rekey_optim_state_dict``. Under ``rank0_only`` only rank 0 needs it. All ranks check it before any transfer,
@@ -307,7 +307,7 @@ class StateDictMethods(nn.Module):
             model: wrapped, or with wrapped modules in it.
             optim: steps the parameters of the wrapped model.
             optim_state_dict: parameters by name; tensors whole or distributed, in any ``state_dict_type``.
-            is_named_optimizer: whether `optim` has names for keys, as TorchRec's ``KeyedOptimizer``.
+            is_named_optimizer: whether the keys of `optim` are names, as in TorchRec's ``KeyedOptimizer``.
             load_directly: also load it.
             group: the ranks, where they are not those of the model.
 

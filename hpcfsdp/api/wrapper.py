@@ -46,39 +46,43 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
     """Shards a module's parameters over ranks, gathers them while it computes, and reduces their gradients.
 
     Constructing one is collective over the ranks it shards over. Arguments are those of torch's class of the same
-    name. At rest each rank holds its shard alone. Without `use_orig_params` the optimizer is built from
-    ``model.parameters()`` *after* wrapping and steps the shards; original parameters keep name, shape and dtype, and
-    read as NaN outside of forward and backward. With it ``model.parameters()`` are the original parameters, which at
-    rest are 1-D and hold this rank's run of each, possibly empty.
+    name. Between steps each rank holds only its shard. Build the optimizer from ``model.parameters()`` *after*
+    wrapping; it steps the shards. Without `use_orig_params`, ``model.parameters()`` are flat parameters; original
+    parameters keep their name, shape and dtype, but hold NaN outside of forward and backward. With `use_orig_params`,
+    ``model.parameters()`` are the original parameters; between steps each is 1-D and holds this rank's part of it,
+    possibly empty.
 
     Args:
-        module: to be sharded, in place; every rank passes the same one, with the same values unless
-            `sync_module_states`.
+        module: the module to shard, in place. Every rank passes the same one, with the same values unless
+            `sync_module_states` is set.
         process_group: the ranks to shard over; by default all of them. A torch ``ProcessGroup``, an hpcfsdp
             ``Communicator``, or for hybrid strategies a pair (shard, replicate).
         sharding_strategy: ``FULL_SHARD`` by default. ``SHARD_GRAD_OP`` keeps gathered parameters between forward and
             backward, ``NO_SHARD`` replicates; ``HYBRID_SHARD`` and ``_HYBRID_SHARD_ZERO2`` shard within each node and
             replicate across nodes, as MPI sees them.
         cpu_offload: keep shards and their gradients in host memory.
-        auto_wrap_policy: chooses submodules that become units of their own, see ``hpcfsdp.wrap``. One unit at a time
-            is gathered, so memory and overlap depend on it.
-        backward_prefetch: gather the next unit before (``BACKWARD_PRE``) or after (``BACKWARD_POST``) the gradients of
-            one are computed. Where a node shares its memory there is nothing to gather.
-        mixed_precision: dtypes to compute and to reduce in, and of buffers.
-        ignored_modules: modules that stay as they are.
-        param_init_fn: gives values to modules that were built on the meta device; their ``reset_parameters`` otherwise.
-        device_id: the device to compute on; by default that of the ranks. Other groups on the CPU than the world leave
-            the module where it is, which must be the CPU. Shards are moved unit by unit: the whole model need not fit.
+        auto_wrap_policy: chooses the submodules that become units of their own, see ``hpcfsdp.wrap``. Parameters are
+            gathered one unit at a time, so memory and overlap depend on this choice.
+        backward_prefetch: gather the next unit before (``BACKWARD_PRE``) or after (``BACKWARD_POST``) computing the
+            gradients of the current one. Ranks of one CPU node share memory and need no gathering.
+        mixed_precision: the dtypes to compute in, to reduce gradients in, and to cast buffers to.
+        ignored_modules: modules whose parameters are not sharded.
+        param_init_fn: a function that initialises a module that was built on the meta device. Default: the module's
+            ``reset_parameters``.
+        device_id: the device to compute on. Default: the device of the ranks; with a group on the CPU that is not the
+            world's the module stays where it is, which must be the CPU. Units are moved one by one: the whole model
+            need not fit.
         sync_module_states: broadcast rank 0's parameters and buffers.
-        forward_prefetch: gather the next unit of the forward before computing with one.
-        limit_all_gathers: accepted for compatibility: never more than one unit is gathered ahead.
-        use_orig_params: ``parameters()`` are the original ones.
-        ignored_states: instead of `ignored_modules`: modules or parameters.
-        device_mesh: instead of `process_group`: a mesh of one dimension, or (replicate, shard).
+        forward_prefetch: gather the next unit of the forward before computing with the current one.
+        limit_all_gathers: has no effect, for compatibility with torch: at most one unit is gathered ahead.
+        use_orig_params: let ``model.parameters()`` return the original parameters instead of flat ones.
+        ignored_states: modules or parameters that are not sharded; use it instead of `ignored_modules`.
+        device_mesh: a mesh of one dimension, or for hybrid strategies (replicate, shard); use it instead of
+            `process_group`.
 
     Raises:
-        ValueError: the module is wrapped already, has parameters on several devices, or tied parameters that the policy
-            puts into different units; arguments that exclude each other.
+        ValueError: the module is already wrapped, has parameters on several devices, or has tied parameters that the
+            policy puts into different units; or two arguments exclude each other.
         DisagreementError: ranks pass different models.
 
     Warns:
@@ -214,7 +218,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
 
     @public_call("check_is_root")
     def check_is_root(self) -> bool:
-        """Whether this wrapper is the outermost one. Before the first call of the model, makes it so."""
+        """Return whether this wrapper is the outermost one; before the model's first call, make it so."""
         if self._unit.root is None:
             become_root(self._unit)
         return self._unit.is_root
@@ -225,8 +229,8 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         """Accumulate gradients without communication, until a backward outside of this context reduces their sum.
 
         Meanwhile each rank holds whole gradients, in at least float32, which parameters show as ``grad``. They may be
-        read, changed in place, and discarded (``zero_grad``, ``grad = None``), but neither clipped nor stepped. For
-        the root only, around forward and backward.
+        read, changed in place, and discarded (``zero_grad``, ``grad = None``), but not clipped, and the optimizer must
+        not step. Call it on the root, around forward and backward.
 
         Raises:
             EngineError: called on a unit inside of another one, or during forward or backward.
@@ -235,14 +239,15 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             yield
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Not collective, but the same on all ranks, between steps. Free this unit's parameters after its forward?
+        """Not collective, but the same on all ranks, between steps. Choose if the forward frees this unit.
 
-        If so the backward gathers them again, which costs one all-gather in each step. If not they stay in memory from
-        forward to backward. By default the strategy decides, and the outermost unit keeps its own. The name is that of
-        torch's ``FSDPModule``. Where ranks share memory there is nothing to free.
+        If the forward frees the unit's parameters, the backward gathers them again, which costs one all-gather in each
+        step. Otherwise they stay in memory from forward to backward. By default the strategy decides, and the outermost
+        unit keeps its parameters. torch's ``FSDPModule`` has a method of the same name. The choice has no effect where
+        ranks share memory.
 
         Args:
-            recurse: also for all units inside.
+            recurse: also set it for all units inside.
 
         Raises:
             TypeError: `reshard_after_forward` is no bool.
@@ -257,7 +262,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
 
     @public_call("clip_grad_norm_")
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
-        """Collective over all ranks. Clip the gradients of the whole model to a total norm; for the root only.
+        """Collective over all ranks. Clip the gradients of the whole model to a total norm. Call it on the root.
 
         Parameters that are ignored count once, as if they were the same on all ranks.
 
@@ -276,7 +281,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
 
     @public_call("register_comm_hook")
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have `hook` reduce gradients; for the root only, before training.
+        """Let `hook` reduce gradients. Call it on the root, before training.
 
         It is called as ``hook(state, full_gradient, output)``, both 1-D in the reduce dtype, and must fill `output`
         with this rank's segment of the average; under ``NO_SHARD`` as ``hook(state, gradient)``, to average in place.
@@ -290,16 +295,19 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         self._as_root("register_comm_hook")
         units = units_in(self)
         if any(unit.mesh.is_hybrid for unit in units):
-            raise EngineError("communication hooks are not supported under hybrid strategies, which reduce twice")
+            raise EngineError(
+                "communication hooks are not supported under hybrid strategies, which reduce gradients twice: use "
+                "FULL_SHARD, SHARD_GRAD_OP or NO_SHARD"
+            )
         grads = [grad for unit in units for grad in unit.grads]
         if any(grad.comm_hook is not None for grad in grads):
-            raise EngineError("a communication hook is registered already")
+            raise EngineError("a communication hook is already registered: a model has at most one")
         for grad in grads:
             grad.comm_hook = (state, hook)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """All wrappers within `module`, itself included, outer ones first.
+        """Return all wrappers within `module`, outer ones first; `module` itself may be one.
 
         Args:
             root_only: leave out wrappers inside of another one.
@@ -371,7 +379,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EngineError(
-            "a sharded model cannot be pickled, nor copied by copy.copy: use copy.deepcopy on all ranks, or save it "
+            "a sharded model cannot be pickled or copied by copy.copy: use copy.deepcopy on all ranks, or save it "
             "with hpcfsdp.checkpoint"
         )
 
@@ -389,19 +397,25 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         """The units under this one, for the call `what`. Refuses inner units, and calls in a forward or backward."""
         unit = self._unit
         if unit.root is not None and not unit.is_root:
-            raise EngineError(f"{what} is to be called on the root FullyShardedDataParallel")
+            raise EngineError(
+                f"{what} was called on the inner unit {unit.name}: call it on the root (outermost) "
+                "FullyShardedDataParallel"
+            )
         root = unit.root or become_root(unit)
         root.recover()
         busy = [unit for unit in root.units if unit.phase is not Phase.IDLE]
         if busy:
-            raise EngineError(f"{what} was called while {busy[0].name} is in {busy[0].phase.value}")
+            raise EngineError(
+                f"{what} was called while {busy[0].name} is in {busy[0].phase.value}: call it before the forward or "
+                "after the backward"
+            )
         return root
 
     def _wrap_children(self, module: nn.Module, policy: Any, **arguments: Any) -> None:
         if units_in(module):
             raise ValueError(
-                f"auto_wrap_policy was given for a {type(module).__name__} that holds FullyShardedDataParallel modules "
-                "already: wrap either by hand or by policy"
+                f"auto_wrap_policy was given for a {type(module).__name__} that already contains "
+                "FullyShardedDataParallel modules: wrap either by hand or by policy"
             )
         ignored = arguments["ignored_states"]
         chosen = policies.choose_units(module, policy, ignored)

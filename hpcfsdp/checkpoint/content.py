@@ -111,7 +111,7 @@ def _curve(name: str, curve: tuple[Sequence[int], Sequence[float]]) -> dict[str,
             raise ValueError(f"steps of dtype {steps.dtype}")
         return dict(zip(schema.METRIC_PARTS, (steps.astype("<i8"), values.astype("<f8")), strict=True))
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"metrics[{name!r}] must be steps and as many values: {error}") from None
+        raise CheckpointError(f"metrics[{name!r}] must be a pair of steps and as many values: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from hpcfsdp.errors import nearest
 
 
 def open(path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
-    """Open a checkpoint to look into it; not collective. To be closed, or used in a ``with`` statement.
+    """Not collective. Open a checkpoint for reading: close it afterwards, or use it in a ``with`` statement.
 
     Args:
-        path: of the file.
+        path: the checkpoint's file.
         verify: compare the bytes with their checksums.
 
     Raises:
@@ -60,7 +60,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
 
     @property
     def metrics(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Numbers that training has noted, by name: steps (int64) and values (float64)."""
+        """Curves recorded during training, by name: steps (int64) and values (float64)."""
         return self.index.metrics
 
     def close(self) -> None:

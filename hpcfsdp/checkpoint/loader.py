@@ -64,27 +64,28 @@ def load(
     wrote the file each continues its own random numbers; further ranks get new ones, which depend on file and rank.
 
     Args:
-        path: of the file. Ranks other than 0 may give None.
+        path: the file to load. Ranks other than 0 may pass None.
         model: with the same parameters as the saved one; sharded, or a plain module (then every rank loads all of it),
-            in wrappers as ``DistributedDataParallel`` or not. Names in the file may be those within wrappers. Tensors
-            on the meta device get memory of the CPU, and stay the same objects.
-        optimizer: None leaves the optimizer's part of the file unread.
+            with or without wrappers such as ``DistributedDataParallel``. Names in the file may contain those of
+            wrappers. Tensors on the meta device get memory on the CPU, and stay the same objects.
+        optimizer: the optimizer to load into; None leaves the optimizer's part of the file unread.
         strict: False also accepts a file that lacks some of the model's tensors, which then stay unchanged, or has more
             tensors; the result lists both. Shapes and dtypes, and the optimizer, always have to match.
-        names: patterns of names of the model's tensors ("blocks.0.*", see ``inspect.names.matching``): the others stay
-            unchanged, and without an optimizer the random number generators too. An optimizer may step no others.
+        names: patterns for the names of the model's tensors ("blocks.0.*", see ``inspect.names.matching``): other
+            tensors stay unchanged; without an optimizer the random number generators do, too. The optimizer, if given,
+            must step only these tensors.
         verify: False compares no checksums, and reads once: if the disk fails in the middle, a part of the model is
             loaded.
         files: the disk operations, for tests.
 
     Returns:
-        Step, world size, `extra` and more of the checkpoint.
+        The checkpoint's step, world size, `extra` and more.
 
     Raises:
         CheckpointError: the file is missing or cannot be read, or a pattern matches nothing.
         CheckpointMismatchError: it belongs to another model or optimizer; names and shapes are listed.
         CheckpointCorruptError: it is damaged.
-        DifferentCallsError: a rank makes another call, as ``save``.
+        DifferentCallsError: a rank makes another call, such as ``save``.
         DisagreementError: ranks give different values.
     """
     comm = communicator_of(model)
@@ -189,7 +190,9 @@ def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece]) -> None:
         for item in pieces:
             _read_piece(reader, *item)
     except CheckpointError as error:
-        raise type(error)(f"{error}; a part of the model has been loaded before that: load it again") from error
+        raise type(error)(
+            f"{error}; a part of the model was loaded before this error: load again before using the model"
+        ) from error
 
 
 def _read_piece(reader: BlockReader, path: str, piece: LocalPiece, dtype: torch.dtype) -> None:
@@ -257,7 +260,9 @@ def _module_state(in_file: FileNames, name: str) -> Any:
         return from_plain(*in_file.index.module_states[in_file.in_file(name)])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         path = in_file.index.info.path
-        raise CheckpointCorruptError(f"{path}: the state of a module {name!r} is not as a saver writes it") from error
+        raise CheckpointCorruptError(
+            f"{path}: the saved state of the module {name!r} does not have the form that hpcfsdp writes"
+        ) from error
 
 
 def _generators(index: CheckpointIndex, comm: Communicator, device: torch.device) -> Callable[[], None]:

@@ -46,11 +46,11 @@ STAGING_BYTES = 4 << 30
 class CheckpointManager:
     """Saves checkpoints of a training to ``directory/step-<number>.h5``, removes old ones, and loads the newest.
 
-    A context manager: it calls ``close`` at the end, except after an exception that other ranks may not have; an
-    uncommitted checkpoint is then given up.
+    Use it as a context manager: its end calls ``close``. After an exception that other ranks may not have, it does not
+    call ``close`` and discards an uncommitted checkpoint.
 
     Attributes:
-        directory: of the files.
+        directory: the folder of the checkpoints.
         passed_over: (file, reason) of files that the last ``load_latest`` could not load, newest first.
     """
 
@@ -70,17 +70,18 @@ class CheckpointManager:
 
         Args:
             directory: on a file system that all ranks share; made when it is needed.
-            keep_last: how many of the newest checkpoints stay after a commit; None for all, or for 1 with `keep_every`.
-            keep_every: checkpoints of steps that are a multiple of this stay, too. In any case the newest valid
-                checkpoint stays, and files that this process is reading.
+            keep_last: how many of the newest checkpoints stay after a commit. None keeps all; with `keep_every` None
+                keeps one.
+            keep_every: checkpoints of steps that are a multiple of this stay, too. The newest valid checkpoint always
+                stays, and so do files that this process is reading.
             asynchronous: ``save`` copies the bytes of this rank and returns; a thread writes them. The file appears at
                 a later call of ``step``, ``save``, ``wait`` or ``close``, and errors are raised there.
-            staging_bytes: the most host memory for copies on this rank, at least 4 MiB (4 << 20). The first save
-                allocates the bytes that the rank saves, up to this; ``close`` frees them. Further bytes wait in
-                ``save`` for room.
-            writer: see ``save``; asynchronous saves support "posix" alone.
-            names: patterns of the model's tensors to save and load, for example trained adapters; see ``save``. None
-                for all.
+            staging_bytes: the most bytes of host memory for copies on this rank, at least 4 MiB (4 << 20). The first
+                save allocates as much as the rank saves, up to this limit; ``close`` frees it. If there is more to
+                copy, ``save`` waits for room.
+            writer: see ``save``; asynchronous saves support only "posix".
+            names: patterns for the model's tensors to save and load, for example trained adapters; see ``save``. None:
+                all tensors.
             files: the disk operations, for tests.
 
         Raises:
@@ -119,7 +120,7 @@ class CheckpointManager:
             self.close()
             return
         if self._pending is not None and not self._pending.ended:
-            log.error("%s: was not committed, and is given up after an error", self._pending.path)
+            log.error("%s: was not committed, and is discarded because of an error", self._pending.path)
             self._pending.give_up()
         self._let_go()
 
@@ -149,7 +150,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: the file cannot be written, or a value cannot be stored. Or the previous save has failed;
                 this one has then not begun.
-            DifferentCallsError: a rank makes another call, as ``load_latest``.
+            DifferentCallsError: a rank makes another call, such as ``load_latest``.
             DisagreementError: ranks hold different models or optimizers, or give different values.
             UsageError: `step` is no whole number, or negative.
         """
@@ -221,7 +222,7 @@ class CheckpointManager:
             self._let_go()
 
     def latest(self) -> Path | None:
-        """The checkpoint of the highest step in the folder, None without one; it may be damaged. Not collective.
+        """Not collective. Return the checkpoint of the highest step in the folder, damaged or not; None without one.
 
         On a shared file system ranks may see another rank's file at different times.
         """
@@ -231,8 +232,8 @@ class CheckpointManager:
     def load_latest(self, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> CheckpointInfo | None:
         """Collective over the model's ranks. Loads the checkpoint of the highest step that is not damaged.
 
-        A checkpoint that any rank cannot read is passed over, with a warning in the log, and the one before it is
-        loaded; see ``passed_over``.
+        If any rank cannot read a checkpoint, all ranks skip it, log a warning, and try the one before it; see
+        ``passed_over``.
 
         Args:
             model, optimizer: see ``load``.
@@ -262,7 +263,7 @@ class CheckpointManager:
             info = self._load(comm, path, model, optimizer)
             if info is not None:
                 if self.passed_over and comm.rank == 0:
-                    log.warning("went back to %s step=%d", path, info.step)
+                    log.warning("using the older checkpoint %s step=%d instead", path, info.step)
                 return info
         if found:
             lines = "".join(f"\n  {path.name}: {problem}" for path, problem in self.passed_over)
@@ -294,7 +295,7 @@ class CheckpointManager:
             problem = problems[0][1].replace(f"{path}: ", "", 1)
             self.passed_over += ((path, problem),)
             if comm.rank == 0:
-                log.warning("%s cannot be loaded, the one before it is tried: %s", path, problem)
+                log.warning("%s cannot be loaded, trying the one before it: %s", path, problem)
             return None
 
     def _advance(self, *, wait: bool) -> None:
@@ -334,8 +335,8 @@ class CheckpointManager:
             return
         self._warned = True
         log.warning(
-            "saved step=%d, but %s is of a higher step, which counts as newer for load_latest and keep_last: "
-            "remove it if it is of another run",
+            "saved step=%d, but %s has a higher step, so load_latest and keep_last take it for the newer one: remove "
+            "it if it belongs to another run",
             step,
             newest,
         )
@@ -348,7 +349,7 @@ class CheckpointManager:
         self._swept_s = now_s
         for left in retention.abandoned(self.directory, time.time()):
             self._files.remove(left)
-            log.info("removed %s, which a save had left behind", left)
+            log.info("removed %s, which an interrupted save had left behind", left)
 
     def _own_communicator(self, comm: Communicator) -> Communicator:
         """A communicator of the same ranks, for saves in progress alone. Collective over `comm`, the first time."""

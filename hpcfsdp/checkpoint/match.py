@@ -168,9 +168,9 @@ def match_model(
     if lines:
         shown = lines[:40] + ([f"  ... and {len(lines) - 40} more"] if len(lines) > 40 else [])
         is_part = strict and len(lines) == len(missing) < len(targets)
-        problem = "the checkpoint is of another model"
+        problem = "the checkpoint belongs to another model"
         if is_part:
-            problem = "holds a part of the model alone: load it with names= of that part, or strict=False"
+            problem = "holds only a part of the model: load it with names= of that part, or strict=False"
         raise CheckpointMismatchError(f"{index.info.path}: {problem}\n" + "\n".join(shown))
     return Match(
         frozenset(tensor.name for tensor in targets if tensor.name not in missing),

@@ -64,7 +64,7 @@ def compare_calls(comm: Communicator, call: str, facts: Callable[[], Facts]) -> 
     if len(set(calls)) > 1:
         ranks_of = {name: [rank for rank, other in enumerate(calls) if other == name] for name in calls}
         where = ", ".join(f"{_ranks(ranks)} in {name}" for name, ranks in ranks_of.items())
-        error = DifferentCallsError(f"{where}: all ranks of a model make the same calls, in the same order")
+        error = DifferentCallsError(f"{where}: all ranks of a model must make the same calls, in the same order")
         error.raised_on_all_ranks = True
         raise error
     compare(call, [given for _, given in everyone])

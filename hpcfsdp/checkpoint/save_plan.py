@@ -111,13 +111,13 @@ def check_tiling(plan: SavePlan) -> None:
     try:
         untiled = first_untiled(plan.blocks, [spec.numel for spec in plan.specs])
     except TilingError as error:
-        raise CheckpointError(f"{plan.specs[error.tensor].path} cannot be saved as it is cut: {error}") from None
+        raise CheckpointError(f"{plan.specs[error.tensor].path} cannot be saved with this sharding: {error}") from None
     if untiled is not None:
         spec = plan.specs[untiled]
         raise CheckpointError(
-            f"the parts of {plan.num_ranks} rank(s) do not tile {spec.path}, {list(spec.shape)}, each element "
-            f"once{_first_fault(spec, plan.blocks[plan.blocks['tensor'] == untiled])}: save with all ranks that own a "
-            "part of it"
+            f"the parts on {plan.num_ranks} rank(s) do not cover each element of {spec.path}, {list(spec.shape)}, "
+            f"exactly once{_first_fault(spec, plan.blocks[plan.blocks['tensor'] == untiled])}: save with all ranks "
+            "that own a part of it"
         )
 
 
@@ -249,7 +249,7 @@ def check_names(specs: Sequence[TensorSpec], links: Sequence[tuple[str, str]]) -
     """Raises CheckpointError for an invalid name or an unsupported dtype."""
     for spec in specs:
         if not schema.supported(spec.dtype):
-            raise CheckpointError(f"{spec.path!r} has dtype {spec.dtype}, which checkpoints do not hold")
+            raise CheckpointError(f"{spec.path!r} has dtype {spec.dtype}, which checkpoints do not support: convert it")
     paths = [spec.path for spec in specs] + [path for path, _ in links]
     datasets, groups = set(paths), set()
     for path in paths:

@@ -128,7 +128,7 @@ class SubfilesWriter(PosixWriter):
             if self._leads:
                 self._part_skeleton = self._skeleton_of(self._parts[self._own])
                 if self._part_draft.path.exists():
-                    raise FileExistsError(f"{self._part_draft.path.name} is there already")
+                    raise FileExistsError(f"{self._part_draft.path.name} already exists")
                 self._part_draft.create(self._part_skeleton.nbytes)
                 laid_out = (laid_out[0], np.array(self._part_skeleton.offsets, np.int64).tobytes())
         everyone = self._comm.all_gather_object(laid_out)

@@ -48,30 +48,31 @@ def save(
     `path` is the previous file, the new one, or absent. A failure on any rank is raised on every rank.
 
     Args:
-        path: of the file, on a file system that all ranks share. The directory is made if it is missing. Ranks other
-            than 0 may give None.
-        model: sharded by ``FullyShardedDataParallel`` or ``fully_shard``, or a plain module (then rank 0 writes it); in
-            wrappers as ``DistributedDataParallel`` or not, which do not show in the file's names.
+        path: the file to write, on a file system that all ranks share. The directory is made if it is missing. Ranks
+            other than 0 may give None.
+        model: sharded by ``FullyShardedDataParallel`` or ``fully_shard``, or a plain module (then rank 0 writes it);
+            with or without wrappers such as ``DistributedDataParallel``; names in the file do not contain them.
         optimizer: built from ``model.parameters()``.
-        step: number of the training step, kept in the file.
+        step: the number of the training step, stored in the file.
         extra: further values: nested dicts and lists of numbers, strings, arrays and tensors. Ranks other than 0 give
             the same, or None.
-        config: the configuration of the run, as JSON knows it. Rank 0's is kept.
-        metrics: numbers that training has noted, by name: the steps, and as many values. Rank 0's are kept.
-        names: patterns of names of the model's tensors ("*.lora_A.*", see ``inspect.names.matching``): only these are
-            written, with the optimizer's state of them.
+        config: the configuration of the run, made of JSON values. Rank 0's is stored.
+        metrics: curves recorded during training: name -> (steps, values), two sequences of one length. Rank 0's are
+            stored.
+        names: patterns for the names of the model's tensors ("*.lora_A.*", see ``inspect.names.matching``): only these
+            tensors are written, with their optimizer state.
         writer: "posix", each rank writes its ranges of the file; "mpio", all ranks write together through HDF5 and
-            MPI-IO, the same bytes, with an h5py that was built for MPI; "subfiles", each node writes a file of its own
-            next to a small one that is the checkpoint, and names them.
+            MPI-IO, the same bytes, with an h5py that was built for MPI; "subfiles", each node writes a file of its own;
+            the checkpoint is a small file next to them that names them.
         files: the disk operations, for tests.
 
     Returns:
         The path.
 
     Raises:
-        CheckpointError: the file cannot be written, a value cannot be kept, the writer cannot be used here, or a
+        CheckpointError: the file cannot be written, a value cannot be stored, the writer cannot be used here, or a
             pattern matches nothing.
-        DifferentCallsError: a rank makes another call, as ``load``.
+        DifferentCallsError: a rank makes another call, such as ``load``.
         DisagreementError: ranks hold different models or optimizers, or give different values.
     """
     given = SaveArguments(model, optimizer, step, extra, config, metrics, names)

@@ -56,7 +56,9 @@ def _rendezvous(url: str, timeout: datetime.timedelta | None = None, **_: Any) -
     store, address = rendezvous.open_store(job.comm, single_node=job.topology.num_nodes == 1, timeout_s=seconds)
     job.export(job.topology, address, store.port)
     yield store, job.comm.rank, job.comm.size
-    raise LaunchError("an MPI job cannot be joined again: start a new one")
+    raise LaunchError(
+        "init_method='mpi://' gives the ranks of an MPI job once, and lost ranks cannot join it again: start a new job"
+    )
 
 
 def _create_group(options: Any, topology: Topology | None) -> MpiProcessGroup:

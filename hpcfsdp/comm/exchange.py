@@ -248,7 +248,10 @@ def all_reduce_sparse(call: Call, tensor: torch.Tensor, reduction: Reduction) ->
     yield from all_gather(call, counts, torch.tensor([values.shape[0]]))
     most, numbers = prod(tensor.shape[: indices.shape[0]]), [int(count) for count in counts]
     if not all(0 <= number <= most for number in numbers):
-        raise CommunicationError(f"{call.label} on rank {call.rank}: ranks hold {numbers} of at most {most} values")
+        raise CommunicationError(
+            f"{call.label} on rank {call.rank}: ranks have {numbers} values in their sparse tensors, but the shape "
+            f"has room for {most}: give tensors of the same shape on all ranks"
+        )
     all_indices = [indices.new_empty(indices.shape[0], number) for number in numbers]
     all_values = [values.new_empty(number, *values.shape[1:]) for number in numbers]
     yield from all_gather(call, all_indices, indices)

@@ -135,8 +135,8 @@ class MpiCommunicator(Communicator):
         window = self._windows.get(tensor.untyped_storage().data_ptr())
         if window is None or window.mine.data_ptr() != tensor.data_ptr() or window.mine.numel() != tensor.numel():
             raise CommunicationError(
-                f"free on rank {self.rank}: this tensor of {describe(tensor)} did not come from alloc of this "
-                "communicator, is a part of what did, or was freed before"
+                f"free on rank {self.rank}: this tensor of {describe(tensor)} is not a whole tensor from this "
+                "communicator's alloc, or was freed before"
             )
         del self._windows[window.address]
 
@@ -181,7 +181,7 @@ class MpiCommunicator(Communicator):
         label += f", sparse in {tensor.sparse_dim()} dimension(s)"
         self._check_open(label)
         if op not in ("sum", "average"):
-            raise CommunicationError(f"{label} on rank {self.rank}: sparse tensors have 'sum' and 'average' alone")
+            raise CommunicationError(f"{label} on rank {self.rank}: sparse tensors support only 'sum' and 'average'")
         reduction = self._reduction(label, op, tensor, None)
         return self._run(label, async_op, exchange.all_reduce_sparse, tensor, reduction)
 

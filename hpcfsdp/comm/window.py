@@ -80,7 +80,9 @@ def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[torch.Tensor | N
             if node.rank != 0:
                 fd, _, _ = opener(made[0], nbytes)
                 if identity(fd) != made[1:]:
-                    raise OSError(f"{made[0]} is another file here: do processes have process ids of their own?")
+                    raise OSError(
+                        f"{made[0]} is another file here: are the ranks in containers with separate process ids?"
+                    )
             memory = map_fd(fd, nbytes)
         except Exception as error:
             problem = f"local rank {node.rank}: {error}"

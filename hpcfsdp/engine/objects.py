@@ -254,8 +254,8 @@ def warn_of_opaque(kinds: dict[type, None], unit: str) -> None:
             _warned.add(kind)
             name = f"{kind.__module__}.{kind.__qualname__}"
             warnings.warn(
-                f"{unit}: an object of type {name} is an argument or a result of its forward, and cannot be searched "
-                f"for tensors. If it holds tensors that require gradients, register the type: "
+                f"{unit}: its forward takes or returns an object of type {name}, which hpcfsdp cannot search for "
+                "tensors. If it holds tensors that require gradients, register the type: "
                 f"torch.utils._pytree.register_pytree_node({kind.__qualname__}, flatten, unflatten)",
                 stacklevel=2,
             )

@@ -193,9 +193,9 @@ def first_difference(comm: Communicator, path: list[str], passes: int) -> Disagr
         for index, (first, second) in enumerate(zip_longest(paths[0], other, fillvalue="nothing more")):
             if first != second:
                 error = DisagreementError(
-                    f"ranks run modules in different orders: as event {index + 1} of step {passes} rank 0 has {first}, "
-                    f"rank {rank} has {second}. All ranks must call the same modules in the same order, and equally "
-                    "often"
+                    f"ranks run modules in different orders: at event {index + 1} of step {passes} rank 0 runs "
+                    f"{first}, but rank {rank} runs {second}. All ranks must call the same modules in the same "
+                    "order, and equally often"
                 )
                 error.raised_on_all_ranks = True
                 return error

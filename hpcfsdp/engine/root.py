@@ -106,9 +106,9 @@ class Root:
                 held_by = grad.held.shown_on if grad.held is not None else []
                 if any(wanted is None or param in wanted for param in held_by):
                     raise EngineError(
-                        f"{what} would use gradients of {grad.name!r} of rank {grad.flat.comm.rank} alone, "
-                        "held by no_sync: run the last backward before it outside of no_sync, or discard the gradients "
-                        "by zero_grad()"
+                        f"{what} would use gradients of {grad.name!r} of rank {grad.flat.comm.rank} alone, held by "
+                        "no_sync: run the last backward before it outside of no_sync, or discard the gradients with "
+                        "zero_grad()"
                     )
 
     @contextlib.contextmanager
@@ -211,7 +211,9 @@ class Root:
     def _begin_pass(self, unit: Unit) -> None:
         for each in self.units:
             if each.phase is Phase.SUMMON and (each is unit or each in unit.inside):
-                raise EngineError(f"{each.name}: the model was called within summon_full_params: leave that first")
+                raise EngineError(
+                    f"{each.name}: the model was called within summon_full_params: leave that context first"
+                )
         self._reshard(self.units)  # left over from a forward without a backward
         self._before = [(each, each in self._called, each.owes_grads, each.num_calls) for each in self.units]
         self._order.begin()
@@ -252,7 +254,10 @@ class Root:
     def _pre_backward(self, unit: Unit, call: Call) -> None:
         """Collective the first time in a backward of the unit. Gather its parameters; called by a hook on an output."""
         if unit.phase is Phase.FORWARD:
-            raise EngineError(f"{unit.name}: backward ran through the unit while its forward was still running")
+            raise EngineError(
+                f"{unit.name}: backward ran through the unit while its forward was still running: call backward "
+                "after the forward has returned"
+            )
         self._begin_backward()
         if call.backward == self._backwards:  # another output of the same call
             return

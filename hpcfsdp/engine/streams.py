@@ -168,8 +168,9 @@ class DeviceStreams:
         """Raises an ``EngineError`` where the allocator does not keep memory apart by streams."""
         if not accelerator.frees_by_stream(device):
             raise EngineError(
-                f"the allocator of {device} is cudaMallocAsync, which gives memory that the engine has freed to any "
-                "stream: remove backend:cudaMallocAsync from PYTORCH_ALLOC_CONF (PYTORCH_CUDA_ALLOC_CONF)"
+                f"the allocator of {device} is cudaMallocAsync, which may give memory that hpcfsdp has freed to "
+                "another stream while it is still in use: remove backend:cudaMallocAsync from PYTORCH_ALLOC_CONF "
+                "(PYTORCH_CUDA_ALLOC_CONF)"
             )
         self._device = device
         self._streams = {queue: accelerator.new_stream(device, priority=-1) for queue in OWN_QUEUES}

@@ -387,7 +387,7 @@ class Unit:
             if any(map(flat.owns_memory_of, parts)):
                 raise EngineError(
                     f"{self.name}: its forward returns a view of one of its own parameters (shape "
-                    f"{tuple(tensor.shape)}), and their memory is freed after the forward: return a clone"
+                    f"{tuple(tensor.shape)}), whose memory is freed after the forward: return a clone"
                 )
 
     def _accumulators_now(self) -> list[tuple[Leaf, Any]]:
@@ -400,7 +400,7 @@ class Unit:
                 if node is not None and tuple(_compat.inputs_of_node(node)[0].shape) != slot.shape:
                     raise EngineError(
                         f"{self.name}: the AccumulateGrad node of {slot.fqn!r} was read while the parameter was "
-                        "sharded, and cannot get whole gradients: use register_post_accumulate_grad_hook, which is "
+                        "sharded, so it gets no whole gradients: use register_post_accumulate_grad_hook, which is "
                         "called with the reduced gradient of the shard, or read the node within the forward"
                     )
         return self._accumulators
@@ -413,13 +413,14 @@ class Unit:
         if self.phase is not Phase.BACKWARD:
             raise EngineError(
                 f"{self.name}: a gradient of {grad.flat.layout.slots[index].fqn!r} arrived while the unit was in "
-                f"{self.phase.value}; parameters of a unit may be used only through a call of the unit, and what a "
-                "unit returns must not be changed in place where it is a view: use x = x + y instead of x += y"
+                f"{self.phase.value}; use the parameters of a unit only by calling the unit, and do not change a "
+                "view that a unit returns in place: write x = x + y instead of x += y"
             )
         if not self.context.reductions.move_from_leaf(grad, index) and not self._enqueues_at_the_end:
             raise EngineError(
-                f"{self.name}: a gradient of {grad.flat.layout.slots[index].fqn!r} arrived when those of the unit had "
-                "been reduced: autograd reached it in a way that the engine does not support; wrap a larger module"
+                f"{self.name}: a gradient of {grad.flat.layout.slots[index].fqn!r} arrived after the gradients of "
+                "the unit had been reduced: autograd reached the parameter in a way that hpcfsdp does not support; "
+                "wrap a larger module"
             )
         self.context.streams.proceed()
         leaf = grad, index
@@ -474,8 +475,8 @@ def _output_hook(unit: Unit, call: Call, before_backward: BeforeBackward) -> Hoo
     def gradient_comes(_grad: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             raise EngineError(
-                f"{unit.name}: backward was called with create_graph=True: gradients of gradients of sharded "
-                "parameters are not supported; compute them with the plain module"
+                f"{unit.name}: backward was called with create_graph=True, but second derivatives of sharded "
+                "parameters are not supported: compute them with the plain module"
             )
         before_backward(unit, call)
 

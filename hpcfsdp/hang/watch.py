@@ -138,7 +138,7 @@ class Watcher:
             if is_new:
                 answers = self._of_job(request)
                 if not answers:
-                    log.error("the job hangs, and no rank of any node could be asked about it")
+                    log.error("the job hangs, and no rank on any node answers questions about it")
                     return None
                 text = report.render(answers, request.reason, request.asked_s, self._trace())
                 path = self._inquiry.write_report(request, seat.job, text)

@@ -96,10 +96,14 @@ class RunLock:
             holder = None if by_force else self._living(found)
             if holder is not None:
                 raise UsageError(
-                    f"{self.folder} is another training's: {holder}. Two would write into each other's files: choose "
-                    f"another run_dir, or end that one; if it has ended, remove {self.path}, or give --take_over true"
+                    f"another training uses {self.folder}: {holder}. Two would overwrite each other's files: choose "
+                    f"another run_dir, or end that training; if it has ended, remove {self.path}, or give "
+                    "--take_over true"
                 )
-            log.warning("%s belongs to a training that has ended, or is taken over", self.path)
+            log.warning(
+                "%s belongs to a training that has ended or is being replaced: this one takes the folder over",
+                self.path,
+            )
             self._remove(found)
             by_force = False  # a job that takes the folder at the same time keeps it
         self._thread = threading.Thread(target=self._beat, name="hpcfsdp-run-lock", daemon=True)
@@ -121,9 +125,9 @@ class RunLock:
         holder = _read(self.path)
         if holder is not None and holder != self._mine:
             raise UsageError(
-                f"{self.folder} has been taken over by another training: {holder}. This one has not touched "
-                f"{self.path} for {SILENT_S:.0f} s, or the other one has --take_over true. It stops, and saves nothing "
-                "more there"
+                f"{self.folder} has been taken over by another training: {holder}. Either this one did not touch "
+                f"{self.path} for {SILENT_S:.0f} s, or the other one was started with --take_over true. This one "
+                "stops, and saves nothing more there"
             )
 
     def release(self) -> None:
@@ -206,7 +210,7 @@ class RunLock:
         if not self._removal_logged:
             self._removal_logged = True
             what = self.path if self.folder.exists() else f"the run's folder {self.folder}"
-            log.error("%s was removed while the training goes on; it is made again at the next save", what)
+            log.error("%s was removed during the training; the next save creates it again", what)
 
 
 def _read(path: Path) -> Holder | None:

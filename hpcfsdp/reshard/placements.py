@@ -69,7 +69,9 @@ def _spans_by_place(
     shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[Placement]
 ) -> list[tuple[list[tuple[int, int]], ...]]:
     if len(placements) != ranks.ndim:
-        raise ShardingError(f"{len(placements)} placement(s) are for a mesh of as many dimensions, not {ranks.ndim}")
+        raise ShardingError(
+            f"{len(placements)} placement(s) were given for a mesh of {ranks.ndim} dimension(s): give one for each"
+        )
     return _spans_on_mesh(tuple(shape), tuple(ranks.shape), tuple(placements))
 
 
@@ -88,7 +90,7 @@ def _spans_on_mesh(
                 f"a DTensor with placements {tuple(placements)} has no values of its own: redistribute it first"
             )
         if not -len(shape) <= dim < len(shape):
-            raise ShardingError(f"a tensor of shape {list(shape)} has no dimension {dim} to be cut along: {placement}")
+            raise ShardingError(f"a tensor of shape {list(shape)} has no dimension {dim} to shard along: {placement}")
         cuts[dim].append((axis, getattr(placement, "split_factor", 1)))
     tables = [_spans(size, [(mesh[axis], n) for axis, n in of]) for size, of in zip(shape, cuts, strict=True)]
     return [

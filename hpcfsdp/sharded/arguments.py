@@ -20,12 +20,12 @@ def check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"FullyShardedDataParallel wraps a torch.nn.Module, not {type(module).__name__}")
     if unit_of(module) is not None:
-        raise ValueError("the module is a FullyShardedDataParallel already: wrap a module once")
+        raise ValueError("the module is already a FullyShardedDataParallel: wrap a module once")
     for name, inner in module.named_modules():
         if isinstance(inner, FSDPModule):
             what = f"{name!r}, a {type(inner).__name__}," if name else f"the {type(inner).__name__}"
             raise ValueError(
-                f"{what} is sharded by torch's fully_shard already: shard a model with either it or hpcfsdp"
+                f"{what} is already sharded with torch's fully_shard: shard a model with either fully_shard or hpcfsdp"
             )
 
 
@@ -63,7 +63,8 @@ def check_readers(module: nn.Module) -> None:
                 kind, where = type(reader).__name__, f" {name!r}" if name else ""
                 raise ValueError(
                     f"{inside[0]!r} is a unit inside of the {kind}{where}, which reads its children's parameters "
-                    f"without calling them and would read NaN: wrap the whole {kind}, see ModuleWrapPolicy"
+                    f"without calling the children, and would read NaN: wrap the whole {kind}, for example with "
+                    "ModuleWrapPolicy"
                 )
 
 

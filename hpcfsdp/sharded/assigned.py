@@ -43,7 +43,7 @@ def _adopt_assigned(unit_ref: weakref.ref[Unit], flat_ref: weakref.ref[FlatParam
             )
         if any(param is not assigned for param in held):
             places = ", ".join(map(repr, (entry.fqn, *entry.aliases)))
-            raise EngineError(f"{what}, which is tied: assign the same one to all of {places}")
+            raise EngineError(f"{what}, which is tied: assign the same parameter to all of {places}")
         if unit.views and entry.block is not None:
             raise EngineError(
                 f"{what}, which is tensor-parallel: assign it within FullyShardedDataParallel.summon_full_params(model)"

@@ -195,6 +195,6 @@ def _dtypes(mixed: MixedPrecision, kept: torch.dtype, full_precision: bool) -> D
 
 def _too_late(unit: str, fqn: str) -> EngineError:
     return EngineError(
-        f"parallelize_module was called with {fqn!r} of the unit {unit}, which is sharded already: call "
+        f"parallelize_module was called with {fqn!r} of the unit {unit}, which is already sharded: call "
         "parallelize_module first, and wrap its result"
     )

@@ -31,8 +31,8 @@ def clip_model_grads(root: ShardedUnit, max_norm: float, norm_type: float) -> to
     for unit in units_in(root.wrapper):
         if unit.mesh.size("replicate", "shard") > num_ranks:
             raise EngineError(
-                f"{unit.name} is sharded over more ranks than the root ({num_ranks}), which cannot know "
-                "the norm of all gradients: wrap the root over all ranks"
+                f"{unit.name} is sharded over more ranks than the root ({num_ranks}), so the root cannot compute the "
+                "norm of all gradients: wrap the root over all ranks"
             )
         for flat in unit.flats:
             managed.update((flat.parameter, *flat.leaves))

@@ -49,8 +49,8 @@ def own_params(
                 continue
             if managed.unit_fqn(param) is not None:
                 raise ValueError(
-                    f"parameter {prefix + name!r} is tied to {managed.unit_fqn(param)!r}, which belongs to a unit that "
-                    "is wrapped already: wrap the smallest module that holds both instead"
+                    f"parameter {prefix + name!r} is tied to {managed.unit_fqn(param)!r}, which belongs to a unit "
+                    "that is already wrapped: wrap the smallest module that holds both instead"
                 )
             _check_kind(param, prefix + name, module)
             is_apart[param] = is_apart.get(param, False) or isinstance(module, full_precision)
@@ -98,8 +98,8 @@ def _own_param(param: nn.Parameter, fqn: str, index: int, mesh: UnitMesh | None)
     assert mesh is not None and mesh.tensor is not None
     if param._backward_hooks or param._post_accumulate_grad_hooks:
         warnings.warn(
-            f"hooks of the DTensor {fqn!r} will not be called: its unit replaces it by this rank's block; register "
-            "them after wrapping, with use_orig_params=True",
+            f"hooks of the DTensor {fqn!r} will not be called, because its unit replaces it by this rank's block: "
+            "register them after wrapping, with use_orig_params=True",
             stacklevel=5,
         )
     return OwnParam(leaf_of(param), fqn, [], index=index, block=block_of(fqn, param, mesh), whole=param)

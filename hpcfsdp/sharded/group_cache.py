@@ -191,9 +191,7 @@ def _topology() -> Topology:
     # torch.distributed alone does not know nodes.
     found = known or Topology.from_labels(everyone.all_gather_object(env.host_name()))
     if found.num_nodes == 1 and everyone.rank == 0:
-        log.info(
-            "HYBRID_SHARD on one node: each of its %d rank(s) holds a part, and there is one replica", everyone.size
-        )
+        log.info("HYBRID_SHARD on one node: the model is sharded over its %d rank(s), with one replica", everyone.size)
     return found
 
 

@@ -66,8 +66,8 @@ def resolve_mesh(
     if device_mesh is not None:
         if device_mesh.ndim != 1:
             raise ValueError(
-                f"{strategy.name} takes a device_mesh of one dimension, not {device_mesh.ndim}: pass one of them, as "
-                "mesh['shard'], or use HYBRID_SHARD, which takes (replicate, shard)"
+                f"{strategy.name} takes a device_mesh of one dimension, not {device_mesh.ndim}: pass one dimension "
+                "of it, such as mesh['shard'], or use HYBRID_SHARD, which takes (replicate, shard)"
             )
         process_group = device_mesh.get_group()
     return _plain(_communicator(process_group), strategy, device_mesh)
@@ -136,8 +136,8 @@ def _hybrid(process_group: Any, device_mesh: DeviceMesh | None, strategy: Shardi
         if isinstance(process_group, (tuple, list)):
             given += f" of {len(process_group)}"
         raise ValueError(
-            f"{strategy.name} takes a pair (shard, replicate) of process groups, not {given}; without one it shards "
-            "within each node and replicates across nodes"
+            f"{strategy.name} takes a pair (shard, replicate) of process groups, not {given}; without a pair it "
+            "shards within each node and replicates across nodes"
         )
     if None in process_group:
         raise ValueError(f"{strategy.name} needs both groups of a pair (shard, replicate), not {process_group}")
@@ -164,9 +164,9 @@ def _check_grid(shard: Communicator, replicate: Communicator) -> None:
     for name, places, other in (("shard", rows, "replicate"), ("replicate", columns, "shard")):
         if len(set(places)) > 1:
             raise DisagreementError(
-                f"the process groups (shard, replicate) make no grid: the ranks of this rank's {name} group are "
+                f"the process groups (shard, replicate) do not form a grid: the ranks of this rank's {name} group are "
                 + ", ".join(f"{place} of {size}" for place, size in places)
-                + f" in their {other} groups, and should be the same in all of them"
+                + f" in their {other} groups, but must have the same place and size in all of them"
             )
 
 
@@ -221,10 +221,13 @@ def _tensor_mesh(module: nn.Module, sharing: Sequence[int], ignored: Collection[
         if its_mesh != mesh:
             raise ShardingError(
                 f"{what} is on the ranks {describe_mesh(mesh)}, and {other} on {describe_mesh(its_mesh)}: "
-                "parallelize all of a model over one mesh"
+                "parallelize the whole model over one mesh"
             )
     if mesh.get_coordinate() is None:
-        raise ShardingError(f"{what} is a DTensor on the ranks {describe_mesh(mesh)}, and this rank is not one of them")
+        raise ShardingError(
+            f"{what} is a DTensor on the ranks {describe_mesh(mesh)}, and this rank is not one of them: wrap it on "
+            "those ranks alone, or parallelize it over a mesh that includes this rank"
+        )
     check_apart(what, mesh, type(module).__name__, sharing)
     return mesh
 
@@ -239,9 +242,9 @@ def check_apart(what: str, mesh: DeviceMesh, unit: str, sharing: Sequence[int]) 
     both = sorted(set(mesh.mesh.flatten().tolist()).intersection(sharing))
     if len(both) > 1:
         raise ShardingError(
-            f"{what} is parallel over the ranks {describe_mesh(mesh)}, and {unit} would be sharded over {both} of them "
-            "too: make one mesh, as hpcfsdp.init().mesh(shard=None, tensor=2), parallelize over mesh['tensor'], and "
-            "pass device_mesh=mesh['shard']"
+            f"{what} is tensor-parallel over the ranks {describe_mesh(mesh)}, and {unit} would also be sharded over "
+            f"{both} of them: make one mesh, such as hpcfsdp.init().mesh(shard=None, tensor=2), parallelize over "
+            "mesh['tensor'], and pass device_mesh=mesh['shard']"
         )
 
 

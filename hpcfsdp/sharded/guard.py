@@ -42,17 +42,17 @@ class _Guard:
         """Called by ``nn.Module.state_dict``."""
         if not self._shows_whole(reading=True):
             self._refuse(
-                f"the parameters of this {type(module).__name__} are sharded, and its own state_dict() would hold this "
-                f"rank's part of them as if it were all: {_INSTEAD.format('state_dict')}; save_pretrained takes the "
-                "result as its argument state_dict, and `hpcfsdp export` makes weights of a checkpoint"
+                f"the parameters of this {type(module).__name__} are sharded, and its own state_dict() would return "
+                f"this rank's part as if it were the whole: {_INSTEAD.format('state_dict')}; pass the result to "
+                "save_pretrained as state_dict=; `hpcfsdp export` turns a checkpoint into a file of weights"
             )
 
     def before_loading(self, module: nn.Module, *_arguments: Any) -> None:
         """Called by ``nn.Module.load_state_dict``."""
         if not self._shows_whole(reading=False):
             self._refuse(
-                f"the parameters of this {type(module).__name__} are sharded, and its own load_state_dict() would look "
-                f"for whole ones: {_INSTEAD.format('load_state_dict')}"
+                f"the parameters of this {type(module).__name__} are sharded, and its own load_state_dict() expects "
+                f"whole ones: {_INSTEAD.format('load_state_dict')}"
             )
 
     def before_forward(self, module: nn.Module, _arguments: Any) -> None:
@@ -61,9 +61,10 @@ class _Guard:
             unit = self._unit()
             raise EngineError(
                 f"{'' if unit is None else f'{unit.name}: '}a {type(module).__name__} was called without the "
-                "FullyShardedDataParallel around it, which gathers its parameters: call that instead; call a method of "
-                "the wrapped module on all ranks within FullyShardedDataParallel.summon_full_params(model, "
-                "writeback=False), with recurse=False if units inside are called as they are wrapped"
+                "FullyShardedDataParallel around it, which gathers its parameters: call the wrapper instead. Call "
+                "other methods of the wrapped module on all ranks within "
+                "FullyShardedDataParallel.summon_full_params(model, writeback=False); add recurse=False if they call "
+                "the units inside through their wrappers"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
@@ -71,7 +72,7 @@ class _Guard:
         if (unit is None or id(unit.wrapper) not in memo) and not self._shows_whole(reading=True):
             self._refuse(
                 "the parameters of a module within a FullyShardedDataParallel are sharded, and a copy of the module "
-                "alone would hold this rank's part of them as if it were all: copy the FullyShardedDataParallel around "
+                "alone would hold this rank's part as if it were the whole: copy the FullyShardedDataParallel around "
                 "it on all ranks, or the plain module before wrapping it, or copy it within summon_full_params"
             )
         return _Guard()
@@ -79,9 +80,9 @@ class _Guard:
     def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
         if not self._shows_whole(reading=True):
             self._refuse(
-                "the parameters of a module within a FullyShardedDataParallel are sharded, and a pickle of the module "
-                "would hold this rank's part of them as if it were all: save the state_dict() of the wrapped model, or "
-                "save the model with hpcfsdp.checkpoint"
+                "the parameters of a module within a FullyShardedDataParallel are sharded, and a pickle of the "
+                "module would hold this rank's part as if it were the whole: save the state_dict() of the wrapped "
+                "model, or save the model with hpcfsdp.checkpoint"
             )
         return _Guard, ()
 
@@ -137,8 +138,8 @@ def refuse_mistakes(unit: ShardedUnit) -> None:
     call = _compat.stock_state_dict_call()
     if call is not None and (mistaken := _mistaken(unit, call)):
         raise StateDictError(
-            f"torch.distributed.checkpoint.state_dict.{call.function} does not know this package's class, and would "
-            f"use {mistaken}: call hpcfsdp.state_dict.{call.function}, which takes the same arguments"
+            f"torch.distributed.checkpoint.state_dict.{call.function} does not know hpcfsdp's class, and would treat "
+            f"{mistaken}: call hpcfsdp.state_dict.{call.function}, which takes the same arguments"
         )
 
 

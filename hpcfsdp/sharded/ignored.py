@@ -76,8 +76,8 @@ def _not_sharded(
     for module in modules:
         if unit_of(module) is not None:
             raise ValueError(
-                f"an ignored {type(module).__name__} is sharded already: have it ignore its own modules, or wrap from "
-                "the outside in with auto_wrap_policy"
+                f"an ignored {type(module).__name__} is already sharded: ignore modules where that one is wrapped, "
+                "or wrap the outer module with auto_wrap_policy instead"
             )
     wrappers = [unit.wrapper for unit in units_in(root)]
     sharded: set[Any] = {module for wrapper in wrappers for module in wrapper.modules()} - before.modules
@@ -89,8 +89,8 @@ def _not_sharded(
         one = left[0]
         what = f"a {type(one).__name__}" if isinstance(one, nn.Module) else f"a parameter of shape {tuple(one.shape)}"
         warnings.warn(
-            f"of the ignored modules or parameters {len(left)}, first {what}, is sharded by a unit inside already, and "
-            "stays so: have that unit ignore it",
+            f"{len(left)} of the ignored modules or parameters (the first: {what}) are already sharded by a unit "
+            "inside, and stay sharded: ignore them where that unit is wrapped",
             stacklevel=4,
         )
     return [entry for entry in modules if entry not in sharded], [entry for entry in params if entry not in sharded]

@@ -29,8 +29,8 @@ def become_root(unit: ShardedUnit) -> Root:
     numel = sum(slot.numel if slot.block is None else slot.block.largest_numel for slot in slots)
     if 0 < numel < unit.mesh.shard.size:
         raise EngineError(
-            f"the model has {numel} parameter element(s) for {unit.mesh.shard.size} ranks: nothing to shard for "
-            "some of them; start fewer ranks or use a larger model"
+            f"the model has {numel} parameter element(s) for {unit.mesh.shard.size} ranks: some ranks would hold "
+            "none of it; start fewer ranks or use a larger model"
         )
     names = {module: name for name, module in unit.wrapper.named_modules()}
     cast: dict[torch.Tensor, torch.Tensor] = {}

@@ -60,9 +60,9 @@ def look_for_local_clipping(optimizer: torch.optim.Optimizer) -> None:
     if seen.in_a_row >= _ENOUGH:
         seen.looked_at = _AT_MOST
         warnings.warn(
-            f"the gradients of this rank's shards have the norm {norm:.4g} in each of {_ENOUGH} steps, as if "
-            "torch.nn.utils.clip_grad_norm_ had clipped them, which scales each rank's by the norm of its own shard: "
-            "call model.clip_grad_norm_(max_norm) on the wrapped model instead",
+            f"the gradients of this rank's shards had the norm {norm:.4g} in each of {_ENOUGH} steps, as after "
+            "torch.nn.utils.clip_grad_norm_. That function sees only this rank's shards and scales each rank "
+            "differently: call model.clip_grad_norm_(max_norm) on the wrapped model instead",
             stacklevel=6,
         )
 

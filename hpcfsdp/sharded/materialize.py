@@ -309,10 +309,10 @@ def _check(owners: list[_Owner], values_count: bool, param_init_fn: Any) -> None
     how = "param_init_fn" if param_init_fn is not None else "reset_parameters()"
     on_meta = [name for name, tensor in found if tensor is not None and tensor.is_meta]
     if on_meta:
-        raise ValueError(f"{how} left on the meta device: {', '.join(on_meta)}")
+        raise ValueError(f"{how} left tensors on the meta device: {', '.join(on_meta)}; give them memory and values")
     empty = [name for name, tensor in found if tensor is not None and _is_marked(tensor)] if values_count else []
     if empty:
         raise ValueError(
-            f"not initialised by {how}, or only in part, or with NaN: {', '.join(empty)}; every parameter and buffer "
-            "of a module built on the meta device needs a value"
+            f"{how} did not initialise, or only in part, or set to NaN: {', '.join(empty)}; every parameter and "
+            "buffer of a module built on the meta device needs a value"
         )

@@ -54,8 +54,8 @@ def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             fqn = hidden_fqn(param)
             if fqn is not None and is_replaced(param):
                 raise EngineError(
-                    f"the {type(optimizer).__name__} steps {fqn!r}, but another parameter was assigned to the module "
-                    "since: build the optimizer after that, or change the parameter in place"
+                    f"the {type(optimizer).__name__} steps {fqn!r}, but the module has been assigned another "
+                    "parameter since: build the optimizer after that, or change the parameter in place"
                 )
             if fqn is not None:
                 hint = "build the optimizer from model.parameters() after wrapping the model"
@@ -64,8 +64,8 @@ def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
                 else:
                     hint += ", or wrap it with use_orig_params=True"
                 raise EngineError(
-                    f"the {type(optimizer).__name__} steps {fqn!r}, which has been sharded since and gets no gradient: "
-                    + hint
+                    f"the {type(optimizer).__name__} steps {fqn!r}, which was sharded after the optimizer was built "
+                    "and gets no gradient: " + hint
                 )
     _warn_of_decay(optimizer)
     _checked[optimizer] = count
@@ -79,8 +79,8 @@ def _warn_of_decay(optimizer: torch.optim.Optimizer) -> None:
     matrices = sum(param.dim() < 2 <= len(whole_shape(param) or ()) for param in others)
     if decays and matrices and all(param.dim() >= 2 for param in decayed):
         warnings.warn(
-            f"the {type(optimizer).__name__} has weight decay for no sharded matrix, and none for {matrices} that have "
-            "one dimension as shards: make groups by the whole shapes of hpcfsdp.param_info(model), or by "
+            f"the {type(optimizer).__name__} applies no weight decay to any sharded matrix ({matrices} of them have "
+            "1-D shards here): choose its groups by the whole shapes in hpcfsdp.param_info(model), or with "
             "hpcfsdp.param_groups(model, weight_decay=...)",
             stacklevel=5,
         )

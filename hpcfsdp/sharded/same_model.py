@@ -58,8 +58,8 @@ def warn_of_values(difference: str, stacklevel: int) -> None:
     """Warn that ranks have different initial values."""
     warnings.warn(
         f"{difference}: each rank keeps the shard of its own values, or its own replica. Pass "
-        "sync_module_states=True to begin with those of rank 0, or build the model from one seed on all ranks "
-        "(torch.manual_seed). Where a state dict or a checkpoint is loaded before training this does not matter",
+        "sync_module_states=True to start from rank 0's values, or build the model from one seed on all ranks "
+        "(torch.manual_seed). Ignore this warning if you load a state dict or a checkpoint before training",
         DifferentValuesWarning,
         stacklevel=stacklevel + 1,
     )
@@ -91,7 +91,7 @@ def _compare_parameters(
             continue
         differing = _first_pair(everyone[0], other)
         if differing is None:
-            raise _differing(f"rank {names[0]} and rank {names[rank]} differ in tied names")
+            raise _differing(f"rank {names[0]} and rank {names[rank]} tie different parameters")
         index, first, second = differing
         counted = [[(name, *described[1:]) for described, name in held] for held in (everyone[0], other)]
         if counted[0] != counted[1]:
@@ -100,8 +100,8 @@ def _compare_parameters(
         renamed = renamed or (index, first[0], names[0], second[0], names[rank])
     if renamed is not None:
         warnings.warn(
-            "parameter {} is {!r} on rank {} and {!r} on rank {}, which ignore different modules: the model can be "
-            "trained; to save and load it, give parameters one name on all ranks".format(*renamed),
+            "parameter {} is called {!r} on rank {} and {!r} on rank {}, because these ranks ignore different "
+            "modules. Training works; saving and loading need the same names on all ranks".format(*renamed),
             stacklevel=6,
         )
 

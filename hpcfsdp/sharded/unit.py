@@ -117,7 +117,7 @@ class ShardedUnit(Unit):
             root.recover()
         if self.phase is Phase.SUMMON:
             hint = "do not nest" if what == "summon_full_params" else f"call {what} outside of"
-            raise EngineError(f"{self.name}: its parameters are whole already: {hint} summon_full_params")
+            raise EngineError(f"{self.name}: its parameters are already whole: {hint} summon_full_params")
         if self.phase is not Phase.IDLE or (root is not None and root.is_busy):
             doing = self.phase.value if self.phase is not Phase.IDLE else "a forward or backward of the model"
             raise EngineError(

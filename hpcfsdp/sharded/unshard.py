@@ -57,8 +57,8 @@ def validate_unshard_params_args(args: UnshardArgs, unit: ShardedUnit) -> None:
             unit.root.refuse_held("summon_full_params with with_grads=True")
     if args.offload_to_cpu and not args.rank0_only and unit.comm.size > 1:
         warnings.warn(
-            "offload_to_cpu without rank0_only puts a copy of the whole model into host memory for each rank of the "
-            "node: with rank0_only there is one",
+            "offload_to_cpu without rank0_only puts one copy of the whole model into host memory for each rank of "
+            "the node: rank0_only=True makes only one copy",
             stacklevel=2,
         )
 
@@ -73,21 +73,21 @@ def unshard_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Collective over the process groups. A context in which the parameters of the units in `module` are whole.
+    """Collective over the process groups. Gather whole parameters of the units in `module` within a context.
 
-    They are ``nn.Parameter`` of their original shapes, and ``named_parameters()`` has them under their original names.
-    They may be changed in place, by ``.data``, or by assigning another parameter to the module. In a tensor-parallel
-    model they are ``DTensor`` with this rank's block, and assignments to their ``.data`` have no effect. Each rank
-    writes back its own shard of its own copy; changes of padding are lost. An exception within the context leaves
-    nothing unsharded.
+    In the context each parameter is an ``nn.Parameter`` of its original shape, and ``named_parameters()`` gives
+    original names. Parameters may be changed in place, by ``.data``, or by assigning another parameter to the module.
+    In a tensor-parallel model they are ``DTensor`` with this rank's block, and assignments to their ``.data`` have no
+    effect. Each rank writes back its own shard of its own copy; changes of padding are lost. After an exception within
+    the context all parameters are sharded again.
 
     Args:
-        recurse: also units inside of `module`; otherwise `module` itself, which is a unit.
+        recurse: also gather the units inside of `module`; otherwise only `module` itself, which must be a unit.
         writeback: keep changes, those of gradients too if `with_grads`. With `rank0_only` rank 0's changes are
             scattered, and those of other ranks are lost.
         rank0_only: only rank 0 (of the first replica) gets whole parameters; those of other ranks stay sharded.
-        offload_to_cpu: whole parameters are in host memory.
-        with_grads: ``param.grad`` is whole too.
+        offload_to_cpu: put the whole parameters into host memory.
+        with_grads: gather ``param.grad``, too.
 
     Raises:
         EngineError: a forward or backward is running, or a unit is summoned already; ``no_sync`` holds gradients under

@@ -58,10 +58,11 @@ def _or_torchs(function: Function) -> Function:
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """Collective over all ranks of the model. Its state dict, sharded unless `options` ask for the whole.
+    """Collective over all ranks of the model. Return its state dict, sharded unless `options` ask for the whole.
 
     Args:
-        submodules: only the tensors in these; their names are left out without ``options.keep_submodule_prefixes``.
+        submodules: return only the tensors of these modules; without ``options.keep_submodule_prefixes`` names begin
+            below them.
         options: torch's own. ``full_state_dict`` with ``cpu_offload`` gives it to rank 0 alone, an empty one to others.
     """
     options = _checked(options)
@@ -86,7 +87,7 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """Collective over all ranks of the model. The state of one optimizer or several by the names of its parameters.
+    """Collective over all ranks of the model. Return the state of one optimizer or several, by parameter name.
 
     An optimizer that has no state yet is given some, by a step with gradients of zero and a learning rate of zero, so
     that a checkpoint can be loaded into the result.
@@ -128,7 +129,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Collective over all ranks of the model. The state dicts of a model and of its optimizers."""
+    """Collective over all ranks of the model. Return the state dicts of a model and of its optimizers."""
     weights = get_model_state_dict(model, submodules=submodules, options=options)
     return weights, get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
 
@@ -162,8 +163,8 @@ def set_optimizer_state_dict(
     """Collective over all ranks of the model. Load state by the names of parameters into one optimizer or several.
 
     Args:
-        options: torch's own. With ``broadcast_from_rank0`` rank 0 alone needs to have it; without ``strict`` parameters
-            that it lacks begin anew. Names that the model does not have are refused in any case.
+        options: torch's own. With ``broadcast_from_rank0`` rank 0 alone needs to have it; without ``strict``,
+            parameters whose state it lacks start without state. Names that the model does not have are always an error.
     """
     for optimizer, one in _to_load(model, _listed(optimizers), optim_state_dict, _checked(options)):
         optimizer.load_state_dict(one)

@@ -46,8 +46,8 @@ class Agreed(NamedTuple):
 def refuse_assign() -> NoReturn:
     """Say why ``assign=True`` is not supported."""
     raise StateDictError(
-        "load_state_dict(assign=True) would have the model hold the tensors of the state dict, and a sharded model "
-        "holds its shards: load with assign=False, which copies into them"
+        "load_state_dict(assign=True) is not supported, because a sharded model keeps its own shards: load with "
+        "assign=False, which copies into them"
     )
 
 

@@ -129,20 +129,20 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, UnitM
     for wrapper, flat, layout in named_flat_params(model, CleanNames.of(model)):
         if wrapper.phase is Phase.SUMMON:
             raise CheckpointError(
-                f"{wrapper.name}: its parameters are whole within summon_full_params, and what is changed there "
-                "is put back at its end: save and load outside of it"
+                f"{wrapper.name}: its parameters are whole within summon_full_params, which writes them back when it "
+                "ends: save and load outside of summon_full_params"
             )
         if wrapper.mesh.data is None:
             raise CheckpointError(
-                "the model is sharded over a pair of process groups that do not make up the world: it is not known "
-                "which ranks hold it together; pass a device_mesh, or groups of all ranks"
+                "the model is sharded over a pair of process groups that do not cover all ranks of the job, so "
+                "hpcfsdp cannot tell which ranks hold the whole model: pass a device_mesh, or groups of all ranks"
             )
         comm = wrapper.mesh.comm()
         if (comm.size, comm.rank) != (largest.size, largest.rank):
             raise CheckpointError(
-                f"{wrapper.name} has process groups of its own, over {comm.size} ranks, and the model is on "
-                f"{largest.size}: its parameters may differ between groups, and a file has one tensor for each name; "
-                "save this unit apart from the others, or give all units the same ranks"
+                f"{wrapper.name} has process groups of its own, over {comm.size} ranks, but the model is on "
+                f"{largest.size}. Its parameters may differ between groups, and a file has one tensor for each name: "
+                "save this unit on its own, or give all units the same ranks"
             )
         yield flat, layout, wrapper.mesh
 
@@ -165,7 +165,9 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
     for tensor in found:
         for name in (tensor.name, *tensor.aliases):
             if name in names:
-                raise CheckpointError(f"two tensors of the model are called {name!r} without the names of wrappers")
+                raise CheckpointError(
+                    f"two tensors of the model are called {name!r} once the names of wrappers are removed: rename one"
+                )
             names.add(name)
     return found
 

@@ -32,8 +32,8 @@ def rank0_tensor(key: str, value: torch.Tensor) -> Rank0Tensor:
     """The description of a tensor, and the tensor. Raises a ``StateDictError`` if it is distributed or unreadable."""
     if is_distributed(value):
         raise StateDictError(
-            f"{key!r} is a {type(value).__name__}: where rank 0 has the state dict for all, it has to have whole "
-            "tensors; gather them, or pass the state dict on every rank"
+            f"{key!r} is a {type(value).__name__}: when only rank 0 has the state dict, its tensors must be whole; "
+            "gather them, or pass the state dict on every rank"
         )
     check_readable(key, value)
     return Rank0Tensor(value.shape, value.dtype, value.detach())
@@ -100,7 +100,7 @@ def _packed(values: Any) -> bytes:
         path.append(key)
     raise StateDictError(
         f"{' of '.join(map(repr, reversed(path))) or 'the state dict'} is a {type(values).__name__} that cannot be "
-        f"pickled and unpickled ({error}), and so not be sent to other ranks: {_INSTEAD}"
+        f"pickled and unpickled ({error}), so it cannot be sent to other ranks: {_INSTEAD}"
     ) from error
 
 
@@ -120,8 +120,8 @@ def _unpacked(packed: bytes, src: int) -> Any:
         return pickle.loads(packed)
     except Exception as error:
         raise StateDictError(
-            f"a value in the state dict of rank {src} cannot be unpickled here ({type(error).__name__}: {error}): let "
-            f"this rank import the same classes, {_INSTEAD}"
+            f"a value in the state dict of rank {src} cannot be unpickled here ({type(error).__name__}: {error}): "
+            f"make the same classes importable on this rank, {_INSTEAD}"
         ) from error
 
 
@@ -153,8 +153,8 @@ class Rank0Source:
         found = broadcast_values(ranks, values_of, self._rank)
         if any(unit.mesh.is_first() != is_first for unit in units):
             raise StateDictError(
-                "one rank is to give the state dict to all, but units are sharded over groups with different first "
-                "ranks: pass the whole state dict on every rank"
+                "only one rank has the state dict, but units are sharded over groups with different first ranks: "
+                "pass the whole state dict on every rank"
             )
         return found["state_dict"], found["_metadata"]
 

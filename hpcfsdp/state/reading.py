@@ -349,7 +349,7 @@ class Reading:
                 places.append(((module, name), shown.target))
                 self.found.pop(shown.target, None)
             else:
-                self.errors.append(f"{type(module).__name__} has given its parameter {name!r} another shape")
+                self.errors.append(f"{type(module).__name__} has changed the shape of its parameter {name!r}")
         incoming = {
             target: self._incoming(key, now, target.device, dtype) for target, (key, now, dtype) in grown.items()
         }
@@ -393,8 +393,9 @@ class Reading:
             source = source_of(key, now)
             if source is now:
                 raise StateDictError(
-                    f"{key!r}: its module has put a tensor on the meta device there, as its parameters are until all "
-                    "is loaded, and the state dict has no values for it: name the device"
+                    f"{key!r}: while loading, its module created this tensor on the meta device, where its "
+                    "parameters are until everything is loaded, and the state dict has no values for it: pass "
+                    "device= where the module creates it"
                 )
             check_source(key, source, None, now.shape, None)
         except StateDictError as error:
@@ -417,9 +418,9 @@ def _explaining_missing_values(module: nn.Module, prefix: str) -> Iterator[None]
             raise
         where = f" at {prefix[:-1]!r}" if prefix else ""
         raise StateDictError(
-            f"{type(module).__name__}{where} reads or writes values when it loads that this rank does not have: "
-            "parameters of a sharded model have none before all is loaded, nor have tensors on other ranks: "
-            f"use a hook for the time after loading, or pass the whole state dict on every rank ({error})"
+            f"{type(module).__name__}{where} reads or writes values while it loads that this rank does not have: a "
+            "sharded model's parameters have no values until everything is loaded, and tensors of other ranks have "
+            f"none here. Use a load_state_dict post-hook, or pass the whole state dict on every rank ({error})"
         ) from error
 
 

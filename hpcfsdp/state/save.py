@@ -151,8 +151,8 @@ def _check_alike(comm: Communicator | Grid, units: list[ShardedUnit], asked: lis
             if first == there:
                 continue
             error = StateDictError(
-                f"ranks are set to different state dicts: {unit.name} gives {first} on rank 0, and {there} on "
-                f"rank {rank}: call set_state_dict_type on all ranks alike"
+                f"ranks have different state_dict_type settings: {unit.name} gives {first} on rank 0, and {there} on "
+                f"rank {rank}: call set_state_dict_type with the same arguments on all ranks"
             )
             error.raised_on_all_ranks = True
             raise error
@@ -173,8 +173,8 @@ def _source(key: str, value: Any) -> Any:
         return value
     if value.source is None:
         raise StateDictError(
-            f"{key!r}: a hook has computed it from a parameter that this rank has a part of: save a full state "
-            "dict, or compute it from that"
+            f"{key!r}: a hook computes it from a parameter of which this rank has only a part: save a full state "
+            "dict, or compute it afterwards from the full one"
         )
     return value.source
 

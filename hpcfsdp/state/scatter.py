@@ -124,8 +124,8 @@ def check_blocks(key: str, value: ShardedTensor | DTensor, ranks: Sequence[int])
         raise StateDictError(f"{key!r}: {error}") from None
     if not _is_tiled(properties_of(value)[0], frozenset(box for rank in ranks for box in boxes.get(rank, ()))):
         raise StateDictError(
-            f"{key!r}: its {type(value).__name__} is on the ranks {sorted(boxes)}, and not all of it on those that "
-            f"the model is sharded over ({sorted(ranks)}): load it for these ranks, or gather it"
+            f"{key!r}: its {type(value).__name__} is on the ranks {sorted(boxes)}, but the ranks of the model "
+            f"({sorted(ranks)}) do not hold all of it: load it for these ranks, or gather it"
         )
 
 

@@ -161,8 +161,8 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     for name, unit in others:
         if _chosen(unit.state_dict_settings) != _chosen(settings):
             raise StateDictError(
-                f"units of one model are set to different state dicts, {first or 'the root'!r} to {settings}, {name!r} "
-                f"to {unit.state_dict_settings}: call set_state_dict_type on the whole model"
+                f"units of one model have different state_dict_type settings: {first or 'the root'!r} is set to "
+                f"{settings}, {name!r} to {unit.state_dict_settings}: call set_state_dict_type on the whole model"
             )
     return settings
 
@@ -192,15 +192,15 @@ def kind_of(unit: ShardedUnit, kind: StateDictType) -> StateDictType:
         return StateDictType.FULL_STATE_DICT
     if kind is StateDictType.LOCAL_STATE_DICT and unit.mesh.device_mesh is not None:
         raise StateDictError(
-            f"{unit.name} was given a device_mesh, which LOCAL_STATE_DICT knows nothing of: set "
-            "SHARDED_STATE_DICT, which gives DTensors"
+            f"{unit.name} was given a device_mesh, which LOCAL_STATE_DICT does not support: set SHARDED_STATE_DICT, "
+            "which gives DTensors"
         )
     return kind
 
 
 @functools.cache
 def _log_whole(kind: StateDictType) -> None:
-    log.info("units under NO_SHARD give and take whole tensors, also under %s", kind.name)
+    log.info("units under NO_SHARD save and load whole tensors, also under %s", kind.name)
 
 
 def _units(module: nn.Module) -> list[tuple[str, ShardedUnit]]:

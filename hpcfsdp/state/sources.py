@@ -33,8 +33,8 @@ def source_of(key: str, now: torch.Tensor) -> Any:
     source = now.source if isinstance(now, StandIn) else now
     if source is None:
         raise StateDictError(
-            f"{key!r}: a hook has computed it from a tensor that this rank does not have whole: load a full state "
-            "dict, or give the hook's work to the module"
+            f"{key!r}: a hook computes it from a tensor of which this rank has only a part: load a full state dict, "
+            "or do the hook's work in a load_state_dict post-hook of the module"
         )
     return source
 
@@ -56,19 +56,24 @@ def check_source(
     found, _ = shape_and_dtype(source)
     if tuple(found) != tuple(shape):
         raise StateDictError(
-            f"{key!r}: its module has put a tensor of shape {list(found)} in place of one of {list(shape)}; a sharded "
-            "model keeps the shapes that it was built with"
+            f"{key!r}: its module has replaced a tensor of shape {list(shape)} with one of {list(found)}, but a "
+            "sharded model keeps the shapes that it was built with"
         )
     check_readable(key, source)
     if mesh is not None:
         if is_distributed(source):
             check_blocks(key, source, mesh.ranks(mesh.dtensor_dim, "tensor"))
     elif isinstance(source, ShardedTensor):
-        raise StateDictError(f"{key!r} is not sharded in the model, and cannot be loaded from a ShardedTensor")
+        raise StateDictError(
+            f"{key!r} is not sharded in the model, and cannot be loaded from a ShardedTensor: pass the whole tensor"
+        )
     elif isinstance(source, DTensor) and source.device_mesh.get_coordinate() is None:
         raise StateDictError(f"{key!r} is a DTensor on a mesh without this rank: gather it, or load it for these ranks")
     elif isinstance(target, DTensor) and any(placement.is_partial() for placement in target.placements):
-        raise StateDictError(f"{key!r} is a DTensor of sums to come in the model: nothing can be loaded into it")
+        raise StateDictError(
+            f"{key!r} is a DTensor with Partial placements in the model, and nothing can be loaded into it: "
+            "redistribute it first"
+        )
 
 
 def facts_of(source: Any, mesh: UnitMesh | None) -> str:

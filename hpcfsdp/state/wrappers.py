@@ -42,7 +42,7 @@ def with_clean_names(state_dict: Mapping[str, Any], prefix: str = "") -> dict[st
     for key, value in state_dict.items():
         name = clean_fqn(key, prefix)
         if name in found:
-            raise StateDictError(f"the state dict has {name!r} twice without the names of wrappers")
+            raise StateDictError(f"the state dict has {name!r} twice once the names of wrappers are removed")
         found[name] = value
     return found
 
@@ -102,9 +102,9 @@ def settle(model: nn.Module) -> None:
         if isinstance(module, TorchFSDP):
             raise CheckpointError(
                 f"{path or 'the model'} is torch's FullyShardedDataParallel, and only torch knows the layout of its "
-                "shards: wrap the model in hpcfsdp.FullyShardedDataParallel or with fully_shard, or save what "
-                "torch.distributed.checkpoint.state_dict.get_state_dict gives by torch.distributed.checkpoint.save, "
-                "with an hpcfsdp.checkpoint.HDF5Writer"
+                "shards: wrap the model in hpcfsdp.FullyShardedDataParallel or with fully_shard, or save the result "
+                "of torch.distributed.checkpoint.state_dict.get_state_dict with torch.distributed.checkpoint.save "
+                "and an hpcfsdp.checkpoint.HDF5Writer"
             )
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward without a backward the outermost one is whole
@@ -123,7 +123,8 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     if len(ranks) > 1:
         one, other = sorted(ranks)[:2]
         raise CheckpointError(
-            f"one part of the model is on the ranks {list(one)}, another one on {list(other)}: save and load them apart"
+            f"one part of the model is on the ranks {list(one)}, another one on {list(other)}: save and load each on "
+            "its own"
         )
     if not groups or len(*ranks) == dist.get_world_size():
         return None

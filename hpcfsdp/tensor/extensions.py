@@ -93,7 +93,9 @@ def chunk_tensor(
     if isinstance(tensor, ShardedTensor):
         shards = tensor.local_shards()
         if len(shards) != 1:
-            raise ShardingError(f"a ShardedTensor with {len(shards)} shards on this rank cannot be chunked: one can")
+            raise ShardingError(
+                f"a ShardedTensor with {len(shards)} shards on this rank cannot be chunked: it must have exactly one"
+            )
         [shard] = shards
         inner = _chunked(shard.tensor, pg, num_devices_per_node, device)
         return _nested(inner, tensor.metadata(), _compat.group_of_shards(tensor))
@@ -169,8 +171,8 @@ def _root_and_last(mesh: DeviceMesh | None) -> tuple[DeviceMesh, int]:
     names = (root and root.mesh_dim_names) or ()
     if mesh is None or root.ndim < 2 or root == mesh or not set(mesh.mesh_dim_names or ("",)) <= set(names):
         raise ShardingError(
-            f"{mesh} is not some dimensions of a larger mesh: take it from one that has names, as mesh['shard'] of "
-            "hpcfsdp.init().mesh(shard=None, tensor=2)"
+            f"{mesh} is not a part of a larger mesh: take it from a mesh with named dimensions, such as "
+            "mesh['shard'] of hpcfsdp.init().mesh(shard=None, tensor=2)"
         )
     return root, names.index(mesh.mesh_dim_names[-1])
 
@@ -213,7 +215,10 @@ def all_gather_dtensor(tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch
         ShardingError: it is another one.
     """
     if parent_mesh != tensor.device_mesh:
-        raise ShardingError(f"the tensor is on {tensor.device_mesh}, and is to be gathered on {parent_mesh}")
+        raise ShardingError(
+            f"the tensor is on {tensor.device_mesh}, but should be gathered on {parent_mesh}: pass the mesh that it "
+            "is on"
+        )
     placements = [Replicate()] * (tensor.device_mesh.ndim - 1) + [tensor.placements[-1]]
     return _compat.wait_tensor(tensor.redistribute(placements=placements).to_local())
 

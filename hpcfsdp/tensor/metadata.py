@@ -72,10 +72,11 @@ def validate_output_tensor_for_gather(
             )
         return
     if dst_tensor is None:
-        raise ShardingError(f"rank {dst_rank} gathers, and was given no dst_tensor: pass one of size {list(size)}")
+        raise ShardingError(f"rank {dst_rank} gathers, but was given no dst_tensor: pass one of size {list(size)}")
     if tuple(dst_tensor.shape) != tuple(size):
         raise ShardingError(
-            f"rank {dst_rank} was given a dst_tensor of size {list(dst_tensor.shape)}, and the tensor has {list(size)}"
+            f"rank {dst_rank} was given a dst_tensor of size {list(dst_tensor.shape)}, but the tensor has the size "
+            f"{list(size)}"
         )
 
 
@@ -205,12 +206,12 @@ def _check_local(number: int, shard: Shard, rank: int, pg: dist.ProcessGroup | N
     if not tensor.is_contiguous():
         raise ShardingError(f"{what} is not contiguous (strides {tensor.stride()}): pass shard.contiguous()")
     if placed != rank:
-        raise ShardingError(f"{what} is placed on rank {placed} by its metadata")
+        raise ShardingError(f"{what} is on this rank, but its metadata says rank {placed}")
     if tensor.device != device:
-        raise ShardingError(f"{what} is on {tensor.device}, and on {device} by its metadata")
+        raise ShardingError(f"{what} is on {tensor.device}, but its metadata says {device}")
     if list(tensor.shape) != list(metadata.shard_sizes):
         raise ShardingError(
-            f"{what} has the size {list(tensor.shape)}, and {list(metadata.shard_sizes)} by its metadata"
+            f"{what} has the size {list(tensor.shape)}, but its metadata says {list(metadata.shard_sizes)}"
         )
 
 
@@ -260,16 +261,17 @@ def _check_owners(present: Sequence[tuple[int, ShardedTensorMetadata]]) -> None:
             holder, first = _holder_of(shard), metadata.shards_metadata[0]
             if holder is None:
                 raise ShardingError(
-                    f"{_describe(shard)}, which rank {rank} of the group lists, is on no rank by its metadata"
+                    f"{_describe(shard)}, which rank {rank} of the group lists, has no rank in its metadata"
                 )
             if holder != _holder_of(first):
                 raise ShardingError(
-                    f"rank {rank} of the group lists {_describe(first)} and {_describe(shard)}: a rank has its own"
+                    f"rank {rank} of the group lists {_describe(first)} and {_describe(shard)}: a rank must list "
+                    "only its own shards"
                 )
             lister, other = owners.setdefault(holder, (rank, shard))
             if lister != rank:
                 raise ShardingError(
-                    f"{_describe(shard)} is listed by rank {rank} of the group, and {_describe(other)} of the same "
+                    f"{_describe(shard)} is listed by rank {rank} of the group, but {_describe(other)} of the same "
                     f"placement by rank {lister}: one of them has the wrong rank in its metadata"
                 )
 
@@ -295,8 +297,8 @@ def validate_tiling(metadata: ShardedTensorMetadata) -> None:
     element = list(fault.element)
     if fault.is_gap:
         raise ShardingError(
-            f"no shard has element {element} of a tensor of size {list(metadata.size)}, the first that is missing: "
-            "shards do not cover the tensor"
+            f"no shard has element {element} of a tensor of size {list(metadata.size)}: the shards do not cover the "
+            "tensor"
         )
     one, other = (metadata.shards_metadata[number] for number in fault.blocks)
     raise ShardingError(f"{_describe(one)} and {_describe(other)} overlap: both have element {element}")
@@ -323,19 +325,21 @@ def recalc_global_sharded_tensor_metadata(
     dims = len(first.shard_sizes)
     if not -dims <= sharded_dim < dims:
         raise ShardingError(
-            f"{_describe(first)} has {dims} dimension(s), and no dimension {sharded_dim} to be cut along"
+            f"{_describe(first)} has {dims} dimension(s), but no dimension {sharded_dim} to shard along"
         )
     sharded_dim %= dims
     for shard in shards:
         if shard.placement is None or shard.placement.rank() is None:
             raise ShardingError(
-                f"{_describe(shard)} is on no rank by its metadata: its place among the others is not known"
+                f"{_describe(shard)} has no rank in its metadata, so its place among the others is not known"
             )
         if min(shard.shard_sizes, default=0) < 0:
             raise ShardingError(f"{_describe(shard)} has a negative size")
         across = [size for dim, size in enumerate(shard.shard_sizes) if dim != sharded_dim]
         if len(shard.shard_sizes) != dims or across != [s for d, s in enumerate(first.shard_sizes) if d != sharded_dim]:
-            raise ShardingError(f"{_describe(first)} and {_describe(shard)} differ beside dimension {sharded_dim}")
+            raise ShardingError(
+                f"{_describe(first)} and {_describe(shard)} differ in another dimension than {sharded_dim}"
+            )
     in_order = sorted(shards, key=lambda shard: shard.placement.rank())  # stable
     ends = list(itertools.accumulate((shard.shard_sizes[sharded_dim] for shard in in_order), initial=0))
     for shard, begin in zip(in_order, ends[:-1], strict=True):

@@ -142,10 +142,10 @@ def test_tables_name_files_and_ties(command, saved, tmp_path):
         ("import missing.pt out.h5", 1, "missing.pt: No such file or directory"),
         ("import there.xyz out.h5", 1, "o such file"),
         ("import saved.h5 out.h5", 2, "does not determine the format"),
-        ("import module.pt out.h5", 1, "nothing of it is executed here"),
+        ("import module.pt out.h5", 1, "executes no code from a file"),
         ("import good.pt saved.h5", 1, "saved.h5: exists already (--force replaces it)"),
         ("import good.pt out.h5 --step 99999999999999999999", 2, "must fit into 64 bits"),
-        ("import usual.pt out.h5", 1, "--no-optimizer takes the model alone"),
+        ("import usual.pt out.h5", 1, "--no-optimizer imports only the model"),
         ("import good.pt out.h5 --tie w", 2, "'w' is not NAME=KEPT"),
     ],
 )

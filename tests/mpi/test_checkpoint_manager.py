@@ -440,7 +440,7 @@ def test_an_error_of_one_rank_gives_the_file_up_without_waiting_for_others(comm,
     with caplog.at_level("ERROR", "hpcfsdp"), pytest.raises(ZeroDivisionError), manager:
         manager.save(1, model=trained[0])
         raise ZeroDivisionError
-    assert "step-00000001.h5: was not committed, and is given up after an error" in caplog.text
+    assert "step-00000001.h5: was not committed, and is discarded because of an error" in caplog.text
     gate.open_gate.set()
     barrier(comm)
     assert names(shared_path) == []
@@ -554,8 +554,8 @@ def test_a_damaged_newest_file_is_skipped_and_reported(comm, shared_path, traine
     assert path == newest
     assert len(set(comm.all_gather_object(reason))) == 1
     if comm.rank == 0:
-        assert f"{newest} cannot be loaded, the one before it is tried: {reason}" in caplog.text
-        assert f"went back to {info.path} step=1" in caplog.text
+        assert f"{newest} cannot be loaded, trying the one before it: {reason}" in caplog.text
+        assert f"using the older checkpoint {info.path} step=1" in caplog.text
     barrier(comm)
     assert newest.exists()  # for whoever wants to know what has happened
 

@@ -102,5 +102,5 @@ def test_models_at_work_are_not_copied_and_none_is_pickled(comm):
     with model.summon_full_params(model), pytest.raises(EngineError, match=r"call copy.deepcopy outside of summon"):
         copy.deepcopy(model)
     for refused in (pickle.dumps, copy.copy):
-        with pytest.raises(EngineError, match=r"cannot be pickled, nor copied by copy.copy: use copy.deepcopy"):
+        with pytest.raises(EngineError, match=r"cannot be pickled or copied by copy.copy: use copy.deepcopy"):
             refused(model)

@@ -32,7 +32,7 @@ def unscale_and_clip(model):
 @pytest.mark.parametrize("change", [clip, unscale_and_clip])
 def test_clipping_by_the_norm_of_the_shard_is_a_warning(several, change, original):
     model = shard(make_net(), use_orig_params=original)
-    with pytest.warns(UserWarning, match=r"have the norm 0.1 .*clip_grad_norm_.*call model.clip_grad_norm_") as caught:
+    with pytest.warns(UserWarning, match=r"had the norm 0.1 .*clip_grad_norm_.*call model.clip_grad_norm_") as caught:
         train(model, several, change)
     assert len(caught) == 1
 

@@ -177,7 +177,7 @@ def test_a_rank_with_other_settings_of_its_units_is_an_error_on_all(engine, seve
     with contextlib.ExitStack() as stack:
         if several.rank == last:
             stack.enter_context(cases.form_of(engine, model.unit, "sharded"))
-        with no_tensors(), pytest.raises(StateDictError, match="are set to different state dicts") as raised:
+        with no_tensors(), pytest.raises(StateDictError, match="have different state_dict_type settings") as raised:
             engine.cls.optim_state_dict(model, optimizer)
     assert str(raised.value).startswith(f"rank {last}: ") == (several.rank != last)
     check_works(engine, (model, optimizer))
@@ -744,7 +744,7 @@ def test_one_rank_with_other_settings_of_its_units_is_an_error_on_all(engine, se
     with cases.form_of(engine, model, form), contextlib.ExitStack() as stack:
         if several.rank == last:
             stack.enter_context(cases.form_of(engine, model.unit, "sharded"))
-        with pytest.raises(StateDictError, match="are set to different state dicts") as raised:
+        with pytest.raises(StateDictError, match="have different state_dict_type settings") as raised:
             engine.cls.optim_state_dict_to_load(model, optimizer, good())
         assert str(raised.value).startswith(f"rank {last}: ") == (several.rank != last)
     check_works(engine, (model, optimizer))

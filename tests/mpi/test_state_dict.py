@@ -297,7 +297,7 @@ def test_units_that_are_set_differently_are_refused_on_every_rank(engine):
         model.state_dict()
     with api.state_dict_type(model, FULL):
         same(model.state_dict(), build(parity.Nested).state_dict())
-    with pytest.raises(StateDictError, match="different state dicts"):
+    with pytest.raises(StateDictError, match="different state_dict_type settings"):
         api.get_state_dict_type(model)  # as before the context
     api.set_state_dict_type(model, FULL)
     same(model.state_dict(), build(parity.Nested).state_dict())
@@ -312,7 +312,9 @@ def test_ranks_with_different_settings_raise(engines, several, carrier, differen
         kind, config = (FULL if several.rank == 0 else SHARDED), None
     else:
         kind, config = FULL, FullStateDictConfig(**{difference: several.rank == 0})
-    with pytest.raises(StateDictError, match=r"ranks are set to different state dicts: Nested gives .*FULL.*on rank 0"):
+    with pytest.raises(
+        StateDictError, match=r"ranks have different state_dict_type settings: Nested gives .*FULL.*on rank 0"
+    ):
         saved(engine, model, kind, config)
     same(saved(engine, model), build(parity.Nested).state_dict())
 

@@ -85,7 +85,7 @@ def test_a_rank_at_the_wrong_time_is_an_error_on_all(engines, several, carrier):
     if several.rank == 1:
         model._unit.begin_summon()
     try:
-        with pytest.raises(EngineError, match=r"whole already: call load_state_dict outside") as caught:
+        with pytest.raises(EngineError, match=r"already whole: call load_state_dict outside") as caught:
             model.load_state_dict(state)
     finally:
         if several.rank == 1:

@@ -94,7 +94,7 @@ def test_a_mesh_that_does_not_multiply_to_the_world(world, tensor):
 def test_a_placement_along_a_dimension_that_is_not_there(world):
     at = place(ALONG_TENSOR)
     model = with_dtensor([Shard(2)], at.tensor)
-    words = r"'0\.weight': a tensor of shape \[4, 8\] has no dimension 2 to be cut along"
+    words = r"'0\.weight': a tensor of shape \[4, 8\] has no dimension 2 to shard along"
     refused(world, ShardingError, words, wrap, model, at, "whole")
     close(train(shard(build(Mlp), at), at), expected(Mlp))
 
@@ -123,7 +123,7 @@ def test_parameters_on_two_meshes(several, world):
     at, alone = place(ALONG_TENSOR), place((1, SIZE, 1))
     model = build(Mlp).parallelize(at.tensor)
     parallelize_module(model, alone.tensor, {"last": ColwiseParallel()})
-    words = r"is on the ranks.*parallelize all of a model over one mesh"
+    words = r"is on the ranks.*parallelize the whole model over one mesh"
     refused(world, ShardingError, words, wrap, model, at, "whole")
 
 
@@ -132,7 +132,7 @@ def test_units_on_two_meshes(several, world):
     model = build(Mlp).parallelize(at.tensor)
     model.blocks[0] = wrap(model.blocks[0], at, "whole")
     parallelize_module(model, alone.tensor, {"last": ColwiseParallel()})
-    refused(world, ShardingError, "parallelize all of a model over one mesh", wrap, model, at, "whole")
+    refused(world, ShardingError, "parallelize the whole model over one mesh", wrap, model, at, "whole")
 
 
 def test_a_mesh_that_some_ranks_are_not_on(several, world):
@@ -169,7 +169,7 @@ def test_a_model_that_fully_shard_has_taken(several, world):
     at = place((1, SIZE, 1))
     model = build(Mlp)
     fully_shard(model, mesh=at.mesh["shard"])
-    refused(world, ValueError, "sharded by torch's fully_shard already: shard a model with either", wrap, model, at)
+    refused(world, ValueError, "already sharded with torch's fully_shard: shard a model with either", wrap, model, at)
 
 
 def test_a_model_that_is_parallel_and_that_fully_shard_has_taken(several, world):
@@ -180,7 +180,7 @@ def test_a_model_that_is_parallel_and_that_fully_shard_has_taken(several, world)
         fully_shard(model, mesh=at.mesh["replicate", "shard"])
     else:
         fully_shard(model, mesh=at.mesh["shard"])
-    refused(world, ValueError, "sharded by torch's fully_shard already: shard a model with either", wrap, model, at)
+    refused(world, ValueError, "already sharded with torch's fully_shard: shard a model with either", wrap, model, at)
 
 
 @ORIGINAL

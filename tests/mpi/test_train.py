@@ -379,8 +379,8 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_its_steps_are_repeated(world
         outcome = run(make_config("harmed"), world)
     assert outcome.step == 8
     if world.rank == 0:
-        assert re.search(r"step-00000004\.h5 cannot be loaded, the one before it is tried: ", caplog.text)
-        assert re.search(r"went back to .*step-00000003\.h5 step=3", caplog.text)
+        assert re.search(r"step-00000004\.h5 cannot be loaded, trying the one before it: ", caplog.text)
+        assert re.search(r"using the older checkpoint .*step-00000003\.h5 step=3", caplog.text)
     assert [r["loss"] for r in records(harmed)] == [r["loss"] for r in records(whole)]
     steps, losses = checkpoint.open_index(outcome.checkpoint).metrics["loss"]
     assert (steps.tolist(), losses.tolist()) == (list(range(1, 9)), [r["loss"] for r in records(whole)])
@@ -509,7 +509,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(world, make_
     run(make_config(steps=2), world)
     unsharded()
     other = make_config(steps=2, model=ModelConfig(layers=3, width=48, heads=3, context=16))
-    text = r"step-00000002\.h5 is of another model: model\.layers was 2, now 3; model\.width was 24, now 48\. "
+    text = r"step-00000002\.h5 belongs to another model: model\.layers was 2, now 3; model\.width was 24, now 48\. "
     for config in (other, resume_changed(other)):
         with pytest.raises(CheckpointMismatchError, match=text) as caught:
             run(config, world)
@@ -535,9 +535,9 @@ def test_another_training_is_resumed_only_if_that_is_wanted(
         optim=OptimConfig(lr=1e-2, warmup_steps=2, weight_decay=0.3, beta2=0.9),
     )
     expected = (
-        "step-00000002.h5 is of another training: seed was 3, now 4; train.batch was 12, now 6; optim.weight_decay was "
-        "0.1, now 0.3; optim.beta2 was 0.95, now 0.9; the data is not what it was trained on (data.paths was "
-        f"['{shared_path}/corpus'], now {text}). "
+        "step-00000002.h5 belongs to another training: seed was 3, now 4; train.batch was 12, now 6; "
+        "optim.weight_decay was 0.1, now 0.3; optim.beta2 was 0.95, now 0.9; the data is not what "
+        f"it was trained on (data.paths was ['{shared_path}/corpus'], now {text}). "
     )
     unsharded()
     with pytest.raises(UsageError, match=re.escape(expected)) as caught:
@@ -581,7 +581,7 @@ def test_a_second_training_in_a_folder_is_refused_on_all_ranks(world, make_confi
     if world.rank == 0:
         held.acquire()
     world.comm.Barrier()
-    with pytest.raises(UsageError, match=r"is another training's: (job \S+, )?process .* choose another run_dir"):
+    with pytest.raises(UsageError, match=r"another training uses .*: (job \S+, )?process .* choose another run_dir"):
         run(config, world)
     assert not list(Path(config.run_dir).glob("checkpoints"))
     world.comm.Barrier()
@@ -606,7 +606,7 @@ def test_a_folder_that_is_removed_in_a_training_is_reported_and_made_again(world
     with caplog.at_level("ERROR", "hpcfsdp"):
         run(config, world)
     if world.rank == 0:
-        assert [message for message in caplog.messages if "was removed while the training goes on" in message]
+        assert [message for message in caplog.messages if "was removed during the training" in message]
     world.comm.Barrier()
     folder = Path(config.run_dir)
     assert [path.name for path in checkpoint.checkpoint_files(folder / "checkpoints")] == ["step-00000004.h5"]

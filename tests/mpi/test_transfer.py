@@ -520,7 +520,7 @@ def test_a_sharded_tensor_of_other_ranks_is_refused_by_all(world, comm):
     parts, shard = example.parts(False)
     there, here = re.escape(str(list(range(world.size)))), re.escape(str(half))
     with pytest.raises(
-        StateDictError, match=f"'a': its ShardedTensor is on the ranks {there}.*over \\({here}\\): load"
+        StateDictError, match=f"'a': its ShardedTensor is on the ranks {there}.*of the model \\({here}\\) .*: load"
     ):
         scatter(groups, parts, [example.values[0], a])
     assert torch.equal(shard, torch.full_like(shard, UNTOUCHED))

@@ -217,8 +217,8 @@ def test_only_what_alloc_gave_can_be_freed_and_only_once(make):
         with pytest.raises(CommunicationError) as caught:
             comm.free(tensor)
         assert str(caught.value) == (
-            f"free on rank {comm.rank}: this tensor of 8 x torch.float32 did not come from alloc of this communicator, "
-            "is a part of what did, or was freed before"
+            f"free on rank {comm.rank}: this tensor of 8 x torch.float32 is not a whole tensor from this "
+            "communicator's alloc, or was freed before"
         )
     mine.fill_(1.0)  # freed memory is plain memory as long as a tensor uses it
     comm.all_reduce(mine, "sum")

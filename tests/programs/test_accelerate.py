@@ -97,7 +97,7 @@ def test_accelerate_beside_a_sharded_model(world):
 def test_a_sharded_model_is_not_prepared(world):
     accelerator = Accelerator(cpu=True)
     model = shard(GPT2, build(), use_orig_params=True)
-    mistake = r"Accelerator\.prepare, was called with a model that .* prepare the optimizer and the data loader without"
+    mistake = r"Accelerator\.prepare, was called with a model that .* prepare only the optimizer and the data loader"
     with pytest.raises(EngineError, match=mistake):
         accelerator.prepare(model, adam(model), DataLoader(Texts(), batch_size=1))
     with pytest.raises(EngineError, match=mistake):
@@ -117,7 +117,7 @@ def test_an_accelerator_that_counts_one_process(world, monkeypatch):
         warnings.simplefilter("always")
         prepared, optimizer = accelerator.prepare(model, optimizer)
     assert prepared is model
-    text = f"sharded over {world.size} ranks, and accelerate counts one process: it gives every rank the same data"
+    text = f"sharded over {world.size} ranks, but accelerate sees only one process and gives every rank the same data"
     assert [text in str(warning.message) for warning in caught] == [True] * (world.size > 1)
     loader = DataLoader(Texts(), batch_size=BATCH)
     losses = train(accelerator, prepared, optimizer, loader, lambda: model.clip_grad_norm_(1.0))

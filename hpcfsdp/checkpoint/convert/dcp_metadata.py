@@ -92,8 +92,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise CheckpointError(
-            f"{METADATA_NAME} asks for {module}.{name}, which torch.distributed.checkpoint does not write: "
-            "nothing of it is executed here"
+            f"{METADATA_NAME} asks for {module}.{name}, which torch.distributed.checkpoint does not write: hpcfsdp "
+            "executes no code from a file"
         )
 
 

@@ -42,21 +42,21 @@ def export_peft(
     progress: Progress = no_progress,
     files: Files | None = None,
 ) -> Exported:
-    """Write a LoRA or DoRA adapter, with modules that were trained whole; not collective.
+    """Not collective. Export a LoRA or DoRA adapter, and modules that were trained as a whole, for PEFT.
 
     Args:
-        source: a checkpoint of the ``PeftModel``, of all of it or of the adapters alone.
-        folder: made if it is missing.
+        source: a checkpoint of the whole ``PeftModel``, or of its adapters alone.
+        folder: the folder to write; created if it is missing.
         config: ``model.peft_config[adapter]``, or the same as a dict, or the path of an ``adapter_config.json``.
         adapter: its name in the model.
         force: replace existing files.
-        progress: of the bytes of tensors, as for ``export_checkpoint``.
+        progress: shows the bytes of tensors written, as for ``export_checkpoint``.
 
     Returns:
-        What has been written; its ``files`` are the weights and the configuration.
+        A description of what was written; its ``files`` are the weights and the configuration.
 
     Raises:
-        CheckpointError: the configuration is not one of LoRA, the checkpoint has no such adapter, something is there
+        CheckpointError: the configuration is not one of LoRA, the checkpoint has no such adapter, a file exists
             already, or it cannot be written.
         CheckpointCorruptError: the checkpoint is damaged.
     """

@@ -138,7 +138,7 @@ def _unfolded(whole: _Shared, most: int) -> int:
             inside.discard(id(found))
             path.pop()
         elif id(part) in inside:
-            raise ValueError("it holds a list that is in itself")
+            raise ValueError("it holds a list that contains itself")
         else:
             inside.add(id(part))
             path.append((part, iter(part.parts)))

@@ -14,7 +14,7 @@ MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 OPTIM_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
 STEP_KEY = "step"
 
-_ALONE = "--no-optimizer takes the model alone"
+_ALONE = "--no-optimizer imports only the model"
 
 _KNOWN = f"a model is looked for under {', '.join(MODEL_KEYS)}, an optimizer under {', '.join(OPTIM_KEYS)}"
 
@@ -97,7 +97,9 @@ def _check_meant(tree: Mapping[Any, Any], models: list[str], optims: list[str]) 
     """Raises unless the keys of model and optimizer are unambiguous."""
     for found in (models, optims):
         if len(found) > 1:
-            raise CheckpointError(f"{found[0]!r} and {found[1]!r} both could be meant: save it with one of them")
+            raise CheckpointError(
+                f"{found[0]!r} and {found[1]!r} could both be meant: save the file with only one of them"
+            )
     for key in OPTIM_KEYS:
         _check_not_flattened(key, tree.get(key))
     if models or optims:

@@ -78,7 +78,7 @@ def pack(tensors: Sequence[tuple[str, schema.TensorSpec]], metadata: Mapping[str
     for name, spec in order:
         if spec.dtype not in _CODES:
             raise CheckpointError(
-                f"{name!r} is of dtype {spec.dtype}, which safetensors does not have: leave it out with --names, or "
+                f"{name!r} has dtype {spec.dtype}, which safetensors does not support: leave it out with --names, or "
                 "export to pt or dcp"
             )
         if name in header:
@@ -147,7 +147,7 @@ def _entry(name: str, value: Any, begin: int) -> Entry:
     if not (isinstance(code, str) and _are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
         raise ValueError(f"{name!r} has the shape {shape!r} and the dtype {code!r} at {offsets!r}")
     if code not in _DTYPES:
-        raise CheckpointError(f"{name!r} is of dtype {code}, which checkpoints do not hold")
+        raise CheckpointError(f"{name!r} has dtype {code}, which checkpoints do not support")
     entry = Entry(name, _DTYPES[code], tuple(shape), begin + offsets[0])
     if offsets[1] - offsets[0] != entry.nbytes:
         raise ValueError(f"{name!r} of shape {shape} and dtype {code} has {offsets[1] - offsets[0]} bytes")

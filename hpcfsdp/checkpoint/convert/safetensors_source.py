@@ -50,7 +50,7 @@ def open_safetensors(path: Path, files: Files, *, optimizer: bool = True) -> Ite
             elements = np.empty(numel, schema.numpy_dtype(spec.dtype))
             view = memoryview(elements.view(np.uint8))
             if files.read(fd, view, entry.begin + start * spec.itemsize) < view.nbytes:
-                raise CheckpointCorruptError(f"{path}: has become shorter while it was read")
+                raise CheckpointCorruptError(f"{path}: became shorter while it was being read")
             return elements
 
         specs = [TensorSpec(name, entry.shape, entry.dtype) for name, (_, entry) in by_path.items()]

@@ -29,8 +29,8 @@ from hpcfsdp.checkpoint.format.schema import MOST_LEVELS, TensorSpec
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 _MEND = (
-    "it holds more than tensors, numbers, strings and containers, and nothing of it is executed here: where you trust "
-    "it, load it with torch.load(..., weights_only=False), and torch.save its state dicts alone"
+    "it holds more than tensors, numbers, strings and containers, and hpcfsdp executes no code from a file: if you "
+    "trust it, load it with torch.load(..., weights_only=False) and torch.save only its state dicts"
 )
 
 
@@ -136,7 +136,7 @@ def _stored(value: Any, place: str, budget: MemoryBudget, level: int = 0) -> Any
     if isinstance(value, torch.Tensor):
         return _stored_tensor(value, place, budget)
     if level > MOST_LEVELS:
-        raise CheckpointError(f"lists and dicts are in each other over more than {MOST_LEVELS} levels")
+        raise CheckpointError(f"lists and dicts are nested more than {MOST_LEVELS} levels deep")
     if isinstance(value, Mapping):
         return {key: _stored(entry, f"{place}[{key!r}]", budget, level + 1) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -148,7 +148,7 @@ def _stored_tensor(tensor: torch.Tensor, place: str, budget: MemoryBudget) -> St
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
         kind = "quantized" if tensor.is_quantized else f"{tensor.layout}, on {tensor.device}"
-        raise CheckpointError(f"{place} is a tensor of {dtype} ({kind}); dense tensors can be kept")
+        raise CheckpointError(f"{place} is a tensor of {dtype} ({kind}); only dense tensors are supported")
     tensor = tensor.detach()
     if tensor.nbytes > tensor.untyped_storage().nbytes():
         try:
@@ -167,7 +167,7 @@ def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
         if not isinstance(tree, dict):
             break
     if not isinstance(tree, dict) or path[-1] in tree:
-        raise CheckpointCorruptError(f"{'.'.join(map(str, path))!r} is at the place of another entry")
+        raise CheckpointCorruptError(f"{'.'.join(map(str, path))!r} has the same place as another entry")
     tree[path[-1]] = value
 
 

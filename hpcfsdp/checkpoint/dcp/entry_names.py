@@ -253,16 +253,16 @@ class Request:
                 self._refuse(name)
             if answer is not None and not self._alike(answer, found[name]):
                 raise CheckpointMismatchError(
-                    f"{name!r} can be what was saved as {dotted(answer.path)!r} or {dotted(found[name].path)!r}, which "
+                    f"{name!r} may be {dotted(answer.path)!r} or {dotted(found[name].path)!r} in the file, and these "
                     "differ in shape or dtype: give the state dict the outer keys that it was saved with"
                 )
         return found
 
     def _refuse(self, name: str) -> None:
         raise CheckpointMismatchError(
-            f"holds {name!r} only under other outer keys, which do not match all names of the state dict, each "
-            "in a place of its own: use the outer keys that it was saved with, or leave out unsaved entries "
-            f"(the first name in the file is {next(iter(self._names.entries))!r})"
+            f"holds {name!r} only under other outer keys, and these do not fit all names of the state dict: use the "
+            "outer keys that it was saved with, or leave out unsaved entries (the first name in the file is "
+            f"{next(iter(self._names.entries))!r})"
         )
 
 

@@ -29,7 +29,7 @@ def plan_entries(plans: Sequence[StatePlan]) -> dict[str, Entry]:
         kinds.setdefault(item.index.fqn, set()).add(item.type != WriteItemType.BYTE_IO)
     both = [name for name, found in kinds.items() if len(found) > 1]
     if both:
-        raise CheckpointError(f"the state dict's {both[0]!r} is a tensor on some ranks, and none on others")
+        raise CheckpointError(f"the state dict's {both[0]!r} is a tensor on some ranks but not on others")
     # In the order of the state dict; names that its planner does not describe come last.
     ordered = [*(name for name in paths if name in kinds), *(name for name in kinds if name not in paths)]
     known = {name: _checked_path(name, paths.get(name)) for name in ordered}
@@ -63,8 +63,8 @@ def plan_tensors(plans: Sequence[StatePlan], entries: Mapping[str, Entry]) -> tu
             owners.setdefault(name, rank)
             if find_outside(spec.shape, [box]) is not None:
                 raise CheckpointError(
-                    f"rank {rank} has {list(box.sizes)} elements from {list(box.offsets)} on of {spec.path}, which is "
-                    f"{list(spec.shape)}"
+                    f"rank {rank} has a block of size {list(box.sizes)} at {list(box.offsets)} of {spec.path}, but "
+                    f"its shape is {list(spec.shape)}"
                 )
             blocks.append(box_blocks(spec.shape, box, spec.itemsize))
             blocks[-1]["tensor"], blocks[-1]["rank"] = tensors[name], rank
@@ -78,7 +78,7 @@ def plan_tensors(plans: Sequence[StatePlan], entries: Mapping[str, Entry]) -> tu
 def _spec(item: WriteItem, entry: Entry) -> TensorSpec:
     dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
     if not schema.supported(dtype):
-        raise CheckpointError(f"{entry.dataset!r} has dtype {dtype}, which checkpoints do not hold")
+        raise CheckpointError(f"{entry.dataset!r} has dtype {dtype}, which checkpoints do not support: convert it")
     return TensorSpec(entry.dataset, tuple(item.tensor_data.size), dtype)
 
 

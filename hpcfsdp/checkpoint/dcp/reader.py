@@ -48,7 +48,7 @@ class HDF5Reader(StorageReader):
         """Not collective, touches no disk.
 
         Args:
-            path: of the file, which all ranks see. None: ``dcp.load`` gets it as `checkpoint_id`.
+            path: the file to read, which all ranks must see. None: pass the path to ``dcp.load`` as `checkpoint_id`.
             verify: compare the bytes with their checksums.
         """
         self._path, self._verify = path, verify
@@ -57,7 +57,7 @@ class HDF5Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is the path of an existing file."""
+        """Whether `checkpoint_id` is the path of an existing file."""
         return os.path.isfile(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -106,7 +106,7 @@ class HDF5Reader(StorageReader):
             if plan.storage_data[1] != plans[0].storage_data[1]:
                 raise CheckpointMismatchError(
                     f"rank 0 reads {plans[0].storage_data[0]}, rank {rank} {plan.storage_data[0]}, which is another "
-                    "checkpoint, or has been replaced in between: have all ranks read one file"
+                    "checkpoint, or was replaced in between: let all ranks read the same file"
                 )
         return plans
 
@@ -114,7 +114,7 @@ class HDF5Reader(StorageReader):
         """Reads this rank's items; not collective.
 
         Raises CheckpointError if they cannot be read, CheckpointCorruptError for a wrong checksum,
-        CheckpointReplacedError if the file is another one by now.
+        CheckpointReplacedError if another file has replaced it.
         """
         index, _ = self._index()
         entries = self._settled(plan)
@@ -229,7 +229,8 @@ def _read_tensor(reader: BlockReader, spec: TensorSpec, item: ReadItem, planner:
     box = Box(tuple(item.storage_offsets), tuple(item.lengths))
     if tuple(target.shape) != box.sizes:
         raise CheckpointMismatchError(
-            f"{reader.path}: the planner has memory of shape {list(target.shape)} for {list(box.sizes)} of {spec.path}"
+            f"{reader.path}: the planner gives a tensor of shape {list(target.shape)} for a block of shape "
+            f"{list(box.sizes)} of {spec.path}"
         )
     for part, narrowed in slabs(box, spec.itemsize):
         values = torch.from_numpy(read_box(reader, spec, part)).view(getattr(torch, spec.dtype))

@@ -96,11 +96,11 @@ class HDF5Writer(StorageWriter):
         """Not collective, touches no disk.
 
         Args:
-            path: of the file, on a file system that all ranks share; the coordinator's counts. None: it is given to
-                ``dcp.save`` as `checkpoint_id`.
-            step: number of the training step, kept in the file.
-            extra: further values, as ``hpcfsdp.checkpoint.save`` takes them; the coordinator's are kept.
-            config: the configuration of the run, as JSON knows it.
+            path: the file to write, on a file system that all ranks share; the coordinator's path is used. None: pass
+                the path to ``dcp.save`` as `checkpoint_id`.
+            step: the number of the training step, stored in the file.
+            extra: further values, as for ``hpcfsdp.checkpoint.save``; the coordinator's are stored.
+            config: the configuration of the run, made of JSON values.
             files: the disk operations, for tests.
         """
         self._path = path
@@ -111,7 +111,7 @@ class HDF5Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it can be the path of a new file: not a directory, nor a URL."""
+        """Whether `checkpoint_id` can be the path of a new file: it is not a directory or a URL."""
         return "://" not in os.fspath(checkpoint_id) and not os.path.isdir(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -125,8 +125,8 @@ class HDF5Writer(StorageWriter):
         self._abandon()
         if not kwargs.get("use_collectives", True):
             raise CheckpointError(
-                "use_collectives=False has each rank write a checkpoint of its own; one file needs all of them: leave "
-                "it out"
+                "with use_collectives=False each rank would write its own checkpoint, but one file needs all ranks: "
+                "leave it out"
             )
         if self._path is None:
             raise CheckpointError("no path: give one to HDF5Writer, or as checkpoint_id to torch's save")
@@ -182,13 +182,16 @@ class HDF5Writer(StorageWriter):
         try:
             with naming_write_errors(draft.path):
                 if tuple(item.index for item in plan.items) != assignment.items:
-                    raise CheckpointError("the planner's finish_plan has changed this rank's items")
+                    raise CheckpointError(
+                        "the planner's finish_plan changed this rank's items, which is not supported: use "
+                        "DefaultSavePlanner"
+                    )
                 try:
                     results = _write_items(draft, plan.items, assignment, planner)
                 except DraftMissingError:
                     raise CheckpointError(
-                        f"{draft.partial} is not here: another rank has failed and removed it, or this one does not "
-                        "see the file system of the coordinator"
+                        f"{draft.partial} is not here: another rank failed and removed it, or this rank does not see "
+                        "the coordinator's file system"
                     ) from None
         except BaseException:
             draft.discard()  # the coordinator would not know in time
@@ -207,7 +210,7 @@ class HDF5Writer(StorageWriter):
         try:
             with naming_write_errors(pending.draft.path):
                 if [tuple(result.index for result in own) for own in results] != pending.items:
-                    raise CheckpointError("ranks have written other items than was planned for them")
+                    raise CheckpointError("ranks have written other items than planned")
                 sums = [b"".join(result.storage_data.sums for result in own) for own in results]
                 rows = extent_rows(pending.plan, pending.skeleton.offsets, sums)
                 rows = rows[np.lexsort((rows["start"], rows["tensor"]))]
@@ -219,7 +222,7 @@ class HDF5Writer(StorageWriter):
                     self._small_values(pending.entries, [result for own in results for result in own]),
                 )
                 if (skeleton.offsets, skeleton.table) != (pending.skeleton.offsets, pending.skeleton.table):
-                    raise CheckpointError("HDF5 has laid the file out in two different ways")
+                    raise CheckpointError("HDF5 laid the file out in another way than when it was created")
                 pending.draft.commit(skeleton, rows)
         except BaseException:
             self._abandon()
@@ -327,7 +330,7 @@ def _look_up(item: WriteItem, planner: SavePlanner) -> Written:
     if look_up is None:
         raise CheckpointError(
             f"the state dict's {item.index.fqn!r} is no tensor, and the planner {type(planner).__name__} has no "
-            "lookup_object to get it from, only pickled bytes: derive it from DefaultSavePlanner"
+            "lookup_object to return it, only pickled bytes: derive the planner from DefaultSavePlanner"
         )
     return Written(b"", *to_plain(item.index.fqn, look_up(item.index)))
 

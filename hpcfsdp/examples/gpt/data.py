@@ -88,7 +88,7 @@ class Corpus:
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from error
         if len(data) != count:
-            raise DataError(f"{path}: has become shorter while it was in use; start the run again")
+            raise DataError(f"{path}: became shorter while it was being read; start the run again")
         return np.frombuffer(data, dtype=np.uint8)
 
 

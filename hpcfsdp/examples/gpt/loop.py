@@ -215,7 +215,7 @@ class Trainer:
         if newest is not None and self.config.checkpoint.resume == "never":
             raise UsageError(
                 f"checkpoint.resume is never, but {self.run_dir} holds checkpoints up to {newest.name}: a second "
-                "training there would mix with the first; choose another run_dir, or remove that one"
+                "training would mix its files with them; choose another run_dir, or remove this one"
             )
         return newest
 
@@ -242,7 +242,7 @@ class Trainer:
             path = Path(wanted)
         elif path is not None and wanted != "auto" and Path(wanted) != path:
             # A job that the scheduler starts again has its first arguments: it must not start over.
-            log.warning("the run has gone on since %s: resuming from %s", wanted, path)
+            log.warning("the run has continued since %s: resuming from %s", wanted, path)
         if path is None:
             elements = count_elements(self.config.model)
             log.info("new run: %d parameters on %s, %s", elements, self._ranks(), self.world.device.type)
@@ -297,7 +297,8 @@ def check_changes(config: RunConfig, corpus: str, info: checkpoint.CheckpointInf
     texts = {key: f"{key} was {old}, now {new}" for key, (old, new) in differing.items()}
     if wrong := [texts[key] for key in OF_THE_MODEL if key in texts]:
         raise CheckpointMismatchError(
-            f"{info.path} is of another model: {'; '.join(wrong)}. Give its values, or choose another run_dir"
+            f"{info.path} belongs to another model: {'; '.join(wrong)}. Use the checkpoint's values, or choose "
+            "another run_dir"
         )
     changed = [texts[key] for key in OF_THE_TRAINING if key in texts]
     if trained_on != corpus:
@@ -305,8 +306,8 @@ def check_changes(config: RunConfig, corpus: str, info: checkpoint.CheckpointInf
         changed.append(f"the data is not what it was trained on (data.paths was {paths}, now {config.data.paths})")
     if changed and not config.checkpoint.resume_changed:
         raise UsageError(
-            f"{info.path} is of another training: {'; '.join(changed)}. Give its values, choose another run_dir, or "
-            "give --checkpoint.resume_changed true to go on with the new values"
+            f"{info.path} belongs to another training: {'; '.join(changed)}. Use the checkpoint's values, choose "
+            "another run_dir, or give --checkpoint.resume_changed true to continue with the new values"
         )
     noted = changed + [text for key, text in texts.items() if key not in OF_THE_TRAINING]
     if noted:
@@ -331,7 +332,7 @@ def on_rank_0(world: World, work: Callable[[], Result]) -> Result:
 
 def _diverged(what: str) -> HpcfsdpError:
     error = HpcfsdpError(
-        f"{what}: training has diverged; the last checkpoint is from before. Try a lower optim.lr or a longer "
+        f"{what}: training has diverged; the last checkpoint is from before that. Try a lower optim.lr or a longer "
         "optim.warmup_steps"
     )
     error.raised_on_all_ranks = True

@@ -211,5 +211,5 @@ def _check_mesh(config: RunConfig, num_ranks: int, num_nodes: int) -> None:
         )
     if heads % mesh.tensor:
         raise UsageError(
-            f"model.heads ({heads}) must be a multiple of mesh.tensor ({mesh.tensor}): attention is cut by heads"
+            f"model.heads ({heads}) must be a multiple of mesh.tensor ({mesh.tensor}): attention is divided by heads"
         )

@@ -245,8 +245,8 @@ def _unpickled(rank: int, text: bytes) -> Any:
         return pickle.loads(text)
     except Exception as error:  # whatever a class of a user's own raises
         raise StateDictError(
-            f"the optimizer's state or groups of rank {rank} cannot be unpickled: {type(error).__name__}: "
-            f"{error}: have all ranks import the modules that its values are from"
+            f"the optimizer's state or groups of rank {rank} cannot be unpickled: {type(error).__name__}: {error}: "
+            "all ranks must be able to import the modules that define its classes"
         ) from error
 
 
@@ -319,13 +319,15 @@ def check_same_groups(gathered: GatheredState) -> None:
             continue
         where = f"of rank {rank}'s optimizer"
         if len(groups) != len(first):
-            raise StateDictError(f"there are {len(groups)} parameter groups {where}, and {len(first)} of rank 0's")
+            raise StateDictError(
+                f"there are {len(groups)} parameter groups in rank {rank}'s optimizer, but {len(first)} in rank 0's"
+            )
         for place, ((names, hyper), (first_names, first_hyper)) in enumerate(zip(groups, first, strict=True)):
             odd = sorted(set(names) ^ set(first_names))
             if odd:
                 has, lacks = (rank, 0) if odd[0] in names else (0, rank)
                 raise StateDictError(
-                    f"{odd[0]!r} is in parameter group {place} of rank {has}'s optimizer, and not of rank {lacks}'s"
+                    f"{odd[0]!r} is in parameter group {place} of rank {has}'s optimizer, but not of rank {lacks}'s"
                 )
             for key in sorted(hyper.keys() | first_hyper.keys()):
                 here, there = hyper.get(key), first_hyper.get(key)

@@ -48,7 +48,7 @@ class OptimizerState:
         """
         groups = [{**group, "params": [name for name in group["params"] if name in names]} for group in self.groups]
         if not any(group["params"] for group in groups):
-            raise CheckpointError("the optimizer steps no parameter that names= chooses: leave it out")
+            raise CheckpointError("the optimizer steps no parameter that names= chooses: leave the optimizer out")
         return OptimizerState(
             [tensor for tensor in self.tensors if tensor.name.rpartition("/")[0] in names],
             {name: value for name, value in self.scalars.items() if name.rpartition("/")[0] in names},
@@ -75,8 +75,8 @@ def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> LocalOpti
     odd = next((key for key in optimizer.state if not isinstance(key, torch.Tensor)), None)
     if odd is not None:
         raise CheckpointError(
-            f"the optimizer remembers {odd!r}, which belongs to no parameter: keep it in its param_groups, or give it "
-            "to extra="
+            f"the optimizer's state holds {odd!r}, which belongs to no parameter: keep it in the param_groups, or "
+            "pass it as extra="
         )
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = iter(range(len(params)))
@@ -119,7 +119,7 @@ def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo]) ->
     def add(fqn: str, state: Mapping[str, Any]) -> None:
         for key, value in state.items():
             if "/" in key:
-                raise CheckpointError(f"optimizer state {key!r} of {fqn!r}: a key with / in it")
+                raise CheckpointError(f"optimizer state {key!r} of {fqn!r}: a key with / in it cannot be saved")
             if isinstance(value, torch.Tensor):
                 tensors.append(unsharded(f"{fqn}/{key}", value))
             elif isinstance(value, (bool, int, float)):
@@ -134,7 +134,7 @@ def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo]) ->
     for info, state in own.flat_param_states(elsewhere):
         for (key, _), parts in state.shards.items():
             if "/" in key:
-                raise CheckpointError(f"optimizer state {key!r}: a key with / in it")
+                raise CheckpointError(f"optimizer state {key!r}: a key with / in it cannot be saved")
             tensors += parts.in_file(info.mesh, [f"{slot.fqn}/{key}" for slot in info.layout.slots])
         for part in (state.whole, state.scalars, state.others):
             for fqn, values in part.items():
@@ -248,8 +248,8 @@ def _check_named(groups: list[dict[str, Any]]) -> None:
         if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
             raise CheckpointMismatchError(
                 f"its optimizer's parameters are {'not listed' if params is None else f'listed as {params!r:.40}'}, "
-                "not by their names, as in optimizer.state_dict(): load it with optimizer=None, and save the optimizer "
-                "by hpcfsdp.checkpoint.save, or as torch's get_state_dict gives it"
+                "but must be listed by name, not by number as in optimizer.state_dict(): load it with "
+                "optimizer=None, and save optimizers with hpcfsdp.checkpoint.save, or with torch's get_state_dict"
             )
 
 
@@ -273,8 +273,8 @@ def _fitted(optimizer: torch.optim.Optimizer, number: int, key: str, value: Any)
         fits = _are_alike(now, value)
     if not fits:
         raise CheckpointMismatchError(
-            f"its optimizer's group {number} has {key}={value!r:.60}, the optimizer here {now!r:.60}: it is of another "
-            "kind of optimizer, or damaged; load it with optimizer=None"
+            f"its optimizer's group {number} has {key}={value!r:.60}, the optimizer here {now!r:.60}: it belongs to "
+            "another kind of optimizer, or is damaged; load it with optimizer=None"
         )
     return value
 

@@ -206,8 +206,8 @@ def get_param_key_to_param(
     for place, param in enumerate(params):
         if param not in names:
             raise StateDictError(
-                f"parameter {place} of the optimizer, of shape {tuple(param.shape)}, has no name in the optimizer nor "
-                "in the model: build the optimizer from model.named_parameters() after wrapping the model"
+                f"parameter {place} of the optimizer, of shape {tuple(param.shape)}, has no name in the optimizer or "
+                "the model: build the optimizer from model.named_parameters() after wrapping the model"
             )
     return {names[param]: param for param in params}
 
@@ -242,8 +242,8 @@ def resolve_param_keys(
         built_from = list(get_param_id_to_param_from_optim_input(model, optim_input).values())
         if len(stepped) != len(built_from) or any(map(operator.is_not, stepped, built_from)):
             raise StateDictError(
-                f"optim, of {len(stepped)} parameter(s), was not built from optim_input, {len(built_from)} "
-                "parameter(s), or in another order: pass optim alone"
+                f"optim ({len(stepped)} parameter(s)) was not built from optim_input ({len(built_from)} "
+                "parameter(s)), or in another order: pass optim alone"
             )
     return get_param_key_to_param(optim, model, is_named_optimizer)
 
@@ -262,8 +262,8 @@ def map_param_key_to_optim_keys(
     for key, param in param_key_to_param.items():
         if param not in param_to_fqns:
             raise StateDictError(
-                f"parameter {key!r} of the optimizer, of shape {tuple(param.shape)}, is none of the model's: build the "
-                "optimizer from model.parameters() after wrapping the model"
+                f"parameter {key!r} of the optimizer, of shape {tuple(param.shape)}, does not belong to the model: "
+                "build the optimizer from model.parameters() after wrapping the model"
             )
         names = tuple(param_to_fqns[param])
         found[OptimStateKey(names, names[0] in fqn_to_info)] = key
@@ -313,7 +313,7 @@ def check_known(names: Iterable[Any], known: Iterable[str], what: str) -> None:
         return
     if all(isinstance(name, int) for name in unknown):
         raise StateDictError(
-            f"{what} calls parameters by number ({unknown[0]}), not by name: turn numbers into names with "
+            f"{what} identifies parameters by number ({unknown[0]}), not by name: turn numbers into names with "
             "FullyShardedDataParallel.rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, model, "
             "optim=optim)"
         )

@@ -217,7 +217,8 @@ def optim_state_dict_to_load(
             )
             for key in plan.users:
                 warnings.warn(
-                    f"optimizer state {key!r} belongs to no parameter of the model: it is copied", stacklevel=4
+                    f"optimizer state {key!r} belongs to no parameter of the model: it is copied unchanged",
+                    stacklevel=4,
                 )
             packed = plan.to_message().packed()
         gathered = allgather_state_info(ranks, packed)

@@ -152,7 +152,7 @@ class LocalOptimState:
         strangers += [key for group in self.groups or () for key in group["params"] if key not in self.params]
         if strangers:
             raise StateDictError(
-                f"the optimizer's state dict holds parameter {strangers[0]!r}, and the optimizer has "
+                f"the optimizer's state dict holds parameter {strangers[0]!r}, but the optimizer has only "
                 f"{len(self.params)} parameter(s): pass the state dict of this optimizer"
             )
 
@@ -187,9 +187,9 @@ class LocalOptimState:
             for name, value in merged[fqn].non_tensors.items() if fqn in merged else ():
                 if isinstance(value, Unpicklable) and name not in self.states.get(fqn, {}):
                     raise StateDictError(
-                        f"optimizer state {name!r} of {fqn!r} is {value}, and rank "
-                        f"{self.infos[fqn].comm.rank} has no elements of the parameter: let the class be pickled, or "
-                        "use use_orig_params=False"
+                        f"optimizer state {name!r} of {fqn!r} is {value}, but rank {self.infos[fqn].comm.rank} needs "
+                        "it and has no elements of the parameter: make the class picklable, or use "
+                        "use_orig_params=False"
                     )
 
     def to_message(self) -> RankState:
@@ -240,8 +240,8 @@ def check_state_shapes(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any]) 
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) != shape:
             raise StateDictError(
-                f"optimizer state {name!r} of {fqn!r} has shape {tuple(value.shape)}, neither a scalar nor that of "
-                f"what the optimizer steps, {shape}: no part of it can be assigned to an element"
+                f"optimizer state {name!r} of {fqn!r} has shape {tuple(value.shape)}, but must be a scalar or have "
+                f"the shape of the parameter that the optimizer steps, {shape}"
             )
 
 

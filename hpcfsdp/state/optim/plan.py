@@ -148,8 +148,8 @@ class LoadPlan:
             if found[name] is None:
                 why = "has no dimensions" if fqn in self.infos else "is of a parameter that is not sharded here"
                 raise StateDictError(
-                    f"state {name!r} of {fqn!r} is a {type(value).__name__}, and {why}, so that each rank needs all of "
-                    "it: load a full state dict, or put whole tensors in its place"
+                    f"state {name!r} of {fqn!r} is a {type(value).__name__}, and {why}, so each rank needs the "
+                    "whole: load a full state dict, or put whole tensors in its place"
                 )
         return found
 
@@ -194,11 +194,11 @@ class LoadPlan:
                 continue
             if optim is not None and optim.state.get(params[own_key]):
                 raise StateDictError(
-                    f"{self._what} holds no state of {name!r}, and the optimizer has some ("
-                    f"{', '.join(sorted(map(str, optim.state[params[own_key]])))}): it would start anew while others "
-                    "go on"
+                    f"{self._what} holds no state of {name!r}, but the optimizer has some "
+                    f"({', '.join(sorted(map(str, optim.state[params[own_key]])))}): this parameter would start "
+                    "without state while the others continue"
                 )
-            log.info("%s holds no state of %r: the optimizer will make it anew", self._what, name)
+            log.info("%s holds no state of %r: the optimizer will create it at its next step", self._what, name)
 
     def _check_shapes_held(self, params: Mapping[ParamKey, nn.Parameter], optim: torch.optim.Optimizer) -> None:
         """Refuse state of whole parameters in another shape than the optimizer's own state has.
@@ -213,7 +213,7 @@ class LoadPlan:
                     if here is not None and given is not None and here[0] != given[0]:
                         raise StateDictError(
                             f"state {state!r} of {name!r} has shape {given[0]}, and that of the optimizer {here[0]}: "
-                            "it is the state of another model, or of another optimizer"
+                            "the state belongs to another model or another optimizer"
                         )
 
     def _matched(
@@ -237,7 +237,7 @@ class LoadPlan:
             found.append({**group, "params": list(keys)})
         if left:
             raise StateDictError(
-                f"{self._what} has {len(given)} parameter groups, the optimizer {len(own)}: there is none with "
+                f"{self._what} has {len(given)} parameter groups, the optimizer {len(own)}: there is no group with "
                 f"{', '.join(repr(name) for name in sorted(left[0][0])[:3]) or 'no parameters'}"
             )
         return found
@@ -314,8 +314,8 @@ def _check_same_names(fqn: str, given: Mapping[str, Any], held: Mapping[str, Any
     lacking = sorted(str(name) for name in held if name not in given)
     if lacking:
         raise StateDictError(
-            f"the state dict holds no {lacking[0]!r} of {fqn!r}, and has {sorted(map(str, given))}; the optimizer has "
-            f"{sorted(map(str, held))}: it is the state of another optimizer, or of one with other options"
+            f"the state dict holds no {lacking[0]!r} of {fqn!r}, and has {sorted(map(str, given))}; the optimizer "
+            f"has {sorted(map(str, held))}: the state belongs to another optimizer, or to one with other options"
         )
 
 

@@ -124,7 +124,7 @@ def _check_groups(groups: list[dict[str, Any]], optim: torch.optim.Optimizer, na
             if odd[0] in expected:
                 has, lacks = lacks, has
             raise StateDictError(
-                f"{names[odd[0]]!r} is in parameter group {place} of the {has}, and not of the {lacks}: build the "
+                f"{names[odd[0]]!r} is in parameter group {place} of the {has}, but not of the {lacks}: build the "
                 "optimizer with the groups that were saved"
             )
 
@@ -140,8 +140,8 @@ def check_numbers(keys: list[int], names: Mapping[int, str]) -> None:
     strange = [key for key in keys if key not in names]
     if strange:
         raise StateDictError(
-            f"the state dict holds parameter {strange[0]}, and the optimizer has {len(names)} parameter(s): pass the "
-            "model and the optimizer that the state dict is of"
+            f"the state dict holds parameter {strange[0]}, but the optimizer has only {len(names)} parameter(s): "
+            "pass the model and the optimizer that the state dict is of"
         )
 
 
@@ -152,13 +152,14 @@ def _names(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: O
     for number, param in resolve_param_keys(model, optim, optim_input).items():
         if param not in fqns:
             raise StateDictError(
-                f"parameter {number} of the optimizer, of shape {tuple(param.shape)}, is none of the model's"
+                f"parameter {number} of the optimizer, of shape {tuple(param.shape)}, does not belong to the model: "
+                "pass the model whose parameters it steps"
             )
         if len(fqns[param]) > 1:
             first, second, *_ = fqns[param]
             raise StateDictError(
                 f"parameter {number} of the optimizer is a flat parameter that stands for {first!r}, {second!r} and "
-                "others: names and numbers belong to each other for a plain model, or with use_orig_params=True"
+                "others: names match numbers only in a plain model, or with use_orig_params=True"
             )
         [found[int(number)]] = fqns[param]
     return found

@@ -92,7 +92,10 @@ def optim_state_dict(
             if not gathered.has_one_order:
                 own.reorder_groups()
         if differing is not None and ranks.rank == 0:
-            log.warning("the optimizer's state of %s is not the same, and is not sharded: each has its own", differing)
+            log.warning(
+                "the optimizer's state of %s differs: it is not sharded, so each rank's state dict has its own values",
+                differing,
+            )
         with keeping_scratch():
             if differing is None and not form.sharded:  # else ranks may have other ones
                 own.unsharded = {name: _made_whole(state) for name, state in sorted(own.unsharded.items())}
@@ -114,7 +117,7 @@ def _gathered(
     found: dict[str, Any] = {"state": {name: states[name] for name in in_order if name in states}}
     for key, value in own.users.items():
         warnings.warn(
-            f"optimizer state {key!r} belongs to no parameter of the model: it is copied as it is, of this rank alone",
+            f"optimizer state {key!r} belongs to no parameter of the model: this rank's value is copied unchanged",
             stacklevel=2,
         )
         found["state"].update(_copied({key: value}, form) if isinstance(value, torch.Tensor) else {key: value})

@@ -173,7 +173,7 @@ def check_nested(fqn: str, state: Mapping[str, Any]) -> None:
         if numel > _NESTED_NUMEL:
             raise StateDictError(
                 f"optimizer state {name!r} of {fqn!r} is a {type(value).__name__} of tensors with {numel} elements: "
-                "which of them belong to which element of the parameter is unknown"
+                "it is unknown which of them belong to which element of the parameter"
             )
 
 

@@ -75,7 +75,7 @@ def test_groups_by_whole_shapes():
 
 
 def test_parts_of_one_flat_parameter_are_in_one_group():
-    with pytest.raises(EngineError, match=r"'blocks.0.weight' and 'blocks.0.bias' belong to different groups and are"):
+    with pytest.raises(EngineError, match=r"'blocks.0.weight' and 'blocks.0.bias' belong to different groups but are"):
         hpcfsdp.param_groups(make(False), weight_decay=0.1)
     decayed, others = hpcfsdp.param_groups(make(False), 0.1, lambda info: True)
     assert (len(decayed["params"]), others["params"]) == (5, [])
@@ -93,7 +93,7 @@ def test_groups_by_the_dimensions_of_shards_are_a_warning():
         {"params": [param for param in params if param.dim() >= 2], "weight_decay": 0.1},
         {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
     ]
-    with pytest.warns(UserWarning, match=r"has weight decay for no sharded matrix, and none for 1 that .*param_info"):
+    with pytest.warns(UserWarning, match=r"applies no weight decay to any sharded matrix .1 of them .*param_info"):
         step(model, groups)
 
 

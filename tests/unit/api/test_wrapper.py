@@ -243,7 +243,7 @@ def test_values_that_mean_the_default_are_accepted():
 def test_wrapping_twice_is_refused():
     with pytest.raises(ValueError) as caught:
         shard(shard(nn.Linear(2, 2)))
-    assert str(caught.value) == "the module is a FullyShardedDataParallel already: wrap a module once"
+    assert str(caught.value) == "the module is already a FullyShardedDataParallel: wrap a module once"
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -279,7 +279,7 @@ def test_a_container_without_a_forward_is_a_warning(kind):
 def test_a_parameter_of_an_inner_unit_stays_sharded_if_the_outer_one_is_to_ignore_it(use_orig_params):
     inner = shard(nn.Linear(2, 2), use_orig_params=use_orig_params)
     taken = list(inner.parameters())
-    with pytest.warns(UserWarning, match="sharded by a unit inside already, and stays so"):
+    with pytest.warns(UserWarning, match="already sharded by a unit inside, and stay sharded"):
         model = shard(nn.Sequential(nn.Linear(2, 2), inner), ignored_states=taken, use_orig_params=use_orig_params)
     assert [len(unit._unit.flats) for unit in model.fsdp_modules(model)] == [1, 1]
     model(torch.ones(1, 2)).sum().backward()
@@ -326,7 +326,7 @@ def test_a_parameter_tied_to_a_unit_that_is_wrapped_already_is_named():
     with pytest.raises(ValueError) as caught:
         shard(module)
     assert str(caught.value) == (
-        "parameter '1.weight' is tied to 'weight', which belongs to a unit that is wrapped already: wrap the smallest "
+        "parameter '1.weight' is tied to 'weight', which belongs to a unit that is already wrapped: wrap the smallest "
         "module that holds both instead"
     )
 
@@ -341,8 +341,8 @@ def test_a_policy_for_a_module_that_was_wrapped_by_hand_is_refused():
     with pytest.raises(ValueError) as caught:
         shard(module, auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Linear}))
     assert str(caught.value) == (
-        "auto_wrap_policy was given for a Sequential that holds FullyShardedDataParallel modules already: wrap either "
-        "by hand or by policy"
+        "auto_wrap_policy was given for a Sequential that already contains FullyShardedDataParallel modules: wrap "
+        "either by hand or by policy"
     )
 
 
@@ -507,7 +507,9 @@ def test_clipping_an_inner_unit_is_refused():
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(EngineError) as caught:
         model[0].clip_grad_norm_(1.0)
-    assert str(caught.value) == "clip_grad_norm_ is to be called on the root FullyShardedDataParallel"
+    assert str(caught.value) == (
+        "clip_grad_norm_ was called on the inner unit 0: call it on the root (outermost) FullyShardedDataParallel"
+    )
 
 
 def test_clipping_inside_of_a_forward_is_refused_with_the_units_name():
@@ -516,7 +518,7 @@ def test_clipping_inside_of_a_forward_is_refused_with_the_units_name():
             model.clip_grad_norm_(1.0)
 
     model = shard(Clipping(2, 2))
-    with pytest.raises(EngineError, match=r"^clip_grad_norm_ was called while Clipping is in forward$"):
+    with pytest.raises(EngineError, match=r"^clip_grad_norm_ was called while Clipping is in forward: call it before"):
         model(torch.ones(1, 2))
 
 
@@ -535,7 +537,7 @@ def test_fewer_elements_than_ranks_are_refused(run_ranks):
     for error in run_ranks(3, body):
         assert type(error) is EngineError
         assert str(error) == (
-            "the model has 2 parameter element(s) for 3 ranks: nothing to shard for some of them; start fewer ranks or "
+            "the model has 2 parameter element(s) for 3 ranks: some ranks would hold none of it; start fewer ranks or "
             "use a larger model"
         )
 

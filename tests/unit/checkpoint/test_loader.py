@@ -202,7 +202,7 @@ def test_missing_unexpected_and_differing_tensors_are_listed_and_nothing_changes
     with pytest.raises(CheckpointMismatchError) as caught:
         checkpoint.load(path, model=model, optimizer=optimizer)
     first, *lines = str(caught.value).split("\n")
-    assert first == f"{path}: the checkpoint is of another model"
+    assert first == f"{path}: the checkpoint belongs to another model"
     assert sorted(lines) == [
         "  differing: kind is [2] float64 in the file, [2] float32 in the model",
         "  differing: wide.weight is [3, 2] float32 in the file, [2, 3] float32 in the model",
@@ -300,7 +300,7 @@ def test_an_optimizer_built_from_another_model_is_refused(tmp_path, verb):
     with pytest.raises(CheckpointError) as caught:
         verb(tmp_path / "a.h5", model=model, optimizer=stranger)
     assert str(caught.value).endswith(
-        "parameter 0 of the optimizer, of shape (3, 2), is none of the model's: build the optimizer from "
+        "parameter 0 of the optimizer, of shape (3, 2), does not belong to the model: build the optimizer from "
         "model.parameters() after wrapping the model"
     )
 
@@ -712,7 +712,7 @@ def test_what_an_optimizer_remembers_of_no_parameter_is_refused_and_left_alone(t
     optimizer = torch.optim.Adam(model.parameters())
     path = checkpoint.save(tmp_path / "a.h5", model=model, optimizer=optimizer)
     optimizer.state["global"] = {"k": 1}
-    with pytest.raises(CheckpointError, match=r"remembers 'global', which belongs to no parameter"):
+    with pytest.raises(CheckpointError, match=r"state holds 'global', which belongs to no parameter"):
         checkpoint.save(tmp_path / "b.h5", model=model, optimizer=optimizer)
     checkpoint.load(path, model=model, optimizer=optimizer)
     assert optimizer.state["global"] == {"k": 1}
@@ -747,8 +747,8 @@ WRONG = {
     "weight_decay: null": ({"group": {"weight_decay": None}}, "group 0 has weight_decay=None"),
     "weight_decay: {}": ({"group": {"weight_decay": {}}}, "group 0 has weight_decay={}"),
     "params: 7": ({"group": {"params": 7}}, "parameters are listed as 7"),
-    "a state: 7": ({"module_states": {"_extra_state": 7}}, "state of a module '_extra_state'"),
-    "types: text": ({"module_states": {"_extra_state": [{"seen": 1}, [[[9], "tuple"]]]}}, "state of a module"),
+    "a state: 7": ({"module_states": {"_extra_state": 7}}, "state of the module '_extra_state'"),
+    "types: text": ({"module_states": {"_extra_state": [{"seen": 1}, [[[9], "tuple"]]]}}, "state of the module"),
 }
 
 

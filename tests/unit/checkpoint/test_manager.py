@@ -75,7 +75,7 @@ def test_a_step_below_the_highest_is_warned_of(tmp_path, caplog):
         manager.save(3, model=layer())
         manager.save(4, model=layer())
     assert "saved step=4," not in caplog.text
-    assert f"saved step=3, but {tmp_path}/step-00000007.h5 is of a higher step" in caplog.text
+    assert f"saved step=3, but {tmp_path}/step-00000007.h5 has a higher step" in caplog.text
 
 
 def test_no_error_of_retention_is_one_of_the_save(tmp_path, caplog, monkeypatch):
@@ -203,7 +203,7 @@ def test_an_exception_within_gives_up_what_is_not_committed(tmp_path, caplog):
         manager.save(1, model=layer())
         raise KeyboardInterrupt
     disk.may_go_on.set()
-    assert f"{tmp_path}/step-00000001.h5: was not committed, and is given up after an error" in caplog.text
+    assert f"{tmp_path}/step-00000001.h5: was not committed, and is discarded because of an error" in caplog.text
     assert os.listdir(tmp_path) == []
     assert not pending._uncommitted
 

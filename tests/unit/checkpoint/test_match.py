@@ -125,7 +125,7 @@ def test_adapters_alone_are_saved_and_loaded_with_their_optimizer(tmp_path, same
 def test_a_file_of_a_part_raises_where_all_is_wanted(tmp_path):
     model, optimizer = adapted()
     path = checkpoint.save(tmp_path / "a.h5", model=model, names=["lora_*"])
-    with pytest.raises(CheckpointMismatchError, match=r"holds a part of the model alone: load it with names= (.|\n)*b"):
+    with pytest.raises(CheckpointMismatchError, match=r"holds only a part of the model: load it with names= (.|\n)*b"):
         checkpoint.load(path, model=model)
     assert checkpoint.load(path, model=model, strict=False).missing == ("base.bias", "base.weight")
     with pytest.raises(CheckpointMismatchError, match="holds no optimizer"):

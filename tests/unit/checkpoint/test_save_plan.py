@@ -283,15 +283,15 @@ def test_an_unsupported_dtype_is_refused_with_the_tensors_name(dtype):
     with pytest.raises(CheckpointError) as caught:
         plan_save([("model", one("layer.w", dtype))], 1)
     name = str(dtype).removeprefix("torch.")
-    assert str(caught.value) == f"'model/layer.w' has dtype {name}, which checkpoints do not hold"
+    assert str(caught.value) == f"'model/layer.w' has dtype {name}, which checkpoints do not support: convert it"
 
 
 @pytest.mark.parametrize(
     ("edges", "message"),
     [
-        ((0, 4, 10), r"do not tile model/w, \[3, 4\], .* \(no rank has element \[2, 2\]\)"),
+        ((0, 4, 10), r"do not cover each element of model/w, \[3, 4\], .* \(no rank has element \[2, 2\]\)"),
         ((2, 6, 12), r"\(no rank has element \[0, 0\]\)"),
-        ((0, 4, 13), "do not tile"),
+        ((0, 4, 13), "do not cover each element"),
     ],
 )
 def test_runs_that_do_not_make_up_a_tensor_are_found_before_a_file_is(edges, message):

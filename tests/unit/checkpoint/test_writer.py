@@ -386,7 +386,9 @@ def test_an_unsupported_dtype_is_refused_by_name(tmp_path):
     model.register_buffer("tiny", torch.empty(2, dtype=torch.bits8))
     with pytest.raises(CheckpointError) as caught:
         checkpoint.save(tmp_path / "a.h5", model=model)
-    assert str(caught.value) == (f"{tmp_path}/a.h5: 'model/tiny' has dtype bits8, which checkpoints do not hold")
+    assert str(caught.value) == (
+        f"{tmp_path}/a.h5: 'model/tiny' has dtype bits8, which checkpoints do not support: convert it"
+    )
     assert os.listdir(tmp_path) == []
 
 

@@ -129,7 +129,7 @@ def test_a_gradient_that_comes_when_those_of_its_unit_have_been_reduced_is_not_d
     unit._leaf_done(unit.grads[0], 0)
     root.context.reductions.advance()
     with pytest.raises(
-        EngineError, match=r"^blocks\.0: a gradient of 'w' arrived when those of the unit had been reduced"
+        EngineError, match=r"^blocks\.0: a gradient of 'w' arrived after the gradients of the unit had been"
     ):
         unit._leaf_done(unit.grads[0], 0)
 
@@ -173,9 +173,8 @@ def test_a_parameter_used_outside_of_its_unit_is_named():
     with pytest.raises(EngineError) as caught:
         loss.backward()
     assert str(caught.value) == (
-        "Linear: a gradient of 'weight' arrived while the unit was in idle; parameters of a unit may be used only "
-        "through a call of the unit, and what a unit returns must not be changed in place where it is a view: use "
-        "x = x + y instead of x += y"
+        "Linear: a gradient of 'weight' arrived while the unit was in idle; use the parameters of a unit only by "
+        "calling the unit, and do not change a view that a unit returns in place: write x = x + y instead of x += y"
     )
 
 
@@ -188,6 +187,6 @@ def test_an_output_that_views_a_parameter_is_refused():
     with pytest.raises(EngineError) as caught:
         model(torch.ones(1, 2))
     assert str(caught.value) == (
-        "Leaking: its forward returns a view of one of its own parameters (shape (2,)), and their memory is freed "
+        "Leaking: its forward returns a view of one of its own parameters (shape (2,)), whose memory is freed "
         "after the forward: return a clone"
     )

@@ -46,7 +46,7 @@ def test_a_folder_is_held_until_it_is_given_back(tmp_path):
     first.acquire()
     assert os.listdir(folder) == [NAME]
     with pytest.raises(
-        UsageError, match=rf"another training's: process {os.getpid()} on .*, since 20.*--take_over true"
+        UsageError, match=rf"another training uses .*: process {os.getpid()} on .*, since 20.*--take_over true"
     ):
         RunLock(folder).acquire()
     first.check()
@@ -132,7 +132,7 @@ def test_a_folder_that_is_removed_is_reported_and_made_again(tmp_path, caplog, m
             pass
         mine.check()
     assert caplog.messages == [
-        f"the run's folder {folder} was removed while the training goes on; it is made again at the next save"
+        f"the run's folder {folder} was removed during the training; the next save creates it again"
     ]
     assert holder_of(folder) == os.getpid()
     mine.release()

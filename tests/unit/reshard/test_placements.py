@@ -156,7 +156,7 @@ def test_strides_that_one_rank_has_are_one_block():
 @pytest.mark.parametrize(
     ("placements", "message"),
     [
-        ([Shard(0)], r"1 placement\(s\) are for a mesh of as many dimensions, not 2"),
+        ([Shard(0)], r"1 placement\(s\) were given for a mesh of 2 dimension\(s\)"),
         ([Shard(0), Partial()], r"\(Shard\(dim=0\), Partial\(sum\)\) has no values of its own: redistribute it first"),
         ([Replicate(), Shard(2)], r"shape \[4, 6\] has no dimension 2"),
         ([Replicate(), Shard(-3)], r"shape \[4, 6\] has no dimension -3"),

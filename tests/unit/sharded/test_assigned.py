@@ -65,7 +65,7 @@ def test_an_optimizer_of_replaced_parameters_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer)
     model.module[0].weight = nn.Parameter(torch.ones(4))
-    with pytest.raises(EngineError, match=r"the SGD steps '0.weight', but another parameter was assigned"):
+    with pytest.raises(EngineError, match=r"the SGD steps '0.weight', but the module has been assigned another"):
         step(model, optimizer)
 
 
@@ -90,7 +90,7 @@ def test_a_tied_parameter_is_replaced_everywhere_or_not_at_all():
     net[1].weight = net[0].weight
     model = FullyShardedDataParallel(net, FakeCommunicator(), use_orig_params=True)
     net[0].weight = nn.Parameter(torch.ones(4))
-    with pytest.raises(EngineError, match=r"tied: assign the same one to all of '0.weight', '1.weight'"):
+    with pytest.raises(EngineError, match=r"tied: assign the same parameter to all of '0.weight', '1.weight'"):
         model(torch.ones(1, 2))
     net[1].weight = net[0].weight
     model(torch.ones(1, 2))

@@ -84,7 +84,7 @@ def test_a_parameter_that_another_unit_has_taken_is_named():
     with pytest.raises(ValueError) as caught:
         own_params(nn.Sequential(model.second))
     assert str(caught.value) == (
-        "parameter '0.weight' is tied to 'weight', which belongs to a unit that is wrapped already: wrap the smallest "
+        "parameter '0.weight' is tied to 'weight', which belongs to a unit that is already wrapped: wrap the smallest "
         "module that holds both instead"
     )
 

@@ -120,13 +120,13 @@ def test_torchs_default_group_is_the_default(fake_torch):
         (
             ("g", None, Strategy.HYBRID_SHARD),
             ValueError,
-            "HYBRID_SHARD takes a pair (shard, replicate) of process groups, not FakeCommunicator; without one it "
+            "HYBRID_SHARD takes a pair (shard, replicate) of process groups, not FakeCommunicator; without a pair it "
             "shards within each node and replicates across nodes",
         ),
         (
             (("g", "g", "g"), None, Strategy._HYBRID_SHARD_ZERO2),
             ValueError,
-            "_HYBRID_SHARD_ZERO2 takes a pair (shard, replicate) of process groups, not tuple of 3; without one it "
+            "_HYBRID_SHARD_ZERO2 takes a pair (shard, replicate) of process groups, not tuple of 3; without a pair it "
             "shards within each node and replicates across nodes",
         ),
         (
@@ -174,8 +174,8 @@ def test_a_pair_that_makes_no_grid_is_refused_with_the_places():
     with pytest.raises(DisagreementError) as caught:
         resolve_mesh((shard, replicate), None, Strategy.HYBRID_SHARD)
     assert str(caught.value) == (
-        "the process groups (shard, replicate) make no grid: the ranks of this rank's shard group are 0 of 2, 1 of 2 "
-        "in their replicate groups, and should be the same in all of them"
+        "the process groups (shard, replicate) do not form a grid: the ranks of this rank's shard group are 0 of 2, "
+        "1 of 2 in their replicate groups, but must have the same place and size in all of them"
     )
     with pytest.raises(DisagreementError, match="this rank's replicate group are 0 of 2, 0 of 3 in their shard groups"):
         resolve_mesh((FakeCommunicator(0, 2), Spy(0, 2, [(0, 3)])), None, Strategy.HYBRID_SHARD)
@@ -228,7 +228,7 @@ def test_one_node_is_one_replica_and_rank_0_warns(make_world, caplog):
     with caplog.at_level(logging.INFO, "hpcfsdp"):
         resolve_mesh(None, None, Strategy.HYBRID_SHARD)
         resolve_mesh(None, None, Strategy.HYBRID_SHARD)
-    assert caplog.messages == ["HYBRID_SHARD on one node: each of its 4 rank(s) holds a part, and there is one replica"]
+    assert caplog.messages == ["HYBRID_SHARD on one node: the model is sharded over its 4 rank(s), with one replica"]
 
 
 def test_the_groups_of_the_nodes_are_made_once_for_a_world(make_world, fake_torch, monkeypatch):

@@ -153,14 +153,14 @@ def test_the_module_itself_is_ignored_with_a_warning():
 def test_units_cannot_be_ignored():
     model = Model()
     model.gate = Unit(model.gate)
-    with pytest.raises(ValueError, match="an ignored Unit is sharded already"):
+    with pytest.raises(ValueError, match="an ignored Unit is already sharded"):
         resolve(model, modules=[model.gate])
 
 
 def test_what_is_sharded_already_stays_so_with_a_warning():
     model = Model()
     model.gate = Unit(model.gate)
-    with pytest.warns(UserWarning, match="parameters 1, first a Sequential, is sharded by a unit inside"):
+    with pytest.warns(UserWarning, match="parameters .the first: a Sequential. are already sharded by a unit inside"):
         assert resolve(model, modules=[model.gate.inner.layers, model.up]).modules == {model.up}
-    with pytest.warns(UserWarning, match=r"first a parameter of shape \(2,\), is sharded by a unit inside"):
+    with pytest.warns(UserWarning, match=r"the first: a parameter of shape \(2,\)\) are already sharded"):
         assert resolve(model, states=[model.gate.inner.scale, model.up.bias]).params == {model.up.bias}

@@ -283,7 +283,7 @@ def test_uninitialised_tensors_are_named(param_init_fn, dtype):
         make(module, param_init_fn)
     how = "reset_parameters()" if param_init_fn is None else "param_init_fn"
     assert str(caught.value) == (
-        f"not initialised by {how}, or only in part, or with NaN: 1.forgotten, 1.angles, 1.ids; every parameter and "
+        f"{how} did not initialise, or only in part, or set to NaN: 1.forgotten, 1.angles, 1.ids; every parameter and "
         "buffer of a module built on the meta device needs a value"
     )
 
@@ -301,7 +301,7 @@ def test_memory_without_values_is_found_however_the_function_asked_for_it(way):
         for name, param in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(ways[way](param)))
 
-    with pytest.raises(ValueError, match=r"not initialised by param_init_fn, .*: weight, bias; every"):
+    with pytest.raises(ValueError, match=r"param_init_fn did not initialise, .*: weight, bias; every"):
         make(nn.Linear(2, 2, device="meta"), function)
 
 
@@ -322,7 +322,7 @@ def test_uninitialised_small_integers_are_zero():
 
 
 def test_what_is_left_on_the_meta_device_is_named():
-    with pytest.raises(ValueError, match=r"param_init_fn left on the meta device: 0\.weight, 0\.bias"):
+    with pytest.raises(ValueError, match=r"param_init_fn left tensors on the meta device: 0\.weight, 0\.bias"):
         make(nn.Sequential(nn.Linear(2, 2, device="meta")), lambda module: None)
 
 
@@ -334,7 +334,7 @@ def test_memory_is_enough_where_another_ranks_values_follow():
     make(module, lambda inner: inner.to_empty(device="cpu", recurse=False), values_count=False)
     assert not any(tensor.is_meta for tensor in states(module).values())
     assert module.head.weight is module.embed.weight
-    with pytest.raises(ValueError, match="left on the meta device"):
+    with pytest.raises(ValueError, match="left tensors on the meta device"):
         make(build(), lambda inner: None, values_count=False)
 
 
@@ -370,7 +370,9 @@ def test_a_parameter_divided_over_a_mesh_stays_so(param_init_fn):
         assert module.weight.placements == (Shard(0),)
         assert module.weight.to_local().tolist() == [1, 1, 1]
         module.weight = nn.Parameter(shard)
-        with pytest.raises(ValueError, match="not initialised by param_init_fn, or only in part, or with NaN: weight;"):
+        with pytest.raises(
+            ValueError, match="param_init_fn did not initialise, or only in part, or set to NaN: weight;"
+        ):
             make(module, lambda inner: inner.to_empty(device="cpu", recurse=False))
     finally:
         dist.destroy_process_group()

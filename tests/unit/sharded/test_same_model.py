@@ -56,7 +56,7 @@ def test_models_with_other_tied_names_are_refused(run_ranks):
     tied = [FlatLayout.plan([("w", (2,), ("v",))], torch.float32, 2)]
     for error in results_of(run_ranks, 2, (layouts(("w", (2,))), [True]), (tied, [True])):
         assert type(error) is DisagreementError
-        assert str(error) == "ranks wrap different models: rank 0 and rank 1 differ in tied names"
+        assert str(error) == "ranks wrap different models: rank 0 and rank 1 tie different parameters"
 
 
 def renamed(names, **options):
@@ -72,7 +72,7 @@ def test_names_that_ignored_modules_shift_are_a_warning(run_ranks):
         results = run_ranks(3, renamed([("0.w", "0.w"), ("0.w", "0.w"), ("1.w", "0.w")]))
     assert results == [None] * 3
     assert {str(warning.message).split(",")[0] for warning in caught} == {
-        "parameter 0 is '0.w' on rank 4 and '1.w' on rank 6"
+        "parameter 0 is called '0.w' on rank 4 and '1.w' on rank 6"
     }
     assert len(caught) == 3
 

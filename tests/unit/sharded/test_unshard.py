@@ -446,7 +446,7 @@ def test_whole_parameters_are_not_summoned_twice(original):
         with summon(outer), pytest.raises(EngineError) as caught, summon(inner):
             pass
         assert str(caught.value).startswith(name)
-        assert str(caught.value).endswith(": its parameters are whole already: do not nest summon_full_params")
+        assert str(caught.value).endswith(": its parameters are already whole: do not nest summon_full_params")
         at_rest(model)
 
 
@@ -471,7 +471,7 @@ def test_whole_parameters_are_not_to_be_had_within_a_step(where):
 def test_a_call_of_a_summoned_unit_is_refused():
     model = shard(make_net())
     for inside, name in ((model, "Net"), (model.first, "first")):
-        message = f"^{name}: the model was called within summon_full_params: leave that first$"
+        message = f"^{name}: the model was called within summon_full_params: leave that context first$"
         with summon(inside):
             with pytest.raises(EngineError, match=message):
                 model(torch.ones(4, 3))

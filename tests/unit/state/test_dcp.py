@@ -53,7 +53,9 @@ def test_shards_that_an_optimizer_steps_are_not_taken_for_parameters(name, optio
 @pytest.mark.parametrize("options", [FULL, FROM_RANK0], ids=["full", "from rank 0"])
 def test_flat_parameters_are_not_taken_for_the_models_own(options, around):
     model, _ = make(around=around, original=False)
-    with pytest.raises(StateDictError, match=r"would use flat parameters .*hpcfsdp\.state_dict\.set_model_state_dict,"):
+    with pytest.raises(
+        StateDictError, match=r"would treat flat parameters .*hpcfsdp\.state_dict\.set_model_state_dict,"
+    ):
         stock.set_model_state_dict(model, dict(model.state_dict()), options=options)
 
 

@@ -115,7 +115,7 @@ def test_a_pair_of_groups_that_is_not_the_world_has_no_checkpoint():
     hybrid = ShardingStrategy.HYBRID_SHARD
     model = FullyShardedDataParallel(nn.Linear(2, 2), process_group=pair, sharding_strategy=hybrid)
     assert communicator_of(model) is pair[0]
-    with pytest.raises(CheckpointError, match="a pair of process groups that do not make up the world"):
+    with pytest.raises(CheckpointError, match="a pair of process groups that do not cover all ranks of the job"):
         model_tensors(model)
 
 

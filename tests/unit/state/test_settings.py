@@ -94,7 +94,7 @@ def test_units_do_not_share_what_they_are_set_to(model):
 def test_units_that_are_set_differently_are_named(model):
     set_kind(model.module[1], LOCAL, None, None)
     with pytest.raises(
-        StateDictError, match=r"'the root' to .*FULL.*'_fsdp_wrapped_module\.1' to .*LOCAL.*whole model"
+        StateDictError, match=r"'the root' is set to .*FULL.*'_fsdp_wrapped_module\.1' to .*LOCAL.*whole model"
     ):
         settings_of(model)
     set_kind(model, LOCAL, None, None)

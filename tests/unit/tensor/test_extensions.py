@@ -245,7 +245,7 @@ def test_a_rank_that_is_not_in_the_mesh_has_no_block(rank):
     [
         (Partial(), r"\[Partial\(sum\)\] is not made of blocks"),
         (_StridedShard(0, split_factor=2), "_StridedShard.* is not made of blocks"),
-        (Shard(2), r"shape \[8, 2\] has no dimension 2 to be cut along"),
+        (Shard(2), r"shape \[8, 2\] has no dimension 2 to shard along"),
     ],
 )
 def test_placements_that_are_no_blocks(first, placement, why):
@@ -618,7 +618,7 @@ def test_meshes_to_chunk_over_are_parts_of_larger_ones(rank):
     mesh = mesh_of(2, 2)
     for other in (mesh, mesh_of(4), mesh["s", "t"], mesh["s", "t"]._flatten("all"), None):
         with pytest.raises(
-            ShardingError, match=r"not some dimensions of a larger mesh.*take it from one that has names"
+            ShardingError, match=r"not a part of a larger mesh.*take it from a mesh with named dimensions"
         ):
             ours.chunk_dtensor(torch.ones(4), rank, other)
 
@@ -659,7 +659,7 @@ def test_only_the_mesh_of_the_tensor_gathers_it(rank):
     mesh = mesh_of(2, 2)
     made = dtensor_of(numbers((8, 3)), mesh, Replicate(), Shard(0))
     for other in (mesh["t"], mesh_of(4), None):
-        with pytest.raises(ShardingError, match=r"is on DeviceMesh.*is to be gathered on "):
+        with pytest.raises(ShardingError, match=r"is on DeviceMesh.*should be gathered on "):
             ours.all_gather_dtensor(made, other)
     for gather in (ours.DTensorExtensions().all_gather_dtensor, stock._all_gather_dtensor):
         assert gather(made, mesh).data_ptr() == made.to_local().data_ptr()  # nothing to gather

@@ -174,7 +174,10 @@ def test_local_shards_have_metadata():
     ("change", "message"),
     [
         (lambda s: s.clear(), "rank 1 has no local shards"),
-        (lambda s: s.append(shard_at((2, 0), (1, 2), rank=0)), "shard 1 of rank 1, at .2, 0., is placed on rank 0"),
+        (
+            lambda s: s.append(shard_at((2, 0), (1, 2), rank=0)),
+            "shard 1 of rank 1, at .2, 0., is on this rank, but its metadata says rank 0",
+        ),
         (lambda s: s.append(shard_at((2, 0), (1, 2), rank=7)), "names rank 7, which is not in the process group"),
         (
             lambda s: s.append(shard_at((2, 0), (1, 2), dtype=torch.int8)),
@@ -190,8 +193,11 @@ def test_local_shards_have_metadata():
         ),
         (lambda s: s.append(shard_at((2, 1), (1, 2))), "at .2, 1. of size .1, 2. .* is not within .* .3, 2."),
         (lambda s: s.append(shard_at((2,), (1,))), "is not within"),
-        (lambda s: setattr(s[0].metadata, "shard_sizes", [2, 1]), "has the size .2, 2., and .2, 1. by its metadata"),
-        (lambda s: setattr(s[0].metadata, "placement", Remote("rank:1/cuda:0")), "is on cpu, and on cuda:0"),
+        (lambda s: setattr(s[0].metadata, "shard_sizes", [2, 1]), "has the size .2, 2., but its metadata says .2, 1."),
+        (
+            lambda s: setattr(s[0].metadata, "placement", Remote("rank:1/cuda:0")),
+            "is on cpu, but its metadata says cuda:0",
+        ),
         (lambda s: setattr(s[0].metadata, "placement", None), "no placement"),
         (lambda s: setattr(s[0], "tensor", torch.zeros(2, 2).to_sparse()), "torch.sparse_coo"),
         (lambda s: setattr(s[0], "tensor", torch.zeros(2, 3)[:, :2]), r"not contiguous \(strides \(3, 1\)\)"),
@@ -226,16 +232,19 @@ LOCAL_FAULTS = {
         lambda shard: setattr(shard, "tensor", torch.zeros(*shard.tensor.shape, 2)[..., 0]),
         "{shard} is not contiguous",
     ),
-    "rank": (lambda shard: setattr(shard.metadata, "placement", Remote("rank:2/cpu")), "{shard} is placed on rank 2"),
+    "rank": (
+        lambda shard: setattr(shard.metadata, "placement", Remote("rank:2/cpu")),
+        "{shard} is on this rank, but its metadata says rank 2",
+    ),
     "group": (lambda shard: setattr(shard.metadata, "placement", Remote("rank:4/cpu")), "{shard} .* names rank 4"),
     "nowhere": (lambda shard: setattr(shard.metadata, "placement", None), "{shard} a shard has no placement"),
     "device": (
         lambda shard: setattr(shard.metadata, "placement", Remote("rank:1/cuda:0")),
-        "{shard} is on cpu, and on cuda:0",
+        "{shard} is on cpu, but its metadata says cuda:0",
     ),
     "size": (
         lambda shard: setattr(shard, "tensor", torch.zeros(2, *shard.tensor.shape)),
-        r"{shard} has the size \[2.*\], and \[",
+        r"{shard} has the size \[2.*\], but its metadata says \[",
     ),
     "pinning": (pinned, r"rank 1 differ in pin_memory \(shards {pair}\): one has (True, one False|False, one True)"),
     "dtype": (
@@ -358,12 +367,14 @@ class Planted:
     def wrong_rank(self):
         assume(self.others)
         self.shard.placement = Remote(f"rank:{self.data.draw(st.sampled_from(self.others))}/cpu")
-        return lambda text: say(self.shard) in text and ("wrong rank" in text or "a rank has its own" in text)
+        return lambda text: (
+            say(self.shard) in text and ("wrong rank" in text or "a rank must list only its own" in text)
+        )
 
     def no_rank(self):
         self.shard.placement = self.data.draw(st.sampled_from([None, Remote("cpu")]))
         return lambda text: (
-            text == f"{say(self.shard)}, which rank {self.rank} of the group lists, is on no rank by its metadata"
+            text == f"{say(self.shard)}, which rank {self.rank} of the group lists, has no rank in its metadata"
         )
 
     def _differs(self, name, before, after):
@@ -560,9 +571,9 @@ def test_ranks_that_do_not_know_the_size_of_the_whole():
     ("metadata", "dim", "message"),
     [
         (rows(), 0, "no shards"),
-        (rows((3, 0)), 2, "has 2 dimension.s., and no dimension 2"),
+        (rows((3, 0)), 2, "has 2 dimension.s., but no dimension 2"),
         (rows((3, 0)), -3, "no dimension -3"),
-        (ShardedTensorMetadata([ShardMetadata([0], [1])], torch.Size((1,)), TensorProperties()), 0, "is on no rank"),
+        (ShardedTensorMetadata([ShardMetadata([0], [1])], torch.Size((1,)), TensorProperties()), 0, "has no rank"),
         (negative(rows((3, 0), (3, 1), (3, 2))), 0, r"size \[-1, 2\] on rank:2/cpu has a negative size"),
         (
             ShardedTensorMetadata(
@@ -571,7 +582,7 @@ def test_ranks_that_do_not_know_the_size_of_the_whole():
                 TensorProperties(),
             ),
             0,
-            r"size \[1, 2\] on rank:0/cpu and .* size \[1, 3\] on rank:1/cpu differ beside dimension 0",
+            r"size \[1, 2\] on rank:0/cpu and .* size \[1, 3\] on rank:1/cpu differ in another dimension than 0",
         ),
     ],
 )

@@ -229,7 +229,7 @@ def test_names_choose_of_the_optimizer_too(everything, tmp_path):
         ("out", {"shard_bytes": 0}, UsageError, "must be at least 1, not 0"),
         ("out.pt", {"names": ["nothing*"]}, CheckpointError, r"no tensor matches 'nothing\*'"),
         ("out.pt", {"names": ["optim/*"]}, CheckpointError, "add --optimizer"),
-        ("out.safetensors", {}, CheckpointError, "'a.complex128' is of dtype complex128"),
+        ("out.safetensors", {}, CheckpointError, "'a.complex128' has dtype complex128"),
         ("there.pt", {}, CheckpointError, "there.pt: exists already"),
         ("folder.pt", {"force": True}, CheckpointError, "folder.pt: is a folder"),
         ("there.pt", {"format": "safetensors"}, CheckpointError, "there.pt: is a file; give the name of a folder"),

@@ -117,9 +117,12 @@ def test_columns_of_a_large_tensor_are_strided_extents(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("boxes", "message"),
     [
-        ([Box((0, 0), (2, 2))], r"the parts of 1 rank\(s\) do not tile model/w, \[4, 2\]"),
-        ([Box((0, 0), (3, 2)), Box((2, 0), (2, 2))], r"the parts of 2 rank\(s\) do not tile model/w, \[4, 2\]"),
-        ([Box((0, 0), (4, 2)), Box((3, 0), (2, 2))], r"rank 1 has \[2, 2\] elements from \[3, 0\] on of model/w"),
+        ([Box((0, 0), (2, 2))], r"the parts on 1 rank\(s\) do not cover each element of model/w, \[4, 2\]"),
+        (
+            [Box((0, 0), (3, 2)), Box((2, 0), (2, 2))],
+            r"the parts on 2 rank\(s\) do not cover each element of model/w, \[4, 2\]",
+        ),
+        ([Box((0, 0), (4, 2)), Box((3, 0), (2, 2))], r"rank 1 has a block of size \[2, 2\] at \[3, 0\] of model/w"),
     ],
 )
 def test_parts_that_are_not_a_whole_are_refused(tmp_path, boxes, message):
@@ -429,7 +432,7 @@ def test_a_planner_that_changes_the_plan_at_the_end_is_refused(tmp_path):
 
     writer = HDF5Writer(tmp_path / "a.h5")
     error = failure_of(dcp.save, {"w": torch.ones(1), "v": torch.ones(1)}, storage_writer=writer, planner=Fewer())
-    assert "finish_plan has changed this rank's items" in str(error)
+    assert "finish_plan changed this rank's items" in str(error)
     assert os.listdir(tmp_path) == []
 
 
@@ -620,7 +623,7 @@ def test_an_optimizer_without_names_is_sound_and_does_not_load(tmp_path, capsys,
     assert main(["verify", str(path)]) == 0
     assert main(["show", str(path)]) == 0
     assert "optimizer_groups:" in capsys.readouterr().out
-    words = "listed as [0, 1," if kind == "numbers" else "not listed, not by their names"
+    words = "listed as [0, 1," if kind == "numbers" else "not listed, but must be listed by name"
     with pytest.raises(CheckpointMismatchError, match=re.escape(words)) as caught:
         checkpoint.load(path, model=model, optimizer=optimizer)
     assert str(caught.value).startswith(f"{path}: its optimizer's parameters are {words}")

@@ -176,7 +176,7 @@ def test_a_file_that_became_shorter_is_named(tmp_path):
     with pytest.raises(DataError) as caught:
         corpus.read(0, 6)
     corpus.close()
-    assert str(caught.value) == f"{path}: has become shorter while it was in use; start the run again"
+    assert str(caught.value) == f"{path}: became shorter while it was being read; start the run again"
 
 
 def test_a_removed_file_is_named(tmp_path):

@@ -144,7 +144,7 @@ def test_a_mesh_that_divides_the_ranks_works(replicate, tensor, ranks, nodes):
             {"mesh__tensor": 8},
             8,
             1,
-            "model.heads (4) must be a multiple of mesh.tensor (8): attention is cut by heads",
+            "model.heads (4) must be a multiple of mesh.tensor (8): attention is divided by heads",
         ),
         (
             {"mesh__tensor": 2, "train__batch": 3},

@@ -136,7 +136,7 @@ def test_what_cannot_be_sent_is_named_on_all_ranks(run_ranks, value, problem, wh
 
     first, other = raised(run_ranks(2, body), StateDictError)
     assert problem.format("'p' of 'state'" if where == "state" else "0 of 'param_groups'") in first
-    assert first.endswith(f", and so not be sent to other ranks: {HINT}")
+    assert first.endswith(f", so it cannot be sent to other ranks: {HINT}")
     assert other == f"rank 0: {first}"
 
 
@@ -170,8 +170,8 @@ def test_what_another_rank_cannot_read_is_an_error_on_all_ranks(run_ranks):
         return broadcast_processed_state(comm, {"state": {"p": {"own": Mine()}}} if comm.rank == 0 else None)
 
     message = (
-        "a value in the state dict of rank 0 cannot be unpickled here (ImportError: no module named 'mine'): let this "
-        f"rank import the same classes, {HINT}"
+        "a value in the state dict of rank 0 cannot be unpickled here (ImportError: no module named 'mine'): make the "
+        f"same classes importable on this rank, {HINT}"
     )
     first, *others = raised(run_ranks(3, body), StateDictError)
     assert first == f"rank 1: {message}"

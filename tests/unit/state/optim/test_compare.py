@@ -451,15 +451,15 @@ def test_groups_that_are_the_same():
     [
         (
             [(["a"], {"lr": 1})],
-            "there are 1 parameter groups of rank 2's optimizer, and 2 of rank 0's",
+            "there are 1 parameter groups in rank 2's optimizer, but 2 in rank 0's",
         ),
         (
             [(["a", "b", "d"], {"lr": 1}), (["c"], {"lr": 2})],
-            "'d' is in parameter group 0 of rank 2's optimizer, and not of rank 0's",
+            "'d' is in parameter group 0 of rank 2's optimizer, but not of rank 0's",
         ),
         (
             [(["a", "b"], {"lr": 1}), ([], {"lr": 2})],
-            "'c' is in parameter group 1 of rank 0's optimizer, and not of rank 2's",
+            "'c' is in parameter group 1 of rank 0's optimizer, but not of rank 2's",
         ),
         (
             [(["a", "b"], {"lr": 3}), (["c"], {"lr": 2})],

@@ -47,7 +47,7 @@ def test_a_parameter_of_another_model_is_refused_by_number_and_shape():
     model = nn.Linear(2, 3)
     groups = [{"params": [model.weight]}, {"params": [nn.Parameter(torch.zeros(4, 5))]}]
     with pytest.raises(
-        CheckpointError, match=r"parameter 1 of the optimizer, of shape \(4, 5\), is none of the model's"
+        CheckpointError, match=r"parameter 1 of the optimizer, of shape \(4, 5\), does not belong to the model"
     ):
         optimizer_state(model, torch.optim.SGD(groups, lr=0.1))
 
@@ -104,8 +104,9 @@ def test_state_of_another_shape_than_the_shard_is_refused():
     optimizer.state[model._unit.flats[0].parameter]["rows"] = torch.zeros(3)
     with pytest.raises(CheckpointError) as caught:
         optimizer_state(model, optimizer)
-    assert "'rows' of 'weight' has shape (3,), neither a scalar nor that of what the optimizer steps, (12,)" in str(
-        caught.value
+    assert str(caught.value) == (
+        "optimizer state 'rows' of 'weight' has shape (3,), but must be a scalar or have the shape of the parameter "
+        "that the optimizer steps, (12,)"
     )
 
 
@@ -301,7 +302,7 @@ def test_an_optimizer_that_does_not_step_what_its_rank_holds_nothing_of(run_rank
 
     for error in run_ranks(2, body):
         assert type(error) is CheckpointError
-        assert "'0.bias' is in parameter group 0 of rank 0's optimizer, and not of rank 1's" in str(error)
+        assert "'0.bias' is in parameter group 0 of rank 0's optimizer, but not of rank 1's" in str(error)
 
 
 def test_what_one_rank_cannot_describe_is_an_error_on_all(run_ranks):

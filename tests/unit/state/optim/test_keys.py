@@ -281,7 +281,7 @@ def test_a_parameter_without_a_name(model):
     with pytest.raises(StateDictError) as caught:
         get_param_key_to_param(optimizer, model, is_named_optimizer=True)
     assert str(caught.value) == (
-        "parameter 1 of the optimizer, of shape (3, 4), has no name in the optimizer nor in the model: build the "
+        "parameter 1 of the optimizer, of shape (3, 4), has no name in the optimizer or the model: build the "
         "optimizer from model.named_parameters() after wrapping the model"
     )
 
@@ -307,7 +307,7 @@ def test_an_optimizer_and_what_another_one_was_built_from(change):
     with pytest.raises(StateDictError) as caught:
         resolve_param_keys(model, optimizer, given)
     assert str(caught.value) == (
-        f"optim, of {len(params)} parameter(s), was not built from optim_input, {len(given)} parameter(s), or in "
+        f"optim ({len(params)} parameter(s)) was not built from optim_input ({len(given)} parameter(s)), or in "
         "another order: pass optim alone"
     )
 
@@ -338,7 +338,7 @@ def test_a_parameter_that_the_model_does_not_have(key):
     with pytest.raises(StateDictError) as caught:
         map_param_key_to_optim_keys({key: before}, get_param_to_fqns(model), get_fqn_to_fsdp_param_info(model))
     assert str(caught.value) == (
-        f"parameter {key!r} of the optimizer, of shape (3, 2), is none of the model's: build the optimizer from "
+        f"parameter {key!r} of the optimizer, of shape (3, 2), does not belong to the model: build the optimizer from "
         "model.parameters() after wrapping the model"
     )
 
@@ -375,7 +375,7 @@ def test_a_rank_that_lacks_what_others_have(present, message):
         ([7, "zzz"], "holds 7 and 1 other name(s), which the model does not have"),
         (
             ["layers.0.weight", 7, 8],
-            "calls parameters by number (7), not by name: turn numbers into names with FullyShardedDataParallel."
+            "identifies parameters by number (7), not by name: turn numbers into names with FullyShardedDataParallel."
             "rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, model, optim=optim)",
         ),
     ],

@@ -393,7 +393,7 @@ def test_state_without_groups_and_groups_without_state(run_ranks, original):
         found = to_load(model, optimizer, whole({}))  # as of an optimizer that has never stepped
         assert found["state"] == {}
         give(model, optimizer, whole_states(Net()))
-        with pytest.raises(StateDictError, match=r"no state of '\w+.*, and the optimizer has some"):
+        with pytest.raises(StateDictError, match=r"no state of '\w+.*, but the optimizer has some"):
             to_load(model, optimizer, whole({}))
         assert to_load(model, optimizer, whole({}), strict=False)["state"] == {}
         return [group["lr"] for group in found["param_groups"]]
@@ -456,7 +456,9 @@ def test_names_of_another_model(run_ranks, original, first):
 @ORIGINAL
 def test_numbers(run_ranks, original):
     [message, _] = refused(run_ranks, original, lambda rank: {"state": {0: {"step": 1}}})
-    assert message.startswith("the optimizer's state dict calls parameters by number (0), not by name: turn numbers")
+    assert message.startswith(
+        "the optimizer's state dict identifies parameters by number (0), not by name: turn numbers"
+    )
 
 
 @ORIGINAL
@@ -506,8 +508,8 @@ def test_a_parameter_that_would_lose_its_state(run_ranks, original):
     given = changed(lambda states: states.pop("block.wide"))
     messages = refused(run_ranks, original, lambda rank: given, prepare=prepare)
     assert set(messages) == {
-        "the state dict holds no state of 'block.wide', and the optimizer has some (count, kind, mean, nothing, "
-        "on, rate, seen, step): it would start anew while others go on"
+        "the state dict holds no state of 'block.wide', but the optimizer has some (count, kind, mean, nothing, "
+        "on, rate, seen, step): this parameter would start without state while the others continue"
     }
 
 
@@ -524,7 +526,7 @@ def test_a_parameter_without_state_that_has_none_yet(run_ranks, original, caplog
 
     with caplog.at_level(logging.INFO, "hpcfsdp.optim"):
         assert run_ranks(2, body) == [True, True]
-    message = "the state dict holds no state of 'block.wide': the optimizer will make it anew"
+    message = "the state dict holds no state of 'block.wide': the optimizer will create it at its next step"
     assert message in caplog.messages
 
 
@@ -554,11 +556,11 @@ def test_groups_of_other_parameters(run_ranks, original):
 def test_groups_that_the_optimizer_does_not_have(run_ranks):
     given = whole(groups=[{"params": NAMES}, {"params": ["scale", "block.none"]}])
     assert set(refused(run_ranks, True, lambda rank: given)) == {
-        "the state dict has 2 parameter groups, the optimizer 1: there is none with 'block.none', 'scale'"
+        "the state dict has 2 parameter groups, the optimizer 1: there is no group with 'block.none', 'scale'"
     }
     given = whole(groups=[{"params": NAMES}, {"params": []}])
     assert set(refused(run_ranks, True, lambda rank: given)) == {
-        "the state dict has 2 parameter groups, the optimizer 1: there is none with no parameters"
+        "the state dict has 2 parameter groups, the optimizer 1: there is no group with no parameters"
     }
 
 
@@ -618,7 +620,7 @@ def test_an_optimizer_and_what_another_one_was_built_from(run_ranks):
         return to_load(model, optimizer, whole(), optim_input=list(model.parameters())[::-1])
 
     for message in raised(run_ranks(2, body), StateDictError):
-        assert message.startswith("optim, of 9 parameter(s), was not built from optim_input, 9 parameter(s), or in")
+        assert message.startswith("optim (9 parameter(s)) was not built from optim_input (9 parameter(s)), or in")
 
 
 def test_a_model_without_units():
@@ -743,7 +745,7 @@ def test_tensors_without_values_are_refused(run_ranks, first, kind):
 def test_state_of_whole_parameters_has_the_shape_that_the_optimizer_knows(run_ranks, first, strict, given):
     """Of a parameter that no unit owns, and of one that is whole on each rank: the next step would fail."""
     states = whole_states(Net())
-    message = ": it is the state of another model, or of another optimizer"
+    message = ": the state belongs to another model or another optimizer"
     for name, shape, strategy in (("loose.weight", (4, 2), None), ("block.weight", (5, 3), NO_SHARD)):
         other = copied(states)
         other[name]["mean"] = torch.ones(given)
@@ -861,5 +863,5 @@ def test_settings_that_differ_on_one_rank_are_an_error_on_all_ranks(run_ranks):
         return to_load(model, optimizer, whole(), rank0_only=None)
 
     first, second = raised(run_ranks(2, body), StateDictError)
-    assert second.startswith("units of one model are set to different state dicts, ")
+    assert second.startswith("units of one model have different state_dict_type settings: ")
     assert first == f"rank 1: {second}"

@@ -21,15 +21,15 @@ def test_state_has_one_value_or_one_for_each_element_that_is_stepped(original, n
         with pytest.raises(StateDictError) as caught:
             check_state_shapes(info, name, {"step": torch.tensor(1.0), "sum": torch.ones(wrong)})
         assert str(caught.value) == (
-            f"optimizer state 'sum' of {name!r} has shape {wrong}, neither a scalar nor that of what the optimizer "
-            f"steps, {shape}: no part of it can be assigned to an element"
+            f"optimizer state 'sum' of {name!r} has shape {wrong}, but must be a scalar or have the "
+            f"shape of the parameter that the optimizer steps, {shape}"
         )
 
 
 def test_state_of_a_whole_parameter_may_have_any_shape():
     info = make_info(FakeCommunicator(1, 3), original=True, strategy=NO_SHARD)
     check_state_shapes(info, "a", {"row": torch.ones(5), "column": torch.ones(3), "more": torch.ones(2, 2, 2)})
-    with pytest.raises(StateDictError, match=r"has shape \(5,\), neither"):
+    with pytest.raises(StateDictError, match=r"has shape \(5,\), but must be"):
         check_state_shapes(make_info(FakeCommunicator(1, 3), strategy=NO_SHARD), "a", {"row": torch.ones(5)})
 
 

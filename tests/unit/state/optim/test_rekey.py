@@ -222,8 +222,8 @@ def test_a_number_that_the_optimizer_does_not_have(given):
     with pytest.raises(StateDictError) as caught:
         rekey_optim_state_dict(given, NAME, small())
     message = (
-        "the state dict holds parameter 4, and the optimizer has 4 parameter(s): pass the model and the optimizer that "
-        "the state dict is of"
+        "the state dict holds parameter 4, but the optimizer has only 4 parameter(s): pass the model and the "
+        "optimizer that the state dict is of"
     )
     assert str(caught.value) == message
     check_numbers([0, 3], dict(enumerate("abcd")))
@@ -251,7 +251,10 @@ def test_a_name_of_a_parameter_that_the_optimizer_does_not_step():
 def test_an_optimizer_of_another_model():
     with pytest.raises(StateDictError) as caught:
         rekey_optim_state_dict({"state": {0: {}}}, NAME, small(), optim=stepped(small(), [["0.weight"]]))
-    assert str(caught.value) == "parameter 0 of the optimizer, of shape (3, 2), is none of the model's"
+    assert str(caught.value) == (
+        "parameter 0 of the optimizer, of shape (3, 2), does not belong to the model: "
+        "pass the model whose parameters it steps"
+    )
 
 
 def test_a_flat_parameter_that_stands_for_several():
@@ -260,8 +263,8 @@ def test_a_flat_parameter_that_stands_for_several():
     with pytest.raises(StateDictError) as caught:
         rekey_optim_state_dict({"state": {0: {}}}, NAME, model, optim=optimizer)
     assert str(caught.value) == (
-        "parameter 0 of the optimizer is a flat parameter that stands for 'weight', 'none' and others: names and "
-        "numbers belong to each other for a plain model, or with use_orig_params=True"
+        "parameter 0 of the optimizer is a flat parameter that stands for 'weight', 'none' and others: names "
+        "match numbers only in a plain model, or with use_orig_params=True"
     )
 
 
@@ -278,7 +281,7 @@ def test_groups_of_other_parameters_than_the_optimizer_has_are_refused():
     saved = torch.optim.SGD([{"params": params[::2]}, {"params": params[1::2]}], lr=0.1)
     named = rekey_optim_state_dict(saved.state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=saved)
     other = torch.optim.SGD([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
-    with pytest.raises(StateDictError, match=r"'1\.weight' is in parameter group 0 of the optimizer, and not"):
+    with pytest.raises(StateDictError, match=r"'1\.weight' is in parameter group 0 of the optimizer, but not"):
         rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, model, optim=other)
     with pytest.raises(StateDictError, match="the state dict has 2 parameter groups, and the optimizer 1"):
         rekey_optim_state_dict(

@@ -261,7 +261,7 @@ def test_entries_that_belong_to_no_parameter(run_ranks):
         found = run_ranks(1, body)  # what is warned of in threads may be lost
     assert found == [({"history", "rank"}, 0.0)]
     assert len(warned) == 2
-    assert "it is copied as it is, of this rank alone" in str(warned[0].message)
+    assert "this rank's value is copied unchanged" in str(warned[0].message)
 
 
 # How it is shown
@@ -363,8 +363,8 @@ def test_a_parameter_of_another_optimizer(run_ranks, original):
 
     first, second = refused(run_ranks, original, change)
     assert second == (
-        f"the optimizer's state dict holds parameter 99, and the optimizer has {9 if original else 6} parameter(s): "
-        "pass the state dict of this optimizer"
+        f"the optimizer's state dict holds parameter 99, but the optimizer has only {9 if original else 6} "
+        "parameter(s): pass the state dict of this optimizer"
     )
     assert first == f"rank 1: {second}"
 
@@ -374,7 +374,7 @@ def test_groups_of_another_optimizer(run_ranks):
         return {"state": {}, "param_groups": [{"params": [0, 77]}]}
 
     for message in refused(run_ranks, True, change):
-        assert message.startswith("the optimizer's state dict holds parameter 77, and the optimizer has")
+        assert message.startswith("the optimizer's state dict holds parameter 77, but the optimizer has only")
 
 
 @ORIGINAL
@@ -395,7 +395,9 @@ def test_a_tensor_that_is_no_state_of_the_shard(run_ranks, original):
             return optimizer.state_dict()
 
     first, second = refused(run_ranks, original, change)
-    assert second.startswith("optimizer state 'mean' of 'block.weight' has shape (5, 3), neither a scalar nor that of")
+    assert second.startswith(
+        "optimizer state 'mean' of 'block.weight' has shape (5, 3), but must be a scalar or have the shape of"
+    )
     assert first == f"rank 1: {second}"
 
 
@@ -643,7 +645,7 @@ def test_state_of_a_class_that_cannot_be_pickled_where_a_rank_holds_nothing(run_
 
     for message in raised(run_ranks(2, body), StateDictError):
         assert "'mode' of" in message
-        assert "<make.<locals>.Mode, which cannot be pickled>, and rank" in message
+        assert "<make.<locals>.Mode, which cannot be pickled>, but rank" in message
 
 
 class OfOneRank:
@@ -684,8 +686,8 @@ def test_what_another_rank_cannot_unpickle_is_an_error_on_all(run_ranks, origina
 
     first, second = raised(run_ranks(2, body), StateDictError)
     assert first == (
-        "the optimizer's state or groups of rank 1 cannot be unpickled: ImportError: of rank 1: have all "
-        "ranks import the modules that its values are from"
+        "the optimizer's state or groups of rank 1 cannot be unpickled: ImportError: of rank 1: all "
+        "ranks must be able to import the modules that define its classes"
     )
     # The rank itself sees what it has and the other one has not, where that matters.
     assert second == f"rank 0: {first}" if where == "loose" else "'own' " in second
@@ -750,7 +752,7 @@ def test_units_that_are_set_differently_on_one_rank_are_an_error_on_all(run_rank
         return optim_state_dict(model, optimizer)
 
     first, second = raised(run_ranks(2, body), StateDictError)
-    assert second.startswith("units of one model are set to different state dicts")
+    assert second.startswith("units of one model have different state_dict_type settings")
     assert first == f"rank 1: {second}"
 
 
