@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import io
 import os
@@ -22,6 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -39,6 +41,8 @@ SEND_AFTER_S = 1.0
 MOST_RANKS = 128
 """In jobs of more ranks a rank that exits early sends no messages, and ranks that wait for it time out."""
 _TAG = 1
+_OPEN_MPI_LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")
+"""Names of the processes that start ranks, in versions 5 and 4."""
 
 _comm: Any = None
 _process = 0
@@ -90,21 +94,31 @@ class _EndOfJob:
             return
         _EndOfJob._is_running = True
         try:
-            failures = self._failures(tracebacks.failure_of(self._rank, kind, error, trace), error)
-            if self.before is sys.__excepthook__:  # at once: other ranks print, too
-                end_job(tracebacks.merged(failures, self._size), exit_code(error))
-            else:
-                own = [failure for failure in failures if failure.stack == failures[0].stack]
-                others = [failure for failure in failures if failure not in own]
-
-                def show() -> None:
-                    self.before(kind, error, trace)
-                    if others:
-                        sys.stderr.write(f"hpcfsdp: {shown_lines(tracebacks.merged(others, self._size))}\n")
-
-                end_job(f"{tracebacks.who(own, self._size)}: {tracebacks.ENDED}", exit_code(error), show)
+            try:
+                message, show = self._text(kind, error, trace)
+            except BaseException:  # a second Ctrl-C, no memory: the job must end all the same
+                message = f"rank {self._rank} of {self._size} on {env.host_name()}: {tracebacks.ENDED}"
+                show = functools.partial(self.before, kind, error, trace)
+            end_job(message, exit_code(error), show)
         finally:
             _EndOfJob._is_running = False
+
+    def _text(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> tuple[str, Callable[[], Any]]:
+        """What this rank prints: a message for ``end_job``, and a function that prints more."""
+        failures = self._failures(tracebacks.failure_of(self._rank, kind, error, trace), error)
+        if self.before is sys.__excepthook__:  # at once: other ranks print, too
+            return tracebacks.merged(failures, self._size), lambda: None
+        own = [failure for failure in failures if failure.stack == failures[0].stack]
+        others = [failure for failure in failures if failure not in own]
+
+        def show() -> None:
+            self.before(kind, error, trace)
+            if others:
+                sys.stderr.write(f"hpcfsdp: {shown_lines(tracebacks.merged(others, self._size))}\n")
+
+        return f"{tracebacks.who(own, self._size)}: {tracebacks.ENDED}", show
 
     def _failures(self, mine: tracebacks.Failure, error: BaseException) -> list[tracebacks.Failure]:
         """This rank's failure, and those of others that it is to print with it."""
@@ -148,20 +162,36 @@ def end_job(message: str, exit_code: int, show: Callable[[], Any] = lambda: None
     """As ``abort``, with a message that names ranks and hosts itself."""
     from mpi4py import MPI
 
-    with contextlib.suppress(Exception):  # closed or missing: the job must end all the same
-        sys.stdout.flush()
-    with contextlib.suppress(BaseException):
-        # torch's own exception hook holds output back until ours returns, which it does not.
-        stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ else sys.stderr
-        with contextlib.redirect_stderr(stream):
-            stream.write(f"hpcfsdp: {shown_lines(message.rstrip())}\n")
-            show()
-            stream.flush()
-    if not MPI.Is_finalized():
-        time.sleep(OUTPUT_GRACE_S)
-        if env.launcher_ends_all():  # and says which rank ended, in fewer lines than MPI_Abort and it together
-            os._exit(exit_code & 0xFF or 1)
-        MPI.COMM_WORLD.Abort(exit_code & 0xFF or 1)
+    try:
+        with contextlib.suppress(Exception):  # closed or missing: the job must end all the same
+            sys.stdout.flush()
+        with contextlib.suppress(BaseException):
+            # torch's own exception hook holds output back until ours returns, which it does not.
+            stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ else sys.stderr
+            with contextlib.redirect_stderr(stream):
+                stream.write(f"hpcfsdp: {shown_lines(message.rstrip())}\n")
+                show()
+                stream.flush()
+        if not MPI.Is_finalized():
+            time.sleep(OUTPUT_GRACE_S)
+    finally:  # also after Ctrl-C
+        if not MPI.Is_finalized():
+            if _launcher_sees_exit():  # and says which rank ended, in fewer lines than MPI_Abort and it together
+                os._exit(exit_code & 0xFF or 1)
+            MPI.COMM_WORLD.Abort(exit_code & 0xFF or 1)
+
+
+def _launcher_sees_exit() -> bool:
+    """Whether this process is a child of Open MPI's launcher, which ends all processes as soon as one fails.
+
+    A shell script or a profiler between them may run on, or end without an error.
+    """
+    if not env.launcher_ends_all():
+        return False
+    try:
+        return Path(f"/proc/{os.getppid()}/comm").read_text().strip() in _OPEN_MPI_LAUNCHERS
+    except OSError:  # no Linux
+        return False
 
 
 class _Exit(SystemExit):

@@ -59,6 +59,18 @@ def test_an_interrupt_of_one_rank_ends_all_with_its_traceback(start, tmp_path):
     assert "hpcfsdp: rank 1 of 2 on " in job.stderr
 
 
+def test_a_rank_in_a_script_that_runs_on_ends_the_job_at_once_with_its_code(start, tmp_path):
+    script = tmp_path / "script.py"
+    action = "from hpcfsdp.errors import CheckpointCorruptError; raise CheckpointCorruptError('on purpose')"
+    script.write_text(SCRIPT.format(action=action))
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text("import subprocess, sys, time\nsubprocess.run([sys.executable, 'script.py'])\ntime.sleep(60)\n")
+    job = start(wrapper, ranks=2)
+    job.wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    assert job.wait(timeout=20).code == 4, job.stderr
+    assert job.stderr.count("CheckpointCorruptError: on purpose") == 1
+
+
 HOOKED = """
 import sys
 import rich.traceback

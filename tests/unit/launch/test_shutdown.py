@@ -1,3 +1,4 @@
+import contextlib
 import io
 import os
 import sys
@@ -58,6 +59,58 @@ def test_the_job_ends_though_nothing_can_be_printed(hook, monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     sys.excepthook(ValueError, ValueError("x"), None)
     assert hook[1] == [1]
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, MemoryError])
+def test_the_job_ends_though_the_hook_itself_fails(hook, capsys, monkeypatch, raised):
+    def broken(*_):
+        raise raised
+
+    monkeypatch.setattr(tracebacks, "failure_of", broken)
+    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
+    sys.excepthook(CheckpointCorruptError, CheckpointCorruptError("x"), None)
+    text = capsys.readouterr().err
+    assert text.startswith(f"hpcfsdp: rank 2 of 3 on {env.host_name()}: ended the job")
+    assert text.endswith("CheckpointCorruptError: x\n")
+    assert hook[1] == [4]
+
+
+def test_a_second_interrupt_does_not_keep_the_job_from_ending(hook, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutdown.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):  # here, where the false MPI returns
+        shutdown.abort("x", 3)
+    assert hook[1] == [3]
+
+
+@pytest.mark.parametrize(
+    ("parent", "variables", "ends"),
+    [
+        ("prterun\n", {"OMPI_COMM_WORLD_RANK": "1"}, "exit"),
+        ("orted\n", {"OMPI_COMM_WORLD_RANK": "1"}, "exit"),
+        ("bash\n", {"OMPI_COMM_WORLD_RANK": "1"}, "abort"),  # it may run on, or end without an error
+        ("mpirun\n", {}, "abort"),
+        (None, {"OMPI_COMM_WORLD_RANK": "1"}, "abort"),
+    ],
+)
+def test_only_a_child_of_open_mpi_s_launcher_ends_without_mpi_abort(hook, monkeypatch, parent, variables, ends):
+    def read(path):
+        assert str(path) == f"/proc/{os.getppid()}/comm"
+        if parent is None:
+            raise FileNotFoundError
+        return parent
+
+    monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(shutdown.Path, "read_text", read)
+    exits = []
+    monkeypatch.setattr(os, "_exit", lambda code: exits.append(code) or sys.exit())
+    with pytest.raises(SystemExit) if ends == "exit" else contextlib.nullcontext():
+        shutdown.abort("x", 4)
+    assert (exits, hook[1]) == (([4], []) if ends == "exit" else ([], [4]))
 
 
 def test_a_single_process_keeps_its_hook(hook):
