@@ -49,9 +49,9 @@ class ChangedTensor:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two numbers a and b may be apart and count as equal: |a - b| <= absolute + relative * |a|.
+    """How far two floats a and b may be apart and count as equal: |a - b| <= absolute + relative * |a|.
 
-    Numbers that are not finite are equal only to themselves. With both at 0, equal means equal in every bit.
+    Integers, and numbers that are not finite, are equal only to themselves. With both at 0, only equal bits are equal.
     """
 
     relative: float = 0.0
@@ -64,10 +64,12 @@ class Tolerance:
 
     def allows(self, a: np.ndarray, b: np.ndarray, gaps: np.ndarray) -> np.ndarray:
         """Which of the elements are equal, bool; `gaps` are their absolute differences."""
+        if a.dtype.kind not in "fc":
+            return a == b
         with np.errstate(invalid="ignore", over="ignore"):
-            near = np.isfinite(gaps) & (
-                gaps <= self.absolute + self.relative * np.abs(a.astype(np.result_type(a, 1.0)))
-            )
+            # In 64 bits: a tolerance may be too small or too large for float16.
+            size = np.abs(a.astype(np.result_type(a, np.float64)))
+            near = np.isfinite(gaps) & (gaps <= self.absolute + self.relative * size)
             return near | (a == b) | (np.isnan(a) & np.isnan(b))
 
 

@@ -7,7 +7,15 @@ import torch
 from hpcfsdp.checkpoint import save
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.index import open_index
-from hpcfsdp.checkpoint.inspect.diff import ABSENT, ChangedTensor, Difference, compare, compare_tensor, to_compare
+from hpcfsdp.checkpoint.inspect.diff import (
+    ABSENT,
+    ChangedTensor,
+    Difference,
+    Tolerance,
+    compare,
+    compare_tensor,
+    to_compare,
+)
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 BASE = {"model/a": torch.arange(12.0).view(3, 4), "model/b": torch.zeros(2), "model/c": torch.zeros(())}
@@ -26,10 +34,29 @@ def of(write):
     return difference
 
 
-def changed(dtype, a, b):
+def changed(dtype, a, b, **more):
     kind = np.dtype(dtype) if isinstance(dtype, str) else dtype
     one, other = np.array(a, kind), np.array(b, kind)
-    return compare_tensor("t", TensorSpec("t", one.shape, kind.name), [(one.ravel(), other.ravel())])
+    return compare_tensor("t", TensorSpec("t", one.shape, kind.name), [(one.ravel(), other.ravel())], **more)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "int8", "bool"])
+def test_integers_are_equal_within_no_tolerance(dtype):
+    found = changed(dtype, [1, 1, 1], [1, 0, 1], tolerance=Tolerance(relative=1.0, absolute=2.0))
+    assert (found.different, found.where) == (1, (1,))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "tolerance", "is_equal"),
+    [
+        (1.0, 65504.0, Tolerance(absolute=65503.0), True),
+        (-65504.0, 65504.0, Tolerance(absolute=120_000.0), False),  # float16 would have infinity for it
+        (1000.0, 1000.5, Tolerance(relative=5.0001e-4), True),
+        (1000.0, 1000.5, Tolerance(relative=4.9999e-4), False),  # and one number for both of these
+    ],
+)
+def test_tolerances_of_float16_are_exact(a, b, tolerance, is_equal):
+    assert (changed("float16", [a], [b], tolerance=tolerance) is None) == is_equal
 
 
 def test_files_of_the_same_content_differ_in_nothing(of):
