@@ -112,12 +112,12 @@ def main(arguments: Sequence[str]) -> int:
         return _run(arguments)
     except HpcfsdpError as error:
         if error.exit_code != EXIT_BROKEN_PIPE:  # the reader of the output, such as `head`, has read enough
-            failure.report(error, arguments)
+            failure.report(error, arguments[1:])
             _flush_or_drop(sys.stderr)
         _flush_or_drop(sys.stdout)
         return error.exit_code
     except Exception as error:
-        failure.print_object(error, arguments)
+        failure.print_object(error, arguments[1:])
         raise
 
 

@@ -29,7 +29,8 @@ class Parser(argparse.ArgumentParser):
             f"{before}names of tensors, with or without model/ before them; * stands for any text, ? for any "
             "character, [ab] for a or b"
         )
-        self.add_argument("patterns", metavar="PATTERN", nargs="*", help=text)
+        # With no default, argparse calls them required where PATH is missing.
+        self.add_argument("patterns", metavar="PATTERN", nargs="*", default=[], help=text)
 
     def format_help(self) -> str:
         """The help of argparse, and the examples below it."""
@@ -48,13 +49,12 @@ def paths_and_patterns(first: Path, others: Sequence[str]) -> tuple[list[Path], 
 
 
 def print_json(value: Any) -> None:
-    """Write one JSON document to stdout.
+    """Write one JSON document to stdout, or nothing of it if it raises.
 
     Raises:
         ValueError: it contains a NaN or an infinity, which JSON cannot hold: see ``readable.plain_value``.
     """
-    json.dump(value, sys.stdout, indent=2, allow_nan=False)
-    print()
+    print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def print_line(*parts: Any) -> None:

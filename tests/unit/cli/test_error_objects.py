@@ -1,6 +1,7 @@
 """What commands print where they fail: one message on stderr, and an object on stdout with --json."""
 
 import json
+import math
 
 import h5py
 import pytest
@@ -10,6 +11,7 @@ from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.single import write_alone
 from hpcfsdp.cli import ls
 from hpcfsdp.cli.main import VERBS, main
+from hpcfsdp.cli.reporting import print_json
 
 FAILING = {
     "bench": (["nothing"], "usage", 2),
@@ -63,6 +65,19 @@ def test_an_error_that_is_a_fault_of_ours_is_an_object_too(monkeypatch, capsys):
         main(["ls", "--json"])
     error = json.loads(capsys.readouterr().out)["error"]
     assert error == {"message": "on purpose", "kind": "internal", "exit_code": 1, "path": None}
+
+
+def test_a_missing_argument_is_named_alone_and_its_verb_is_no_path(run):
+    for verb in ("ls", "stats"):
+        _, out, err = run(verb, "--json")
+        assert json.loads(out)["error"]["path"] is None
+        assert "PATTERN" not in err
+
+
+def test_a_document_that_cannot_be_json_is_printed_in_no_part(capsys):
+    with pytest.raises(ValueError, match="Out of range float values"):
+        print_json({"a": list(range(100_000)), "b": math.nan})
+    assert capsys.readouterr().out == ""
 
 
 def test_no_message_names_the_program_twice(run):
