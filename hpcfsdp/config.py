@@ -178,4 +178,6 @@ def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    """jsonargparse's message on one line, with the key in front and types without "class"."""
+    text = re.sub(r'^Parser key "(.+?)": ?', r"\1: ", " ".join(str(error).split()))
+    return re.sub(r"Expected an? <class '(\w+)'>\. Got value: ", r"expected \1, got ", text)

@@ -59,7 +59,8 @@ def open_file(files: Files, path: Path, seal: Seal | None = None) -> Iterator[in
     try:
         fd = files.open_to_read(path)
     except IsADirectoryError:
-        raise CheckpointError(f"{path}: is a directory, not a checkpoint file").of_kind("directory") from None
+        what = "is a directory, not a checkpoint file (hpcfsdp ls lists those in it)"
+        raise CheckpointError(f"{path}: {what}").of_kind("directory") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {reason(error)}").of_kind(_KINDS.get(error.errno, "unreadable")) from None
     try:

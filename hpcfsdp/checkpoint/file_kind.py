@@ -12,6 +12,8 @@ from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.errors import CheckpointCorruptError
 
 HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_ZIP_SIGNATURE = b"PK\x03\x04"
+_OF_TORCH = ": a zip archive, as torch.save writes: hpcfsdp import --format pt converts it"
 _HEAD_BYTES = 1 << 12
 """The root group's attributes are among these first bytes of a checkpoint."""
 
@@ -50,9 +52,10 @@ def refuse_incomplete(files: Files, fd: int, path: Path) -> None:
         raise CheckpointCorruptError(f"{path}: is empty (0 bytes): was the copy complete?").of_kind("empty")
     head = bytes(read_bytes(files, fd, path, 0, min(present, _SUPERBLOCK.size)))
     if not head.startswith(HDF5_SIGNATURE):
-        raise CheckpointCorruptError(f"{path}: not an HDF5 file ({sized(present)}, begins with {head[:8]!r})").of_kind(
-            "not_hdf5"
-        )
+        remedy = _OF_TORCH if head.startswith(_ZIP_SIGNATURE) else ""
+        raise CheckpointCorruptError(
+            f"{path}: not an HDF5 file ({sized(present)}, begins with {head[:8]!r}){remedy}"
+        ).of_kind("not_hdf5")
     if len(head) < _SUPERBLOCK.size:
         raise CheckpointCorruptError(
             f"{path}: truncated: only {present} bytes present; was the copy complete?"

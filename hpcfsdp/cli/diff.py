@@ -20,7 +20,7 @@ from hpcfsdp.checkpoint.inspect.diff import (
 )
 from hpcfsdp.checkpoint.inspect.numbers import json_number
 from hpcfsdp.cli.printing import print_table
-from hpcfsdp.cli.readable import plain_value, readable_number, readable_shape
+from hpcfsdp.cli.readable import plain_value, readable_number, readable_shape, shortened
 from hpcfsdp.cli.reporting import Parser, print_json
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, UsageError
 from hpcfsdp.observe.progress_bar import byte_progress
@@ -194,4 +194,4 @@ def _shown(value: Any) -> str:
         return f"{value.size} values"
     if hasattr(value, "dtype"):
         return f"array {readable_shape(value.shape)} {value.dtype}"
-    return repr(value) if value is ABSENT else str(plain_value(value))
+    return repr(value) if value is ABSENT else str(shortened(plain_value(value)))

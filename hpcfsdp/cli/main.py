@@ -146,7 +146,8 @@ def _command(arguments: Sequence[str]) -> int:
         print(f"hpcfsdp {__version__}")
         return 0
     if verb not in VERBS:
-        raise UsageError(f"unknown verb {verb!r}{nearest(verb, VERBS)}\n\n{usage()}")
+        meant = f"; did you mean 'hpcfsdp ls {verb}'?" if os.path.exists(verb) else nearest(verb, VERBS)
+        raise UsageError(f"unknown verb {verb!r}{meant}\n\n{usage()}")
     return importlib.import_module(VERBS[verb][0]).main(rest)
 
 

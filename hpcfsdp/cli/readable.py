@@ -51,3 +51,20 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+_LONGEST_LIST = 8
+
+
+def shortened(value: Any) -> Any:
+    """A nested value for people: a list of more than 8 single values as text with its length, its first and its last.
+
+    Lists of dicts or of lists keep their length.
+    """
+    if isinstance(value, dict):
+        return {key: shortened(entry) for key, entry in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return value
+    if len(value) <= _LONGEST_LIST or any(isinstance(entry, (dict, list, tuple)) for entry in value):
+        return [shortened(entry) for entry in value]
+    return f"{len(value)} values from {value[0]} to {value[-1]}; all of them: --json"

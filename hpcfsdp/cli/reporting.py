@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hpcfsdp.cli.printing import print_table
-from hpcfsdp.errors import UsageError
+from hpcfsdp.errors import UsageError, nearest
 from hpcfsdp.terminal import shown
 
 
@@ -38,7 +38,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         verb = self.prog.removeprefix("hpcfsdp ")
-        raise UsageError(f"{verb}: {message} ({self.prog} --help shows the usage)")
+        raise UsageError(f"{verb}: {message}{self._nearest_option(message)} ({self.prog} --help shows the usage)")
+
+    def _nearest_option(self, message: str) -> str:
+        """The end of argparse's message about unknown arguments: the option that resembles the first one."""
+        unknown = [word for word in message.split() if word.startswith("--")]
+        if not message.startswith("unrecognized arguments:") or not unknown:
+            return ""
+        known = [option for action in self._actions for option in action.option_strings]
+        return nearest(unknown[0].split("=", 1)[0], known)
 
 
 def paths_and_patterns(first: Path, others: Sequence[str]) -> tuple[list[Path], list[str]]:

@@ -15,9 +15,9 @@ from hpcfsdp.checkpoint.inspect.numbers import decoded, json_number
 from hpcfsdp.checkpoint.inspect.stats import file_statistics
 from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.cli.printing import print_table
-from hpcfsdp.cli.readable import plain_value, readable_bytes, readable_date, readable_shape
+from hpcfsdp.cli.readable import plain_value, readable_bytes, readable_date, readable_shape, shortened
 from hpcfsdp.cli.reporting import Parser, print_json
-from hpcfsdp.errors import CheckpointError, nearest
+from hpcfsdp.errors import CheckpointError, UsageError, nearest
 
 FIRST_VALUES = 8
 _EXAMPLES = (
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     rows = [(key.replace("_", " "), _readable(key, value)) for key, value in facts.items()]
     print_table(("what", "value"), rows, text=("value",))
-    filled = {key: _for_yaml(value) for key, value in nested.items() if value}
+    filled = {key: _for_yaml(value if key == "config" else shortened(value)) for key, value in nested.items() if value}
     if filled:
         print()
         print(yaml.safe_dump(filled, sort_keys=False, width=100), end="")
@@ -114,6 +114,8 @@ def _find(index: CheckpointIndex, name: str) -> str:
     for candidate in (name, f"{schema.MODEL}/{name}", f"{schema.OPTIM_STATE}/{name}"):
         if candidate in index.tensors or candidate in index.links:
             return candidate
+    if set(name) & set("*?["):
+        raise UsageError(f"show: {name!r} is a pattern, and show takes one name: give the pattern to ls or stats")
     known = [*index.tensors, *index.links]
     hint = nearest(name, known + [path.split("/", 1)[1] for path in known])
     raise CheckpointError(f"{index.info.path}: holds no tensor {name!r}{hint} (hpcfsdp ls lists them)")

@@ -168,6 +168,27 @@ def test_show_of_a_file_with_metrics(command, tmp_path):
     assert facts["parts"] == []
 
 
+def test_show_and_diff_shorten_long_lists_but_not_in_json(command, tmp_path):
+    import torch
+
+    from hpcfsdp import checkpoint
+
+    model = torch.nn.Linear(1, 1)
+    extras = [{"seen": list(range(count)), "few": [1, 2], "phases": [{"end": 0}] * 9} for count in (100, 200)]
+    a, b = (checkpoint.save(tmp_path / f"{len(e['seen'])}.h5", model=model, extra=e) for e in extras)
+    shown = command("show", a).stdout
+    assert "seen: '100 values from 0 to 99; all of them: --json'\n" in shown
+    assert "few:\n  - 1\n  - 2\n" in shown
+    assert shown.count("- end: 0") == 9
+    assert json.loads(command("show", a, "--json").stdout)["extra"]["seen"] == list(range(100))
+    (row,) = [line for line in command("diff", a, b).stdout.splitlines() if "extra.seen" in line]
+    assert row.split("\t")[2] == (
+        "100 values from 0 to 99; all of them: --json -> 200 values from 0 to 199; all of them: --json"
+    )
+    (value,) = json.loads(command("diff", a, b, "--json").stdout)["values"]
+    assert (value["a"], value["b"]) == (list(range(100)), list(range(200)))
+
+
 def test_show_gives_the_configuration_as_yaml(command, tmp_path):
     import torch
     import yaml
@@ -194,6 +215,12 @@ def test_show_of_an_unknown_tensor_suggests_the_nearest(command, saved):
     done = command("show", saved, "0.wieght")
     assert done.code == 1
     assert "no tensor '0.wieght'; did you mean '0.weight'?" in done.stderr
+
+
+def test_show_of_a_pattern_names_the_verbs_that_take_one(command, saved):
+    done = command("show", saved, "0.*")
+    assert done.code == 2
+    assert "'0.*' is a pattern, and show takes one name: give the pattern to ls or stats" in done.stderr
 
 
 def test_a_reader_that_closes_the_pipe_early_is_not_an_error(start, saved):

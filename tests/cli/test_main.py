@@ -36,6 +36,28 @@ def test_unknown_verb_suggests_the_nearest(command):
     assert "Traceback" not in done.stderr
 
 
+def test_a_path_in_place_of_the_verb_suggests_ls(command, tmp_path):
+    done = command(tmp_path)
+    assert done.code == 2
+    assert f"unknown verb '{tmp_path}'; did you mean 'hpcfsdp ls {tmp_path}'?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ls"], "ls: the following arguments are required: PATH (hpcfsdp ls --help shows the usage)"),
+        (["diff", "a.h5"], "diff: the following arguments are required: B (hpcfsdp diff"),
+        (["ls", "a.h5", "--jsn"], "ls: unrecognized arguments: --jsn; did you mean '--json'? (hpcfsdp ls"),
+        (["plot", "a.h5", "--kind", "loss", "--smoth=3"], "--smoth=3; did you mean '--smooth'? (hpcfsdp plot"),
+        (["ls", "a.h5", "-l"], "ls: unrecognized arguments: -l (hpcfsdp ls"),
+    ],
+)
+def test_wrong_arguments_are_named_alone_and_with_the_nearest(command, arguments, message):
+    done = command(*arguments)
+    assert done.code == 2
+    assert message in done.stderr
+
+
 HELP = """
 import sys
 from hpcfsdp.cli.main import main

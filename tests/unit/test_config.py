@@ -197,6 +197,10 @@ def test_a_flag_of_the_wrong_type_names_key_and_value(flag, value):
     assert "\n" not in message
 
 
+def test_a_value_of_the_wrong_type_is_told_in_a_few_words():
+    assert error_of("--optim.steps", "many") == "try: optim.steps: expected int, got many"
+
+
 def test_a_file_value_of_the_wrong_type_names_key_and_value(file):
     message = error_of(file("optim:\n  steps: many\n"))
     assert "optim.steps" in message

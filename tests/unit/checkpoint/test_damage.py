@@ -403,6 +403,9 @@ def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert refusal(tmp_path / "pipe") == (CheckpointError, "is not a regular file")
     assert refusal(Path("/dev/zero")) == (CheckpointError, "is not a regular file")
-    assert refusal(tmp_path) == (CheckpointError, "is a directory, not a checkpoint file")
+    assert refusal(tmp_path) == (
+        CheckpointError,
+        "is a directory, not a checkpoint file (hpcfsdp ls lists those in it)",
+    )
     assert refusal(tmp_path / ("x" * 300)) == (CheckpointError, "File name too long")
     assert refusal(tmp_path / "pipe" / "a.h5") == (CheckpointError, "Not a directory")

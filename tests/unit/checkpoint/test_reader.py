@@ -96,7 +96,10 @@ def test_no_such_file(tmp_path):
 
 
 def test_a_directory(tmp_path):
-    assert error_of(tmp_path) == (CheckpointError, f"{tmp_path}: is a directory, not a checkpoint file")
+    assert error_of(tmp_path) == (
+        CheckpointError,
+        f"{tmp_path}: is a directory, not a checkpoint file (hpcfsdp ls lists those in it)",
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,6 +108,12 @@ def test_a_directory(tmp_path):
         (b"", "empty", "is empty (0 bytes): was the copy complete?"),
         (b"some text\n", "not_hdf5", "not an HDF5 file (10 bytes, begins with b'some tex')"),
         (b"\x89HDF\r\n\x1a\n", "truncated", "truncated: only 8 bytes present; was the copy complete?"),
+        (
+            b"PK\x03\x04" + bytes(6),
+            "not_hdf5",
+            "not an HDF5 file (10 bytes, begins with b'PK\\x03\\x04\\x00\\x00\\x00\\x00'): "
+            "a zip archive, as torch.save writes: hpcfsdp import --format pt converts it",
+        ),
         (bytes(5000), "not_hdf5", f"not an HDF5 file (5.0 kB, begins with {bytes(8)!r})"),
     ],
 )
