@@ -39,7 +39,8 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             raise LaunchError("signals can be handled in the main thread alone: enter hpcfsdp.preemption() there")
         for number in STOP_SIGNALS:
-            self._previous[number] = signal.signal(number, self._note)
+            before = signal.signal(number, self._note)
+            self._previous.setdefault(number, before)  # entered again where other code has set handlers meanwhile
         return self
 
     def __exit__(self, *_: object) -> None:

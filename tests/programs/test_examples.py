@@ -1,4 +1,4 @@
-"""The programs in docs/examples for transformers, accelerate and peft, as jobs of their own.
+"""The programs in docs/examples for Lightning, transformers, accelerate and peft, as jobs of their own.
 
 Rank 0 starts the jobs; the other ranks of this test have nothing to do.
 """
@@ -132,3 +132,26 @@ def test_pages_quote_the_examples(page):
     assert len(found) >= 2
     for block in found:
         assert any(block in source for source in sources), block
+
+
+@rank_0
+def test_lightning_is_stopped_and_goes_on_with_any_number_of_ranks(example, tmp_path):
+    job = example("lightning_fit", 50).wait()
+    assert job.code == 0, job.stderr
+    assert re.search(r"^step 50 \{'loss': [01]\.", job.stdout, re.MULTILINE), job.stdout
+    last = tmp_path / "runs/lightning/last.h5"
+    assert open_index(last).info.step == 50
+    job = example("lightning_fit", 100_000_000)
+    job.wait_for(lambda: open_index(last).info.step > 60)
+    one = next(rank for rank in job.ranks() if str(tmp_path / "lightning_fit.py") in rank.cmdline())
+    one.send_signal(signal.SIGTERM)
+    job.wait()
+    assert job.code == 75, job.stderr
+    (step,) = map(int, re.findall(r"stopped after step (\d+): signal 15 \(SIGTERM\)", job.stderr))
+    stopped = open_index(tmp_path / "runs/lightning/requeue.h5").info
+    assert (stopped.step, stopped.world_size) == (step, 2)
+    again = example("lightning_fit", step + 40, ranks=3).wait()
+    assert again.code == 0, again.stderr
+    assert "Restored all states from the checkpoint at runs/lightning/requeue.h5" in again.stderr
+    info = open_index(last).info
+    assert (info.step, info.world_size) == (step + 40, 3)

@@ -1,234 +1,232 @@
-"""Lightning's Trainer over MPI: its own DDPStrategy with the backend hpcmpi, and a user's own strategy that shards.
+"""Lightning's Trainer over MPI: its own DDPStrategy with the backend hpcmpi, and the strategy that shards.
 
 What comes out is what Lightning gives in one process that takes the batches of all ranks.
 """
 
-import logging
-import warnings
-
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torchmetrics
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.callbacks import ModelCheckpoint as LightningModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment, MPIEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import hpcfsdp
-import hpcfsdp.mpi  # the backend
-from hpcfsdp import checkpoint
-from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
+import hpcfsdp.mpi  # noqa: F401, the backend
+from hpcfsdp.errors import HpcfsdpError, LaunchError, UsageError
+from hpcfsdp.fsdp import CPUOffload, FullyShardedDataParallel as FSDP, ShardingStrategy
+from hpcfsdp.integrations.lightning import HpcfsdpStrategy, ModelCheckpoint, MPIClusterEnvironment
 from hpcfsdp.wrap import ModuleWrapPolicy
+from tests.programs.lightning_programs import *  # noqa: F403
+from tests.programs.lightning_programs import Block, Classifier, Curves, close, data, sharded, trainer_of
 
-ROWS, BATCH = 24, 12
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
-
-    def forward(self, x):
-        return x + torch.tanh(self.linear(self.norm(x)))
+SIZE = MPIEnvironment().world_size()
 
 
-class Classifier(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model = nn.Sequential(nn.Linear(5, 8), Block(8), Block(8), nn.Linear(8, 3))
-        self.accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
-
-    def forward(self, x):
-        return self.model(x)
-
-    def training_step(self, batch, index):
-        x, y = batch
-        loss = nn.functional.cross_entropy(self(x), y)
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
-
-    def validation_step(self, batch, index):
-        x, y = batch
-        scores = self(x)
-        self.accuracy(scores, y)
-        self.log("accuracy", self.accuracy)
-        self.log("val_loss", nn.functional.cross_entropy(scores, y), sync_dist=True)
-
-    def configure_optimizers(self):
-        # Not self.parameters(): a strategy may have wrapped the module.
-        optimizer = torch.optim.AdamW(self.trainer.model.parameters(), lr=1e-2, eps=1e-4)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
-
-
-class ShardedStrategy(DDPStrategy):
-    """Parameters, gradients and optimizer state are shared out to the ranks; checkpoints are HDF5 files."""
-
-    restore_checkpoint_after_setup = True  # into the model that is sharded by then
-
-    def __init__(self, **options):
-        super().__init__(process_group_backend="hpcmpi", precision_plugin=ClippedBySharded(self))
-        self.options, self.sharded = options, None
-
-    def setup_distributed(self):
-        hpcfsdp.init("cpu")
-        super().setup_distributed()
-
-    def _setup_model(self, model):
-        if self.sharded is None:
-            self.sharded = FSDP(model, **self.options)
-        return self.sharded
-
-    def setup(self, trainer):
-        if self.sharded is not None:  # validation after training
-            self.model = self.sharded
-            self.accelerator.setup(trainer)
-            self.setup_precision_plugin()
-        else:
-            super().setup(trainer)
-
-    def model_to_device(self):
-        """FSDP takes care of it."""
-
-    def block_backward_sync(self):
-        return self.sharded.no_sync()
-
-    def lightning_module_state_dict(self):
-        return {}
-
-    def optimizer_state(self, optimizer):
-        return {}
-
-    def save_checkpoint(self, found, filepath, storage_options=None):
-        checkpoint.save(filepath, model=self.sharded, optimizer=self.optimizers[0], extra=found)
-
-    def load_checkpoint(self, checkpoint_path, weights_only=None):
-        extra = checkpoint.load(checkpoint_path, model=self.sharded, optimizer=self.optimizers[0]).extra
-        return tree_map_only(np.ndarray, torch.as_tensor, extra)  # best scores, which callbacks compare with tensors
-
-    def load_model_state_dict(self, checkpoint, strict=True):
-        """Loaded with the file."""
-
-    def load_optimizer_state_dict(self, checkpoint):
-        """Loaded with the file."""
-
-
-class ClippedBySharded(Precision):
-    """Clips by the norm over all ranks."""
-
-    def __init__(self, strategy):
-        self.strategy = strategy
-
-    def clip_grad_by_norm(self, optimizer, clip_val):
-        self.strategy.sharded.clip_grad_norm_(clip_val)
-
-
-class Curves(Callback):
-    def __init__(self):
-        self.values = []
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        self.values.append(float(trainer.callback_metrics["loss_step"]))
-
-    def on_train_epoch_end(self, trainer, module):
-        self.values += [float(trainer.callback_metrics[name]) for name in ("loss_epoch", "val_loss", "accuracy")]
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Without Lightning's warnings and log messages about speed."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="(?s).*(num_workers|tensorboard|log_every_n_steps|is not empty|ensure each sample)"
-        )
-        yield
-    logger.setLevel(level)
-
-
-@pytest.fixture(autouse=True)
-def no_group():
-    """The process group is what a strategy makes, and goes with it."""
-    assert not dist.is_initialized()
-    yield
-    hpcfsdp.finalize()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def data(ranks, train=False):
-    """Batches that are the same of all ranks together, whatever their number: as Lightning shuffles and deals them."""
-    x = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(0))
-    rows = TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0))
-    sampler = DistributedSampler(rows, num_replicas=1, rank=0) if train and ranks == 1 else None
-    return DataLoader(rows, batch_size=BATCH // ranks, sampler=sampler)
-
-
-def fit(folder, strategy, ranks, epochs=2, resume=None, **options):
+def fit(folder, strategy, ranks, epochs=2, resume=None, module=None, save=ModelCheckpoint, **options):
     """The curves of a training, its trainer, and the path of its last checkpoint."""
     torch.manual_seed(0)
     curves = Curves()
-    saver = ModelCheckpoint(folder, monitor="val_loss", filename="best", save_last=True, save_top_k=1)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        devices=ranks,
-        max_epochs=epochs,
-        callbacks=[curves, saver],
-        gradient_clip_val=0.5,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    trainer.fit(Classifier(), data(ranks, train=True), data(ranks), ckpt_path=resume)
+    saver = save(folder, monitor="val_loss", filename="best", save_last=True, save_top_k=1)
+    options = {"gradient_clip_val": 0.5, "max_epochs": epochs, "enable_checkpointing": True, **options}
+    trainer = trainer_of(folder, strategy, callbacks=[curves, saver], **options)
+    trainer.fit(module or Classifier(), data(ranks, train=True), data(ranks), ckpt_path=resume)
     return curves.values, trainer, saver.last_model_path
 
 
-def close(got, expected):
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory):
+def alone(folder, **options):
     """Curves and state of one process."""
-    values, trainer, _ = fit(tmp_path_factory.mktemp("alone"), "auto", 1, plugins=[LightningEnvironment()])
+    values, trainer, _ = fit(
+        folder, "auto", 1, save=LightningModelCheckpoint, devices=1, plugins=[LightningEnvironment()], **options
+    )
     assert not dist.is_initialized()
     return values, trainer.model.state_dict()
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    return alone(tmp_path_factory.mktemp("alone"))
+
+
 def test_data_parallel(shared_path, expected):
-    ranks = MPIEnvironment().world_size()
     strategy = DDPStrategy(process_group_backend="hpcmpi")
-    values, trainer, _ = fit(shared_path, strategy, ranks)
-    assert dist.get_backend() == "hpcmpi" or ranks == 1
+    values, trainer, _ = fit(shared_path, strategy, SIZE, save=LightningModelCheckpoint, devices=SIZE)
+    assert dist.get_backend() == "hpcmpi" or SIZE == 1
     close(values, expected[0])
     close(trainer.lightning_module.state_dict(), expected[1])
 
 
 def test_data_parallel_goes_on(shared_path, expected):
-    ranks = MPIEnvironment().world_size()
-    first, _, last = fit(shared_path, DDPStrategy(process_group_backend="hpcmpi"), ranks, epochs=1)
-    then, trainer, _ = fit(shared_path, DDPStrategy(process_group_backend="hpcmpi"), ranks, resume=last)
+    given = {"save": LightningModelCheckpoint, "devices": SIZE}
+    first, _, last = fit(shared_path, DDPStrategy(process_group_backend="hpcmpi"), SIZE, epochs=1, **given)
+    then, trainer, _ = fit(shared_path, DDPStrategy(process_group_backend="hpcmpi"), SIZE, resume=last, **given)
     close(first + then, expected[0])
     close(trainer.lightning_module.state_dict(), expected[1])
 
 
 @pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
-def test_strategy_that_shards(shared_path, expected, original):
-    ranks = MPIEnvironment().world_size()
-    options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": original}
-    first, _, last = fit(shared_path, ShardedStrategy(**options), ranks, epochs=1)
-    then, trainer, _ = fit(shared_path, ShardedStrategy(**options), ranks, resume=last)
+def test_sharded_and_resumed(shared_path, expected, original):
+    first, _, last = fit(shared_path, sharded(use_orig_params=original), SIZE, epochs=1)
+    then, trainer, _ = fit(shared_path, sharded(use_orig_params=original), SIZE, resume=last)
     close(first + then, expected[0])
     close(dict(trainer.model.state_dict()), dict(expected[1]))
-    (again,) = trainer.validate(trainer.lightning_module, data(ranks), verbose=False)
+    assert (
+        sum(param.numel() for param in trainer.model.parameters()) < 3 * sum(map(torch.numel, expected[1].values())) / 4
+    )
+    (again,) = trainer.validate(trainer.lightning_module, data(SIZE), verbose=False)
     close(again["val_loss"], expected[0][-2])
+    (again,) = trainer.test(trainer.lightning_module, data(SIZE), verbose=False)
+    close(again["accuracy"], expected[0][-1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharding_strategy": "SHARD_GRAD_OP"},
+        {"sharding_strategy": ShardingStrategy.NO_SHARD},
+        {"cpu_offload": True},
+        {"cpu_offload": CPUOffload(offload_params=True), "forward_prefetch": True},
+        {"auto_wrap_policy": {Block, nn.Linear}, "sync_module_states": False},
+        {"auto_wrap_policy": None},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options(shared_path, expected, options):
+    strategy = HpcfsdpStrategy(**{"auto_wrap_policy": ModuleWrapPolicy({Block}), **options})
+    values, trainer, _ = fit(shared_path, strategy, SIZE, accelerator="auto", devices="auto", num_nodes=1)
+    close(values, expected[0])
+    close(dict(trainer.model.state_dict()), dict(expected[1]))
+    if "sharding_strategy" in options:
+        assert trainer.model.sharding_strategy.name in ("SHARD_GRAD_OP", "NO_SHARD")
+
+
+def test_values_of_rank_0_count(shared_path, expected):
+    torch.manual_seed(0)
+    module = Classifier()
+    if MPIEnvironment().global_rank():
+        with torch.no_grad():
+            module.model[0].weight.add_(1)
+    values, *_ = fit(shared_path, sharded(), SIZE, module=module)
+    close(values, expected[0])
+
+
+def test_the_number_of_processes_comes_from_mpi(shared_path):
+    trainer = trainer_of(shared_path, sharded(), devices=SIZE)
+    assert (trainer.world_size, trainer.num_devices, trainer.num_nodes) == (SIZE, SIZE, 1)
+    environment = MPIClusterEnvironment()
+    assert (environment.world_size(), environment.local_size()) == (SIZE, SIZE)
+    assert environment.local_rank() == environment.global_rank() == trainer.global_rank
+    assert MPIClusterEnvironment.detect() == (SIZE > 1)
+
+
+def test_numbers_that_contradict_mpi(shared_path):
+    with pytest.raises(LaunchError, match=rf"devices={SIZE + 3}\), but MPI started {SIZE} process.*leave devices"):
+        trainer_of(shared_path, sharded(), devices=SIZE + 3)
+    with pytest.raises(LaunchError, match=r"num_nodes=7\), but MPI has its .* on 1 node.*leave devices and num_nodes"):
+        trainer_of(shared_path, sharded(), num_nodes=7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 2},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"gradient_clip_val": None},
+    ],
+    ids=["accumulate", "value", "no clipping"],
+)
+def test_gradients(shared_path, tmp_path, options):
+    expected = alone(tmp_path, **options, max_epochs=4)
+    values, trainer, _ = fit(shared_path, sharded(), SIZE, **options, max_epochs=4)
+    close(values, expected[0])
+    close(dict(trainer.model.state_dict()), dict(expected[1]))
+
+
+def test_gradients_are_reduced_once_for_accumulated_batches(shared_path, monkeypatch):
+    entered = []
+    no_sync = FSDP.no_sync
+    monkeypatch.setattr(FSDP, "no_sync", lambda self: entered.append(self) or no_sync(self))
+    (*_,) = fit(shared_path, sharded(), SIZE, accumulate_grad_batches=2)
+    assert len(entered) == 2  # of two batches in each of two epochs
+
+
+def test_predict(shared_path, expected):
+    _, trainer, _ = fit(shared_path, sharded(), SIZE)
+    found = torch.cat(trainer.predict(trainer.lightning_module, data(SIZE)))
+    plain = Classifier()
+    plain.load_state_dict(expected[1])
+    rows = torch.cat([x for x, _ in data(1)])[trainer.global_rank :: SIZE]
+    with torch.no_grad():
+        close(found, plain(rows))
+
+
+class ByHand(Classifier):
+    """Its submodules are wrapped where Lightning builds large models."""
+
+    def configure_model(self):
+        for index in (1, 2):
+            if not isinstance(self.model[index], FSDP) and dist.is_initialized():
+                self.model[index] = FSDP(self.model[index], use_orig_params=True)
+
+
+def test_configure_model(shared_path, expected):
+    torch.manual_seed(0)
+    values, trainer, last = fit(shared_path, HpcfsdpStrategy(), SIZE, module=ByHand())
+    close(values, expected[0])
+    close(dict(trainer.model.state_dict()), dict(expected[1]))
+    trainer.validate(trainer.lightning_module, data(SIZE), verbose=False, ckpt_path=last)
+    assert sum(isinstance(module, FSDP) for module in trainer.model.modules()) == 3
+
+
+def test_messages(shared_path):
+    _, trainer, _ = fit(shared_path, sharded(), SIZE, epochs=1)
+    strategy, rank = trainer.strategy, trainer.global_rank
+    total = SIZE * (SIZE - 1) // 2
+    mean = strategy.reduce(torch.tensor([rank, 7]))
+    assert mean.tolist() == [total // SIZE, 7] and not mean.is_floating_point()
+    close(strategy.reduce(torch.tensor(float(rank)), reduce_op="avg"), torch.tensor(total / SIZE))
+    assert strategy.reduce(torch.tensor(rank), reduce_op="sum") == total
+    assert strategy.reduce(torch.tensor(rank), reduce_op="max") == SIZE - 1
+    assert strategy.reduce("text") == "text"
+    with pytest.raises(UsageError, match="reduce_op='median': use 'mean'"):
+        strategy.reduce(torch.tensor(rank), reduce_op="median")
+    assert strategy.broadcast({"rank": rank}, src=SIZE - 1) == {"rank": SIZE - 1}
+    close(trainer.lightning_module.all_gather(torch.tensor([float(rank)])).flatten(), torch.arange(float(SIZE)))
+    assert strategy.reduce_boolean_decision(rank == 0, all=False)
+    assert strategy.reduce_boolean_decision(rank == 0) == (SIZE == 1)
+    strategy.barrier("here")
+
+
+class OneLoss(Classifier):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"sync_batchnorm": True}, "convert the module in configure_model"),
+        ({"callbacks": [ModelCheckpoint(save_on_exception=True)]}, "saves on an exception"),
+        ({"callbacks": [pl.callbacks.OnExceptionCheckpoint(".")]}, "saves on an exception"),
+        ({"callbacks": [pl.callbacks.StochasticWeightAveraging(1e-2)]}, "average checkpoint files"),
+        ({"plugins": [pl.plugins.TorchCheckpointIO()]}, "leave the plugin TorchCheckpointIO out"),
+        ({"plugins": [pl.plugins.FSDPPrecision("bf16-mixed")]}, "FSDPPrecision: use precision="),
+        ({"module": OneLoss}, "LBFGS"),
+        ({"strategy": {"auto_wrap_polcy": None}}, "no such argument; did you mean 'auto_wrap_policy'"),
+        ({"strategy": {"sharding_strategy": "FULL"}}, "use one of FULL_SHARD"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_not_supported(shared_path, options, message):
+    given = {"enable_checkpointing": True, **options}
+    make, strategy = given.pop("module", Classifier), given.pop("strategy", {})
+    with pytest.raises(HpcfsdpError, match=message):
+        trainer_of(shared_path, HpcfsdpStrategy(**strategy), **given).fit(make(), data(SIZE, train=True), data(SIZE))
+
+
+def test_a_module_keeps_its_options(shared_path):
+    module = Classifier()
+    trainer_of(shared_path, sharded()).validate(module, data(SIZE), verbose=False)
+    trainer_of(shared_path, sharded()).validate(module, data(SIZE), verbose=False)
+    with pytest.raises(UsageError, match=r"sharded before with use_orig_params=True.* False"):
+        trainer_of(shared_path, sharded(use_orig_params=False)).validate(module, data(SIZE), verbose=False)

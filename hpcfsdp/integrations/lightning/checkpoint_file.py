@@ -1,0 +1,179 @@
+"""Lightning's checkpoints as HDF5 files: model, optimizers, and what else Lightning keeps."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint as LightningModelCheckpoint
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from hpcfsdp import checkpoint
+from hpcfsdp.checkpoint.plain_values import from_plain, to_plain
+from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+
+Path = str | os.PathLike[str]
+
+TYPES = "lightning_types"
+"""In `extra` of a file, next to Lightning's own entries: where tuples, tensors and bytes are in these."""
+VERSION = "pytorch-lightning_version"
+_IN_FILE = ("state_dict", "optimizer_states")
+"""What Lightning has in its dict, and the file in tensors of their own."""
+
+
+class ModelCheckpoint(LightningModelCheckpoint):
+    """Lightning's ``ModelCheckpoint``, whose files are called ``.h5``."""
+
+    FILE_EXTENSION = ".h5"
+
+
+class JoinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers as one, to save and load their state. It shares their groups, and cannot step.
+
+    Raises:
+        CheckpointError: two of them step the same parameter.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        # Not super's: groups and state are those of the optimizers.
+        self._optimizers = optimizers
+        self.defaults = {key: value for one in optimizers for key, value in one.defaults.items()}
+        self.param_groups = [group for one in optimizers for group in one.param_groups]
+        self.state: dict[Any, Any] = {key: state for one in optimizers for key, state in one.state.items()}
+        params = [param for group in self.param_groups for param in group["params"]]
+        if len(params) != len(set(params)):
+            raise CheckpointError(
+                "two optimizers step the same parameter, and a file has one state for each: give each its own"
+            )
+
+    def spread(self) -> None:
+        """Give each optimizer its part of the state that was loaded into this one."""
+        for one in self._optimizers:
+            one.state.clear()
+            for param in (param for group in one.param_groups for param in group["params"]):
+                if param in self.state:
+                    one.state[param] = self.state[param]
+
+
+def save(
+    path: Path, found: Mapping[str, Any], comm: Communicator, model: nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> None:
+    """Collective over all ranks. Write what ``Trainer.dump_checkpoint`` gives into one file, with model and optimizers.
+
+    Args:
+        path: rank 0's counts.
+        found: Lightning's dict; rank 0's is kept. Without "optimizer_states" the file has no optimizers.
+        comm: over all ranks.
+
+    Raises:
+        CheckpointError: a value of the dict is none that a file without pickle can hold, or the file cannot be written.
+    """
+    values: dict[str, Any] | None = None
+    joined = None
+    with raise_together(comm):
+        if any(found["state_dict"]) or any(found.get("optimizer_states", ())):
+            raise CheckpointError(
+                "a hook has put values into checkpoint['state_dict'] or ['optimizer_states'], which the file does not "
+                "take from there: use an entry of another name"
+            )
+        if optimizers and "optimizer_states" in found:
+            joined = JoinedOptimizer(optimizers)
+        if comm.rank == 0:
+            values = _plain({key: value for key, value in found.items() if key not in _IN_FILE})
+    checkpoint.save(path, model=model, optimizer=joined, step=found["global_step"], extra=values)
+
+
+def _plain(found: Mapping[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    types: dict[str, Any] = {}
+    for key, value in found.items():
+        try:
+            values[key], types[key] = to_plain(key, value)
+        except CheckpointError as error:
+            hint = "; self.save_hyperparameters(ignore=[...]) leaves it out" if key.endswith("hyper_parameters") else ""
+            raise CheckpointError(f"{error}{hint}") from None
+    return {**values, TYPES: {key: list(map(list, places)) for key, places in types.items() if places}}
+
+
+def load(
+    path: Path,
+    comm: Communicator,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer] | None,
+    strict: bool,
+) -> dict[str, Any]:
+    """Collective over all ranks. Load model and optimizers from a file, and return the rest of Lightning's dict.
+
+    Args:
+        path: rank 0's counts.
+        optimizers: None to leave them as they are.
+        strict: as ``checkpoint.load`` takes it.
+
+    Raises:
+        CheckpointMismatchError: the file belongs to another model, or cannot resume a fit.
+        CheckpointCorruptError: it is damaged, or no HDF5 file.
+    """
+    path = comm.broadcast_object(os.fspath(path))
+    joined = JoinedOptimizer(optimizers) if optimizers else None
+    if optimizers is not None:
+        with raise_together(comm):
+            if comm.rank == 0:
+                _check_resumable(path, needs_optimizer=joined is not None)
+    try:
+        extra = checkpoint.load(path, model=model, optimizer=joined, strict=strict).extra
+    except CheckpointCorruptError as error:
+        raise _explained(path, error) from error
+    if joined is not None:
+        joined.spread()
+    return _restored(extra)
+
+
+def _restored(extra: Mapping[str, Any]) -> dict[str, Any]:
+    if TYPES not in extra:  # no Trainer with this strategy wrote it: it is imported, or of hpcfsdp.checkpoint.save
+        others = {key: value for key, value in extra.items() if key not in _IN_FILE and (key != "loops" or value)}
+        return {VERSION: pl.__version__, **tree_map_only(np.ndarray, torch.as_tensor, others)}
+    types = {key: [(tuple(at), kind) for at, kind in places] for key, places in extra[TYPES].items()}
+    return {key: from_plain(value, types.get(key, ())) for key, value in extra.items() if key != TYPES}
+
+
+def _explained(path: str, error: CheckpointCorruptError) -> CheckpointCorruptError:
+    if not zipfile.is_zipfile(path):
+        return error
+    kind = type(error)(
+        f"{path} is a file of torch.save, as Lightning's other strategies write it, and not HDF5: convert it with "
+        f"hpcfsdp import {path} {os.path.splitext(path)[0]}.h5"
+    )
+    kind.raised_on_all_ranks = True
+    return kind
+
+
+def _check_resumable(path: str, *, needs_optimizer: bool) -> None:
+    """Raises CheckpointMismatchError unless the file has what ``fit`` goes on with."""
+    try:
+        index = checkpoint.open_index(path)
+    except CheckpointCorruptError as error:
+        raise _explained(path, error) from error
+    lacks = "state of Lightning's loops" if "loops" not in index.info.extra else ""
+    if needs_optimizer and index.param_groups is None:
+        lacks = "optimizer, as after save_weights_only=True or an import"
+    if lacks:
+        raise CheckpointMismatchError(
+            f"{path}: has no {lacks}, so a fit cannot resume from it: to start anew with its weights, call "
+            "hpcfsdp.checkpoint.load(path, model=module) before trainer.fit(module)"
+        )
+
+
+def restore_counters(schedulers: Iterable[Any], states: Iterable[dict[str, Any]]) -> None:
+    """Not collective. Make Counters of dicts again where schedulers have Counters, as the milestones of MultiStepLR."""
+    for scheduler, state in zip(schedulers, states, strict=False):
+        for name, value in state.items():
+            if isinstance(getattr(scheduler, name, None), Counter):
+                state[name] = Counter(value)

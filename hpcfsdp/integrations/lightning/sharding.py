@@ -1,0 +1,113 @@
+"""Shards a LightningModule: as a whole, or its children where it steps its optimizers itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+
+from hpcfsdp.errors import EngineError, UsageError, nearest
+from hpcfsdp.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
+from hpcfsdp.wrap import ModuleWrapPolicy
+
+_KEPT = "_hpcfsdp_sharded"
+"""Where a LightningModule keeps its wrapper and the options of it: several Trainers may use one module."""
+
+Options = Mapping[str, Any]
+
+
+def checked_options(options: Options) -> dict[str, Any]:
+    """Arguments for ``FullyShardedDataParallel``; a set of classes, a strategy's name and a bool are converted.
+
+    Raises:
+        UsageError: there is no such argument, or no such sharding strategy.
+    """
+    known = set(inspect.signature(FullyShardedDataParallel).parameters) - {"module"}
+    for name in options:
+        if name not in known:
+            raise UsageError(
+                f"HpcfsdpStrategy({name}=...): FullyShardedDataParallel has no such argument{nearest(name, known)}"
+            )
+    found = {"sync_module_states": True, "use_orig_params": True, **options}
+    if isinstance(found.get("auto_wrap_policy"), (set, frozenset)):
+        found["auto_wrap_policy"] = ModuleWrapPolicy(found["auto_wrap_policy"])
+    if isinstance(found.get("cpu_offload"), bool):
+        found["cpu_offload"] = CPUOffload(offload_params=found["cpu_offload"])
+    strategy = found.get("sharding_strategy")
+    if isinstance(strategy, str):
+        if strategy not in ShardingStrategy.__members__:
+            raise UsageError(
+                f"HpcfsdpStrategy(sharding_strategy={strategy!r}): use one of {', '.join(ShardingStrategy.__members__)}"
+            )
+        found["sharding_strategy"] = ShardingStrategy[strategy]
+    return found
+
+
+def shard(module: pl.LightningModule, options: Options) -> tuple[nn.Module, list[FullyShardedDataParallel]]:
+    """Collective over all ranks, the first time. The model that computes steps, and its outermost sharded modules.
+
+    With automatic optimization the whole LightningModule is one root. With manual optimization a step runs backward
+    inside of ``training_step``, so each child of the LightningModule is a root, and the model is the module itself.
+
+    Raises:
+        UsageError: the module was sharded before with other options.
+        EngineError: manual optimization, and the module has parameters of its own.
+    """
+    if _KEPT not in vars(module):
+        if module.automatic_optimization:
+            root = FullyShardedDataParallel(module, **options)
+        else:
+            root = None
+            _shard_children(module, options)
+        vars(module)[_KEPT] = (root, dict(options))
+    root, before = vars(module)[_KEPT]
+    _compare(module, before, options)
+    if root is not None:
+        return root, [root]
+    found: list[FullyShardedDataParallel] = []
+    _find_roots(module, found)
+    return module, found
+
+
+def _shard_children(module: nn.Module, options: Options) -> None:
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        raise EngineError(
+            f"{type(module).__name__} has the parameter {own[0]!r} itself, and steps its optimizers itself "
+            "(automatic_optimization=False), so its children are sharded one by one: put the parameter into a child "
+            "module with a forward of its own"
+        )
+    wrapped: dict[nn.Module, nn.Module] = {}
+    names = [name for name, _ in module.named_modules(remove_duplicate=False) if name and "." not in name]
+    for name in names:
+        child = getattr(module, name)
+        if isinstance(child, FullyShardedDataParallel) or next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # they have no forward
+            _shard_children(child, options)
+            continue
+        if child not in wrapped:
+            wrapped[child] = FullyShardedDataParallel(child, **options)
+        setattr(module, name, wrapped[child])
+
+
+def _find_roots(module: nn.Module, found: list[FullyShardedDataParallel]) -> None:
+    for child in module.children():
+        if isinstance(child, FullyShardedDataParallel):
+            if child not in found:
+                found.append(child)
+        else:
+            _find_roots(child, found)
+
+
+def _compare(module: nn.Module, before: Options, options: Options) -> None:
+    """Policies have no equality."""
+    for name in sorted((set(before) | set(options)) - {"auto_wrap_policy", "param_init_fn"}):
+        if before.get(name) != options.get(name):
+            raise UsageError(
+                f"this {type(module).__name__} was sharded before with {name}={before.get(name)!r}, and this Trainer's "
+                f"strategy or precision asks for {options.get(name)!r}: give both the same, or build the module anew"
+            )

@@ -1,0 +1,341 @@
+"""A strategy for Lightning's Trainer that shards the model over all ranks of MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torchmetrics
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch import callbacks
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision as Autocast, Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+import hpcfsdp
+from hpcfsdp import accelerator
+from hpcfsdp.errors import LaunchError, UsageError
+from hpcfsdp.flat.gradient import note_unchanged
+from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler
+from hpcfsdp.integrations.lightning import checkpoint_file
+from hpcfsdp.integrations.lightning.environment import MPIClusterEnvironment
+from hpcfsdp.integrations.lightning.sharding import checked_options, shard
+from hpcfsdp.launch.device import choose
+from hpcfsdp.world import World, current_world
+
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+class HpcfsdpStrategy(ParallelStrategy):
+    """``Trainer(strategy=HpcfsdpStrategy(...))``: shards the LightningModule; MPI gives ranks, nodes and devices.
+
+    Creating one is collective over all processes of the job. Leave `devices` and `num_nodes` of the Trainer out.
+
+    Args:
+        options: arguments of ``hpcfsdp.fsdp.FullyShardedDataParallel``. `auto_wrap_policy` may be a set of classes,
+            `sharding_strategy` a name, `cpu_offload` a bool. Here `use_orig_params` and `sync_module_states` are True
+            by default: ``configure_optimizers`` may choose among ``self.parameters()``, and rank 0's values count.
+
+    Raises:
+        UsageError: there is no such argument.
+        LaunchError: the launcher does not fit the MPI library.
+    """
+
+    strategy_name = "hpcfsdp"
+    is_distributed = True
+    restore_checkpoint_after_setup = True  # into the model that is sharded by then
+    lightning_restore_optimizer = False  # loaded with the file
+
+    def __init__(self, **options: Any) -> None:
+        self._environment = MPIClusterEnvironment()
+        self._options = checked_options(options)
+        self._roots: list[FullyShardedDataParallel] = []
+        super().__init__(cluster_environment=self._environment)
+
+    # What the Trainer gives.
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._parallel_devices = None
+        if not devices:
+            return
+        kind, size = devices[0].type, self._environment.local_size()
+        if len(devices) != accelerator.device_count():  # else "auto": all that this process sees
+            self._environment.validate_settings(len(devices), 1)
+        chosen = devices[:size] if len(devices) >= size else [choose(kind, rank) for rank in range(size)]
+        self._parallel_devices = list(chosen)
+
+    @property
+    def num_nodes(self) -> int:
+        return self._environment.num_nodes()
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._environment.validate_settings(1, num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Not collective. Tell Lightning's ``rank_zero_only`` this rank."""
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin or Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = plugin
+        if plugin is None:
+            return
+        if type(plugin) is not Precision and not isinstance(plugin, (Autocast, DoublePrecision, HalfPrecision)):
+            raise UsageError(
+                f"HpcfsdpStrategy does not support {type(plugin).__name__}: use precision= 32-true, 64-true, 16-true, "
+                "bf16-true, 16-mixed or bf16-mixed"
+            )
+        if getattr(plugin, "precision", None) in _MIXED and self._options.get("mixed_precision") is not None:
+            raise UsageError(
+                f"Trainer(precision={plugin.precision!r}) and HpcfsdpStrategy(mixed_precision=...): give one of them"
+            )
+        scaler = getattr(plugin, "scaler", None)
+        if scaler is not None and not isinstance(scaler, ShardedGradScaler):
+            plugin.scaler = ShardedGradScaler(
+                plugin.device,
+                init_scale=scaler.get_scale(),
+                growth_factor=scaler.get_growth_factor(),
+                backoff_factor=scaler.get_backoff_factor(),
+                growth_interval=scaler.get_growth_interval(),
+            )
+        plugin.clip_grad_by_norm = self.clip_grad_norm
+        plugin.clip_grad_by_value = self.clip_grad_value
+
+    @property
+    def checkpoint_io(self) -> Any:
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        raise UsageError(
+            f"HpcfsdpStrategy writes checkpoints by hpcfsdp.checkpoint.save, on all ranks at once: leave the plugin "
+            f"{type(io).__name__} out"
+        )
+
+    # Processes and their messages.
+
+    @property
+    def world(self) -> World:
+        """All processes of the job, once a run has begun; raises LaunchError before."""
+        found = current_world()
+        if found is None:
+            raise LaunchError("there is no world: hpcfsdp.init() is called when a run of the Trainer begins")
+        return found
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        """Collective over all processes of the job. ``hpcfsdp.init``, unless the program has called it.
+
+        Raises:
+            LaunchError: the program has called it for another kind of device.
+        """
+        found = current_world() or hpcfsdp.init(self.root_device)
+        if found.device.type != self.root_device.type:
+            raise LaunchError(
+                f"hpcfsdp.init() has chosen {str(found.device)!r}, and the Trainer {str(self.root_device)!r}: give "
+                f"Trainer(accelerator={found.device.type!r})"
+            )
+        super().setup_environment()
+
+    def barrier(self, name: str | None = None) -> None:
+        """Collective over all ranks."""
+        if current_world() is not None:
+            self.world.host.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Collective over all ranks, once a run has begun. The object of rank `src`, by pickle."""
+        return obj if current_world() is None else self.world.host.broadcast_object(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Collective over the group, all ranks by default. Reduce a tensor in place. Anything else stays as it is.
+
+        The mean of integers is an integer, rounded towards zero, as with Lightning's other strategies.
+
+        Raises:
+            UsageError: there is no such `reduce_op`.
+        """
+        if not isinstance(tensor, torch.Tensor) or not dist.is_initialized():
+            return tensor
+        op = reduce_op
+        if isinstance(reduce_op, str):
+            op = getattr(dist.ReduceOp, {"MEAN": "AVG"}.get(reduce_op.upper(), reduce_op.upper()), None)
+        if op is None:
+            raise UsageError(f"reduce_op={reduce_op!r}: use 'mean', 'sum', 'min', 'max' or 'product'")
+        if op != dist.ReduceOp.AVG:
+            dist.all_reduce(tensor, op, group=group)
+            return tensor
+        dist.all_reduce(tensor, dist.ReduceOp.SUM, group=group)
+        mean = tensor / dist.get_world_size(group)
+        return tensor.copy_(mean if mean.dtype == tensor.dtype else mean.trunc())
+
+    # The model and its steps.
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Collective over all ranks. Shard the model, if that has not happened, and make the optimizers for ``fit``."""
+        self.accelerator.setup(trainer)
+        _refuse(trainer, self._layer_sync)
+        module = self.precision_plugin.convert_module(self.lightning_module)
+        for inner in module.modules():
+            if isinstance(inner, torchmetrics.Metric):  # its values are no buffers
+                inner.to(self.root_device)
+        self.model, self._roots = shard(module, self._options | self._dtypes())
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            _refuse_optimizers(self.optimizers)
+        self.setup_precision_plugin()
+
+    def _dtypes(self) -> dict[str, Any]:
+        dtype = _MIXED.get(self.precision_plugin.precision)
+        return (
+            {} if dtype is None else {"mixed_precision": MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)}
+        )
+
+    def model_to_device(self) -> None:
+        """The units move their parameters."""
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """A context to build a model in: on the CPU, or on the meta device, where it takes no memory."""
+        where = torch.device("meta") if empty_init else contextlib.nullcontext()
+        with where, self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients on each rank."""
+        with contextlib.ExitStack() as stack:
+            for root in self._roots:
+                stack.enter_context(root.no_sync())
+            yield
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Collective over all ranks. As Lightning's, but the backward comes before the step begins.
+
+        An optimizer refuses to begin while ranks hold gradients of their own, which that backward reduces.
+        """
+        result = closure()
+        return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
+
+    def clip_grad_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Collective over all ranks. Clip the gradients that `optimizer` steps to a norm over all ranks."""
+        own = set(_params(optimizer))
+        others = [param for root in self._roots for param in root.parameters() if param not in own]
+        hidden = [(param, param.grad) for param in others if param.grad is not None]
+        for param, _ in hidden:
+            param.grad = None
+        try:
+            if len(self._roots) == 1:
+                self._roots[0].clip_grad_norm_(clip_val)
+                return
+            norms = [float(root.clip_grad_norm_(math.inf)) for root in self._roots]
+            total = math.hypot(*norms)
+            for root, norm in zip(self._roots, norms, strict=True):
+                if total > clip_val and norm > 0:
+                    root.clip_grad_norm_(clip_val * norm / total)
+        finally:
+            for param, grad in hidden:
+                param.grad = grad
+
+    def clip_grad_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Not collective. Clip each element of the gradients that `optimizer` steps."""
+        torch.nn.utils.clip_grad_value_(_params(optimizer), clip_val)
+        for param in _params(optimizer):
+            note_unchanged(param.grad)  # no rank has clipped by a norm of its own
+
+    # Checkpoints: the file has the state of model and optimizers.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loaded with the file."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loaded with the file."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Collective over all ranks. See ``checkpoint_file.save``."""
+        if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            raise _on_exception("a callback")
+        if storage_options is not None:
+            raise UsageError(f"storage_options={storage_options!r} is not supported: an HDF5 file has none")
+        checkpoint_file.save(filepath, checkpoint, self.world.host, self.model, self.optimizers)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Collective over all ranks. See ``checkpoint_file.load``. Files hold no pickles, whatever `weights_only`."""
+        is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if is_fit else None
+        strict = self.lightning_module.strict_loading
+        found = checkpoint_file.load(checkpoint_path, self.world.host, self.model, optimizers, strict)
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        checkpoint_file.restore_counters(schedulers, found.get("lr_schedulers", ()))
+        return found
+
+    def teardown(self) -> None:
+        """Not collective. The model stays where it is, sharded, for the next run."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _refuse(trainer: pl.Trainer, layer_sync: Any) -> None:
+    """Raises UsageError for options of the Trainer that would do something else than they should."""
+    if layer_sync is not None:
+        raise UsageError(
+            "sync_batchnorm=True is not supported: convert the module in configure_model, by "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
+        )
+    for callback in trainer.callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, callbacks.OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
+            raise _on_exception(name)
+        if name in ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging"):
+            raise UsageError(f"{name} copies a module that is not sharded: average checkpoint files instead")
+
+
+def _on_exception(callback: str) -> UsageError:
+    return UsageError(
+        f"{callback} saves on an exception, which other ranks may not have, and a save needs all ranks: use "
+        "hpcfsdp.integrations.lightning.Requeue for the end of a job"
+    )
+
+
+def _refuse_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                "LBFGS computes products of whole gradients, and a rank has shards: use an optimizer that works "
+                "element by element, as AdamW"
+            )
