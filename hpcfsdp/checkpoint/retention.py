@@ -87,7 +87,8 @@ def plan_removal(
     """Chooses the files to remove from a folder; not collective, removes nothing.
 
     Opens the newest files first, until one is valid: its seal is right, and with it everything but the tensors'
-    elements. That one stays, whatever the rules are; if none is valid, all stay. `spare` lists files that always stay.
+    elements. That one stays, whatever the rules are; if none is valid, all stay. So do targets of links that stay.
+    `spare` lists files that always stay.
     Raises UsageError as ``check_rules``, OSError if the folder cannot be read.
     """
     files = checkpoint_files(directory)
@@ -99,6 +100,8 @@ def plan_removal(
         return Removal((), tuple(files), {}, None)
     good, damaged = newest_good(files)
     going = tuple(path for path in wanted if path != good) if good is not None else ()
+    linked = {os.path.realpath(path) for path in files if path not in going and path.is_symlink()}
+    going = tuple(path for path in going if os.path.realpath(path) not in linked)
     return Removal(going, tuple(path for path in files if path not in going), damaged, good)
 
 

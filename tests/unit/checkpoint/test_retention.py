@@ -108,7 +108,17 @@ def test_what_is_damaged_is_reported(make):
     removal = retention.plan_removal(make("12", bad="34"), keep_last=1, keep_every=None)
     assert (steps(removal.going), steps(removal.staying), steps([removal.good])) == ("13", "24", "2")
     assert steps(removal.damaged) == "43"
-    assert all(reason.startswith("damaged") for reason in removal.damaged.values())
+    assert all(reason.startswith("truncated") for reason in removal.damaged.values())
+
+
+def test_the_target_of_a_link_that_stays_stays(make):
+    folder = make("123", bad="6")
+    for step, target in ((4, "step-00000001.h5"), (5, checkpoint_path(folder, 2))):
+        checkpoint_path(folder, step).symlink_to(target)
+    removal = retention.plan_removal(folder, keep_last=1, keep_every=4)
+    retention.remove(Files(), removal.going)
+    assert steps(removal.staying) == "12456"  # 4 by the rules, 5 since it is the newest good one
+    assert all(checkpoint_path(folder, step).exists() for step in (4, 5))
 
 
 def test_files_that_are_spared_open_or_being_read_stay(make):
