@@ -93,6 +93,7 @@ _hpcfsdp() {{
   if [ -n "$words" ]; then
     COMPREPLY=($(compgen -W "$words" -- "$cur"))
   else
+    local IFS=$'\\n'
     COMPREPLY=($(compgen -f -- "$cur"))
   fi
 }}

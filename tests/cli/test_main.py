@@ -136,11 +136,13 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
         ("hpcfsdp train --train.st", ["--train.steps"]),
         ("hpcfsdp show my", ["my_model.h5"]),
         ("hpcfsdp ls one.h5 my", ["my_model.h5"]),
+        ("hpcfsdp show best", ["best model.h5"]),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_bash_completes_verbs_options_choices_and_files(tmp_path, words, expected):
-    (tmp_path / "my_model.h5").touch()
+    for name in ("my_model.h5", "best model.h5"):
+        (tmp_path / name).touch()
     script = COMPLETE.format(python=sys.executable, words=words)
     done = subprocess.run(
         ["bash", "-c", script], check=False, capture_output=True, text=True, cwd=tmp_path, timeout=120
