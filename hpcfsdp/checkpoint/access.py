@@ -21,7 +21,6 @@ LEAST_ROOM_BYTES = 16 << 20
 ROOM_PER_BYTE = 8
 """Further bytes of memory that a file may claim for each of its bytes on the disk."""
 
-
 _KINDS = {errno.ENOENT: "missing", errno.EACCES: "permission", errno.EPERM: "permission"}
 
 
@@ -50,6 +49,11 @@ class MemoryBudget:
             )
 
 
+def unreadable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
+    """The error of a file or folder that cannot be opened, with its kind."""
+    return CheckpointError(f"{path}: {reason(error)}").of_kind(_KINDS.get(error.errno, "unreadable"))
+
+
 @contextlib.contextmanager
 def open_file(files: Files, path: Path, seal: Seal | None = None) -> Iterator[int]:
     """Opens a checkpoint file to read, as a descriptor; raises CheckpointError where that fails.
@@ -62,7 +66,7 @@ def open_file(files: Files, path: Path, seal: Seal | None = None) -> Iterator[in
         what = "is a directory, not a checkpoint file (hpcfsdp ls lists those in it)"
         raise CheckpointError(f"{path}: {what}").of_kind("directory") from None
     except OSError as error:
-        raise CheckpointError(f"{path}: {reason(error)}").of_kind(_KINDS.get(error.errno, "unreadable")) from None
+        raise unreadable(path, error) from None
     try:
         if seal is not None and read_file_seal(files, fd, path) != seal:
             raise CheckpointReplacedError(f"{path}: has been replaced since it was opened: open it again")

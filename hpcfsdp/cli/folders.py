@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcfsdp.checkpoint.access import unreadable
 from hpcfsdp.checkpoint.catalog import checkpoint_files
 from hpcfsdp.checkpoint.file_kind import is_checkpoint, is_hdf5
 from hpcfsdp.checkpoint.parts import is_part
@@ -40,7 +41,7 @@ def list_folder(folder: Path) -> Listing:
         places = [place for place in (folder / "checkpoints", folder) if place == folder or place.is_dir()]
         listings = [_list_one(place) for place in places]
     except OSError as error:
-        raise CheckpointError(f"{error.filename or folder}: {os.strerror(error.errno or 0)}") from error
+        raise unreadable(error.filename or folder, error) from error
     return Listing(
         tuple(path for listing in listings for path in listing.checkpoints),
         tuple(path for listing in listings for path in listing.foreign),

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint import retention
+from hpcfsdp.checkpoint.access import unreadable
 from hpcfsdp.checkpoint.catalog import checkpoint_files, step_of
 from hpcfsdp.checkpoint.file_kind import is_checkpoint, is_hdf5
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.cli.folders import size_of
 from hpcfsdp.cli.readable import readable_bytes
 from hpcfsdp.cli.reporting import Parser, print_result
-from hpcfsdp.errors import CheckpointError, UsageError
+from hpcfsdp.errors import UsageError
 
 _EXAMPLES = (
     "hpcfsdp prune runs/quickstart --keep-last 3 --dry-run          # what would go",
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
             for path in left_behind:
                 files.remove(path)
     except OSError as error:
-        raise CheckpointError(f"{error.filename or options.folder}: {os.strerror(error.errno or 0)}") from error
+        raise unreadable(error.filename or options.folder, error) from error
     goes = "would go" if options.dry_run else "removed"
     rows = [
         (

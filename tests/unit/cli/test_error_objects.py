@@ -1,7 +1,10 @@
 """What commands print where they fail: one message on stderr, and an object on stdout with --json."""
 
+import errno
 import json
 import math
+import os
+from pathlib import Path
 
 import h5py
 import pytest
@@ -110,6 +113,19 @@ def test_kinds_of_files_that_cannot_be_read(run, tmp_path, make, kind, message):
     error = json.loads(out)["error"]
     assert (error["kind"], error["path"]) == (kind, "a.h5")
     assert message in error["message"]
+
+
+@pytest.mark.parametrize("words", [["prune", "a", "--keep-last", 1], ["plot", "a", "--kind", "loss"], ["ls", "a"]])
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOENT, "missing"), (errno.EACCES, "permission")])
+def test_kinds_of_folders_that_cannot_be_read(run, tmp_path, monkeypatch, words, number, kind):
+    def refuse(self):
+        raise OSError(number, os.strerror(number), str(self))
+
+    (tmp_path / "a").mkdir()
+    monkeypatch.setattr(Path, "iterdir", refuse)  # gone since the command looked, or not readable
+    _, out, _ = run(*words, "--json")
+    error = json.loads(out)["error"]
+    assert (error["kind"], error["message"]) == (kind, f"a: {os.strerror(number)}")
 
 
 def test_a_file_without_permission(run, tmp_path, monkeypatch):
