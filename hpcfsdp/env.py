@@ -53,6 +53,13 @@ def launcher_size() -> tuple[str, int] | None:
     return None
 
 
+def torchrun_size() -> int:
+    """The number of processes if torchrun, and no launcher of MPI, started this one; else 0."""
+    count = os.environ.get("WORLD_SIZE", "")
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and launcher_size() is None
+    return int(count) if by_torchrun and count.isdecimal() else 0
+
+
 def launcher_rank() -> int | None:
     """The rank of this process according to the launcher, for use without MPI; None without a launcher."""
     values = (os.environ.get(name, "") for name in _LAUNCHER_RANKS)

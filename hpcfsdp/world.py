@@ -18,7 +18,7 @@ from hpcfsdp.errors import CommunicationError, HangError, LaunchError, nearest
 from hpcfsdp.hang import events, watch as hang
 from hpcfsdp.launch import shutdown, together, versions
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.launch.job import DEFAULT_TIMEOUT_S, Job, current_job
+from hpcfsdp.launch.job import DEFAULT_TIMEOUT_S, Job, check_torchrun, current_job
 from hpcfsdp.launch.topology import Topology
 
 if TYPE_CHECKING:
@@ -163,8 +163,8 @@ def init(
             (docs/how-to/hangs.md). Rank 0 makes it if it is missing. Default: the working directory of rank 0.
 
     Raises:
-        LaunchError: the launcher does not fit the MPI library, the device does not exist, two ranks share one GPU,
-            there is no such backend, the device is an accelerator and MPI was started for one thread, ranks differ in
+        LaunchError: the launcher does not fit the MPI library or is torchrun, the device does not exist, two ranks share
+            one GPU, there is no such backend, the device is an accelerator and MPI was started for one thread, ranks differ in
             arguments, kinds of device or versions, `run_dir` cannot be made, ``init`` was called before with other
             arguments, or torch.distributed was initialised before with another number of ranks.
     """
@@ -181,6 +181,7 @@ def init(
         raise LaunchError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
     job = current_job()
     comm = job.comm
+    check_torchrun(comm.size)
     import torch.distributed as dist
 
     # These load torch, after MPI: Cray systems need this order.

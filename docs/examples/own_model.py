@@ -35,5 +35,7 @@ with hpcfsdp.preemption() as stop:  # signals USR1, USR2 and TERM, and the end o
         if stopping or step % EVERY == 0:
             hpcfsdp.checkpoint.save(PATH, model=model, optimizer=optimizer, step=step)
         if stopping:
+            if world.rank == 0:
+                print(f"stops after step {step}: {stop.reason}", flush=True)
             hpcfsdp.exit_requeue()  # exit code 75: run me again
 hpcfsdp.finalize()

@@ -57,6 +57,8 @@ with hpcfsdp.preemption() as stop:  # first: a signal may arrive while the progr
                 extra = {"scheduler": scheduler.state_dict(), "steps": steps, "losses": losses}
                 checkpoints.save(step, model=model, optimizer=optimizer, extra=extra, metrics={"loss": (steps, losses)})
             if stopping:
+                if world.rank == 0:
+                    print(f"stops after step {step}: {stop.reason}", flush=True)
                 hpcfsdp.exit_requeue()  # waits for the checkpoint; exit code 75: the job script requeues the job
         if world.rank == 0:
             print(f"epoch {epoch} loss {losses[-1]:.6f}", flush=True)

@@ -91,6 +91,23 @@ def check_step() -> None:
         )
 
 
+def check_torchrun(size: int) -> None:
+    """Not collective. Raise if torchrun started several processes, each of which would be rank 0 of 1.
+
+    Args:
+        size: number of ranks of MPI.
+
+    Raises:
+        LaunchError: MPI has one rank, and torchrun started more processes.
+    """
+    count = env.torchrun_size()
+    if count > 1 and size == 1:
+        raise LaunchError(
+            f"torchrun started {count} processes, and MPI does not know of it: each would train alone, as rank 0 of "
+            "1. Start the program with mpirun or srun, without torchrun: mpirun -n 2 python train.py"
+        )
+
+
 @functools.cache
 def current_job() -> Job:
     """Collective over all processes of the job, the first time. Start MPI, find the nodes, install the abort hooks."""

@@ -295,3 +295,13 @@ def test_a_fork_after_mpi_has_started_warns_once_and_new_programs_do_not(start, 
     assert job.code == 0, job.stderr
     assert job.stderr.count("forks after MPI has started") == 2  # once on each rank
     assert "forks after" not in job.stderr.partition("now")[0]
+
+
+def test_torchrun_instead_of_mpirun_is_refused(start, tmp_path):
+    (tmp_path / "program.py").write_text("import hpcfsdp\nhpcfsdp.init()\nprint('alone')\n")
+    job = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "program.py").wait()
+    assert job.code != 0
+    assert "torchrun started 2 processes, and MPI does not know of it" in job.stderr
+    assert "alone" not in job.stdout
+    one = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1, "program.py").wait()
+    assert (one.code, one.stdout) == (0, "alone\n"), one.stderr

@@ -38,6 +38,24 @@ def test_a_size_that_is_no_number_is_passed_over(monkeypatch, value):
     assert env.launcher_size() == ("PMI_SIZE", 3)
 
 
+@pytest.mark.parametrize(
+    ("environ", "size"),
+    [
+        ({}, 0),
+        ({"WORLD_SIZE": "4"}, 0),  # set by a job script, or by init
+        ({"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}, 4),
+        ({"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none", "OMPI_COMM_WORLD_SIZE": "2"}, 0),
+        ({"TORCHELASTIC_RUN_ID": "none"}, 0),
+    ],
+)
+def test_torchrun_is_known_by_its_variables(monkeypatch, environ, size):
+    for name in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert env.torchrun_size() == size
+
+
 def mca():
     return {name: value for name, value in os.environ.items() if name.startswith("OMPI_MCA_")}
 
