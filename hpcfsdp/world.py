@@ -163,10 +163,10 @@ def init(
             (docs/how-to/hangs.md). Rank 0 makes it if it is missing. Default: the working directory of rank 0.
 
     Raises:
-        LaunchError: the launcher does not fit the MPI library or is torchrun, the device does not exist, two ranks share
-            one GPU, there is no such backend, the device is an accelerator and MPI was started for one thread, ranks differ in
-            arguments, kinds of device or versions, `run_dir` cannot be made, ``init`` was called before with other
-            arguments, or torch.distributed was initialised before with another number of ranks.
+        LaunchError: the launcher is torchrun or does not fit the MPI library, the device does not exist, ranks share a
+            GPU, there is no such backend, the device is an accelerator and MPI was started for one thread, ranks
+            differ in arguments, kinds of device or versions, `run_dir` cannot be made, ``init`` was called before with
+            other arguments, or torch.distributed was initialised before with another number of ranks.
     """
     global _world
     settings = _Settings(None if device is None else str(device), backend, timeout_s, split_nodes)
