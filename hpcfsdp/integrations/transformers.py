@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import is_peft_available
 
 from hpcfsdp import checkpoint
@@ -38,6 +38,7 @@ _REFUSED = {
     "bf16_full_eval": "the model stays in shards: use bf16=True or fp16=True",
     "save_on_each_node": "ranks write one file together: output_dir must be on a file system that all nodes share",
     "enable_jit_checkpoint": "ranks would not stop after the same step: give preemption=",
+    "predict_with_generate": "generate needs whole parameters: call it yourself, within summon_full_params",
     "push_to_hub": "upload the folder that save_model writes",
     "ddp_find_unused_parameters": _DDP,
     "ddp_bucket_cap_mb": _DDP,
@@ -175,10 +176,21 @@ class ShardedTrainer(Trainer):
                 folder.mkdir(parents=True, exist_ok=True)
                 if not is_checkpoint and not self._has_adapters():
                     self._save(str(folder), state_dict=state)
-                elif self.processing_class is not None:
-                    self.processing_class.save_pretrained(folder)
-                if is_checkpoint and not self._has_adapters() and hasattr(self.model, "config"):
-                    self.model.config.save_pretrained(folder)  # `hpcfsdp export` adds the weights
+                else:
+                    self._save_description(folder)
+
+    def _save_description(self, folder: Path) -> None:
+        """Rank 0 alone: what belongs to a model beside its weights, which `hpcfsdp export` adds, and the tokenizer."""
+        if isinstance(self.model, PreTrainedModel):
+            config = copy.deepcopy(self.model.config)
+            # from_pretrained does without these two, but programs that choose the class by them do not.
+            config.architectures, config.dtype = [type(self.model).__name__], self.model.dtype
+            config.save_pretrained(folder)
+            if self.model.can_generate():
+                self.model.generation_config.save_pretrained(folder)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
 
     def _has_adapters(self) -> bool:
         if not is_peft_available():

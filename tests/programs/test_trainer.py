@@ -185,6 +185,12 @@ def test_what_cannot_be_had_is_an_error(world, shared_path, changes, given, mess
         ShardedTrainer(build(), args, train_dataset=Texts(), **given)
 
 
+def test_generation_during_evaluation_is_refused_before_training(world, shared_path):
+    args = hf.Seq2SeqTrainingArguments(str(shared_path), use_cpu=True, predict_with_generate=True)
+    with pytest.raises(UsageError, match=r"predict_with_generate=True.*summon_full_params"):
+        ShardedTrainer(build(), args)
+
+
 def test_a_layer_that_is_not_there_and_an_optimizer_of_matrices(world, shared_path):
     named = arguments(shared_path, world, fsdp_config={"transformer_layer_cls_to_wrap": ["GPT2Blok"]})
     with pytest.raises(UsageError, match="no module of this GPT2LMHeadModel is a 'GPT2Blok'; did you mean 'GPT2Block'"):

@@ -1,9 +1,13 @@
 """Checkpoints of ShardedTrainer: resuming, the best model, PEFT's adapters, and what from_pretrained loads."""
 
+import types
+
 import peft
 import pytest
 import torch
 import transformers as hf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from hpcfsdp import checkpoint
 from hpcfsdp.cli.main import main
@@ -64,10 +68,15 @@ def test_resumes_as_if_never_interrupted(world, shared_path, kind, step):
 
 
 def test_a_checkpoint_is_one_file(world, shared_path):
-    trainer = make(shared_path, world, max_steps=2)
+    model = with_dropout()
+    model.generation_config.max_new_tokens = 7
+    trainer = make(shared_path, world, model, max_steps=2)
     trainer.train()
     folder = shared_path / "checkpoint-2"
-    assert {path.name for path in folder.iterdir()} == {"checkpoint.h5", "config.json", "trainer_state.json"}
+    described = {"config.json", "generation_config.json", "trainer_state.json"}
+    assert {path.name for path in folder.iterdir()} == {"checkpoint.h5", *described}
+    config = hf.AutoConfig.from_pretrained(folder)
+    assert (config.architectures, config.dtype) == (["GPT2LMHeadModel"], torch.float32)
     found = checkpoint.open_index(folder / "checkpoint.h5")
     assert found.info.step == 2
     assert "model/transformer.h.0.attn.c_attn.weight" in found.tensors
@@ -80,6 +89,31 @@ def test_a_checkpoint_is_one_file(world, shared_path):
         assert main(["export", str(folder / "checkpoint.h5"), str(folder / "model.safetensors")]) == 0
         found = hf.AutoModelForCausalLM.from_pretrained(folder)
         torch.testing.assert_close(copied(found.state_dict()), expected, rtol=0, atol=0)
+        assert found.generation_config.max_new_tokens == 7
+
+
+class Collate(hf.DefaultDataCollator):
+    """With a tokenizer, as collators that pad have one."""
+
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+
+
+class Other(torch.nn.Module):
+    """None of transformers', with settings of its own kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.config, self.inner = types.SimpleNamespace(), with_dropout()
+
+    def forward(self, input_ids, labels):
+        return {"loss": self.inner(input_ids=input_ids, labels=labels).loss}
+
+
+@pytest.mark.parametrize("kind", [with_dropout, adapted, Other])
+def test_the_tokenizer_of_the_collator_is_saved(world, shared_path, kind):
+    args = arguments(shared_path, world, **{**EVERY_STEP, "max_steps": 1})
+    ShardedTrainer(kind(), args, data_collator=Collate(), train_dataset=Texts()).train()
+    assert {"checkpoint.h5", "tokenizer.json"} < {path.name for path in (shared_path / "checkpoint-1").iterdir()}
 
 
 def test_the_newest_complete_checkpoint(world, shared_path):
