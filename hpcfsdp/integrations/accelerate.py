@@ -168,7 +168,7 @@ class ShardedAccelerator(Accelerator):
             raise CheckpointError("save_state: states of stateful data loaders differ between ranks and are not saved")
         folder = self._new_folder(output_dir)
         for hook in self._save_model_state_pre_hook.values():
-            hook(self._models, [], str(folder))
+            hook(list(self._models), [], str(folder))
         for number, (model, optimizer) in enumerate(self._pairs("save_state")):
             extra = {"accelerate_step": self.step, **pack(self._holders())} if number == 0 else {}
             checkpoint.save(_file(folder, number), model=model, optimizer=optimizer, step=step, extra=extra)
@@ -189,12 +189,17 @@ class ShardedAccelerator(Accelerator):
         """
         folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_folder()
         for hook in self._load_model_state_pre_hook.values():
-            hook(self._models, str(folder))
+            hook(list(self._models), str(folder))  # hooks may take out models that they have loaded themselves
         pairs = enumerate(self._pairs("load_state"))
         first, *_ = [checkpoint.load(_file(folder, number), model=one, optimizer=two) for number, (one, two) in pairs]
         unpack(first.extra, self._holders(), folder)
         self.step = first.extra["accelerate_step"]
         return first
+
+    def end_training(self) -> None:
+        """Not collective. Trackers write what they hold. ``hpcfsdp.finalize()`` ends the process group, not this."""
+        for tracker in self.trackers:
+            tracker.finish()
 
     def _pairs(self, call: str) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
         """Each prepared model, with the optimizer that steps its parameters."""

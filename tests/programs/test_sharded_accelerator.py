@@ -5,6 +5,7 @@ import torch
 import transformers as hf
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
@@ -121,6 +122,36 @@ def test_saves_and_resumes(world, shared_path):
     assert torch.equal(counter.table, torch.arange(5))
     assert second.train() == expected
     torch.testing.assert_close(second.state, first.state, rtol=0, atol=0)
+
+
+def test_hooks_may_empty_their_list_of_models(world, shared_path):
+    """As accelerate's own hooks for models that save and load themselves do."""
+    loop = Loop(world, ShardedAccelerator())
+    loop.accelerator.register_save_state_pre_hook(lambda models, weights, folder: models.clear())
+    loop.accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
+    loop.accelerator.save_state(shared_path, step=3)
+    assert loop.accelerator.load_state(shared_path).step == 3
+    loop.train()
+    loop.accelerator.save_state(shared_path, step=4)
+    assert loop.accelerator.load_state(shared_path).step == 4
+
+
+class Tracker(GeneralTracker):
+    name, requires_logging_directory, finished = "tests", False, False
+
+    tracker = property(lambda self: self)
+
+    def finish(self):
+        self.finished = True
+
+
+def test_the_process_group_outlives_the_end_of_training(world):
+    tracker = Tracker()
+    accelerator = ShardedAccelerator(log_with=tracker)
+    accelerator.init_trackers("project")
+    accelerator.end_training()
+    assert tracker.finished == (world.rank == 0)
+    assert accelerator.reduce(torch.ones(()), "sum").item() == world.size
 
 
 def test_names_checkpoints_by_itself(world, shared_path):
