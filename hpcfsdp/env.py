@@ -54,10 +54,10 @@ def launcher_size() -> tuple[str, int] | None:
 
 
 def torchrun_size() -> int:
-    """The number of processes if torchrun, and no launcher of MPI, started this one; else 0."""
+    """The number of processes if torchrun started this one, also within a step of srun; else 0."""
     count = os.environ.get("WORLD_SIZE", "")
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and launcher_size() is None
-    return int(count) if by_torchrun and count.isdecimal() else 0
+    by_mpirun = "OMPI_COMM_WORLD_SIZE" in os.environ
+    return int(count) if "TORCHELASTIC_RUN_ID" in os.environ and not by_mpirun and count.isdecimal() else 0
 
 
 def launcher_rank() -> int | None:

@@ -45,11 +45,12 @@ def test_a_size_that_is_no_number_is_passed_over(monkeypatch, value):
         ({"WORLD_SIZE": "4"}, 0),  # set by a job script, or by init
         ({"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}, 4),
         ({"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none", "OMPI_COMM_WORLD_SIZE": "2"}, 0),
+        ({"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none", "SLURM_STEP_NUM_TASKS": "1"}, 4),  # srun -n 1 torchrun
         ({"TORCHELASTIC_RUN_ID": "none"}, 0),
     ],
 )
 def test_torchrun_is_known_by_its_variables(monkeypatch, environ, size):
-    for name in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+    for name in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)

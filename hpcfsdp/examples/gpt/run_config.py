@@ -18,11 +18,15 @@ class ModelConfig:
     """Shape of the GPT."""
 
     layers: int = 4
+    """Transformer blocks."""
     width: int = 256
+    """Size of the embedding; a multiple of heads."""
     heads: int = 4
+    """Attention heads of a block."""
     context: int = 128
     """Bytes that a prediction sees."""
     dropout: float = 0.0
+    """Probability; each rank draws masks of its own."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,17 @@ class OptimConfig:
     """AdamW and its learning rate: linear warm-up, then a cosine down to min_lr at the last step."""
 
     lr: float = 1e-3
+    """Highest learning rate, after the warm-up."""
     min_lr: float = 1e-4
+    """Learning rate of the last step."""
     warmup_steps: int = 40
+    """Steps in which the learning rate rises to lr."""
     weight_decay: float = 0.1
+    """Of matrices; biases and norms do not decay."""
     beta1: float = 0.9
+    """Of the running mean of gradients."""
     beta2: float = 0.95
+    """Of the running mean of squared gradients."""
     clip_norm: float = 1.0
     """Largest norm of all gradients; 0: no limit."""
 
@@ -62,6 +72,7 @@ class LoopConfig:
     accumulation: int = 1
     """Micro-batches in a step; more of them take less memory."""
     log_every: int = 20
+    """Steps between log lines."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +123,7 @@ class RunConfig:
     device: str = "auto"
     """auto, cpu, or the type of an accelerator, such as cuda."""
     seed: int = 0
+    """Of initial values, of the order of the data, and of dropout."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
