@@ -50,7 +50,7 @@ class OptimConfig:
     warmup_steps: int = 40
     """Steps in which the learning rate rises to lr."""
     weight_decay: float = 0.1
-    """Of matrices; biases and norms do not decay."""
+    """Of all parameters."""
     beta1: float = 0.9
     """Of the running mean of gradients."""
     beta2: float = 0.95
