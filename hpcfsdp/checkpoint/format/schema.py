@@ -24,7 +24,7 @@ FORMAT_VERSION = "1.1"
 ABOUT = (
     "A checkpoint of a PyTorch model, written by hpcfsdp. Every tensor is a dataset under its own name and with its "
     "whole shape: the model's in /model, the optimizer's state in /optim/state. Read one in Python: "
-    "h5py.File(FILE)['model/NAME'][()]. Look into the file: pip install hpcfsdp; hpcfsdp show FILE. "
+    "h5py.File(FILE)['model/NAME'][()]. With the package hpcfsdp: hpcfsdp show FILE. "
     "The format is described in docs/reference/checkpoint-format.md of hpcfsdp."
 )
 """An attribute for the stranger who has only the file. Its name comes first in the alphabet, where h5dump begins."""
