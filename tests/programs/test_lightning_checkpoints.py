@@ -127,16 +127,31 @@ def test_values_that_a_file_cannot_hold(shared_path):
         fit(shared_path, max_epochs=1).save_checkpoint(shared_path / "x.h5", storage_options={"a": 1})
 
 
-def test_a_file_of_torch_save(shared_path):
-    if RANK == 0:
-        torch.save({"state_dict": Named().state_dict(), "global_step": 3, "loops": {}}, shared_path / "it.ckpt")
+@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks")  # the other Trainer had one
+def test_a_file_of_torch_save(shared_path, tmp_path):
+    module = Named()
+    saver = LightningModelCheckpoint(tmp_path, monitor="val_loss")
+    trainer = trainer_of(
+        tmp_path,
+        "auto",
+        devices=1,
+        plugins=[LightningEnvironment()],
+        max_epochs=1,
+        callbacks=[saver],
+        enable_checkpointing=True,
+    )
+    trainer.fit(module, data(1), data(1))
+    (expected,) = trainer.test(module, data(1), verbose=False)
+    trainer.save_checkpoint(tmp_path / "it.ckpt")  # rank 0's folder is the shared one
     for resume in (lambda path: fit(shared_path, resume=path), lambda path: _test(shared_path, path)):
         MPIEnvironment()._comm_world.Barrier()
         with pytest.raises(CheckpointCorruptError, match=r"convert it with hpcfsdp import .*it.ckpt .*it.h5"):
             resume(shared_path / "it.ckpt")
     if RANK == 0:
         assert main(["import", str(shared_path / "it.ckpt"), str(shared_path / "it.h5")]) == 0
-    _test(shared_path, shared_path / "it.h5")
+    (found,) = _test(shared_path, shared_path / "it.h5")
+    if RANK == 0:  # whose file it is
+        assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
     with pytest.raises(CheckpointMismatchError, match="has no optimizer"):
         fit(shared_path, resume=shared_path / "it.h5")
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint as LightningModelCheckpoint
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.plain_values import from_plain, to_plain
@@ -139,9 +138,18 @@ def load(
 def _restored(extra: Mapping[str, Any]) -> dict[str, Any]:
     if TYPES not in extra:  # no Trainer with this strategy wrote it: it is imported, or of hpcfsdp.checkpoint.save
         others = {key: value for key, value in extra.items() if key not in _IN_FILE and (key != "loops" or value)}
-        return {VERSION: pl.__version__, **tree_map_only(np.ndarray, torch.as_tensor, others)}
+        return {VERSION: pl.__version__, **_with_tensors(others)}
     types = {key: [(tuple(at), kind) for at, kind in places] for key, places in extra[TYPES].items()}
     return {key: from_plain(value, types.get(key, ())) for key, value in extra.items() if key != TYPES}
+
+
+def _with_tensors(value: Any) -> Any:
+    """Tensors for arrays: callbacks compare their best scores with tensors."""
+    if isinstance(value, dict):
+        return {key: _with_tensors(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_with_tensors(entry) for entry in value]
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 def _explained(path: str, error: CheckpointCorruptError) -> CheckpointCorruptError:

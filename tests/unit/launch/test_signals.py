@@ -54,6 +54,17 @@ def test_once_a_signal_has_arrived_no_other_ends_the_process():
     assert stop.received == signal.SIGUSR2
 
 
+def test_entering_again_takes_the_signals_back_from_other_code():
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    with StopSignals() as stop:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        stop.__enter__()
+        assert stop.received == 0
+        assert [signal.getsignal(number) for number in STOP_SIGNALS] == [stop._note] * 3
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
 def test_no_signal_ends_a_process_that_ignores_them():
     ignore_stop_signals()
     for number in STOP_SIGNALS:
