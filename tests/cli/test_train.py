@@ -141,7 +141,7 @@ def test_missing_damaged_and_foreign_checkpoints_are_refused(start, tiny, tmp_pa
     resume = [*tiny, "--checkpoint.resume"]
     cases = [
         ([*resume, "nowhere.h5"], 1, "nowhere.h5: No such file or directory"),
-        ([*resume, saved], 1, "of another model", "missing in the file: blocks.0.up.weight [64, 16]"),
-        ([*tiny, "--run_dir", folder.parent], 4, "step-00000005.h5: damaged", "move the file away"),
+        ([*resume, saved], 1, "belongs to another model", "missing in the file: blocks.0.up.weight [64, 16]"),
+        ([*tiny, "--run_dir", folder.parent], 4, "step-00000005.h5: truncated", "move the file away"),
     ]
     refused(start, tmp_path, cases)
