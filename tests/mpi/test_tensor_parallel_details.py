@@ -269,7 +269,7 @@ def test_an_inner_unit_over_ranks_that_are_parallel_with_each_other(several, wor
     at = place((1, 1, SIZE))
     model = build(Mlp).parallelize(at.tensor)
     model.first = FSDP(model.first)
-    with pytest.raises(ShardingError, match=r"the unit around Linear is parallel over.*make one mesh"):
+    with pytest.raises(ShardingError, match=r"the unit around Linear is tensor-parallel over.*make one mesh"):
         wrap(model, at, "whole")
 
 
