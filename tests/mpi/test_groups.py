@@ -131,7 +131,7 @@ def test_ranks_of_a_pair_that_makes_no_grid_all_raise(world, comm):
         return
     shard = comm.subgroup([0, 1] if world.rank < 2 else [2, 3])
     replicate = comm.subgroup([0, 3] if world.rank in (0, 3) else [1, 2])
-    with pytest.raises(DisagreementError, match="make no grid: the ranks of this rank's replicate group are"):
+    with pytest.raises(DisagreementError, match="do not form a grid: the ranks of this rank's replicate group are"):
         resolve_mesh((shard, replicate), None, Strategy.HYBRID_SHARD)
 
 
