@@ -173,6 +173,7 @@ class ShardedAccelerator(Accelerator):
             extra = {"accelerate_step": self.step, **pack(self._holders())} if number == 0 else {}
             checkpoint.save(_file(folder, number), model=model, optimizer=optimizer, step=step, extra=extra)
         self.project_configuration.iteration += 1
+        self._remove_old()
         return folder
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> CheckpointInfo:
@@ -223,29 +224,34 @@ class ShardedAccelerator(Accelerator):
         return found | ({} if self.scaler is None else {"scaler": self.scaler})
 
     def _new_folder(self, given: str | os.PathLike[str] | None) -> Path:
-        """Collective over all ranks. The folder of the next checkpoint; removes old ones beyond the limit."""
-        naming = self.project_configuration
-        if not naming.automatic_checkpoint_naming:
+        """Collective over all ranks. The folder of the next checkpoint."""
+        if not self.project_configuration.automatic_checkpoint_naming:
             if given is None:
                 raise CheckpointError("save_state: give a folder, or set automatic_checkpoint_naming")
             return Path(given).expanduser()
-        world, folder = _world(), self._checkpoints() / f"checkpoint_{self.save_iteration}"
+        world, folder = running_world(), self._checkpoints() / f"checkpoint_{self.save_iteration}"
+        with raise_together(world.host):
+            if world.rank == 0 and folder.exists():
+                raise CheckpointError(f"{folder} exists already: set project_configuration.iteration to go on")
+        return folder
+
+    def _remove_old(self) -> None:
+        """Collective over all ranks. Keep the newest checkpoints; called when the new one is complete."""
+        naming, world = self.project_configuration, running_world()
+        if not naming.automatic_checkpoint_naming or naming.total_limit is None:
+            return
         with raise_together(world.host):
             if world.rank == 0:
-                if folder.exists():
-                    raise CheckpointError(f"{folder} exists already: set project_configuration.iteration to go on")
-                old = sorted(folder.parent.glob("checkpoint_*"), key=_number)
-                keep = len(old) if naming.total_limit is None else naming.total_limit - 1
-                for path in old[: max(0, len(old) - keep)]:
+                found = sorted(self._checkpoints().glob("checkpoint_*"), key=_number)
+                for path in found[: max(0, len(found) - max(1, naming.total_limit))]:
                     shutil.rmtree(path)
-        return folder
 
     def _newest_folder(self) -> Path:
         """Collective over all ranks."""
         if not self.project_configuration.automatic_checkpoint_naming:
             raise CheckpointError("load_state: give the folder of a checkpoint, or set automatic_checkpoint_naming")
-        found = sorted(self._checkpoints().glob("checkpoint_*"), key=_number) if _world().rank == 0 else []
-        newest = _world().comm.bcast(found[-1] if found else None)
+        found = sorted(self._checkpoints().glob("checkpoint_*"), key=_number) if running_world().rank == 0 else []
+        newest = running_world().comm.bcast(found[-1] if found else None)
         if newest is None:
             raise CheckpointError(f"load_state: there is no checkpoint in {self._checkpoints()}")
         return newest
@@ -272,8 +278,11 @@ def _number(path: Path) -> int:
     return int(found[0]) if found else -1
 
 
-def _world() -> World:
+def running_world() -> World:
+    """Not collective. The world of ``init``; raises LaunchError where ``finalize`` has ended it."""
     world = current_world()
     if world is None:
-        raise LaunchError("the world has ended: hpcfsdp.finalize() comes after the last call of the accelerator")
+        raise LaunchError(
+            "the world has ended: call hpcfsdp.finalize() after the last call of the accelerator or trainer"
+        )
     return world

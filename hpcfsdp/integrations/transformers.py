@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from hpcfsdp import checkpoint
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import CheckpointError, LaunchError, UsageError
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.integrations.accelerate import ShardedAccelerator, plain_optimizer
+from hpcfsdp.integrations.accelerate import ShardedAccelerator, plain_optimizer, running_world
 from hpcfsdp.integrations.recipe import recipe_of, refuse_given
 from hpcfsdp.integrations.training_state import FILE_NAME, HeldGenerators, pack, unpack
 from hpcfsdp.preempt import Preemption, exit_requeue
-from hpcfsdp.world import World, current_world
+from hpcfsdp.world import current_world
 
 log = logging.getLogger("hpcfsdp.trainer")
 
@@ -57,7 +58,7 @@ class ShardedTrainer(Trainer):
 
     Args:
         model: plain, not wrapped; or give `model_init`.
-        args: its `fsdp_config` says how to shard (docs/how-to/transformers.md); `bf16` and `fp16` set what to compute
+        args: its `fsdp_config` sets how to shard (docs/how-to/transformers.md); `bf16` and `fp16` set what to compute
             in. Leave `fsdp` unset: the model is always sharded.
         fsdp_options: further arguments of ``hpcfsdp.fsdp.FullyShardedDataParallel``.
         preemption: of ``hpcfsdp.preemption()``: when it asks for it all ranks stop after the same step, save a
@@ -100,7 +101,7 @@ class ShardedTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         # How an Accelerator is made of the arguments depends on the version of transformers.
         self.accelerator.__class__ = ShardedAccelerator
-        self.accelerator.shard_with(self._recipe, _world())
+        self.accelerator.shard_with(self._recipe, running_world())
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: ``FullyShardedDataParallel`` moves it unit by unit."""
@@ -136,7 +137,7 @@ class ShardedTrainer(Trainer):
 
         ``trainer.train(resume_from_checkpoint=trainer.newest_checkpoint())`` begins or goes on.
         """
-        world, newest = _world(), None
+        world, newest = running_world(), None
         with raise_together(world.host):
             if world.rank == 0:
                 found = [path for path in Path(self.args.output_dir).glob(_FOLDERS) if _step_of(path) >= 0]
@@ -166,7 +167,7 @@ class ShardedTrainer(Trainer):
         """
         folder = Path(output_dir or self.args.output_dir)
         is_checkpoint = _internal_call and output_dir is not None and not self.args.save_only_model
-        wrapped, world, state = self._wrap_model(self.model), _world(), {}
+        wrapped, world, state = self._wrap_model(self.model), running_world(), {}
         if self._has_adapters():
             self._save_adapters(folder)
         elif not is_checkpoint:
@@ -200,18 +201,15 @@ class ShardedTrainer(Trainer):
         return isinstance(self.model, PeftModel)
 
     def _save_adapters(self, folder: Path) -> None:
-        from hpcfsdp.integrations.peft import save_adapter  # imports peft, which other models do not need
-
         for name in self.model.peft_config:
-            save_adapter(self.model_wrapped, folder if name == "default" else folder / name, name)
+            _adapters().save_adapter(self.model_wrapped, folder if name == "default" else folder / name, name)
 
     def _saved_names(self) -> list[str] | None:
         """The tensors of the model in a checkpoint, None for all: those of adapters without the frozen model."""
         if not self._has_adapters():
             return None
-        from hpcfsdp.integrations.peft import tensors_of_adapter  # imports peft, which other models do not need
-
-        return sorted({name for key in self.model.peft_config for name in tensors_of_adapter(self.model_wrapped, key)})
+        of_adapter = _adapters().tensors_of_adapter
+        return sorted({name for key in self.model.peft_config for name in of_adapter(self.model_wrapped, key)})
 
     def _holders(self) -> dict[str, Any]:
         found = {"scheduler": self.lr_scheduler}
@@ -220,7 +218,7 @@ class ShardedTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Collective over all ranks. Model, optimizer, scheduler, scaler and random numbers in one file."""
         settings = None
-        if _world().rank == 0:
+        if running_world().rank == 0:
             settings = {"training_arguments": json.loads(self.args.to_json_string())}
         checkpoint.save(
             Path(output_dir) / FILE_NAME,
@@ -252,7 +250,7 @@ class ShardedTrainer(Trainer):
         if checkpoint_dir is None:
             return
         path, optimizer = Path(checkpoint_dir) / FILE_NAME, plain_optimizer(self.optimizer)
-        with self._generators.held_back(_world().device):
+        with self._generators.held_back(running_world().device):
             found = checkpoint.load(path, model=self.model_wrapped, optimizer=optimizer, names=self._saved_names())
         unpack(found.extra, self._holders(), path)
 
@@ -292,11 +290,10 @@ class _StopTogether(TrainerCallback):
             exit_requeue()
 
 
-def _world() -> World:
-    world = current_world()
-    if world is None:
-        raise LaunchError("the world has ended: hpcfsdp.finalize() comes after the last call of the trainer")
-    return world
+def _adapters() -> ModuleType:
+    from hpcfsdp.integrations import peft  # imports the library peft, which other models do not need
+
+    return peft
 
 
 def _step_of(folder: Path) -> int:

@@ -169,6 +169,27 @@ def test_names_checkpoints_by_itself(world, shared_path):
         loop.accelerator.save_state()
 
 
+class Unsaved:
+    """Its state is none that a file can hold."""
+
+    def state_dict(self):
+        return {"lock": object()}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_the_last_checkpoint_stays_until_the_next_one_is_complete(world, shared_path):
+    naming = ProjectConfiguration(project_dir=str(shared_path), automatic_checkpoint_naming=True, total_limit=1)
+    loop = Loop(world, ShardedAccelerator(project_config=naming))
+    loop.accelerator.save_state(step=1)
+    loop.accelerator.register_for_checkpointing(Unsaved())
+    with pytest.raises(CheckpointError, match="custom_0"):
+        loop.accelerator.save_state(step=2)
+    world.comm.Barrier()
+    assert checkpoint.open_index(shared_path / "checkpoints/checkpoint_0/checkpoint.h5").info.step == 1
+
+
 def test_several_models(world, shared_path):
     accelerator = ShardedAccelerator()
     one, two = torch.nn.Linear(3, 4), torch.nn.Linear(4, 5)
