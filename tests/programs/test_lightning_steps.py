@@ -39,21 +39,15 @@ def near(values, expected):
     torch.testing.assert_close(values, expected, rtol=2e-2, atol=1e-2)
 
 
-def test_bf16_mixed(shared_path, tmp_path):
-    expected, *_ = fit(tmp_path, "auto", 1, precision="bf16-mixed", **ALONE)
-    values, module, trainer = fit(shared_path, sharded(), SIZE, precision="bf16-mixed")
+@pytest.mark.parametrize("precision, kept", [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
+def test_bf16(shared_path, tmp_path, precision, kept):
+    expected, *_ = fit(tmp_path, "auto", 1, precision=precision, **ALONE)
+    values, module, trainer = fit(shared_path, sharded(), SIZE, precision=precision)
     near(values, expected)
     assert module.dtypes == {"weight": torch.bfloat16, "scores": torch.bfloat16}
-    assert {param.dtype for param in trainer.model.parameters()} == {torch.float32}
-    assert trainer.model.mixed_precision == MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def test_bf16_true(shared_path, tmp_path):
-    expected, *_ = fit(tmp_path, "auto", 1, precision="bf16-true", **ALONE)
-    values, module, trainer = fit(shared_path, sharded(), SIZE, precision="bf16-true")
-    near(values, expected)
-    assert module.dtypes == {"weight": torch.bfloat16, "scores": torch.bfloat16}
-    assert {param.dtype for param in trainer.model.parameters()} == {torch.bfloat16}
+    assert {param.dtype for param in trainer.model.parameters()} == {kept}
+    if precision == "bf16-mixed":
+        assert trainer.model.mixed_precision == MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def test_64_true(shared_path, tmp_path):
