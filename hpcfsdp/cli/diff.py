@@ -52,7 +52,13 @@ def parser() -> Parser:
     made.add_argument(
         "--rtol", type=_not_negative, default=0.0, metavar="R", help="floats are equal if |A-B| <= ATOL + R * |A|"
     )
-    made.add_argument("--atol", type=_not_negative, default=0.0, metavar="ATOL", help="as --rtol says; default: 0")
+    made.add_argument(
+        "--atol",
+        type=_not_negative,
+        default=0.0,
+        metavar="ATOL",
+        help="absolute tolerance, for the same values as --rtol; default: 0",
+    )
     return made
 
 

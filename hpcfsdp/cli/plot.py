@@ -102,12 +102,12 @@ def _file_of(path: Path) -> Path:
         except CheckpointError:
             continue
     if not steps:
-        raise CheckpointError(f"{path}: no checkpoint in it can be read: hpcfsdp verify {path} says why")
+        raise CheckpointError(f"{path}: no checkpoint in it can be read: hpcfsdp verify {path} shows why")
     return max(steps, key=lambda file: steps[file])
 
 
 def _labels(files: Sequence[Path]) -> list[str]:
-    """Names of the files that tell them apart: without their folders where these are not needed."""
+    """Names that distinguish the files: without their folders where these are not needed."""
     names = [file.name for file in files]
     labels = names if len(set(names)) == len(names) else [str(file) for file in files]
     return [label if labels.count(label) == 1 else f"{label} ({place + 1})" for place, label in enumerate(labels)]

@@ -144,7 +144,7 @@ def _flowing(parts: list[str], width: int) -> Iterator[str]:
 
 
 def _shortened(name: str, size: int, ellipsis: str) -> str:
-    """A name without its middle, so that it is at most `size` columns wide; its end says more than its beginning."""
+    """A name without its middle, so that it is at most `size` columns wide; its end matters more than its beginning."""
     if _width(name) <= size:
         return name
     room = size - len(ellipsis)

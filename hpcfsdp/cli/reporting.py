@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def paths_and_patterns(first: Path, others: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Tells paths from patterns of names: a further path exists, or ends with .h5."""
+    """Separates paths from patterns of names: a further path exists, or ends with .h5."""
     is_path = [name.endswith(".h5") or os.path.exists(name) for name in others]
     paths = [Path(name) for name, path in zip(others, is_path, strict=True) if path]
     return [first, *paths], [name for name, path in zip(others, is_path, strict=True) if not path]

@@ -176,7 +176,7 @@ def end_job(message: str, exit_code: int, show: Callable[[], Any] = lambda: None
             time.sleep(OUTPUT_GRACE_S)
     finally:  # also after Ctrl-C
         if not MPI.Is_finalized():
-            if _launcher_sees_exit():  # and says which rank ended, in fewer lines than MPI_Abort and it together
+            if _launcher_sees_exit():  # which names the rank that ended, in fewer lines than after MPI_Abort
                 os._exit(exit_code & 0xFF or 1)
             MPI.COMM_WORLD.Abort(exit_code & 0xFF or 1)
 

@@ -17,7 +17,7 @@ WINDOW_S = 0.6
 TOGETHER_S = 3.0
 """How long other ranks wait for the one that prints errors of several, and that aborts the job."""
 MOST_RANKS = 128
-"""In larger jobs failed ranks tell rank 0 alone, not every rank."""
+"""In larger jobs failed ranks send their error to rank 0 alone, not to every rank."""
 ENDED = "ended the job after an uncaught error"
 _MOST_HOSTS = 4
 _TAG = 2
@@ -65,7 +65,8 @@ def exchange(comm: Any, mine: Failure) -> list[Failure] | None:
         The failures of all ranks that have failed by now, if this one is to print them; None if a lower rank should
         have, and has not ended the job.
     """
-    peers = [peer for peer in range(comm.size) if peer != mine.rank] if comm.size <= MOST_RANKS else [0][: mine.rank]
+    receivers = range(comm.size) if comm.size <= MOST_RANKS else [0]
+    peers = [peer for peer in receivers if peer != mine.rank]
     sent = [comm.isend(mine, peer, _TAG) for peer in peers]
     known, arriving = {mine.rank: mine}, []
     began_s = time.monotonic()

@@ -135,7 +135,7 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, UnitM
         if wrapper.mesh.data is None:
             raise CheckpointError(
                 "the model is sharded over a pair of process groups that do not cover all ranks of the job, so "
-                "hpcfsdp cannot tell which ranks hold the whole model: pass a device_mesh, or groups of all ranks"
+                "hpcfsdp cannot determine which ranks hold the whole model: pass a device_mesh, or groups of all ranks"
             )
         comm = wrapper.mesh.comm()
         if (comm.size, comm.rank) != (largest.size, largest.rank):

@@ -206,12 +206,12 @@ def _check_local(number: int, shard: Shard, rank: int, pg: dist.ProcessGroup | N
     if not tensor.is_contiguous():
         raise ShardingError(f"{what} is not contiguous (strides {tensor.stride()}): pass shard.contiguous()")
     if placed != rank:
-        raise ShardingError(f"{what} is on this rank, but its metadata says rank {placed}")
+        raise ShardingError(f"{what} is on this rank, but its metadata gives rank {placed}")
     if tensor.device != device:
-        raise ShardingError(f"{what} is on {tensor.device}, but its metadata says {device}")
+        raise ShardingError(f"{what} is on {tensor.device}, but its metadata gives {device}")
     if list(tensor.shape) != list(metadata.shard_sizes):
         raise ShardingError(
-            f"{what} has the size {list(tensor.shape)}, but its metadata says {list(metadata.shard_sizes)}"
+            f"{what} has the size {list(tensor.shape)}, but its metadata gives {list(metadata.shard_sizes)}"
         )
 
 

@@ -26,7 +26,7 @@ def rows(page, columns):
     lines = (REFERENCE / page).read_text().splitlines()
     found = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines if line.startswith("| ")]
     found = [row for row in found if len(row) == columns and not set(row[0]) <= {"-"}]
-    return [row for row in found if row[0] not in ("code", "kind", "the message says")]
+    return [row for row in found if row[0] not in ("code", "kind", "the message contains")]
 
 
 def texts(tree):

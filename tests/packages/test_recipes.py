@@ -38,9 +38,9 @@ def test_the_conda_recipe_renders_and_asks_for_what_the_package_needs():
 def test_the_spack_package_asks_for_what_the_package_needs():
     (package,) = [node for node in ast.parse(SPACK.read_text()).body if isinstance(node, ast.ClassDef)]
     calls = [node.value for node in package.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-    said = [(call.func.id, call.args[0].value) for call in calls]
-    assert ("version", __version__) in said
-    specs = [re.fullmatch(r"(?:py-)?([\w-]+)@([\d.]+):.*", spec) for kind, spec in said if kind == "depends_on"]
+    asked = [(call.func.id, call.args[0].value) for call in calls]
+    assert ("version", __version__) in asked
+    specs = [re.fullmatch(r"(?:py-)?([\w-]+)@([\d.]+):.*", spec) for kind, spec in asked if kind == "depends_on"]
     found = {spec[1]: spec[2] for spec in specs if spec}
     assert {name: found.get(name) for name in required()} == required()
     assert found["python"] == "3.10"

@@ -126,7 +126,7 @@ PAGES = ["how-to/transformers", "how-to/accelerate", "how-to/peft", "tutorials/l
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_quote_the_examples(page):
-    """Each block of a page is a part of an example, or says that it is not tested."""
+    """Each block of a page is a part of an example, or is marked as not tested."""
     sources = [path.read_text() for path in sorted((ROOT / "docs/examples").glob("*.py"))]
     found = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(found) >= 2

@@ -1,4 +1,4 @@
-"""A file is what docs/reference/checkpoint-format.md says, read here by that page alone.
+"""A file is what docs/reference/checkpoint-format.md specifies, read here by that page alone.
 
 With struct, xxhash, numpy and h5py.
 """

@@ -176,7 +176,7 @@ def test_local_shards_have_metadata():
         (lambda s: s.clear(), "rank 1 has no local shards"),
         (
             lambda s: s.append(shard_at((2, 0), (1, 2), rank=0)),
-            "shard 1 of rank 1, at .2, 0., is on this rank, but its metadata says rank 0",
+            "shard 1 of rank 1, at .2, 0., is on this rank, but its metadata gives rank 0",
         ),
         (lambda s: s.append(shard_at((2, 0), (1, 2), rank=7)), "names rank 7, which is not in the process group"),
         (
@@ -193,10 +193,10 @@ def test_local_shards_have_metadata():
         ),
         (lambda s: s.append(shard_at((2, 1), (1, 2))), "at .2, 1. of size .1, 2. .* is not within .* .3, 2."),
         (lambda s: s.append(shard_at((2,), (1,))), "is not within"),
-        (lambda s: setattr(s[0].metadata, "shard_sizes", [2, 1]), "has the size .2, 2., but its metadata says .2, 1."),
+        (lambda s: setattr(s[0].metadata, "shard_sizes", [2, 1]), "has the size .2, 2., but its metadata gives .2, 1."),
         (
             lambda s: setattr(s[0].metadata, "placement", Remote("rank:1/cuda:0")),
-            "is on cpu, but its metadata says cuda:0",
+            "is on cpu, but its metadata gives cuda:0",
         ),
         (lambda s: setattr(s[0].metadata, "placement", None), "no placement"),
         (lambda s: setattr(s[0], "tensor", torch.zeros(2, 2).to_sparse()), "torch.sparse_coo"),
@@ -234,17 +234,17 @@ LOCAL_FAULTS = {
     ),
     "rank": (
         lambda shard: setattr(shard.metadata, "placement", Remote("rank:2/cpu")),
-        "{shard} is on this rank, but its metadata says rank 2",
+        "{shard} is on this rank, but its metadata gives rank 2",
     ),
     "group": (lambda shard: setattr(shard.metadata, "placement", Remote("rank:4/cpu")), "{shard} .* names rank 4"),
     "nowhere": (lambda shard: setattr(shard.metadata, "placement", None), "{shard} a shard has no placement"),
     "device": (
         lambda shard: setattr(shard.metadata, "placement", Remote("rank:1/cuda:0")),
-        "{shard} is on cpu, but its metadata says cuda:0",
+        "{shard} is on cpu, but its metadata gives cuda:0",
     ),
     "size": (
         lambda shard: setattr(shard, "tensor", torch.zeros(2, *shard.tensor.shape)),
-        r"{shard} has the size \[2.*\], but its metadata says \[",
+        r"{shard} has the size \[2.*\], but its metadata gives \[",
     ),
     "pinning": (pinned, r"rank 1 differ in pin_memory \(shards {pair}\): one has (True, one False|False, one True)"),
     "dtype": (
