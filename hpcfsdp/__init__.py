@@ -18,6 +18,8 @@ _PUBLIC = {
     "checkpoint": "hpcfsdp.checkpoint",
     "errors": "hpcfsdp.errors",
     "fsdp": "hpcfsdp.fsdp",
+    "fsdp2": "hpcfsdp.fsdp2",
+    "fully_shard": "hpcfsdp.fsdp2",
     "exit_requeue": "hpcfsdp.preempt",
     "mpi": "hpcfsdp.mpi",
     "param_groups": "hpcfsdp.api.param_info",

@@ -424,6 +424,24 @@ def dtensor(
     return DTensor(local.detach(), spec, requires_grad=False)
 
 
+def dtensor_like(tensor: Any, local: torch.Tensor) -> Any:
+    """Not collective. A ``DTensor`` with `local` on this rank, for the rest like `tensor`."""
+    return type(tensor)(local, tensor._spec, requires_grad=False)
+
+
+def set_local(tensor: Any, local: torch.Tensor) -> None:
+    """Not collective. Exchange the local tensor of a ``DTensor`` for one of the same shape, dtype and device."""
+    tensor._local_tensor = local
+
+
+def shard_of_rows(dim: int, factor: int) -> Any:
+    """The placement of rows of blocks: each of `factor` blocks along `dim` is cut once more, along the same one."""
+    from torch.distributed.tensor import Shard as ShardAlong
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return ShardAlong(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+
+
 def refuse_parallelizing(module: nn.Module, make_error: Callable[[], Exception]) -> None:
     """Have torch's ``parallelize_module`` and ``distribute_module`` raise an error before they change a module.
 

@@ -21,7 +21,7 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.engine.order import Confirmation, Event, Node, Position
 from hpcfsdp.engine.streams import Queue, Streams, Wait
 from hpcfsdp.flat.gradient import FlatGrad
-from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.flat.sharded_params import ShardedParams
 from hpcfsdp.hang import events
 
 END: Event = ("end", "")
@@ -44,7 +44,7 @@ class Values:
         gathered: the event that the gather is done; changed by ``Context`` alone.
     """
 
-    def __init__(self, flats: Sequence[FlatParam]) -> None:
+    def __init__(self, flats: Sequence[ShardedParams]) -> None:
         self.flats = tuple(flats)
         self.gathers = tuple(flat for flat in self.flats if not flat.is_here)
         self.takes_messages = any(flat.comm.spans_nodes for flat in self.gathers)
@@ -63,6 +63,7 @@ class Context:
     Attributes:
         ahead: values that are gathered and not used yet.
         shards_written: the event that the optimizer has written the shards.
+        user_event: the program's own such event, for the next pass; None for the end of all that was enqueued.
         values_by_name: the values of each unit, for ``gather_ahead``.
     """
 
@@ -72,6 +73,7 @@ class Context:
         self.reductions = Reductions(streams)
         self.ahead: dict[Values, None] = {}
         self.shards_written: Any = None
+        self.user_event: Any = None
         self.values_by_name = values_by_name
         self._retired: deque[tuple[Values, Any]] = deque()  # resharded, with their memory not freed yet
 
@@ -88,7 +90,10 @@ class Context:
         streams.wait(Queue.GATHER, self.shards_written, Wait.SHARDS_WRITTEN)
         self.free_retired(keep=0 if ahead else 1, unless=values)
         for flat in values.gathers:
-            values.gathered = streams.launch(Queue.GATHER, lambda async_op, flat=flat: flat.gather(async_op=async_op))
+            finish = flat.finish_gather if flat.finishes_gather else None
+            values.gathered = streams.launch(
+                Queue.GATHER, lambda async_op, flat=flat: flat.gather(async_op=async_op), finish
+            )
 
     def await_unshard(self, values: Values) -> None:
         """Have the leaves show the gathered values."""
@@ -129,7 +134,12 @@ class Context:
         """Collective. Begin to gather the unit that will do `kind` next, if it is known."""
         name = self.order.upcoming(kind)
         values = self.values_by_name.get(name) if name is not None else None
-        if values is not None and values.gathers and not values.is_gathered:
+        if values is not None:
+            self.gather_in_advance(values)
+
+    def gather_in_advance(self, values: Values) -> None:
+        """Collective. Begin to gather the values of a unit that will be used in this pass."""
+        if values.gathers and not values.is_gathered:
             self.ahead[values] = None
             self.unshard(values, ahead=True)
 
@@ -255,20 +265,15 @@ class Ring:
 
     comm: Communicator | None
     dtype: torch.dtype
-    slots: tuple[Slot, ...]
+    slots: list[Slot]
     numel: int = 0
     next_slot: int = 0
 
 
 class Reductions:
-    """The queue of gradients to be completed and reduced.
-
-    Attributes:
-        keeps_back: whether gradients wait for a later synchronisation, as within ``no_sync``.
-    """
+    """The queue of gradients to be completed and reduced."""
 
     def __init__(self, streams: Streams) -> None:
-        self.keeps_back = False
         self._streams = streams
         self._shared: dict[tuple[Any, torch.dtype, int], Ring] = {}
         self._rings: dict[FlatGrad, Ring] = {}
@@ -284,9 +289,9 @@ class Reductions:
         # Shared memory stays small, in the cache. Elsewhere a unit's gradients must not wait for each other.
         place = index if comm is None else 0
         between_nodes = comm is not None and comm.spans_nodes
-        count = 1 if self._streams.overlap else _SLOTS_BETWEEN_NODES if between_nodes else 2
-        slots = tuple(Slot() for _ in range(count))
-        ring = self._rings[grad] = self._shared.setdefault((comm, dtype, place), Ring(comm, dtype, slots))
+        count = grad.options.num_buffers if self._streams.overlap else _SLOTS_BETWEEN_NODES if between_nodes else 2
+        ring = self._rings[grad] = self._shared.setdefault((comm, dtype, place), Ring(comm, dtype, []))
+        ring.slots += [Slot() for _ in range(count - len(ring.slots))]
         ring.numel = max(ring.numel, grad.numel)
 
     def alloc(self) -> None:
@@ -320,14 +325,14 @@ class Reductions:
         return True
 
     def advance(self) -> None:
-        """Collective, unless gradients are kept back. Reduce those at the head of the queue that are complete."""
+        """Collective, unless they are kept back. Reduce gradients at the head of the queue that are complete."""
         while self._queue:
             grad, slot = next(iter(self._queue.items()))
             if grad.outstanding:
                 return
             if grad.buffer is None:
                 self._begin(grad, slot)
-            if self.keeps_back:
+            if grad.keeps_back:
                 grad.keep_back()
                 slot.release()
             else:

@@ -30,8 +30,8 @@ class Root:
 
     A pass is a call of the outermost unit with the backward that follows. Ranks meet in a labelled barrier before it,
     after its forward, and after its backward, and compare what they have done. Where they share the memory of gathered
-    values (``FlatParam.is_resident``), no rank may write a shard during a forward or backward, nor read those of others
-    outside.
+    values (``ShardedParams.is_resident``), no rank may write a shard during a forward or backward, nor read those of
+    others outside.
 
     Attributes:
         units: in the order in which the modules were registered, the root first.
@@ -77,6 +77,8 @@ class Root:
         for unit in units:
             unit.attach(self.context)
         self._depth = 0
+        self._changeable = [flat for flat in flats if flat.may_change_before_backward]
+        self._versions: list[list[int]] = []  # of these, at the end of the last forward
         self._called: dict[Unit, None] = {}  # units that expect a backward, in the order in which their forwards ended
         self._before: list[tuple[Unit, bool, bool, int]] = []  # backwards expected before this pass
         self._due: deque[Unit] = deque()  # units that expect this backward, in its order
@@ -114,12 +116,56 @@ class Root:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Not collective. A context in which backwards keep gradients back instead of reducing them."""
-        reductions = self.context.reductions
-        before, reductions.keeps_back = reductions.keeps_back, True
+        before = [unit.keeps_back for unit in self.units]
+        for unit in self.units:
+            unit.keeps_back = True
         try:
             yield
         finally:
-            reductions.keeps_back = before
+            for unit, kept_back in zip(self.units, before, strict=True):
+                unit.keeps_back = kept_back
+
+    # Values that the program asks for
+
+    @property
+    def _is_in_pass(self) -> bool:
+        return self._depth > 0 or self.in_backward
+
+    def unshard(self, unit: Unit) -> None:
+        """Collective over the ranks of the unit. Begin to gather its values, which stay until ``reshard``.
+
+        Outside of forward and backward the ranks wait for each other: none may have changed its shard since.
+        """
+        unit.is_kept = True
+        if not self._is_in_pass and not unit.values.is_gathered:
+            self._meet_over(unit, "unshard")
+            self.context.shards_written = self._streams.record(Queue.COMPUTE)
+        self.context.unshard(unit.values)
+
+    def await_unshard(self, unit: Unit) -> None:
+        """Not collective. Have the modules of a unit hold the values that ``unshard`` gathers."""
+        if unit.is_kept and not unit.values.is_unsharded:
+            self.context.await_unshard(unit.values)
+            unit.show()
+
+    def reshard(self, unit: Unit) -> None:
+        """Collective where ranks share memory, outside of forward and backward. Free the values of a unit."""
+        if unit.phase is not Phase.IDLE or not (unit.values.is_gathered or unit.values.is_unsharded or unit.is_kept):
+            return
+        shared = unit.is_kept and not self._is_in_pass
+        unit.hide()
+        unit.reshard()
+        if not self._is_in_pass:
+            self.context.free_retired(keep=0)
+        if shared:
+            self._meet_over(unit, "reshard")  # the others may still read what the optimizer writes next
+
+    def _meet_over(self, unit: Unit, what: str) -> None:
+        for comm in dict.fromkeys(flat.comm for flat in unit.flats if flat.is_resident):
+            for flat in unit.flats:
+                if flat.comm is comm:
+                    flat.publish()
+            comm.labelled_barrier(f"{what} of {unit.name!r}")
 
     # Passes
 
@@ -170,10 +216,13 @@ class Root:
         if self._depth or self.in_backward:
             return
         self._reshard_ahead()
+        self._reshard([each for each in self.units if each.complete_forward()])
         if self._host_shards:
             self._streams.wait(Queue.HOST, self._streams.record(Queue.GATHER), Wait.SHARDS_READ)
-        if not torch.is_grad_enabled() or broken:
+        if broken:
             self._reshard(self.units)
+        elif not torch.is_grad_enabled():
+            self._reshard_leftover()
         self.context.free_retired(keep=0)
         if broken:
             self._order.forget()
@@ -183,11 +232,15 @@ class Root:
                 if not was_called:
                     self._called.pop(each, None)
         else:
+            self._versions = [flat.versions for flat in self._changeable]
             self._meet("end of the forward", unit)
 
     def rest(self) -> None:
-        """Not collective. Reshard units that a forward has left unsharded for its backward."""
+        """Reshard units that are unsharded outside of a pass. Collective for those that the program has unsharded."""
         if self._depth == 0 and not self.in_backward:
+            for unit in self.units:
+                if unit.is_kept:
+                    self.reshard(unit)
             self._reshard(self.units)
             self.context.free_retired(keep=0)
 
@@ -208,22 +261,36 @@ class Root:
                 unit.reset()
             self.context.free_retired(keep=0)
 
+    def forget_step(self) -> None:
+        """Not collective, at rest. Drop gradients that are held or not complete, and expect no backward."""
+        self._order.forget()
+        self.context.reductions.drop()
+        self._called.clear()
+        for unit in self.units:
+            unit.reset()
+        self.context.free_retired(keep=0)
+
     def _begin_pass(self, unit: Unit) -> None:
         for each in self.units:
             if each.phase is Phase.SUMMON and (each is unit or each in unit.inside):
                 raise EngineError(
                     f"{each.name}: the model was called within summon_full_params: leave that context first"
                 )
-        self._reshard(self.units)  # left over from a forward without a backward
+        self._reshard_leftover()  # from a forward without a backward
         self._before = [(each, each in self._called, each.owes_grads, each.num_calls) for each in self.units]
         self._order.begin()
         for each in self.units:
             for flat in each.flats if each.phase is Phase.IDLE else ():
                 flat.adopt_user_data()
+        self._publish("forward", unit)
+
+    def _publish(self, what: str, unit: Unit | None = None) -> None:
+        """Collective. From here on gathers read the shards as they are now."""
         for flat in self._resident:
             flat.publish()
-        self._meet("forward", unit)
-        self.context.shards_written = self._streams.record(Queue.COMPUTE)
+        self._meet(what, unit)
+        event, self.context.user_event = self.context.user_event, None
+        self.context.shards_written = event or self._streams.record(Queue.COMPUTE)
 
     def _meet(self, what: str, unit: Unit | None = None) -> None:
         """Collective. Wait for all ranks. All raise unless they have done the same since the pass began."""
@@ -243,7 +310,11 @@ class Root:
     def _reshard(self, units: Iterable[Unit]) -> None:
         for unit in units:
             if unit.phase is Phase.IDLE and (unit.values.is_gathered or unit.values.is_unsharded):
-                self.context.reshard(unit.values)
+                unit.reshard()
+
+    def _reshard_leftover(self) -> None:
+        """Free what was gathered and is not needed any more, unless the program wants to keep it."""
+        self._reshard([unit for unit in self.units if not unit.is_kept and unit.reshard_after_backward])
 
     def _reshard_ahead(self) -> None:
         """Free the values of units that were gathered ahead and not called."""
@@ -278,6 +349,8 @@ class Root:
         calls.backward.is_running = self._is_running
         _compat.call_after_backward(self._finish_backward)
         self._due = deque(reversed(self._called))
+        if self._versions != [flat.versions for flat in self._changeable]:
+            self._publish("backward, after a change of parameters")
         self.context.reductions.alloc()
 
     def _run_unused_before(self, unit: Unit) -> None:
@@ -300,10 +373,9 @@ class Root:
                 unit.post_backward()
         while self._due:
             self._due.popleft().run_unused_backward()
-        if not self.context.reductions.keeps_back:
-            for unit in self.units:  # called in earlier passes under no_sync, and not in this one
-                if unit.owes_grads and unit not in self._called:
-                    unit.run_unused_backward()
+        for unit in self.units:  # called in earlier passes under no_sync, and not in this one
+            if unit.owes_grads and unit not in self._called and not unit.keeps_back:
+                unit.run_unused_backward()
         self._reshard_ahead()
         self.context.free_retired(keep=0)
         for unit in self.units:
@@ -320,20 +392,17 @@ class Root:
         self._settle()
         self._called.clear()
         for unit in self.units:
-            unit.end_backward(reduced=not self.context.reductions.keeps_back)
+            unit.end_backward()
         self.in_backward = False
         for unit in self.units:
             unit.run_hooks()
 
     def _settle(self) -> None:
         owing = [unit for unit in self.units if unit.owes_grads]
-        if self.context.reductions.keeps_back:
-            for unit in owing:
-                for grad in unit.grads:
-                    grad.show_held()
-            return
+        for grad in (grad for unit in owing if unit.keeps_back for grad in unit.grads):
+            grad.show_held()
         self.context.reductions.settle()
-        grads = [grad for unit in owing for grad in unit.grads]
+        grads = [grad for unit in owing if not unit.keeps_back for grad in unit.grads]
         for grad, used in zip(grads, _used_anywhere(grads, self._host), strict=True):
             grad.settle(used)
 

@@ -121,13 +121,13 @@ class HostStreams:
     def _wait_for_outputs(self, event: _Pending | None) -> bool:
         """Wait until all that was put on a queue up to an event is written; others may still read what this rank sends.
 
-        Returns False where only ``wait`` knows.
+        Returns False where only ``wait`` knows, or something is to be done with what was written.
         """
         if event is None or event.done:
             return True
         up_to = list(self._pending[event.queue])
         up_to = up_to[: up_to.index(event) + 1]
-        if not all(isinstance(pending.work, Running) for pending in up_to):
+        if not all(isinstance(pending.work, Running) and pending.finish is None for pending in up_to):
             return False
         for pending in up_to:
             try:

@@ -23,8 +23,8 @@ from hpcfsdp.engine.objects import Arguments, Hook, needs_hook
 from hpcfsdp.engine.param_hooks import OwnHook, defer_hooks, run_hooks
 from hpcfsdp.engine.phase import TRANSITIONS, Phase
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.gradient import FlatGrad
-from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.flat.gradient import FlatGrad, ReduceOptions
+from hpcfsdp.flat.sharded_params import ShardedParams
 
 BeforeBackward = Callable[["Unit", Call], None]
 HOOK_KEY = "hpcfsdp"
@@ -59,36 +59,40 @@ class Unit:
         context: shared with all units under the same root, None until that is first called.
         input_dtype: floating-point inputs are cast to it; None to leave them.
         reshard_after_forward: whether the values are freed between forward and backward.
+        reshard_after_backward: whether they are freed after a backward.
+        unshards_in_backward: whether a backward needs the values.
+        is_kept: whether the program has asked for the values, and not given them back.
         prefetch_forward: gather the next unit of a forward.
         prefetch_backward: gather the next unit of a backward, "pre" or "post" this one's gradients.
+        prefetched: by kind ("forward", "backward") the units to gather instead of the next one.
     """
 
     def __init__(
         self,
         name: str,
-        flats: Sequence[FlatParam],
+        flats: Sequence[ShardedParams],
         views: Sequence[ComputedView] = (),
     ) -> None:
         self.name = name
-        self.flats = tuple(flats)
         self.views = tuple(views)
         self.registries: list[dict[Any, Any]] = []
         self.hook_at_rest: Callable[..., Any] | None = None
-        self.reshard_after_forward = True
+        self.reshard_after_forward = self.reshard_after_backward = True
+        self.unshards_in_backward = True
+        self.is_kept = self._keeps_back = False
         self.inside: frozenset[Unit] = frozenset()
         self.input_dtype: torch.dtype | None = None
         self.prefetch_forward = False
         self.prefetch_backward: str | None = None
+        self.prefetched: dict[str, Sequence[Unit]] = {}
         self.phase = Phase.IDLE
         self.context: Context | None = None
-        self.values = Values(self.flats)
         self.owes_grads = False
         self.num_calls = 0
-        self.grads = tuple(FlatGrad(flat) for flat in self.flats if flat.is_differentiable)
         self._hooked: set[nn.Parameter] = set()
         self._detached: set[nn.Parameter] = set()  # leaves with optimizers in backward, which are deferred
-        self.look_at_leaves()
-        self._renews_accumulators = any(flat.changes_kind for flat in self.flats)
+        self.reduce_options = ReduceOptions()
+        self.hold(flats)
         self._calls: list[Call] = []  # with a backward under way
         self._counted: set[Any] = set()  # accumulators that will run, or have run, in this backward
         # Gradients that each leaf is still to get, by run of autograd: reentrant checkpoints have their own.
@@ -99,8 +103,29 @@ class Unit:
         self._enqueues_at_the_end = False
         self._arguments: Arguments | None = None  # of the forward that is running
 
+    def hold(self, flats: Sequence[ShardedParams]) -> None:
+        """Not collective, at rest, without a root. Own these flat parameters, and no others."""
+        self.flats = tuple(flats)
+        self.values = Values(self.flats)
+        self.grads = tuple(FlatGrad(flat, self.reduce_options) for flat in self.flats if flat.is_differentiable)
+        self.keeps_back = self._keeps_back
+        self._hooked.clear()
+        self._renews_accumulators = any(flat.changes_kind for flat in self.flats)
+        self.look_at_leaves()
+
+    @property
+    def keeps_back(self) -> bool:
+        """Whether gradients wait for a later synchronisation, as within ``no_sync``."""
+        return self._keeps_back
+
+    @keeps_back.setter
+    def keeps_back(self, keeps_back: bool) -> None:
+        self._keeps_back = keeps_back
+        for grad in self.grads:
+            grad.keeps_back = keeps_back
+
     def look_at_leaves(self) -> None:
-        """Not collective, at rest. Follow changes of ``FlatParam.leaves``."""
+        """Not collective, at rest. Follow changes of ``ShardedParams.leaves``."""
         self._leaves = [(grad, index, leaf) for grad in self.grads for index, leaf in enumerate(grad.flat.leaves)]
         self._trained = [False] * len(self._leaves)  # their requires_grad when the unit was last called
         # A leaf keeps this node while a reference to it exists, and its own dtype and device stay.
@@ -126,10 +151,10 @@ class Unit:
             self._follow_leaves()
             context.order.note(("forward", self.name))
             context.unshard(self.values)
-            if self.prefetch_forward or self.values.takes_messages:
-                context.gather_ahead("forward")
+            if self.prefetch_forward or self.values.takes_messages or "forward" in self.prefetched:
+                self._gather_ahead("forward")
             context.await_unshard(self.values)
-            self._show()
+            self.show()
         hook = _weak_hook(Unit._input_done, self, call) if self.flats and torch.is_grad_enabled() else None
         if hook is not None or self.input_dtype is not None:
             self._arguments = Arguments(self.name, self.input_dtype, hook)
@@ -174,14 +199,24 @@ class Unit:
         if self._arguments is not None:
             self._arguments.restore()
             self._arguments = None
-        self._hide()
+        self.hide()
         if self.phase is Phase.RECOMPUTE:
             self._enter(Phase.BACKWARD)
             self._show_in_backward()
         else:
             self._enter(Phase.IDLE)
-            if self.reshard_after_forward or broken or not torch.is_grad_enabled():
-                self.context.reshard(self.values)
+            frees = self.reshard_after_forward or not torch.is_grad_enabled()
+            if broken or (frees and not self.is_partly_called):
+                self.reshard()
+
+    @property
+    def is_partly_called(self) -> bool:
+        """Whether the forward of the model may still call other modules of the unit."""
+        return False
+
+    def complete_forward(self) -> bool:
+        """Not collective. The forward of the model is over. Returns whether to free what was kept for other calls."""
+        return False
 
     def expect_backward(self, *, later: bool) -> None:
         """Not collective. A call has returned outputs that may get gradients, `later` than in a running backward."""
@@ -199,10 +234,10 @@ class Unit:
         """
         for grad, before in zip(self.grads, call.versions, strict=True):
             now = grad.flat.versions
-            if now == before:
+            if now == before or grad.flat.may_change_before_backward:
                 continue
             for (own, index), node in call.accumulators:
-                place = index if grad.flat.use_orig_params else 0
+                place = index if grad.flat.steps_each else 0
                 if own is grad and now[place] != before[place] and _will_run(node):
                     raise EngineError(
                         f"{self.name}: {grad.flat.layout.slots[index].fqn!r} was changed between a forward and its "
@@ -233,13 +268,14 @@ class Unit:
     def post_backward(self) -> None:
         """Collective. All gradients of the unit are complete: free its parameters, reduce what can be reduced."""
         context = self.context
-        self._hide()
+        self.hide()
         self._enter(Phase.IDLE)
         self._forget_calls()
-        context.reshard(self.values)
+        if self.reshard_after_backward:
+            self.reshard()
         context.reductions.advance()
         if self.prefetch_backward == "post":
-            context.gather_ahead("backward")
+            self._gather_ahead("backward")
 
     def enqueue_at_the_end(self) -> None:
         """The backward is over: enqueue gradients that would have delayed those of other units."""
@@ -247,10 +283,10 @@ class Unit:
             self._enqueues_at_the_end = False
             self._enqueue()
 
-    def end_backward(self, *, reduced: bool) -> None:
+    def end_backward(self) -> None:
         """Not collective. The backward is over for all units, and has reduced gradients unless under ``no_sync``."""
         self.num_calls = 0
-        self.owes_grads &= not reduced
+        self.owes_grads &= self.keeps_back
 
     def run_unused_backward(self) -> None:
         """Collective. Gather and reduce with the other ranks; this rank's backward does not reach the unit."""
@@ -268,15 +304,28 @@ class Unit:
 
     def reset(self) -> None:
         """Back to rest after an exception in a backward."""
-        self._hide()
+        self.hide()
         self.phase = Phase.IDLE
         self._forget_calls()
         self.owes_grads, self.num_calls, self._enqueues_at_the_end = False, 0, False
         for grad in self.grads:
             grad.drop()
+        self.reshard()
+
+    def reshard(self) -> None:
+        """Not collective. Free the values, also those that the program has asked for."""
+        self.is_kept = False
         self.context.reshard(self.values)
 
     # Parts of it
+
+    def _gather_ahead(self, kind: str) -> None:
+        """Collective. Begin to gather units that come next: the program's, or the one of earlier passes."""
+        if kind not in self.prefetched:
+            self.context.gather_ahead(kind)
+        for unit in self.prefetched.get(kind, ()):
+            if unit.context is self.context:
+                self.context.gather_in_advance(unit.values)
 
     def begin_backward(self) -> None:
         """Collective. Gather the parameters, and prepare for gradients."""
@@ -285,20 +334,23 @@ class Unit:
         self.owes_grads = True
         context.order.note(("backward", self.name))
         for grad in self.grads:
-            if grad.flat.use_orig_params:
+            if grad.flat.steps_leaves:
                 self._defer_hooks(grad.flat)
             grad.prepare()
         if self.inside or self.num_calls > 1:
             self._enqueues_at_the_end = True
         else:
             self._enqueue()
-        context.unshard(self.values)
+        if self.unshards_in_backward:
+            context.unshard(self.values)
         if self.prefetch_backward == "pre":
-            context.gather_ahead("backward")
-        context.await_unshard(self.values)
-        self._show_in_backward()
+            self._gather_ahead("backward")
+        if self.unshards_in_backward:
+            context.await_unshard(self.values)
+            self._show_in_backward()
 
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Not collective. Have modules compute with the gathered values."""
         for view in self.views:
             view.show()
         for hooks in self.registries:
@@ -306,9 +358,10 @@ class Unit:
 
     def _show_in_backward(self) -> None:
         with torch.enable_grad():  # checkpoints inside may compute once more
-            self._show()
+            self.show()
 
-    def _hide(self) -> None:
+    def hide(self) -> None:
+        """Not collective. Have modules hold what they hold at rest."""
         for view in self.views:
             view.hide()
         for hooks in self.registries:
@@ -340,7 +393,7 @@ class Unit:
     def _follow_leaves(self) -> None:
         """Follow changes of ``requires_grad`` since the last call."""
         for flat in self.flats:
-            if flat.use_orig_params:
+            if flat.steps_leaves:
                 if self._defer_hooks(flat):
                     self._accumulators = None
                 continue
@@ -359,7 +412,7 @@ class Unit:
     def guard(self, registries: list[dict[Any, Any]], hook: Callable[..., Any]) -> None:
         """Not collective, at rest. Have modules call `hook` before a forward while the unit is at rest."""
         self.registries, self.hook_at_rest = registries, hook
-        self._hide()
+        self.hide()
 
     def _has_hooks(self, param: nn.Parameter) -> bool:
         """Whether users' hooks or optimizers wait for the gradient of a parameter."""
@@ -367,7 +420,7 @@ class Unit:
         own = param in self._hooked
         return bool(hooks and len(hooks) > own) or hasattr(param, _compat.STEPPED_IN_BACKWARD)
 
-    def _defer_hooks(self, flat: FlatParam) -> bool:
+    def _defer_hooks(self, flat: ShardedParams) -> bool:
         """Defer users' hooks. Returns whether leaves got other accumulators."""
         changed = False
         for leaf in flat.leaves:

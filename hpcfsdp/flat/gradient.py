@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +12,32 @@ from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm.communicator import Work
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.held import HeldGrad
-from hpcfsdp.flat.param import FlatParam, set_grad
+from hpcfsdp.flat.param import set_grad
+from hpcfsdp.flat.sharded_params import ShardedParams
 
 CommHook = Callable[..., Any]
+
+
+@dataclass
+class ReduceOptions:
+    """How a unit's gradients are reduced, as the program has chosen it. The same on all ranks.
+
+    Attributes:
+        divide_by: the sum over all ranks is divided by it; None for the number of ranks.
+        hook: called with this rank's part of each reduced gradient, 1-D, to change it in place.
+        scatter: makes this rank's part of the average of a gradient, instead of the communicator.
+        over_replicas: whether gradients are reduced over replicas; otherwise what has been reduced over the shards'
+            ranks is added up until they are.
+        fills_unused: whether parameters that no rank has used get zeros.
+        num_buffers: for gradients of a unit that are assembled while earlier ones are reduced, on a device.
+    """
+
+    divide_by: float | None = None
+    hook: Callable[[torch.Tensor], Any] | None = None
+    scatter: Callable[[torch.Tensor], torch.Tensor] | None = None
+    over_replicas: bool = True
+    fills_unused: bool = False
+    num_buffers: int = 1
 
 
 class FlatGrad:
@@ -26,27 +50,29 @@ class FlatGrad:
         numel: elements of the full gradient, with padding.
         outstanding: gradients of leaves still to come; counted by the unit.
         buffer: the full gradient in the reduce dtype while it is assembled, None otherwise.
+        keeps_back: whether it waits for a later synchronisation, as within ``no_sync``; changed by the unit.
         comm_hook: (state, function) that reduces the gradient; None for averaging.
         used: by leaf, whether it has had a gradient on this rank since the last ``settle``.
         arriving: this rank's part of the result, from ``reduce`` to ``finish_reduce``.
     """
 
-    def __init__(self, flat: FlatParam) -> None:
+    def __init__(self, flat: ShardedParams, options: ReduceOptions | None = None) -> None:
         self.flat = flat
+        self.options = options or ReduceOptions()
         self.name = ""
         self.numel = flat.layout.padded_numel
         self.held: HeldGrad | None = None
+        self.keeps_back = False
         self.outstanding = 0
         self.buffer: torch.Tensor | None = None
         self.arriving: torch.Tensor | None = None
         self.comm_hook: tuple[Any, CommHook] | None = None
         self.used = [False] * len(flat.leaves)
-        self._targets: Sequence[torch.Tensor] = ()
+        self._targets: Sequence[Sequence[torch.Tensor]] = ()
         self._filled = [False] * len(flat.leaves)
-        self._ranges = [slice(slot.offset, slot.end) for slot in flat.layout.slots]
-        self._gaps = [slice(begin, end) for begin, end in flat.layout.gaps()]
         self._sent: torch.Tensor | None = None  # the buffer during its reduction
         self._reduced: torch.Tensor | None = None
+        self._partial: torch.Tensor | None = None  # what has not been reduced over replicas yet
         self._landing: list[torch.Tensor] = []  # being copied to host memory, not to be read before `settle`
         self._set_aside: list[torch.Tensor | None] | None = None  # ``grad`` of earlier backwards
         self._updated: list[torch.nn.Parameter] = []
@@ -54,7 +80,16 @@ class FlatGrad:
     @property
     def has_replicas(self) -> bool:
         """Whether ``reduce_over_replicas`` follows ``reduce``."""
-        return self.flat.replicas is not None and self.flat.comm.size > 1 and self.comm_hook is None
+        return (
+            self.flat.replicas is not None
+            and self.flat.comm.size > 1
+            and self.comm_hook is None
+            and self.options.over_replicas
+        )
+
+    @property
+    def _stays_partial(self) -> bool:
+        return self.flat.replicas is not None and not self.options.over_replicas
 
     @property
     def has_waiting(self) -> bool:
@@ -66,7 +101,7 @@ class FlatGrad:
         if self.held is not None and self.held.is_shown:
             assert self._set_aside is not None
             self.held.end_show(self._set_aside, self.used)
-        elif self.flat.use_orig_params and self._set_aside is None:
+        elif self.flat.steps_leaves and self._set_aside is None:
             # They have the shape of the shard, and autograd will add whole gradients.
             self._set_aside = [leaf.grad for leaf in self.flat.leaves]
             for leaf in self.flat.leaves:
@@ -75,11 +110,13 @@ class FlatGrad:
     def begin(self, buffer: torch.Tensor) -> None:
         """Assemble the gradient in `buffer`, 1-D, ``padded_numel`` elements of the reduce dtype."""
         self.buffer = buffer
-        self._targets = self.flat.views(buffer)
+        self._targets = self.flat.targets(buffer)
         waiting = [index for index, leaf in enumerate(self.flat.leaves) if leaf.grad is not None]
         self._filled = [False] * len(self.flat.leaves)
         if waiting:
-            _compat.copy_to_each_([self._targets[index] for index in waiting], list(map(self._take, waiting)))
+            targets = [target for index in waiting for target in self._targets[index]]
+            sources = [part for index in waiting for part in self.flat.sources(index, self._take(index))]
+            _compat.copy_to_each_(targets, sources)
         for index in waiting:
             self._filled[index] = self.used[index] = True
 
@@ -87,12 +124,13 @@ class FlatGrad:
         """Move the gradient that autograd left on one leaf to its place in the buffer, cast to the reduce dtype."""
         if self.flat.leaves[index].grad is None:
             return
-        grad = self._take(index)
-        if self._filled[index]:
-            self._targets[index].add_(grad)
-        else:
-            self._targets[index].copy_(grad)
-            self._filled[index] = self.used[index] = True
+        sources = self.flat.sources(index, self._take(index))
+        for target, source in zip(self._targets[index], sources, strict=True):
+            if self._filled[index]:
+                target.add_(source)
+            else:
+                target.copy_(source)
+        self._filled[index] = self.used[index] = True
 
     def _take(self, index: int) -> torch.Tensor:
         """The gradient of a leaf, which has none afterwards."""
@@ -139,19 +177,24 @@ class FlatGrad:
                 self.arriving = full
                 hook(state, full)
             return None
+        if sharded and self.options.scatter is not None:
+            self.arriving = self.options.scatter(full)
+            return None
         if sharded:
             self.arriving = self._empty_shard(dtypes.grad if flat.replicas is None else dtypes.reduce)
             return flat.reduce_comm.reduce_scatter_tensor(
                 self.arriving, full, "average", accumulate=dtypes.accumulate, label=label, async_op=async_op
             )
         self.arriving = full
-        if flat.replicas is None:
+        if flat.replicas is None or not self.options.over_replicas:
             return None
+        self._add_partial()
         return flat.replicas.all_reduce(full, "average", accumulate=dtypes.accumulate, label=label, async_op=async_op)
 
     def reduce_over_replicas(self, label: str) -> None:
         """Collective over the replicas. Average over them what has been averaged over the shards' ranks."""
         assert self.arriving is not None and self.flat.replicas is not None
+        self._add_partial()
         self.flat.replicas.all_reduce(self.arriving, "average", accumulate=self.flat.dtypes.accumulate, label=label)
 
     def finish_reduce(self, *, own_buffer: bool) -> None:
@@ -162,9 +205,18 @@ class FlatGrad:
         """
         assert self.arriving is not None
         flat, arrived, self.arriving = self.flat, self.arriving, None
+        if self._stays_partial:
+            self._partial = arrived.clone() if self._partial is None else self._partial.add_(arrived)
+            self._sent = None
+            return
+        if self.options.divide_by is not None:
+            ranks = flat.comm.size * (1 if flat.replicas is None else flat.replicas.size)
+            arrived.mul_(ranks / self.options.divide_by)
+        if self.options.hook is not None:
+            self.options.hook(arrived)
         if arrived is self._sent and arrived.dtype == flat.dtypes.grad and not own_buffer:
             arrived = arrived.clone()
-        arrived = _copied_to(flat.parameter.device, arrived.to(flat.dtypes.grad))
+        arrived = _copied_to(flat.home, arrived.to(flat.dtypes.grad))
         self._sent = None
         if flat.is_offloaded:
             self._landing.append(arrived)
@@ -174,11 +226,16 @@ class FlatGrad:
         else:  # the unit was reduced before all of its gradients were complete
             self._reduced.add_(arrived)
         # Not onto leaves that still show whole values, or may get more gradients.
-        if all(self.used) and not flat.use_orig_params:
+        if all(self.used) and not flat.steps_leaves:
             self._update_grads(self.used)
 
     def settle(self, used_anywhere: Sequence[bool]) -> None:
         """Store the result as ``grad``. Leaves that no rank has used keep the gradient they had."""
+        if self._stays_partial:
+            self.used = list(used_anywhere)
+            return
+        if self.options.fills_unused:
+            used_anywhere = [leaf.requires_grad for leaf in self.flat.leaves]
         self._update_grads(used_anywhere)
         self.used = [False] * len(self.used)
         self.restore_grads()
@@ -193,6 +250,8 @@ class FlatGrad:
 
     def show_held(self) -> None:
         """Have the parameters show the held gradient (``no_sync``) until the next backward begins."""
+        if not self.flat.shows_held:
+            return
         if self.held is None or self.held.whole is None:
             self.restore_grads()
         elif not self.held.is_shown:
@@ -208,18 +267,9 @@ class FlatGrad:
         if reduced is None:
             return
         self.restore_grads()
-        flat = self.flat
-        if not flat.use_orig_params:
-            if any(used):
-                _add_grad(flat.parameter, reduced)
-                self._updated.append(flat.parameter)
-            return
-        parts = flat.shard_views(reduced)
-        for leaf, part, slot, is_used in zip(flat.leaves, parts, flat.layout.slots, used, strict=True):
-            # Without elements there is nothing to step; some optimizers divide by the number of elements.
-            if is_used and (part.numel() or not slot.numel):
-                _add_grad(leaf, part)
-                self._updated.append(leaf)
+        for param, part in self.flat.grads_of(reduced, used):
+            _add_grad(param, part)
+            self._updated.append(param)
 
     def pop_updated(self) -> list[torch.nn.Parameter]:
         """The parameters that got reduced gradients since the last call."""
@@ -235,25 +285,30 @@ class FlatGrad:
         The step must be repeated from its first micro-step: which gradients are complete differs by rank.
         """
         self._drop_buffer()
-        self._sent = self.arriving = self._reduced = None
+        self._sent = self.arriving = self._reduced = self._partial = None
         if self.held is not None:
             self.held.drop(self._set_aside)
             self.held = None
         self._landing.clear()
         self._updated.clear()
         self.used = [False] * len(self.used)
-        if self._set_aside is not None or not self.flat.use_orig_params:
+        if self._set_aside is not None or not self.flat.steps_leaves:
             for leaf in self.flat.leaves:
                 leaf.grad = None
         self.restore_grads()
 
+    def _add_partial(self) -> None:
+        if self._partial is not None:
+            self.arriving.add_(self._partial)
+            self._partial = None
+
     def _complete(self) -> None:
         assert self.buffer is not None
-        for filled, elements in zip(self._filled, self._ranges, strict=True):
-            if not filled:
-                self.buffer[elements].zero_()
-        for elements in self._gaps:
-            self.buffer[elements].zero_()
+        for filled, targets in zip(self._filled, self._targets, strict=True):
+            for target in () if filled else targets:
+                target.zero_()
+        for gap in self.flat.gaps(self.buffer):
+            gap.zero_()
 
     def _drop_buffer(self) -> None:
         self.buffer = None
@@ -292,6 +347,9 @@ def _copied_to(home: torch.device, grad: torch.Tensor) -> torch.Tensor:
 
 def _add_grad(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
     if param.grad is not None:
-        param.grad.add_(grad)
+        if getattr(param.grad, "placements", None) == getattr(grad, "placements", None):
+            _compat.local_of(param.grad).add_(_compat.local_of(grad))
+        else:
+            param.grad.add_(grad)
     else:
         set_grad(param, grad)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.param import FlatParam, set_grad
+from hpcfsdp.flat.param import set_grad
+from hpcfsdp.flat.sharded_params import ShardedParams
 
 
 class HeldGrad:
@@ -22,7 +23,7 @@ class HeldGrad:
         whole: 1-D, ``padded_numel`` elements of the accumulation dtype; None if the program has discarded it.
     """
 
-    def __init__(self, flat: FlatParam) -> None:
+    def __init__(self, flat: ShardedParams) -> None:
         self._flat = flat
         self.whole: torch.Tensor | None = None
         self._shown: list[tuple[torch.Tensor, int] | None] | None = None  # on each parameter, with its version
@@ -61,7 +62,7 @@ class HeldGrad:
             used: by leaf, whether it has had a gradient.
             averaged: shown by parameters without a held gradient.
         """
-        used = used if self._flat.use_orig_params else [any(used)]
+        used = used if self._flat.steps_each else [any(used)]
         noted: list[tuple[torch.Tensor, int] | None] = []
         for param, part, is_held, before in zip(self._flat.stepped, self._parts(), used, averaged, strict=True):
             # ``.data`` has a version of its own: a change of one part must not change the versions of others.
@@ -98,7 +99,7 @@ class HeldGrad:
                 continue
             averaged[index] = grad  # of the shape of the shard
             parts[index].zero_()
-            for leaf in [index] if self._flat.use_orig_params else range(len(used)):
+            for leaf in [index] if self._flat.steps_each else range(len(used)):
                 used[leaf] = False
         self._shown = None
         if not any(used):
@@ -110,7 +111,7 @@ class HeldGrad:
             if averaged[index] is None or shown is None or param.grad is not shown[0]:
                 continue
             if param.grad._version != shown[1] and param.grad.any():
-                fqn = self._flat.layout.slots[index].fqn if self._flat.use_orig_params else "the flat parameter"
+                fqn = self._flat.layout.slots[index].fqn if self._flat.steps_each else "the flat parameter"
                 raise EngineError(
                     f"the gradient of {fqn!r} was changed in place between two backwards; it is the gradient that "
                     "no_sync holds on this rank, without the average of earlier backwards: change gradients after a "
@@ -119,4 +120,4 @@ class HeldGrad:
 
     def _parts(self) -> Sequence[torch.Tensor]:
         assert self.whole is not None
-        return self._flat.views(self.whole) if self._flat.use_orig_params else (self.whole,)
+        return [place for (place,) in self._flat.targets(self.whole)] if self._flat.steps_each else (self.whole,)

@@ -194,9 +194,9 @@ class FlatLayout:
                     raise ValueError(f"parameter name {name!r} is given twice")
                 names.add(name)
             slots.append(ParamSlot(fqn, tuple(shape), offset, tuple(aliases), (blocks or {}).get(fqn)))
-            offset = _round_up(slots[-1].end, align)
+            offset = round_up(slots[-1].end, align)
         used = slots[-1].end if slots else 0
-        return cls(tuple(slots), dtype, num_shards, _round_up(-(-used // num_shards), align), align)
+        return cls(tuple(slots), dtype, num_shards, round_up(-(-used // num_shards), align), align)
 
     @property
     def padded_numel(self) -> int:
@@ -329,5 +329,5 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

@@ -21,22 +21,18 @@ from hpcfsdp.comm.communicator import Work
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout, contiguous_strides
 from hpcfsdp.flat.precision import Dtypes
+from hpcfsdp.flat.sharded_params import ShardedParams
 from hpcfsdp.flat.storage import Buffer, Resident, Transient, Whole
 
 
-class FlatParam:
+class FlatParam(ShardedParams):
     """Parameters of one dtype and device, laid out by a ``FlatLayout`` and sharded over `comm`.
 
     Attributes:
-        comm: the ranks that hold the shards.
-        reduce_comm: the same ranks, for reductions.
-        dtypes: of the shard, of the gathered values, of gradients.
         leaves: the original parameters, in the order of the layout's slots.
         parameter: this rank's shard, 1-D, ``layout.shard_numel`` elements. Without `use_orig_params` the optimizer
             steps it, and its ``grad`` is the averaged gradient of the shard.
-        device: of the computation; the shard is there too unless it is offloaded.
-        is_unsharded: whether the leaves hold their full values.
-        shows_whole: whether they do at rest too.
+        shows_whole: whether the leaves hold their full values at rest too.
         trained: the last known ``requires_grad`` of all leaves; with `use_orig_params` each has its own.
         places: by leaf, the modules that should hold it, with its name there.
         on_assigned: called by ``adopt_user_data`` where a module holds another parameter; may call ``replace_leaf``.
@@ -65,17 +61,19 @@ class FlatParam:
             offload: keep the shard in host memory.
             always_whole: the leaves hold their values at rest too; for a single shard.
         """
-        self.layout = layout
-        self.comm = comm
-        self.reduce_comm = reduce_comm or comm
-        self.replicas = replicas
-        self.dtypes = dtypes or Dtypes.plan(layout.dtype)
+        super().__init__(
+            comm,
+            reduce_comm=reduce_comm,
+            replicas=replicas,
+            dtypes=dtypes or Dtypes.plan(layout.dtype),
+            device=device or leaves[0].device,
+        )
+        self.layout: FlatLayout = layout
         self.leaves = tuple(leaves)
-        self.use_orig_params = use_orig_params
-        self.device = device or self.leaves[0].device
-        self.is_unsharded = False
+        self.use_orig_params = self.steps_leaves = self.steps_each = use_orig_params
         self.trained = any(leaf.requires_grad for leaf in self.leaves)
         self._places = [(slot.shape, contiguous_strides(slot.shape), slot.offset) for slot in layout.slots]
+        self._gaps = layout.gaps()
         runs = {run.index: slice(run.offset, run.offset + run.numel) for run in layout.runs(comm.rank)}
         self._runs = [runs.get(index, slice(0, 0)) for index in range(len(layout.slots))]
 
@@ -125,18 +123,9 @@ class FlatParam:
         return made
 
     @property
-    def requires_grad(self) -> bool:
-        return any(leaf.requires_grad for leaf in self.leaves)
-
-    @property
     def stepped(self) -> Sequence[nn.Parameter]:
         """The parameters that the optimizer steps."""
         return self.leaves if self.use_orig_params else (self.parameter,)
-
-    @property
-    def versions(self) -> list[int]:
-        """The version of each of ``stepped``. In-place changes increment it; those through ``.data`` do not."""
-        return [param._version for param in self.stepped]
 
     def mark_changed(self) -> None:
         """Increment the versions after a change through ``.data``."""
@@ -144,34 +133,13 @@ class FlatParam:
             torch.autograd.graph.increment_version(param)
 
     @property
-    def is_differentiable(self) -> bool:
-        """Whether the dtype can have gradients."""
-        return self.layout.dtype.is_floating_point or self.layout.dtype.is_complex
+    def home(self) -> torch.device:
+        return self.parameter.device
 
     @property
     def changes_kind(self) -> bool:
         """Whether leaves have another dtype or device when unsharded: then autograd makes new nodes for them."""
         return self.dtypes.compute != self.dtypes.param or (self.use_orig_params and self.is_offloaded)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the values stay, and no gather is needed."""
-        return self._buffer.resident
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether the shard is on another device than the computation."""
-        return self.parameter.device != self.device
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether ranks share the memory of the gathered values; then barriers must enclose its use."""
-        return isinstance(self._buffer, Resident)
-
-    @property
-    def full(self) -> torch.Tensor:
-        """The gathered values, 1-D, ``layout.padded_numel`` elements; without memory at rest unless it is resident."""
-        return self._buffer.full
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Collective over `comm`, the first time for a dtype; at rest. From now on gather values in `dtype`.
@@ -216,12 +184,10 @@ class FlatParam:
                 )
 
     def publish(self) -> None:
-        """Copy the shard into this rank's segment of resident memory; a barrier must follow."""
         if isinstance(self._buffer, Resident):
             self._buffer.write(self._shard)
 
     def gather(self, *, async_op: bool = False) -> Work | None:
-        """Collective over `comm`. Gather all shards; ``bind`` may follow when the returned work is done."""
         return self._buffer.gather(self._shard, async_op=async_op)
 
     def bind(self) -> None:
@@ -237,10 +203,6 @@ class FlatParam:
             return
         self._nothing.fill_(self._nothing_value)  # a user may have written to it
         self._bind(self._resting)
-
-    def free(self) -> None:
-        """Free the memory of the gathered values, unless it is resident."""
-        self._buffer.free()
 
     def adopt_user_data(self) -> None:
         """Copy data that a user has assigned (``param.data = ...``) into the shard.
@@ -313,12 +275,23 @@ class FlatParam:
         return self._views if full is self._buffer.full else self._views_of(full)
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` views the gathered values, which ``free`` releases."""
-        if tensor.layout is not torch.strided or not self.is_unsharded or self._stays_bound:
-            return False
-        if not tensor.numel():
-            return False
-        return tensor.untyped_storage().data_ptr() == self._buffer.full.untyped_storage().data_ptr()
+        return not self._stays_bound and super().owns_memory_of(tensor)
+
+    def targets(self, buffer: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
+        return [(view,) for view in self.views(buffer)]
+
+    def sources(self, index: int, grad: torch.Tensor) -> Sequence[torch.Tensor]:
+        return (grad,)
+
+    def gaps(self, buffer: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [buffer[begin:end] for begin, end in self._gaps]
+
+    def grads_of(self, reduced: torch.Tensor, used: Sequence[bool]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        if not self.use_orig_params:
+            return [(self.parameter, reduced)] if any(used) else []
+        found = zip(self.leaves, self.shard_views(reduced), self.layout.slots, used, strict=True)
+        # Without elements there is nothing to step; some optimizers divide by the number of elements.
+        return [(leaf, part) for leaf, part, slot, is_used in found if is_used and (part.numel() or not slot.numel)]
 
     def _take_values(self, home: torch.device) -> tuple[Buffer, torch.Tensor]:
         """The buffer for gathered values, and the shard on `home`, with this rank's runs of the leaves' values."""

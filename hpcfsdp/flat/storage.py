@@ -118,9 +118,13 @@ class Transient(Buffer):
         self.full = torch.empty(numel, dtype=dtype, device=device)  # until `free`: the caller makes views of it first
         self._segment = segment(self.full, comm)
 
-    def gather(self, shard: torch.Tensor, *, async_op: bool) -> Work | None:
+    def alloc(self) -> None:
+        """Not collective. Allocate the memory, unless it is there."""
         with self._comm.gathering_memory():
             alloc_storage(self.full, self.full.numel())
+
+    def gather(self, shard: torch.Tensor, *, async_op: bool) -> Work | None:
+        self.alloc()
         if self._comm.size == 1:
             self.full.copy_(shard, non_blocking=True)
             return None

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from hpcfsdp import _compat
-from hpcfsdp.comm import raise_together_over
+from hpcfsdp.comm import Communicator, raise_together_over
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
@@ -27,7 +27,7 @@ from hpcfsdp.sharded.tensor_parallel import TensorView
 from hpcfsdp.sharded.unit import ShardedUnit, clean_path, flat_param_name, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 
-_CHUNK_NUMEL = 1 << 20
+CHUNK_NUMEL = 1 << 20
 """Of a flat parameter where ranks share memory. Gradient buffers are as large as the largest flat parameter, and small
 ones stay in the cache between write and read. Other transports need large messages."""
 _WARNED = "the user has been warned"
@@ -63,10 +63,10 @@ def make_unit(
         full_precision: types of modules that compute in full precision.
         made: names of parameters that were initialised here; None if all ranks have the same values.
     """
-    if any(comm.shares_memory for dim, comm in mesh.along.items() if dim != "tensor" and comm.size > 1):
-        own.split(_CHUNK_NUMEL)
+    if shares_memory(mesh):
+        own.split(CHUNK_NUMEL)
     dtypes = [
-        _dtypes(mixed_precision, group[0].param.dtype, isinstance(group[0].places[0][0], full_precision))
+        dtypes_for(mixed_precision, group[0].param.dtype, isinstance(group[0].places[0][0], full_precision))
         for group in own.groups
     ]
     layouts = [
@@ -80,10 +80,7 @@ def make_unit(
         for group, of_group in zip(own.groups, dtypes, strict=True)
     ]
     differing = _compare(own, layouts, mesh, made)
-    reduce_comm = mesh.shard
-    if any(of_group.param.is_floating_point for of_group in dtypes) and dist.is_initialized():
-        narrow = any(of_group.reduce != of_group.accumulate for of_group in dtypes)
-        reduce_comm = GroupCache.current().for_reductions(mesh.shard, narrow=narrow)
+    reduce_comm = comm_for_reductions(mesh, dtypes)
     flats = []
     for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
         for entry in group:
@@ -94,7 +91,7 @@ def make_unit(
             layout,
             mesh.shard,
             reduce_comm=reduce_comm,
-            replicas=mesh.replicate if mesh.size("replicate") > 1 else None,
+            replicas=mesh.replicas,
             dtypes=dtypes[index],
             device=device,
             use_orig_params=use_orig_params,
@@ -182,7 +179,21 @@ def _compare(own: OwnParams, layouts: Sequence[FlatLayout], mesh: UnitMesh, made
     return differing
 
 
-def _dtypes(mixed: MixedPrecision, kept: torch.dtype, full_precision: bool) -> Dtypes:
+def shares_memory(mesh: UnitMesh) -> bool:
+    """Whether ranks of a unit share memory."""
+    return any(comm.shares_memory for dim, comm in mesh.along.items() if dim != "tensor" and comm.size > 1)
+
+
+def comm_for_reductions(mesh: UnitMesh, dtypes: Sequence[Dtypes]) -> Communicator:
+    """Collective over the shards' ranks, the first time. Their communicator for gradients of these dtypes."""
+    if not any(of_group.param.is_floating_point for of_group in dtypes) or not dist.is_initialized():
+        return mesh.shard
+    narrow = any(of_group.reduce != of_group.accumulate for of_group in dtypes)
+    return GroupCache.current().for_reductions(mesh.shard, narrow=narrow)
+
+
+def dtypes_for(mixed: MixedPrecision, kept: torch.dtype, full_precision: bool = False) -> Dtypes:
+    """The dtypes of parameters of one dtype in a unit."""
     if full_precision:
         return Dtypes.plan(kept)
     return Dtypes.plan(

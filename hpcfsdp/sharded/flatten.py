@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -13,12 +14,12 @@ from hpcfsdp import _compat
 from hpcfsdp.sharded import managed
 from hpcfsdp.sharded.own import NOTHING_IGNORED, Ignored, OwnParam, OwnParams
 from hpcfsdp.sharded.tensor_parallel import block_of, leaf_of
-from hpcfsdp.sharded.unit import unit_of, units_in
+from hpcfsdp.sharded.unit import is_unit, unit_of, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 
 
 def own_params(
-    root: nn.Module,
+    root: nn.Module | Sequence[nn.Module],
     *,
     ignored: Ignored = NOTHING_IGNORED,
     full_precision: tuple[type[nn.Module], ...] = (),
@@ -28,6 +29,7 @@ def own_params(
     """Parameters and buffers below `root`, without those of units inside.
 
     Args:
+        root: a module; or several, whose numbers then begin the names.
         full_precision: types of modules with parameters that are not grouped with others.
         mesh: the ranks of the unit; needed for the blocks of DTensors.
         device: to which the parameters will be moved; None to leave them.
@@ -42,7 +44,7 @@ def own_params(
     buffers: dict[torch.Tensor, str] = {}
 
     def visit(module: nn.Module, prefix: str, counted: str) -> None:
-        if unit_of(module) is not None:
+        if is_unit(module):
             return
         for name, param in [*module._parameters.items(), *_hidden_in(module)]:
             if param is None or param in ignored.params:
@@ -71,7 +73,9 @@ def own_params(
                 visit(child, f"{prefix}{name}.", f"{counted}{number if name.isdecimal() else name}.")
             number += child not in ignored.modules
 
-    visit(root, "", "")
+    roots = {"": root} if isinstance(root, nn.Module) else {f"{index}.": each for index, each in enumerate(root)}
+    for prefix, each in roots.items():
+        visit(each, prefix, prefix)
     devices = {entry.param.device: entry.fqn for entry in found.values()}
     if len(devices) > 1 and device is None:
         places = ", ".join(f"{fqn!r} on {device}" for device, fqn in devices.items())
@@ -82,7 +86,7 @@ def own_params(
     there = None if mesh is None else mesh.dtensor_ranks.device
     if here is not None and there is not None and here.type != there.type:
         raise ValueError(
-            f"the parameters of {type(root).__name__} are on {here}, and its ranks communicate on {there.type}: pass "
+            f"the parameters of {type(next(iter(roots.values()))).__name__} are on {here}, and its ranks communicate on {there.type}: pass "
             f"device_id={there.type!r}, or a process group or mesh for {here.type}"
         )
     groups: dict[tuple[torch.dtype, bool, bool], list[OwnParam]] = {}

@@ -18,6 +18,7 @@ from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator, communicator_for, raise_together_over
 from hpcfsdp.comm.mesh import plan_mesh
 from hpcfsdp.errors import DisagreementError, LaunchError, ShardingError
+from hpcfsdp.sharded import managed
 from hpcfsdp.sharded.group_cache import GroupCache
 from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
@@ -206,7 +207,12 @@ def with_dtensors(mesh: UnitMesh, module: nn.Module, ignored: Collection[torch.T
 
 
 def _tensor_mesh(module: nn.Module, sharing: Sequence[int], ignored: Collection[torch.Tensor]) -> DeviceMesh | None:
-    named = [(fqn, param) for fqn, param in module.named_parameters() if isinstance(param, DTensor)]
+    # Rows that units inside have are DTensors, too.
+    named = [
+        (fqn, param)
+        for fqn, param in module.named_parameters()
+        if isinstance(param, DTensor) and managed.unit_fqn(param) is None
+    ]
     if any(param not in ignored for _, param in named):
         named = [(fqn, param) for fqn, param in named if param not in ignored]
     else:  # the unit itself is not tensor-parallel, but others of the model are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,26 +13,22 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.sharded.group_cache import GroupCache
 from hpcfsdp.sharded.mixed_precision import cast_buffers
 from hpcfsdp.sharded.optimizer_check import watch_root
-from hpcfsdp.sharded.unit import ShardedUnit, clean_path, units_in
+from hpcfsdp.sharded.unit import ModelUnit, ShardedUnit, clean_path
 
 
 @torch.inference_mode(False)  # the first call may be in inference mode, and training follows
 @torch.no_grad()
-def become_root(unit: ShardedUnit) -> Root:
+def become_root(unit: ModelUnit) -> Root:
     """Collective over the unit's ranks. Make a unit the root of the units inside.
 
     Raises:
         EngineError: the model has fewer elements than ranks.
     """
-    units = units_in(unit.wrapper)
-    # The largest block counts: all ranks find the same number.
-    slots = [slot for each in units for flat in each.flats for slot in flat.layout.slots]
-    numel = sum(slot.numel if slot.block is None else slot.block.largest_numel for slot in slots)
-    if 0 < numel < unit.mesh.shard.size:
-        raise EngineError(
-            f"the model has {numel} parameter element(s) for {unit.mesh.shard.size} ranks: some ranks would hold "
-            "none of it; start fewer ranks or use a larger model"
-        )
+    units = list(unit.inner_units())
+    for each in units:
+        each.prepare()
+    if isinstance(unit, ShardedUnit):
+        _check_size(units, unit.mesh.shard.size)
     names = {module: name for name, module in unit.wrapper.named_modules()}
     cast: dict[torch.Tensor, torch.Tensor] = {}
     # A module in several units has its buffers cast once, and a unit may have been a root before.
@@ -41,7 +38,7 @@ def become_root(unit: ShardedUnit) -> Root:
         each.is_root = each is unit
         each.choose_reshard()
         each.name = clean_path(names[each.wrapper]) or each.name
-        each.inside = frozenset(inner for inner in units_in(each.wrapper) if inner is not each)
+        each.inside = frozenset(inner for inner in each.inner_units() if inner is not each)
         cast_inputs = mixed.cast_root_forward_inputs if each is unit else mixed.cast_forward_inputs
         each.input_dtype = mixed.param_dtype if cast_inputs else None
         if mixed.buffer_dtype is not None:
@@ -51,9 +48,20 @@ def become_root(unit: ShardedUnit) -> Root:
             dtypes = {**before, **dtypes}
     host = GroupCache.current().host_of(unit.comm) if dist.is_initialized() else None
     label = (host or unit.comm).broadcast_object(uuid.uuid4().hex)
-    root = Root(units, unit.comm, label, host=host)
+    root = Root(units, unit.comm, label, host=host, streams=unit.streams)
     watch_root(root)
     for each in units:
         each.root = root
         each.buffer_dtypes = dtypes
     return root
+
+
+def _check_size(units: Sequence[ModelUnit], ranks: int) -> None:
+    # The largest block counts: all ranks find the same number.
+    slots = [slot for each in units for flat in each.flats for slot in flat.layout.slots]
+    numel = sum(slot.numel if slot.block is None else slot.block.largest_numel for slot in slots)
+    if 0 < numel < ranks:
+        raise EngineError(
+            f"the model has {numel} parameter element(s) for {ranks} ranks: some ranks would hold none of it; start "
+            "fewer ranks or use a larger model"
+        )

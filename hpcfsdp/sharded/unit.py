@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import weakref
 from collections.abc import Sequence
 
@@ -12,14 +13,20 @@ from torch.distributed.fsdp import MixedPrecision, StateDictSettings
 from hpcfsdp.comm import Communicator
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.root import Root
+from hpcfsdp.engine.streams import Streams
 from hpcfsdp.engine.unit import ComputedView, Unit
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded.own import Ignored, OwnParams
+from hpcfsdp.flat.sharded_params import ShardedParams
+from hpcfsdp.sharded.own import NOTHING_IGNORED, Ignored, OwnParams
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 
 WRAPPED = "_fsdp_wrapped_module"
 """The name of the wrapped module in its wrapper."""
+
+
+UNIT = "_hpcfsdp_unit"
+"""The attribute of a module that was given to ``fully_shard`` with its unit."""
 
 
 def flat_param_name(index: int) -> str:
@@ -27,20 +34,82 @@ def flat_param_name(index: int) -> str:
     return f"_flat_param_{index}" if index else "_flat_param"
 
 
-class ShardedUnit(Unit):
+class ModelUnit(Unit):
     """The engine's unit, with its module, its ranks, and the user's settings.
 
     Attributes:
-        own: its parameters and buffers.
+        mesh: its ranks.
         mixed_precision: never None.
-        full_precision: classes of modules that compute in full precision all the same.
-        flat_owner: the module in which the flat parameters are registered: the one that was wrapped. The user may
-            replace it later, for instance by a checkpoint wrapper around it.
-        param_names: by module, in the order of the plain model.
         root: of all units under the outermost one, None until that is first called.
         is_root: whether it is the outermost one.
         reshard_choice: the user's for ``reshard_after_forward``; None: that of the strategy, and False for the root.
+        streams: the queues that it shares with other outermost units; None for queues of its own.
+        full_precision: classes of modules that compute in full precision all the same.
+        ignored: what it does not manage.
         buffer_dtypes: original dtypes of buffers that mixed precision has cast, by module and name.
+    """
+
+    root: Root | None = None
+    is_root = False
+    reshard_choice: bool | None = None
+    streams: Streams | None = None
+    full_precision: tuple[type[nn.Module], ...] = ()
+    ignored: Ignored = NOTHING_IGNORED
+
+    def __init__(
+        self,
+        name: str,
+        flats: Sequence[ShardedParams],
+        views: Sequence[ComputedView],
+        *,
+        holder: nn.Module,
+        mesh: UnitMesh,
+        mixed_precision: MixedPrecision,
+    ) -> None:
+        super().__init__(name, flats, views)
+        self.mesh = mesh
+        self.mixed_precision = mixed_precision
+        self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
+        self._holder = weakref.ref(holder)  # it holds the unit
+
+    @property
+    def wrapper(self) -> nn.Module:
+        """The module that holds the unit, and that users call."""
+        holder = self._holder()
+        assert holder is not None
+        return holder
+
+    @property
+    @abc.abstractmethod
+    def module(self) -> nn.Module:
+        """The module that computes."""
+
+    @property
+    def comm(self) -> Communicator:
+        """All ranks of the unit, without "tensor"; only the shards for a pair of groups that is not the world."""
+        return self.mesh.data or self.mesh.shard
+
+    @abc.abstractmethod
+    def inner_units(self) -> Sequence[ModelUnit]:
+        """Not collective. The units in its module, itself included, outer ones first."""
+
+    def prepare(self) -> None:
+        """Collective over the unit's ranks. Called before it gets a root."""
+
+    def choose_reshard(self) -> None:
+        """Set ``reshard_after_forward``. The root's backward begins where its forward ends, so it keeps its values."""
+        keeps = self.mesh.keeps_values or (self.is_root and not all(flat.is_here for flat in self.flats))
+        self.reshard_after_forward = not keeps if self.reshard_choice is None else self.reshard_choice
+
+
+class ShardedUnit(ModelUnit):
+    """The unit of a ``FullyShardedDataParallel``.
+
+    Attributes:
+        own: its parameters and buffers.
+        flat_owner: the module in which the flat parameters are registered: the one that was wrapped. The user may
+            replace it later, for instance by a checkpoint wrapper around it.
+        param_names: by module, in the order of the plain model.
         lowered_buffers: dtypes that they had under mixed precision, while ``FSDP_USE_FULL_PREC_IN_EVAL`` undoes it.
         computes_in_full: whether it does so now.
         state_dict_settings: those of ``set_state_dict_type``.
@@ -48,9 +117,6 @@ class ShardedUnit(Unit):
         differing: values that differ between ranks, for a warning; None if there are none.
     """
 
-    root: Root | None = None
-    is_root = False
-    reshard_choice: bool | None = None
     computes_in_full = False
     shows_state = False
     differing: str | None = None
@@ -71,40 +137,24 @@ class ShardedUnit(Unit):
         full_precision: tuple[type[nn.Module], ...],
         flat_owner: nn.Module,
     ) -> None:
-        super().__init__(name, flats, views)
-        self.mesh = mesh
+        super().__init__(name, flats, views, holder=wrapper, mesh=mesh, mixed_precision=mixed_precision)
         self.own = own
         self.ignored = ignored
         self.use_orig_params = use_orig_params
-        self.mixed_precision = mixed_precision
         self.full_precision = full_precision
         self.flat_owner = flat_owner
         self.param_names: dict[nn.Module, tuple[str, ...]] = {}
-        self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self.lowered_buffers: dict[tuple[nn.Module, str], torch.dtype] = {}
-        self._wrapper = weakref.ref(wrapper)  # it holds the unit
 
-    @property
-    def wrapper(self) -> nn.Module:
-        """The module around the wrapped one. It holds the unit."""
-        wrapper = self._wrapper()
-        assert wrapper is not None
-        return wrapper
+    flats: tuple[FlatParam, ...]
 
     @property
     def module(self) -> nn.Module:
         """The wrapped module."""
         return self.wrapper._modules[WRAPPED]
 
-    @property
-    def comm(self) -> Communicator:
-        """All ranks of the unit, without "tensor"; only the shards for a pair of groups that is not the world."""
-        return self.mesh.data or self.mesh.shard
-
-    def choose_reshard(self) -> None:
-        """Set ``reshard_after_forward``. The root's backward begins where its forward ends, so it keeps its values."""
-        keeps = self.mesh.keeps_values or (self.is_root and not all(flat.is_here for flat in self.flats))
-        self.reshard_after_forward = not keeps if self.reshard_choice is None else self.reshard_choice
+    def inner_units(self) -> Sequence[ModelUnit]:
+        return units_in(self.wrapper)
 
     def check_at_rest(self, what: str) -> None:
         """Not collective. Refuse the call `what` in a forward or backward, or while summoned. Reshard the model.
@@ -132,6 +182,11 @@ class ShardedUnit(Unit):
 def clean_path(name: str) -> str:
     """The name of a module without those of wrappers."""
     return ".".join(part for part in name.split(".") if part != WRAPPED)
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether a module has a unit of either kind: its parameters are managed."""
+    return UNIT in module.__dict__ or isinstance(module.__dict__.get("_unit"), ModelUnit)
 
 
 def unit_of(module: nn.Module) -> ShardedUnit | None:

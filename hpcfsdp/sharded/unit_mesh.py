@@ -62,6 +62,11 @@ class UnitMesh:
         return self.along.get("replicate")
 
     @property
+    def replicas(self) -> Communicator | None:
+        """The same, if there are several."""
+        return self.replicate if self.size("replicate") > 1 else None
+
+    @property
     def tensor(self) -> Communicator | None:
         """The tensor-parallel ranks."""
         return self.along.get("tensor")
@@ -172,6 +177,27 @@ class UnitMesh:
             return GroupCache.current().joined_mesh(outer, inner, self.along["tensor"]), data + across
         placed = dict(zip((*outer.mesh_dim_names, *inner.mesh_dim_names), data + across, strict=True))
         return joined, [placed[name] for name in joined.mesh_dim_names]
+
+    def placed_rows(self, block: TensorBlock | None, dim: int) -> tuple[DeviceMesh, list[Placement]]:
+        """Collective over all ranks of the unit, the first time. Mesh and placements of rows of a parameter.
+
+        Args:
+            block: of which each rank has rows; None for a parameter that is not tensor-parallel.
+            dim: along which it is cut.
+        """
+        outer = self.torch_mesh()
+        data: list[Placement] = [Replicate()] * (outer.ndim - 1) + [ShardAlong(dim)]
+        if block is None:
+            return outer, data
+        mesh, placements = self.placed(block)
+        names = mesh.mesh_dim_names
+        last = outer.mesh_dim_names[-1] if outer.mesh_dim_names else None
+        mine = names.index(last) if names and last in names else outer.ndim - 1
+        # Blocks are cut first. The mesh cuts along its first dimension first.
+        later = zip(mesh.shape[mine + 1 :], placements[mine + 1 :], strict=True)
+        factor = prod(size for size, placement in later if placement.is_shard(dim))
+        placements[mine] = _compat.shard_of_rows(dim, factor)
+        return mesh, placements
 
     def process_group(self) -> dist.ProcessGroup:
         """Collective over `dtensor_ranks`, the first time. Torch's process group over them."""

@@ -1,0 +1,387 @@
+"""``FSDPModule``: what ``fully_shard`` adds to the class of a module."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as stock
+from torch import nn
+
+from hpcfsdp import _compat, accelerator
+from hpcfsdp.engine.containers import apply_to_tensors, to_kwargs
+from hpcfsdp.engine.root import Root
+from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.gradient import FlatGrad
+from hpcfsdp.launch import calls
+from hpcfsdp.launch.calls import public_call
+from hpcfsdp.sharded.lazy_init import become_root
+from hpcfsdp.sharded.row_unit import RowUnit, row_unit_of, row_units_in
+
+
+class UnshardHandle(stock.UnshardHandle):
+    """What ``FSDPModule.unshard`` has begun."""
+
+    def __init__(self, unit: RowUnit) -> None:
+        self._unit: RowUnit | None = unit
+
+    def wait(self) -> None:
+        """Have the module hold whole parameters, which may be used afterwards."""
+        unit, self._unit = self._unit, None
+        if unit is not None and unit.root is not None:
+            unit.root.await_unshard(unit)
+
+
+class FSDPModule(stock.FSDPModule):
+    """The base that ``fully_shard`` gives to the class of a module. Its methods are those of torch's class.
+
+    Calls of the module gather its parameters; they are collective over the ranks of its mesh. Methods that set
+    something are not collective, but all ranks call them alike, between steps.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A new module of the original class, as for the slice of a container."""
+        original = cls.__mro__[cls.__mro__.index(stock.FSDPModule) + 1]
+        made = original.__new__(original, *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return made
+
+    @_compat.run_as_written
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Collective over the ranks of the mesh. Call the module with whole parameters."""
+        return self._run(super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Collective. Call a function that computes with the module's parameters."""
+        compiler = _compat.set_compiler(None)  # torch.compile may compile the module, not the engine
+        unit, outermost = self._unit_here, not calls.here.call
+        if outermost:
+            calls.here.call = f'forward of "{unit.name}"'
+        try:
+            root = _root_of(unit)
+            if not root.is_busy and root.device.type != "cpu":  # a batch may be in host memory
+                args, kwargs = to_kwargs(args, kwargs, root.device)
+            unit.enter(cast(nn.Module, self))
+            if unit.output_dtype is not None:
+                function = functools.partial(_call_and_cast, function, unit.output_dtype)
+            return root.forward(unit, function, args, kwargs, compiler)
+        finally:
+            if outermost:
+                calls.here.call = ""
+            _compat.set_compiler(compiler)
+
+    # Values
+
+    @public_call("unshard")
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Collective over the ranks of the mesh. Gather the module's own parameters, until ``reshard`` or a forward.
+
+        Units inside stay sharded.
+
+        Args:
+            async_op: return at once; the module holds whole parameters after ``wait`` of the result, or in its forward.
+        """
+        unit = self._unit_here
+        _root_of(unit).unshard(unit)
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    @public_call("reshard")
+    def reshard(self) -> None:
+        """Collective over the ranks of the mesh if the module is unsharded. Free its whole parameters.
+
+        Units inside stay as they are. It does nothing while the module computes.
+        """
+        unit = self._unit_here
+        if unit.root is not None:
+            unit.root.recover()
+            unit.root.reshard(unit)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Choose whether the forward frees whole parameters, to gather them again for the backward.
+
+        Raises:
+            ValueError: `reshard_after_forward` is no bool.
+        """
+        _check_bool("reshard_after_forward", reshard_after_forward)
+        for unit in self._units(recurse):
+            unit.reshard_choice = reshard_after_forward
+            unit.choose_reshard()
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Choose whether the backward frees whole parameters. A step of an optimizer frees them in any case."""
+        _check_bool("reshard_after_backward", reshard_after_backward)
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Choose whether the backward gathers the module's parameters; an embedding does not need them."""
+        _check_bool("unshard_in_backward", unshard_in_backward)
+        self._unit_here.unshards_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
+        """Choose the modules whose parameters the forward of this one begins to gather."""
+        self._unit_here.prefetched["forward"] = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
+        """Choose the modules whose parameters the backward of this one begins to gather, instead of the next one's."""
+        self._unit_here.prefetched["backward"] = _units_of(modules)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Have the next forward gather as soon as `event` has occurred, and not after all that was enqueued.
+
+        Called on the outermost module, for one forward. On a CPU the optimizer has finished anyway.
+        """
+        root = _root_of(self._unit_here)
+        if accelerator.is_accelerator(root.device):
+            root.context.user_event = event
+
+    # Gradients
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Choose whether backwards reduce gradients over ranks; otherwise each rank adds up its own.
+
+        The next backward that reduces them reduces the sum. ``grad`` shows reduced gradients alone.
+        """
+        _check_bool("requires_gradient_sync", requires_gradient_sync)
+        for unit in self._units(recurse):
+            unit.keeps_back = not requires_gradient_sync
+            unit.reduce_options.over_replicas = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Choose whether backwards reduce gradients over replicas, too. Otherwise sums over shards are added up."""
+        _check_bool("requires_all_reduce", requires_all_reduce)
+        for unit in self._units(recurse):
+            unit.reduce_options.over_replicas = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted, without effect: each backward completes its reductions."""
+        _check_bool("is_last_backward", is_last_backward)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide sums of gradients over all ranks by `factor`, and not by the number of ranks.
+
+        Raises:
+            ValueError: it is zero, or no number.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor or factor != factor:
+            raise ValueError(f"the divide factor must be a number other than 0, not {factor!r}")
+        self._unit_here.reduce_options.divide_by = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """An older name of ``set_gradient_divide_factor``."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted, without effect: transports sum, and divide themselves where that is exact and fast."""
+        _check_bool("enable", enable)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Choose whether parameters that no rank has used in a step get a gradient of zeros, and not none.
+
+        A parameter that some ranks have used gets the average over all ranks in any case.
+        """
+        _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        for unit in self._units(recurse):
+            unit.reduce_options.fills_unused = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Choose how many buffers of gradients of a unit may be in flight on a device.
+
+        Raises:
+            TypeError, ValueError: it is no number of 1 or more.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, not {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be >= 1, got {max_input_buffers}")
+        for unit in self._units(recurse):
+            unit.reduce_options.num_buffers = max_input_buffers
+            for index, grad in enumerate(unit.grads if unit.context is not None else ()):
+                unit.context.reductions.plan(grad, index)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
+        """Have `hook` change this rank's part of each reduced gradient in place, 1-D, for instance by an all-reduce.
+
+        Args:
+            stream: of the device, on which to call it; for a mesh of one dimension.
+
+        Raises:
+            ValueError: a stream was given for hybrid sharding.
+        """
+        unit = self._unit_here
+        self._refuse_several_meshes("set_all_reduce_hook")
+        if stream is not None and unit.mesh.is_hybrid:
+            raise ValueError("stream= cannot be set for hybrid sharding, which reduces on streams of its own")
+        unit.reduce_options.hook = hook if stream is None else functools.partial(_call_on, stream, hook)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather the module's parameters with torch's ``AllGather`` object `comm`."""
+        self._refuse_several_meshes("set_custom_all_gather")
+        unit = self._unit_here
+        group, size = unit.mesh.process_group(), unit.mesh.shard.size
+
+        def gather(shard: torch.Tensor) -> torch.Tensor:
+            output = comm.allocate((size * shard.numel(),), dtype=shard.dtype, device=shard.device)
+            _await(comm(output_tensor=output, input_tensor=shard, group=group, async_op=False))
+            return cast(torch.Tensor, output)
+
+        unit.gather, unit.is_stale = gather, True
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce the module's gradients over the shards' ranks with torch's ``ReduceScatter`` object `comm`."""
+        self._refuse_several_meshes("set_custom_reduce_scatter")
+        unit = self._unit_here
+        group, size = unit.mesh.process_group(), unit.mesh.shard.size
+
+        def scatter(full: torch.Tensor) -> torch.Tensor:
+            output = comm.allocate((full.numel() // size,), dtype=full.dtype, device=full.device)
+            sums = dist.ReduceOp.SUM
+            _await(comm(output_tensor=output, input_tensor=full, group=group, op=sums, async_op=False))
+            return cast(torch.Tensor, output.div_(size))
+
+        unit.reduce_options.scatter = scatter
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Choose whether gradients are reduced by a communicator of their own on a device, as is the default."""
+        _check_bool("enable", enable)
+        for unit in self._units(recurse):
+            unit.is_stale |= unit.separate_reductions is not enable
+            unit.separate_reductions = enable
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Not supported: ``HPCFSDP_REGISTERED_MEMORY=1`` registers the memory of gathers with the backend."""
+        _check_bool("enable", enable)
+        if enable:
+            raise NotImplementedError(
+                "set_allocate_memory_from_process_group_for_comm is not supported: set HPCFSDP_REGISTERED_MEMORY=1 in "
+                "the environment, which registers the memory of gathers with the backend"
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Not supported: ``HPCFSDP_REGISTERED_MEMORY=1`` registers the memory of gathers with the backend."""
+        raise NotImplementedError(
+            f"set_symm_mem_for_comm({backend!r}) is not supported: set HPCFSDP_REGISTERED_MEMORY=1 in the environment, "
+            "which registers the memory of gathers with the backend"
+        )
+
+    # The rest
+
+    @public_call("reset_iter_state")
+    def reset_iter_state(self) -> None:
+        """Collective over the ranks of the mesh. Forget a step that an exception has ended, with its gradients.
+
+        The next forward does so by itself after an exception. This also drops gradients that
+        ``set_requires_gradient_sync(False)`` holds.
+
+        Raises:
+            RuntimeError: called on a module inside of the outermost one.
+        """
+        unit = self._unit_here
+        if unit.root is not None and not unit.is_root:
+            raise RuntimeError(f"reset_iter_state was called on the inner unit {unit.name}: call it on the outermost")
+        if unit.root is not None:
+            unit.root.recover()
+            unit.root.forget_step()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.reshard()
+        # Not torch's, which expects its own state.
+        return super(stock.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise EngineError(
+            "a module that fully_shard has sharded cannot be copied: build another model, and load the state dict"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise EngineError(
+            "a module that fully_shard has sharded cannot be pickled: save its state_dict(), or use hpcfsdp.checkpoint"
+        )
+
+    @property
+    def _unit_here(self) -> RowUnit:
+        unit = row_unit_of(cast(nn.Module, self))
+        assert unit is not None
+        return unit
+
+    def _units(self, recurse: bool) -> Sequence[RowUnit]:
+        return row_units_in(cast(nn.Module, self)) if recurse else [self._unit_here]
+
+    def _refuse_several_meshes(self, what: str) -> None:
+        if any(each.mesh is not self._unit_here.mesh for each in self._unit_here.rows):
+            raise ValueError(f"{what} cannot be used where parameters of a module are sharded over several meshes")
+
+    def _get_fsdp_state(self) -> NoReturn:
+        """What torch's own methods read. Always raises an ``EngineError``."""
+        raise EngineError(
+            "a function of torch reads the inner state of its own fully_shard from a module that hpcfsdp.fully_shard "
+            "has sharded: use torch's fully_shard for this program, or leave out that function"
+        )
+
+
+_classes: dict[type, type] = {}
+
+
+def extended_class(original: type) -> type:
+    """A subclass of a module's class and of ``FSDPModule``, always the same one."""
+    if original not in _classes:
+        made = type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})
+        _classes[original] = made
+    return _classes[original]
+
+
+def _root_of(unit: RowUnit) -> Root:
+    """Collective where there is none yet, or where the program has replaced parameters by others."""
+    root = unit.root
+    if root is not None and (root.is_busy or all(cast(RowUnit, each).fits() for each in root.units)):
+        return root
+    if root is None and len(unit.modules) > 1:
+        raise RuntimeError(
+            f"{unit.name}: one unit of several modules was called first: call the module around them, which has to "
+            "be given to fully_shard, too"
+        )
+    if root is not None:
+        root.recover()
+    return become_root(unit if root is None else cast(RowUnit, root.units[0]))
+
+
+def _units_of(modules: Iterable[FSDPModule]) -> list[RowUnit]:
+    units = []
+    for module in modules:
+        unit = row_unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise ValueError(f"expected modules that fully_shard has sharded, not {type(module).__name__}")
+        units.append(unit)
+    return units
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, not {value!r}")
+
+
+def _call_and_cast(function: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    def cast_one(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return apply_to_tensors(cast_one, function(*args, **kwargs))
+
+
+def _call_on(stream: torch.Stream, hook: Callable[[torch.Tensor], None], grad: torch.Tensor) -> None:
+    now = accelerator.current_stream(grad.device)
+    stream.wait_stream(now)
+    with accelerator.on(stream):
+        hook(grad)
+    now.wait_stream(stream)
+
+
+def _await(work: Any) -> None:
+    if work is not None:
+        work.wait()

@@ -1,0 +1,266 @@
+"""``fully_shard``: modules keep their class and names, and their parameters become rows in ``DTensor`` parameters."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast, overload
+
+import torch
+import torch.distributed.fsdp as stock
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+from torch.distributed.tensor import Shard
+
+from hpcfsdp.api.fsdp_module import FSDPModule, extended_class
+from hpcfsdp.comm import raise_together_over
+from hpcfsdp.engine.phase import Phase
+from hpcfsdp.engine.streams import streams_for
+from hpcfsdp.launch.calls import public_call
+from hpcfsdp.sharded.flatten import move_buffers, own_params
+from hpcfsdp.sharded.groups import resolve_mesh, with_dtensors
+from hpcfsdp.sharded.optimizer_check import watch_optimizers
+from hpcfsdp.sharded.own import Ignored, OwnParam
+from hpcfsdp.sharded.row_unit import RowUnit, Rows, row_unit_of, shard_rows
+from hpcfsdp.sharded.unit import UNIT, unit_of
+from hpcfsdp.sharded.unit_mesh import UnitMesh
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@overload
+def fully_shard(module: list[nn.Module], **kwargs: Any) -> list[FSDPModule]: ...
+@overload
+def fully_shard(module: Module, **kwargs: Any) -> Module: ...
+@public_call("fully_shard")
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Collective over the ranks of `mesh`. Shard the parameters of a module in place, as torch's function does.
+
+    The module stays the same object, with its names; its class gets ``FSDPModule`` as a base. Each parameter becomes a
+    ``DTensor`` parameter of the whole shape, of which each rank stores rows. While the module computes it holds whole,
+    plain parameters. Call it on inner modules first: each call makes one unit, whose parameters are gathered, and
+    whose gradients are reduced, together. Build the optimizer afterwards.
+
+    Args:
+        module: a module; or a list of modules, which become one unit.
+        mesh: the ranks to shard over; by default all. With two named dimensions (replicate, shard) for hybrid sharding.
+        reshard_after_forward: whether to free parameters after the forward, and to gather them again for the backward.
+            By default True, and False for the outermost module. A number of ranks, a divisor of those that shard: 1 is
+            False, any other one is True. Where ranks share memory it makes no difference.
+        shard_placement_fn: chooses for each parameter ``Shard(dim)``, the dimension along which it is cut; None for 0.
+            It may also return torch's ``ShardPlacementResult`` with another mesh.
+        mp_policy: the dtypes to compute in, to reduce gradients in, and of outputs.
+        offload_policy: ``CPUOffloadPolicy`` keeps shards and their gradients in host memory.
+        ignored_params: parameters that are not sharded.
+        dp_mesh_dims: not supported.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ValueError: the module is sharded already, or is a container without a forward; a parameter has no dimension,
+            or is tied to one of another unit; an argument does not fit the mesh.
+        ShardingError: DTensors of the module are on ranks of `mesh`.
+        NotImplementedError: `dp_mesh_dims` is given.
+    """
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    _check(modules, mesh, mp_policy, offload_policy, dp_mesh_dims)
+    watch_optimizers()
+    strategy = ShardingStrategy.HYBRID_SHARD if mesh is not None and mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
+    ignored = Ignored(params=frozenset(ignored_params or ()))
+    container = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    unit_mesh = with_dtensors(resolve_mesh(None, mesh, strategy), container, ignored.params)
+    choice = _reshard_choice(reshard_after_forward, unit_mesh.shard.size)
+    device = unit_mesh.dtensor_ranks.device
+    for each in modules:
+        move_buffers(each, device, ignored=ignored)
+    offloads = isinstance(offload_policy, CPUOffloadPolicy)
+    with raise_together_over(unit_mesh.lines()):
+        own = own_params(modules, ignored=ignored, mesh=unit_mesh, device=device)
+        entries = sorted(own.entries, key=lambda entry: entry.index)
+        chosen = [_placement(entry, shard_placement_fn) for entry in entries]
+    meshes: dict[int, UnitMesh] = {}
+    rows: list[Rows] = []
+    for entry, (dim, other) in zip(entries, chosen, strict=True):
+        own_mesh = unit_mesh
+        if other is not None and other is not mesh:
+            if id(other) not in meshes:
+                meshes[id(other)] = _other_mesh(other, unit_mesh)
+            own_mesh = meshes[id(other)]
+        rows.append(shard_rows(entry, own_mesh, dim, torch.device("cpu") if offloads else device))
+    unit = RowUnit(
+        " + ".join(type(each).__name__ for each in modules),
+        modules,
+        rows,
+        mesh=unit_mesh,
+        mixed_precision=MixedPrecision(
+            param_dtype=mp_policy.param_dtype,
+            reduce_dtype=mp_policy.reduce_dtype,
+            cast_forward_inputs=mp_policy.cast_forward_inputs,
+            cast_root_forward_inputs=mp_policy.cast_forward_inputs,
+        ),
+        device=device,
+        pin_memory=offloads and offload_policy.pin_memory,
+    )
+    unit.reshard_choice, unit.output_dtype = choice, mp_policy.output_dtype
+    for each in modules:
+        each.__dict__[UNIT] = unit
+        each.__class__ = extended_class(type(each))
+    _register_state_hooks(unit)
+    return module
+
+
+def _check(modules: Sequence[Any], mesh: Any, mp_policy: Any, offload_policy: Any, dp_mesh_dims: Any) -> None:
+    """Refuse arguments before anything is changed."""
+    if not modules:
+        raise ValueError("fully_shard was given an empty list: give it one module or more")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"fully_shard takes a torch.nn.Module or a list of them, not {type(module).__name__}")
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"fully_shard was given a {type(module).__name__}, which has no forward in which its parameters could "
+                "be gathered: shard the modules in it, or the module that calls them"
+            )
+        if row_unit_of(module) is not None:
+            raise ValueError(f"fully_shard was called twice on the same {type(module).__name__}: call it once")
+        for name, inner in module.named_modules():
+            where = f"its module {name!r}" if name else "it"
+            if unit_of(inner) is not None or isinstance(inner, stock.FullyShardedDataParallel):
+                raise ValueError(
+                    f"{where} is wrapped in FullyShardedDataParallel already: shard a model with either "
+                    "fully_shard or FullyShardedDataParallel"
+                )
+            if isinstance(inner, stock.FSDPModule) and not isinstance(inner, FSDPModule):
+                raise ValueError(
+                    f"{where} is sharded with torch's fully_shard already: use hpcfsdp.fully_shard for all modules of "
+                    "a model, or torch's"
+                )
+    if mesh is not None:
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
+        if mesh.ndim not in (1, 2):
+            raise ValueError(
+                f"fully_shard takes a mesh of one dimension, or of two (replicate, shard), not {mesh.ndim}: pass a "
+                "slice of it, such as mesh['shard']"
+            )
+        if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+            raise ValueError("a mesh of two dimensions needs names: make it with mesh_dim_names=('replicate', 'shard')")
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, not {mp_policy!r}")
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(f"offload_policy must be an OffloadPolicy, not {offload_policy!r}")
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            "dp_mesh_dims is not supported: pass the data-parallel dimensions of the mesh as mesh=, such as "
+            "mesh['replicate', 'shard'], with DTensors on its other dimensions alone"
+        )
+
+
+def _reshard_choice(given: bool | int | None, ranks: int) -> bool | None:
+    if given is None or isinstance(given, bool):
+        return given
+    if not isinstance(given, int):
+        raise ValueError(f"reshard_after_forward must be a bool or a number of ranks, not {given!r}")
+    if given < 1 or ranks % given:
+        raise ValueError(f"reshard_after_forward={given} must divide the {ranks} rank(s) that shard")
+    return given != 1
+
+
+def _placement(entry: OwnParam, choose: Callable[[nn.Parameter], Any] | None) -> tuple[int, DeviceMesh | None]:
+    """The dimension along which a parameter is cut, and a mesh of its own, if the user has chosen one."""
+    param = entry.param if entry.whole is None else entry.whole
+    if not param.dim():
+        raise ValueError(
+            f"the parameter {entry.fqn!r} has no dimension along which ranks could share it: give it the shape (1,), "
+            "or pass it in ignored_params"
+        )
+    chosen = None if choose is None else choose(cast(nn.Parameter, param))
+    placement, info = getattr(chosen, "placement", chosen), getattr(chosen, "mesh_info", None)
+    if placement is None:
+        placement = Shard(0)
+    if not isinstance(placement, Shard):
+        raise ValueError(f"shard_placement_fn returned {chosen!r} for {entry.fqn!r}: it must be a Shard or None")
+    dim = placement.dim + (param.dim() if placement.dim < 0 else 0)
+    if not 0 <= dim < param.dim():
+        raise ValueError(
+            f"shard_placement_fn returned {placement} for {entry.fqn!r}, which has {param.dim()} dimension(s)"
+        )
+    return dim, None if info is None else info.mesh
+
+
+def _other_mesh(mesh: DeviceMesh, unit_mesh: UnitMesh) -> UnitMesh:
+    strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
+    return resolve_mesh(None, mesh, strategy).with_tensor(unit_mesh.tensor_mesh)
+
+
+def _register_state_hooks(unit: RowUnit) -> None:
+    """Have the modules hold their rows while a state dict is made or loaded."""
+    reference = weakref.ref(unit)
+
+    def reshard(*_arguments: Any) -> None:
+        unit = reference()
+        if unit is not None and unit.root is not None and unit.phase is Phase.IDLE:
+            unit.root.reshard(unit)
+
+    for module in dict.fromkeys([*unit.modules, *(place for each in unit.rows for place, _ in each.param.places)]):
+        module.register_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_pre_hook(reshard)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Not collective. Have a method gather the module's parameters, as its forward does.
+
+    Does nothing for a module that ``fully_shard`` has not sharded.
+
+    Raises:
+        ValueError: the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    original = getattr(module, method_name, None)
+    if original is None:
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+
+    @functools.wraps(original)
+    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+        return self._run(original, args, kwargs)
+
+    setattr(module, method_name, types.MethodType(method, module))
+
+
+def share_comm_ctx(modules: Iterable[FSDPModule]) -> None:
+    """Not collective, at rest. Have several outermost modules use one set of streams, as stages of a pipeline do.
+
+    Raises:
+        ValueError: ``fully_shard`` has not sharded one of them.
+    """
+    units = []
+    for module in modules:
+        unit = row_unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise ValueError(f"share_comm_ctx takes modules that fully_shard has sharded, not {type(module).__name__}")
+        units.append(unit)
+    shared = next((unit.streams for unit in units if unit.streams is not None), None)
+    for unit in units:
+        unit.streams = shared = shared or streams_for(unit.device)
+        unit.root = None  # to be made with them

@@ -1,0 +1,181 @@
+"""The index of parameters that ranks share by rows: torch's chunks along one dimension of each parameter.
+
+Each rank has ``ceil(size / ranks)`` consecutive rows of a parameter, the last ranks fewer or none, as ``torch.chunk``
+divides it. A layout is an immutable value, made from names and shapes alone. It describes two buffers::
+
+    shards   | rank 0: rows of weight, gap, rows of bias, gap | rank 1: rows of weight, gap, ... | ...
+    whole    | gap | weight | gap | bias | gap | ...
+
+Ranks send and reduce `shards`, in which all ranks have segments of equal size. Modules compute with `whole`, in which
+each parameter is contiguous.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from hpcfsdp.flat.layout import ALIGNMENT_BYTES, TensorBlock, contiguous_strides, round_up
+
+
+class Piece(NamedTuple):
+    """Rows of one parameter, and their place in the buffer of all shards.
+
+    Attributes:
+        dim: along which the parameter is cut.
+        begin, rows: along it.
+        split: the shape in which the rows are viewed, one dimension more than the parameter has if they are the chunks
+            of several ranks.
+        stride, offset: of the same elements in the buffer.
+    """
+
+    dim: int
+    begin: int
+    rows: int
+    split: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of_param(self, whole: torch.Tensor) -> torch.Tensor:
+        """The rows in a tensor of the parameter's shape, as a view."""
+        if self.rows != whole.shape[self.dim]:
+            whole = whole.narrow(self.dim, self.begin, self.rows)
+        return whole.view(self.split)
+
+    def of_shards(self, shards: torch.Tensor) -> torch.Tensor:
+        """The rows in the buffer of all shards, 1-D, as a view."""
+        return shards.as_strided(self.split, self.stride, shards.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class RowSlot:
+    """The place of one parameter, or of this rank's block of it, in both buffers.
+
+    Attributes:
+        fqn: fully qualified name, without the names of wrappers.
+        shape: of the block if there is one.
+        dim: along which it is cut.
+        rows: of a full chunk.
+        offset: first element in a rank's shard.
+        start: first element in the whole values.
+        aliases: other names of the same (tied) parameter.
+        block: None for a whole parameter.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dim: int
+    rows: int
+    offset: int
+    start: int
+    aliases: tuple[str, ...] = ()
+    block: TensorBlock | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of a full chunk."""
+        return math.prod(self.chunk_shape(self.rows))
+
+    def chunk_shape(self, rows: int) -> tuple[int, ...]:
+        """The shape of so many rows."""
+        return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
+
+    def rows_of(self, rank: int) -> tuple[int, int]:
+        """(first row, number) of a rank."""
+        begin = min(rank * self.rows, self.shape[self.dim])
+        return begin, min(self.rows, self.shape[self.dim] - begin)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's rows."""
+        return self.chunk_shape(self.rows_of(rank)[1])
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Parameters of one dtype, cut into rows. Made by ``plan``."""
+
+    slots: tuple[RowSlot, ...]
+    dtype: torch.dtype
+    num_shards: int
+    shard_numel: int
+    whole_numel: int
+    align: int
+    """Each parameter begins at a multiple of so many elements, in both buffers."""
+
+    @classmethod
+    def plan(
+        cls,
+        params: Iterable[tuple[str, tuple[int, ...], int, tuple[str, ...], TensorBlock | None]],
+        dtype: torch.dtype,
+        num_shards: int,
+        *,
+        itemsize: int | None = None,
+    ) -> RowLayout:
+        """Lay out parameters in the given order.
+
+        Args:
+            params: name, shape, dimension to cut, aliases and block of each.
+            dtype: of all of them.
+            num_shards: ranks to cut for, at least 1.
+            itemsize: bytes of an element where it takes the fewest, for the alignment; by default those of `dtype`.
+        """
+        align = max(1, ALIGNMENT_BYTES // (itemsize or dtype.itemsize))
+        slots: list[RowSlot] = []
+        # No parameter has the address of the memory that all of them are in: transports know shared memory by that.
+        offset, start = 0, align
+        for fqn, shape, dim, aliases, block in params:
+            slot = RowSlot(fqn, tuple(shape), dim, -(-shape[dim] // num_shards), offset, start, tuple(aliases), block)
+            slots.append(slot)
+            offset = round_up(offset + slot.chunk_numel, align)
+            start = round_up(start + slot.numel, align)
+        return cls(tuple(slots), dtype, num_shards, offset, round_up(start, num_shards), align)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the buffer of all shards."""
+        return self.shard_numel * self.num_shards
+
+    def pieces(self, index: int) -> tuple[Piece, ...]:
+        """One parameter in the buffer of all shards: the full chunks, and the one that is shorter, if any."""
+        slot, found = self.slots[index], []
+        size = slot.shape[slot.dim]
+        full = size // slot.rows if slot.rows else 0
+        if full:
+            strides = contiguous_strides(slot.chunk_shape(slot.rows))
+            split = (*slot.shape[: slot.dim], full, slot.rows, *slot.shape[slot.dim + 1 :])
+            stride = (*strides[: slot.dim], self.shard_numel, *strides[slot.dim :])
+            found.append(Piece(slot.dim, 0, full * slot.rows, split, stride, slot.offset))
+        if full * slot.rows < size:
+            rest = size - full * slot.rows
+            shape = slot.chunk_shape(rest)
+            place = full * self.shard_numel + slot.offset
+            found.append(Piece(slot.dim, full * slot.rows, rest, shape, contiguous_strides(shape), place))
+        return tuple(found)
+
+    def gaps(self, shards: torch.Tensor) -> list[torch.Tensor]:
+        """Views of all elements of the buffer of all shards that are no part of a parameter."""
+        table = shards.view(self.num_shards, self.shard_numel)
+        ends = [slot.offset for slot in self.slots[1:]] + [self.shard_numel]
+        found = []
+        for slot, end in zip(self.slots, ends, strict=True):
+            behind = slot.offset + slot.chunk_numel
+            found.append(table[:, behind:end])
+            full = slot.shape[slot.dim] // slot.rows if slot.rows else 0
+            rest = slot.chunk_numel // slot.rows * (slot.shape[slot.dim] - full * slot.rows) if slot.rows else 0
+            if rest:
+                found.append(table[full, slot.offset + rest : behind])
+            found.append(table[full + bool(rest) :, slot.offset : behind])
+        return [gap for gap in found if gap.numel()]
+
+    def fingerprint(self) -> str:
+        """A short text, equal for equal layouts."""
+        return hashlib.blake2b(repr((self.slots, self.dtype, self.num_shards)).encode(), digest_size=8).hexdigest()

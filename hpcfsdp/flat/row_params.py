@@ -1,0 +1,289 @@
+"""Parameters that know their whole shape: each rank's rows of a parameter are a ``DTensor``, which the optimizer steps.
+
+Between steps modules hold the ``DTensor`` parameters. While they compute they hold leaves, which view the gathered
+values. Where the ranks share memory each parameter is whole in it, each rank's rows are its ``DTensor``'s memory, and
+no byte moves. Elsewhere the shards are gathered into a buffer and copied out from there, parameter by parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hpcfsdp import _compat, accelerator
+from hpcfsdp.comm import Communicator
+from hpcfsdp.comm.communicator import Work, segment
+from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.layout import contiguous_strides
+from hpcfsdp.flat.precision import Dtypes
+from hpcfsdp.flat.row_layout import RowLayout
+from hpcfsdp.flat.sharded_params import ShardedParams
+from hpcfsdp.flat.storage import Buffer, Resident, Transient, Whole
+
+Gather = Callable[[torch.Tensor], torch.Tensor]
+"""The program's function that makes all shards, one after the other, of this rank's."""
+
+
+@dataclass
+class RowParam:
+    """One parameter that ranks share by rows.
+
+    Attributes:
+        sharded: the ``DTensor``; the user may assign another one to the modules.
+        places: the modules that hold it, with its name there.
+        is_shown_elsewhere: whether something else registers what modules compute with, as for tensor-parallel ones.
+    """
+
+    sharded: nn.Parameter
+    places: Sequence[tuple[nn.Module, str]]
+    is_shown_elsewhere: bool = False
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's rows."""
+        return _compat.local_of(self.sharded)
+
+    @property
+    def assigned(self) -> nn.Parameter | None:
+        """A parameter that the first of its modules holds instead of it."""
+        module, name = self.places[0]
+        found = module._parameters.get(name)
+        return None if found is self.sharded else found
+
+    def register(self, param: nn.Parameter) -> None:
+        """Have the modules hold `param`."""
+        for module, name in self.places:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[name] = param
+            else:  # an LSTM keeps a list, too
+                setattr(module, name, param)
+
+
+class RowParams(ShardedParams):
+    """Parameters of one dtype and device, laid out by a ``RowLayout`` and sharded over `comm`.
+
+    Attributes:
+        params: with their ``DTensor``s, in the order of the layout's slots.
+        shard: this rank's rows, 1-D, ``layout.shard_numel`` elements; None where they are in shared memory.
+    """
+
+    layout: RowLayout
+    may_change_before_backward = True
+    shows_held = False
+
+    def __init__(
+        self,
+        params: Sequence[RowParam],
+        layout: RowLayout,
+        comm: Communicator,
+        *,
+        reduce_comm: Communicator | None = None,
+        replicas: Communicator | None = None,
+        dtypes: Dtypes | None = None,
+        device: torch.device | None = None,
+        pin_memory: bool = True,
+        gather: Gather | None = None,
+    ) -> None:
+        """Collective over `comm` where ranks share memory. The rows move to memory of this object.
+
+        Args:
+            reduce_comm: of the same ranks, where reductions are to wait for no gather.
+            replicas: ranks that hold the same shard as this one.
+            device: of the computation; by default that of the rows.
+            pin_memory: of offloaded rows, for faster copies to the device.
+            gather: instead of the communicator's.
+        """
+        self.home_device = params[0].local.device
+        super().__init__(
+            comm,
+            reduce_comm=reduce_comm,
+            replicas=replicas,
+            dtypes=dtypes or Dtypes.plan(layout.dtype),
+            device=device or self.home_device,
+        )
+        self.layout = layout
+        self.params = tuple(params)
+        self._own_gather = gather
+        self._pieces = [layout.pieces(index) for index in range(len(layout.slots))]
+        self._shapes = [slot.local_shape(comm.rank) for slot in layout.slots]
+        self._gathered: torch.Tensor | None = None  # all shards, from `gather` to `finish_gather`
+        self._views: list[torch.Tensor] = []
+        self._rows_in_window: list[torch.Tensor] = []
+        self.shard: torch.Tensor | None = None
+        self._buffer = self._make_buffer(pin_memory)
+        self.leaves = tuple(self._make_leaf(*pair) for pair in zip(self.params, self._views, strict=True))
+        self._buffer.free()
+
+    def _make_buffer(self, pin_memory: bool) -> Buffer:
+        """Make the buffer for gathered values and the shard, and move the rows there."""
+        layout, comm, dtypes = self.layout, self.comm, self.dtypes
+        is_cast, is_home = dtypes.compute != layout.dtype, self.home_device == self.device
+        buffer: Buffer | None = None
+        if comm.shares_gathered and is_home and self._own_gather is None:
+            buffer = Resident(comm, layout.whole_numel, dtypes.compute, is_cast=is_cast)
+            self._views = self._views_of(buffer.full)
+            self._rows_in_window = [
+                view.narrow(slot.dim, *slot.rows_of(comm.rank))
+                for view, slot in zip(self._views, layout.slots, strict=True)
+            ]
+        if buffer is not None and not is_cast:
+            self._take(self._rows_in_window)
+            return buffer
+        pinned = pin_memory and not is_home and accelerator.is_accelerator(self.device)
+        self.shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=self.home_device, pin_memory=pinned)
+        self._take(self._rows_of(self.shard))
+        if buffer is not None:
+            return buffer
+        if comm.size == 1 and not is_cast and is_home:
+            self._views = self._rows_of(self.shard)
+            return Whole(self.shard)
+        made = Transient(comm, layout.whole_numel, dtypes.compute, self.device)
+        self._views = self._views_of(made.full)
+        return made
+
+    @torch.no_grad()
+    def _take(self, rows: Sequence[torch.Tensor]) -> None:
+        """Copy the rows of the ``DTensor``s to new memory, which becomes theirs; one by one, to free the old."""
+        self._locals = [_compat.at_its_storage(memory) for memory in rows]
+        for param, memory in zip(self.params, self._locals, strict=True):
+            memory.copy_(param.local)
+            _compat.set_local(param.sharded, memory)
+
+    def _make_leaf(self, param: RowParam, view: torch.Tensor) -> nn.Parameter:
+        leaf = nn.Parameter(view, requires_grad=param.sharded.requires_grad)
+        leaf.__dict__.update(param.sharded.__dict__)
+        return leaf
+
+    @property
+    def stepped(self) -> Sequence[nn.Parameter]:
+        return [param.sharded for param in self.params]
+
+    @property
+    def home(self) -> torch.device:
+        return self.home_device
+
+    def follow_requires_grad(self, unit: str) -> None:
+        del unit
+        for param, leaf in zip(self.params, self.leaves):  # noqa: B905 (in each call of a unit)
+            if leaf.requires_grad is not param.sharded.requires_grad:
+                leaf.requires_grad_(param.sharded.requires_grad)
+
+    def fits(self) -> bool:
+        """Not collective, at rest. Adopt what the user has assigned; False if that needs other memory than this.
+
+        It does if a parameter has another dtype, device or shape.
+        """
+        for index, (param, memory) in enumerate(zip(self.params, self._locals, strict=True)):
+            if not self.is_unsharded and (assigned := param.assigned) is not None:
+                self._adopt(index, param, assigned)
+            local = param.local
+            if local is memory or local.data_ptr() == memory.data_ptr() and local.shape == memory.shape:
+                continue
+            if (local.dtype, local.device, local.shape) != (memory.dtype, memory.device, memory.shape):
+                return False
+            with torch.no_grad():
+                memory.copy_(local)
+            _compat.set_local(param.sharded, memory)
+        return True
+
+    def _adopt(self, index: int, param: RowParam, assigned: nn.Parameter) -> None:
+        """Take a parameter that was assigned to the modules, for instance by ``load_state_dict(assign=True)``."""
+        before, fqn = param.sharded, self.layout.slots[index].fqn
+        wanted = before.device_mesh, before.placements, before.shape
+        if (getattr(assigned, "device_mesh", None), getattr(assigned, "placements", None), assigned.shape) != wanted:
+            raise EngineError(
+                f"rank {self.comm.rank}: a {type(assigned.data).__name__} of shape {tuple(assigned.shape)} was assigned "
+                f"to {fqn!r}, which is a DTensor of shape {tuple(before.shape)} with the placements "
+                f"{list(before.placements)}: assign one like it (torch.distributed.tensor.distribute_tensor)"
+            )
+        for module, name in param.places[1:]:
+            module._parameters[name] = assigned
+        for name, value in before.__dict__.items():
+            assigned.__dict__.setdefault(name, value)
+        param.sharded = assigned
+
+    def adopt_user_data(self) -> None:
+        """Nothing is left to do: ``fits`` was called before the pass."""
+
+    def publish(self) -> None:
+        if self._rows_in_window and self.shard is not None:
+            _compat.copy_to_each_(self._rows_in_window, self._locals)
+
+    def gather(self, *, async_op: bool = False) -> Work | None:
+        if self._buffer.resident:
+            return None
+        layout, comm, shard = self.layout, self.comm, self.shard
+        assert shard is not None
+        if self._own_gather is not None:
+            self._gathered = self._own_gather(shard.to(self.device, self.dtypes.compute))
+            return None
+        with comm.gathering_memory():
+            self._gathered = torch.empty(layout.padded_numel, dtype=self.dtypes.compute, device=self.device)
+        mine = segment(self._gathered, comm)
+        if comm.size == 1:
+            mine.copy_(shard, non_blocking=True)
+            return None
+        ready = shard
+        if shard.dtype != mine.dtype or shard.device != mine.device:
+            ready = mine.copy_(shard, non_blocking=True)
+        return comm.all_gather_into_tensor(self._gathered, ready, async_op=async_op)
+
+    @property
+    def finishes_gather(self) -> bool:
+        return not self._buffer.resident
+
+    @torch.no_grad()
+    def finish_gather(self) -> None:
+        """Copy the parameters out of the gathered shards."""
+        gathered, self._gathered = self._gathered, None
+        if gathered is None:
+            return
+        assert isinstance(self._buffer, Transient)
+        self._buffer.alloc()
+        pairs = list(zip(self._views, self._pieces, strict=True))
+        _compat.copy_to_each_(
+            [piece.of_param(view) for view, pieces in pairs for piece in pieces],
+            [piece.of_shards(gathered) for _, pieces in pairs for piece in pieces],
+        )
+
+    def bind(self) -> None:
+        self.is_unsharded = True
+        for param, leaf in zip(self.params, self.leaves):  # noqa: B905 (this runs twice in each call of a unit)
+            if not param.is_shown_elsewhere:
+                param.register(leaf)
+
+    def unbind(self) -> None:
+        self.is_unsharded = False
+        for param in self.params:
+            if not param.is_shown_elsewhere:
+                param.register(param.sharded)
+
+    def targets(self, buffer: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
+        return [[piece.of_shards(buffer) for piece in pieces] for pieces in self._pieces]
+
+    def sources(self, index: int, grad: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [piece.of_param(grad) for piece in self._pieces[index]]
+
+    def gaps(self, buffer: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self.layout.gaps(buffer)
+
+    def grads_of(self, reduced: torch.Tensor, used: Sequence[bool]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        found = zip(self.params, self._rows_of(reduced), used, strict=True)
+        return [(param.sharded, _compat.dtensor_like(param.sharded, rows)) for param, rows, is_used in found if is_used]
+
+    def _views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
+        begin = full.storage_offset()
+        return [
+            full.as_strided(slot.shape, contiguous_strides(slot.shape), begin + slot.start) for slot in self.layout.slots
+        ]
+
+    def _rows_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's rows in a tensor that is laid out like a shard."""
+        begin = shard.storage_offset()
+        return [
+            shard.as_strided(shape, contiguous_strides(shape), begin + slot.offset)
+            for shape, slot in zip(self._shapes, self.layout.slots, strict=True)
+        ]

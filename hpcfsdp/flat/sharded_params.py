@@ -1,0 +1,175 @@
+"""What a unit's parameters of one dtype have in common, however ranks share them: the engine knows nothing else."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpcfsdp.comm import Communicator
+from hpcfsdp.comm.communicator import Work
+from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.precision import Dtypes
+from hpcfsdp.flat.row_layout import RowLayout
+from hpcfsdp.flat.storage import Buffer, Resident
+
+
+class ShardedParams(abc.ABC):
+    """Parameters of one dtype and device, of which each rank stores a shard, and that are gathered together.
+
+    Attributes:
+        layout: which rank stores which elements.
+        comm: the ranks that hold the shards.
+        reduce_comm: the same ranks, for reductions.
+        replicas: ranks that hold the same shard as this one; None without any.
+        dtypes: of the shard, of the gathered values, of gradients.
+        leaves: the tensors that modules compute with, and to which autograd adds gradients, by slot of the layout.
+        device: of the computation; the shard is there too unless it is offloaded.
+        is_unsharded: whether the leaves hold their full values.
+        steps_leaves: whether the optimizer steps the leaves themselves.
+        steps_each: whether it steps a tensor for each leaf, and not one for all.
+        may_change_before_backward: whether the program may change them between a forward and its backward, which then
+            computes with the new values.
+        shows_held: whether ``grad`` shows the gradients that ``no_sync`` holds.
+    """
+
+    layout: FlatLayout | RowLayout
+    leaves: Sequence[nn.Parameter]
+    steps_leaves = False
+    steps_each = True
+    may_change_before_backward = False
+    shows_held = True
+    _buffer: Buffer
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        reduce_comm: Communicator | None,
+        replicas: Communicator | None,
+        dtypes: Dtypes,
+        device: torch.device,
+    ) -> None:
+        self.comm = comm
+        self.reduce_comm = reduce_comm or comm
+        self.replicas = replicas
+        self.dtypes = dtypes
+        self.device = device
+        self.is_unsharded = False
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(leaf.requires_grad for leaf in self.leaves)
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether the dtype can have gradients."""
+        return self.layout.dtype.is_floating_point or self.layout.dtype.is_complex
+
+    @property
+    @abc.abstractmethod
+    def stepped(self) -> Sequence[nn.Parameter]:
+        """The parameters that the optimizer steps."""
+
+    @property
+    def versions(self) -> list[int]:
+        """The version of each of ``stepped``. In-place changes increment it; those through ``.data`` do not."""
+        return [param._version for param in self.stepped]
+
+    @property
+    def changes_kind(self) -> bool:
+        """Whether leaves have another dtype or device when unsharded: then autograd makes new nodes for them."""
+        return False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the values stay, and no gather is needed."""
+        return self._buffer.resident
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether ranks share the memory of the gathered values; then barriers must enclose its use."""
+        return isinstance(self._buffer, Resident)
+
+    @property
+    @abc.abstractmethod
+    def home(self) -> torch.device:
+        """Where the shard is."""
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the shard is on another device than the computation."""
+        return self.home != self.device
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The gathered values, 1-D; without memory at rest unless it is resident."""
+        return self._buffer.full
+
+    @abc.abstractmethod
+    def follow_requires_grad(self, unit: str) -> None:
+        """Follow changes of ``requires_grad`` of the parameters that the optimizer steps. `unit`: for messages."""
+
+    @abc.abstractmethod
+    def adopt_user_data(self) -> None:
+        """Not collective, at rest. Copy data that a user has assigned to parameters into the shard."""
+
+    @abc.abstractmethod
+    def publish(self) -> None:
+        """Copy the shard into this rank's part of resident memory; a barrier must follow."""
+
+    @abc.abstractmethod
+    def gather(self, *, async_op: bool = False) -> Work | None:
+        """Collective over `comm`. Gather all shards; ``bind`` may follow when the returned work is done."""
+
+    def finish_gather(self) -> None:
+        """Not collective. What is left to do when the work of ``gather`` is done, on the same queue."""
+
+    @property
+    def finishes_gather(self) -> bool:
+        """Whether ``finish_gather`` does anything."""
+        return False
+
+    @abc.abstractmethod
+    def bind(self) -> None:
+        """Have modules compute with the gathered values."""
+
+    @abc.abstractmethod
+    def unbind(self) -> None:
+        """Have modules hold what they hold at rest."""
+
+    def free(self) -> None:
+        """Free the memory of the gathered values, unless it is resident."""
+        self._buffer.free()
+
+    def owns_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` views the gathered values, which ``free`` releases."""
+        if tensor.layout is not torch.strided or not self.is_unsharded or not tensor.numel():
+            return False
+        return tensor.untyped_storage().data_ptr() == self._buffer.full.untyped_storage().data_ptr()
+
+    # Gradients: assembled in a buffer of all shards, 1-D, ``layout.padded_numel`` elements
+
+    @abc.abstractmethod
+    def targets(self, buffer: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
+        """For each leaf its places in a buffer of gradients, as views."""
+
+    @abc.abstractmethod
+    def sources(self, index: int, grad: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The parts of a leaf's gradient that belong at its ``targets``."""
+
+    @abc.abstractmethod
+    def gaps(self, buffer: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Views of the elements of a buffer of gradients that belong to no leaf."""
+
+    @abc.abstractmethod
+    def grads_of(self, reduced: torch.Tensor, used: Sequence[bool]) -> list[tuple[nn.Parameter, Any]]:
+        """The parameters that the optimizer steps, with their parts of a reduced gradient.
+
+        Args:
+            reduced: laid out like the shard.
+            used: by leaf; parameters of leaves that no rank has used are left out.
+        """

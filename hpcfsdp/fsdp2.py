@@ -1,0 +1,20 @@
+"""``fully_shard`` under the names of ``torch.distributed.fsdp``: switching is one import line.
+
+Policies are torch's own classes.
+"""
+
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from hpcfsdp.api.fsdp_module import FSDPModule, UnshardHandle
+from hpcfsdp.api.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

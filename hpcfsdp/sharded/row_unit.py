@@ -1,0 +1,259 @@
+"""The unit of modules that were given to ``fully_shard``: their parameters become rows in ``DTensor`` parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+
+from hpcfsdp import _compat
+from hpcfsdp.comm import raise_together_over
+from hpcfsdp.engine.phase import Phase
+from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.layout import TensorBlock, contiguous_strides
+from hpcfsdp.flat.precision import Dtypes
+from hpcfsdp.flat.row_layout import RowLayout
+from hpcfsdp.flat.row_params import Gather, RowParam, RowParams
+from hpcfsdp.sharded import managed
+from hpcfsdp.sharded.build import CHUNK_NUMEL, comm_for_reductions, dtypes_for, shares_memory
+from hpcfsdp.sharded.group_cache import rank_names
+from hpcfsdp.sharded.own import OwnParam
+from hpcfsdp.sharded.same_model import check_same_model
+from hpcfsdp.sharded.tensor_parallel import TensorView
+from hpcfsdp.sharded.unit import UNIT, ModelUnit
+from hpcfsdp.sharded.unit_mesh import UnitMesh
+
+
+@dataclass(eq=False)
+class Rows:
+    """A parameter of a ``RowUnit``.
+
+    Attributes:
+        fqn: its name in the unit; `aliases` are others.
+        shape: of the block if there is one.
+        dim: along which it is cut.
+        mesh: its ranks, those of the unit or others.
+        param: this rank's rows.
+    """
+
+    fqn: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dim: int
+    block: TensorBlock | None
+    mesh: UnitMesh
+    param: RowParam
+
+
+class RowUnit(ModelUnit):
+    """The unit of one or several modules.
+
+    Between steps their parameters are ``DTensor``s, which may be moved, cast and replaced before the first call. Only
+    that makes the engine's memory: ``prepare`` moves the rows there.
+
+    Attributes:
+        rows: its parameters.
+        device: of the computation.
+        pin_memory: of offloaded rows.
+        output_dtype: floating-point outputs are cast to it; None to leave them.
+        gather: the user's function to gather shards; None for that of the communicator.
+        separate_reductions: whether gradients are reduced by a communicator of their own on a device.
+        is_stale: whether the memory has to be made anew.
+    """
+
+    output_dtype: torch.dtype | None = None
+    gather: Gather | None = None
+    separate_reductions = True
+
+    def __init__(
+        self,
+        name: str,
+        modules: Sequence[nn.Module],
+        rows: Sequence[Rows],
+        *,
+        mesh: UnitMesh,
+        mixed_precision: MixedPrecision,
+        device: torch.device,
+        pin_memory: bool,
+    ) -> None:
+        super().__init__(name, (), (), holder=modules[0], mesh=mesh, mixed_precision=mixed_precision)
+        self.rows = tuple(rows)
+        self.device = device
+        self.pin_memory = pin_memory
+        self.is_stale = True
+        self.prefetch_backward = "pre"
+        self._modules = [weakref.ref(module) for module in modules]
+        self._called: set[nn.Module] = set()  # in this forward
+        self._current = modules[0]
+        self._num_calls_of: Counter[nn.Module] = Counter()  # that expect a backward
+
+    @property
+    def module(self) -> nn.Module:
+        return self.wrapper
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All of them."""
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    def inner_units(self) -> Sequence[RowUnit]:
+        return list(dict.fromkeys(unit for module in self.modules for unit in row_units_in(module)))
+
+    def fits(self) -> bool:
+        """Not collective, at rest. Adopt what the user has assigned. False if the memory has to be made anew."""
+        return not self.is_stale and all(flat.fits() for flat in self.flats)
+
+    def prepare(self) -> None:
+        """Collective over the unit's ranks, unless it ``fits``. Make the memory of the rows.
+
+        Raises:
+            EngineError: a parameter is on the meta device.
+            DisagreementError: ranks have different parameters.
+        """
+        self.root = None
+        if self.fits():
+            return
+        with raise_together_over(self.mesh.lines()):
+            self._refuse_meta()
+        flats: list[RowParams] = []
+        for mesh, group, dtypes in self._groups():
+            params = [(each.fqn, each.shape, each.dim, each.aliases, each.block) for each in group]
+            layout = RowLayout.plan(params, dtypes.param, mesh.shard.size, itemsize=dtypes.itemsize)
+            with raise_together_over(line for line in mesh.lines() if line is not mesh.shard):
+                check_same_model(mesh.shard, [layout], [True], rank_names(mesh.shard))
+            flats.append(
+                RowParams(
+                    [each.param for each in group],
+                    layout,
+                    mesh.shard,
+                    reduce_comm=comm_for_reductions(mesh, [dtypes]) if self.separate_reductions else None,
+                    replicas=mesh.replicas,
+                    dtypes=dtypes,
+                    device=self.device,
+                    pin_memory=self.pin_memory,
+                    gather=self.gather,
+                )
+            )
+        self.hold(flats)
+        self.views = tuple(self._tensor_views(flats))
+        self.is_stale = False
+
+    def _refuse_meta(self) -> None:
+        on_meta = [each.fqn for each in self.rows if each.param.local.is_meta]
+        if on_meta:
+            more = f" and {len(on_meta) - 1} more" if len(on_meta) > 1 else ""
+            raise EngineError(
+                f"{self.name}: the parameter {on_meta[0]!r}{more} is on the meta device: call "
+                f"model.to_empty(device={str(self.device)!r}) and initialise the parameters before the first forward, "
+                "or load a state dict with assign=True"
+            )
+
+    def _groups(self) -> Iterator[tuple[UnitMesh, list[Rows], Dtypes]]:
+        """Parameters that are gathered together: of the same ranks, dtype, device and ``requires_grad``."""
+        found: dict[tuple[object, ...], list[Rows]] = {}
+        for each in self.rows:
+            local = each.param.local
+            key = id(each.mesh), local.dtype, local.device, each.param.sharded.requires_grad
+            found.setdefault(key, []).append(each)
+        for group in found.values():
+            mesh, dtype = group[0].mesh, group[0].param.local.dtype
+            dtypes = dtypes_for(self.mixed_precision, dtype)
+            # Small gradient buffers stay in the cache; other transports need large messages.
+            most = CHUNK_NUMEL if shares_memory(mesh) else None
+            yield from ((mesh, part, dtypes) for part in _parts(group, most))
+
+    def _tensor_views(self, flats: Sequence[RowParams]) -> Iterator[TensorView]:
+        leaves = {param: leaf for flat in flats for param, leaf in zip(map(id, flat.params), flat.leaves, strict=True)}
+        for each in self.rows:
+            if each.block is not None:
+                leaf, mesh = leaves[id(each.param)], each.mesh.tensor_mesh
+                assert mesh is not None
+                yield TensorView(leaf, each.block, mesh, list(each.param.places), is_registered=True)
+
+    # Several modules in one unit
+
+    def enter(self, module: nn.Module) -> None:
+        """Not collective. One of the modules is called next."""
+        self._current = module
+        self._called.add(module)
+
+    @property
+    def is_partly_called(self) -> bool:
+        return len(self._called) < len(self._modules)
+
+    def end_forward(self, *, broken: bool) -> None:
+        super().end_forward(broken=broken)
+        if broken or not self.is_partly_called:
+            self._called.clear()
+
+    def complete_forward(self) -> bool:
+        is_left = bool(self._called) and self.phase is Phase.IDLE
+        self._called.clear()
+        return is_left and self.reshard_after_forward
+
+    def expect_backward(self, *, later: bool) -> None:
+        if not self.num_calls:
+            self._num_calls_of.clear()
+        self._num_calls_of[self._current] += later
+        super().expect_backward(later=later)
+        self.num_calls = max(self._num_calls_of.values())  # each module has its own part of the backward
+
+
+def _parts(group: Sequence[Rows], most: int | None) -> Iterator[list[Rows]]:
+    """Consecutive parts of at most `most` elements, or of one parameter that has more."""
+    part: list[Rows] = []
+    held = 0
+    for each in group:
+        # Of the largest block: the same on all ranks.
+        numel = each.block.largest_numel if each.block is not None else torch.Size(each.shape).numel()
+        if part and most is not None and held + numel > most:
+            yield part
+            part, held = [], 0
+        part.append(each)
+        held += numel
+    if part:
+        yield part
+
+
+@torch.no_grad()
+def shard_rows(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device) -> Rows:
+    """Collective over the ranks of `mesh`, the first time. Replace a parameter by this rank's rows of it.
+
+    Args:
+        dim: along which to cut.
+        home: where the rows are to be; those of a parameter on the meta device stay there.
+    """
+    whole, shape = entry.param, tuple(entry.param.shape)
+    rows = -(-shape[dim] // mesh.shard.size)
+    begin = min(mesh.shard.rank * rows, shape[dim])
+    part = whole.detach().narrow(dim, begin, min(rows, shape[dim] - begin))
+    local = torch.empty(part.shape, dtype=part.dtype, device=part.device if part.is_meta else home).copy_(part)
+    device_mesh, placements = mesh.placed_rows(entry.block, dim)
+    of_whole = shape if entry.block is None else entry.block.shape
+    made = _compat.dtensor(local, device_mesh, placements, of_whole, contiguous_strides(of_whole))
+    before = whole if entry.whole is None else entry.whole
+    sharded = nn.Parameter(made, requires_grad=whole.requires_grad)
+    sharded.__dict__.update(before.__dict__)
+    for replaced in {whole, before}:  # another module, or an optimizer, may hold it
+        managed.mark(replaced, entry.fqn, of_whole)
+        managed.hide(replaced)
+    managed.mark(sharded, entry.fqn, of_whole)
+    param = RowParam(sharded, entry.places, is_shown_elsewhere=entry.block is not None)
+    param.register(sharded)
+    return Rows(entry.fqn, entry.aliases, shape, dim, entry.block, mesh, param)
+
+
+def row_unit_of(module: nn.Module) -> RowUnit | None:
+    """The unit of a module that was given to ``fully_shard``; None for any other."""
+    found: RowUnit | None = module.__dict__.get(UNIT)
+    return found
+
+
+def row_units_in(module: nn.Module) -> list[RowUnit]:
+    """The units within a module, itself included, outer ones first, each once."""
+    return list(dict.fromkeys(unit for inner in module.modules() if (unit := row_unit_of(inner)) is not None))
