@@ -23,33 +23,38 @@ import torch
 from hpcfsdp.flat.layout import ALIGNMENT_BYTES, TensorBlock, contiguous_strides, round_up
 
 
+class Span(NamedTuple):
+    """A view of some elements of the buffer of all shards."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, shards: torch.Tensor) -> torch.Tensor:
+        """The view of a buffer, 1-D."""
+        return shards.as_strided(self.shape, self.stride, shards.storage_offset() + self.offset)
+
+
 class Piece(NamedTuple):
     """Rows of one parameter, and their place in the buffer of all shards.
 
     Attributes:
         dim: along which the parameter is cut.
         begin, rows: along it.
-        split: the shape in which the rows are viewed, one dimension more than the parameter has if they are the chunks
-            of several ranks.
-        stride, offset: of the same elements in the buffer.
+        span: the same elements in the buffer. Its shape has one dimension more than the parameter if they are the
+            chunks of several ranks.
     """
 
     dim: int
     begin: int
     rows: int
-    split: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    span: Span
 
     def of_param(self, whole: torch.Tensor) -> torch.Tensor:
         """The rows in a tensor of the parameter's shape, as a view."""
         if self.rows != whole.shape[self.dim]:
             whole = whole.narrow(self.dim, self.begin, self.rows)
-        return whole.view(self.split)
-
-    def of_shards(self, shards: torch.Tensor) -> torch.Tensor:
-        """The rows in the buffer of all shards, 1-D, as a view."""
-        return shards.as_strided(self.split, self.stride, shards.storage_offset() + self.offset)
+        return whole.view(self.span.shape)
 
 
 @dataclass(frozen=True)
@@ -153,28 +158,34 @@ class RowLayout:
             strides = contiguous_strides(slot.chunk_shape(slot.rows))
             split = (*slot.shape[: slot.dim], full, slot.rows, *slot.shape[slot.dim + 1 :])
             stride = (*strides[: slot.dim], self.shard_numel, *strides[slot.dim :])
-            found.append(Piece(slot.dim, 0, full * slot.rows, split, stride, slot.offset))
+            found.append(Piece(slot.dim, 0, full * slot.rows, Span(split, stride, slot.offset)))
         if full * slot.rows < size:
             rest = size - full * slot.rows
             shape = slot.chunk_shape(rest)
-            place = full * self.shard_numel + slot.offset
-            found.append(Piece(slot.dim, full * slot.rows, rest, shape, contiguous_strides(shape), place))
+            span = Span(shape, contiguous_strides(shape), full * self.shard_numel + slot.offset)
+            found.append(Piece(slot.dim, full * slot.rows, rest, span))
         return tuple(found)
 
-    def gaps(self, shards: torch.Tensor) -> list[torch.Tensor]:
-        """Views of all elements of the buffer of all shards that are no part of a parameter."""
-        table = shards.view(self.num_shards, self.shard_numel)
-        ends = [slot.offset for slot in self.slots[1:]] + [self.shard_numel]
+    def gaps(self) -> list[Span]:
+        """All elements of the buffer of all shards that are no part of a parameter."""
         found = []
+
+        def add(first: int, end: int, begin: int, behind: int) -> None:
+            """Elements `begin` to `behind` of the shards `first` to `end`."""
+            if first < end and begin < behind:
+                offset = first * self.shard_numel + begin
+                found.append(Span((end - first, behind - begin), (self.shard_numel, 1), offset))
+
+        ends = [slot.offset for slot in self.slots[1:]] + [self.shard_numel]
         for slot, end in zip(self.slots, ends, strict=True):
             behind = slot.offset + slot.chunk_numel
-            found.append(table[:, behind:end])
-            full = slot.shape[slot.dim] // slot.rows if slot.rows else 0
-            rest = slot.chunk_numel // slot.rows * (slot.shape[slot.dim] - full * slot.rows) if slot.rows else 0
-            if rest:
-                found.append(table[full, slot.offset + rest : behind])
-            found.append(table[full + bool(rest) :, slot.offset : behind])
-        return [gap for gap in found if gap.numel()]
+            add(0, self.num_shards, behind, end)
+            if slot.chunk_numel:
+                full, rest = divmod(slot.shape[slot.dim], slot.rows)
+                if rest:
+                    add(full, full + 1, slot.offset + slot.chunk_numel // slot.rows * rest, behind)
+                add(full + bool(rest), self.num_shards, slot.offset, behind)
+        return found
 
     def fingerprint(self) -> str:
         """A short text, equal for equal layouts."""

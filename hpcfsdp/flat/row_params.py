@@ -108,6 +108,7 @@ class RowParams(ShardedParams):
         self.params = tuple(params)
         self._own_gather = gather
         self._pieces = [layout.pieces(index) for index in range(len(layout.slots))]
+        self._gaps = layout.gaps()
         self._shapes = [slot.local_shape(comm.rank) for slot in layout.slots]
         self._gathered: torch.Tensor | None = None  # all shards, from `gather` to `finish_gather`
         self._views: list[torch.Tensor] = []
@@ -246,7 +247,7 @@ class RowParams(ShardedParams):
         pairs = list(zip(self._views, self._pieces, strict=True))
         _compat.copy_to_each_(
             [piece.of_param(view) for view, pieces in pairs for piece in pieces],
-            [piece.of_shards(gathered) for _, pieces in pairs for piece in pieces],
+            [piece.span.of(gathered) for _, pieces in pairs for piece in pieces],
         )
 
     def bind(self) -> None:
@@ -262,13 +263,13 @@ class RowParams(ShardedParams):
                 param.register(param.sharded)
 
     def targets(self, buffer: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
-        return [[piece.of_shards(buffer) for piece in pieces] for pieces in self._pieces]
+        return [[piece.span.of(buffer) for piece in pieces] for pieces in self._pieces]
 
     def sources(self, index: int, grad: torch.Tensor) -> Sequence[torch.Tensor]:
         return [piece.of_param(grad) for piece in self._pieces[index]]
 
     def gaps(self, buffer: torch.Tensor) -> Sequence[torch.Tensor]:
-        return self.layout.gaps(buffer)
+        return [gap.of(buffer) for gap in self._gaps]
 
     def grads_of(self, reduced: torch.Tensor, used: Sequence[bool]) -> list[tuple[nn.Parameter, torch.Tensor]]:
         found = zip(self.params, self._rows_of(reduced), used, strict=True)

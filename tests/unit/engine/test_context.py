@@ -65,6 +65,10 @@ class Setting:
             self.queue.plan(self.grads[-1], 0)
         self.queue.alloc()
 
+    def keep_back(self, keeps_back):
+        for grad in self.grads:
+            grad.keeps_back = keeps_back
+
     def enqueue(self, *indices):
         """The backward of units begins: both of their leaves are to get a gradient."""
         for index in indices:
@@ -223,7 +227,7 @@ def test_at_most_two_gradients_hold_memory_that_is_not_shared():
 
 def test_a_gradient_that_is_kept_back_holds_no_buffer_and_is_in_the_next_sum():
     setting = Setting(LateComm(shares_memory=True), 4, 4)
-    setting.queue.keeps_back = True
+    setting.keep_back(True)
     for _ in range(2):
         setting.enqueue(0, 1)
         for index in (1, 0):
@@ -234,7 +238,7 @@ def test_a_gradient_that_is_kept_back_holds_no_buffer_and_is_in_the_next_sum():
             setting.grads[index].outstanding = 0
             setting.queue.advance()
         assert setting.buffers() == [None, None]
-    setting.queue.keeps_back = False
+    setting.keep_back(False)
     assert setting.comm.log == []
     setting.enqueue(0, 1)
     setting.complete(0, 1)
@@ -248,9 +252,9 @@ def test_a_gradient_that_waits_from_an_earlier_step_is_sent_without_a_new_one():
     leaf.grad = torch.full_like(leaf, 3.0)
     setting.queue.move_from_leaf(setting.grads[0], 0)
     setting.grads[0].outstanding = 0
-    setting.queue.keeps_back = True
+    setting.keep_back(True)
     setting.queue.advance()
-    setting.queue.keeps_back = False
+    setting.keep_back(False)
     setting.queue.enqueue(setting.grads[0])
     setting.queue.advance()
     assert setting.comm.log == ["a"]
