@@ -54,6 +54,7 @@ class FSDPModule(stock.FSDPModule):
         """Collective over the ranks of the mesh. Call the module with whole parameters."""
         return self._run(super().__call__, args, kwargs)  # type: ignore[misc]
 
+    @_compat.run_as_written
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Collective. Call a function that computes with the module's parameters."""
         compiler = _compat.set_compiler(None)  # torch.compile may compile the module, not the engine
@@ -293,7 +294,9 @@ class FSDPModule(stock.FSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
         # Not torch's, which expects its own state.
-        return super(stock.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        result = super(stock.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        self._unit_here.mark()
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise EngineError(

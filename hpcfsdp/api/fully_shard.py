@@ -95,7 +95,7 @@ def fully_shard(
         move_buffers(each, device, ignored=ignored)
     offloads = isinstance(offload_policy, CPUOffloadPolicy)
     with raise_together_over(unit_mesh.lines()):
-        own = own_params(modules, ignored=ignored, mesh=unit_mesh, device=device)
+        own = own_params(modules[0] if len(modules) == 1 else modules, ignored=ignored, mesh=unit_mesh, device=device)
         entries = sorted(own.entries, key=lambda entry: entry.index)
         chosen = [_placement(entry, shard_placement_fn) for entry in entries]
     meshes: dict[int, UnitMesh] = {}
@@ -121,6 +121,7 @@ def fully_shard(
         device=device,
         pin_memory=offloads and offload_policy.pin_memory,
     )
+    unit.mark()
     unit.reshard_choice, unit.output_dtype = choice, mp_policy.output_dtype
     for each in modules:
         each.__dict__[UNIT] = unit

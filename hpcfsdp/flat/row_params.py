@@ -46,12 +46,29 @@ class RowParam:
         """This rank's rows."""
         return _compat.local_of(self.sharded)
 
-    @property
-    def assigned(self) -> nn.Parameter | None:
-        """A parameter that the first of its modules holds instead of it."""
-        module, name = self.places[0]
-        found = module._parameters.get(name)
-        return None if found is self.sharded else found
+    def adopt_assigned(self, fqn: str) -> None:
+        """Not collective, at rest. Take a parameter that the first of its modules holds instead of it.
+
+        ``load_state_dict(assign=True)`` assigns others.
+
+        Raises:
+            EngineError: it is no ``DTensor`` of the same ranks, placements and shape.
+        """
+        (module, name), before = self.places[0], self.sharded
+        assigned = module._parameters.get(name)
+        if assigned is before or assigned is None:
+            return
+        wanted = before.device_mesh, before.placements, before.shape
+        if (getattr(assigned, "device_mesh", None), getattr(assigned, "placements", None), assigned.shape) != wanted:
+            raise EngineError(
+                f"a {type(assigned.data).__name__} of shape {tuple(assigned.shape)} was assigned to {fqn!r}, which is "
+                f"a DTensor of shape {tuple(before.shape)} with the placements {list(before.placements)}: assign one "
+                "like it (torch.distributed.tensor.distribute_tensor)"
+            )
+        for name, value in before.__dict__.items():
+            assigned.__dict__.setdefault(name, value)
+        self.sharded = assigned
+        self.register(assigned)
 
     def register(self, param: nn.Parameter) -> None:
         """Have the modules hold `param`."""
@@ -154,7 +171,9 @@ class RowParams(ShardedParams):
             _compat.set_local(param.sharded, memory)
 
     def _make_leaf(self, param: RowParam, view: torch.Tensor) -> nn.Parameter:
-        leaf = nn.Parameter(view, requires_grad=param.sharded.requires_grad)
+        nothing = torch.empty((), dtype=view.dtype, device=view.device)
+        leaf = nn.Parameter(nothing.expand(view.shape), requires_grad=param.sharded.requires_grad)
+        leaf.data = view  # it keeps a version of its own: gathers do not change it
         leaf.__dict__.update(param.sharded.__dict__)
         return leaf
 
@@ -172,42 +191,21 @@ class RowParams(ShardedParams):
             if leaf.requires_grad is not param.sharded.requires_grad:
                 leaf.requires_grad_(param.sharded.requires_grad)
 
+    @torch.no_grad()
     def fits(self) -> bool:
-        """Not collective, at rest. Adopt what the user has assigned; False if that needs other memory than this.
-
-        It does if a parameter has another dtype, device or shape.
-        """
-        for index, (param, memory) in enumerate(zip(self.params, self._locals, strict=True)):
-            if not self.is_unsharded and (assigned := param.assigned) is not None:
-                self._adopt(index, param, assigned)
+        """Not collective, at rest. Copy rows that lie elsewhere. False if they have another dtype, device or shape."""
+        for param, memory in zip(self.params, self._locals, strict=True):
             local = param.local
-            if local is memory or local.data_ptr() == memory.data_ptr() and local.shape == memory.shape:
+            if local is memory or (local.data_ptr() == memory.data_ptr() and local.shape == memory.shape):
                 continue
             if (local.dtype, local.device, local.shape) != (memory.dtype, memory.device, memory.shape):
                 return False
-            with torch.no_grad():
-                memory.copy_(local)
+            memory.copy_(local)
             _compat.set_local(param.sharded, memory)
         return True
 
-    def _adopt(self, index: int, param: RowParam, assigned: nn.Parameter) -> None:
-        """Take a parameter that was assigned to the modules, for instance by ``load_state_dict(assign=True)``."""
-        before, fqn = param.sharded, self.layout.slots[index].fqn
-        wanted = before.device_mesh, before.placements, before.shape
-        if (getattr(assigned, "device_mesh", None), getattr(assigned, "placements", None), assigned.shape) != wanted:
-            raise EngineError(
-                f"rank {self.comm.rank}: a {type(assigned.data).__name__} of shape {tuple(assigned.shape)} was assigned "
-                f"to {fqn!r}, which is a DTensor of shape {tuple(before.shape)} with the placements "
-                f"{list(before.placements)}: assign one like it (torch.distributed.tensor.distribute_tensor)"
-            )
-        for module, name in param.places[1:]:
-            module._parameters[name] = assigned
-        for name, value in before.__dict__.items():
-            assigned.__dict__.setdefault(name, value)
-        param.sharded = assigned
-
     def adopt_user_data(self) -> None:
-        """Nothing is left to do: ``fits`` was called before the pass."""
+        """Nothing is left to do: that was before the pass."""
 
     def publish(self) -> None:
         if self._rows_in_window and self.shard is not None:

@@ -14,7 +14,7 @@ from hpcfsdp import _compat
 from hpcfsdp.sharded import managed
 from hpcfsdp.sharded.own import NOTHING_IGNORED, Ignored, OwnParam, OwnParams
 from hpcfsdp.sharded.tensor_parallel import block_of, leaf_of
-from hpcfsdp.sharded.unit import is_unit, unit_of, units_in
+from hpcfsdp.sharded.unit import is_unit, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 
 
@@ -137,7 +137,7 @@ def move_buffers(root: nn.Module, device: torch.device, *, ignored: Ignored = NO
         return tensor if tensor.is_meta or tensor in left else tensor.to(device)
 
     def visit(module: nn.Module) -> None:
-        if unit_of(module) is not None:
+        if is_unit(module):
             return
         if type(module)._apply is _compat.apply_to_module:
             for name, buffer in module._buffers.items():

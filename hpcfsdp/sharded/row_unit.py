@@ -101,11 +101,19 @@ class RowUnit(ModelUnit):
         """All of them."""
         return [module for ref in self._modules if (module := ref()) is not None]
 
+    def mark(self) -> None:
+        """Not collective. Mark its parameters as owned by a unit. Moving them to a device takes the marks off."""
+        for each in self.rows:
+            managed.mark(each.param.sharded, each.fqn, tuple(each.param.sharded.shape))
+
     def inner_units(self) -> Sequence[RowUnit]:
         return list(dict.fromkeys(unit for module in self.modules for unit in row_units_in(module)))
 
     def fits(self) -> bool:
         """Not collective, at rest. Adopt what the user has assigned. False if the memory has to be made anew."""
+        if not self.values.is_unsharded:
+            for each in self.rows:
+                each.param.adopt_assigned(each.fqn)
         return not self.is_stale and all(flat.fits() for flat in self.flats)
 
     def prepare(self) -> None:
@@ -242,7 +250,6 @@ def shard_rows(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device) ->
     for replaced in {whole, before}:  # another module, or an optimizer, may hold it
         managed.mark(replaced, entry.fqn, of_whole)
         managed.hide(replaced)
-    managed.mark(sharded, entry.fqn, of_whole)
     param = RowParam(sharded, entry.places, is_shown_elsewhere=entry.block is not None)
     param.register(sharded)
     return Rows(entry.fqn, entry.aliases, shape, dim, entry.block, mesh, param)
