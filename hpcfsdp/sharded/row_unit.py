@@ -109,6 +109,10 @@ class RowUnit(ModelUnit):
     def inner_units(self) -> Sequence[RowUnit]:
         return list(dict.fromkeys(unit for module in self.modules for unit in row_units_in(module)))
 
+    def choose_reshard(self) -> None:
+        """As in torch, modules of the outermost unit hold whole parameters between a forward and its backward."""
+        self.reshard_after_forward = not self.is_root if self.reshard_choice is None else self.reshard_choice
+
     def fits(self) -> bool:
         """Not collective, at rest. Adopt what the user has assigned. False if the memory has to be made anew."""
         if not self.values.is_unsharded:
