@@ -15,7 +15,6 @@ from hpcfsdp import _compat, accelerator
 from hpcfsdp.engine.containers import apply_to_tensors, to_kwargs
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.launch import calls
 from hpcfsdp.launch.calls import public_call
 from hpcfsdp.sharded.lazy_init import become_root

@@ -30,7 +30,7 @@ from hpcfsdp.sharded.flatten import move_buffers, own_params
 from hpcfsdp.sharded.groups import resolve_mesh, with_dtensors
 from hpcfsdp.sharded.optimizer_check import watch_optimizers
 from hpcfsdp.sharded.own import Ignored, OwnParam
-from hpcfsdp.sharded.row_unit import RowUnit, Rows, row_unit_of, shard_rows
+from hpcfsdp.sharded.row_unit import Rows, RowUnit, row_unit_of, shard_rows
 from hpcfsdp.sharded.unit import UNIT, unit_of
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 

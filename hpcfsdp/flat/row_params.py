@@ -276,7 +276,8 @@ class RowParams(ShardedParams):
     def _views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         begin = full.storage_offset()
         return [
-            full.as_strided(slot.shape, contiguous_strides(slot.shape), begin + slot.start) for slot in self.layout.slots
+            full.as_strided(slot.shape, contiguous_strides(slot.shape), begin + slot.start)
+            for slot in self.layout.slots
         ]
 
     def _rows_of(self, shard: torch.Tensor) -> list[torch.Tensor]:

@@ -21,9 +21,10 @@ from hpcfsdp.sharded.build import join_tp_group
 from hpcfsdp.sharded.group_cache import GroupCache
 from hpcfsdp.sharded.unit import ShardedUnit, unit_of, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
+from hpcfsdp.state.dtensors import DTensorRanks
 from hpcfsdp.state.shards import LocalShards
-from hpcfsdp.state.tensors import StateTensor, unsharded
-from hpcfsdp.state.wrappers import CleanNames, group_of
+from hpcfsdp.state.tensors import StateTensor
+from hpcfsdp.state.wrappers import CleanNames
 
 EXTRA_STATE = "_extra_state"
 """The last part of the name of a module's extra state, as in torch."""
@@ -80,7 +81,7 @@ def communicator_of(model: nn.Module) -> Communicator:
     for unit in units:
         unit.mesh.connect()
     if not units:
-        comm = communicator_for(group_of(model), required=False)
+        comm = communicator_for(DTensorRanks(model).group(), required=False)
     else:
         mesh = largest_mesh(units)
         comm = mesh.shard if mesh.data is None else mesh.comm()
@@ -160,7 +161,10 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
         parts = LocalShards.of_shard(layout, flat.parameter.data)
         names = [slot.fqn for slot in layout.slots]
         found += parts.in_file(mesh, names, with_aliases=True, are_read_by_others=flat.is_resident)
-    found += [unsharded(name, tensor, tuple(aliases)) for tensor, (name, *aliases) in plain_tensors(model).items()]
+    ranks = DTensorRanks(model)
+    found += [
+        ranks.state_tensor(name, tensor, tuple(aliases)) for tensor, (name, *aliases) in plain_tensors(model).items()
+    ]
     names: set[str] = set()
     for tensor in found:
         for name in (tensor.name, *tensor.aliases):

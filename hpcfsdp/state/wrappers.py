@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel as TorchFSDP
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -108,24 +106,3 @@ def settle(model: nn.Module) -> None:
             )
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward without a backward the outermost one is whole
-
-
-def group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The process group that a model was given which hpcfsdp has not sharded; None for that of all ranks.
-
-    Raises:
-        CheckpointError: its parts were given different groups.
-    """
-    groups = {module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)}
-    meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
-    groups |= {mesh.get_group() for mesh in meshes if mesh.ndim == 1 and mesh.get_coordinate()}
-    ranks = {tuple(dist.get_process_group_ranks(group)) for group in groups}
-    if len(ranks) > 1:
-        one, other = sorted(ranks)[:2]
-        raise CheckpointError(
-            f"one part of the model is on the ranks {list(one)}, another one on {list(other)}: save and load each on "
-            "its own"
-        )
-    if not groups or len(*ranks) == dist.get_world_size():
-        return None
-    return min(groups, key=lambda group: group.group_name)

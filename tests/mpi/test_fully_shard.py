@@ -144,7 +144,7 @@ def test_activation_checkpointing(world, meshes, ours_on, kind):
         model = Net().double()
         for index, block in enumerate(model.blocks):
             if kind == "wrapper inside":
-                block = model.blocks[index] = checkpoint_wrapper(block)  # noqa: PLW2901
+                block = model.blocks[index] = checkpoint_wrapper(block)
             fsdp.fully_shard(block, mesh=mesh)
             if kind == "wrapper outside":
                 model.blocks[index] = checkpoint_wrapper(block)
@@ -165,7 +165,7 @@ def test_compiled(world, meshes, ours_on, where):
         model = Net().double()
         for index, block in enumerate(model.blocks):
             if where == "blocks before":
-                block = model.blocks[index] = torch.compile(block, backend="aot_eager")  # noqa: PLW2901
+                block = model.blocks[index] = torch.compile(block, backend="aot_eager")
             elif where == "in place":
                 block.compile(backend="aot_eager")
             fsdp.fully_shard(block, mesh=mesh)
@@ -194,7 +194,9 @@ def test_mixed_precision(world, meshes, ours_on, policy):
 
     def program(fsdp, mesh):
         inner = {key: value for key, value in arguments.items() if key != "output_dtype"}
-        model = make(fsdp, mesh, dtype=fp32, mp_policy=[fsdp.MixedPrecisionPolicy(**each) for each in (inner, arguments)])
+        model = make(
+            fsdp, mesh, dtype=fp32, mp_policy=[fsdp.MixedPrecisionPolicy(**each) for each in (inner, arguments)]
+        )
         dtypes = []
         model.blocks[1].register_forward_hook(lambda _module, args, out: dtypes.append((args[0].dtype, out.dtype)))
         found = train(model, world.rank)

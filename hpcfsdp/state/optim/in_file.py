@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, StateDictError
+from hpcfsdp.state.dtensors import DTensorRanks
 from hpcfsdp.state.optim.compare import StateInfo, allgather_state_info, check_same_groups, convert_all_state_info
 from hpcfsdp.state.optim.entry_plan import flatten_zero_dim_tensor_optim_state
 from hpcfsdp.state.optim.load import allocate_optim_state
@@ -121,7 +122,7 @@ def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo]) ->
             if "/" in key:
                 raise CheckpointError(f"optimizer state {key!r} of {fqn!r}: a key with / in it cannot be saved")
             if isinstance(value, torch.Tensor):
-                tensors.append(unsharded(f"{fqn}/{key}", value))
+                tensors.append(own.dtensor_ranks.state_tensor(f"{fqn}/{key}", value))
             elif isinstance(value, (bool, int, float)):
                 scalars[f"{fqn}/{key}"] = value
             elif isinstance(value, Unpicklable):
@@ -172,7 +173,7 @@ class OptimizerRestore:
             given.setdefault(fqn, {})[key] = value
         with _errors_as(CheckpointMismatchError):
             plan = LoadPlan(model, optimizer, {"state": given, "param_groups": groups}, None, in_file=True)
-        self._optimizer, self._plan = optimizer, plan
+        self._optimizer, self._plan, ranks = optimizer, plan, DTensorRanks(model)
         self._groups = [
             # An optimizer that was built from names keeps its own.
             {k: _fitted(optimizer, number, k, v) for k, v in group.items() if k not in ("params", "param_names")}
@@ -202,7 +203,11 @@ class OptimizerRestore:
                 key: _empty_state(*owners[fqn], key, value) if isinstance(value, TensorInfo) else value
                 for key, value in state.items()
             }
-            self.tensors += [unsharded(f"{fqn}/{k}", v) for k, v in found.items() if isinstance(v, torch.Tensor)]
+            self.tensors += [
+                ranks.state_tensor(f"{fqn}/{key}", value)
+                for key, value in found.items()
+                if isinstance(value, torch.Tensor)
+            ]
 
     @property
     def param_names(self) -> list[str]:
