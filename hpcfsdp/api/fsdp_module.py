@@ -13,6 +13,7 @@ from torch import nn
 
 from hpcfsdp import _compat, accelerator
 from hpcfsdp.engine.containers import apply_to_tensors, to_kwargs
+from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
 from hpcfsdp.launch import calls
@@ -61,6 +62,9 @@ class FSDPModule(stock.FSDPModule):
         if outermost:
             calls.here.call = f'forward of "{unit.name}"'
         try:
+            if unit.phase in (Phase.FORWARD, Phase.RECOMPUTE):  # a method that computes calls the module itself
+                _compat.set_compiler(compiler)
+                return function(*args, **kwargs)
             root = _root_of(unit)
             if not root.is_busy and root.device.type != "cpu":  # a batch may be in host memory
                 args, kwargs = to_kwargs(args, kwargs, root.device)
@@ -170,7 +174,7 @@ class FSDPModule(stock.FSDPModule):
         Raises:
             ValueError: it is zero, or no number.
         """
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor or factor != factor:
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not abs(factor) > 0:
             raise ValueError(f"the divide factor must be a number other than 0, not {factor!r}")
         self._unit_here.reduce_options.divide_by = factor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -35,6 +35,7 @@ from hpcfsdp.sharded.unit import UNIT, unit_of
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 
 Module = TypeVar("Module", bound=nn.Module)
+_NO_MIXED_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
 
 
 @overload
@@ -48,8 +49,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    mp_policy: MixedPrecisionPolicy = _NO_MIXED_PRECISION,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
@@ -83,7 +84,11 @@ def fully_shard(
         NotImplementedError: `dp_mesh_dims` is given.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
-    _check(modules, mesh, mp_policy, offload_policy, dp_mesh_dims)
+    if not modules:
+        raise ValueError("fully_shard was given an empty list: give it one module or more")
+    for each in modules:
+        _check_module(each)
+    _check_options(mesh, mp_policy, offload_policy, dp_mesh_dims)
     watch_optimizers()
     strategy = ShardingStrategy.HYBRID_SHARD if mesh is not None and mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
     ignored = Ignored(params=frozenset(ignored_params or ()))
@@ -130,42 +135,43 @@ def fully_shard(
     return module
 
 
-def _check(modules: Sequence[Any], mesh: Any, mp_policy: Any, offload_policy: Any, dp_mesh_dims: Any) -> None:
+def _check_module(module: Any) -> None:
+    """Refuse what is no module, has no forward, or is sharded already."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard takes a torch.nn.Module or a list of them, not {type(module).__name__}")
+    kind = type(module).__name__
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"fully_shard was given a {kind}, which has no forward in which its parameters could be gathered: shard "
+            "the modules in it, or the module that calls them"
+        )
+    if row_unit_of(module) is not None:
+        raise ValueError(f"fully_shard was called twice with the same {kind}: call it once")
+    for name, inner in module.named_modules():
+        where = f"{name!r} in the {kind}" if name else f"the {kind}"
+        if unit_of(inner) is not None or isinstance(inner, stock.FullyShardedDataParallel):
+            raise ValueError(
+                f"{where} is wrapped in FullyShardedDataParallel: shard a model with either fully_shard or "
+                "FullyShardedDataParallel"
+            )
+        if isinstance(inner, stock.FSDPModule) and not isinstance(inner, FSDPModule):
+            raise ValueError(
+                f"{where} is sharded with torch's fully_shard: use hpcfsdp.fully_shard for all modules of a model, or "
+                "torch's"
+            )
+
+
+def _check_options(mesh: Any, mp_policy: Any, offload_policy: Any, dp_mesh_dims: Any) -> None:
     """Refuse arguments before anything is changed."""
-    if not modules:
-        raise ValueError("fully_shard was given an empty list: give it one module or more")
-    for module in modules:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"fully_shard takes a torch.nn.Module or a list of them, not {type(module).__name__}")
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-            raise ValueError(
-                f"fully_shard was given a {type(module).__name__}, which has no forward in which its parameters could "
-                "be gathered: shard the modules in it, or the module that calls them"
-            )
-        if row_unit_of(module) is not None:
-            raise ValueError(f"fully_shard was called twice on the same {type(module).__name__}: call it once")
-        for name, inner in module.named_modules():
-            where = f"its module {name!r}" if name else "it"
-            if unit_of(inner) is not None or isinstance(inner, stock.FullyShardedDataParallel):
-                raise ValueError(
-                    f"{where} is wrapped in FullyShardedDataParallel already: shard a model with either "
-                    "fully_shard or FullyShardedDataParallel"
-                )
-            if isinstance(inner, stock.FSDPModule) and not isinstance(inner, FSDPModule):
-                raise ValueError(
-                    f"{where} is sharded with torch's fully_shard already: use hpcfsdp.fully_shard for all modules of "
-                    "a model, or torch's"
-                )
-    if mesh is not None:
-        if not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
-        if mesh.ndim not in (1, 2):
-            raise ValueError(
-                f"fully_shard takes a mesh of one dimension, or of two (replicate, shard), not {mesh.ndim}: pass a "
-                "slice of it, such as mesh['shard']"
-            )
-        if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-            raise ValueError("a mesh of two dimensions needs names: make it with mesh_dim_names=('replicate', 'shard')")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
+    if mesh is not None and mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard takes a mesh of one dimension, or of two (replicate, shard), not {mesh.ndim}: pass a slice "
+            "of it, such as mesh['shard']"
+        )
+    if mesh is not None and mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ValueError("a mesh of two dimensions needs names: make it with mesh_dim_names=('replicate', 'shard')")
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, not {mp_policy!r}")
     if not isinstance(offload_policy, OffloadPolicy):

@@ -9,6 +9,7 @@ then what the unit has saved for its backward is freed, and one buffer is enough
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,10 @@ class Values:
         return any(flat.is_unsharded for flat in self.flats)
 
 
+def _gather(flat: ShardedParams, async_op: bool) -> Any:
+    return flat.gather(async_op=async_op)
+
+
 class Context:
     """The queues of work of one root, and what is gathered on them.
 
@@ -90,10 +95,8 @@ class Context:
         streams.wait(Queue.GATHER, self.shards_written, Wait.SHARDS_WRITTEN)
         self.free_retired(keep=0 if ahead else 1, unless=values)
         for flat in values.gathers:
-            finish = flat.finish_gather if flat.finishes_gather else None
-            values.gathered = streams.launch(
-                Queue.GATHER, lambda async_op, flat=flat: flat.gather(async_op=async_op), finish
-            )
+            gather = functools.partial(_gather, flat)
+            values.gathered = streams.launch(Queue.GATHER, gather, flat.finish_gather)
 
     def await_unshard(self, values: Values) -> None:
         """Have the leaves show the gathered values."""

@@ -127,7 +127,7 @@ class RowParams(ShardedParams):
         self._pieces = [layout.pieces(index) for index in range(len(layout.slots))]
         self._gaps = layout.gaps()
         self._shapes = [slot.local_shape(comm.rank) for slot in layout.slots]
-        self._gathered: torch.Tensor | None = None  # all shards, from `gather` to `finish_gather`
+        self._gathered: torch.Tensor | None = None  # all shards, from `gather` to `_copy_out`
         self._views: list[torch.Tensor] = []
         self._rows_in_window: list[torch.Tensor] = []
         self.shard: torch.Tensor | None = None
@@ -231,11 +231,11 @@ class RowParams(ShardedParams):
         return comm.all_gather_into_tensor(self._gathered, ready, async_op=async_op)
 
     @property
-    def finishes_gather(self) -> bool:
-        return not self._buffer.resident
+    def finish_gather(self) -> Callable[[], None] | None:
+        return None if self._buffer.resident else self._copy_out
 
     @torch.no_grad()
-    def finish_gather(self) -> None:
+    def _copy_out(self) -> None:
         """Copy the parameters out of the gathered shards."""
         gathered, self._gathered = self._gathered, None
         if gathered is None:
@@ -274,11 +274,8 @@ class RowParams(ShardedParams):
         return [(param.sharded, _compat.dtensor_like(param.sharded, rows)) for param, rows, is_used in found if is_used]
 
     def _views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
-        begin = full.storage_offset()
-        return [
-            full.as_strided(slot.shape, contiguous_strides(slot.shape), begin + slot.start)
-            for slot in self.layout.slots
-        ]
+        begin, slots = full.storage_offset(), self.layout.slots
+        return [full.as_strided(slot.shape, contiguous_strides(slot.shape), begin + slot.start) for slot in slots]
 
     def _rows_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's rows in a tensor that is laid out like a shard."""

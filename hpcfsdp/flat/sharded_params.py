@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -125,13 +125,10 @@ class ShardedParams(abc.ABC):
     def gather(self, *, async_op: bool = False) -> Work | None:
         """Collective over `comm`. Gather all shards; ``bind`` may follow when the returned work is done."""
 
-    def finish_gather(self) -> None:
-        """Not collective. What is left to do when the work of ``gather`` is done, on the same queue."""
-
     @property
-    def finishes_gather(self) -> bool:
-        """Whether ``finish_gather`` does anything."""
-        return False
+    def finish_gather(self) -> Callable[[], None] | None:
+        """What is left to do when the work of ``gather`` is done, on the same queue; not collective."""
+        return None
 
     @abc.abstractmethod
     def bind(self) -> None:

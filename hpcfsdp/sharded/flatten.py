@@ -85,8 +85,9 @@ def own_params(
     here = device or next(iter(devices), None)
     there = None if mesh is None else mesh.dtensor_ranks.device
     if here is not None and there is not None and here.type != there.type:
+        kinds = " + ".join(type(each).__name__ for each in roots.values())
         raise ValueError(
-            f"the parameters of {type(next(iter(roots.values()))).__name__} are on {here}, and its ranks communicate on {there.type}: pass "
+            f"the parameters of {kinds} are on {here}, and its ranks communicate on {there.type}: pass "
             f"device_id={there.type!r}, or a process group or mesh for {here.type}"
         )
     groups: dict[tuple[torch.dtype, bool, bool], list[OwnParam]] = {}

@@ -120,7 +120,7 @@ def test_a_model_of_the_meta_device_is_loaded(world, shared_path):
     for block in model.blocks:
         ours.fully_shard(block)
     ours.fully_shard(model)
-    with pytest.raises(hpcfsdp.errors.EngineError, match="on the meta device: call model.to_empty"):
+    with pytest.raises(hpcfsdp.errors.EngineError, match=r"on the meta device: call model\.to_empty"):
         model(batches(0, 1)[0])
     hpcfsdp.checkpoint.load(shared_path / "file.h5", model=model)
     ids = batches(0, 1)[0]

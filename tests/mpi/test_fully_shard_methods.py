@@ -1,0 +1,498 @@
+"""Methods that ``fully_shard`` adds to modules: next to torch's where it has the same, and errors for wrong uses."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+import torch.distributed.fsdp as stock
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor, Replicate
+
+import hpcfsdp
+import hpcfsdp.fsdp2 as ours
+from hpcfsdp.errors import EngineError
+from tests.mpi.row_cases import Net, batches, make, same, train, whole
+
+
+@pytest.fixture(scope="module")
+def meshes(world, gloo):
+    everyone = init_device_mesh("cpu", (world.size,))
+    return {"torch": everyone, "shared memory": everyone, "gloo": DeviceMesh.from_group(gloo.group, "cpu")}
+
+
+@pytest.fixture(params=["shared memory", "gloo"])
+def ours_on(request, meshes):
+    return meshes[request.param]
+
+
+def kinds(model):
+    """Of each parameter whether its module holds rows or the whole."""
+    return str({name: isinstance(param, DTensor) for name, param in model.named_parameters()})
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_unshard_and_reshard(world, meshes, ours_on, async_op):
+    def program(fsdp, mesh):
+        model = make(fsdp, mesh)
+        found = [kinds(model)]
+        for _ in range(2):
+            handle = model.blocks[1].unshard(async_op=async_op)
+            if async_op:
+                assert isinstance(handle, stock.UnshardHandle)
+                handle.wait()
+                handle.wait()
+            else:
+                assert handle is None
+            found += [kinds(model), model.blocks[1].up.weight.detach().clone()]
+            model.blocks[1].reshard()
+            model.blocks[1].reshard()
+            found.append(kinds(model))
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(2)
+        return [*found, train(model, world.rank)]
+
+    same(program, meshes["torch"], ours_on)
+
+
+def test_unsharded_before_the_forward_and_within_it(world, meshes, ours_on):
+    def program(fsdp, mesh):
+        model = make(fsdp, mesh)
+        found = []
+
+        def ahead(*_):
+            model.blocks[2].unshard(async_op=True)
+
+        model.blocks[0].register_forward_pre_hook(ahead)
+        for ids in batches(world.rank, 2):
+            model.unshard(async_op=True)
+            model.blocks[1].unshard()
+            loss = model(ids).square().mean()
+            found += [kinds(model), loss.detach()]
+            loss.backward()
+            found += [whole(param.grad) for param in model.parameters()]
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.sub_(param.grad, alpha=0.1)
+                    param.grad = None
+        return found
+
+    same(program, meshes["torch"], ours_on)
+
+
+def test_what_modules_hold_after_forward_and_backward(world, meshes, ours_on):
+    def program(fsdp, mesh):
+        model, found = make(fsdp, mesh), []
+        first, second, third = batches(world.rank, 3)
+        loss = model(first).square().mean()
+        found.append(kinds(model))
+        loss.backward()
+        found.append(kinds(model))
+        model.set_reshard_after_forward(False)
+        loss = model(second).square().mean()
+        found.append(kinds(model))
+        loss.backward()
+        model.set_reshard_after_forward(True)
+        model.set_reshard_after_backward(False)
+        loss = model(third).square().mean()
+        found.append(kinds(model))
+        loss.backward()
+        found.append(kinds(model))
+        loss = model(first).square().mean()
+        found.append(loss.detach())
+        loss.backward()
+        return [*found, [whole(model.blocks[0].up.weight.detach().clone())]]
+
+    same(program, meshes["torch"], ours_on)
+
+
+def test_a_step_of_an_optimizer_ends_what_backwards_have_kept(world, ours_on):
+    model = make(ours, ours_on)
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batches(world.rank, 1)[0]).square().mean().backward()
+    assert not isinstance(model.blocks[0].up.weight, DTensor)
+    optimizer.step()
+    assert isinstance(model.blocks[0].up.weight, DTensor)
+
+
+@pytest.mark.parametrize("recurse", [True, False])
+def test_gradient_divide_factor(world, meshes, ours_on, recurse):
+    def program(fsdp, mesh):
+        model = make(fsdp, mesh)
+        for module in model.modules() if recurse else [model.blocks[1]]:
+            if isinstance(module, stock.FSDPModule):
+                module.set_gradient_divide_factor(3.0)
+        return train(model, world.rank, clip=1e9)
+
+    same(program, meshes["torch"], ours_on)
+
+
+@pytest.mark.ranks(4)
+def test_gradient_divide_factor_of_hybrid_sharding(world):
+    def program(fsdp, mesh):
+        model = make(fsdp, mesh)
+        for module in model.modules():
+            if isinstance(module, stock.FSDPModule):
+                module.set_gradient_divide_factor(3.0)
+        return train(model, world.rank, clip=1e9)
+
+    same(program, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def test_all_reduce_hook(world, meshes, ours_on):
+    def program(fsdp, mesh):
+        model, calls = make(fsdp, mesh), []
+
+        def hook(grad):
+            calls.append(grad.dim())
+            grad.mul_(3)
+
+        model.blocks[1].set_all_reduce_hook(hook)
+        found = train(model, world.rank, clip=1e9)
+        return {**found, "calls": str(calls)}
+
+    same(program, meshes["torch"], ours_on)
+
+
+class Comm:
+    """Counts, and does what torch does without it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def allocate(self, size, *, dtype, device):
+        self.calls.append("allocate")
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(Comm, AllGather):
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.calls.append("gather")
+        return torch.distributed.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class Scatter(Comm, ReduceScatter):
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self.calls.append("scatter")
+        return torch.distributed.reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch has renamed the functions
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+def test_custom_collectives(world, meshes, ours_on):
+    used = []
+
+    def program(fsdp, mesh):
+        model, gather, scatter = make(fsdp, mesh), Gather(), Scatter()
+        model.blocks[1].set_custom_all_gather(gather)
+        model.blocks[2].set_custom_reduce_scatter(scatter)
+        found = train(model, world.rank)
+        used.append((gather.calls, scatter.calls))
+        return found
+
+    same(program, meshes["torch"], ours_on)
+    gathered, scattered = used[-1]
+    assert gathered == ["allocate", "gather"] * 6  # in each forward and each backward
+    assert scattered == ["allocate", "scatter"] * 3
+
+
+def test_explicit_prefetching(world, meshes):
+    """The parameters of a block are being gathered while another computes."""
+    seen = {}
+
+    def program(fsdp, mesh):
+        model = make(fsdp, mesh)
+        first, second, third = model.blocks
+        first.set_modules_to_forward_prefetch([second, third])
+        third.set_modules_to_backward_prefetch([second, first])
+        if fsdp is ours:
+
+            def note(when):
+                seen.setdefault(when, [block._hpcfsdp_unit.values.is_gathered for block in model.blocks])
+
+            first.register_forward_pre_hook(lambda *_: note("forward"))
+            third.register_full_backward_hook(lambda *_: note("backward"))
+        return train(model, world.rank)
+
+    same(program, meshes["torch"], meshes["gloo"])
+    assert seen["forward"] == [True, True, True]
+    assert seen["backward"][:2] == [True, True]
+
+
+def test_options_that_change_no_result(world, meshes, ours_on):
+    def program(fsdp, mesh):
+        model = make(fsdp, mesh)
+        model.set_reduce_scatter_max_input_buffers(2)
+        for module in model.modules():
+            if isinstance(module, stock.FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        if fsdp is ours:
+            model.set_separate_reduce_scatter_group(False)
+            model.set_post_optim_event(torch.Event())
+        model.set_is_last_backward(True)
+        model.get_submodule("blocks.0").set_unshard_in_backward(True)
+        first = train(model, world.rank)
+        model.set_reduce_scatter_max_input_buffers(3)
+        return [first, train(model, world.rank)]
+
+    same(program, meshes["torch"], ours_on)
+
+
+def test_an_embedding_is_not_gathered_in_the_backward(world, meshes, ours_on):
+    def program(fsdp, mesh):
+        torch.manual_seed(0)
+        model = Net().double()
+        fsdp.fully_shard(model.embed, mesh=mesh)
+        model.embed.set_unshard_in_backward(False)
+        return train(fsdp.fully_shard(model, mesh=mesh), world.rank)
+
+    same(program, meshes["torch"], ours_on)
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_parameters_that_no_rank_uses(world, meshes, ours_on, fill):
+    class Partly(Net):
+        def forward(self, ids):
+            return self.head(self.embed(ids)) + self.blocks[0].up.bias.sum() * 0
+
+    def program(fsdp, mesh):
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(Partly().double(), mesh=mesh)
+        model.set_reduce_scatter_unused_params(fill)
+        model(batches(world.rank, 1)[0]).square().mean().backward()
+        return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+
+    found = same(program, meshes["torch"], ours_on)
+    assert (found["norm.weight"] is None) is not fill
+
+
+def test_parameters_that_one_rank_uses(world, ours_on):
+    """torch needs an option to have ranks reduce the same gradients. Here the others contribute zeros."""
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}).double()
+
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x):
+            return self.layers["a"](x) if world.rank else self.layers["b"](x)
+
+    model = ours.fully_shard(Either(), mesh=ours_on)
+    model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    assert torch.equal(whole(layers["b"].bias.grad), torch.full((3,), 1 / world.size, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_after_an_exception(world, meshes, ours_on, where):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("on purpose")
+
+    model, other = make(ours, ours_on), make(ours, ours_on)
+
+    def fail(_module, _arguments, out):
+        if where == "forward":
+            raise RuntimeError("on purpose")
+        return Fails.apply(out)
+
+    model.set_requires_gradient_sync(False)
+    model(batches(world.rank, 1)[0]).sum().backward()
+    model.set_requires_gradient_sync(True)
+    handle = model.blocks[1].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model(batches(world.rank, 1)[0]).sum().backward()
+    handle.remove()
+    model.reset_iter_state()
+    torch.testing.assert_close(train(model, world.rank), train(other, world.rank), rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="inner unit"):
+        model.blocks[0].reset_iter_state()
+
+
+def test_a_method_that_computes(world, meshes, ours_on):
+    class Generates(Net):
+        def generate(self, ids, *, times):
+            for _ in range(times):
+                ids = self(ids).argmax(-1)
+            return self.norm(self.embed(ids))
+
+    def program(fsdp, mesh):
+        torch.manual_seed(0)
+        model = Generates().double()
+        fsdp.fully_shard(model.norm, mesh=mesh)
+        fsdp.fully_shard(model, mesh=mesh)
+        fsdp.register_fsdp_forward_method(model, "generate")
+        with torch.no_grad():
+            found = model.generate(batches(world.rank, 1)[0], times=2)
+        return found.clone()
+
+    same(program, meshes["torch"], ours_on)
+    plain = Net()
+    ours.register_fsdp_forward_method(plain, "anything")  # no module of ours: nothing happens
+    with pytest.raises(ValueError, match="has no method 'nothing'"):
+        ours.register_fsdp_forward_method(make(ours, ours_on), "nothing")
+
+
+def test_hooks_of_users_see_reduced_rows(world, meshes, ours_on):
+    def program(fsdp, mesh):
+        model, seen = make(fsdp, mesh), []
+
+        def note(param):
+            seen.append(whole(param.grad))
+            param.grad = None
+
+        for param in model.blocks[1].parameters():
+            param.register_post_accumulate_grad_hook(note)
+        model(batches(world.rank, 1)[0]).square().mean().backward()
+        return [len(seen), seen, [param.grad is None for param in model.parameters()]]
+
+    same(program, meshes["torch"], ours_on)
+
+
+# Wrong uses
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("build", "error", "match"),
+    [
+        (lambda: ours.fully_shard(nn.ModuleList([nn.Linear(2, 2)])), ValueError, "has no forward"),
+        (lambda: ours.fully_shard([]), ValueError, "empty list"),
+        (lambda: ours.fully_shard("model"), TypeError, "not str"),
+        (lambda: ours.fully_shard(ours.fully_shard(nn.Linear(2, 2))), ValueError, "twice"),
+        (lambda: ours.fully_shard(Scalar()), ValueError, "has no dimension"),
+        (lambda: ours.fully_shard(nn.Sequential(stock.fully_shard(nn.Linear(2, 2)))), ValueError, "torch's"),
+        (
+            lambda: ours.fully_shard(nn.Sequential(hpcfsdp.FullyShardedDataParallel(nn.Linear(2, 2)))),
+            ValueError,
+            "wrapped in FullyShardedDataParallel",
+        ),
+        (lambda: ours.fully_shard(nn.Linear(2, 2), mesh="all"), TypeError, "must be a torch DeviceMesh"),
+        (
+            lambda: ours.fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1, 1, 1))),
+            ValueError,
+            "one dimension, or of two",
+        ),
+        (
+            lambda: ours.fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1, 1))),
+            ValueError,
+            "needs names",
+        ),
+        (lambda: ours.fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16), TypeError, "MixedPrecisionPolicy"),
+        (lambda: ours.fully_shard(nn.Linear(2, 2), offload_policy=True), TypeError, "OffloadPolicy"),
+        (lambda: ours.fully_shard(nn.Linear(2, 2), reshard_after_forward=2), ValueError, "must divide the 1 rank"),
+        (lambda: ours.fully_shard(nn.Linear(2, 2), reshard_after_forward="yes"), ValueError, "'yes'"),
+        (
+            lambda: ours.fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: Replicate()),
+            ValueError,
+            "must be a Shard",
+        ),
+        (
+            lambda: ours.fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: stock_shard(3)),
+            ValueError,
+            r"which has 2 dimension\(s\)",
+        ),
+        (lambda: ours.fully_shard(nn.Linear(2, 2), dp_mesh_dims=object()), NotImplementedError, "dp_mesh_dims"),
+        (lambda: copy.deepcopy(ours.fully_shard(nn.Linear(2, 2))), EngineError, "cannot be copied"),
+        (lambda: pickle.dumps(ours.fully_shard(nn.Linear(2, 2))), EngineError, "cannot be pickled"),
+        (lambda: ours.share_comm_ctx([nn.Linear(2, 2)]), ValueError, "not Linear"),
+        (
+            lambda: ours.fully_shard(nn.Linear(2, 2)).set_modules_to_forward_prefetch([nn.Linear(2, 2)]),
+            ValueError,
+            "not Linear",
+        ),
+        (lambda: ours.fully_shard(nn.Linear(2, 2)).set_reshard_after_forward(1), ValueError, "True or False, not 1"),
+        (lambda: ours.fully_shard(nn.Linear(2, 2)).set_requires_gradient_sync(None), ValueError, "not None"),
+        (lambda: ours.fully_shard(nn.Linear(2, 2)).set_gradient_divide_factor(0), ValueError, "other than 0"),
+        (lambda: ours.fully_shard(nn.Linear(2, 2)).set_reduce_scatter_max_input_buffers(0), ValueError, "got 0"),
+        (lambda: ours.fully_shard(nn.Linear(2, 2)).set_reduce_scatter_max_input_buffers(True), TypeError, "bool"),
+        (lambda: ours.fully_shard(nn.Linear(2, 2)).set_symm_mem_for_comm(), NotImplementedError, "REGISTERED_MEMORY"),
+        (lambda: ours.fully_shard(nn.Linear(2, 2))._get_fsdp_state(), EngineError, "its own fully_shard"),
+        (lambda: hpcfsdp.FullyShardedDataParallel(ours.fully_shard(nn.Linear(2, 2))), ValueError, "fully_shard"),
+    ],
+)
+def test_wrong_uses(world, build, error, match):
+    with pytest.raises(error, match=match):
+        build()
+
+
+class Scalar(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def stock_shard(dim):
+    from torch.distributed.tensor import Shard
+
+    return Shard(dim)
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_tied_to_one_of_another_unit(world):
+    model = Net(tied=True)
+    ours.fully_shard(model.embed)
+    with pytest.raises(ValueError, match="tied to 'weight'"):
+        ours.fully_shard(model)
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_from_before(world):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ours.fully_shard(model)
+    model(batches(0, 1)[0]).sum().backward()
+    with pytest.raises(EngineError, match="sharded after the optimizer was built"):
+        optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_a_list_is_no_outermost_module(world):
+    first, second = ours.fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])
+    with pytest.raises(RuntimeError, match="called first"):
+        first(torch.ones(1, 2))
+    del second
+
+
+@pytest.mark.ranks(2)
+def test_a_wrong_parameter_is_assigned(world):
+    model = make(ours, None)
+    model.norm.weight = nn.Parameter(torch.ones(7, dtype=torch.float64))
+    with pytest.raises(EngineError, match="assign one like it"):
+        model(batches(0, 1)[0])
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_models(world):
+    model = ours.fully_shard(nn.Linear(4, 4 + world.rank))
+    with pytest.raises(hpcfsdp.errors.DisagreementError, match="different models"):
+        model(torch.ones(1, 4))
+
+
+@pytest.mark.ranks(1)
+def test_every_method_of_torch_s_class_is_there(world):
+    """A method of torch that is not would read the state of torch's own engine."""
+    public = {name for name in vars(stock.FSDPModule) if not name.startswith("_")}
+    missing = public - set(vars(ours.FSDPModule))
+    assert not missing
+    for name in public:
+        theirs, own = (inspect.signature(getattr(kind, name)) for kind in (stock.FSDPModule, ours.FSDPModule))
+        assert list(theirs.parameters) == list(own.parameters), name
+    theirs, own = inspect.signature(stock.fully_shard), inspect.signature(ours.fully_shard)
+    assert [(p.name, p.kind) for p in theirs.parameters.values()] == [(p.name, p.kind) for p in own.parameters.values()]
+    for name in ("register_fsdp_forward_method", "share_comm_ctx"):
+        theirs, own = (inspect.signature(getattr(module, name)) for module in (stock, ours))
+        assert list(theirs.parameters) == list(own.parameters)
+    names = {"CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle"}
+    assert names | {"fully_shard", "register_fsdp_forward_method", "share_comm_ctx"} == set(ours.__all__)
