@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -29,7 +29,7 @@ from hpcfsdp.launch.calls import public_call
 from hpcfsdp.sharded.flatten import move_buffers, own_params
 from hpcfsdp.sharded.groups import resolve_mesh, with_dtensors
 from hpcfsdp.sharded.optimizer_check import watch_optimizers
-from hpcfsdp.sharded.own import Ignored, OwnParam
+from hpcfsdp.sharded.own import NOTHING_IGNORED, Ignored, OwnParam
 from hpcfsdp.sharded.row_unit import Rows, RowUnit, row_unit_of, shard_rows
 from hpcfsdp.sharded.unit import UNIT, unit_of
 from hpcfsdp.sharded.unit_mesh import UnitMesh
@@ -89,34 +89,53 @@ def fully_shard(
     for each in modules:
         _check_module(each)
     _check_options(mesh, mp_policy, offload_policy, dp_mesh_dims)
-    watch_optimizers()
     strategy = ShardingStrategy.HYBRID_SHARD if mesh is not None and mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
-    ignored = Ignored(params=frozenset(ignored_params or ()))
+    shard_modules(
+        modules,
+        resolve_mesh(None, mesh, strategy),
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored=Ignored(params=frozenset(ignored_params or ())),
+    )
+    return module
+
+
+def shard_modules(
+    modules: Sequence[nn.Module],
+    mesh: UnitMesh,
+    *,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = _NO_MIXED_PRECISION,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    ignored: Ignored = NOTHING_IGNORED,
+) -> None:
+    """Collective over the ranks of `mesh`. Make one unit of the modules. Arguments are those of ``fully_shard``."""
+    choice = _reshard_choice(reshard_after_forward, mesh.shard.size)
+    watch_optimizers()
     container = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    unit_mesh = with_dtensors(resolve_mesh(None, mesh, strategy), container, ignored.params)
-    choice = _reshard_choice(reshard_after_forward, unit_mesh.shard.size)
-    device = unit_mesh.dtensor_ranks.device
+    mesh = with_dtensors(mesh, container, ignored.params)
+    device, offloads = mesh.dtensor_ranks.device, isinstance(offload_policy, CPUOffloadPolicy)
     for each in modules:
         move_buffers(each, device, ignored=ignored)
-    offloads = isinstance(offload_policy, CPUOffloadPolicy)
-    with raise_together_over(unit_mesh.lines()):
-        own = own_params(modules[0] if len(modules) == 1 else modules, ignored=ignored, mesh=unit_mesh, device=device)
+    with raise_together_over(mesh.lines()):
+        own = own_params(modules[0] if len(modules) == 1 else modules, ignored=ignored, mesh=mesh, device=device)
         entries = sorted(own.entries, key=lambda entry: entry.index)
         chosen = [_placement(entry, shard_placement_fn) for entry in entries]
-    meshes: dict[int, UnitMesh] = {}
+    others: dict[int, UnitMesh] = {}
     rows: list[Rows] = []
     for entry, (dim, other) in zip(entries, chosen, strict=True):
-        own_mesh = unit_mesh
-        if other is not None and other is not mesh:
-            if id(other) not in meshes:
-                meshes[id(other)] = _other_mesh(other, unit_mesh)
-            own_mesh = meshes[id(other)]
+        if other is not None and id(other) not in others:
+            others[id(other)] = mesh if other is mesh.device_mesh else _other_mesh(other, mesh)
+        own_mesh = mesh if other is None else others[id(other)]
         rows.append(shard_rows(entry, own_mesh, dim, torch.device("cpu") if offloads else device))
     unit = RowUnit(
         " + ".join(type(each).__name__ for each in modules),
         modules,
         rows,
-        mesh=unit_mesh,
+        mesh=mesh,
         mixed_precision=MixedPrecision(
             param_dtype=mp_policy.param_dtype,
             reduce_dtype=mp_policy.reduce_dtype,
@@ -124,7 +143,7 @@ def fully_shard(
             cast_root_forward_inputs=mp_policy.cast_forward_inputs,
         ),
         device=device,
-        pin_memory=offloads and offload_policy.pin_memory,
+        pin_memory=isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory,
     )
     unit.mark()
     unit.reshard_choice, unit.output_dtype = choice, mp_policy.output_dtype
@@ -132,7 +151,6 @@ def fully_shard(
         each.__dict__[UNIT] = unit
         each.__class__ = extended_class(type(each))
     _register_state_hooks(unit)
-    return module
 
 
 def _check_module(module: Any) -> None:

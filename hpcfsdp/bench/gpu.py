@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hpcfsdp import _compat, accelerator
-from hpcfsdp.bench.step import FLOOR, OWN, STOCK, make_model, quiet, training_step
+from hpcfsdp.bench.step import FLOOR, OWN, OWN_ROWS, STOCK, make_model, quiet, training_step
 from hpcfsdp.bench.tables import Table, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.bench.trace import Activity, traced
@@ -156,7 +156,7 @@ class _Contest:
         found: dict[str, tuple[int, Activity | None]] = {}
         losses: dict[str, torch.Tensor] = {}
         skipped: dict[str, str] = {}
-        for engine in (FLOOR, *STOCK, OWN) if own is None else _IMAGINED:
+        for engine in (FLOOR, *STOCK, OWN, OWN_ROWS) if own is None else _IMAGINED:
             group = own if engine == OWN else dist.group.WORLD
             try:
                 with quiet():

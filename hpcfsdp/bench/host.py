@@ -9,17 +9,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
 
-from hpcfsdp.bench.step import OWN, wrap
+from hpcfsdp.api.fully_shard import shard_modules
+from hpcfsdp.bench.step import OWN, OWN_ROWS, wrap
 from hpcfsdp.bench.tables import Table, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.sharded.unit_mesh import UnitMesh
 
 PLAIN = "plain"
-ENGINES = (PLAIN, "fsdp1", "fsdp1_orig", "fsdp2", OWN, f"{OWN}_orig")
+ENGINES = (PLAIN, "fsdp1", "fsdp1_orig", "fsdp2", OWN, f"{OWN}_orig", OWN_ROWS)
 RANKS = 8
 WIDTH, ROWS = 16, 2
 _CALLS = 4
@@ -94,7 +99,15 @@ def table(found: Measurement) -> Table:
 
 def _step(engine: str, group: Any, units: int) -> Callable[[], None]:
     torch.manual_seed(0)
-    model = wrap(engine, nn.Sequential(*(SmallUnit() for _ in range(units))), group, unit=SmallUnit)
+    model = nn.Sequential(*(SmallUnit() for _ in range(units)))
+    if engine == OWN_ROWS:
+        ranks = np.arange(RANKS)[None]
+        device_mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+        mesh = UnitMesh(ShardingStrategy.FULL_SHARD, {"shard": group}, group, ranks, device_mesh)
+        for module in (*model, model):
+            shard_modules([module], mesh)
+    else:
+        model = wrap(engine, model, group, unit=SmallUnit)
     x = torch.randn(ROWS, WIDTH)
 
     def step() -> None:

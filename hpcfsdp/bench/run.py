@@ -14,7 +14,7 @@ from hpcfsdp.bench.tables import MIB, Table
 _MODULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "collectives": (collectives, {"sizes": [MIB * size for size in (1, 16, 64)], "repeats": 9}),
     "backends": (backends, {"layers": 6, "width": 512, "repeats": 9}),
-    "step": (step, {"layers": 6, "width": 512, "tensor": 1, "repeats": 9}),
+    "step": (step, {"layers": 6, "width": 512, "tensor": 1, "fused": False, "repeats": 9}),
     "memory": (memory, {"layers": 8, "width": 768, "keep_freed": False, "repeats": 5}),
     "optim-state": (optim_state, {"layers": 16, "width": 2048, "repeats": 9}),
     "checkpoint": (checkpoint, {"nbytes": 1 << 30, "tensors": 300, "folder": None, "repeats": 5}),

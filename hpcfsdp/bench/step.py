@@ -22,6 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import hpcfsdp.fsdp as ours
+from hpcfsdp import fsdp2
 from hpcfsdp.bench.tables import Table, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.errors import UsageError
@@ -31,9 +32,11 @@ from hpcfsdp.examples.gpt.transformer import GPT, VOCABULARY, Block
 from hpcfsdp.world import World
 
 FLOOR, OWN = "floor", "hpcfsdp"
+OWN_ROWS = f"{OWN}_rows"
+"""With ``hpcfsdp.fully_shard``."""
 STOCK = ("ddp", "fsdp1", "fsdp2")
-ENGINES = (FLOOR, *STOCK, OWN)
-IN_TWO_DIMENSIONS = (FLOOR, "fsdp1", "fsdp2", OWN)
+ENGINES = (FLOOR, *STOCK, OWN, OWN_ROWS)
+IN_TWO_DIMENSIONS = (FLOOR, "fsdp1", "fsdp2", OWN, OWN_ROWS)
 """Engines that shard tensor-parallel layers."""
 CONTEXT, BATCH, HEADS = 64, 2, 8
 CPU = torch.device("cpu")
@@ -53,10 +56,13 @@ class Measurement:
     losses: dict[str, float]
 
 
-def measure(world: World, *, layers: int, width: int, repeats: int, tensor: int = 1) -> Measurement:
+def measure(
+    world: World, *, layers: int, width: int, repeats: int, tensor: int = 1, fused: bool = False
+) -> Measurement:
     """Collective over all ranks. Steps of all engines in turn: stock torch over gloo, hpcfsdp over the world.
 
     Args:
+        fused: see ``training_step``.
         tensor: tensor-parallel ranks, which compute with the same sequences.
     """
     if world.size % tensor or HEADS % tensor:
@@ -68,8 +74,8 @@ def measure(world: World, *, layers: int, width: int, repeats: int, tensor: int 
     losses: dict[str, float] = {}
 
     def noting_loss(engine: str) -> Callable[[], None]:
-        group = own if engine == OWN else gloo
-        shape = {"layers": layers, "width": width, "tensor": tensor}
+        group = own if engine.startswith(OWN) else gloo
+        shape = {"layers": layers, "width": width, "tensor": tensor, "fused": fused}
         step = training_step(engine, group, **shape, rank=rank, ranks=world.size // tensor)
 
         def run() -> None:
@@ -110,6 +116,7 @@ def training_step(
     batch: int = BATCH,
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
+    fused: bool = False,
 ) -> Callable[[], torch.Tensor]:
     """Collective over `group`. Make a model under an engine; the function takes one step and returns the loss.
 
@@ -122,6 +129,7 @@ def training_step(
         context: tokens of a sequence.
         batch: sequences of a step.
         dtype: of computation and communication; what optimizers step is float32.
+        fused: AdamW steps all parameters in one call, and not one by one.
     """
     torch.manual_seed(0)
     with device:
@@ -134,7 +142,7 @@ def training_step(
         group = group["shard"]
     model = module if engine == FLOOR else wrap(engine, module, group, unit=Block, dtype=dtype, device=device)
     params = [_share(module, ranks)] if engine == FLOOR else model.parameters()
-    optimizer = torch.optim.AdamW(params, lr=1e-4)
+    optimizer = torch.optim.AdamW(params, lr=1e-4, fused=fused or None)
     zero_grad = model.zero_grad if engine == FLOOR else optimizer.zero_grad
     ids = make_batch(rank, context, batch).to(device)
     casts = engine == "ddp" and dtype != torch.float32  # the others keep parameters of this dtype
@@ -190,13 +198,13 @@ def wrap(
 
     Args:
         engine: "plain" (the bare model), "ddp", "fsdp1", "fsdp2" or "hpcfsdp"; "fsdp1_orig" and "hpcfsdp_orig" set
-            ``use_orig_params``.
+            ``use_orig_params``, "hpcfsdp_rows" uses ``fully_shard``.
         group: its process group, or a mesh of one dimension.
         unit: the class of the modules that become units.
         dtype: in which units compute, and send values and gradients; "plain" and "ddp" do so in that of the model.
         device: of the model.
     """
-    name, _, orig = engine.partition("_")
+    name, _, style = engine.partition("_")
     mesh = group if isinstance(group, DeviceMesh) else None
     where = {"process_group": group} if mesh is None else {"device_mesh": mesh}
     narrow = None if dtype == torch.float32 else dtype
@@ -204,10 +212,12 @@ def wrap(
         if name == "ddp":
             return DistributedDataParallel(model, process_group=group)
         if name == "fsdp2":
-            return _fully_shard(model, mesh or DeviceMesh.from_group(group, device.type), unit, narrow)
+            return _fully_shard(stock, model, mesh or DeviceMesh.from_group(group, device.type), unit, narrow)
+        if engine == OWN_ROWS:
+            return _fully_shard(fsdp2, model, mesh, unit, narrow)
         mixed = None if narrow is None else stock.MixedPrecision(param_dtype=narrow)
         policy = ModuleWrapPolicy({unit})
-        options = {**where, "auto_wrap_policy": policy, "device_id": device, "use_orig_params": bool(orig)}
+        options = {**where, "auto_wrap_policy": policy, "device_id": device, "use_orig_params": style == "orig"}
         if name == "fsdp1":
             return stock.FullyShardedDataParallel(model, **options, mixed_precision=mixed)
         if name == OWN:
@@ -220,11 +230,14 @@ def units(model: nn.Module, unit: type[nn.Module]) -> Iterable[nn.Module]:
     return [module for module in model.modules() if isinstance(module, unit)]
 
 
-def _fully_shard(model: nn.Module, mesh: DeviceMesh, unit: type[nn.Module], dtype: torch.dtype | None) -> nn.Module:
+def _fully_shard(
+    fsdp: Any, model: nn.Module, mesh: DeviceMesh | None, unit: type[nn.Module], dtype: torch.dtype | None
+) -> nn.Module:
     policy = stock.MixedPrecisionPolicy(param_dtype=dtype)
     for module in units(model, unit):
-        stock.fully_shard(module, mesh=mesh, mp_policy=policy)
-    return stock.fully_shard(model, mesh=mesh, mp_policy=policy)
+        fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
+    fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
 
 
 def _meshes(world: World, tensor: int) -> tuple[DeviceMesh, DeviceMesh]:

@@ -68,6 +68,7 @@ def parser() -> Parser:
     made.add_argument(
         "--bytes", type=_bytes, dest="nbytes", metavar="SIZE", help="checkpoint: of all parameters; default: 1GiB"
     )
+    made.add_argument("--fused", action="store_true", help="step: AdamW steps all parameters in one call")
     made.add_argument("--dtype", choices=("bf16", "fp32"), help="gpu: of computation; default: bf16")
     made.add_argument("--sizes", type=_megabytes, nargs="+", metavar="MIB", help="collectives: default 1 16 64")
     made.add_argument(

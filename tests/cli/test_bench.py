@@ -49,20 +49,20 @@ def test_bench_step_measures_every_engine_with_equal_losses(hpcfsdp):
     job = hpcfsdp("bench", "step", *SMALL, "--json", ranks=2)
     assert job.code == 0, job.stderr
     measured = json.loads(job.stdout)["measured"]
-    assert list(measured) == ["floor", "ddp", "fsdp1", "fsdp2", "hpcfsdp"]
+    assert list(measured) == ["floor", "ddp", "fsdp1", "fsdp2", "hpcfsdp", "hpcfsdp_rows"]
     assert all(len(one["seconds"]) == 1 and one["hpcfsdp_ratio"] > 0 for one in measured.values())
     losses = [one["loss"] for engine, one in measured.items() if engine != "floor"]
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
+    assert losses == pytest.approx([losses[0]] * 5, rel=1e-4)
     assert measured["floor"]["loss"] > losses[0]
 
 
 def test_bench_step_with_tensor_parallelism(hpcfsdp):
-    job = hpcfsdp("bench", "step", *SMALL, "--tensor", "2", "--json", ranks=4)
+    job = hpcfsdp("bench", "step", *SMALL, "--fused", "--tensor", "2", "--json", ranks=4)
     assert job.code == 0, job.stderr
     measured = json.loads(job.stdout)["measured"]
-    assert list(measured) == ["floor", "fsdp1", "fsdp2", "hpcfsdp"]
+    assert list(measured) == ["floor", "fsdp1", "fsdp2", "hpcfsdp", "hpcfsdp_rows"]
     losses = [one["loss"] for engine, one in measured.items() if engine != "floor"]
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
 
 
 def test_bench_host(hpcfsdp):

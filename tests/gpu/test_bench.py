@@ -29,8 +29,8 @@ def test_all_engines_do_the_same_work(world):
     if dist.get_backend() == "hpcmpi":
         pytest.skip("a comparison of the ways over the devices' own backend")
     found = gpu.measure(world, **SHAPE, dtype=DTYPE, repeats=1, imagined_ranks=1)
-    assert set(found.figures) | set(found.skipped) == {"floor", "ddp", "fsdp1", "fsdp2", "hpcfsdp"}
-    assert {"floor", "ddp", "fsdp2", "hpcfsdp"} <= set(found.figures), found.skipped
+    assert set(found.figures) | set(found.skipped) == {"floor", "ddp", "fsdp1", "fsdp2", "hpcfsdp", "hpcfsdp_rows"}
+    assert {"floor", "ddp", "fsdp2", "hpcfsdp", "hpcfsdp_rows"} <= set(found.figures), found.skipped
     trained = [one for engine, one in found.figures.items() if engine != "floor"]
     assert [one.loss for one in trained] == pytest.approx([trained[0].loss] * len(trained), rel=2e-2)
     assert found.figures["floor"].loss > trained[0].loss
@@ -47,7 +47,7 @@ def test_a_step_launches_no_more_than_one_of_torch_and_waits_for_nothing(world):
     if simulated is None or dist.get_backend() == "hpcmpi":
         pytest.skip("counted on the simulated device alone")
     counted = {}
-    for engine in ("fsdp2", "hpcfsdp"):
+    for engine in ("fsdp2", "hpcfsdp", "hpcfsdp_rows"):
         shape = {**SHAPE, "rank": world.rank, "ranks": world.size, "device": world.device}
         step = training_step(engine, dist.group.WORLD, **shape)
         for _ in range(3):
@@ -57,7 +57,8 @@ def test_a_step_launches_no_more_than_one_of_torch_and_waits_for_nothing(world):
         step()
         counted[engine] = simulated.launches(), simulated.waits()
     assert counted["hpcfsdp"][0] <= counted["fsdp2"][0]
-    assert counted["hpcfsdp"][1] == {}
+    assert counted["hpcfsdp_rows"][0] <= counted["fsdp2"][0]
+    assert counted["hpcfsdp"][1] == counted["hpcfsdp_rows"][1] == {}
 
 
 @pytest.mark.ranks(1)
