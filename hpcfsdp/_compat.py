@@ -424,9 +424,15 @@ def dtensor(
     return DTensor(local.detach(), spec, requires_grad=False)
 
 
+def _new_dtensor(kind: type, *args: Any, **kwargs: Any) -> Any:
+    # Without torch's decorator, which keeps its compiler out of here and takes as long as the function.
+    function = getattr(kind.__new__, "__wrapped__", kind.__new__)
+    return function(kind, *args, **kwargs)
+
+
 def dtensor_like(tensor: Any, local: torch.Tensor) -> Any:
     """Not collective. A ``DTensor`` with `local` on this rank, for the rest like `tensor`."""
-    return type(tensor)(local, tensor._spec, requires_grad=False)
+    return _new_dtensor(type(tensor), local, tensor._spec, requires_grad=False)
 
 
 def set_local(tensor: Any, local: torch.Tensor) -> None:

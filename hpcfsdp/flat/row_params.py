@@ -21,7 +21,7 @@ from hpcfsdp.flat.layout import contiguous_strides
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.flat.row_layout import RowLayout
 from hpcfsdp.flat.sharded_params import ShardedParams
-from hpcfsdp.flat.storage import Buffer, Resident, Transient, Whole
+from hpcfsdp.flat.storage import Buffer, Resident, Transient, Whole, alloc_storage, free_storage
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """The program's function that makes all shards, one after the other, of this rank's."""
@@ -73,10 +73,15 @@ class RowParam:
     def register(self, param: nn.Parameter) -> None:
         """Have the modules hold `param`."""
         for module, name in self.places:
-            if type(module).__setattr__ is nn.Module.__setattr__:
+            if _keeps_only_registry(module):
                 module._parameters[name] = param
-            else:  # an LSTM keeps a list, too
+            else:
                 setattr(module, name, param)
+
+
+def _keeps_only_registry(module: nn.Module) -> bool:
+    """Whether a module holds its parameters in one place; an LSTM keeps a list, too."""
+    return type(module).__setattr__ is nn.Module.__setattr__
 
 
 class RowParams(ShardedParams):
@@ -126,14 +131,27 @@ class RowParams(ShardedParams):
         self._own_gather = gather
         self._pieces = [layout.pieces(index) for index in range(len(layout.slots))]
         self._gaps = layout.gaps()
-        self._shapes = [slot.local_shape(comm.rank) for slot in layout.slots]
-        self._gathered: torch.Tensor | None = None  # all shards, from `gather` to `_copy_out`
+        shapes = [slot.local_shape(comm.rank) for slot in layout.slots]
+        self._places_in_shard = [
+            (shape, contiguous_strides(shape), slot.offset) for shape, slot in zip(shapes, layout.slots, strict=True)
+        ]
+        self._own_gathered: torch.Tensor | None = None  # what the program has gathered, until `_copy_out`
         self._views: list[torch.Tensor] = []
         self._rows_in_window: list[torch.Tensor] = []
         self.shard: torch.Tensor | None = None
         self._buffer = self._make_buffer(pin_memory)
         self.leaves = tuple(self._make_leaf(*pair) for pair in zip(self.params, self._views, strict=True))
         self._buffer.free()
+        # In each call of a unit: most modules have a registry alone.
+        self._plain: list[tuple[dict[str, nn.Parameter | None], str, RowParam, nn.Parameter]] = []
+        self._others: list[tuple[RowParam, nn.Parameter]] = []
+        for param, leaf in zip(self.params, self.leaves, strict=True):
+            if param.is_shown_elsewhere:
+                continue
+            if all(_keeps_only_registry(module) for module, _ in param.places):
+                self._plain += [(module._parameters, name, param, leaf) for module, name in param.places]
+            else:
+                self._others.append((param, leaf))
 
     def _make_buffer(self, pin_memory: bool) -> Buffer:
         """Make the buffer for gathered values and the shard, and move the rows there."""
@@ -160,7 +178,18 @@ class RowParams(ShardedParams):
             return Whole(self.shard)
         made = Transient(comm, layout.whole_numel, dtypes.compute, self.device)
         self._views = self._views_of(made.full)
+        self._gathered = torch.empty(layout.padded_numel, dtype=dtypes.compute, device=self.device)
+        self._segment = segment(self._gathered, comm)
+        # Views are made once: their memory is allocated and freed, the tensors stay.
+        pairs = list(zip(self._views, self._pieces, strict=True))
+        self._copied_to = [piece.of_param(view) for view, pieces in pairs for piece in pieces]
+        self._copied_from = self._spans_in(self._gathered)
+        free_storage(self._gathered)
         return made
+
+    def _spans_in(self, shards: torch.Tensor) -> list[torch.Tensor]:
+        """All pieces in a buffer of all shards."""
+        return [piece.span.of(shards) for pieces in self._pieces for piece in pieces]
 
     @torch.no_grad()
     def _take(self, rows: Sequence[torch.Tensor]) -> None:
@@ -214,21 +243,17 @@ class RowParams(ShardedParams):
     def gather(self, *, async_op: bool = False) -> Work | None:
         if self._buffer.resident:
             return None
-        layout, comm, shard = self.layout, self.comm, self.shard
+        comm, shard = self.comm, self.shard
         assert shard is not None
         if self._own_gather is not None:
-            self._gathered = self._own_gather(shard.to(self.device, self.dtypes.compute))
+            self._own_gathered = self._own_gather(shard.to(self.device, self.dtypes.compute))
             return None
         with comm.gathering_memory():
-            self._gathered = torch.empty(layout.padded_numel, dtype=self.dtypes.compute, device=self.device)
-        mine = segment(self._gathered, comm)
-        if comm.size == 1:
-            mine.copy_(shard, non_blocking=True)
-            return None
+            alloc_storage(self._gathered, self._gathered.numel())
         ready = shard
-        if shard.dtype != mine.dtype or shard.device != mine.device:
-            ready = mine.copy_(shard, non_blocking=True)
-        return comm.all_gather_into_tensor(self._gathered, ready, async_op=async_op)
+        if shard.dtype != self.dtypes.compute or shard.device != self.device or comm.size == 1:
+            ready = self._segment.copy_(shard, non_blocking=True)
+        return None if comm.size == 1 else comm.all_gather_into_tensor(self._gathered, ready, async_op=async_op)
 
     @property
     def finish_gather(self) -> Callable[[], None] | None:
@@ -237,28 +262,25 @@ class RowParams(ShardedParams):
     @torch.no_grad()
     def _copy_out(self) -> None:
         """Copy the parameters out of the gathered shards."""
-        gathered, self._gathered = self._gathered, None
-        if gathered is None:
-            return
         assert isinstance(self._buffer, Transient)
         self._buffer.alloc()
-        pairs = list(zip(self._views, self._pieces, strict=True))
-        _compat.copy_to_each_(
-            [piece.of_param(view) for view, pieces in pairs for piece in pieces],
-            [piece.span.of(gathered) for _, pieces in pairs for piece in pieces],
-        )
+        own, self._own_gathered = self._own_gathered, None
+        _compat.copy_to_each_(self._copied_to, self._copied_from if own is None else self._spans_in(own))
+        free_storage(self._gathered)
 
     def bind(self) -> None:
         self.is_unsharded = True
-        for param, leaf in zip(self.params, self.leaves):  # noqa: B905 (this runs twice in each call of a unit)
-            if not param.is_shown_elsewhere:
-                param.register(leaf)
+        for registry, name, _, leaf in self._plain:
+            registry[name] = leaf
+        for param, leaf in self._others:
+            param.register(leaf)
 
     def unbind(self) -> None:
         self.is_unsharded = False
-        for param in self.params:
-            if not param.is_shown_elsewhere:
-                param.register(param.sharded)
+        for registry, name, param, _ in self._plain:
+            registry[name] = param.sharded
+        for param, _ in self._others:
+            param.register(param.sharded)
 
     def targets(self, buffer: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
         return [[piece.span.of(buffer) for piece in pieces] for pieces in self._pieces]
@@ -280,7 +302,4 @@ class RowParams(ShardedParams):
     def _rows_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's rows in a tensor that is laid out like a shard."""
         begin = shard.storage_offset()
-        return [
-            shard.as_strided(shape, contiguous_strides(shape), begin + slot.offset)
-            for shape, slot in zip(self._shapes, self.layout.slots, strict=True)
-        ]
+        return [shard.as_strided(shape, stride, begin + offset) for shape, stride, offset in self._places_in_shard]
