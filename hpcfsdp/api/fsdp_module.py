@@ -68,7 +68,8 @@ class FSDPModule(stock.FSDPModule):
             root = _root_of(unit)
             if not root.is_busy and root.device.type != "cpu":  # a batch may be in host memory
                 args, kwargs = to_kwargs(args, kwargs, root.device)
-            unit.enter(cast(nn.Module, self))
+            if unit.phase is Phase.IDLE:
+                unit.enter(cast(nn.Module, self))
             if unit.output_dtype is not None:
                 function = functools.partial(_call_and_cast, function, unit.output_dtype)
             return root.forward(unit, function, args, kwargs, compiler)
@@ -105,7 +106,7 @@ class FSDPModule(stock.FSDPModule):
         unit = self._unit_here
         if unit.root is not None:
             unit.root.recover()
-            unit.root.reshard(unit)
+            unit.root.reshard([unit])
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether the forward frees whole parameters, to gather them again for the backward.
@@ -211,7 +212,10 @@ class FSDPModule(stock.FSDPModule):
                 unit.context.reductions.plan(grad, index)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
-        """Have `hook` change this rank's part of each reduced gradient in place, 1-D, for instance by an all-reduce.
+        """Have `hook` change this rank's part of each reduced gradient in place, for instance by an all-reduce.
+
+        It is called with a 1-D tensor of the rows of all parameters of one dtype and ``requires_grad``, with gaps
+        between them, after the division.
 
         Args:
             stream: of the device, on which to call it; for a mesh of one dimension.
@@ -224,6 +228,7 @@ class FSDPModule(stock.FSDPModule):
         if stream is not None and unit.mesh.is_hybrid:
             raise ValueError("stream= cannot be set for hybrid sharding, which reduces on streams of its own")
         unit.reduce_options.hook = hook if stream is None else functools.partial(_call_on, stream, hook)
+        unit.is_stale = True  # gradients are not divided by size then
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather the module's parameters with torch's ``AllGather`` object `comm`."""
@@ -295,10 +300,12 @@ class FSDPModule(stock.FSDPModule):
             unit.root.forget_step()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self.reshard()
+        unit = self._unit_here
+        if unit.root is not None:
+            unit.root.reshard([unit], meet=False)
         # Not torch's, which expects its own state.
         result = super(stock.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        self._unit_here.mark()
+        unit.mark()
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

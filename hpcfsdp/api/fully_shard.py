@@ -23,7 +23,6 @@ from torch.distributed.tensor import Shard
 
 from hpcfsdp.api.fsdp_module import FSDPModule, extended_class
 from hpcfsdp.comm import raise_together_over
-from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.streams import streams_for
 from hpcfsdp.launch.calls import public_call
 from hpcfsdp.sharded.flatten import move_buffers, own_params
@@ -83,7 +82,7 @@ def fully_shard(
         ShardingError: DTensors of the module are on ranks of `mesh`.
         NotImplementedError: `dp_mesh_dims` is given.
     """
-    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    modules = _outermost(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
         raise ValueError("fully_shard was given an empty list: give it one module or more")
     for each in modules:
@@ -128,7 +127,7 @@ def shard_modules(
     rows: list[Rows] = []
     for entry, (dim, other) in zip(entries, chosen, strict=True):
         if other is not None and id(other) not in others:
-            others[id(other)] = mesh if other is mesh.device_mesh else _other_mesh(other, mesh)
+            others[id(other)] = mesh if other == mesh.device_mesh else _other_mesh(other, mesh)
         own_mesh = mesh if other is None else others[id(other)]
         rows.append(shard_rows(entry, own_mesh, dim, torch.device("cpu") if offloads else device))
     unit = RowUnit(
@@ -151,6 +150,20 @@ def shard_modules(
         each.__dict__[UNIT] = unit
         each.__class__ = extended_class(type(each))
     _register_state_hooks(unit)
+
+
+def _outermost(modules: Sequence[Any]) -> list[Any]:
+    """The modules of a list without those inside of others, which their units hold anyway."""
+    if len({id(module) for module in modules}) < len(modules):
+        raise ValueError("fully_shard was given a list that names a module twice: name it once")
+    inside = {
+        id(inner)
+        for module in modules
+        if isinstance(module, nn.Module)
+        for inner in module.modules()
+        if inner is not module
+    }
+    return [module for module in modules if id(module) not in inside]
 
 
 def _check_module(module: Any) -> None:
@@ -242,14 +255,15 @@ def _register_state_hooks(unit: RowUnit) -> None:
     """Have the modules hold their rows while a state dict is made or loaded."""
     reference = weakref.ref(unit)
 
-    def reshard(*_arguments: Any) -> None:
+    def reshard(*_arguments: Any, meet: bool) -> None:
         unit = reference()
-        if unit is not None and unit.root is not None and unit.phase is Phase.IDLE:
-            unit.root.reshard(unit)
+        if unit is not None and unit.root is not None:
+            unit.root.reshard([unit], meet=meet)
 
+    before_saving, before_loading = (functools.partial(reshard, meet=writes) for writes in (False, True))
     for module in dict.fromkeys([*unit.modules, *(place for each in unit.rows for place, _ in each.param.places)]):
-        module.register_state_dict_pre_hook(reshard)
-        module.register_load_state_dict_pre_hook(reshard)
+        module.register_state_dict_pre_hook(before_saving)
+        module.register_load_state_dict_pre_hook(before_loading)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

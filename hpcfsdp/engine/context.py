@@ -390,10 +390,12 @@ class Reductions:
         if not grad.has_replicas:
             event = streams.launch(Queue.REDUCE, begin, finish)
         elif streams.overlap:
-            event = streams.launch(Queue.REDUCE, begin)
+            event = streams.launch(Queue.REDUCE, begin, grad.add_partial)  # whose memory is that of REDUCE, too
             slot.in_use += (grad.arriving,)  # its memory is that of REDUCE, which is done with it before REPLICATE
             streams.wait(Queue.REPLICATE, event, Wait.SHARD_REDUCED)
             event = streams.launch(Queue.REPLICATE, lambda async_op: grad.reduce_over_replicas(label), finish)
         else:
-            event = streams.launch(Queue.REDUCE, begin, lambda: (grad.reduce_over_replicas(label), finish()))
+            event = streams.launch(
+                Queue.REDUCE, begin, lambda: (grad.add_partial(), grad.reduce_over_replicas(label), finish())
+            )
         slot.event = self._last[grad] = event

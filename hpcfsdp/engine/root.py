@@ -7,7 +7,6 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -48,6 +47,7 @@ class Root:
         *,
         host: Communicator | None = None,
         streams: Streams | None = None,
+        lines: tuple[Communicator, Communicator | None] | None = None,
     ) -> None:
         """Not collective.
 
@@ -56,6 +56,7 @@ class Root:
             label: the same on all ranks, and unlike that of any other root.
             host: connects the same ranks through host memory, for the barriers. Without it only ranks that share the
                 memory of gathered values meet.
+            lines: the ranks of `host` as shards and replicas.
         """
         self.units = list(units)
         flats = [flat for unit in units for flat in unit.flats]
@@ -70,15 +71,17 @@ class Root:
         meeting = [flat.comm for flat in self._resident]
         if host is not None and host.size > 1:
             meeting.append(host)
-        self._host = host
+        self._host, self._lines = host, lines
         self._meeting = list(dict.fromkeys(meeting))
         self._order = Order(host or everyone, label, confirm=len(self._resident) < len(flats))
         self.context = Context(self._streams, self._order, {unit.name: unit.values for unit in units})
         for unit in units:
-            unit.attach(self.context)
+            unit.attach(self.context, self._begin_backward)
         self._depth = 0
         self._changeable = [flat for flat in flats if flat.may_change_before_backward]
-        self._versions: list[list[int]] = []  # of these, at the end of the last forward
+        self._versions = self._current_versions()  # when ranks met
+        self._is_stepped = False  # whether an optimizer has stepped since
+        self._read_over: dict[Communicator, None] = {}  # ranks that may still read what modules have shown
         self._called: dict[Unit, None] = {}  # units that expect a backward, in the order in which their forwards ended
         self._before: list[tuple[Unit, bool, bool, int]] = []  # backwards expected before this pass
         self._due: deque[Unit] = deque()  # units that expect this backward, in its order
@@ -132,14 +135,10 @@ class Root:
         return self._depth > 0 or self.in_backward
 
     def unshard(self, unit: Unit) -> None:
-        """Collective over the ranks of the unit. Begin to gather its values, which stay until ``reshard``.
-
-        Outside of forward and backward the ranks wait for each other: none may have changed its shard since.
-        """
+        """Collective over all ranks. Begin to gather the values of a unit, which stay until ``reshard``."""
         unit.is_kept = True
         if not self._is_in_pass and not unit.values.is_gathered:
-            self._meet_over(unit, "unshard")
-            self.context.shards_written = self._streams.record(Queue.COMPUTE)
+            self._publish("unshard", unit)
         self.context.unshard(unit.values)
 
     def await_unshard(self, unit: Unit) -> None:
@@ -148,24 +147,32 @@ class Root:
             self.context.await_unshard(unit.values)
             unit.show()
 
-    def reshard(self, unit: Unit) -> None:
-        """Collective where ranks share memory, outside of forward and backward. Free the values of a unit."""
-        if unit.phase is not Phase.IDLE or not (unit.values.is_gathered or unit.values.is_unsharded or unit.is_kept):
-            return
-        shared = unit.is_kept and not self._is_in_pass
-        unit.hide()
-        unit.reshard()
-        if not self._is_in_pass:
-            self.context.free_retired(keep=0)
-        if shared:
-            self._meet_over(unit, "reshard")  # the others may still read what the optimizer writes next
+    def reshard(self, units: Iterable[Unit], *, meet: bool = True) -> None:
+        """Free the values of units that are neither in a forward nor in a backward.
 
-    def _meet_over(self, unit: Unit, what: str) -> None:
-        for comm in dict.fromkeys(flat.comm for flat in unit.flats if flat.is_resident):
-            for flat in unit.flats:
-                if flat.comm is comm:
-                    flat.publish()
-            comm.labelled_barrier(f"{what} of {unit.name!r}")
+        Collective outside of a pass if modules have shown memory that ranks share: others may still read there what
+        the optimizer writes next.
+
+        Args:
+            meet: False to wait for the others later, before an optimizer steps.
+        """
+        for unit in units:
+            if unit.phase is Phase.IDLE and (unit.values.is_gathered or unit.values.is_unsharded or unit.is_kept):
+                shown = [flat.comm for flat in unit.flats if flat.is_unsharded and flat.is_resident]
+                self._read_over.update(dict.fromkeys(shown if unit.shows_values_at_rest else ()))
+                unit.hide()
+                unit.reshard()
+        if self._is_in_pass:
+            return
+        self.context.free_retired(keep=0)
+        self._await_reads_by_gathers()
+        while meet and self._read_over:
+            self._read_over.popitem()[0].labelled_barrier("reshard")
+
+    def _await_reads_by_gathers(self) -> None:
+        """The program may write shards in host memory next."""
+        if self._host_shards:
+            self._streams.wait(Queue.HOST, self._streams.record(Queue.GATHER), Wait.SHARDS_READ)
 
     # Passes
 
@@ -217,12 +224,11 @@ class Root:
             return
         self._reshard_ahead()
         self._reshard([each for each in self.units if each.complete_forward()])
-        if self._host_shards:
-            self._streams.wait(Queue.HOST, self._streams.record(Queue.GATHER), Wait.SHARDS_READ)
+        self._await_reads_by_gathers()
         if broken:
             self._reshard(self.units)
         elif not torch.is_grad_enabled():
-            self._reshard_leftover()
+            self._reshard(self._left_over())
         self.context.free_retired(keep=0)
         if broken:
             self._order.forget()
@@ -232,17 +238,26 @@ class Root:
                 if not was_called:
                     self._called.pop(each, None)
         else:
-            self._versions = [flat.versions for flat in self._changeable]
             self._meet("end of the forward", unit)
 
     def rest(self) -> None:
-        """Reshard units that are unsharded outside of a pass. Collective for those that the program has unsharded."""
-        if self._depth == 0 and not self.in_backward:
-            for unit in self.units:
-                if unit.is_kept:
-                    self.reshard(unit)
-            self._reshard(self.units)
-            self.context.free_retired(keep=0)
+        """Outside of a pass, reshard what a forward or the program has left unsharded. Collective as ``reshard``."""
+        if not self._is_in_pass:
+            self.reshard(self.units)
+
+    def before_step(self) -> None:
+        """Collective as ``reshard``. An optimizer steps next."""
+        self.rest()
+        self._is_stepped = True
+
+    @property
+    def _has_changed(self) -> bool:
+        """Whether parameters that may change before a backward have, since ranks met."""
+        # Fused and foreach optimizers do not change the version of a DTensor.
+        return bool(self._changeable) and (self._is_stepped or self._versions != self._current_versions())
+
+    def _current_versions(self) -> list[list[int]]:
+        return [flat.versions for flat in self._changeable]
 
     def recover(self) -> None:
         """Collective after an exception in a backward: bring all units back to rest. Otherwise do nothing."""
@@ -250,16 +265,11 @@ class Root:
             return
         self.in_backward = False
         self._depth = 0
-        self._order.forget()
         try:
             self._streams.drain()
         finally:
-            self.context.reductions.drop()
             self._due.clear()
-            self._called.clear()
-            for unit in self.units:
-                unit.reset()
-            self.context.free_retired(keep=0)
+            self.forget_step()
 
     def forget_step(self) -> None:
         """Not collective, at rest. Drop gradients that are held or not complete, and expect no backward."""
@@ -276,7 +286,7 @@ class Root:
                 raise EngineError(
                     f"{each.name}: the model was called within summon_full_params: leave that context first"
                 )
-        self._reshard_leftover()  # from a forward without a backward
+        self._reshard(self.units if self._has_changed else self._left_over())
         self._before = [(each, each in self._called, each.owes_grads, each.num_calls) for each in self.units]
         self._order.begin()
         for each in self.units:
@@ -289,8 +299,10 @@ class Root:
         for flat in self._resident:
             flat.publish()
         self._meet(what, unit)
+        self._versions, self._is_stepped = self._current_versions(), False
         event, self.context.user_event = self.context.user_event, None
-        self.context.shards_written = event or self._streams.record(Queue.COMPUTE)
+        copied = [flat for flat in self._changeable if flat.pop_copied()]  # later than the event
+        self.context.shards_written = self._streams.record(Queue.COMPUTE) if copied or event is None else event
 
     def _meet(self, what: str, unit: Unit | None = None) -> None:
         """Collective. Wait for all ranks. All raise unless they have done the same since the pass began."""
@@ -312,9 +324,9 @@ class Root:
             if unit.phase is Phase.IDLE and (unit.values.is_gathered or unit.values.is_unsharded):
                 unit.reshard()
 
-    def _reshard_leftover(self) -> None:
-        """Free what was gathered and is not needed any more, unless the program wants to keep it."""
-        self._reshard([unit for unit in self.units if not unit.is_kept and unit.reshard_after_backward])
+    def _left_over(self) -> list[Unit]:
+        """Units that may have been gathered and do not need it any more, unless the program wants to keep them so."""
+        return [unit for unit in self.units if not unit.stays_unsharded]
 
     def _reshard_ahead(self) -> None:
         """Free the values of units that were gathered ahead and not called."""
@@ -349,7 +361,7 @@ class Root:
         calls.backward.is_running = self._is_running
         _compat.call_after_backward(self._finish_backward)
         self._due = deque(reversed(self._called))
-        if self._versions != [flat.versions for flat in self._changeable]:
+        if self._has_changed:
             self._publish("backward, after a change of parameters")
         self.context.reductions.alloc()
 
@@ -403,7 +415,7 @@ class Root:
             grad.show_held()
         self.context.reductions.settle()
         grads = [grad for unit in owing if not unit.keeps_back for grad in unit.grads]
-        for grad, used in zip(grads, _used_anywhere(grads, self._host), strict=True):
+        for grad, used in zip(grads, _used_anywhere(grads, self._host, self._lines), strict=True):
             grad.settle(used)
 
 
@@ -413,22 +425,27 @@ def _runs_backward(root: weakref.ref[Root]) -> bool:
     return found is not None and found.in_backward and _compat.in_backward()
 
 
-def _used_anywhere(grads: Sequence[FlatGrad], host: Communicator | None) -> list[list[bool]]:
+def _used_anywhere(
+    grads: Sequence[FlatGrad],
+    host: Communicator | None,
+    host_lines: tuple[Communicator, Communicator | None] | None,
+) -> list[list[bool]]:
     """Collective. For each gradient, by leaf, whether any rank has used the leaf.
 
     Args:
         host: all ranks of the root, through host memory.
+        host_lines: the same as shards and replicas.
     """
     found = [grad.used for grad in grads]
     groups: dict[tuple[Communicator, Communicator | None], list[int]] = {}
     for index, grad in enumerate(grads):
         if grad.flat.comm.size > 1 or grad.flat.replicas is not None:  # other ranks contribute
             groups.setdefault((grad.flat.comm, grad.flat.replicas), []).append(index)
-    for (_, replicas), members in groups.items():
+    for (shards, replicas), members in groups.items():
         mine = [used for index in members for used in grads[index].used]
         wanted = [leaf.requires_grad for index in members for leaf in grads[index].flat.leaves]
         lines = [line for line in (grads[members[0]].flat.reduce_comm, replicas) if line is not None and line.size > 1]
-        if host is not None and host.size == prod(line.size for line in lines):
+        if host is not None and (shards, replicas) == host_lines:
             lines = [host]  # the device need not be asked
         device = lines[0].device  # from pinned memory the copy does not hold up the program
         anywhere = torch.tensor(mine, dtype=torch.uint8, pin_memory=device.type != "cpu").to(device, non_blocking=True)

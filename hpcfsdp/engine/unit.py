@@ -87,6 +87,7 @@ class Unit:
         self.prefetched: dict[str, Sequence[Unit]] = {}
         self.phase = Phase.IDLE
         self.context: Context | None = None
+        self._begin_model_backward: Callable[[], None] | None = None
         self.owes_grads = False
         self.num_calls = 0
         self._hooked: set[nn.Parameter] = set()
@@ -131,9 +132,9 @@ class Unit:
         # A leaf keeps this node while a reference to it exists, and its own dtype and device stay.
         self._accumulators: list[tuple[Leaf, Any]] | None = None
 
-    def attach(self, context: Context) -> None:
-        """Not collective. Join the units under a root."""
-        self.context = context
+    def attach(self, context: Context, begin_backward: Callable[[], None] | None = None) -> None:
+        """Not collective. Join the units under a root, whose backwards `begin_backward` begins."""
+        self.context, self._begin_model_backward = context, begin_backward
         for index, grad in enumerate(self.grads):
             grad.name = f"{self.name}[{index}]" if index else self.name
             context.reductions.plan(grad, index)
@@ -151,7 +152,8 @@ class Unit:
             self._follow_leaves()
             context.order.note(("forward", self.name))
             context.unshard(self.values)
-            if self.prefetch_forward or self.values.takes_messages or "forward" in self.prefetched:
+            chosen = "forward" in self.prefetched and self.phase is Phase.FORWARD
+            if self.prefetch_forward or self.values.takes_messages or chosen:
                 self._gather_ahead("forward")
             context.await_unshard(self.values)
             self.show()
@@ -205,9 +207,19 @@ class Unit:
             self._show_in_backward()
         else:
             self._enter(Phase.IDLE)
-            frees = self.reshard_after_forward or not torch.is_grad_enabled()
-            if broken or (frees and not self.is_partly_called):
+            keeps = self.stays_unsharded if not torch.is_grad_enabled() else not self.reshard_after_forward
+            if broken or not (keeps or self.is_partly_called):
                 self.reshard()
+
+    @property
+    def shows_values_at_rest(self) -> bool:
+        """Whether modules hold whole parameters between forward and backward, for the program to read."""
+        return False
+
+    @property
+    def stays_unsharded(self) -> bool:
+        """Whether the values stay where no backward needs them, until parameters change."""
+        return False
 
     @property
     def is_partly_called(self) -> bool:
@@ -435,6 +447,8 @@ class Unit:
                     run_hooks(param)
 
     def _check_owner(self, tensor: torch.Tensor) -> None:
+        if self.shows_values_at_rest and not self.reshard_after_forward:
+            return
         for flat in self.flats:
             parts = (tensor,) if type(tensor) is torch.Tensor else _compat.inner_tensors(tensor)
             if any(map(flat.owns_memory_of, parts)):
@@ -463,6 +477,12 @@ class Unit:
         self._finish_when_complete()
 
     def _leaf_done(self, grad: FlatGrad, index: int) -> None:
+        if self.phase is Phase.IDLE and self.shows_values_at_rest and self.values.is_unsharded:
+            # The program has used it outside of a call. It waits on the leaf until the backward of the unit.
+            self._begin_model_backward()
+            self.owes_grads = True
+            self._counted.update(node for leaf, node in self._accumulators_now() if leaf == (grad, index))
+            return
         if self.phase is not Phase.BACKWARD:
             raise EngineError(
                 f"{self.name}: a gradient of {grad.flat.layout.slots[index].fqn!r} arrived while the unit was in "

@@ -188,13 +188,12 @@ class FlatGrad:
         self.arriving = full
         if flat.replicas is None or not self.options.over_replicas:
             return None
-        self._add_partial()
+        self.add_partial()
         return flat.replicas.all_reduce(full, "average", accumulate=dtypes.accumulate, label=label, async_op=async_op)
 
     def reduce_over_replicas(self, label: str) -> None:
         """Collective over the replicas. Average over them what has been averaged over the shards' ranks."""
         assert self.arriving is not None and self.flat.replicas is not None
-        self._add_partial()
         self.flat.replicas.all_reduce(self.arriving, "average", accumulate=self.flat.dtypes.accumulate, label=label)
 
     def finish_reduce(self, *, own_buffer: bool) -> None:
@@ -206,7 +205,8 @@ class FlatGrad:
         assert self.arriving is not None
         flat, arrived, self.arriving = self.flat, self.arriving, None
         if self._stays_partial:
-            self._partial = arrived.clone() if self._partial is None else self._partial.add_(arrived)
+            own = arrived.clone() if arrived is self._sent and not own_buffer else arrived
+            self._partial = own if self._partial is None else self._partial.add_(own)
             self._sent = None
             return
         if self.options.divide_by is not None:
@@ -297,7 +297,8 @@ class FlatGrad:
                 leaf.grad = None
         self.restore_grads()
 
-    def _add_partial(self) -> None:
+    def add_partial(self) -> None:
+        """Not collective. Add what earlier backwards have reduced over the shards' ranks alone."""
         if self._partial is not None:
             self.arriving.add_(self._partial)
             self._partial = None

@@ -46,10 +46,13 @@ class RowParam:
         """This rank's rows."""
         return _compat.local_of(self.sharded)
 
-    def adopt_assigned(self, fqn: str) -> None:
+    def adopt_assigned(self, fqn: str) -> nn.Parameter | None:
         """Not collective, at rest. Take a parameter that the first of its modules holds instead of it.
 
         ``load_state_dict(assign=True)`` assigns others.
+
+        Returns:
+            The parameter that it replaces; None if there is no other one.
 
         Raises:
             EngineError: it is no ``DTensor`` of the same ranks, placements and shape.
@@ -57,7 +60,7 @@ class RowParam:
         (module, name), before = self.places[0], self.sharded
         assigned = module._parameters.get(name)
         if assigned is before or assigned is None:
-            return
+            return None
         wanted = before.device_mesh, before.placements, before.shape
         if (getattr(assigned, "device_mesh", None), getattr(assigned, "placements", None), assigned.shape) != wanted:
             raise EngineError(
@@ -65,10 +68,9 @@ class RowParam:
                 f"a DTensor of shape {tuple(before.shape)} with the placements {list(before.placements)}: assign one "
                 "like it (torch.distributed.tensor.distribute_tensor)"
             )
-        for name, value in before.__dict__.items():
-            assigned.__dict__.setdefault(name, value)
         self.sharded = assigned
         self.register(assigned)
+        return before
 
     def register(self, param: nn.Parameter) -> None:
         """Have the modules hold `param`."""
@@ -129,6 +131,7 @@ class RowParams(ShardedParams):
         self.layout = layout
         self.params = tuple(params)
         self._own_gather = gather
+        self._has_copied = False
         self._pieces = [layout.pieces(index) for index in range(len(layout.slots))]
         self._gaps = layout.gaps()
         shapes = [slot.local_shape(comm.rank) for slot in layout.slots]
@@ -231,7 +234,16 @@ class RowParams(ShardedParams):
                 return False
             memory.copy_(local)
             _compat.set_local(param.sharded, memory)
+            self._has_copied = True
         return True
+
+    def pop_copied(self) -> bool:
+        """Whether ``fits`` has copied something since the last call."""
+        copied, self._has_copied = self._has_copied, False
+        return copied
+
+    def owns_memory_of(self, tensor: torch.Tensor) -> bool:
+        return not isinstance(self._buffer, Whole) and super().owns_memory_of(tensor)
 
     def adopt_user_data(self) -> None:
         """Nothing is left to do: that was before the pass."""

@@ -117,6 +117,10 @@ class ShardedParams(abc.ABC):
     def adopt_user_data(self) -> None:
         """Not collective, at rest. Copy data that a user has assigned to parameters into the shard."""
 
+    def pop_copied(self) -> bool:
+        """Whether values were copied into the shard since the last call, other than by ``adopt_user_data``."""
+        return False
+
     @abc.abstractmethod
     def publish(self) -> None:
         """Copy the shard into this rank's part of resident memory; a barrier must follow."""

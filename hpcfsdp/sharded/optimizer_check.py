@@ -6,6 +6,7 @@ An optimizer built before wrapping may hold parameters that units have replaced.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 import weakref
 from typing import Any
@@ -19,7 +20,8 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.sharded.local_clip import look_for_local_clipping
 from hpcfsdp.sharded.managed import hidden_fqn, is_replaced, whole_shape
 
-_roots: weakref.WeakSet[Root] = weakref.WeakSet()
+_roots: weakref.WeakValueDictionary[int, Root] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -31,7 +33,7 @@ def watch_optimizers() -> None:
 
 def watch_root(root: Root) -> None:
     """Reshard units of `root` before an optimizer steps, if a forward has left them unsharded."""
-    _roots.add(root)
+    _roots[next(_numbers)] = root
 
 
 def check_again() -> None:
@@ -40,8 +42,8 @@ def check_again() -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    for root in _roots:
-        root.rest()
+    for _, root in sorted(_roots.items()):  # in the same order on all ranks
+        root.before_step()
         if root.holds_grads:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             root.refuse_held(f"a step of {type(optimizer).__name__}", params)

@@ -19,7 +19,7 @@ from hpcfsdp.flat.layout import TensorBlock, contiguous_strides
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.flat.row_layout import RowLayout
 from hpcfsdp.flat.row_params import Gather, RowParam, RowParams
-from hpcfsdp.sharded import managed
+from hpcfsdp.sharded import managed, optimizer_check
 from hpcfsdp.sharded.build import CHUNK_NUMEL, comm_for_reductions, dtypes_for, shares_memory
 from hpcfsdp.sharded.group_cache import rank_names
 from hpcfsdp.sharded.own import OwnParam
@@ -117,7 +117,11 @@ class RowUnit(ModelUnit):
         """Not collective, at rest. Adopt what the user has assigned. False if the memory has to be made anew."""
         if not self.values.is_unsharded:
             for each in self.rows:
-                each.param.adopt_assigned(each.fqn)
+                replaced = each.param.adopt_assigned(each.fqn)
+                if replaced is not None:
+                    managed.mark(each.param.sharded, each.fqn, tuple(replaced.shape))
+                    managed.replace(replaced)
+                    optimizer_check.check_again()
         return not self.is_stale and all(flat.fits() for flat in self.flats)
 
     def prepare(self) -> None:
@@ -127,7 +131,9 @@ class RowUnit(ModelUnit):
             EngineError: a parameter is on the meta device.
             DisagreementError: ranks have different parameters.
         """
-        self.root = None
+        if self.root is not None:
+            self.root.reshard([self], meet=False)  # its streams may not be those of the next root
+            self.root = None
         if self.fits():
             return
         with raise_together_over(self.mesh.lines()):
@@ -176,7 +182,7 @@ class RowUnit(ModelUnit):
             mesh, dtype = group[0].mesh, group[0].param.local.dtype
             dtypes = dtypes_for(self.mixed_precision, dtype)
             # Small gradient buffers stay in the cache; other transports need large messages.
-            most = CHUNK_NUMEL if shares_memory(mesh) else None
+            most = CHUNK_NUMEL if shares_memory(mesh) and self.reduce_options.hook is None else None
             yield from ((mesh, part, dtypes) for part in _parts(group, most))
 
     def _tensor_views(self, flats: Sequence[RowParams]) -> Iterator[TensorView]:
@@ -203,6 +209,14 @@ class RowUnit(ModelUnit):
         if broken or not self.is_partly_called:
             self._called.clear()
 
+    @property
+    def shows_values_at_rest(self) -> bool:
+        return True
+
+    @property
+    def stays_unsharded(self) -> bool:
+        return self.is_kept or not (self.reshard_after_forward and self.reshard_after_backward)
+
     def complete_forward(self) -> bool:
         is_left = bool(self._called) and self.phase is Phase.IDLE
         self._called.clear()
@@ -214,6 +228,14 @@ class RowUnit(ModelUnit):
         self._num_calls_of[self._current] += later
         super().expect_backward(later=later)
         self.num_calls = max(self._num_calls_of.values())  # each module has its own part of the backward
+
+    def end_backward(self) -> None:
+        super().end_backward()
+        self._called.clear()
+
+    def reset(self) -> None:
+        super().reset()
+        self._called.clear()
 
 
 def _parts(group: Sequence[Rows], most: int | None) -> Iterator[list[Rows]]:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcfsdp import _compat
 from hpcfsdp.errors import CheckpointError
+from hpcfsdp.sharded.row_unit import row_units_in
 from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor, unsharded
 from hpcfsdp.tensor.sharded import all_boxes
@@ -30,8 +31,10 @@ class DTensorRanks:
 
     def __init__(self, model: nn.Module) -> None:
         """Not collective."""
-        tensors = (param for param in model.parameters() if isinstance(param, DTensor))
-        self._meshes = _joined({param.device_mesh for param in tensors})
+        meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
+        # Modules hold whole parameters after a forward.
+        meshes.update(each.param.sharded.device_mesh for unit in row_units_in(model) for each in unit.rows)
+        self._meshes = _joined(meshes)
         self._groups = {m.process_group for m in model.modules() if isinstance(m, DistributedDataParallel)}
         self._has_units = bool(units_in(model))
 

@@ -91,7 +91,9 @@ def _outermost(model: nn.Module) -> Iterator[str]:
 
 
 def settle(model: nn.Module) -> None:
-    """Not collective. Have modules of torch's ``fully_shard`` hold their shards, as between steps.
+    """Have modules given to ``fully_shard`` hold their shards, as between steps.
+
+    Collective over their ranks after a forward without a backward, or ``unshard``.
 
     Raises:
         CheckpointError: torch's FullyShardedDataParallel shards parts of the model, and names do not show how.

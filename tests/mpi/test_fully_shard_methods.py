@@ -1,8 +1,10 @@
 """Methods that ``fully_shard`` adds to modules: next to torch's where it has the same, and errors for wrong uses."""
 
 import copy
+import functools
 import inspect
 import pickle
+import time
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import checkpoint
 
 import hpcfsdp
 import hpcfsdp.fsdp2 as ours
@@ -360,6 +363,202 @@ def test_hooks_of_users_see_reduced_rows(world, meshes, ours_on):
     same(program, meshes["torch"], ours_on)
 
 
+@pytest.mark.parametrize("how", ["loop", "foreach", "fused", "by hand"])
+def test_a_step_between_forward_and_backward(world, meshes, ours_on, how):
+    """The backward computes with the new values, of ranks that are late too."""
+
+    def program(fsdp, mesh):
+        model = make(fsdp, mesh, reshard_after_forward=True)
+        options = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}.get(how, {})
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, **options)
+        for ids in batches(world.rank, 2):
+            loss = model(ids).square().mean()
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            if world.rank == 1:
+                time.sleep(0.3)
+            if how == "by hand":
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.sub_(param.grad, alpha=0.1)
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+            loss.backward()
+        return [whole(param.grad) for param in model.parameters()]
+
+    same(program, meshes["torch"], ours_on)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kept", ["unshard", "after the forward", "after the backward"])
+def test_no_rank_steps_while_another_reads_whole_parameters(world, meshes, kept):
+    model = make(ours, meshes["shared memory"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
+    model.set_reshard_after_backward(kept != "after the backward")
+    model.set_reshard_after_forward(kept != "after the forward")
+    loss = model(batches(world.rank, 1)[0]).square().mean()
+    if kept != "after the forward":
+        loss.backward()
+    if kept == "unshard":
+        model.blocks[0].unshard()
+    for param in model._hpcfsdp_unit.inner_units()[1].rows:
+        param.param.sharded.grad = torch.ones_like(param.param.sharded)
+    seen = model.blocks[0].up.weight
+    assert not isinstance(seen, DTensor)
+    before = seen.detach().clone()
+    if world.rank == 1:
+        time.sleep(0.3)
+        assert torch.equal(seen, before)
+    optimizer.step()
+    assert not torch.equal(whole(model.blocks[0].up.weight), before)
+
+
+def test_an_inner_module_is_unsharded_before_the_first_forward(world, meshes, ours_on):
+    def program(fsdp, mesh):
+        model = make(fsdp, mesh)
+        model.blocks[1].unshard(async_op=True)
+        return train(model, world.rank)
+
+    same(program, meshes["torch"], ours_on)
+
+
+def test_several_outermost_modules_are_resharded_in_one_order(world, meshes):
+    kinds = [type(f"Linear{number}", (nn.Linear,), {}) for number in range(4)]
+    layers = [ours.fully_shard(kind(3, 3), mesh=meshes["shared memory"]) for kind in kinds]
+    optimizer = torch.optim.SGD([param for layer in layers for param in layer.parameters()], lr=0.1)
+    for layer in layers:
+        layer.unshard()
+    optimizer.step()
+    assert all(isinstance(param, DTensor) for layer in layers for param in layer.parameters())
+
+
+@pytest.mark.ranks(4)
+def test_use_of_parameters_on_another_mesh_of_as_many_ranks(world):
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+
+    class Uses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.expert = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            x = self.first(x)
+            return (
+                x + self.expert(x) * (1.0 if world.rank == 2 else 0.0)
+                if world.rank == 2
+                else x + 0 * self.expert(x.detach()).detach()
+            )
+
+    model = Uses().double()
+    ours.fully_shard(model.expert, mesh=square["a"])
+    ours.fully_shard(model, mesh=square["b"])
+    model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+    has = world.comm.allgather(model.expert.weight.grad is not None)
+    column = square.mesh[:, square.get_local_rank("b")].tolist()
+    assert has[column[0]] == has[column[1]] == (2 in column)
+
+
+def test_explicit_prefetching_and_recomputation(world, meshes):
+    """Computing a forward again for the backward gathers nothing ahead."""
+    seen = []
+    torch.manual_seed(0)
+    model = Net().double()
+    for block in model.blocks:
+        ours.fully_shard(block, mesh=meshes["gloo"])
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    ours.fully_shard(model, mesh=meshes["gloo"])
+    first, second, third = model.blocks
+    first.set_modules_to_forward_prefetch([second, third])
+    first.register_full_backward_hook(
+        lambda *_: seen.append([block._hpcfsdp_unit.values.is_gathered for block in (second, third)])
+    )
+    for ids in batches(world.rank, 2):
+        model(ids).square().mean().backward()
+    assert seen == [[False, False]] * 2
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_weight_of_the_outermost_module_is_used_outside_of_its_forward(world, meshes, ours_on, micro):
+    """As by losses that take the head's weight."""
+
+    class Body(Net):
+        def forward(self, ids):
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = block(x)
+            return self.norm(x)
+
+    def program(fsdp, mesh):
+        torch.manual_seed(0)
+        model = Body().double()
+        for block in model.blocks:
+            fsdp.fully_shard(block, mesh=mesh)
+        fsdp.fully_shard(model, mesh=mesh)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        data = iter(batches(world.rank, 3 * micro))
+        for _ in range(3):
+            for number in range(micro):
+                model.set_requires_gradient_sync(number == micro - 1)
+                hidden = model(next(data))
+                loss = nn.functional.linear(hidden, model.head.weight, model.head.bias).square().mean()
+                loss.backward()
+                found.append(loss.detach())
+            found += [None if p.grad is None else whole(p.grad) for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    same(program, meshes["torch"], ours_on)
+
+
+def test_the_hook_sees_all_rows_of_a_unit_at_once(world, meshes, ours_on):
+    def program(fsdp, mesh):
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(nn.Sequential(nn.Linear(1200, 1000), nn.Linear(1000, 1200)), mesh=mesh)
+        sizes = []
+        model.set_all_reduce_hook(lambda grad: sizes.append(grad.numel()))
+        model(torch.ones(1, 1200)).sum().backward()
+        return [len(sizes)]
+
+    same(program, meshes["torch"], ours_on)
+
+
+def test_modules_stay_whole_between_forwards_without_gradients(world, meshes, ours_on):
+    def program(fsdp, mesh):
+        model = make(fsdp, mesh)
+        model.set_reshard_after_forward(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for ids in batches(world.rank, 3):
+            with torch.no_grad():
+                for _ in range(2):
+                    found += [model(ids).clone(), kinds(model)]
+        model.reshard()
+        for block in model.blocks:
+            block.reshard()
+        model(ids).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found.append(model(ids).clone())
+        return found
+
+    same(program, meshes["torch"], ours_on)
+
+
+def test_lists_with_modules_inside_of_others(world, meshes):
+    def program(fsdp, mesh):
+        torch.manual_seed(0)
+        model = Net().double()
+        fsdp.fully_shard([model.blocks[0], model.blocks[0].up, model.norm], mesh=mesh)
+        fsdp.fully_shard(model, mesh=mesh)
+        names = str([type(module).__name__ for module in model.modules()])
+        return {**train(model, world.rank), "names": names}
+
+    same(program, meshes["torch"])
+
+
 # Wrong uses
 
 
@@ -369,6 +568,7 @@ def test_hooks_of_users_see_reduced_rows(world, meshes, ours_on):
     [
         (lambda: ours.fully_shard(nn.ModuleList([nn.Linear(2, 2)])), ValueError, "has no forward"),
         (lambda: ours.fully_shard([]), ValueError, "empty list"),
+        (lambda: ours.fully_shard([nn.Linear(2, 2)] * 2), ValueError, "names a module twice"),
         (lambda: ours.fully_shard("model"), TypeError, "not str"),
         (lambda: ours.fully_shard(ours.fully_shard(nn.Linear(2, 2))), ValueError, "twice"),
         (lambda: ours.fully_shard(Scalar()), ValueError, "has no dimension"),
@@ -454,6 +654,18 @@ def test_an_optimizer_from_before(world):
     ours.fully_shard(model)
     model(batches(0, 1)[0]).sum().backward()
     with pytest.raises(EngineError, match="sharded after the optimizer was built"):
+        optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_from_before_an_assignment(world):
+    model = make(ours, None)
+    model(batches(0, 1)[0]).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    model(batches(0, 1)[0]).sum().backward()
+    with pytest.raises(EngineError, match="assigned another"):
         optimizer.step()
 
 

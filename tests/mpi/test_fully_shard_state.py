@@ -223,6 +223,18 @@ def test_state_dicts_are_made_of_rows_whatever_the_modules_hold(world):
     assert isinstance(model.blocks[0].up.weight, DTensor)
 
 
+@pytest.mark.ranks(4)
+def test_a_model_on_some_ranks_is_saved_by_them_whatever_its_modules_hold(world, shared_path):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+    torch.manual_seed(0)
+    model = ours.fully_shard(nn.Linear(3, 5), mesh=mesh)
+    model(torch.ones(1, 3))  # whole until its backward
+    assert not isinstance(model.weight, DTensor)
+    path = shared_path / f"stage{world.rank // 2}.h5"
+    hpcfsdp.checkpoint.save(path, model=model)
+    assert torch.equal(values_of(path)["model/weight"], whole(model.weight))
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_chunks_of_other_dimensions_in_a_file(world, shared_path, dim):
     def build(seed):
