@@ -25,6 +25,7 @@ from hpcfsdp.checkpoint.same_call import compare, compare_leaves
 from hpcfsdp.checkpoint.save_plan import SavePlan, plan_save
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
+from hpcfsdp.state.dtensors import DTensorRanks
 from hpcfsdp.state.model import device_of, model_tensors, stateful_modules
 from hpcfsdp.state.optim.in_file import OptimizerState, local_state, optimizer_state, state_elsewhere
 from hpcfsdp.state.sources import digest_of
@@ -148,7 +149,7 @@ def collect_content(comm: Communicator, given: SaveArguments) -> tuple[Content, 
         own = None if optimizer is None else local_state(model, optimizer)
     elsewhere = {} if own is None else state_elsewhere(comm, own)
     with raise_together(comm):
-        state = None if own is None else optimizer_state(own, elsewhere)
+        state = None if own is None else optimizer_state(own, elsewhere, DTensorRanks(model))
         tensors, small = _tensors_and_small(given, state)
         plan = plan_save(tensors, comm.size)
         states = rng.capture(device_of(model))

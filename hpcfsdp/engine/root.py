@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -156,16 +156,19 @@ class Root:
         Args:
             meet: False to wait for the others later, before an optimizer steps.
         """
+        freed = False
         for unit in units:
             if unit.phase is Phase.IDLE and (unit.values.is_gathered or unit.values.is_unsharded or unit.is_kept):
+                freed = True
                 shown = [flat.comm for flat in unit.flats if flat.is_unsharded and flat.is_resident]
                 self._read_over.update(dict.fromkeys(shown if unit.shows_values_at_rest else ()))
                 unit.hide()
                 unit.reshard()
         if self._is_in_pass:
             return
-        self.context.free_retired(keep=0)
-        self._await_reads_by_gathers()
+        if freed:
+            self.context.free_retired(keep=0)
+            self._await_reads_by_gathers()
         while meet and self._read_over:
             self._read_over.popitem()[0].labelled_barrier("reshard")
 
@@ -245,10 +248,13 @@ class Root:
         if not self._is_in_pass:
             self.reshard(self.units)
 
-    def before_step(self) -> None:
-        """Collective as ``reshard``. An optimizer steps next."""
-        self.rest()
-        self._is_stepped = True
+    def before_step(self, params: Collection[nn.Parameter]) -> None:
+        """An optimizer steps `params` next. Collective as ``reshard`` if some are of this root."""
+        # Others may be of a model that is gone, and that the ranks have forgotten at different times.
+        steps = any(param in params for flat in self._changeable for param in flat.stepped)
+        if not self._is_in_pass:
+            self.reshard(self.units, meet=steps)
+        self._is_stepped |= steps
 
     @property
     def _has_changed(self) -> bool:

@@ -42,10 +42,10 @@ def check_again() -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    params = {param for group in optimizer.param_groups for param in group["params"]}
     for _, root in sorted(_roots.items()):  # in the same order on all ranks
-        root.before_step()
+        root.before_step(params)
         if root.holds_grads:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
             root.refuse_held(f"a step of {type(optimizer).__name__}", params)
     look_for_local_clipping(optimizer)
     count = sum(len(group["params"]) for group in optimizer.param_groups)

@@ -105,10 +105,11 @@ def state_elsewhere(comm: Communicator, own: LocalOptimState) -> dict[str, State
         return convert_all_state_info(gathered)
 
 
-def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo]) -> OptimizerState:
+def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo], ranks: DTensorRanks) -> OptimizerState:
     """Not collective. The optimizer's state on this rank.
 
     Args:
+        ranks: of the model.
         elsewhere: see ``state_elsewhere``.
 
     Raises:
@@ -122,7 +123,7 @@ def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo]) ->
             if "/" in key:
                 raise CheckpointError(f"optimizer state {key!r} of {fqn!r}: a key with / in it cannot be saved")
             if isinstance(value, torch.Tensor):
-                tensors.append(own.dtensor_ranks.state_tensor(f"{fqn}/{key}", value))
+                tensors.append(ranks.state_tensor(f"{fqn}/{key}", value))
             elif isinstance(value, (bool, int, float)):
                 scalars[f"{fqn}/{key}"] = value
             elif isinstance(value, Unpicklable):

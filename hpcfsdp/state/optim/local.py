@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.state.dtensors import DTensorRanks
 from hpcfsdp.state.optim.compare import RankState, StateInfo, is_zero_dim_tensor
 from hpcfsdp.state.optim.keys import (
     FSDPParamInfo,
@@ -98,7 +97,6 @@ class LocalOptimState:
     """The state of this rank's optimizer, by names that all ranks know.
 
     Attributes:
-        dtensor_ranks: of the model.
         infos: the flat parameter of each sharded parameter, by name.
         params: of the optimizer, by their keys; `fqns` are their names.
         states: of sharded parameters, by the first name.
@@ -125,7 +123,6 @@ class LocalOptimState:
             StateDictError: the state dict is not the optimizer's, or has a value that cannot be copied or divided.
         """
         check_is_state_dict(optim_state_dict)
-        self.dtensor_ranks = DTensorRanks(model)
         self.infos = get_fqn_to_fsdp_param_info(model, in_file=in_file)
         self.fqns = get_param_to_fqns(model, self.infos, in_file=in_file)
         named = is_named_optimizer(optim_state_dict)

@@ -7,6 +7,7 @@ from torch import nn
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
 from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.state.dtensors import DTensorRanks
 from hpcfsdp.state.optim import in_file
 from hpcfsdp.state.optim.in_file import OptimizerRestore, local_state
 from hpcfsdp.state.tensors import TensorInfo
@@ -29,7 +30,7 @@ def saved_of(state):
 
 
 def optimizer_state(model, optimizer, elsewhere=None):
-    return in_file.optimizer_state(local_state(model, optimizer), elsewhere or {})
+    return in_file.optimizer_state(local_state(model, optimizer), elsewhere or {}, DTensorRanks(model))
 
 
 def state_elsewhere(comm, model, optimizer):
