@@ -130,11 +130,11 @@ class FSDPModule(stock.FSDPModule):
         _check_bool("unshard_in_backward", unshard_in_backward)
         self._unit_here.unshards_in_backward = unshard_in_backward
 
-    def set_modules_to_forward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
         """Choose the modules whose parameters the forward of this one begins to gather."""
         self._unit_here.prefetched["forward"] = _units_of(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
         """Choose the modules whose parameters the backward of this one begins to gather, instead of the next one's."""
         self._unit_here.prefetched["backward"] = _units_of(modules)
 
@@ -208,8 +208,9 @@ class FSDPModule(stock.FSDPModule):
             raise ValueError(f"max_input_buffers must be >= 1, got {max_input_buffers}")
         for unit in self._units(recurse):
             unit.reduce_options.num_buffers = max_input_buffers
-            for index, grad in enumerate(unit.grads if unit.context is not None else ()):
-                unit.context.reductions.plan(grad, index)
+            if unit.context is not None:
+                for index, grad in enumerate(unit.grads):
+                    unit.context.reductions.plan(grad, index)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Have `hook` change this rank's part of each reduced gradient in place, for instance by an all-reduce.
@@ -334,8 +335,8 @@ class FSDPModule(stock.FSDPModule):
     def _get_fsdp_state(self) -> NoReturn:
         """What torch's own methods read. Always raises an ``EngineError``."""
         raise EngineError(
-            "a function of torch reads the inner state of its own fully_shard from a module that hpcfsdp.fully_shard "
-            "has sharded: use torch's fully_shard for this program, or leave out that function"
+            "a function of torch reads the inner state of its own fully_shard, and hpcfsdp.fully_shard has sharded "
+            "this module: use torch's fully_shard for this program, or leave out that function"
         )
 
 

@@ -6,7 +6,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed.fsdp as stock
@@ -33,17 +33,13 @@ from hpcfsdp.sharded.row_unit import Rows, RowUnit, row_unit_of, shard_rows
 from hpcfsdp.sharded.unit import UNIT, unit_of
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 
-Module = TypeVar("Module", bound=nn.Module)
+Modules = TypeVar("Modules", bound=nn.Module | Sequence[nn.Module])
 _NO_MIXED_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
 
 
-@overload
-def fully_shard(module: list[nn.Module], **kwargs: Any) -> list[FSDPModule]: ...
-@overload
-def fully_shard(module: Module, **kwargs: Any) -> Module: ...
 @public_call("fully_shard")
 def fully_shard(
-    module: Any,
+    module: Modules,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -52,7 +48,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
-) -> Any:
+) -> Modules:
     """Collective over the ranks of `mesh`. Shard the parameters of a module in place, as torch's function does.
 
     The module stays the same object, with its names; its class gets ``FSDPModule`` as a base. Each parameter becomes a
@@ -82,7 +78,7 @@ def fully_shard(
         ShardingError: DTensors of the module are on ranks of `mesh`.
         NotImplementedError: `dp_mesh_dims` is given.
     """
-    modules = _outermost(module) if isinstance(module, (list, tuple)) else [module]
+    modules: list[Any] = _outermost(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
         raise ValueError("fully_shard was given an empty list: give it one module or more")
     for each in modules:
@@ -262,8 +258,8 @@ def _register_state_hooks(unit: RowUnit) -> None:
 
     before_saving, before_loading = (functools.partial(reshard, meet=writes) for writes in (False, True))
     for module in dict.fromkeys([*unit.modules, *(place for each in unit.rows for place, _ in each.param.places)]):
-        module.register_state_dict_pre_hook(before_saving)
-        module.register_load_state_dict_pre_hook(before_loading)
+        module.register_state_dict_pre_hook(before_saving)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(before_loading)  # type: ignore[no-untyped-call]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

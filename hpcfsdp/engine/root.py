@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class Root:
         self._changeable = [flat for flat in flats if flat.may_change_before_backward]
         self._versions = self._current_versions()  # when ranks met
         self._is_stepped = False  # whether an optimizer has stepped since
-        self._read_over: dict[Communicator, None] = {}  # ranks that may still read what modules have shown
+        self._read_over: set[Communicator] = set()  # ranks that may still read what modules have shown
         self._called: dict[Unit, None] = {}  # units that expect a backward, in the order in which their forwards ended
         self._before: list[tuple[Unit, bool, bool, int]] = []  # backwards expected before this pass
         self._due: deque[Unit] = deque()  # units that expect this backward, in its order
@@ -161,7 +161,7 @@ class Root:
             if unit.phase is Phase.IDLE and (unit.values.is_gathered or unit.values.is_unsharded or unit.is_kept):
                 freed = True
                 shown = [flat.comm for flat in unit.flats if flat.is_unsharded and flat.is_resident]
-                self._read_over.update(dict.fromkeys(shown if unit.shows_values_at_rest else ()))
+                self._read_over.update(shown if unit.shows_values_at_rest else ())
                 unit.hide()
                 unit.reshard()
         if self._is_in_pass:
@@ -169,8 +169,11 @@ class Root:
         if freed:
             self.context.free_retired(keep=0)
             self._await_reads_by_gathers()
-        while meet and self._read_over:
-            self._read_over.popitem()[0].labelled_barrier("reshard")
+        if meet and self._read_over:
+            read_over, self._read_over = self._read_over, set()
+            for comm in dict.fromkeys(flat.comm for flat in self._resident):  # in the same order on all ranks
+                if comm in read_over:
+                    comm.labelled_barrier("reshard")
 
     def _await_reads_by_gathers(self) -> None:
         """The program may write shards in host memory next."""
@@ -180,11 +183,12 @@ class Root:
     # Passes
 
     def forward(
-        self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any
+        self, unit: Unit, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any
     ) -> Any:
         """Collective over the ranks of the unit. Call a unit's module with gathered parameters.
 
         Args:
+            module: it, or another function that computes with the parameters.
             compiler: of torch.compile, set while the module runs.
         """
         self._enter(unit)

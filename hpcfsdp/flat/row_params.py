@@ -120,13 +120,13 @@ class RowParams(ShardedParams):
             pin_memory: of offloaded rows, for faster copies to the device.
             gather: instead of the communicator's.
         """
-        self.home_device = params[0].local.device
+        self._home = params[0].local.device
         super().__init__(
             comm,
             reduce_comm=reduce_comm,
             replicas=replicas,
             dtypes=dtypes or Dtypes.plan(layout.dtype),
-            device=device or self.home_device,
+            device=device or self._home,
         )
         self.layout = layout
         self.params = tuple(params)
@@ -159,7 +159,7 @@ class RowParams(ShardedParams):
     def _make_buffer(self, pin_memory: bool) -> Buffer:
         """Make the buffer for gathered values and the shard, and move the rows there."""
         layout, comm, dtypes = self.layout, self.comm, self.dtypes
-        is_cast, is_home = dtypes.compute != layout.dtype, self.home_device == self.device
+        is_cast, is_home = dtypes.compute != layout.dtype, self._home == self.device
         buffer: Buffer | None = None
         if comm.shares_gathered and is_home and self._own_gather is None:
             buffer = Resident(comm, layout.whole_numel, dtypes.compute, is_cast=is_cast)
@@ -172,7 +172,7 @@ class RowParams(ShardedParams):
             self._take(self._rows_in_window)
             return buffer
         pinned = pin_memory and not is_home and accelerator.is_accelerator(self.device)
-        self.shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=self.home_device, pin_memory=pinned)
+        self.shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=self._home, pin_memory=pinned)
         self._take(self._rows_of(self.shard))
         if buffer is not None:
             return buffer
@@ -215,7 +215,7 @@ class RowParams(ShardedParams):
 
     @property
     def home(self) -> torch.device:
-        return self.home_device
+        return self._home
 
     def follow_requires_grad(self, unit: str) -> None:
         del unit

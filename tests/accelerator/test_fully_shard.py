@@ -19,13 +19,19 @@ def local(tensor):
     return tensor.to_local().detach().clone()
 
 
-def train(model, rank, *, steps=3, micro=1, sync=True, part=whole):
-    """Losses, gradients and parameters, in host memory. The host reads no value before the end."""
+def train(model, rank, *, steps=3, micro=1, sync=True, late=False, part=whole):
+    """Losses, gradients and parameters, in host memory. The host reads no value before the end.
+
+    Args:
+        micro: backwards in each step.
+        sync: whether all of them reduce gradients over ranks; `late`: over replicas only the last one does.
+    """
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     data = iter(batches(rank, steps * micro))
     for _ in range(steps):
         for number in range(micro):
             model.set_requires_gradient_sync(sync or number == micro - 1)
+            model.set_requires_all_reduce(not late or number == micro - 1)
             loss = model(next(data)).double().square().mean()
             loss.backward()
             found.append(loss.detach())
@@ -111,10 +117,12 @@ def _columns(param):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_hybrid(world, streams, policy):
+@pytest.mark.parametrize("late", [False, True], ids=["in each backward", "in the last backward"])
+def test_hybrid(world, streams, late, policy):
     model = make(ours, mesh_of((2, 2), ("replicate", "shard")), prepare=on_the_device)
     leave_for_later(streams, policy)
-    torch.testing.assert_close(train(model, world.rank), on_the_cpu(world.rank), rtol=1e-9, atol=1e-11)
+    expected = on_the_cpu(world.rank, micro=2)
+    torch.testing.assert_close(train(model, world.rank, micro=2, late=late), expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("policy", SOME_POLICIES)
