@@ -39,7 +39,7 @@ class FSDPModule(stock.FSDPModule):
     """The base that ``fully_shard`` gives to the class of a module. Its methods are those of torch's class.
 
     Calls of the module gather its parameters; they are collective over the ranks of its mesh. Methods that set
-    something are not collective, but all ranks call them alike, between steps.
+    something are called by all ranks alike, between steps.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +229,7 @@ class FSDPModule(stock.FSDPModule):
         if stream is not None and unit.mesh.is_hybrid:
             raise ValueError("stream= cannot be set for hybrid sharding, which reduces on streams of its own")
         unit.reduce_options.hook = hook if stream is None else functools.partial(_call_on, stream, hook)
-        unit.is_stale = True  # gradients are not divided by size then
+        unit.remake()  # gradients are not divided by size then
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather the module's parameters with torch's ``AllGather`` object `comm`."""
@@ -242,7 +242,8 @@ class FSDPModule(stock.FSDPModule):
             _await(comm(output_tensor=output, input_tensor=shard, group=group, async_op=False))
             return cast(torch.Tensor, output)
 
-        unit.gather, unit.is_stale = gather, True
+        unit.gather = gather
+        unit.remake()
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce the module's gradients over the shards' ranks with torch's ``ReduceScatter`` object `comm`."""
@@ -262,8 +263,9 @@ class FSDPModule(stock.FSDPModule):
         """Choose whether gradients are reduced by a communicator of their own on a device, as is the default."""
         _check_bool("enable", enable)
         for unit in self._units(recurse):
-            unit.is_stale |= unit.separate_reductions is not enable
-            unit.separate_reductions = enable
+            changes, unit.separate_reductions = unit.separate_reductions is not enable, enable
+            if changes:
+                unit.remake()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Not supported: ``HPCFSDP_REGISTERED_MEMORY=1`` registers the memory of gathers with the backend."""
@@ -307,6 +309,7 @@ class FSDPModule(stock.FSDPModule):
         # Not torch's, which expects its own state.
         result = super(stock.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         unit.mark()
+        unit.refresh()
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -354,7 +357,8 @@ def extended_class(original: type) -> type:
 def _root_of(unit: RowUnit) -> Root:
     """Collective where there is none yet, or where the program has replaced parameters by others."""
     root = unit.root
-    if root is not None and (root.is_busy or all(cast(RowUnit, each).fits() for each in root.units)):
+    units = [] if root is None else cast(Sequence[RowUnit], root.units)
+    if root is not None and (root.is_busy or all(each.root is root and each.fits() for each in units)):
         return root
     if root is None and len(unit.modules) > 1:
         raise RuntimeError(
@@ -363,7 +367,7 @@ def _root_of(unit: RowUnit) -> Root:
         )
     if root is not None:
         root.recover()
-    return become_root(unit if root is None else cast(RowUnit, root.units[0]))
+    return become_root(unit if root is None else units[0])
 
 
 def _units_of(modules: Iterable[FSDPModule]) -> list[RowUnit]:

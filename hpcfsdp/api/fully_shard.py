@@ -146,6 +146,7 @@ def shard_modules(
         each.__dict__[UNIT] = unit
         each.__class__ = extended_class(type(each))
     _register_state_hooks(unit)
+    unit.refresh()
 
 
 def _outermost(modules: Sequence[Any]) -> list[Any]:
@@ -248,7 +249,7 @@ def _other_mesh(mesh: DeviceMesh, unit_mesh: UnitMesh) -> UnitMesh:
 
 
 def _register_state_hooks(unit: RowUnit) -> None:
-    """Have the modules hold their rows while a state dict is made or loaded."""
+    """Have the modules hold their rows while a state dict is made or loaded, and adopt what was assigned."""
     reference = weakref.ref(unit)
 
     def reshard(*_arguments: Any, meet: bool) -> None:
@@ -256,6 +257,13 @@ def _register_state_hooks(unit: RowUnit) -> None:
         if unit is not None and unit.root is not None:
             unit.root.reshard([unit], meet=meet)
 
+    def refresh(*_arguments: Any) -> None:
+        unit = reference()
+        if unit is not None:
+            unit.refresh()
+
+    for module in unit.modules:
+        module.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
     before_saving, before_loading = (functools.partial(reshard, meet=writes) for writes in (False, True))
     for module in dict.fromkeys([*unit.modules, *(place for each in unit.rows for place, _ in each.param.places)]):
         module.register_state_dict_pre_hook(before_saving)  # type: ignore[no-untyped-call]

@@ -53,8 +53,8 @@ class Rows:
 class RowUnit(ModelUnit):
     """The unit of one or several modules.
 
-    Between steps their parameters are ``DTensor``s, which may be moved, cast and replaced before the first call. Only
-    that makes the engine's memory: ``prepare`` moves the rows there.
+    Between steps their parameters are ``DTensor``s, whose memory is that of the engine. They may be moved, cast and
+    replaced: ``prepare`` makes new memory then, and moves the rows there.
 
     Attributes:
         rows: its parameters.
@@ -123,6 +123,19 @@ class RowUnit(ModelUnit):
                     managed.replace(replaced)
                     optimizer_check.check_again()
         return not self.is_stale and all(flat.fits() for flat in self.flats)
+
+    def refresh(self) -> None:
+        """Collective over the unit's ranks, unless it ``fits``. ``prepare`` it, unless a parameter has no memory yet.
+
+        A program may keep a state dict: it stays that of the model as long as the rows stay where they are.
+        """
+        if not self.fits() and not any(each.param.local.is_meta for each in self.rows):
+            self.prepare()
+
+    def remake(self) -> None:
+        """Collective over the unit's ranks. Make the memory of the rows anew, as options have changed."""
+        self.is_stale = True
+        self.refresh()
 
     def prepare(self) -> None:
         """Collective over the unit's ranks, unless it ``fits``. Make the memory of the rows.

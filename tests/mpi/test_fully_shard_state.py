@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import hpcfsdp
 import hpcfsdp.fsdp2 as ours
@@ -199,6 +199,39 @@ def test_torch_distributed_checkpoint(world, shared_path):
     after = {name: whole(value) for name, value in other.state_dict().items()}
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     del optimizer
+
+
+@pytest.mark.parametrize("first", ["as built", "to_empty", "cast", "assigned"])
+def test_a_state_dict_that_is_kept_follows_the_model(world, first):
+    """As programs that ask for it once."""
+
+    def program(fsdp, mesh):
+        torch.manual_seed(0)
+        source = [param.detach().double() for param in Net().parameters()]
+        with torch.device("meta" if first == "to_empty" else "cpu"):
+            model = Net().double() if first != "cast" else Net()
+        for block in model.blocks:
+            fsdp.fully_shard(block)
+        fsdp.fully_shard(model)
+        if first == "to_empty":
+            model.to_empty(device="cpu")
+        elif first == "cast":
+            model.double()
+        elif first == "assigned":
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict(state, assign=True)
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), source, strict=True):
+                param.copy_(distribute_tensor(value, param.device_mesh, param.placements))
+            for block in model.blocks:
+                block.shift.zero_()
+        kept = model.state_dict()
+        train(model, world.rank)
+        for name, value in model.state_dict().items():
+            assert torch.equal(whole(kept[name]), whole(value)), name
+        return {name: whole(value) for name, value in kept.items()}
+
+    same(program, None)
 
 
 def test_a_saved_shard_holds_this_rank_s_rows_alone(world, shared_path):
