@@ -20,7 +20,6 @@ import hpcfsdp.fsdp2 as ours
 from hpcfsdp.errors import EngineError
 from tests.mpi.row_cases import Net, batches, make, same, train, whole
 
-
 pytestmark = pytest.mark.ranks(2)
 
 
