@@ -132,11 +132,11 @@ class FSDPModule(stock.FSDPModule):
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
         """Choose the modules whose parameters the forward of this one begins to gather."""
-        self._unit_here.prefetched["forward"] = _units_of(modules)
+        self._unit_here.prefetched["forward"] = units_of_modules(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
         """Choose the modules whose parameters the backward of this one begins to gather, instead of the next one's."""
-        self._unit_here.prefetched["backward"] = _units_of(modules)
+        self._unit_here.prefetched["backward"] = units_of_modules(modules)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Have the next forward gather as soon as `event` has occurred, and not after all that was enqueued.
@@ -370,12 +370,17 @@ def _root_of(unit: RowUnit) -> Root:
     return become_root(unit if root is None else units[0])
 
 
-def _units_of(modules: Iterable[FSDPModule]) -> list[RowUnit]:
+def units_of_modules(modules: Iterable[FSDPModule]) -> list[RowUnit]:
+    """The units of modules.
+
+    Raises:
+        ValueError: ``fully_shard`` has not sharded one of them.
+    """
     units = []
     for module in modules:
         unit = row_unit_of(module) if isinstance(module, nn.Module) else None
         if unit is None:
-            raise ValueError(f"expected modules that fully_shard has sharded, not {type(module).__name__}")
+            raise ValueError(f"the module was not given to fully_shard, a {type(module).__name__}: shard it first")
         units.append(unit)
     return units
 

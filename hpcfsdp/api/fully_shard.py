@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from hpcfsdp.api.fsdp_module import FSDPModule, extended_class
+from hpcfsdp.api.fsdp_module import FSDPModule, extended_class, units_of_modules
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.engine.streams import streams_for
 from hpcfsdp.launch.calls import public_call
@@ -297,12 +297,7 @@ def share_comm_ctx(modules: Iterable[FSDPModule]) -> None:
     Raises:
         ValueError: ``fully_shard`` has not sharded one of them.
     """
-    units = []
-    for module in modules:
-        unit = row_unit_of(module) if isinstance(module, nn.Module) else None
-        if unit is None:
-            raise ValueError(f"share_comm_ctx takes modules that fully_shard has sharded, not {type(module).__name__}")
-        units.append(unit)
+    units = units_of_modules(modules)
     shared = next((unit.streams for unit in units if unit.streams is not None), None)
     for unit in units:
         unit.streams = shared = shared or streams_for(unit.device)

@@ -56,7 +56,7 @@ class Root:
             label: the same on all ranks, and unlike that of any other root.
             host: connects the same ranks through host memory, for the barriers. Without it only ranks that share the
                 memory of gathered values meet.
-            lines: the ranks of `host` as shards and replicas.
+            lines: the ranks of `host` as shards and replicas; None if these are other ranks.
         """
         self.units = list(units)
         flats = [flat for unit in units for flat in unit.flats]
@@ -173,7 +173,7 @@ class Root:
             read_over, self._read_over = self._read_over, set()
             for comm in dict.fromkeys(flat.comm for flat in self._resident):  # in the same order on all ranks
                 if comm in read_over:
-                    comm.labelled_barrier("reshard")
+                    comm.labelled_barrier(f"reshard within {self.units[0].name!r}")
 
     def _await_reads_by_gathers(self) -> None:
         """The program may write shards in host memory next."""
@@ -332,6 +332,7 @@ class Root:
     def _reshard(self, units: Iterable[Unit]) -> None:
         for unit in units:
             if unit.phase is Phase.IDLE and (unit.values.is_gathered or unit.values.is_unsharded):
+                unit.hide()
                 unit.reshard()
 
     def _left_over(self) -> list[Unit]:

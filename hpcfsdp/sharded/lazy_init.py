@@ -48,7 +48,7 @@ def become_root(unit: ModelUnit) -> Root:
             dtypes = {**before, **dtypes}
     host = GroupCache.current().host_of(unit.comm) if dist.is_initialized() else None
     label = (host or unit.comm).broadcast_object(uuid.uuid4().hex)
-    lines = unit.mesh.shard, unit.mesh.replicas
+    lines = None if unit.mesh.data is None else (unit.mesh.shard, unit.mesh.replicas)
     root = Root(units, unit.comm, label, host=host, streams=unit.streams, lines=lines)
     watch_root(root)
     for each in units:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hpcfsdp.comm import communicator_for
 from hpcfsdp.comm.mpi_communicator import MpiCommunicator
@@ -70,3 +71,15 @@ def engines(world):
 def engine(engines):
     """The engine that a test trains with, see ``parity``."""
     return parity.under_test(engines)
+
+
+@pytest.fixture(scope="session")
+def row_meshes(world, gloo):
+    """Of torch's ``fully_shard``, and of ours by the way in which ranks exchange values."""
+    everyone = init_device_mesh("cpu", (world.size,))
+    return {"torch": everyone, "shared memory": everyone, "gloo": DeviceMesh.from_group(gloo.group, "cpu")}
+
+
+@pytest.fixture(params=["shared memory", "gloo"])
+def ours_on(request, row_meshes):
+    return row_meshes[request.param]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -15,25 +15,13 @@ import hpcfsdp.fsdp2 as ours
 from tests.mpi.row_cases import Net, batches, make, same, train, whole
 
 
-@pytest.fixture(scope="module")
-def meshes(world, gloo):
-    """Of torch's function, and of ours by the way in which ranks exchange values."""
-    everyone = init_device_mesh("cpu", (world.size,))
-    return {"torch": everyone, "shared memory": everyone, "gloo": DeviceMesh.from_group(gloo.group, "cpu")}
-
-
-@pytest.fixture(params=["shared memory", "gloo"])
-def ours_on(request, meshes):
-    return meshes[request.param]
-
-
 @pytest.mark.ranks(2, 1, 3, 4)
 @pytest.mark.parametrize("reshard", [None, False, True, 1])
-def test_training(world, meshes, ours_on, reshard):
+def test_training(world, row_meshes, ours_on, reshard):
     def program(fsdp, mesh):
         return train(make(fsdp, mesh, reshard_after_forward=reshard), world.rank)
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
 @pytest.mark.ranks(2, 3)
@@ -43,20 +31,20 @@ def test_without_a_mesh_over_all_ranks(world):
 
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("around", ["nothing", "a root"])
-def test_a_list_of_modules_is_one_unit(world, meshes, ours_on, reshard, around):
+def test_a_list_of_modules_is_one_unit(world, row_meshes, ours_on, reshard, around):
     def program(fsdp, mesh):
         return train(make(fsdp, mesh, grouped=True, reshard_after_forward=reshard), world.rank, micro=2)
 
     del around
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
-def test_tied_parameters_of_one_unit(world, meshes, ours_on):
-    same(lambda fsdp, mesh: train(make(fsdp, mesh, tied=True), world.rank), meshes["torch"], ours_on)
+def test_tied_parameters_of_one_unit(world, row_meshes, ours_on):
+    same(lambda fsdp, mesh: train(make(fsdp, mesh, tied=True), world.rank), row_meshes["torch"], ours_on)
 
 
 @pytest.mark.parametrize("dim", ["1", "-1", "by shape"])
-def test_parameters_cut_along_other_dimensions(world, meshes, ours_on, dim):
+def test_parameters_cut_along_other_dimensions(world, row_meshes, ours_on, dim):
     width = 4 * world.size
 
     def placement(param):
@@ -70,7 +58,7 @@ def test_parameters_cut_along_other_dimensions(world, meshes, ours_on, dim):
         shapes = {name: param.to_local().shape for name, param in model.named_parameters()}
         return {**train(model, world.rank), "placements": str(placements), "shapes": str(shapes)}
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
 @pytest.mark.ranks(3, 2)
@@ -86,7 +74,7 @@ def test_columns_that_no_number_of_ranks_divides(world, ours_on):
 
 
 @pytest.mark.parametrize("kind", ["frozen blocks", "frozen embedding", "frozen biases", "frozen later", "thawed"])
-def test_frozen_parameters(world, meshes, ours_on, kind):
+def test_frozen_parameters(world, row_meshes, ours_on, kind):
     def freeze(model):
         if kind == "frozen blocks":
             model.blocks[1].requires_grad_(False)
@@ -105,11 +93,11 @@ def test_frozen_parameters(world, meshes, ours_on, kind):
             model.requires_grad_(True)
         return [first, train(model, world.rank, steps=2)]
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
 @pytest.mark.parametrize("recurse", [True, False])
-def test_gradients_that_are_not_synchronized(world, meshes, ours_on, recurse):
+def test_gradients_that_are_not_synchronized(world, row_meshes, ours_on, recurse):
     def program(fsdp, mesh):
         model = make(fsdp, mesh)
 
@@ -119,10 +107,10 @@ def test_gradients_that_are_not_synchronized(world, meshes, ours_on, recurse):
 
         return train(model, world.rank, micro=3, around=around)
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
-def test_gradients_wait_unseen_until_they_are_synchronized(world, meshes, ours_on):
+def test_gradients_wait_unseen_until_they_are_synchronized(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         model = make(fsdp, mesh)
         model.set_requires_gradient_sync(False)
@@ -134,11 +122,11 @@ def test_gradients_wait_unseen_until_they_are_synchronized(world, meshes, ours_o
         model(second).sum().backward()
         return [seen, [whole(param.grad) for param in model.parameters()]]
 
-    assert all(same(program, meshes["torch"], ours_on)[0])
+    assert all(same(program, row_meshes["torch"], ours_on)[0])
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "wrapper inside", "wrapper outside"])
-def test_activation_checkpointing(world, meshes, ours_on, kind):
+def test_activation_checkpointing(world, row_meshes, ours_on, kind):
     def program(fsdp, mesh):
         torch.manual_seed(0)
         model = Net().double()
@@ -153,12 +141,12 @@ def test_activation_checkpointing(world, meshes, ours_on, kind):
                 block.forward = call
         return train(fsdp.fully_shard(model, mesh=mesh), world.rank)
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler reads it
 @pytest.mark.parametrize("where", ["model", "blocks before", "blocks after", "in place"])
-def test_compiled(world, meshes, ours_on, where):
+def test_compiled(world, row_meshes, ours_on, where):
     def program(fsdp, mesh):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -177,11 +165,11 @@ def test_compiled(world, meshes, ours_on, where):
             return train(compiled, world.rank)
         return train(model, world.rank)
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
 @pytest.mark.parametrize("policy", ["param", "reduce", "both", "output", "no cast of inputs"])
-def test_mixed_precision(world, meshes, ours_on, policy):
+def test_mixed_precision(world, row_meshes, ours_on, policy):
     """Sums over ranks are those of two values, or exact: torch rounds them to 16 bits after each addition."""
     bf16, fp32 = torch.bfloat16, torch.float32
     arguments = {
@@ -204,14 +192,14 @@ def test_mixed_precision(world, meshes, ours_on, policy):
         return {**found, "dtypes": str(dtypes), "params": str([param.dtype for param in model.parameters()])}
 
     coarse = {"rtol": 0.05, "atol": 2e-3} if policy == "both" else {"rtol": 1e-4, "atol": 1e-5}
-    same(program, meshes["torch"], ours_on, **coarse)
+    same(program, row_meshes["torch"], ours_on, **coarse)
 
 
-def test_offload(world, meshes, ours_on):
+def test_offload(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         return train(make(fsdp, mesh, offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False)), world.rank)
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
 OPTIMIZERS = {
@@ -224,16 +212,16 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(world, meshes, ours_on, name):
+def test_optimizers(world, row_meshes, ours_on, name):
     def program(fsdp, mesh):
         model = make(fsdp, mesh)
         return train(model, world.rank, optimizer=OPTIMIZERS[name](model.parameters()))
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
 @pytest.mark.parametrize("order", ["to_empty", "assign", "load"])
-def test_a_model_of_the_meta_device(world, meshes, ours_on, order):
+def test_a_model_of_the_meta_device(world, row_meshes, ours_on, order):
     """torch's recipe: shard first, then allocate, then initialise."""
 
     def program(fsdp, mesh):
@@ -267,7 +255,7 @@ def test_a_model_of_the_meta_device(world, meshes, ours_on, order):
                     buffer.copy_(source[name])
         return train(model, world.rank)
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
 def _cut_like(value, param):
@@ -281,7 +269,7 @@ def _cut_like(value, param):
     )
 
 
-def test_parameters_that_are_cast_and_replaced_between_steps(world, meshes, ours_on):
+def test_parameters_that_are_cast_and_replaced_between_steps(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         model = make(fsdp, mesh)
         first = train(model, world.rank, steps=1)
@@ -295,10 +283,10 @@ def test_parameters_that_are_cast_and_replaced_between_steps(world, meshes, ours
         model.load_state_dict(state, assign=True)
         return [first, second, train(model, world.rank, steps=1)]
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
-def test_parameters_that_change_between_forward_and_backward(world, meshes, ours_on):
+def test_parameters_that_change_between_forward_and_backward(world, row_meshes, ours_on):
     """The backward computes with the new values where the forward has freed the old ones."""
 
     def program(fsdp, mesh):
@@ -310,7 +298,7 @@ def test_parameters_that_change_between_forward_and_backward(world, meshes, ours
         loss.backward()
         return [whole(param.grad) for param in model.parameters()]
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
 @pytest.mark.ranks(4)
@@ -416,7 +404,7 @@ def test_experts_on_another_mesh(world, how):
     same(program, whole_mesh)
 
 
-def test_ignored_parameters(world, meshes, ours_on):
+def test_ignored_parameters(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         torch.manual_seed(0)
         model = Net().double()
@@ -429,10 +417,10 @@ def test_ignored_parameters(world, meshes, ours_on):
         loss.backward()
         return [str(kinds), [whole(param.grad) for param in model.parameters()]]
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
-def test_several_calls_of_a_unit_in_one_forward_and_none(world, meshes, ours_on):
+def test_several_calls_of_a_unit_in_one_forward_and_none(world, row_meshes, ours_on):
     class Twice(Net):
         def forward(self, ids):
             x = self.embed(ids)
@@ -447,10 +435,10 @@ def test_several_calls_of_a_unit_in_one_forward_and_none(world, meshes, ours_on)
             fsdp.fully_shard(block, mesh=mesh)
         return train(fsdp.fully_shard(model, mesh=mesh), world.rank)
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
-def test_evaluation_between_steps(world, meshes, ours_on):
+def test_evaluation_between_steps(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         model, found = make(fsdp, mesh), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -464,10 +452,10 @@ def test_evaluation_between_steps(world, meshes, ours_on):
                 found.append(model(ids).clone())
         return found
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
-def test_only_blocks_are_sharded(world, meshes, ours_on):
+def test_only_blocks_are_sharded(world, row_meshes, ours_on):
     """Each is an outermost unit then; what is around them the program reduces itself."""
 
     def program(fsdp, mesh):
@@ -485,15 +473,15 @@ def test_only_blocks_are_sharded(world, meshes, ours_on):
             model.zero_grad()
         return found
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
-def test_the_sharded_class(world, meshes):
-    model = make(ours, meshes["torch"])
+def test_the_sharded_class(world, row_meshes):
+    model = make(ours, row_meshes["torch"])
     assert type(model).__name__ == "FSDPNet" and isinstance(model, Net) and isinstance(model, ours.FSDPModule)
     assert type(model.blocks[0]) is type(model.blocks[1])
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in Net().named_parameters()]
     assert type(model.blocks) is nn.ModuleList
     sequence = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    ours.fully_shard(sequence, mesh=meshes["torch"])
+    ours.fully_shard(sequence, mesh=row_meshes["torch"])
     assert type(sequence[:2]) is nn.Sequential and len(sequence[:2]) == 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as stock
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
@@ -23,24 +23,13 @@ from tests.mpi.row_cases import Net, batches, make, same, train, whole
 pytestmark = pytest.mark.ranks(2)
 
 
-@pytest.fixture(scope="module")
-def meshes(world, gloo):
-    everyone = init_device_mesh("cpu", (world.size,))
-    return {"torch": everyone, "shared memory": everyone, "gloo": DeviceMesh.from_group(gloo.group, "cpu")}
-
-
-@pytest.fixture(params=["shared memory", "gloo"])
-def ours_on(request, meshes):
-    return meshes[request.param]
-
-
 def kinds(model):
     """Of each parameter whether its module holds rows or the whole."""
     return str({name: isinstance(param, DTensor) for name, param in model.named_parameters()})
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_unshard_and_reshard(world, meshes, ours_on, async_op):
+def test_unshard_and_reshard(world, row_meshes, ours_on, async_op):
     def program(fsdp, mesh):
         model = make(fsdp, mesh)
         found = [kinds(model)]
@@ -61,10 +50,10 @@ def test_unshard_and_reshard(world, meshes, ours_on, async_op):
                     param.mul_(2)
         return [*found, train(model, world.rank)]
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
-def test_unsharded_before_the_forward_and_within_it(world, meshes, ours_on):
+def test_unsharded_before_the_forward_and_within_it(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         model = make(fsdp, mesh)
         found = []
@@ -86,10 +75,10 @@ def test_unsharded_before_the_forward_and_within_it(world, meshes, ours_on):
                     param.grad = None
         return found
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
-def test_what_modules_hold_after_forward_and_backward(world, meshes, ours_on):
+def test_what_modules_hold_after_forward_and_backward(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         model, found = make(fsdp, mesh), []
         first, second, third = batches(world.rank, 3)
@@ -112,7 +101,7 @@ def test_what_modules_hold_after_forward_and_backward(world, meshes, ours_on):
         loss.backward()
         return [*found, [whole(model.blocks[0].up.weight.detach().clone())]]
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
 def test_a_step_of_an_optimizer_ends_what_backwards_have_kept(world, ours_on):
@@ -126,7 +115,7 @@ def test_a_step_of_an_optimizer_ends_what_backwards_have_kept(world, ours_on):
 
 
 @pytest.mark.parametrize("recurse", [True, False])
-def test_gradient_divide_factor(world, meshes, ours_on, recurse):
+def test_gradient_divide_factor(world, row_meshes, ours_on, recurse):
     def program(fsdp, mesh):
         model = make(fsdp, mesh)
         for module in model.modules() if recurse else [model.blocks[1]]:
@@ -134,7 +123,7 @@ def test_gradient_divide_factor(world, meshes, ours_on, recurse):
                 module.set_gradient_divide_factor(3.0)
         return train(model, world.rank, clip=1e9)
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
 @pytest.mark.ranks(4)
@@ -149,7 +138,7 @@ def test_gradient_divide_factor_of_hybrid_sharding(world):
     same(program, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
-def test_all_reduce_hook(world, meshes, ours_on):
+def test_all_reduce_hook(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         model, calls = make(fsdp, mesh), []
 
@@ -161,7 +150,7 @@ def test_all_reduce_hook(world, meshes, ours_on):
         found = train(model, world.rank, clip=1e9)
         return {**found, "calls": str(calls)}
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
 class Comm:
@@ -189,7 +178,7 @@ class Scatter(Comm, ReduceScatter):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch has renamed the functions
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
-def test_custom_collectives(world, meshes, ours_on):
+def test_custom_collectives(world, row_meshes, ours_on):
     used = []
 
     def program(fsdp, mesh):
@@ -200,13 +189,13 @@ def test_custom_collectives(world, meshes, ours_on):
         used.append((gather.calls, scatter.calls))
         return found
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
     gathered, scattered = used[-1]
     assert gathered == ["allocate", "gather"] * 6  # in each forward and each backward
     assert scattered == ["allocate", "scatter"] * 3
 
 
-def test_explicit_prefetching(world, meshes):
+def test_explicit_prefetching(world, row_meshes):
     """The parameters of a block are being gathered while another computes."""
     seen = {}
 
@@ -224,12 +213,12 @@ def test_explicit_prefetching(world, meshes):
             third.register_full_backward_hook(lambda *_: note("backward"))
         return train(model, world.rank)
 
-    same(program, meshes["torch"], meshes["gloo"])
+    same(program, row_meshes["torch"], row_meshes["gloo"])
     assert seen["forward"] == [True, True, True]
     assert seen["backward"][:2] == [True, True]
 
 
-def test_options_that_change_no_result(world, meshes, ours_on):
+def test_options_that_change_no_result(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         model = make(fsdp, mesh)
         model.set_reduce_scatter_max_input_buffers(2)
@@ -245,10 +234,10 @@ def test_options_that_change_no_result(world, meshes, ours_on):
         model.set_reduce_scatter_max_input_buffers(3)
         return [first, train(model, world.rank)]
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
-def test_an_embedding_is_not_gathered_in_the_backward(world, meshes, ours_on):
+def test_an_embedding_is_not_gathered_in_the_backward(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         torch.manual_seed(0)
         model = Net().double()
@@ -256,11 +245,11 @@ def test_an_embedding_is_not_gathered_in_the_backward(world, meshes, ours_on):
         model.embed.set_unshard_in_backward(False)
         return train(fsdp.fully_shard(model, mesh=mesh), world.rank)
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
 @pytest.mark.parametrize("fill", [False, True])
-def test_parameters_that_no_rank_uses(world, meshes, ours_on, fill):
+def test_parameters_that_no_rank_uses(world, row_meshes, ours_on, fill):
     class Partly(Net):
         def forward(self, ids):
             return self.head(self.embed(ids)) + self.blocks[0].up.bias.sum() * 0
@@ -272,7 +261,7 @@ def test_parameters_that_no_rank_uses(world, meshes, ours_on, fill):
         model(batches(world.rank, 1)[0]).square().mean().backward()
         return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
 
-    found = same(program, meshes["torch"], ours_on)
+    found = same(program, row_meshes["torch"], ours_on)
     assert (found["norm.weight"] is None) is not fill
 
 
@@ -295,7 +284,7 @@ def test_parameters_that_one_rank_uses(world, ours_on):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_step_after_an_exception(world, meshes, ours_on, where):
+def test_a_step_after_an_exception(world, row_meshes, ours_on, where):
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -325,7 +314,7 @@ def test_a_step_after_an_exception(world, meshes, ours_on, where):
         model.blocks[0].reset_iter_state()
 
 
-def test_a_method_that_computes(world, meshes, ours_on):
+def test_a_method_that_computes(world, row_meshes, ours_on):
     class Generates(Net):
         def generate(self, ids, *, times):
             for _ in range(times):
@@ -342,14 +331,14 @@ def test_a_method_that_computes(world, meshes, ours_on):
             found = model.generate(batches(world.rank, 1)[0], times=2)
         return found.clone()
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
     plain = Net()
     ours.register_fsdp_forward_method(plain, "anything")  # no module of ours: nothing happens
     with pytest.raises(ValueError, match="has no method 'nothing'"):
         ours.register_fsdp_forward_method(make(ours, ours_on), "nothing")
 
 
-def test_hooks_of_users_see_reduced_rows(world, meshes, ours_on):
+def test_hooks_of_users_see_reduced_rows(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         model, seen = make(fsdp, mesh), []
 
@@ -362,11 +351,11 @@ def test_hooks_of_users_see_reduced_rows(world, meshes, ours_on):
         model(batches(world.rank, 1)[0]).square().mean().backward()
         return [len(seen), seen, [param.grad is None for param in model.parameters()]]
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
 @pytest.mark.parametrize("how", ["loop", "foreach", "fused", "by hand"])
-def test_a_step_between_forward_and_backward(world, meshes, ours_on, how):
+def test_a_step_between_forward_and_backward(world, row_meshes, ours_on, how):
     """The backward computes with the new values, of ranks that are late too."""
 
     def program(fsdp, mesh):
@@ -389,13 +378,13 @@ def test_a_step_between_forward_and_backward(world, meshes, ours_on, how):
             loss.backward()
         return [whole(param.grad) for param in model.parameters()]
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kept", ["unshard", "after the forward", "after the backward"])
-def test_no_rank_steps_while_another_reads_whole_parameters(world, meshes, kept):
-    model = make(ours, meshes["shared memory"])
+def test_no_rank_steps_while_another_reads_whole_parameters(world, row_meshes, kept):
+    model = make(ours, row_meshes["shared memory"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
     model.set_reshard_after_backward(kept != "after the backward")
     model.set_reshard_after_forward(kept != "after the forward")
@@ -416,18 +405,18 @@ def test_no_rank_steps_while_another_reads_whole_parameters(world, meshes, kept)
     assert not torch.equal(whole(model.blocks[0].up.weight), before)
 
 
-def test_an_inner_module_is_unsharded_before_the_first_forward(world, meshes, ours_on):
+def test_an_inner_module_is_unsharded_before_the_first_forward(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         model = make(fsdp, mesh)
         model.blocks[1].unshard(async_op=True)
         return train(model, world.rank)
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
-def test_several_outermost_modules_are_resharded_in_one_order(world, meshes):
+def test_several_outermost_modules_are_resharded_in_one_order(world, row_meshes):
     kinds = [type(f"Linear{number}", (nn.Linear,), {}) for number in range(4)]
-    layers = [ours.fully_shard(kind(3, 3), mesh=meshes["shared memory"]) for kind in kinds]
+    layers = [ours.fully_shard(kind(3, 3), mesh=row_meshes["shared memory"]) for kind in kinds]
     optimizer = torch.optim.SGD([param for layer in layers for param in layer.parameters()], lr=0.1)
     for layer in layers:
         layer.unshard()
@@ -461,15 +450,15 @@ def test_use_of_parameters_on_another_mesh_of_as_many_ranks(world):
     assert has[column[0]] == has[column[1]] == (2 in column)
 
 
-def test_explicit_prefetching_and_recomputation(world, meshes):
+def test_explicit_prefetching_and_recomputation(world, row_meshes):
     """Computing a forward again for the backward gathers nothing ahead."""
     seen = []
     torch.manual_seed(0)
     model = Net().double()
     for block in model.blocks:
-        ours.fully_shard(block, mesh=meshes["gloo"])
+        ours.fully_shard(block, mesh=row_meshes["gloo"])
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    ours.fully_shard(model, mesh=meshes["gloo"])
+    ours.fully_shard(model, mesh=row_meshes["gloo"])
     first, second, third = model.blocks
     first.set_modules_to_forward_prefetch([second, third])
     first.register_full_backward_hook(
@@ -481,7 +470,7 @@ def test_explicit_prefetching_and_recomputation(world, meshes):
 
 
 @pytest.mark.parametrize("micro", [1, 2])
-def test_a_weight_of_the_outermost_module_is_used_outside_of_its_forward(world, meshes, ours_on, micro):
+def test_a_weight_of_the_outermost_module_is_used_outside_of_its_forward(world, row_meshes, ours_on, micro):
     """As by losses that take the head's weight."""
 
     class Body(Net):
@@ -511,10 +500,10 @@ def test_a_weight_of_the_outermost_module_is_used_outside_of_its_forward(world, 
             optimizer.zero_grad()
         return found
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
-def test_the_hook_sees_all_rows_of_a_unit_at_once(world, meshes, ours_on):
+def test_the_hook_sees_all_rows_of_a_unit_at_once(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         torch.manual_seed(0)
         model = fsdp.fully_shard(nn.Sequential(nn.Linear(1200, 1000), nn.Linear(1000, 1200)), mesh=mesh)
@@ -523,10 +512,10 @@ def test_the_hook_sees_all_rows_of_a_unit_at_once(world, meshes, ours_on):
         model(torch.ones(1, 1200)).sum().backward()
         return [len(sizes)]
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
-def test_modules_stay_whole_between_forwards_without_gradients(world, meshes, ours_on):
+def test_modules_stay_whole_between_forwards_without_gradients(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         model = make(fsdp, mesh)
         model.set_reshard_after_forward(False)
@@ -546,10 +535,10 @@ def test_modules_stay_whole_between_forwards_without_gradients(world, meshes, ou
             found.append(model(ids).clone())
         return found
 
-    same(program, meshes["torch"], ours_on)
+    same(program, row_meshes["torch"], ours_on)
 
 
-def test_lists_with_modules_inside_of_others(world, meshes):
+def test_lists_with_modules_inside_of_others(world, row_meshes):
     def program(fsdp, mesh):
         torch.manual_seed(0)
         model = Net().double()
@@ -558,7 +547,7 @@ def test_lists_with_modules_inside_of_others(world, meshes):
         names = str([type(module).__name__ for module in model.modules()])
         return {**train(model, world.rank), "names": names}
 
-    same(program, meshes["torch"])
+    same(program, row_meshes["torch"])
 
 
 # Wrong uses
@@ -608,11 +597,11 @@ def test_lists_with_modules_inside_of_others(world, meshes):
         (lambda: ours.fully_shard(nn.Linear(2, 2), dp_mesh_dims=object()), NotImplementedError, "dp_mesh_dims"),
         (lambda: copy.deepcopy(ours.fully_shard(nn.Linear(2, 2))), EngineError, "cannot be copied"),
         (lambda: pickle.dumps(ours.fully_shard(nn.Linear(2, 2))), EngineError, "cannot be pickled"),
-        (lambda: ours.share_comm_ctx([nn.Linear(2, 2)]), ValueError, "not Linear"),
+        (lambda: ours.share_comm_ctx([nn.Linear(2, 2)]), ValueError, "a Linear: shard it"),
         (
             lambda: ours.fully_shard(nn.Linear(2, 2)).set_modules_to_forward_prefetch([nn.Linear(2, 2)]),
             ValueError,
-            "not Linear",
+            "a Linear: shard it",
         ),
         (lambda: ours.fully_shard(nn.Linear(2, 2)).set_reshard_after_forward(1), ValueError, "True or False, not 1"),
         (lambda: ours.fully_shard(nn.Linear(2, 2)).set_requires_gradient_sync(None), ValueError, "not None"),
