@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm.communicator import Work
@@ -274,7 +275,7 @@ class FlatGrad:
     def pop_updated(self) -> list[torch.nn.Parameter]:
         """The parameters that got reduced gradients since the last call."""
         updated, self._updated = self._updated, []
-        if self.flat.comm.size > 1:
+        if self.flat.comm.size > 1 and self.flat.hides_whole_norm:
             for param in updated:
                 note_unchanged(param.grad)
         return updated
@@ -352,5 +353,7 @@ def _add_grad(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
             _compat.local_of(param.grad).add_(_compat.local_of(grad))
         else:
             param.grad.add_(grad)
+    elif isinstance(grad, DTensor):  # of the parameter's kind
+        param.grad = grad
     else:
         set_grad(param, grad)

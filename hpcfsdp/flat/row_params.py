@@ -96,6 +96,7 @@ class RowParams(ShardedParams):
 
     layout: RowLayout
     may_change_before_backward = True
+    hides_whole_norm = False  # a DTensor knows the other ranks' part
     shows_held = False
 
     def __init__(

@@ -33,6 +33,7 @@ class ShardedParams(abc.ABC):
         steps_each: whether it steps a tensor for each leaf, and not one for all.
         may_change_before_backward: whether the program may change them between a forward and its backward, which then
             computes with the new values.
+        hides_whole_norm: whether functions of torch see a rank's shard of a gradient as if it were the whole.
         shows_held: whether ``grad`` shows the gradients that ``no_sync`` holds.
     """
 
@@ -41,6 +42,7 @@ class ShardedParams(abc.ABC):
     steps_leaves = False
     steps_each = True
     may_change_before_backward = False
+    hides_whole_norm = True
     shows_held = True
     _buffer: Buffer
 

@@ -538,6 +538,24 @@ def test_modules_stay_whole_between_forwards_without_gradients(world, row_meshes
     same(program, row_meshes["torch"], ours_on)
 
 
+def test_clipping_by_torch_is_right_where_one_rank_has_all_rows(world, row_meshes):
+    """And is not taken for clipping by the norm of a shard, which raises a warning for the wrapper class."""
+
+    def program(fsdp, mesh):
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(nn.Linear(5, 1).double(), mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator, norms = torch.Generator().manual_seed(world.rank), []
+        for _ in range(6):
+            model(torch.randn(4, 5, generator=generator, dtype=torch.float64)).square().sum().backward()
+            norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [norms, whole(model.weight)]
+
+    same(program, row_meshes["torch"])
+
+
 def test_lists_with_modules_inside_of_others(world, row_meshes):
     def program(fsdp, mesh):
         torch.manual_seed(0)
