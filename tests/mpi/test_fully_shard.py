@@ -30,12 +30,10 @@ def test_without_a_mesh_over_all_ranks(world):
 
 
 @pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("around", ["nothing", "a root"])
-def test_a_list_of_modules_is_one_unit(world, row_meshes, ours_on, reshard, around):
+def test_a_list_of_modules_is_one_unit(world, row_meshes, ours_on, reshard):
     def program(fsdp, mesh):
         return train(make(fsdp, mesh, grouped=True, reshard_after_forward=reshard), world.rank, micro=2)
 
-    del around
     same(program, row_meshes["torch"], ours_on)
 
 
@@ -463,8 +461,7 @@ def test_only_blocks_are_sharded(world, row_meshes, ours_on):
         model = Net().double()
         for block in model.blocks:
             fsdp.fully_shard(block, mesh=mesh)
-        if fsdp is not ours or mesh is not None:
-            fsdp.share_comm_ctx(list(model.blocks))
+        fsdp.share_comm_ctx(list(model.blocks))
         found = []
         for ids in batches(world.rank, 3):
             loss = model(ids).square().mean()
