@@ -23,7 +23,7 @@ from hpcfsdp.cli.printing import print_table
 from hpcfsdp.cli.readable import plain_value, readable_number, readable_shape, shortened
 from hpcfsdp.cli.reporting import Parser, print_json
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, UsageError
-from hpcfsdp.observe.progress_bar import byte_progress
+from hpcfsdp.output.progress_bar import byte_progress
 
 EXIT_DIFFERENT = 1
 _LARGEST_SHOWN = 5

@@ -12,7 +12,7 @@ from hpcfsdp.checkpoint.convert.peft import CONFIG_NAME, FORMAT as PEFT, export_
 from hpcfsdp.cli.readable import readable_bytes
 from hpcfsdp.cli.reporting import Parser, print_result
 from hpcfsdp.errors import UsageError
-from hpcfsdp.observe.progress_bar import byte_progress
+from hpcfsdp.output.progress_bar import byte_progress
 
 _EXAMPLES = (
     "hpcfsdp export my_model.h5 my_model.safetensors                  # the model",

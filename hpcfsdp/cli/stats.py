@@ -13,7 +13,7 @@ from hpcfsdp.checkpoint.inspect.walk import nbytes_of
 from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.cli.readable import readable_number, readable_shape
 from hpcfsdp.cli.reporting import Parser, print_result
-from hpcfsdp.observe.progress_bar import byte_progress
+from hpcfsdp.output.progress_bar import byte_progress
 
 _NUMBERS = ("min", "max", "mean", "norm", "nan", "inf")
 

@@ -21,9 +21,9 @@ from hpcfsdp.examples.gpt.callbacks import Callbacks
 from hpcfsdp.examples.gpt.run_config import RunConfig, check
 from hpcfsdp.launch.job import check_step, load_mpi
 from hpcfsdp.launch.lock import RunLock
-from hpcfsdp.observe import log as logs
-from hpcfsdp.observe.metrics import MetricsFile
-from hpcfsdp.observe.progress_bar import Progress, step_progress
+from hpcfsdp.output import log as logs
+from hpcfsdp.output.metrics import MetricsFile
+from hpcfsdp.output.progress_bar import Progress, step_progress
 from hpcfsdp.preempt import Preemption, exit_requeue, preemption
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from hpcfsdp.cli.folders import checkpoints_in, size_of
 from hpcfsdp.cli.readable import readable_bytes
 from hpcfsdp.cli.reporting import Parser, print_json, print_line
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
-from hpcfsdp.observe.progress_bar import byte_progress
+from hpcfsdp.output.progress_bar import byte_progress
 
 EXIT_DAMAGED = CheckpointCorruptError.exit_code
 

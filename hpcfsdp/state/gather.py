@@ -12,7 +12,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from hpcfsdp.comm import Communicator
 from hpcfsdp.flat.layout import Box
-from hpcfsdp.observe.profile import Phase, profile
+from hpcfsdp.output.profile import Phase, profile
 from hpcfsdp.reshard.blocks import BoxesOf, ShardedBlocks
 from hpcfsdp.reshard.boxes import chunk_box, whole_box
 from hpcfsdp.reshard.placements import mesh_blocks

@@ -21,7 +21,7 @@ LAYERS = [
     {"", "errors"},
     {"env"},
     {"hang"},
-    {"config", "launch", "observe"},
+    {"config", "launch", "output"},
     {"comm"},
     {"mpi", "world"},
     {"preempt"},

@@ -16,7 +16,7 @@ import torch
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.observe.profile import Phase, profile
+from hpcfsdp.output.profile import Phase, profile
 from hpcfsdp.state.optim.keys import check_missing_keys_on_rank, sorted_items
 from hpcfsdp.state.optim.values import digest, picklable, same
 from hpcfsdp.state.tensors import shape_and_dtype

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp.comm import Communicator, assert_same, raise_together
 from hpcfsdp.comm.grid import Grid
-from hpcfsdp.observe.profile import Phase, SimpleProfiler, profile
+from hpcfsdp.output.profile import Phase, SimpleProfiler, profile
 from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim.compare import allgather_state_info, check_same_groups, convert_all_state_info

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp.comm import assert_same, raise_together
-from hpcfsdp.observe.profile import Phase, SimpleProfiler, profile
+from hpcfsdp.output.profile import Phase, SimpleProfiler, profile
 from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.gather import gather, keeping_scratch
 from hpcfsdp.state.model import ranks_of_model

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from hpcfsdp.observe.progress_bar import step_progress
+from hpcfsdp.output.progress_bar import step_progress
 
 logger = logging.getLogger("hpcfsdp.test_progress")
 

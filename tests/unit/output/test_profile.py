@@ -3,8 +3,8 @@ import threading
 
 import pytest
 
-from hpcfsdp.observe import profile as profiling
-from hpcfsdp.observe.profile import Phase, SimpleProfiler, Spent, profile
+from hpcfsdp.output import profile as profiling
+from hpcfsdp.output.profile import Phase, SimpleProfiler, Spent, profile
 
 logger = logging.getLogger("hpcfsdp.test_profile")
 MIB = 1 << 20

@@ -1,6 +1,6 @@
 import json
 
-from hpcfsdp.observe.metrics import MetricsFile
+from hpcfsdp.output.metrics import MetricsFile
 
 
 def steps(path):

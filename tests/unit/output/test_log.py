@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hpcfsdp.observe import log
+from hpcfsdp.output import log
 
 
 @pytest.fixture(autouse=True)
@@ -97,9 +97,7 @@ def test_close_takes_all_handlers_away(tmp_path, capsys):
 
 
 def test_importing_the_library_sets_up_nothing(run_python):
-    code = (
-        "import logging, hpcfsdp.observe.log, hpcfsdp.examples.gpt.loop; print(logging.getLogger('hpcfsdp').handlers)"
-    )
+    code = "import logging, hpcfsdp.output.log, hpcfsdp.examples.gpt.loop; print(logging.getLogger('hpcfsdp').handlers)"
     assert run_python(code) == "[]\n"
 
 
