@@ -37,7 +37,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-unit test-mpi test-mpich test-mpio test-slurm test-programs test-packages test-accelerator test-gpu bench-gpu docs lint clean
+.PHONY: help train test test-slow test-unit test-mpi test-mpich test-mpio test-slurm test-programs test-packages test-accelerator test-gpu bench bench-gpu docs lint clean
 
 help:
 	@echo 'make train      train a byte-level GPT with mpirun -n $(N); again: resume and go on'
@@ -52,6 +52,7 @@ help:
 	@echo 'make test-accelerator  tests on a simulated accelerator: streams, memory and collectives as on a GPU'
 	@echo 'make test-slow  tests that take minutes: faults at every step, damage to every bit, 8 ranks, 20 preemptions'
 	@echo 'make test-gpu   tests that need a GPU, or several: under $(GPU_RANKS) ranks'
+	@echo 'make bench      all benchmarks with their peers, a summary first: ARGS="--out new.json --compare old.json"'
 	@echo 'make bench-gpu  a table of steps on the GPUs of this machine, next to stock torch: ARGS="--layers 32 --batch 4"'
 	@echo 'make test-packages  the wheel in a clean environment, and recipes for conda and Spack'
 	@echo 'make docs       the documentation site, in docs/_build; warnings are errors'
@@ -162,6 +163,10 @@ test-gpu: $(STAMP)
 	  echo "== tests on accelerators, $$n rank(s)"; \
 	  timeout --kill-after=30 1200 $(MPIRUN) -n $$n $(PY) -m pytest tests/gpu --with-mpi || exit 1; \
 	done
+
+bench: export OMP_NUM_THREADS := 1
+bench: $(STAMP)
+	@$(PY) -m hpcfsdp bench all --mpirun "$(MPIRUN)" $(ARGS)
 
 bench-gpu: export OMP_NUM_THREADS := 1
 bench-gpu: $(STAMP)

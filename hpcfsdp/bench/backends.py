@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from hpcfsdp.bench.step import STOCK, training_step
-from hpcfsdp.bench.tables import Table, faster_cell, time_cells, times_json
+from hpcfsdp.bench.step import NAMES, STOCK, training_step
+from hpcfsdp.bench.tables import Ratio, Table, faster_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.world import World
 
@@ -37,4 +37,9 @@ def table(found: Mapping[str, Mapping[str, Times]]) -> Table:
         for name, times in ways.items()
     ]
     as_json = {engine: times_json(ways) for engine, ways in found.items()}
-    return Table(("engine", "backend", "step", "min-max", "against gloo"), rows, as_json)
+    ratios = [
+        Ratio.of_speeds(f"{NAMES[engine]} on hpcmpi: speed of a step / on gloo", ways["hpcmpi"], ways["gloo"])
+        for engine, ways in found.items()
+        if "hpcmpi" in ways
+    ]
+    return Table(("engine", "backend", "step", "min-max", "against gloo"), rows, as_json, ratios=ratios)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from hpcfsdp import _compat
-from hpcfsdp.bench.tables import MIB, Table, faster_cell, time_cells, times_json
+from hpcfsdp.bench.step import OWN
+from hpcfsdp.bench.tables import MIB, Ratio, Table, faster_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.comm.communicator import segment
 from hpcfsdp.comm.reduce import reduce_into
@@ -69,7 +70,12 @@ def table(found: Sequence[Measurement]) -> Table:
         for one in found
     ]
     columns = ("collective", "size", "way", "median", "min-max", "against gloo", "against the floor")
-    return Table(columns, rows, as_json)
+    ratios = [
+        Ratio.of_speeds(f"{one.collective} of {one.nbytes / MIB:g} MiB: speed / gloo", one.ways[OWN], one.ways["gloo"])
+        for one in found
+        if {OWN, "gloo"} <= set(one.ways)
+    ]
+    return Table(columns, rows, as_json, ratios=ratios)
 
 
 class _Buffers:
@@ -123,7 +129,7 @@ def _competitors(
             "all_gather",
             b.copy,
             {
-                "hpcfsdp": lambda: host.all_gather_into_tensor(b.full, b.shard),
+                OWN: lambda: host.all_gather_into_tensor(b.full, b.shard),
                 "gloo": lambda: _compat.all_gather_single(b.full, b.shard, gloo, False),
                 "MPI_Allgather": lambda: mpi.Allgather(shard, full),
             },
@@ -133,7 +139,7 @@ def _competitors(
             b.reduce,
             {
                 "hpcfsdp shared": lambda: host.reduce_scatter_tensor(b.shard, b.shared_full, "sum"),
-                "hpcfsdp": lambda: host.reduce_scatter_tensor(b.shard, b.full, "sum"),
+                OWN: lambda: host.reduce_scatter_tensor(b.shard, b.full, "sum"),
                 "gloo": lambda: _compat.reduce_scatter_single(b.shard, b.full, dist.ReduceOp.SUM, gloo, False),
                 "MPI_Reduce_scatter_block": lambda: mpi.Reduce_scatter_block(full, shard, MPI.SUM),
             },
@@ -143,7 +149,7 @@ def _competitors(
             b.reduce_and_copy,
             {
                 "hpcfsdp shared": lambda: host.all_reduce(b.shared_full, "sum"),
-                "hpcfsdp": lambda: host.all_reduce(b.full, "sum"),
+                OWN: lambda: host.all_reduce(b.full, "sum"),
                 "torch on hpcmpi": lambda: dist.all_reduce(b.full),
                 "gloo": lambda: dist.all_reduce(b.full, dist.ReduceOp.SUM, gloo),
                 "MPI_Allreduce": lambda: mpi.Allreduce(MPI.IN_PLACE, full, MPI.SUM),

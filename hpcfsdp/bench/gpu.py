@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from hpcfsdp import _compat, accelerator
-from hpcfsdp.bench.step import FLOOR, OWN, OWN_ROWS, STOCK, make_model, quiet, training_step
-from hpcfsdp.bench.tables import Table, ratio_cell, time_cells, times_json
+from hpcfsdp.bench.step import FLOOR, NAMES, OWN, OWN_ROWS, STOCK, make_model, quiet, training_step
+from hpcfsdp.bench.tables import Ratio, Table, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.bench.trace import Activity, traced
 from hpcfsdp.comm import Communicator
@@ -137,6 +137,11 @@ def table(found: Measurement) -> Table:
         {"about": found.about, "engines": as_json, "skipped": found.skipped},
         notes,
         heading=found.about,
+        ratios=[
+            Ratio.of_times(f"{NAMES[OWN]} on a device: step time / {NAMES[engine]}", own.times, one.times)
+            for engine, one in found.figures.items()
+            if engine not in (OWN, OWN_ROWS)
+        ],
     )
 
 

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from hpcfsdp.api.fully_shard import shard_modules
-from hpcfsdp.bench.step import OWN, OWN_ROWS, wrap
-from hpcfsdp.bench.tables import Table, ratio_cell, time_cells, times_json
+from hpcfsdp.bench.step import NAMES, OWN, OWN_ROWS, wrap
+from hpcfsdp.bench.tables import Ratio, Table, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.sharded.unit_mesh import UnitMesh
@@ -94,7 +94,13 @@ def table(found: Measurement) -> Table:
     as_json |= {engine: {"skipped": reason} for engine, reason in found.skipped.items()}
     notes = [f"{engine} was skipped: {reason}" for engine, reason in found.skipped.items()]
     columns = ("engine", "per unit", "min-max", "over plain", "min-max", "hpcfsdp / it, over plain")
-    return Table(columns, rows, as_json, notes)
+    ratios = [
+        Ratio.of_times(f"{NAMES[engine]}: Python time of a unit / {NAMES[peer]}", over[engine], over[peer])
+        for engine in (OWN, OWN_ROWS)
+        for peer in ("fsdp2",)
+        if {engine, peer} <= set(over)
+    ]
+    return Table(columns, rows, as_json, notes, ratios=ratios)
 
 
 def _step(engine: str, group: Any, units: int) -> Callable[[], None]:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hpcfsdp.bench.pss import Sampler, give_back_at_once, sampled, trim
-from hpcfsdp.bench.step import OWN, STOCK, loss_of, make_batch, make_model, training_step, units
-from hpcfsdp.bench.tables import Table, mib, peak_cells, peak_json
+from hpcfsdp.bench.step import NAMES, OWN, STOCK, loss_of, make_batch, make_model, training_step, units
+from hpcfsdp.bench.tables import Ratio, Table, mib, peak_cells, peak_json
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.agree import raise_together
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
@@ -124,7 +124,12 @@ def table(found: Sequence[Peak]) -> Table:
     ]
     as_json = {one.engine: {**peak_json(one), "hpcfsdp_ratio": own.peak_bytes / one.peak_bytes} for one in found}
     columns = ("engine", "baseline", "peak above it", "min-max of steps", "analytic", "peak / analytic", "hpcfsdp / it")
-    return Table(columns, rows, as_json)
+    ratios = [
+        Ratio.of_rounds(f"peak memory of a step / {NAMES[one.engine]}", [own.peak_bytes / one.peak_bytes])
+        for one in found
+        if one.engine in STOCK
+    ]
+    return Table(columns, rows, as_json, ratios=ratios)
 
 
 def analytic_bytes(unit_numels: Sequence[int], ranks: int | None, activation_bytes: int, itemsize: int = 4) -> int:

@@ -25,7 +25,7 @@ import hpcfsdp.fsdp as ours
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.bench.pss import Sampler, give_back_at_once, sampled
 from hpcfsdp.bench.step import OWN, quiet, wrap
-from hpcfsdp.bench.tables import Table, peak_cells, peak_json, time_cells, times_json
+from hpcfsdp.bench.tables import Ratio, Table, peak_cells, peak_json, time_cells, times_json
 from hpcfsdp.bench.timing import Times, timed
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.agree import raise_together
@@ -189,7 +189,14 @@ def table(found: Measurement) -> Table:
     peaks = [(one.way, one.ranks, one.engine, *peak_cells(one.calls_bytes, one.analytic_bytes)) for one in found.peaks]
     columns = ("call", "ranks", "engine", "peak", "min-max of calls", "analytic", "peak / analytic")
     return Table(
-        ("call", "engine", "median", "min-max", "fsdp1 / hpcfsdp"), rows, as_json, second=Table(columns, peaks, None)
+        ("call", "engine", "median", "min-max", "fsdp1 / hpcfsdp"),
+        rows,
+        as_json,
+        second=Table(columns, peaks, None),
+        ratios=[
+            Ratio.of_speeds(f"state dicts, {way}: speed / FSDP1", engines[OWN], engines[FSDP1])
+            for way, engines in found.times.items()
+        ],
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hpcfsdp import world as worlds
-from hpcfsdp.bench import backends, checkpoint, collectives, gpu, host, memory, optim_state, step
+from hpcfsdp.bench import backends, checkpoint, collectives, gpu, host, memory, optim_state, scale, step
 from hpcfsdp.bench.tables import MIB, Table
 
 _MODULES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -23,6 +23,10 @@ _MODULES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"layers": 24, "width": 2048, "context": 1024, "batch": 8, "dtype": "bf16", "repeats": 9, "imagined_ranks": 8},
     ),
     "host": (host, {"units": 32, "repeats": 40}),
+    "scale": (
+        scale,
+        {"world_sizes": (16, 64, 256, 1024, 4096, 16384), "layers": 4, "width": 256, "repeats": 3},
+    ),
 }
 """For each measurement its module, and its options with their defaults."""
 
@@ -41,9 +45,11 @@ def measure_alone(options: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
     """In one process. The table, and facts of the run."""
     module, arguments = _chosen(options)
     torch.set_num_threads(1)
-    facts = (
-        {"ranks": arguments["imagined_ranks"]} if module is gpu else {"ranks": host.RANKS, "units": arguments["units"]}
-    )
+    facts: dict[str, Any] = {}
+    if module is gpu:
+        facts = {"ranks": arguments["imagined_ranks"]}
+    elif module is host:
+        facts = {"ranks": host.RANKS, "units": arguments["units"]}
     return module.table(module.measure(**arguments)), facts
 
 

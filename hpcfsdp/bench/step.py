@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hpcfsdp.fsdp as ours
 from hpcfsdp import fsdp2
-from hpcfsdp.bench.tables import Table, ratio_cell, time_cells, times_json
+from hpcfsdp.bench.tables import Ratio, Table, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.errors import UsageError
 from hpcfsdp.examples.gpt.parallel import parallelize
@@ -35,6 +35,15 @@ FLOOR, OWN = "floor", "hpcfsdp"
 OWN_ROWS = f"{OWN}_rows"
 """With ``hpcfsdp.fully_shard``."""
 STOCK = ("ddp", "fsdp1", "fsdp2")
+NAMES = {
+    FLOOR: "the floor",
+    OWN: "FullyShardedDataParallel",
+    OWN_ROWS: "fully_shard",
+    "ddp": "DDP",
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+}
+"""For the summary of all benchmarks."""
 ENGINES = (FLOOR, *STOCK, OWN, OWN_ROWS)
 IN_TWO_DIMENSIONS = (FLOOR, "fsdp1", "fsdp2", OWN, OWN_ROWS)
 """Engines that shard tensor-parallel layers."""
@@ -100,7 +109,13 @@ def table(found: Measurement) -> Table:
         engine: {**one, "loss": found.losses[engine], "hpcfsdp_ratio": own.ratio_to(found.times[engine])}
         for engine, one in times_json(found.times).items()
     }
-    return Table(("engine", "step", "min-max", "x floor", "hpcfsdp / it"), rows, as_json)
+    ratios = [
+        Ratio.of_times(f"{NAMES[engine]}: step time / {NAMES[other]}", found.times[engine], found.times[other])
+        for engine in (OWN, OWN_ROWS)
+        for other in (FLOOR, "fsdp2", "ddp")
+        if {engine, other} <= set(found.times)
+    ]
+    return Table(("engine", "step", "min-max", "x floor", "hpcfsdp / it"), rows, as_json, ratios=ratios)
 
 
 def training_step(

@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from hpcfsdp.bench.timing import Times
+from hpcfsdp.terminal import shown
 
 MIB = 1 << 20
 
 
+class Ratio(NamedTuple):
+    """hpcfsdp next to a peer or a floor: what the summary of all benchmarks shows.
+
+    Attributes:
+        name: the same in every run.
+        value: the median over rounds, or the only one.
+        low, high: of all rounds.
+        better: whether a "lower" or a "higher" ratio is better for hpcfsdp.
+    """
+
+    name: str
+    value: float
+    low: float
+    high: float
+    better: str = "lower"
+
+    @classmethod
+    def of_times(cls, name: str, own: Times, other: Times) -> Ratio:
+        """The time of hpcfsdp / that of `other`."""
+        return cls.of_rounds(name, own.ratios_to(other))
+
+    @classmethod
+    def of_speeds(cls, name: str, own: Times, other: Times) -> Ratio:
+        """The speed of hpcfsdp / that of `other`."""
+        return cls.of_rounds(name, other.ratios_to(own), better="higher")
+
+    @classmethod
+    def of_rounds(cls, name: str, rounds: Sequence[float], better: str = "lower") -> Ratio:
+        return cls(name, statistics.median(rounds), min(rounds), max(rounds), better)
+
+
 class Table(NamedTuple):
-    """A measurement as a table, and as JSON; perhaps with a line above it, and notes and a second table below it."""
+    """A measurement as a table, and as JSON; perhaps with a line above it, and notes and a second table below it.
+
+    `ratios` go into the summary of all benchmarks.
+    """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -20,6 +56,24 @@ class Table(NamedTuple):
     notes: Sequence[str] = ()
     second: Table | None = None
     heading: str = ""
+    ratios: Sequence[Ratio] = ()
+
+    def lines(self) -> Iterator[str]:
+        """As Markdown."""
+        if self.heading:
+            yield from (self.heading, "")
+        yield from markdown(self.columns, self.rows)
+        for note in self.notes:
+            yield from ("", note)
+        if self.second is not None:
+            yield ""
+            yield from self.second.lines()
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table."""
+    for row in (columns, ["---"] * len(columns), *rows):
+        yield "| " + " | ".join(map(shown, row)) + " |"
 
 
 def readable(seconds: float) -> str:

@@ -25,7 +25,11 @@ class Times:
 
     def ratio_to(self, other: Times) -> float:
         """How many times as long as `other`: the median over rounds, which met the same noise."""
-        return statistics.median(mine / its for mine, its in zip(self.seconds, other.seconds, strict=True))
+        return statistics.median(self.ratios_to(other))
+
+    def ratios_to(self, other: Times) -> tuple[float, ...]:
+        """The same for each round."""
+        return tuple(mine / its for mine, its in zip(self.seconds, other.seconds, strict=True))
 
 
 def timed(

@@ -1,5 +1,5 @@
-"""``hpcfsdp bench WHAT``: measure hpcfsdp and its peers in one run. Start it with mpirun or srun; ``host`` alone, and
-``gpu`` either way.
+"""``hpcfsdp bench WHAT``: measure hpcfsdp and its peers in one run. Start it with mpirun or srun; ``host``, ``scale``
+and ``all`` alone, and ``gpu`` either way.
 
 Tables are Markdown, for docs/explanation/benchmarks.md.
 """
@@ -10,11 +10,12 @@ import argparse
 import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
+from hpcfsdp.cli.bench_all import run_all
 from hpcfsdp.cli.failure import end_together
-from hpcfsdp.cli.printing import print_markdown
 from hpcfsdp.cli.readable import plain_value
 from hpcfsdp.cli.reporting import Parser, print_json
 from hpcfsdp.errors import HpcfsdpError, UsageError
@@ -29,21 +30,26 @@ FSDP2 on hpcmpi and on gloo; step: steps of hpcfsdp, of these over gloo, and wit
 such a step, and the analytic one; optim-state: state dicts of a model and its optimizer, by hpcfsdp and by FSDP1 over
 gloo; checkpoint: saving and loading, by hpcfsdp, torch's DCP, safetensors, h5py and raw files on one disk; gpu: steps
 on the accelerators of all ranks, or on one as a rank of several imagined ones (without mpirun), with memory, launches
-and communication; host: the overhead of wrapping a unit, in one process (without mpirun)"""
+and communication; host: the overhead of wrapping a unit, in one process (without mpirun); scale: time and memory of one
+rank of up to 16,384, in one process (without mpirun); all: every one of these that needs no option, with a summary
+(without mpirun, which it calls itself)"""
 
+
+_ALONE = ("host", "scale", "all")
 
 _EXAMPLES = (
     "mpirun -n 4 hpcfsdp bench collectives --sizes 1 16     # next to gloo and plain MPI",
     "mpirun -n 2 hpcfsdp bench step --layers 2 --width 128  # a step of each engine",
     "hpcfsdp bench host --units 8                           # one process, without mpirun",
     "mpirun -n 4 hpcfsdp bench checkpoint --folder /scratch --bytes 4GiB",
+    "hpcfsdp bench all --out new.json --compare old.json     # everything, next to an earlier run",
 )
 
 
 def parser() -> Parser:
     """The parser of the command line."""
     made = Parser("bench", "Measure hpcfsdp and its peers in one run, on as many ranks as mpirun starts.", _EXAMPLES)
-    kinds = ("collectives", "backends", "step", "memory", "optim-state", "checkpoint", "gpu", "host")
+    kinds = ("collectives", "backends", "step", "memory", "optim-state", "checkpoint", "gpu", "host", "scale", "all")
     made.add_argument("what", choices=kinds, metavar="WHAT", help=_HELP)
     # hpcfsdp.bench.run has the defaults.
     for flag, kind, metavar, text in (
@@ -68,6 +74,15 @@ def parser() -> Parser:
     made.add_argument(
         "--bytes", type=_bytes, dest="nbytes", metavar="SIZE", help="checkpoint: of all parameters; default: 1GiB"
     )
+    made.add_argument(
+        "--world-sizes", type=_positive, nargs="+", metavar="N", help="scale: default 16 64 256 1024 4096 16384"
+    )
+    made.add_argument("--ranks", type=_positive, metavar="N", help="all: ranks that mpirun starts; default: 2")
+    made.add_argument("--mpirun", metavar="COMMAND", help="all: starts ranks, with its options; default: mpirun")
+    made.add_argument("--out", type=Path, metavar="FILE", help="all: keep every figure, as JSON")
+    made.add_argument("--compare", type=Path, metavar="FILE", help="all: next to an earlier run, of --out")
+    made.add_argument("--figure", type=Path, metavar="FILE", help="all: draw the summary (svg, png, pdf)")
+    made.add_argument("--small", action="store_true", help="all: two tiny benchmarks, to try the command itself")
     made.add_argument("--fused", action="store_true", help="step: AdamW steps all parameters in one call")
     made.add_argument("--dtype", choices=("bf16", "fp32"), help="gpu: of computation; default: bf16")
     made.add_argument("--sizes", type=_megabytes, nargs="+", metavar="MIB", help="collectives: default 1 16 64")
@@ -99,12 +114,14 @@ def _main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     launched = env.launcher_size()
     processes = 1 if launched is None else launched[1]
-    one_process = "host" if options.what == "host" else "--imagined-ranks" if options.imagined_ranks else None
+    one_process = options.what if options.what in _ALONE else "--imagined-ranks" if options.imagined_ranks else None
     if one_process and processes > 1:
         raise UsageError(f"bench: {one_process} measures one process, and the launcher started {processes}")
-    alone = options.what == "host" or (options.what == "gpu" and processes == 1)
+    alone = options.what in _ALONE or (options.what == "gpu" and processes == 1)
     if alone and options.split_nodes:
         raise UsageError("bench: --split-nodes divides the ranks of a node, and this measures one process")
+    if options.what == "all":
+        return run_all(options)
     if not alone:
         load_mpi()
     from hpcfsdp.bench import run  # loads torch, which has to come after MPI
@@ -118,16 +135,12 @@ def _main(arguments: Sequence[str]) -> int:
 
 def _print(found: Table, options: argparse.Namespace, facts: dict[str, Any]) -> None:
     if options.json:
-        print_json(plain_value({"host": env.host_name(), **facts, "measured": found.as_json}))
+        ratios = [ratio._asdict() for ratio in found.ratios]
+        report = {"host": env.host_name(), **facts, "measured": found.as_json, "ratios": ratios}
+        print_json(plain_value({**report, "text": "\n".join(found.lines())}))
         return
-    if found.heading:
-        print(f"{found.heading}\n")
-    print_markdown(found.columns, found.rows)
-    for note in found.notes:
-        print(f"\n{note}")
-    if found.second is not None:
-        print()
-        print_markdown(found.second.columns, found.second.rows)
+    for line in found.lines():
+        print(line)
 
 
 def _megabytes(text: str) -> int:

@@ -18,6 +18,7 @@ from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.cli.folders import checkpoints_in
 from hpcfsdp.cli.reporting import Parser, paths_and_patterns, print_json, print_line
 from hpcfsdp.errors import CheckpointError, UsageError
+from hpcfsdp.output.figures import write_figure
 from hpcfsdp.output.progress_bar import byte_progress
 
 _KIND_HELP = (
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     picture = options.out or (None if options.json else Path(f"{files[0].stem}-{options.kind}.png"))
     if picture is not None:
         more = {"smoothing": options.smooth} if options.smooth else {}
-        pictures.write_figure(draw(found, **more), picture)
+        write_figure(draw(found, **more), picture)
     if options.json:
         print_json([*_entries(found, options.smooth)])
     else:

@@ -175,9 +175,3 @@ def _width(text: str) -> int:
     from rich.cells import cell_len  # as above
 
     return cell_len(text)
-
-
-def print_markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Write a Markdown table to stdout."""
-    for row in (columns, ["---"] * len(columns), *rows):
-        print("| " + " | ".join(map(shown, row)) + " |")

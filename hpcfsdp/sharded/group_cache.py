@@ -90,7 +90,7 @@ class GroupCache:
             places = {rank: (place, block) for block, ranks in enumerate(lines) for place, rank in enumerate(ranks)}
             ranks = tuple(sorted(places))
             comm = self.subgroup(ranks)
-            self._remember_ranks(comm, ranks)
+            self.remember_ranks(comm, ranks)
             self._made[key] = comm, tuple(places[rank] for rank in ranks)
         return self._made[key]
 
@@ -134,10 +134,10 @@ class GroupCache:
             # Such objects are equal if their groups are: how long one stays in the cache may differ between ranks.
             return tuple(dist.get_process_group_ranks(comm.group))
         if comm not in self._global_ranks:
-            self._remember_ranks(comm, tuple(comm.all_gather_object(dist.get_rank())))
+            self.remember_ranks(comm, tuple(comm.all_gather_object(dist.get_rank())))
         return self._global_ranks[comm]
 
-    def _remember_ranks(self, comm: Communicator, ranks: tuple[int, ...]) -> None:
+    def remember_ranks(self, comm: Communicator, ranks: tuple[int, ...]) -> None:
         if not isinstance(comm, TorchGroupCommunicator):
             self._global_ranks[comm] = ranks
 

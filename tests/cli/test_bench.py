@@ -1,4 +1,6 @@
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -178,3 +180,29 @@ def test_an_error_of_all_ranks_is_printed_once_without_the_class(hpcfsdp, tmp_pa
     assert len(lines) == 1
     assert lines[0].startswith(f"hpcfsdp: {tmp_path}: ")
     assert json.loads(job.stdout)["error"]["exit_code"] == 1
+
+
+def test_bench_all_compares_two_runs(command, start, tmp_path):
+    mpirun = f"{Path(sys.executable).parent / 'mpirun'} --map-by :OVERSUBSCRIBE"
+    arguments = ("bench", "all", "--small", "--mpirun", mpirun, "--out", "new.json", "--figure", "new.svg")
+    job = start("-m", "hpcfsdp", *arguments, cwd=tmp_path).wait(120)
+    assert job.code == 0, job.stderr
+    assert job.stdout.index("| benchmark | ratio |") < job.stdout.index("## step") < job.stdout.index("## host")
+    assert (tmp_path / "new.svg").stat().st_size > 0
+    job = start("-m", "hpcfsdp", *arguments[:5], "--compare", "new.json", "--json", cwd=tmp_path).wait(120)
+    assert job.code == 0, job.stderr
+    changes = json.loads(job.stdout)["changes"]
+    assert {change["part"] for change in changes} == {"step", "host"}
+    assert {change["verdict"] for change in changes} <= {"same", "better", "worse"}
+
+
+def test_bench_all_runs_without_mpirun_alone(hpcfsdp):
+    job = hpcfsdp("bench", "all", "--small", ranks=2)
+    assert job.code == 2
+    assert "all measures one process, and the launcher started 2" in job.stderr
+
+
+def test_bench_scale(command):
+    job = command("bench", "scale", "--world-sizes", "12")
+    assert job.code == 2
+    assert "--world-sizes 12 is no multiple of 8" in job.stderr

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcfsdp.checkpoint.files import reason
 from hpcfsdp.checkpoint.inspect.plots import Histogram, smoothed
-from hpcfsdp.errors import CheckpointError, HpcfsdpError
+from hpcfsdp.errors import CheckpointError
+from hpcfsdp.output.figures import new_figure
 from hpcfsdp.terminal import shown
 
 if TYPE_CHECKING:
@@ -120,28 +118,8 @@ def _label(axes: Axes, drawn: Sequence[Any], labels: Sequence[str]) -> None:
         text.set_parse_math(False)
 
 
-def write_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Writes a figure in the format of the name's suffix: png, pdf, svg. Raises CheckpointError where that fails."""
-    path = Path(path)
-    formats = figure.canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        endings = ", ".join(f".{name}" for name in sorted(formats))
-        raise CheckpointError(f"{path}: unknown image format; the name has to end with one of {endings}")
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from error
-    return path
-
-
 def _figure(files: Mapping[str, Any], width: float, height: float) -> Figure:
-    """An empty figure, sizes in inches, without a window system; raises HpcfsdpError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise HpcfsdpError(
-            f"matplotlib, with which pictures are drawn, cannot be loaded ({error}): pip install 'hpcfsdp[plot]'"
-        ) from None
-    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    """An empty figure with the names of files above it, sizes in inches; raises HpcfsdpError without matplotlib."""
+    figure = new_figure(width, height)
     figure.suptitle(shown(", ".join(files)), parse_math=False)
     return figure

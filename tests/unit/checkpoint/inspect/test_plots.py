@@ -12,6 +12,7 @@ from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.inspect import pictures, plots
 from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
+from hpcfsdp.output.figures import write_figure
 
 
 def histogram(path, *names, **options):
@@ -167,7 +168,7 @@ def test_pictures_show_the_numbers(trained, tmp_path):
     curves = pictures.draw_curves({"a.h5": plots.curves(trained)})
     assert {line.get_label(): line.get_ydata()[0] for line in curves.axes[0].lines} == {"loss": 3.0, "val.loss": 2.5}
     for number, drawn in enumerate((figure, norms, curves)):
-        path = pictures.write_figure(drawn, tmp_path / f"{number}.png")
+        path = write_figure(drawn, tmp_path / f"{number}.png")
         assert path.read_bytes().startswith(b"\x89PNG")
         assert drawn.get_suptitle() == "a.h5"
 
@@ -223,7 +224,7 @@ def test_smoothing_is_a_moving_average_corrected_for_its_beginning():
 
 @pytest.mark.parametrize("norms", [{}, {str(n): 1.0 for n in range(500)}], ids=["none", "many"])
 def test_pictures_of_nothing_and_of_much(tmp_path, norms):
-    path = pictures.write_figure(pictures.draw_norms({"a.h5": norms}), tmp_path / "a.svg")
+    path = write_figure(pictures.draw_norms({"a.h5": norms}), tmp_path / "a.svg")
     assert path.stat().st_size > 0
 
 
@@ -232,10 +233,10 @@ def test_pictures_that_cannot_be(tmp_path):
     with pytest.raises(CheckpointError, match="49 tensors match, a picture has room for 48"):
         pictures.draw_histograms({"a.h5": many})
     figure = pictures.draw_histograms({"a.h5": many[:1]})
-    with pytest.raises(CheckpointError, match=r"has to end with one of .*\.pdf, .*\.png"):
-        pictures.write_figure(figure, tmp_path / "a.mp3")
-    with pytest.raises(CheckpointError, match="cannot be written: No such file"):
-        pictures.write_figure(figure, tmp_path / "none" / "a.png")
+    with pytest.raises(HpcfsdpError, match=r"has to end with one of .*\.pdf, .*\.png"):
+        write_figure(figure, tmp_path / "a.mp3")
+    with pytest.raises(HpcfsdpError, match="cannot be written: No such file"):
+        write_figure(figure, tmp_path / "none" / "a.png")
 
 
 def test_without_matplotlib_the_error_names_the_remedy(monkeypatch):

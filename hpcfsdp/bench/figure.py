@@ -1,0 +1,44 @@
+"""A figure of all ratios of a run: medians, and the range of all rounds. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcfsdp.bench.tables import Ratio
+from hpcfsdp.output.figures import new_figure, write_figure
+
+_ROW_INCHES = 0.22
+_BETTER, _WORSE = "#0072b2", "#d55e00"
+
+
+def draw(found: Sequence[tuple[str, Ratio]], path: Path, title: str) -> None:
+    """Draw (part, ratio) pairs into `path`, in the format of its name. Ratios that say "higher is better" are inverted.
+
+    Raises:
+        HpcfsdpError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure = new_figure(9.0, 1.2 + _ROW_INCHES * len(found))
+    axes = figure.add_subplot()
+    for row, (_, ratio) in enumerate(found):
+        value, low, high = _as_cost(ratio)
+        colour = _BETTER if value <= 1 else _WORSE
+        axes.plot([low, high], [row, row], color=colour, linewidth=1.2, alpha=0.6)
+        axes.plot([value], [row], marker="o" if value <= 1 else "D", color=colour, markersize=5)
+        axes.annotate(f"{value:.2f}", (high, row), (6, 0), textcoords="offset points", va="center", fontsize=7)
+    axes.set_yticks(range(len(found)), [f"{part} | {ratio.name}" for part, ratio in found], fontsize=7)
+    axes.set_ylim(len(found) - 0.5, -0.5)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _place: f"{value:g}")
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.grid(axis="x", linewidth=0.3)
+    axes.set_xlabel("cost of hpcfsdp / that of its peer (left of 1: hpcfsdp is better); mark: median, line: range")
+    axes.set_title(title, fontsize=8, loc="left", wrap=True)
+    write_figure(figure, path)
+
+
+def _as_cost(ratio: Ratio) -> tuple[float, float, float]:
+    """Median, lowest and highest, where lower is better."""
+    if ratio.better == "lower":
+        return ratio.value, ratio.low, ratio.high
+    return 1 / ratio.value, 1 / ratio.high, 1 / ratio.low

@@ -1,0 +1,296 @@
+"""What a rank pays at a world size that this machine does not have: time, memory, and objects that ranks exchange.
+
+One process is one rank of up to thousands. It runs the real engine, state dicts and checkpoints, with a communicator
+that imagines the other ranks: all of them hold what this one holds. Tensors that it would receive have their real
+sizes, and objects that it would gather are unpickled once for each rank. So all work and memory of this rank is real,
+and the network is missing: docs/explanation/scaling.md says what the network adds.
+
+Each rank is a process of its own, ``python -m hpcfsdp.bench.scale JSON``, once for times and once for memory.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, StateDictType
+
+from hpcfsdp import checkpoint, fsdp
+from hpcfsdp.bench.step import OWN, loss_of, make_batch, make_model, wrap
+from hpcfsdp.bench.tables import Table, mib, readable
+from hpcfsdp.checkpoint.content import Content, SaveArguments, bytes_in_memory, collect_content
+from hpcfsdp.checkpoint.draft import BlockWriter, Draft, extent_rows
+from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.comm.progress import Finished
+from hpcfsdp.comm.reduce import OptionalTensors
+from hpcfsdp.errors import HpcfsdpError, UsageError
+from hpcfsdp.examples.gpt.transformer import Block
+from hpcfsdp.launch.topology import Topology
+from hpcfsdp.sharded.group_cache import GroupCache
+from hpcfsdp.state.tensors import StateTensor
+
+RANKS_PER_NODE = 8
+_SLOW_S = 2.0
+"""What takes longer is measured once."""
+_WARMUP = 2
+"""Steps before the one that counts."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one rank pays for one phase.
+
+    Attributes:
+        seconds: of this process alone; nothing is sent.
+        peak_bytes: the most memory of Python and numpy above that before the phase. Tensors do not count.
+        kept_bytes: the part of it that stays.
+        gathered_bytes: pickled objects that the rank receives from all ranks, or in a broadcast.
+    """
+
+    seconds: float
+    peak_bytes: int
+    kept_bytes: int
+    gathered_bytes: int
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The costs of one rank at one world size, by phase."""
+
+    ranks: int
+    rank: int
+    costs: dict[str, Cost]
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The arguments of one process."""
+
+    ranks: int
+    rank: int
+    layers: int
+    width: int
+    folder: str
+    repeats: int
+    traced: bool
+
+
+class ImaginedCommunicator(FakeCommunicator):
+    """As if each of `size` ranks held what this process holds, at the real price for this process.
+
+    Attributes:
+        gathered_bytes: of pickled objects received so far.
+        of_rank_0: what rank 0 broadcasts where this rank gives None, pickled.
+    """
+
+    gathered_bytes = 0
+    of_rank_0 = pickle.dumps(None)
+
+    def _all_gather_object(self, value: Any) -> list[Any]:
+        sent = pickle.dumps(value)
+        self.gathered_bytes += self.size * len(sent)
+        return [pickle.loads(sent) for _ in range(self.size)]
+
+    def _broadcast_object(self, value: Any, src: int) -> Any:
+        sent = self.of_rank_0 if value is None else pickle.dumps(value)
+        self.gathered_bytes += len(sent)
+        return value if self.rank == src else pickle.loads(sent)
+
+    def _exchange(
+        self, label: str, outputs: OptionalTensors, inputs: OptionalTensors, async_op: bool
+    ) -> Finished | None:
+        for output in outputs:
+            if output is not None:
+                output.detach().zero_()  # the other ranks would send other sizes than this one does
+        return Finished() if async_op else None
+
+
+def measure(*, world_sizes: Sequence[int], layers: int, width: int, repeats: int) -> list[Rank]:
+    """Not collective, in one process. The first, the middle and the last rank at each world size.
+
+    Raises:
+        UsageError: a world size that is less than the ranks of a node, or no multiple of them.
+    """
+    for ranks in world_sizes:
+        if ranks < RANKS_PER_NODE or ranks % RANKS_PER_NODE:
+            raise UsageError(f"bench: --world-sizes {ranks} is no multiple of {RANKS_PER_NODE}, the ranks of a node")
+    found = []
+    for ranks in world_sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in (0, ranks // 2, ranks - 1):  # the first one writes the file that all of them load
+                order = _Order(ranks, rank, layers, width, folder, repeats, traced=False)
+                timed, traced = _in_process(order), _in_process(replace(order, traced=True))
+                costs = {
+                    name: replace(cost, seconds=timed[name].seconds) for name, cost in traced.items() if name in timed
+                }
+                found.append(Rank(ranks, rank, costs))
+    return found
+
+
+def table(found: Sequence[Rank]) -> Table:
+    """For each phase a row for each world size: of the three ranks the one that pays the most."""
+    rows = []
+    for phase in dict.fromkeys(name for one in found for name in one.costs):
+        for ranks in dict.fromkeys(one.ranks for one in found):
+            costs = [one.costs[phase] for one in found if one.ranks == ranks and phase in one.costs]
+            rows.append(
+                (
+                    phase,
+                    str(ranks),
+                    readable(max(cost.seconds for cost in costs)),
+                    *(
+                        mib(max(getattr(cost, kind) for cost in costs))
+                        for kind in ("peak_bytes", "kept_bytes", "gathered_bytes")
+                    ),
+                )
+            )
+    as_json = [asdict(one) for one in found]
+    return Table(("phase", "ranks", "time", "peak of metadata", "kept", "objects received"), rows, as_json)
+
+
+def _in_process(order: _Order) -> dict[str, Cost]:
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, json.dumps(asdict(order))],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise HpcfsdpError(f"measuring rank {order.rank} of {order.ranks} failed with exit code {done.returncode}")
+    return {name: Cost(**cost) for name, cost in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+class _Meter:
+    """Measures phases, by name."""
+
+    def __init__(self, comm: ImaginedCommunicator, order: _Order) -> None:
+        self._comm, self._order = comm, order
+        self.costs: dict[str, Cost] = {}
+
+    def __call__(self, name: str, phase: Callable[[], Any], *, once: bool = False) -> Any:
+        """Run a phase, several times for its time unless it works only `once`. Returns its result."""
+        before = self._comm.gathered_bytes
+        if self._order.traced:
+            tracemalloc.start()
+            began, _ = tracemalloc.get_traced_memory()
+            result = phase()
+            kept, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            self.costs[name] = Cost(0.0, peak - began, kept - began, self._comm.gathered_bytes - before)
+            return result
+        times: list[float] = []
+        while not times or (len(times) < self._order.repeats and not once and times[0] < _SLOW_S):
+            result = None  # freed before it is made again
+            began_s = time.perf_counter()
+            result = phase()
+            times.append(time.perf_counter() - began_s)
+        self.costs[name] = Cost(sorted(times)[len(times) // 2], 0, 0, 0)
+        return result
+
+
+def main(order: _Order) -> None:
+    """Be one rank, and write its costs to standard output as JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=order.rank, world_size=order.ranks)
+    topology = Topology.regular(order.ranks // RANKS_PER_NODE, RANKS_PER_NODE)
+    comm = ImaginedCommunicator(order.rank, order.ranks, topology=topology)
+    meter = _Meter(comm, order)
+    torch.manual_seed(0)
+    module = make_model(order.layers, order.width)
+
+    def shard() -> nn.Module:
+        GroupCache.current().remember_ranks(comm, tuple(range(order.ranks)))
+        GroupCache.current().remember(comm, dist.group.WORLD)
+        return wrap(OWN, module, comm, unit=Block)
+
+    model = meter("wrap the model", shard, once=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids = make_batch(order.rank)
+
+    def step() -> None:
+        loss_of(model, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(_WARMUP):
+        step()
+    meter("step", step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # types of state dicts are deprecated
+        _state_dicts(meter, model, optimizer)
+    _checkpoints(meter, comm, model, optimizer, Path(order.folder, "step.h5"))
+    print(json.dumps({name: asdict(cost) for name, cost in meter.costs.items()}), flush=True)
+
+
+def _state_dicts(meter: _Meter, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    kinds = {
+        "full": (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)),
+        "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()),
+    }
+    for name, settings in kinds.items():
+        with fsdp.FullyShardedDataParallel.state_dict_type(model, *settings):
+            meter(f"{name} state dict", model.state_dict)
+            meter(
+                f"{name} optimizer state dict",
+                lambda: fsdp.FullyShardedDataParallel.optim_state_dict(model, optimizer),
+            )
+
+
+def _checkpoints(
+    meter: _Meter, comm: ImaginedCommunicator, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path
+) -> None:
+    given = SaveArguments(model, optimizer)
+    content, tensors = meter("plan of a save", lambda: collect_content(comm, given))
+    if comm.rank == 0:
+        skeleton = meter("layout of the file, rank 0", content.skeleton)
+        sums = np.zeros(len(content.plan.blocks), np.uint64)
+
+        meter(
+            "table of the file, rank 0",
+            lambda plan=content.plan: skeleton.sealed(extent_rows(plan, skeleton.offsets, [sums.tobytes()]), None),
+        )
+        if not path.exists():
+            _write(path, content, tensors)
+    del content, tensors
+    comm.of_rank_0 = pickle.dumps(checkpoint.open_index(path))
+    meter("load", lambda: checkpoint.load(path, model=model, optimizer=optimizer))
+
+
+def _write(path: Path, content: Content, tensors: Sequence[StateTensor]) -> None:
+    """Write the file as all ranks would: their shards hold what those of this rank hold, or zeros."""
+    plan, skeleton = content.plan, content.skeleton()
+    own, mine = set(plan.blocks_of(0).tolist()), bytes_in_memory(plan, tensors)
+
+    def bytes_of(index: int) -> np.ndarray:
+        if index in own:
+            return mine(index)
+        tensor, numel = plan.blocks[["tensor", "numel"]][index].item()
+        return np.zeros(numel * plan.specs[tensor].itemsize, np.uint8)
+
+    draft = Draft(Files(), path, "imagined")
+    draft.create(skeleton.nbytes)
+    with draft.opened() as fd:
+        writer = BlockWriter(draft.files, fd, plan, skeleton.offsets, bytes_of)
+        sums = writer.write(np.arange(len(plan.blocks)))
+    order = np.argsort(plan.blocks["rank"], kind="stable")
+    draft.commit(skeleton, extent_rows(plan, skeleton.offsets, [sums[order].tobytes()]))
+
+
+if __name__ == "__main__":
+    main(_Order(**json.loads(sys.argv[1])))

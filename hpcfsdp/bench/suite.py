@@ -1,0 +1,228 @@
+"""All benchmarks with their peers in one run, each in processes of its own, and the comparison of two such runs."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from hpcfsdp import accelerator, env
+from hpcfsdp._version import __version__
+from hpcfsdp.bench.tables import Ratio
+from hpcfsdp.errors import HpcfsdpError, UsageError
+
+FORMAT = "hpcfsdp benchmarks 1"
+_PACKAGES = ("torch", "mpi4py", "numpy", "h5py", "safetensors")
+
+
+class Part(NamedTuple):
+    """One benchmark of the suite.
+
+    Attributes:
+        title: the same in every run.
+        arguments: of ``hpcfsdp bench``.
+        scale: ranks as a multiple of those of the suite; 0 for one process without mpirun.
+    """
+
+    title: str
+    arguments: tuple[str, ...]
+    scale: int = 1
+
+
+STEP = ("step", "--layers", "8", "--width", "384")
+PARTS = (
+    Part("step", STEP),
+    Part("step, fused AdamW", (*STEP, "--fused")),
+    Part("step, large layers", ("step", "--layers", "3", "--width", "768")),
+    Part("step, two imagined nodes", (*STEP, "--split-nodes", "2")),
+    Part("step, tensor-parallel", (*STEP, "--tensor", "2"), 2),
+    Part("torch on hpcmpi", ("backends", "--layers", "8", "--width", "384")),
+    Part("collectives", ("collectives", "--sizes", "1", "16")),
+    Part("collectives, two imagined nodes", ("collectives", "--sizes", "1", "16", "--split-nodes", "2")),
+    Part("memory", ("memory",)),
+    Part("state dicts", ("optim-state",)),
+    Part("checkpoint, 300 tensors", ("checkpoint", "--bytes", "1GiB", "--tensors", "300")),
+    Part("checkpoint, 4,000 tensors", ("checkpoint", "--bytes", "1GiB", "--tensors", "4000")),
+    Part("host", ("host",), 0),
+)
+ON_DEVICES = (Part("device", ("gpu",), 0),)
+"""Further parts where there is an accelerator."""
+SMALL = (
+    Part("step", ("step", "--layers", "1", "--width", "16", "--repeats", "2")),
+    Part("host", ("host", "--units", "2", "--repeats", "2"), 0),
+)
+"""Instead of all parts, to try the suite: the figures say nothing."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A ratio in two runs.
+
+    Attributes:
+        before, now: None where a run does not have it.
+    """
+
+    part: str
+    name: str
+    before: Ratio | None
+    now: Ratio | None
+
+    @property
+    def verdict(self) -> str:
+        """ "better" or "worse" where the ranges of all rounds do not meet, otherwise "same"; "new" or "gone"."""
+        if self.before is None or self.now is None:
+            return "new" if self.before is None else "gone"
+        if self.now.low <= self.before.high and self.before.low <= self.now.high:
+            return "same"
+        lower = self.now.value < self.before.value
+        return "better" if lower == (self.now.better == "lower") else "worse"
+
+
+def parts_here() -> tuple[Part, ...]:
+    """All parts that this machine can run."""
+    return (*PARTS, *(ON_DEVICES if accelerator.device_count() else ()))
+
+
+def run(
+    parts: Sequence[Part], mpirun: str, ranks: int, announce: Callable[[str], None], extra: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Run all parts, one after the other, with all of their output as JSON.
+
+    Args:
+        mpirun: the command that starts ranks, with its own options.
+        ranks: of a part.
+        announce: called with the command line of each part before it starts.
+        extra: further arguments of each part.
+
+    Returns:
+        The machine and its software, and each part by title. A part that fails has an "error".
+    """
+    found: dict[str, Any] = {
+        "format": FORMAT,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "ranks": ranks,
+        "hardware": hardware(),
+        "versions": versions(),
+        "parts": {},
+    }
+    for part in parts:
+        command = [sys.executable, "-m", "hpcfsdp", "bench", *part.arguments, *extra, "--json"]
+        if part.scale:
+            command = [*shlex.split(mpirun), "-n", str(ranks * part.scale), *command]
+        announce(shlex.join(command))
+        found["parts"][part.title] = {"command": ["hpcfsdp", "bench", *part.arguments, *extra], **_run(command)}
+    return found
+
+
+def _run(command: Sequence[str]) -> dict[str, Any]:
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise UsageError(f"bench: cannot start {command[0]!r}: {error.strerror}; give --mpirun a command") from None
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        found = {"error": {"message": "\n".join(done.stderr.splitlines()[-20:])}}
+    if done.returncode and "error" not in found:
+        found["error"] = {"message": f"exit code {done.returncode}"}
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """This machine: processor, cores, memory in bytes, accelerators."""
+    found: dict[str, Any] = {
+        "host": env.host_name(),
+        "processor": _processor(),
+        "cores": len(psutil.Process().cpu_affinity()),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.release()}",
+    }
+    if accelerator.device_count():
+        found["accelerator"] = accelerator.describe(accelerator.current_device()).name
+        found["accelerators"] = accelerator.device_count()
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of Python, hpcfsdp, and installed packages that take part."""
+    found = {"python": platform.python_version(), "hpcfsdp": __version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def about(found: Mapping[str, Any]) -> str:
+    """A line about a run: when, on what, with which software."""
+    machine = found["hardware"]
+    text = f"{found['date'][:10]}: {machine['processor']}, {machine['cores']} cores, "
+    text += f"{machine['memory_bytes'] / (1 << 30):.0f} GiB"
+    if "accelerator" in machine:
+        text += f", {machine['accelerators']} x {machine['accelerator']}"
+    software = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return f"{text}; {software}; {found['ranks']} ranks"
+
+
+def ratios(found: Mapping[str, Any]) -> Iterator[tuple[str, Ratio]]:
+    """(title of the part, ratio) for all ratios of a run."""
+    for title, part in found["parts"].items():
+        for ratio in part.get("ratios", ()):
+            yield title, Ratio(**ratio)
+
+
+def failures(found: Mapping[str, Any]) -> dict[str, str]:
+    """The messages of parts that failed, by title."""
+    return {title: str(part["error"]["message"]) for title, part in found["parts"].items() if "error" in part}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read an earlier run.
+
+    Raises:
+        UsageError: the file cannot be read, or ``hpcfsdp bench all`` has not written it.
+    """
+    try:
+        found = json.loads(path.read_text())
+        if found["format"] != FORMAT:
+            raise ValueError
+        dict(ratios(found))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError(f"{path}: hpcfsdp bench all --out has not written this file, or another version has") from None
+    return found
+
+
+def save(path: Path, found: Mapping[str, Any]) -> None:
+    """Write a run to a file."""
+    try:
+        path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise HpcfsdpError(f"{path}: cannot write there: {error.strerror}") from error
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """All ratios of two runs, those of `now` first."""
+    old = {(title, ratio.name): ratio for title, ratio in ratios(before)}
+    new = {(title, ratio.name): ratio for title, ratio in ratios(now)}
+    return [Change(*key, old.get(key), new.get(key)) for key in dict.fromkeys([*new, *old])]

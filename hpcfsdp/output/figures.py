@@ -1,0 +1,45 @@
+"""Empty figures of matplotlib, which is an extra, and the files that they are written to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcfsdp.errors import HpcfsdpError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, sizes in inches, without a window system.
+
+    Raises:
+        HpcfsdpError: matplotlib cannot be loaded.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise HpcfsdpError(
+            f"matplotlib, with which pictures are drawn, cannot be loaded ({error}): pip install 'hpcfsdp[plot]'"
+        ) from None
+    return Figure(figsize=(width, height), dpi=120, layout="constrained")
+
+
+def write_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a figure in the format of the name's suffix: png, pdf, svg.
+
+    Raises:
+        HpcfsdpError: the suffix is unknown, or the file cannot be written.
+    """
+    path = Path(path)
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        endings = ", ".join(f".{name}" for name in sorted(formats))
+        raise HpcfsdpError(f"{path}: unknown image format; the name has to end with one of {endings}")
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise HpcfsdpError(f"{path}: cannot be written: {error.strerror or error}") from error
+    return path

@@ -1,0 +1,92 @@
+import json
+
+import pytest
+
+from hpcfsdp.bench import figure, suite
+from hpcfsdp.bench.tables import Ratio
+from hpcfsdp.bench.timing import Times
+from hpcfsdp.errors import HpcfsdpError, UsageError
+
+
+def run_of(**ratios):
+    parts = {"step": {"command": ["hpcfsdp"], "ratios": [ratio._asdict() for ratio in ratios.values()]}}
+    return {"format": suite.FORMAT, "parts": parts}
+
+
+def ratio(value, low, high, better="lower", name="time"):
+    return Ratio(name, value, low, high, better)
+
+
+def test_ratios_are_those_of_rounds():
+    own, other = Times((1.0, 2.0, 6.0)), Times((2.0, 1.0, 4.0))
+    assert Ratio.of_times("t", own, other) == ("t", 1.5, 0.5, 2.0, "lower")
+    assert Ratio.of_speeds("s", own, other) == ("s", pytest.approx(2 / 3), 0.5, 2.0, "higher")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "verdict"),
+    [
+        (ratio(1.0, 0.9, 1.1), ratio(1.05, 1.0, 1.2), "same"),
+        (ratio(1.0, 0.9, 1.1), ratio(1.3, 1.2, 1.4), "worse"),
+        (ratio(1.0, 0.9, 1.1), ratio(0.5, 0.4, 0.6), "better"),
+        (ratio(1.0, 0.9, 1.1, "higher"), ratio(1.3, 1.2, 1.4, "higher"), "better"),
+        (ratio(1.0, 0.9, 1.1, "higher"), ratio(0.5, 0.4, 0.6, "higher"), "worse"),
+    ],
+)
+def test_a_change_counts_where_the_ranges_do_not_meet(before, now, verdict):
+    (change,) = suite.changes(run_of(a=before), run_of(a=now))
+    assert change.verdict == verdict
+
+
+def test_ratios_of_one_run_alone_are_named():
+    changes = suite.changes(run_of(a=ratio(1, 1, 1, name="old")), run_of(a=ratio(1, 1, 1, name="new")))
+    assert {change.name: change.verdict for change in changes} == {"new": "new", "old": "gone"}
+
+
+def test_a_run_is_saved_and_read(tmp_path):
+    kept = run_of(a=ratio(1.5, 1, 2))
+    suite.save(tmp_path / "a.json", kept)
+    assert suite.load(tmp_path / "a.json") == kept
+    assert list(suite.ratios(kept)) == [("step", ratio(1.5, 1, 2))]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "another"}', json.dumps({"format": suite.FORMAT})])
+def test_another_file_is_refused(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"other\.json: hpcfsdp bench all --out has not written this file"):
+        suite.load(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UsageError, match=r"none\.json: No such file"):
+        suite.load(tmp_path / "none.json")
+
+
+def test_a_part_that_fails_does_not_stop_the_others():
+    parts = [suite.Part("wrong", ("step", "--layers", "none"), 0), suite.Part("host", ("host", "--units", "x"), 0)]
+    announced = []
+    found = suite.run(parts, "mpirun", 2, announced.append)
+    assert [line.split(" bench ")[1] for line in announced] == ["step --layers none --json", "host --units x --json"]
+    assert "none is not positive" in suite.failures(found)["wrong"]
+    assert list(suite.failures(found)) == ["wrong", "host"]
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_launcher_that_is_not_there_is_named():
+    with pytest.raises(UsageError, match="cannot start 'no-such-mpirun'"):
+        suite.run([suite.Part("step", ("step",))], "no-such-mpirun -x", 2, lambda line: None)
+
+
+def test_a_figure_shows_every_ratio(tmp_path):
+    found = [("step", ratio(0.5, 0.4, 0.6)), ("collectives", ratio(2.0, 1.5, 4.0, "higher", "speed"))]
+    figure.draw(found, tmp_path / "a.svg", "a machine")
+    assert (tmp_path / "a.svg").read_text().count("<svg") == 1
+    with pytest.raises(HpcfsdpError, match="unknown image format"):
+        figure.draw(found, tmp_path / "a.mp3", "a machine")
+
+
+def test_the_machine_is_described():
+    found = {"date": "2026-01-02T03:04:05+00:00", "ranks": 2}
+    text = suite.about({**found, "hardware": suite.hardware(), "versions": suite.versions()})
+    assert text.startswith("2026-01-02: ") and " cores, " in text and "torch 2" in text and text.endswith("; 2 ranks")
