@@ -1,18 +1,20 @@
-"""A figure of all ratios of a run: medians, and the range of all rounds. Needs matplotlib."""
+"""Figures of benchmarks: all ratios of a run, and costs of one rank over world sizes. They need matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from hpcfsdp.bench.tables import Ratio
+from hpcfsdp.bench.tables import MIB, Ratio
 from hpcfsdp.output.figures import new_figure, write_figure
 
 _ROW_INCHES = 0.22
+_MARKERS = "osD^vx+*"
 _BETTER, _WORSE = "#0072b2", "#d55e00"
 
 
-def draw(found: Sequence[tuple[str, Ratio]], path: Path, title: str) -> None:
+def draw_ratios(found: Sequence[tuple[str, Ratio]], path: Path, title: str) -> None:
     """Draw (part, ratio) pairs into `path`, in the format of its name. Ratios that say "higher is better" are inverted.
 
     Raises:
@@ -34,6 +36,42 @@ def draw(found: Sequence[tuple[str, Ratio]], path: Path, title: str) -> None:
     axes.grid(axis="x", linewidth=0.3)
     axes.set_xlabel("cost of hpcfsdp / that of its peer (left of 1: hpcfsdp is better); mark: median, line: range")
     axes.set_title(title, fontsize=8, loc="left", wrap=True)
+    write_figure(figure, path)
+
+
+def draw_scale(found: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Draw time, memory and received objects of each phase over world sizes, on logarithmic axes.
+
+    Args:
+        found: the JSON of ``scale.table``.
+
+    Raises:
+        HpcfsdpError: as ``draw_ratios``.
+    """
+    kinds = (
+        ("seconds", 1.0, "time (s)"),
+        ("peak_bytes", MIB, "peak of metadata (MiB)"),
+        ("gathered_bytes", MIB, "objects received (MiB)"),
+    )
+    figure = new_figure(11.0, 4.2)
+    sizes = list(dict.fromkeys(one["ranks"] for one in found))
+    phases = list(dict.fromkeys(phase for one in found for phase in one["costs"]))
+    panels = figure.subplots(1, len(kinds))
+    for axes, (kind, unit, label) in zip(panels, kinds, strict=True):
+        for place, phase in enumerate(phases):
+            costs = [(one["ranks"], one["costs"][phase][kind]) for one in found if phase in one["costs"]]
+            most = [max(cost for ranks, cost in costs if ranks == size) / unit for size in sizes]
+            style = {"marker": _MARKERS[place % len(_MARKERS)], "color": f"C{place % 10}"}
+            axes.plot(sizes, most, label=phase, linewidth=1, markersize=4, **style)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(sizes, [f"{ranks:,}" for ranks in sizes], fontsize=7, rotation=45)
+        axes.set_xlabel("ranks")
+        axes.set_title(label, fontsize=9)
+        axes.grid(linewidth=0.3)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=7)
+    figure.suptitle(title, fontsize=8)
     write_figure(figure, path)
 
 

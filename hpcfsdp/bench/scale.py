@@ -27,7 +27,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, StateDictType
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
 
 from hpcfsdp import checkpoint, fsdp
 from hpcfsdp.bench.step import OWN, loss_of, make_batch, make_model, wrap
@@ -144,21 +150,25 @@ def measure(*, world_sizes: Sequence[int], layers: int, width: int, repeats: int
 
 def table(found: Sequence[Rank]) -> Table:
     """For each phase a row for each world size: of the three ranks the one that pays the most."""
-    rows = []
-    for phase in dict.fromkeys(name for one in found for name in one.costs):
-        for ranks in dict.fromkeys(one.ranks for one in found):
-            costs = [one.costs[phase] for one in found if one.ranks == ranks and phase in one.costs]
-            rows.append(
-                (
-                    phase,
-                    str(ranks),
-                    readable(max(cost.seconds for cost in costs)),
-                    *(
-                        mib(max(getattr(cost, kind) for cost in costs))
-                        for kind in ("peak_bytes", "kept_bytes", "gathered_bytes")
-                    ),
-                )
-            )
+    names = dict.fromkeys(phase for one in found for phase in one.costs)
+    sizes = dict.fromkeys(one.ranks for one in found)
+    by_phase = {
+        (phase, ranks): [one.costs[phase] for one in found if one.ranks == ranks and phase in one.costs]
+        for phase in names
+        for ranks in sizes
+    }
+    rows = [
+        (
+            phase,
+            str(ranks),
+            readable(max(cost.seconds for cost in costs)),
+            *(
+                mib(max(getattr(cost, kind) for cost in costs))
+                for kind in ("peak_bytes", "kept_bytes", "gathered_bytes")
+            ),
+        )
+        for (phase, ranks), costs in by_phase.items()
+    ]
     as_json = [asdict(one) for one in found]
     return Table(("phase", "ranks", "time", "peak of metadata", "kept", "objects received"), rows, as_json)
 
@@ -239,9 +249,24 @@ def main(order: _Order) -> None:
 
 
 def _state_dicts(meter: _Meter, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    offloaded = {"offload_to_cpu": True, "rank0_only": True}
+    dtensors = {"_use_dtensor": True}
     kinds = {
-        "full": (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)),
-        "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()),
+        "full": (
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(**offloaded),
+            FullOptimStateDictConfig(**offloaded),
+        ),
+        "sharded": (
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(**dtensors),
+            ShardedOptimStateDictConfig(**dtensors),
+        ),
+        "ShardedTensor": (
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(),
+            ShardedOptimStateDictConfig(),
+        ),
     }
     for name, settings in kinds.items():
         with fsdp.FullyShardedDataParallel.state_dict_type(model, *settings):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
-from hpcfsdp.cli.bench_all import run_all
 from hpcfsdp.cli.failure import end_together
 from hpcfsdp.cli.readable import plain_value
 from hpcfsdp.cli.reporting import Parser, print_json
@@ -81,7 +80,7 @@ def parser() -> Parser:
     made.add_argument("--mpirun", metavar="COMMAND", help="all: starts ranks, with its options; default: mpirun")
     made.add_argument("--out", type=Path, metavar="FILE", help="all: keep every figure, as JSON")
     made.add_argument("--compare", type=Path, metavar="FILE", help="all: next to an earlier run, of --out")
-    made.add_argument("--figure", type=Path, metavar="FILE", help="all: draw the summary (svg, png, pdf)")
+    made.add_argument("--figure", type=Path, metavar="FILE", help="all, scale: draw the result (svg, png, pdf)")
     made.add_argument("--small", action="store_true", help="all: two tiny benchmarks, to try the command itself")
     made.add_argument("--fused", action="store_true", help="step: AdamW steps all parameters in one call")
     made.add_argument("--dtype", choices=("bf16", "fp32"), help="gpu: of computation; default: bf16")
@@ -121,6 +120,8 @@ def _main(arguments: Sequence[str]) -> int:
     if alone and options.split_nodes:
         raise UsageError("bench: --split-nodes divides the ranks of a node, and this measures one process")
     if options.what == "all":
+        from hpcfsdp.cli.bench_all import run_all  # loads torch
+
         return run_all(options)
     if not alone:
         load_mpi()
@@ -130,6 +131,10 @@ def _main(arguments: Sequence[str]) -> int:
     found, facts = measure(options)
     if found is not None:
         _print(found, options, facts)
+        if options.what == "scale" and options.figure is not None:
+            from hpcfsdp.bench.figure import draw_scale  # as above
+
+            draw_scale(found.as_json, options.figure, found.heading)
     return 0
 
 

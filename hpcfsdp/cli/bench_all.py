@@ -32,7 +32,7 @@ def run_all(options: argparse.Namespace) -> int:
             print(line)
     ratios = list(suite.ratios(found))
     if options.figure is not None and ratios:
-        figure.draw(ratios, Path(options.figure), suite.about(found))
+        figure.draw_ratios(ratios, Path(options.figure), suite.about(found))
     for title, message in failed.items():
         print_note(f"bench: {title} has failed: {message.splitlines()[-1] if message else 'without a message'}")
     return 1 if failed else 0

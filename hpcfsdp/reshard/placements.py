@@ -15,6 +15,9 @@ from hpcfsdp.errors import ShardingError
 from hpcfsdp.flat.layout import Box
 from hpcfsdp.reshard.boxes import whole_box
 
+_CACHED_RANKS = 1024
+"""Of larger meshes nothing is cached: the parts of 64 shapes on 16,384 ranks would take hundreds of megabytes."""
+
 
 def mesh_blocks(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[Placement]) -> dict[int, Box]:
     """The one block of each rank of a mesh, in its row-major order. One without elements begins at a dimension's end.
@@ -27,16 +30,39 @@ def mesh_blocks(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[
     Raises:
         ShardingError: another placement, too many or too few, or one along a dimension that the tensor does not have.
     """
+    _check_blocks(placements)
+    by_place = _spans_by_place(shape, ranks, placements)
+    return {rank: _block(shape, spans) for rank, spans in zip(ranks.flatten().tolist(), by_place, strict=True)}
+
+
+def block_at(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement], place: Sequence[int]) -> Box:
+    """The one block at a place of a mesh, as ``mesh_blocks``, without those of the other ranks.
+
+    Args:
+        mesh: its shape.
+        place: coordinates in it.
+    """
+    _check_blocks(placements)
+    spans = []
+    for size, cuts in zip(shape, _cuts(tuple(shape), tuple(placements)), strict=True):
+        part = [(0, size)]
+        for axis, strides in cuts:
+            part = _strided_part(part, mesh[axis], strides, place[axis])
+        spans.append(part)
+    return _block(shape, spans)
+
+
+def _check_blocks(placements: Sequence[Placement]) -> None:
     for placement in placements:
         if type(placement) is not ShardAlong and not placement.is_replicate():
             raise ShardingError(
                 f"a DTensor with the placements {list(placements)} is not made of blocks: redistribute it to Shard "
                 "and Replicate first"
             )
-    found = {}
-    for rank, spans in zip(ranks.flatten().tolist(), _spans_by_place(shape, ranks, placements), strict=True):
-        found[rank] = _box([of[0] if of else (size, size) for of, size in zip(spans, shape, strict=True)])
-    return found
+
+
+def _block(shape: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]]) -> Box:
+    return _box([of[0] if of else (size, size) for of, size in zip(spans, shape, strict=True)])
 
 
 def mesh_boxes(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[Placement]) -> dict[int, list[Box]]:
@@ -72,15 +98,29 @@ def _spans_by_place(
         raise ShardingError(
             f"{len(placements)} placement(s) were given for a mesh of {ranks.ndim} dimension(s): give one for each"
         )
-    return _spans_on_mesh(tuple(shape), tuple(ranks.shape), tuple(placements))
+    find = _cached_spans if ranks.numel() <= _CACHED_RANKS else _spans_on_mesh
+    return find(tuple(shape), tuple(ranks.shape), tuple(placements))
 
 
-@functools.lru_cache(maxsize=64)  # a model has few shapes, and many tensors
 def _spans_on_mesh(
     shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> list[tuple[list[tuple[int, int]], ...]]:
     """By place of a mesh, in row-major order, its parts of each dimension, as (begin, end)."""
-    cuts: list[list[tuple[int, int]]] = [[] for _ in shape]  # by dimension, (that of the mesh, strides)
+    cuts = _cuts(shape, placements)
+    tables = [_spans(size, [(mesh[axis], n) for axis, n in of]) for size, of in zip(shape, cuts, strict=True)]
+    return [
+        tuple(table[tuple(place[axis] for axis, _ in of)] for table, of in zip(tables, cuts, strict=True))
+        for place in itertools.product(*map(range, mesh))
+    ]
+
+
+_cached_spans = functools.lru_cache(maxsize=64)(_spans_on_mesh)
+"""A model has few shapes, and many tensors."""
+
+
+def _cuts(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> list[list[tuple[int, int]]]:
+    """By dimension of a tensor the (dimension of the mesh, strides) that cut it, in order."""
+    cuts: list[list[tuple[int, int]]] = [[] for _ in shape]
     for axis, placement in enumerate(placements):
         if placement.is_replicate():
             continue
@@ -92,11 +132,7 @@ def _spans_on_mesh(
         if not -len(shape) <= dim < len(shape):
             raise ShardingError(f"a tensor of shape {list(shape)} has no dimension {dim} to shard along: {placement}")
         cuts[dim].append((axis, getattr(placement, "split_factor", 1)))
-    tables = [_spans(size, [(mesh[axis], n) for axis, n in of]) for size, of in zip(shape, cuts, strict=True)]
-    return [
-        tuple(table[tuple(place[axis] for axis, _ in of)] for table, of in zip(tables, cuts, strict=True))
-        for place in itertools.product(*map(range, mesh))
-    ]
+    return cuts
 
 
 def _box(spans: Sequence[tuple[int, int]]) -> Box:

@@ -17,7 +17,7 @@ from hpcfsdp._compat import Shard, ShardedTensor, TensorProperties
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import Box
 from hpcfsdp.reshard.boxes import chunk_box
-from hpcfsdp.reshard.placements import mesh_blocks, mesh_boxes
+from hpcfsdp.reshard.placements import block_at, mesh_boxes
 from hpcfsdp.tensor.metadata import box_of, metadata_of_boxes
 
 
@@ -85,7 +85,7 @@ def create_chunk_dtensor(
         placements: ``Shard`` or ``Replicate``, for each dimension of the mesh.
     """
     if local is None:
-        box = mesh_blocks(shape, mesh.mesh, placements)[dist.get_rank()]
+        box = block_at(shape, mesh.shape, placements, mesh.get_coordinate())
         local = torch.empty(box.sizes, dtype=dtype, device=device)
     strides = torch.empty(shape, device="meta").stride()
     return _compat.dtensor(local, mesh, placements, shape, strides)

@@ -80,10 +80,10 @@ def test_a_launcher_that_is_not_there_is_named():
 
 def test_a_figure_shows_every_ratio(tmp_path):
     found = [("step", ratio(0.5, 0.4, 0.6)), ("collectives", ratio(2.0, 1.5, 4.0, "higher", "speed"))]
-    figure.draw(found, tmp_path / "a.svg", "a machine")
+    figure.draw_ratios(found, tmp_path / "a.svg", "a machine")
     assert (tmp_path / "a.svg").read_text().count("<svg") == 1
     with pytest.raises(HpcfsdpError, match="unknown image format"):
-        figure.draw(found, tmp_path / "a.mp3", "a machine")
+        figure.draw_ratios(found, tmp_path / "a.mp3", "a machine")
 
 
 def test_the_machine_is_described():

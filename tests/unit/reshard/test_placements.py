@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.flat.layout import Box
-from hpcfsdp.reshard.placements import mesh_blocks, mesh_boxes
+from hpcfsdp.reshard.placements import block_at, mesh_blocks, mesh_boxes
 from hpcfsdp.reshard.tiling import find_fault
 from hpcfsdp.tensor.sharded import all_boxes
 
@@ -119,6 +119,8 @@ def test_a_rank_of_a_mesh_has_the_block_that_torch_says(drawn):
     placements = tuple(Shard(p.dim % len(shape)) if p.is_shard() else p for p in placements)
     held = mesh_boxes(shape, ranks, placements)
     blocks = mesh_blocks(shape, ranks, placements)
+    places = itertools.product(*map(range, ranks.shape))
+    assert [block_at(shape, ranks.shape, placements, place) for place in places] == list(blocks.values())
     assert list(blocks) == ranks.flatten().tolist()
     for rank, theirs in torchs_blocks(shape, ranks, placements).items():
         if theirs.numel:
