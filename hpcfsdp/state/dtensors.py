@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcfsdp import _compat
 from hpcfsdp.errors import CheckpointError
+from hpcfsdp.reshard.placements import rows_on_mesh
 from hpcfsdp.sharded.row_unit import row_units_in
 from hpcfsdp.sharded.unit import units_in
-from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor, unsharded
-from hpcfsdp.tensor.sharded import all_boxes
+from hpcfsdp.state.tensors import NO_RUNS, LocalPiece, Runs, StateTensor, unsharded
 from hpcfsdp.tensor.whole import is_cut
 
 
@@ -37,6 +40,7 @@ class DTensorRanks:
         self._meshes = _joined(meshes)
         self._groups = {m.process_group for m in model.modules() if isinstance(m, DistributedDataParallel)}
         self._has_units = bool(units_in(model))
+        self._known: dict[Any, tuple[Runs, int] | None] = {}
 
     def group(self) -> dist.ProcessGroup | None:
         """Collective over them, the first time for a mesh of several dimensions. Their group; None for all ranks.
@@ -63,52 +67,63 @@ class DTensorRanks:
 
         Rows are written by the ranks that have them. Other cuts are made whole.
         """
-        runs = None if self._has_units or not is_cut(tensor) else self._runs(tensor)
-        if runs is None:
+        found = None if self._has_units or not is_cut(tensor) else self._rows_of(tensor)
+        if found is None:
             return unsharded(name, tensor, aliases)
-        boxes = all_boxes(tensor).get(dist.get_rank(), [])
-        start = boxes[0].offsets[0] * math.prod(tensor.shape[1:]) if boxes else 0
+        runs, start = found
         local = _compat.local_of(tensor).detach()
-        pieces = (LocalPiece(start, local),) if boxes and local.numel() else ()
+        pieces = (LocalPiece(start, local),) if local.numel() else ()
         return StateTensor(name, tuple(tensor.shape), tensor.dtype, runs, pieces, aliases)
 
-    @cached_property
-    def _numbers(self) -> dict[int, int]:
-        """The ranks in a checkpoint by those in torch's default group."""
-        group = self.group()
-        ranks = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
-        return {rank: number for number, rank in enumerate(ranks)}
+    def _rows_of(self, tensor: DTensor) -> tuple[Runs, int] | None:
+        """The runs of a ``DTensor``, and this rank's first element; None unless each rank has consecutive rows."""
+        key = tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements)
+        if key not in self._known:  # a model has few shapes, and an optimizer's state has those of the model
+            self._known[key] = self._divide(*key)
+        return self._known[key]
 
-    def _runs(self, tensor: DTensor) -> Runs | None:
-        """The runs of a ``DTensor`` of which each rank has consecutive rows; None for any other."""
-        copies = self._copies(tensor.device_mesh)
-        if copies is None or any(placement.is_partial() for placement in tensor.placements):
+    def _divide(
+        self, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+    ) -> tuple[Runs, int] | None:
+        copies = self._copies(mesh)
+        if copies is None or any(placement.is_partial() for placement in placements):
             return None
-        ends: dict[int, int] = {}
-        holders: dict[int, list[int]] = {}
-        for rank, boxes in all_boxes(tensor).items():
-            if len(boxes) != 1 or boxes[0].sizes[1:] != tuple(tensor.shape[1:]):
-                return None
-            begin = boxes[0].offsets[0]
-            holders.setdefault(begin, []).extend(self._numbers[copy] for copy in copies[rank])
-            ends[begin] = begin + boxes[0].sizes[0]
-        starts = sorted(holders)
-        if len({len(ranks) for ranks in holders.values()}) != 1 or starts[1:] != [ends[begin] for begin in starts[:-1]]:
+        rows = rows_on_mesh(shape, mesh.mesh, placements)
+        if rows is None:
             return None
-        per_row = math.prod(tensor.shape[1:])
-        return Runs.of([begin * per_row for begin in starts] + [tensor.numel()], [holders[begin] for begin in starts])
+        begins, ends = rows
+        place = np.flatnonzero(mesh.mesh.flatten().numpy() == dist.get_rank())
+        per_row = math.prod(shape[1:])
+        start = int(begins[place[0]]) * per_row if len(place) else 0
+        if not math.prod(shape):
+            return NO_RUNS, start
+        filled = np.flatnonzero(ends > begins)
+        order = filled[np.argsort(begins[filled], kind="stable")]
+        starts, counts = np.unique(begins[order], return_counts=True)
+        if np.ptp(counts) or np.any(np.append(starts[1:], shape[0]) != ends[order][:: counts[0]]):
+            return None
+        edges = np.append(starts, shape[0]) * per_row
+        return Runs(edges, copies[order].reshape(len(starts), -1)), start
 
-    def _copies(self, mesh: DeviceMesh) -> dict[int, list[int]] | None:
-        """For each rank of a mesh the ranks of the model that have the same; None for a mesh of other ranks."""
+    def _copies(self, mesh: DeviceMesh) -> np.ndarray | None:
+        """By place of a mesh the ranks of the model that have the same, int64; None for a mesh of other ranks."""
         for whole in self._meshes:
             names, own = whole.mesh_dim_names, mesh.mesh_dim_names
             if whole == mesh:
-                return {rank: [rank] for rank in mesh.mesh.flatten().tolist()}
+                return self._numbers[whole.mesh.numpy().reshape(-1, 1)]
             if names and own and set(own) < set(names) and whole[own] == mesh:
                 ranks = whole.mesh.movedim([names.index(name) for name in own], list(range(len(own))))
-                table = ranks.reshape(mesh.size(), -1).tolist()
-                return {rank: copies for copies in table for rank in copies}
+                return self._numbers[ranks.reshape(mesh.size(), -1).numpy()]
         return None
+
+    @cached_property
+    def _numbers(self) -> np.ndarray:
+        """The ranks in a checkpoint by those in torch's default group, int64."""
+        group = self.group()
+        ranks = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
+        numbers = np.full(dist.get_world_size(), -1, np.int64)
+        numbers[list(ranks)] = np.arange(len(ranks))
+        return numbers
 
 
 def _joined(meshes: Iterable[DeviceMesh]) -> list[DeviceMesh]:

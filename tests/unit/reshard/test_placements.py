@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.flat.layout import Box
-from hpcfsdp.reshard.placements import block_at, mesh_blocks, mesh_boxes
+from hpcfsdp.reshard.placements import block_at, mesh_blocks, mesh_boxes, rows_on_mesh
 from hpcfsdp.reshard.tiling import find_fault
 from hpcfsdp.tensor.sharded import all_boxes
 
@@ -110,6 +110,22 @@ def test_the_blocks_of_a_mesh_are_the_elements_that_chunks_leave(drawn):
         assert all(box.numel for boxes in held.values() for box in boxes)
     else:
         assert held == {int(ranks.flatten()[0]): [Box((0,) * len(shape), shape)]}
+
+
+@given(placed(strided=True).filter(lambda drawn: math.prod(drawn[0]) and drawn[0]))
+@check
+def test_rows_of_ranks_are_their_boxes_where_these_are_whole_rows(drawn):
+    shape, ranks, placements = drawn
+    held = mesh_boxes(shape, ranks, placements)
+    rows = rows_on_mesh(shape, ranks, placements)
+    boxes = [held.get(rank, []) for rank in ranks.flatten().tolist()]
+    cut_apart = any(p.dim % len(shape) for p in placements if not p.is_replicate())
+    if rows is None:
+        assert cut_apart or any(len(of_rank) > 1 for of_rank in boxes)
+        return
+    for begin, end, of_rank in zip(*(edges.tolist() for edges in rows), boxes, strict=True):
+        expected = [Box((begin, *[0] * (len(shape) - 1)), (end - begin, *shape[1:]))] if begin < end else []
+        assert of_rank == expected
 
 
 @given(placed())
