@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from hpcfsdp.api.fully_shard import shard_modules
-from hpcfsdp.bench.step import NAMES, OWN, OWN_ROWS, wrap
+from hpcfsdp.bench.step import NAMES, OWN, OWN_ROWS, units, wrap
 from hpcfsdp.bench.tables import Ratio, Table, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.comm.fake import FakeCommunicator
@@ -103,15 +103,19 @@ def table(found: Measurement) -> Table:
     return Table(columns, rows, as_json, notes, ratios=ratios)
 
 
+def shard_rows(model: nn.Module, unit: type[nn.Module], comm: FakeCommunicator) -> None:
+    """``fully_shard`` for each `unit` and the model, over a communicator that imagines the ranks of torch's group."""
+    device_mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    mesh = UnitMesh(ShardingStrategy.FULL_SHARD, {"shard": comm}, comm, np.arange(comm.size)[None], device_mesh)
+    for module in (*units(model, unit), model):
+        shard_modules([module], mesh)
+
+
 def _step(engine: str, group: Any, units: int) -> Callable[[], None]:
     torch.manual_seed(0)
     model = nn.Sequential(*(SmallUnit() for _ in range(units)))
     if engine == OWN_ROWS:
-        ranks = np.arange(RANKS)[None]
-        device_mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
-        mesh = UnitMesh(ShardingStrategy.FULL_SHARD, {"shard": group}, group, ranks, device_mesh)
-        for module in (*model, model):
-            shard_modules([module], mesh)
+        shard_rows(model, SmallUnit, group)
     else:
         model = wrap(engine, model, group, unit=SmallUnit)
     x = torch.randn(ROWS, WIDTH)

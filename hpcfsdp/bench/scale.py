@@ -36,6 +36,7 @@ from torch.distributed.fsdp import (
 )
 
 from hpcfsdp import checkpoint, fsdp
+from hpcfsdp.bench.host import shard_rows
 from hpcfsdp.bench.step import OWN, loss_of, make_batch, make_model, wrap
 from hpcfsdp.bench.tables import Table, mib, readable
 from hpcfsdp.checkpoint.content import Content, SaveArguments, bytes_in_memory, collect_content
@@ -232,12 +233,7 @@ def main(order: _Order) -> None:
     model = meter("wrap the model", shard, once=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = make_batch(order.rank)
-
-    def step() -> None:
-        loss_of(model, ids).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = _step_of(model, optimizer, ids)
     for _ in range(_WARMUP):
         step()
     meter("step", step)
@@ -245,6 +241,7 @@ def main(order: _Order) -> None:
         warnings.simplefilter("ignore")  # types of state dicts are deprecated
         _state_dicts(meter, model, optimizer)
     _checkpoints(meter, comm, model, optimizer, Path(order.folder, "step.h5"))
+    _rows(meter, comm, make_model(order.layers, order.width), ids)
     print(json.dumps({name: asdict(cost) for name, cost in meter.costs.items()}), flush=True)
 
 
@@ -295,6 +292,26 @@ def _checkpoints(
     del content, tensors
     comm.of_rank_0 = pickle.dumps(checkpoint.open_index(path))
     meter("load", lambda: checkpoint.load(path, model=model, optimizer=optimizer))
+
+
+def _rows(meter: _Meter, comm: ImaginedCommunicator, model: nn.Module, ids: torch.Tensor) -> None:
+    """The same with ``fully_shard``, where it differs."""
+    meter("fully_shard the model", lambda: shard_rows(model, Block, comm), once=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    step = _step_of(model, optimizer, ids)
+    for _ in range(_WARMUP):
+        step()
+    meter("step, fully_shard", step)
+    meter("plan of a save, fully_shard", lambda: collect_content(comm, SaveArguments(model, optimizer)))
+
+
+def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> Callable[[], None]:
+    def step() -> None:
+        loss_of(model, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def _write(path: Path, content: Content, tensors: Sequence[StateTensor]) -> None:
