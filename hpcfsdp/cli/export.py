@@ -9,10 +9,10 @@ from typing import Any
 
 from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES, Exported, export_checkpoint
 from hpcfsdp.checkpoint.convert.peft import CONFIG_NAME, FORMAT as PEFT, export_peft
-from hpcfsdp.cli.readable import readable_bytes
 from hpcfsdp.cli.reporting import Parser, print_result
 from hpcfsdp.errors import UsageError
 from hpcfsdp.output.progress_bar import byte_progress
+from hpcfsdp.output.wording import readable_bytes
 
 _EXAMPLES = (
     "hpcfsdp export my_model.h5 my_model.safetensors                  # the model",

@@ -15,9 +15,10 @@ from hpcfsdp.checkpoint.inspect.numbers import json_number
 from hpcfsdp.cli.failure import as_json
 from hpcfsdp.cli.folders import checkpoints_in, size_of
 from hpcfsdp.cli.printing import Brief
-from hpcfsdp.cli.readable import DATE, readable_bytes, readable_date, readable_number, readable_shape
+from hpcfsdp.cli.readable import DATE, readable_date, readable_number, readable_shape
 from hpcfsdp.cli.reporting import Parser, paths_and_patterns, print_result
 from hpcfsdp.errors import CheckpointError, UsageError
+from hpcfsdp.output.wording import readable_bytes
 
 _EXAMPLES = (
     "hpcfsdp ls runs/quickstart                    # the checkpoints of a run",

@@ -13,9 +13,9 @@ from hpcfsdp.checkpoint.catalog import checkpoint_files, step_of
 from hpcfsdp.checkpoint.file_kind import is_checkpoint, is_hdf5
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.cli.folders import size_of
-from hpcfsdp.cli.readable import readable_bytes
 from hpcfsdp.cli.reporting import Parser, print_result
 from hpcfsdp.errors import UsageError
+from hpcfsdp.output.wording import readable_bytes
 
 _EXAMPLES = (
     "hpcfsdp prune runs/quickstart --keep-last 3 --dry-run          # what would go",

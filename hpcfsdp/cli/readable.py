@@ -9,16 +9,6 @@ from typing import Any
 from hpcfsdp.cli.printing import Brief
 
 
-def readable_bytes(count: int) -> str:
-    """1536 -> "1.5 KiB"."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.1f} {unit}" if unit != "B" else f"{count} B"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
 def readable_shape(shape: Sequence[int]) -> str:
     """(2, 3) -> "2 x 3"; a scalar as "scalar"."""
     return " x ".join(map(str, shape)) if shape else "scalar"

@@ -15,9 +15,10 @@ from hpcfsdp.checkpoint.inspect.numbers import decoded, json_number
 from hpcfsdp.checkpoint.inspect.stats import file_statistics
 from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.cli.printing import print_table
-from hpcfsdp.cli.readable import plain_value, readable_bytes, readable_date, readable_shape, shortened
+from hpcfsdp.cli.readable import plain_value, readable_date, readable_shape, shortened
 from hpcfsdp.cli.reporting import Parser, print_json
 from hpcfsdp.errors import CheckpointError, UsageError, nearest
+from hpcfsdp.output.wording import readable_bytes
 
 FIRST_VALUES = 8
 _EXAMPLES = (

@@ -69,6 +69,20 @@ class Holder:
         return f"{job}process {self.pid} on {self.host}, since {self.since}"
 
 
+def training_in(folder: Path) -> Holder | None:
+    """The training that runs in a folder, as far as its lock shows; None without one. Does not wait.
+
+    Of a holder on another machine the file was touched within ``SILENT_S``.
+    """
+    path = folder / NAME
+    holder = _read(path)
+    is_alive = None if holder is None else holder.is_alive(Holder.here())
+    if is_alive is None:
+        touched_ns = _touched(path)
+        is_alive = touched_ns is not None and time.time() - touched_ns / 1e9 < SILENT_S
+    return holder if is_alive else None
+
+
 class RunLock:
     """A folder that this process holds from ``acquire`` until ``release``. For one rank of the job."""
 
@@ -172,7 +186,7 @@ class RunLock:
         is_alive = None if holder is None else holder.is_alive(self._mine)
         if is_alive is not None:
             return holder if is_alive else None
-        before, began_s = self._touched(), time.monotonic()
+        before, began_s = _touched(self.path), time.monotonic()
         if before is None:
             return None
         log.warning(
@@ -180,20 +194,12 @@ class RunLock:
         )
         while time.monotonic() - began_s <= SILENT_S:
             time.sleep(LOOK_S)
-            now, newer = self._touched(), _read(self.path)
+            now, newer = _touched(self.path), _read(self.path)
             if now is None:
                 return None
             if now != before and newer is not None:
                 return newer
         return None
-
-    def _touched(self) -> int | None:
-        """When the file was last touched; None where there is no file."""
-        try:
-            with open(self.path) as file:  # clients of NFS ask the server when a file is opened
-                return os.fstat(file.fileno()).st_mtime_ns
-        except OSError:
-            return None
 
     def _beat(self) -> None:
         """Touch the file at intervals, in a thread."""
@@ -211,6 +217,15 @@ class RunLock:
             self._removal_logged = True
             what = self.path if self.folder.exists() else f"the run's folder {self.folder}"
             log.error("%s was removed during the training; the next save creates it again", what)
+
+
+def _touched(path: Path) -> int | None:
+    """When a file was last touched; None where there is no file."""
+    try:
+        with open(path) as file:  # clients of NFS ask the server when a file is opened
+            return os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return None
 
 
 def _read(path: Path) -> Holder | None:

@@ -1,0 +1,350 @@
+"""What is wrong with a run, or slow, in plain sentences with a remedy. Pure: numbers in, sentences out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpcfsdp.output.wording import readable_bytes, readable_count, readable_duration, readable_share
+from hpcfsdp.report.run_folder import Run
+from hpcfsdp.report.series import Series
+from hpcfsdp.report.summary import Summary, rate_column, save_interval, segments
+
+WINDOW = 200
+"""Steps that count as recent."""
+FEW = 20
+"""With fewer steps nothing is said about trends, or about which rank is slow."""
+FIRST_STEPS = 5
+"""Steps in which libraries load and memory fills: they count for no trend."""
+HIGH_COMM_SHARE = 0.3
+HIGH_MEMORY_SHARE = 0.92
+STRAGGLES_OFTEN = 0.5
+FAR_BEHIND = 0.05
+SLOWER = 0.8
+LONG_HELD = 0.05
+
+ORDER = ("bad", "warning", "note")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A finding.
+
+    Attributes:
+        severity: "bad": results are wrong, or work is lost; "warning": slow or at risk; "note": good to know.
+        topic: one word for programs.
+        title: one short sentence.
+        text: what was found, with numbers.
+        remedy: what to do, or "".
+        page: of the documentation, in docs/; "" without one.
+    """
+
+    severity: str
+    topic: str
+    title: str
+    text: str
+    remedy: str = ""
+    page: str = ""
+
+
+def problems_of(run: Run, summary: Summary) -> list[Problem]:
+    """All findings, the worst first."""
+    found = [
+        *_ends(run, summary),
+        *_loss(run.series),
+        *_checkpoints(run, summary),
+        *_memory(run),
+        *_stragglers(run.series, summary),
+        *_communication(run.series),
+        *_slowdown(run.series),
+        *_restarts(run),
+        *_logs(run),
+        *_files(run),
+    ]
+    return sorted(found, key=lambda problem: ORDER.index(problem.severity))
+
+
+def _ends(run: Run, summary: Summary) -> Iterator[Problem]:
+    if summary.status == "failed":
+        yield Problem(
+            "bad",
+            "failed",
+            "The run ended with an error.",
+            summary.message or "The run left no message.",
+            "Look up the message in the reference; logs/ holds the traceback of each rank.",
+            "reference/errors.md",
+        )
+    elif summary.status == "hung":
+        yield Problem(
+            "bad",
+            "hung",
+            "The run hung: ranks waited for each other without an end.",
+            summary.message,
+            "The report below names the rank that did not come, and its line.",
+            "how-to/hangs.md",
+        )
+    elif summary.status == "ended":
+        yield Problem(
+            "warning",
+            "ended",
+            "The run has ended without saying why, or does not run under hpcfsdp train.",
+            "No training holds the folder, and there is no record of an end. A run that is killed (SIGKILL, out of "
+            "memory, a node that fails) leaves none.",
+            "Look at the end of the job's own output, and start the same command again: it resumes from the last "
+            "checkpoint.",
+            "reference/exit-codes.md",
+        )
+
+
+def _loss(series: Series) -> Iterator[Problem]:
+    if len(series.not_finite):
+        count, first = len(series.not_finite), int(series.not_finite[0])
+        yield Problem(
+            "bad",
+            "not_finite",
+            f"The loss was not finite from step {first} on." if _lasts(series) else "The loss was not finite.",
+            f"NaN or infinite in {count} of {len(series)} steps, first in step {first}.",
+            "Resume from a checkpoint before that step with a lower learning rate, a longer warm-up, or clipped "
+            "gradients. hpcfsdp stats FILE finds the tensors that are not finite.",
+            "how-to/looking-into-files.md",
+        )
+    steps, losses = series.points("loss")
+    if len(losses) < 4 * FEW or _lasts(series):
+        return
+    windows = np.array_split(np.arange(len(losses)), min(40, len(losses) // FEW))
+    medians = np.array([np.median(losses[window]) for window in windows])
+    spreads = np.array([np.median(np.abs(losses[window] - np.median(losses[window]))) for window in windows])
+    lowest = int(np.argmin(medians))
+    rise = medians[-1] - medians[lowest]
+    if rise > 0.25 * abs(medians[lowest]) and rise > 6 * max(spreads[lowest], spreads[-1]):
+        yield Problem(
+            "bad",
+            "diverged",
+            "The loss has risen.",
+            f"From {medians[lowest]:.4g} around step {int(steps[windows[lowest][0]])} to {medians[-1]:.4g} now "
+            "(medians).",
+            "Lower the learning rate, or resume from a checkpoint before the rise with other data.",
+        )
+
+
+def _lasts(series: Series) -> bool:
+    """Whether the last step's loss is not finite."""
+    return bool(len(series.not_finite)) and series.not_finite[-1] == series.steps[-1]
+
+
+def _checkpoints(run: Run, summary: Summary) -> Iterator[Problem]:
+    present = [one for one in run.checkpoints if one.present]
+    damaged = [one for one in present if one.fault]
+    if damaged:
+        newest = damaged[-1] is present[-1]
+        yield Problem(
+            "bad" if newest else "warning",
+            "damaged_checkpoint",
+            f"{len(damaged)} checkpoint(s) cannot be loaded{', also the newest one' if newest else ''}.",
+            damaged[-1].fault,
+            "hpcfsdp verify RUN_DIR lists all faults; resume from an older file.",
+            "how-to/checkpoints.md",
+        )
+    step, last = summary.step, summary.last_checkpoint_step
+    if step and last is None:
+        yield Problem(
+            "warning",
+            "no_checkpoint",
+            "There is no checkpoint.",
+            f"After {step} steps nothing has been saved: whatever ends the run loses them.",
+            "Set checkpoint.every; or in your own loop call hpcfsdp.checkpoint.save.",
+            "how-to/checkpoints.md",
+        )
+    elif run.checkpoints and not present:
+        yield Problem(
+            "warning",
+            "gone_checkpoints",
+            "No checkpoint of this run is where it was written.",
+            f"The newest was {run.checkpoints[-1].path}.",
+            "Give the run its files back before you resume it.",
+        )
+    usual = save_interval(run)
+    if step and last is not None and usual and step - last > 2 * usual:
+        yield Problem(
+            "warning",
+            "late_checkpoint",
+            f"No checkpoint since step {last}.",
+            f"{step - last} steps are not saved; before, there was one every {usual} steps.",
+            "Look for errors of the file system in the log.",
+            "how-to/file-systems.md",
+        )
+    held = sum(one.held_s or 0.0 for one in run.checkpoints)
+    if summary.trained_s and held > LONG_HELD * (held + summary.trained_s):
+        yield Problem(
+            "warning",
+            "held",
+            f"Checkpoints hold up training for {readable_share(held / (held + summary.trained_s))} of the time.",
+            f"{readable_duration(held)} in all, for {len(run.checkpoints)} checkpoints.",
+            "Save less often, or while training goes on: checkpoint.asynchronous true.",
+            "how-to/checkpoints.md",
+        )
+
+
+def _memory(run: Run) -> Iterator[Problem]:
+    series = run.series
+    steps, peaks = series.points("memory.peak_bytes")
+    _, capacities = series.points("memory.capacity_bytes")
+    if len(peaks) and len(capacities) and peaks.max() > HIGH_MEMORY_SHARE * capacities[-1]:
+        place = int(np.argmax(peaks))
+        yield Problem(
+            "warning",
+            "memory",
+            f"Memory was {readable_share(float(peaks[place] / capacities[-1]))} full.",
+            f"{readable_bytes(float(peaks[place]))} of {readable_bytes(float(capacities[-1]))} in step "
+            f"{int(steps[place])}{_rank(series, place)}: a longer sequence may not fit.",
+            "Use more ranks, a smaller batch, activation checkpointing, or CPU offload.",
+            "how-to/sharding.md",
+        )
+    later = peaks[FIRST_STEPS:]
+    if len(later) >= 4 * FEW:
+        quarters = [float(np.median(part)) for part in np.array_split(later, 4)]
+        grows = all(after > 1.01 * before for before, after in zip(quarters[:-1], quarters[1:], strict=True))
+        if grows and quarters[3] > 1.1 * quarters[0]:
+            yield Problem(
+                "warning",
+                "memory_grows",
+                "Memory grows from step to step.",
+                f"The peak rose from {readable_bytes(quarters[0])} to {readable_bytes(quarters[3])} (medians of the "
+                "first and the last quarter).",
+                "Something keeps tensors of earlier steps: losses that are summed without .item() or .detach(), or "
+                "outputs in a list.",
+            )
+
+
+def _rank(series: Series, place: int) -> str:
+    ranks = series.points("memory.peak_rank")[1]
+    return f" on rank {int(ranks[place])}" if place < len(ranks) else ""
+
+
+def _stragglers(series: Series, summary: Summary) -> Iterator[Problem]:
+    ranks, behind, busy = (series.column(name) for name in ("straggler.rank", "straggler.behind_s", "busy_s_mean"))
+    known = np.flatnonzero(np.isfinite(ranks) & np.isfinite(behind))[FIRST_STEPS:][-WINDOW:]
+    if len(known) < FEW or (summary.world_size or 2) < 2:
+        return
+    (rank, times), *_ = Counter(ranks[known].astype(int).tolist()).most_common(1)
+    hosts = Counter(series.hosts.get(int(one), "") for one in ranks[known])
+    host = series.hosts.get(rank, "")
+    own = known[ranks[known] == rank]
+    base = np.where(np.isfinite(busy), busy, series.column("seconds"))[own]
+    share = float(np.nanmedian(behind[own] / base)) if np.isfinite(base).any() else math.nan
+    often = times / len(known)
+    if not (often > STRAGGLES_OFTEN and share > FAR_BEHIND):
+        host, times = hosts.most_common(1)[0]
+        own = known[[series.hosts.get(int(one), "") == host for one in ranks[known]]]
+        base = np.where(np.isfinite(busy), busy, series.column("seconds"))[own]
+        share = float(np.nanmedian(behind[own] / base)) if np.isfinite(base).any() else math.nan
+        often, who = times / len(known), f"A rank on {host}"
+        if not host or len(hosts) < 2 or (summary.num_nodes or 2) < 2:
+            return
+    else:
+        who = f"Rank {rank}" + (f" on {host}" if host else "")
+    if often > STRAGGLES_OFTEN and share > FAR_BEHIND:
+        yield Problem(
+            "warning",
+            "straggler",
+            f"{who} holds up the others.",
+            f"It was the slowest in {readable_share(often)} of the last {len(known)} steps, and computed "
+            f"{readable_share(share)} longer than the mean of all ranks: all others wait for it.",
+            "If it has no more work than the others (longer batches, data that loads slowly), look at the node: other "
+            "processes, heat, a slow device. hpcfsdp doctor measures each rank; SLURM leaves a node out with "
+            f"--exclude={host or 'NODE'}.",
+            "how-to/report.md",
+        )
+
+
+def _communication(series: Series) -> Iterator[Problem]:
+    _, shares = series.points("comm_share")
+    recent = shares[FIRST_STEPS:][-WINDOW:]
+    if len(recent) >= FEW and float(np.median(recent)) > HIGH_COMM_SHARE:
+        yield Problem(
+            "warning",
+            "communication",
+            f"Ranks wait for communication in {readable_share(float(np.median(recent)))} of a step.",
+            f"Median of the last {len(recent)} steps. Waiting for a rank that is slow counts, too: see the spread over "
+            "ranks.",
+            "A larger batch on each rank, gradient accumulation, sharding within nodes only (HYBRID_SHARD), or the "
+            "right network interface.",
+            "how-to/networks.md",
+        )
+
+
+def _slowdown(series: Series) -> Iterator[Problem]:
+    name, unit = rate_column(series)
+    if not name:
+        return
+    steps, rates = series.points(name)
+    steps, rates = steps[FIRST_STEPS:], rates[FIRST_STEPS:]
+    if len(rates) < 4 * FEW:
+        return
+    windows = np.array_split(np.arange(len(rates)), min(20, len(rates) // FEW))
+    medians = [float(np.median(rates[window])) for window in windows]
+    best = int(np.argmax(medians))
+    if medians[-1] < SLOWER * medians[best]:
+        yield Problem(
+            "warning",
+            "slower",
+            "Training has become slower.",
+            f"From {readable_count(medians[best])} {unit} around step {int(steps[windows[best][0]])} to "
+            f"{readable_count(medians[-1])} {unit} now (medians).",
+            "Compare the spread over ranks and the communication share before and after; look for a change of node, "
+            "of sequence length, or a file system that is busy.",
+        )
+
+
+def _restarts(run: Run) -> Iterator[Problem]:
+    parts = segments(run)
+    if len(parts) < 2:
+        return
+    silent = sum(part.start is not None and part.end is None for part in parts[:-1])
+    errors = sum(part.end is not None and part.end.text("outcome") == "error" for part in parts[:-1])
+    lost = 0
+    for part, following in zip(parts[:-1], parts[1:], strict=True):
+        if part.end is not None and part.end.step is not None and following.start is not None:
+            lost += max(0, part.end.step - (following.start.step or 0))
+    text = f"It was started {len(parts)} times"
+    text += f"; {errors} time(s) it had ended with an error" if errors else ""
+    text += f"; {silent} time(s) without a word" if silent else ""
+    text += f"; {lost} steps were trained again" if lost else ""
+    yield Problem(
+        "warning" if errors or silent else "note",
+        "restarts",
+        f"The run was restarted {len(parts) - 1} time(s).",
+        f"{text}.",
+        "A checkpoint more often loses fewer steps." if lost else "",
+        "how-to/preemption.md",
+    )
+
+
+def _logs(run: Run) -> Iterator[Problem]:
+    errors = run.notes.counts.get("ERROR", 0) + run.notes.counts.get("CRITICAL", 0)
+    if errors:
+        yield Problem(
+            "warning",
+            "errors",
+            f"Ranks have logged {errors} error(s).",
+            "The latest are listed under warnings and errors.",
+            page="reference/errors.md",
+        )
+
+
+def _files(run: Run) -> Iterator[Problem]:
+    for name, tally in run.tallies.items():
+        if tally.damaged:
+            yield Problem(
+                "warning",
+                "damaged_lines",
+                f"{tally.damaged} line(s) of {name} are damaged.",
+                f"They are left out; the first one is line {tally.first_damaged}. {tally.sound} others are sound.",
+                "A full disk or a node that failed cuts lines; two trainings in one folder mix them.",
+            )
+    for failure in run.unreadable:
+        yield Problem("warning", "unreadable", "A part of the folder cannot be read.", f"{failure}.")

@@ -1,0 +1,233 @@
+"""The state of a run in a few facts: the head of the page, and what ``--json`` prints. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcfsdp.report.json_lines import number
+from hpcfsdp.report.run_events import Event
+from hpcfsdp.report.run_folder import Run, total_steps
+from hpcfsdp.report.series import Series
+
+RECENT = 50
+"""Steps over which rates are taken: their median."""
+
+STATUS = {
+    "running": "running",
+    "complete": "complete",
+    "stopped": "stopped",
+    "failed": "failed",
+    "hung": "hung",
+    "ended": "not running",
+}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """From one start of the run to its end, or to the next start.
+
+    Attributes:
+        first: the first step that it trained; None where it trained none, or none that still counts.
+        last: the last step that it trained.
+        start, end: events; None where it left none.
+    """
+
+    first: int | None
+    last: int | None
+    start: Event | None
+    end: Event | None
+    signals: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Facts of a run; None where unknown.
+
+    Attributes:
+        status: a key of ``STATUS``. "ended": it neither runs nor has it said why not.
+        message: why it ended, or "".
+        step: the last recorded step.
+        loss, best_loss: the last one, and the lowest one with its step.
+        rate: median over the last ``RECENT`` steps, in `rate_unit` a second.
+        step_s: median seconds of a step over the same steps.
+        trained_s: the sum of all steps' times.
+        wall_s: from the first start, or step, to the last sign of life.
+        eta_s: until the last step of the configuration, of a run that goes on.
+        flop_utilisation, comm_share: medians over the same steps, 0-1.
+        peak_bytes: the largest of all steps and ranks.
+        held_out: the numbers of the last evaluation on held-out data.
+    """
+
+    status: str
+    message: str
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+    best_loss: float | None
+    best_loss_step: int | None
+    rate: float | None
+    rate_unit: str
+    step_s: float | None
+    trained_s: float | None
+    wall_s: float | None
+    eta_s: float | None
+    world_size: int | None
+    num_nodes: int | None
+    device: str
+    parameters: int | None
+    flop_utilisation: float | None
+    comm_share: float | None
+    peak_bytes: float | None
+    held_out: dict[str, float] | None
+    starts: int
+    signals: int
+    checkpoints: int
+    last_checkpoint_step: int | None
+    warnings: int
+    errors: int
+
+
+def recent_median(series: Series, name: str, count: int = RECENT) -> float | None:
+    """The median of the last values of a column; None without one."""
+    _, values = series.points(name)
+    return float(np.median(values[-count:])) if len(values) else None
+
+
+def rate_column(series: Series) -> tuple[str, str]:
+    """The column of throughput, and its unit: tokens, else bytes."""
+    name = next((name for name in ("tokens_per_s", "bytes_per_s") if series.has(name)), "")
+    return name, "tokens/s" if name == "tokens_per_s" else "bytes/s"
+
+
+def segments(run: Run) -> list[Segment]:
+    """The parts of a run, by its "start" events; without one by the number of restarts in its records."""
+    found: list[Segment] = []
+    bounds = [place for place, event in enumerate(run.events) if event.kind == "start"]
+    for place, following in zip(bounds, [*bounds[1:], len(run.events)], strict=True):
+        inside = run.events[place + 1 : following]
+        start = run.events[place]
+        begin = start.step or 0
+        is_last = following == len(run.events)
+        last = None if is_last else (run.events[following].step or 0)  # later steps were dropped on resume
+        steps = run.series.steps
+        steps = steps[(steps > begin) & (steps <= last if last is not None else True)]
+        found.append(
+            Segment(
+                first=int(steps[0]) if len(steps) else None,
+                last=int(steps[-1]) if len(steps) else None,
+                start=start,
+                end=next((event for event in reversed(inside) if event.kind == "end"), None),
+                signals=tuple(event for event in inside if event.kind == "signal"),
+            )
+        )
+    return found or _segments_of_records(run.series)
+
+
+def _segments_of_records(series: Series) -> list[Segment]:
+    if not len(series):
+        return []
+    restarts = np.nan_to_num(series.column("restart"), nan=0.0)
+    bounds = [0, *(np.flatnonzero(np.diff(restarts)) + 1).tolist(), len(series)]
+    return [
+        Segment(int(series.steps[begin]), int(series.steps[end - 1]), None, None)
+        for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+
+
+def summarize(run: Run) -> Summary:
+    """The facts of a run."""
+    series, parts = run.series, segments(run)
+    start = next((part.start for part in reversed(parts) if part.start), None)
+    facts: Any = start.facts if start else {}
+    status, message = _status(run, parts)
+    step = int(series.steps[-1]) if len(series) else None
+    total = total_steps(run.config)
+    rate_name, rate_unit = rate_column(series)
+    step_s = recent_median(series, "seconds")
+    loss_steps, losses = series.points("loss")
+    best = int(np.argmin(losses)) if len(losses) else None
+    peaks = series.points("memory.peak_bytes")[1]
+    seconds = series.points("seconds")[1]
+    first_number = next((number(facts.get(key)) for key in ("parameters",)), math.nan)
+    left = None if total is None or step is None or step_s is None else max(total - step, 0) * step_s
+    counts = run.notes.counts
+    return Summary(
+        status=status,
+        message=message,
+        step=step,
+        total_steps=total,
+        loss=series.last("loss"),
+        best_loss=None if best is None else float(losses[best]),
+        best_loss_step=None if best is None else int(loss_steps[best]),
+        rate=recent_median(series, rate_name) if rate_name else None,
+        rate_unit=rate_unit,
+        step_s=step_s,
+        trained_s=float(seconds.sum()) if len(seconds) else None,
+        wall_s=_wall_s(run),
+        eta_s=left if status == "running" else None,
+        world_size=_whole(facts.get("world_size")) or _known_world_size(run),
+        num_nodes=_whole(facts.get("num_nodes")),
+        device=start.text("device") if start else "",
+        parameters=None if math.isnan(first_number) else int(first_number),
+        flop_utilisation=recent_median(series, "flop_utilisation"),
+        comm_share=recent_median(series, "comm_share"),
+        peak_bytes=float(peaks.max()) if len(peaks) else None,
+        held_out=dict(run.held_out[-1].values) if run.held_out else None,
+        starts=len(parts),
+        signals=len(run.of_kind("signal")),
+        checkpoints=len(run.checkpoints),
+        last_checkpoint_step=max((one.step for one in run.checkpoints), default=None),
+        warnings=counts.get("WARNING", 0),
+        errors=counts.get("ERROR", 0) + counts.get("CRITICAL", 0),
+    )
+
+
+def _status(run: Run, parts: list[Segment]) -> tuple[str, str]:
+    end = parts[-1].end if parts else None
+    if end is not None:
+        outcome, message = end.text("outcome"), end.text("message")
+        if outcome == "error":
+            is_hang = any(hang.seconds >= _last_record(run) for hang in run.hangs)
+            return ("hung" if is_hang else "failed"), message
+        return ("complete" if outcome == "complete" else "stopped"), message
+    if run.holder:
+        return "running", run.holder
+    if run.hangs and run.hangs[-1].seconds >= _last_record(run):
+        return "hung", run.hangs[-1].head.partition("\n")[0]
+    total = total_steps(run.config)
+    if total is not None and len(run.series) and run.series.steps[-1] >= total:
+        return "complete", ""
+    return "ended", ""
+
+
+def _last_record(run: Run) -> float:
+    known = run.series.seconds[np.isfinite(run.series.seconds)]
+    return float(known[-1]) if len(known) else math.inf
+
+
+def _wall_s(run: Run) -> float | None:
+    times = [event.seconds for event in run.events] + run.series.seconds.tolist()
+    known = [seconds for seconds in times if math.isfinite(seconds)]
+    return max(known) - min(known) if len(known) > 1 else None
+
+
+def _known_world_size(run: Run) -> int | None:
+    sizes = [one.world_size for one in run.checkpoints if one.world_size]
+    return sizes[-1] if sizes else None
+
+
+def _whole(value: Any) -> int | None:
+    found = number(value)
+    return None if math.isnan(found) else int(found)
+
+
+def save_interval(run: Run) -> int | None:
+    """The usual number of steps from one checkpoint to the next; None where there are fewer than three."""
+    steps = sorted({one.step for one in run.checkpoints})
+    gaps = [after - before for before, after in zip(steps[:-1], steps[1:], strict=True)]
+    return int(statistics.median_high(gaps)) if len(gaps) > 1 else None
