@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -200,14 +201,14 @@ def _memory(run: Run) -> Iterator[Problem]:
             "memory",
             f"Memory was {readable_share(float(peaks[place] / capacities[-1]))} full.",
             f"{readable_bytes(float(peaks[place]))} of {readable_bytes(float(capacities[-1]))} in step "
-            f"{int(steps[place])}{_rank(series, place)}: a longer sequence may not fit.",
+            f"{int(steps[place])}{_of_rank(series, int(steps[place]))}: a longer sequence may not fit.",
             "Use more ranks, a smaller batch, activation checkpointing, or CPU offload.",
             "how-to/sharding.md",
         )
     later = peaks[FIRST_STEPS:]
     if len(later) >= 4 * FEW:
         quarters = [float(np.median(part)) for part in np.array_split(later, 4)]
-        grows = all(after > 1.01 * before for before, after in zip(quarters[:-1], quarters[1:], strict=True))
+        grows = all(after > 1.01 * before for before, after in itertools.pairwise(quarters))
         if grows and quarters[3] > 1.1 * quarters[0]:
             yield Problem(
                 "warning",
@@ -220,9 +221,9 @@ def _memory(run: Run) -> Iterator[Problem]:
             )
 
 
-def _rank(series: Series, place: int) -> str:
-    ranks = series.points("memory.peak_rank")[1]
-    return f" on rank {int(ranks[place])}" if place < len(ranks) else ""
+def _of_rank(series: Series, step: int) -> str:
+    rank = series.column("memory.peak_rank")[np.searchsorted(series.steps, step)]
+    return f" on rank {int(rank)}" if math.isfinite(rank) else ""
 
 
 def _stragglers(series: Series, summary: Summary) -> Iterator[Problem]:
@@ -307,7 +308,7 @@ def _restarts(run: Run) -> Iterator[Problem]:
     silent = sum(part.start is not None and part.end is None for part in parts[:-1])
     errors = sum(part.end is not None and part.end.text("outcome") == "error" for part in parts[:-1])
     lost = 0
-    for part, following in zip(parts[:-1], parts[1:], strict=True):
+    for part, following in itertools.pairwise(parts):
         if part.end is not None and part.end.step is not None and following.start is not None:
             lost += max(0, part.end.step - (following.start.step or 0))
     text = f"It was started {len(parts)} times"

@@ -71,7 +71,7 @@ def find_checkpoints(folder: Path, events: Iterable[Event]) -> tuple[SavedCheckp
             continue
         known = found.get(_key(str(path)), SavedCheckpoint(step_of(path), str(path), status.st_mtime))
         found[_key(str(path))] = replace(known, nbytes=known.nbytes or status.st_size, present=True, path=str(path))
-    ordered = sorted(found.values(), key=lambda one: (one.step, one.seconds if one.seconds == one.seconds else 0.0))
+    ordered = sorted(found.values(), key=lambda one: (one.step, 0.0 if math.isnan(one.seconds) else one.seconds))
     present = [place for place, one in enumerate(ordered) if one.present]
     for place in present[-MOST_OPENED:]:
         ordered[place] = _opened(ordered[place], folder)
@@ -99,4 +99,4 @@ def _opened(one: SavedCheckpoint, folder: Path) -> SavedCheckpoint:
     except CheckpointError as error:
         return replace(one, fault=str(error))
     written = seconds_of(info.date)
-    return replace(one, world_size=info.world_size, seconds=one.seconds if one.seconds == one.seconds else written)
+    return replace(one, world_size=info.world_size, seconds=written if math.isnan(one.seconds) else one.seconds)

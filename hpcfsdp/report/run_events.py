@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class Event:
     def number(self, name: str) -> float | None:
         """A fact as a number, None without it."""
         found = number(self.facts.get(name))
-        return None if found != found else found
+        return None if math.isnan(found) else found
 
 
 def read_events(path: Path, tally: Tally) -> tuple[Event, ...]:

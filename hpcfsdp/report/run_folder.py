@@ -5,6 +5,7 @@ Everything may be missing but records or events. A damaged line is counted, and 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -167,7 +168,7 @@ def _read_metrics(path: Path, tally: Tally) -> tuple[Series, tuple[HeldOut, ...]
             step = step_of(record)
             if step is not None:
                 values = {name: number(value) for name, value in record.items() if name not in ("step", "kind")}
-                held_out[step] = HeldOut(step, {name: value for name, value in values.items() if value == value})
+                held_out[step] = HeldOut(step, {name: value for name, value in values.items() if not math.isnan(value)})
                 continue
         elif kind != "train" or builder.add(record):
             continue

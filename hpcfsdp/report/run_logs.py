@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -81,7 +82,7 @@ def read_logs(folder: Path) -> LogNotes:
     parts = [f"of {cut} long file(s) only the end was read"] if cut else []
     if len(files) > MOST_FILES:
         parts.append(f"only those of the first {MOST_FILES} of {len(files)} ranks were read")
-    ordered = sorted(found.values(), key=lambda note: note.last if note.last == note.last else 0.0)
+    ordered = sorted(found.values(), key=lambda note: 0.0 if math.isnan(note.last) else note.last)
     return LogNotes(tuple(ordered[-MOST_NOTES:]), counts, len(found), damaged, ", and ".join(parts))
 
 
@@ -95,7 +96,7 @@ def _note(found: dict[tuple[str, str, str], LogNote], level: str, record: dict[s
     note.message, note.last = message, seconds
     note.traceback = text(record.get("traceback"), 4000) or note.traceback
     rank = number(record.get("rank"))
-    if rank == rank:
+    if not math.isnan(rank):
         note.ranks.add(int(rank))
 
 

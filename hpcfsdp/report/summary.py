@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ def segments(run: Run) -> list[Segment]:
     """The parts of a run, by its "start" events; without one by the number of restarts in its records."""
     found: list[Segment] = []
     bounds = [place for place, event in enumerate(run.events) if event.kind == "start"]
-    for place, following in zip(bounds, [*bounds[1:], len(run.events)], strict=True):
+    for place, following in itertools.pairwise([*bounds, len(run.events)]):
         inside = run.events[place + 1 : following]
         start = run.events[place]
         begin = start.step or 0
@@ -135,7 +136,7 @@ def _segments_of_records(series: Series) -> list[Segment]:
     bounds = [0, *(np.flatnonzero(np.diff(restarts)) + 1).tolist(), len(series)]
     return [
         Segment(int(series.steps[begin]), int(series.steps[end - 1]), None, None)
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
+        for begin, end in itertools.pairwise(bounds)
     ]
 
 
@@ -153,7 +154,6 @@ def summarize(run: Run) -> Summary:
     best = int(np.argmin(losses)) if len(losses) else None
     peaks = series.points("memory.peak_bytes")[1]
     seconds = series.points("seconds")[1]
-    first_number = next((number(facts.get(key)) for key in ("parameters",)), math.nan)
     left = None if total is None or step is None or step_s is None else max(total - step, 0) * step_s
     counts = run.notes.counts
     return Summary(
@@ -173,7 +173,7 @@ def summarize(run: Run) -> Summary:
         world_size=_whole(facts.get("world_size")) or _known_world_size(run),
         num_nodes=_whole(facts.get("num_nodes")),
         device=start.text("device") if start else "",
-        parameters=None if math.isnan(first_number) else int(first_number),
+        parameters=_whole(facts.get("parameters")),
         flop_utilisation=recent_median(series, "flop_utilisation"),
         comm_share=recent_median(series, "comm_share"),
         peak_bytes=float(peaks.max()) if len(peaks) else None,
@@ -229,5 +229,5 @@ def _whole(value: Any) -> int | None:
 def save_interval(run: Run) -> int | None:
     """The usual number of steps from one checkpoint to the next; None where there are fewer than three."""
     steps = sorted({one.step for one in run.checkpoints})
-    gaps = [after - before for before, after in zip(steps[:-1], steps[1:], strict=True)]
+    gaps = [after - before for before, after in itertools.pairwise(steps)]
     return int(statistics.median_high(gaps)) if len(gaps) > 1 else None
