@@ -24,6 +24,7 @@ VERBS = {
     "train": ("hpcfsdp.cli.train", "train a byte-level GPT (run it with mpirun or srun)"),
     "bench": ("hpcfsdp.cli.bench", "measure hpcfsdp and its peers (run it with mpirun or srun)"),
     "ls": ("hpcfsdp.cli.ls", "list checkpoints in a folder, or tensors in a checkpoint"),
+    "report": ("hpcfsdp.cli.run_report", "write a page about a run: figures, findings, checkpoints, restarts"),
     "doctor": ("hpcfsdp.cli.doctor", "check whether a training would run here (alone, or with mpirun or srun)"),
     "hang": ("hpcfsdp.cli.hang", "ask a running job where its ranks are, and who waits for whom"),
     "show": ("hpcfsdp.cli.show", "show facts of a checkpoint, or of one of its tensors"),

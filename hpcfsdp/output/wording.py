@@ -42,3 +42,8 @@ def readable_count(value: float) -> str:
 def readable_share(share: float) -> str:
     """0.123 -> "12%"; small shares with one more digit."""
     return f"{share * 100:.0f}%" if abs(share) >= 0.0995 or share == 0 else f"{share * 100:.1f}%"
+
+
+def counted(count: int, noun: str) -> str:
+    """(1, "step") -> "1 step", (2000, "step") -> "2,000 steps"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

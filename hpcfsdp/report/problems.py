@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcfsdp.output.wording import readable_bytes, readable_count, readable_duration, readable_share
+from hpcfsdp.output.wording import counted, readable_bytes, readable_count, readable_duration, readable_share
 from hpcfsdp.report.run_folder import Run
 from hpcfsdp.report.series import Series
 from hpcfsdp.report.summary import Summary, rate_column, save_interval, segments
@@ -88,13 +88,13 @@ def _ends(run: Run, summary: Summary) -> Iterator[Problem]:
             "The report below names the rank that did not come, and its line.",
             "how-to/hangs.md",
         )
-    elif summary.status == "ended":
+    elif summary.status == "ended" and run.of_kind("start"):
         yield Problem(
             "warning",
             "ended",
-            "The run has ended without saying why, or does not run under hpcfsdp train.",
-            "No training holds the folder, and there is no record of an end. A run that is killed (SIGKILL, out of "
-            "memory, a node that fails) leaves none.",
+            "The run has ended without saying why.",
+            "It does not run any more, and has recorded no end: it was killed (SIGKILL, out of memory, the end of the "
+            "job), or a node has failed.",
             "Look at the end of the job's own output, and start the same command again: it resumes from the last "
             "checkpoint.",
             "reference/exit-codes.md",
@@ -162,11 +162,11 @@ def _checkpoints(run: Run, summary: Summary) -> Iterator[Problem]:
         )
     elif run.checkpoints and not present:
         yield Problem(
-            "warning",
+            "note",
             "gone_checkpoints",
             "No checkpoint of this run is where it was written.",
             f"The newest was {run.checkpoints[-1].path}.",
-            "Give the run its files back before you resume it.",
+            "If the folder was copied without them, all is well; to resume, the run needs its newest file.",
         )
     usual = save_interval(run)
     if step and last is not None and usual and step - last > 2 * usual:
@@ -311,18 +311,22 @@ def _restarts(run: Run) -> Iterator[Problem]:
     for part, following in itertools.pairwise(parts):
         if part.end is not None and part.end.step is not None and following.start is not None:
             lost += max(0, part.end.step - (following.start.step or 0))
-    text = f"It was started {len(parts)} times"
-    text += f"; {errors} time(s) it had ended with an error" if errors else ""
-    text += f"; {silent} time(s) without a word" if silent else ""
-    text += f"; {lost} steps were trained again" if lost else ""
+    text = f"It was started {_times(len(parts))}"
+    text += f"; it had ended with an error {_times(errors)}" if errors else ""
+    text += f"; it had been killed, or its node had failed, {_times(silent)}" if silent else ""
+    text += f"; {counted(lost, 'step')} had to be trained again" if lost else ""
     yield Problem(
         "warning" if errors or silent else "note",
         "restarts",
-        f"The run was restarted {len(parts) - 1} time(s).",
+        f"The run was restarted {_times(len(parts) - 1)}.",
         f"{text}.",
         "A checkpoint more often loses fewer steps." if lost else "",
         "how-to/preemption.md",
     )
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def _logs(run: Run) -> Iterator[Problem]:
@@ -331,7 +335,7 @@ def _logs(run: Run) -> Iterator[Problem]:
         yield Problem(
             "warning",
             "errors",
-            f"Ranks have logged {errors} error(s).",
+            f"Ranks have logged {counted(errors, 'error')}.",
             "The latest are listed under warnings and errors.",
             page="reference/errors.md",
         )
@@ -343,7 +347,7 @@ def _files(run: Run) -> Iterator[Problem]:
             yield Problem(
                 "warning",
                 "damaged_lines",
-                f"{tally.damaged} line(s) of {name} are damaged.",
+                f"{name}: {counted(tally.damaged, 'damaged line')}.",
                 f"They are left out; the first one is line {tally.first_damaged}. {tally.sound} others are sound.",
                 "A full disk or a node that failed cuts lines; two trainings in one folder mix them.",
             )

@@ -5,8 +5,10 @@ Everything may be missing but records or events. A damaged line is counted, and 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +57,7 @@ class Run:
     Attributes:
         holder: the training that runs in the folder now, in words; "" without one.
         tallies: lines by file, of metrics and events.
+        silent_s: seconds since records or events were written.
         config: the configuration, nested; None where there is none, or none that can be read.
         config_text: of its file, when `config` is None.
     """
@@ -68,6 +71,7 @@ class Run:
     hangs: tuple[HangReport, ...]
     holder: str
     tallies: Mapping[str, Tally]
+    silent_s: float
     config: Mapping[str, Any] | None = None
     config_text: str = ""
     unreadable: tuple[str, ...] = field(default=())
@@ -110,6 +114,7 @@ def read_run(folder: Path) -> Run:
         hangs=_guarded(failures, "hang", (), _read_hangs, folder / "hang"),
         holder="" if holder is None else str(holder),
         tallies=tallies,
+        silent_s=_silent_s(folder),
         config=config,
         config_text=config_text,
         unreadable=tuple(failures),
@@ -176,6 +181,14 @@ def _read_metrics(path: Path, tally: Tally) -> tuple[Series, tuple[HeldOut, ...]
         tally.sound -= 1
         tally.first_damaged = tally.first_damaged or tally.sound + tally.damaged
     return builder.build(), tuple(held_out[step] for step in sorted(held_out))
+
+
+def _silent_s(folder: Path) -> float:
+    written = []
+    for name in (METRICS, EVENTS):
+        with contextlib.suppress(FileNotFoundError):
+            written.append(os.stat(folder / name).st_mtime)
+    return time.time() - max(written, default=0.0)
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any] | None, str]:

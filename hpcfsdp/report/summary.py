@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcfsdp.launch.lock import SILENT_S
 from hpcfsdp.report.json_lines import number
 from hpcfsdp.report.run_events import Event
 from hpcfsdp.report.run_folder import Run, total_steps
@@ -195,7 +196,9 @@ def _status(run: Run, parts: list[Segment]) -> tuple[str, str]:
             is_hang = any(hang.seconds >= _last_record(run) for hang in run.hangs)
             return ("hung" if is_hang else "failed"), message
         return ("complete" if outcome == "complete" else "stopped"), message
-    if run.holder:
+    step_s = recent_median(run.series, "seconds") or 0.0
+    has_lock = run.config is not None  # it belongs to hpcfsdp train, which locks its folder
+    if run.holder or (not has_lock and run.silent_s < max(SILENT_S, 10 * step_s)):
         return "running", run.holder
     if run.hangs and run.hangs[-1].seconds >= _last_record(run):
         return "hung", run.hangs[-1].head.partition("\n")[0]

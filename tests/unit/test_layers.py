@@ -33,7 +33,7 @@ LAYERS = [
     {"api"},
     {"fsdp", "fsdp2", "state_dict", "wrap"},
     {"checkpoint"},
-    {"doctor", "examples", "integrations"},
+    {"doctor", "examples", "integrations", "report"},
     {"bench"},
     {"cli"},
     {"__main__"},

@@ -1,0 +1,215 @@
+"""Figures as SVG in a page: the page sets colours and typeface, and a screen reader has a description."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcfsdp.errors import HpcfsdpError
+from hpcfsdp.output.wording import readable_bytes, readable_count
+from hpcfsdp.report.thinning import spaced
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+SIZE_PX = 400, 250
+"""Width and height at which the text of a figure has its nominal size, for one column of a phone."""
+INK, MUTED, GRID = "#101112", "#606162", "#d0d1d2"
+COLOURS = ("#a0a001", "#a0a002", "#a0a003", "#a0a004", "#a0a005")
+"""Placeholders: the page's style gives each its colour, another one in the dark. In order, from dark to light."""
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)), (0, (3, 1)))
+"""Lines differ without colour, too."""
+_VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {
+    colour: f"--series-{number + 1}" for number, colour in enumerate(COLOURS)
+}
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.size": 11,
+    "font.family": ["DejaVu Sans"],
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.unicode_minus": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "lines.linewidth": 1.5,
+    "lines.solid_joinstyle": "round",
+    "legend.frameon": False,
+    "legend.fontsize": 10,
+    "legend.handlelength": 1.8,
+    "legend.columnspacing": 1.2,
+    "legend.borderaxespad": 0.1,
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the page.
+
+    Attributes:
+        name: unique on the page, for links.
+        caption: how to read it, for all readers.
+        description: what it shows, in numbers, for readers who do not see it.
+        svg: an element with a title and the description.
+    """
+
+    name: str
+    title: str
+    caption: str
+    description: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Steps at which something happened: restarts, checkpoints, losses that were not finite; int64."""
+
+    restarts: np.ndarray
+    checkpoints: np.ndarray
+    not_finite: np.ndarray
+
+
+def canvas() -> Canvas:
+    """An empty figure without a window system.
+
+    Raises:
+        HpcfsdpError: there is no matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure as Canvas
+    except ImportError as error:
+        raise HpcfsdpError(
+            f"matplotlib, with which the figures are drawn, cannot be loaded ({error}): pip install 'hpcfsdp[report]'; "
+            "hpcfsdp report --json needs none"
+        ) from None
+    return Canvas(figsize=(SIZE_PX[0] / 72, SIZE_PX[1] / 72), dpi=72, layout="constrained")
+
+
+def style() -> Any:
+    """A context in which figures are made and written."""
+    canvas()  # names the remedy where matplotlib is missing
+    import matplotlib
+
+    return matplotlib.rc_context(_STYLE)
+
+
+def step_axis(axes: Axes, marks: Marks | None = None, label: str = "step") -> None:
+    """Whole steps on the x axis, and marks of what happened."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.set_xlabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _place: _short(value)))
+    axes.margins(x=0.02)
+    if marks is None:
+        return
+    low, high = axes.get_xlim()
+    for steps, shape in ((marks.restarts, None), (marks.checkpoints, "|")):
+        shown = spaced(steps[(steps >= low) & (steps <= high)], 150)
+        if shape is None:
+            for step in shown:
+                axes.axvline(step, color=MUTED, linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
+        elif len(shown):
+            axes.plot(
+                shown, [0.0] * len(shown), shape, transform=axes.get_xaxis_transform(), color=INK, markersize=9,
+                markeredgewidth=1.1, clip_on=False, zorder=4, scalex=False, scaley=False,
+            )  # fmt: skip
+    if len(marks.not_finite):
+        shown = spaced(marks.not_finite, 60)
+        axes.plot(
+            shown, [1.0] * len(shown), "x", transform=axes.get_xaxis_transform(), color=COLOURS[1], markersize=6,
+            markeredgewidth=1.8, clip_on=False, zorder=5, scalex=False, scaley=False,
+        )  # fmt: skip
+
+
+def value_axis(axes: Axes, kind: str = "count", *, from_zero: bool = False) -> None:
+    """The y axis: "count", "bytes" or "share", short numbers; `from_zero` where lengths are compared."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    words = {"count": _short, "bytes": _short_bytes, "share": lambda value: f"{value * 100:.3g}%"}[kind]
+    if from_zero:
+        axes.set_ylim(bottom=0)
+    if axes.get_yscale() == "linear":
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        if kind == "bytes":
+            axes.yaxis.set_major_locator(_byte_locator(axes))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _place: words(value)))
+
+
+def _byte_locator(axes: Axes) -> Any:
+    from matplotlib.ticker import MultipleLocator
+
+    high = max(axes.get_ylim()[1], 1.0)
+    unit = 1024.0 ** int(np.log(high) / np.log(1024))
+    step = next(step for step in (0.25, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if high / (step * unit) <= 6)
+    return MultipleLocator(step * unit)
+
+
+def _short(value: float) -> str:
+    if abs(value) >= 1e4:
+        return readable_count(value).replace(" ", "") if abs(value) >= 1e6 else f"{value / 1e3:.4g}k"
+    return f"{value:.4g}".replace("-", "\N{MINUS SIGN}")
+
+
+def _short_bytes(value: float) -> str:
+    return readable_bytes(value).replace(".0 ", " ")
+
+
+def legend(figure: Canvas, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """Names of lines, above the axes; nothing for a single one."""
+    if len(labels) < 2:
+        return
+    made = figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), 3))
+    for text in made.get_texts():
+        text.set_parse_math(False)
+
+
+def write(name: str, title: str, caption: str, description: str, figure: Canvas) -> Figure:
+    """The figure as an SVG element. Its ids are unique on the page, its colours are variables of the page's style."""
+    import matplotlib
+
+    output = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(output, format="svg", transparent=True, metadata={"Date": None})
+    svg = output.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
+    referred = set(re.findall(r'(?:url\(#|href="#)([\w-]+)', svg))
+    svg = re.sub(r' id="([\w.-]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in referred else "", svg)
+    svg = re.sub(r"(url\(#|href=\"#)", rf"\g<1>{name}-", svg)
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    svg = re.sub(r' d="[^"]*"', lambda found: _rounded(found[0]), svg)
+    svg = re.sub(r"\s*\n\s*", "\n", svg)
+    for colour, variable in _VARIABLES.items():
+        svg = svg.replace(colour, f"var({variable})")
+    label, text = f"{name}-title", f"{name}-description"
+    width, height = SIZE_PX[0], round(figure.get_figheight() * 72)
+    head = (
+        f'<svg class="figure" viewBox="0 0 {width} {height}" role="img" aria-labelledby="{label} {text}" '
+        f'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
+        f'<title id="{label}">{html.escape(title)}</title><desc id="{text}">{html.escape(description)}</desc>'
+    )
+    return Figure(name, title, caption, description, head + svg[svg.index(">") + 1 :])
+
+
+def _rounded(path: str) -> str:
+    """The coordinates of a path with a tenth of a pixel, in one line."""
+    short = re.sub(r"-?\d+\.\d+", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), path)
+    return re.sub(r"\s*\n\s*", "", short).replace(" L ", "L").replace(" M ", "M")

@@ -1,0 +1,355 @@
+"""The figures of a run's page: which there are, and what each shows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from hpcfsdp.checkpoint.inspect.plots import smoothed
+from hpcfsdp.output.wording import readable_bytes, readable_count, readable_duration, readable_share
+from hpcfsdp.report.drawing import (
+    COLOURS,
+    DASHES,
+    INK,
+    MUTED,
+    Figure,
+    Marks,
+    canvas,
+    legend,
+    step_axis,
+    style,
+    value_axis,
+    write,
+)
+from hpcfsdp.report.run_folder import Run
+from hpcfsdp.report.summary import rate_column, segments
+from hpcfsdp.report.thinning import averaged, thinned
+from hpcfsdp.terminal import shown
+
+MOST_OTHERS = 6
+"""Figures of numbers that only the run's own program knows."""
+MOST_RANKS = 8
+"""Bars of ranks that were the slowest."""
+PARTS = (("parameters", "parameters"), ("gradients", "gradients"), ("optimizer", "optimizer"), ("gathered", "gathered"))
+
+
+def figures_of(run: Run) -> list[Figure]:
+    """All figures for which the run has numbers.
+
+    Raises:
+        HpcfsdpError: there is no matplotlib.
+    """
+    with style():
+        marks = _marks(run)
+        found: list[Figure] = []
+        for draw in (_loss, _gradients, _rate, _times, _communication, _spread, _slowest, _memory, _progress, _others):
+            found += draw(run, marks)
+        return found
+
+
+def _marks(run: Run) -> Marks:
+    restarts = [part.start.step or 0 for part in segments(run)[1:] if part.start is not None]
+    if not restarts:
+        restarts = [part.first for part in segments(run)[1:] if part.first is not None]
+    checkpoints = sorted({one.step for one in run.checkpoints})
+    return Marks(np.array(restarts, np.int64), np.array(checkpoints, np.int64), run.series.not_finite)
+
+
+def _span(steps: np.ndarray) -> str:
+    return f"steps {int(steps[0])} to {int(steps[-1])}"
+
+
+def _summary(what: str, steps: np.ndarray, values: np.ndarray, words: Callable[[float], str] = readable_count) -> str:
+    """A sentence for readers who do not see the curve."""
+    low, high = int(np.argmin(values)), int(np.argmax(values))
+    return (
+        f"{what} over {_span(steps)}: first {words(float(values[0]))}, last {words(float(values[-1]))}, lowest "
+        f"{words(float(values[low]))} in step {int(steps[low])}, highest {words(float(values[high]))} in step "
+        f"{int(steps[high])}."
+    )
+
+
+def _log_scale(values: np.ndarray) -> bool:
+    """Whether a linear axis would hide most of the curve."""
+    return bool(len(values)) and values.min() > 0 and values.max() > 30 * np.median(values)
+
+
+def _loss(run: Run, marks: Marks) -> Iterator[Figure]:
+    series = run.series
+    steps, losses = series.points("loss")
+    if not len(steps):
+        return
+    figure = canvas()
+    axes = figure.add_subplot()
+    many = len(steps) > 60
+    lines, labels = [], []
+    (line,) = axes.plot(
+        *thinned(steps, losses), color=COLOURS[0], linewidth=0.8 if many else 1.5, alpha=0.45 if many else 1.0,
+        marker="" if many else ".",
+    )  # fmt: skip
+    lines, labels = [line], ["each step"]
+    if many:
+        weight = 1 - 1 / max(5.0, min(len(steps) / 50, 200.0))
+        average = smoothed(losses, weight)
+        (line,) = axes.plot(*thinned(steps, average), color=COLOURS[0], linewidth=2.0)
+        lines, labels = [*lines, line], [*labels, "moving average"]
+    bits = [(one.step, one.values["bits_per_byte"]) for one in run.held_out if "bits_per_byte" in one.values]
+    held = [(step, value * math.log(2)) for step, value in bits]
+    if held:
+        (line,) = axes.plot(*zip(*held, strict=True), "D", color=COLOURS[1], markersize=5, linestyle="none")
+        lines, labels = [*lines, line], [*labels, "held-out"]
+    if _log_scale(losses):
+        axes.set_yscale("log")
+    value_axis(axes)
+    step_axis(axes, marks)
+    legend(figure, lines, labels)
+    caption = "Thin: each step, of long runs the lowest and highest in turn; thick: their moving average."
+    caption += " Diamonds: held-out data, in nats per byte." if held else ""
+    caption += " Crosses at the top: not finite." if len(marks.not_finite) else ""
+    yield write("loss", "Loss", caption if many or held else "Of each step.", _summary("Loss", steps, losses), figure)
+
+
+def _gradients(run: Run, marks: Marks) -> Iterator[Figure]:
+    series = run.series
+    for name, title, caption in (
+        ("grad_norm", "Gradient norm", "Before clipping. Spikes often come before a loss that rises."),
+        ("lr", "Learning rate", "Of the first parameter group."),
+    ):
+        steps, values = series.points(name)
+        if not len(steps):
+            continue
+        figure = canvas()
+        axes = figure.add_subplot()
+        axes.plot(*thinned(steps, values), color=COLOURS[0], marker="" if len(steps) > 60 else ".")
+        if _log_scale(values):
+            axes.set_yscale("log")
+        value_axis(axes, from_zero=name == "lr")
+        step_axis(axes, marks)
+        yield write(name, title, caption, _summary(title, steps, values), figure)
+
+
+def _rate(run: Run, marks: Marks) -> Iterator[Figure]:
+    series = run.series
+    name, unit = rate_column(series)
+    for column, title, caption, kind in (
+        (name, "Throughput", f"{unit.capitalize()}, all ranks together.", "count"),
+        (
+            "flop_utilisation",
+            "Use of the devices",
+            "The model's arithmetic, of the devices' peak rate.",
+            "share",
+        ),
+    ):
+        steps, values = series.points(column)
+        if not len(steps):
+            continue
+        figure = canvas()
+        axes = figure.add_subplot()
+        _with_median(axes, steps, values)
+        value_axis(axes, kind, from_zero=True)
+        step_axis(axes, marks)
+        words = readable_share if kind == "share" else readable_count
+        yield write(column or "rate", title, caption, _summary(title, steps, values, words), figure)
+
+
+def _with_median(axes, steps: np.ndarray, values: np.ndarray, number: int = 0) -> None:
+    """A curve, with a broad line of medians where it is long."""
+    many = len(steps) > 120
+    faint = {"linewidth": 0.7, "alpha": 0.4} if many else {}
+    axes.plot(*thinned(steps, values), color=COLOURS[number], **faint)
+    if many:
+        parts = np.array_split(np.arange(len(steps)), 60)
+        axes.plot(
+            [steps[part].mean() for part in parts], [np.median(values[part]) for part in parts],
+            color=COLOURS[number], linewidth=2.0,
+        )  # fmt: skip
+
+
+def _times(run: Run, marks: Marks) -> Iterator[Figure]:
+    series = run.series
+    steps, seconds = series.points("seconds")
+    if not len(steps):
+        return
+    figure = canvas()
+    axes = figure.add_subplot()
+    busy = series.column("busy_s_mean")
+    both = np.isfinite(series.column("seconds")) & np.isfinite(busy)
+    if both.any():
+        whole = series.column("seconds")[both]
+        parts = np.stack([np.minimum(busy[both], whole), np.maximum(whole - busy[both], 0.0)], axis=1)
+        at, means = averaged(series.steps[both], parts)
+        areas = axes.stackplot(at, means.T, colors=[COLOURS[0], COLOURS[3]], linewidth=0)
+        axes.plot(at, means.sum(axis=1), color=INK, linewidth=1.0)
+        legend(figure, areas, ["computes", "waits for communication"])
+        caption = "Mean over ranks, of long runs also over steps: what a rank computes, and what it waits."
+    else:
+        _with_median(axes, steps, seconds)
+        caption = "Seconds of each step; thick: medians."
+    axes.set_ylabel("seconds")
+    value_axis(axes, from_zero=True)
+    step_axis(axes, marks)
+    yield write(
+        "step-time", "Time of a step", caption, _summary("Time of a step", steps, seconds, readable_duration), figure
+    )
+
+
+def _communication(run: Run, marks: Marks) -> Iterator[Figure]:
+    series = run.series
+    steps, shares = series.points("comm_share")
+    if not len(steps):
+        return
+    figure = canvas()
+    axes = figure.add_subplot()
+    lines = []
+    for number, name in enumerate(("comm_share", "comm_share_max")):
+        at, values = series.points(name)
+        if len(at):
+            at, values = averaged(at, values)
+            lines += axes.plot(at, values, color=COLOURS[number], linestyle=DASHES[number])
+    legend(figure, lines, ["mean over ranks", "largest"][: len(lines)])
+    value_axis(axes, "share", from_zero=True)
+    step_axis(axes, marks)
+    caption = "Share of a step in which ranks wait for communication, or for a slower rank."
+    text = _summary("Communication share", steps, shares, readable_share)
+    yield write("communication", "Communication share", caption, text, figure)
+
+
+def _spread(run: Run, marks: Marks) -> Iterator[Figure]:
+    series = run.series
+    mean, largest = series.column("busy_s_mean"), series.column("busy_s_max")
+    known = np.isfinite(mean) & np.isfinite(largest) & (mean > 0)
+    if not known.any():
+        return
+    steps, ahead = series.steps[known], np.maximum(largest[known] / mean[known] - 1, 0.0)
+    figure = canvas()
+    axes = figure.add_subplot()
+    _with_median(axes, steps, ahead)
+    value_axis(axes, "share", from_zero=True)
+    step_axis(axes, marks)
+    caption = "How much longer the slowest rank computes than the mean of all ranks; thick: medians."
+    yield write("spread", "Spread over ranks", caption, _summary("Spread", steps, ahead, readable_share), figure)
+
+
+def _slowest(run: Run, marks: Marks) -> Iterator[Figure]:
+    series = run.series
+    ranks = series.points("straggler.rank")[1].astype(int)
+    if not len(ranks):
+        return
+    counted = Counter(ranks.tolist()).most_common(MOST_RANKS)
+    behind, column = series.column("straggler.behind_s"), series.column("straggler.rank")
+    names, shares, texts = [], [], []
+    for rank, times in counted:
+        host = series.hosts.get(rank, "")
+        here = behind[column == rank]
+        late = float(np.nanmedian(here)) if np.isfinite(here).any() else math.nan
+        names.append(f"rank {rank}" + (f", {shown(host)[:14]}" if host else ""))
+        shares.append(times / len(ranks))
+        texts.append(readable_share(shares[-1]) + (f", {readable_duration(late)}" if math.isfinite(late) else ""))
+    figure = canvas()
+    axes = figure.add_subplot()
+    axes.barh(range(len(names)), shares, color=COLOURS[0], height=0.62)
+    axes.set_yticks(range(len(names)), names, parse_math=False)
+    axes.set_ylim(max(len(names), 4) - 0.4, -0.6)
+    axes.set_xlim(0, min(1.0, max(shares) * 1.05) * 1.45)
+    for place, (share, text) in enumerate(zip(shares, texts, strict=True)):
+        axes.text(share, place, f" {text}", va="center", fontsize=10, parse_math=False)
+    axes.grid(False)
+    axes.set_xticks([])
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    caption = "How often each rank was the slowest, and by how much it was then behind the mean (median)."
+    text = "Slowest ranks: " + "; ".join(f"{name}: {text}" for name, text in zip(names, texts, strict=True)) + "."
+    yield write("slowest", "Slowest ranks", caption, text, figure)
+
+
+def _memory(run: Run, marks: Marks) -> Iterator[Figure]:
+    series = run.series
+    steps, peaks = series.points("memory.peak_bytes")
+    parts = [(label, series.column(f"memory.{name}_bytes")) for name, label in PARTS]
+    parts = [(label, values) for label, values in parts if np.isfinite(values).any()]
+    if not len(steps) and not parts:
+        return
+    figure = canvas()
+    axes = figure.add_subplot()
+    handles, labels = [], []
+    if parts:
+        known = np.any([np.isfinite(values) for _, values in parts], axis=0)
+        stack = np.nan_to_num(np.stack([values[known] for _, values in parts], axis=1))
+        at, means = averaged(series.steps[known], stack)
+        handles += axes.stackplot(at, means.T, colors=[COLOURS[0], COLOURS[2], COLOURS[4], COLOURS[3]], linewidth=0)
+        labels += [label for label, _ in parts]
+    if len(steps):
+        handles += axes.plot(*thinned(steps, peaks), color=INK, linewidth=1.6)
+        labels.append("peak")
+    _, capacity = series.points("memory.capacity_bytes")
+    if len(capacity):
+        handles.append(axes.axhline(capacity[-1], color=COLOURS[1], linestyle=DASHES[1]))
+        labels.append("capacity")
+    value_axis(axes, "bytes", from_zero=True)
+    step_axis(axes, marks)
+    legend(figure, handles, labels)
+    caption = "Line: the largest peak over ranks. Areas: what rank 0 holds."
+    caption = caption if parts else "The largest peak over ranks."
+    text = _summary("Peak memory", steps, peaks, readable_bytes) if len(steps) else "Memory of rank 0 by its parts."
+    yield write("memory", "Memory", caption, text, figure)
+
+
+def _progress(run: Run, marks: Marks) -> Iterator[Figure]:
+    series = run.series
+    known = np.isfinite(series.seconds)
+    if known.sum() < 2:
+        return
+    begun = min([series.seconds[known].min(), *(event.seconds for event in run.events if math.isfinite(event.seconds))])
+    span = float(series.seconds[known].max() - begun)
+    size, unit = next(
+        (pair for pair in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")) if span > 2 * pair[0]),
+        (1.0, "seconds"),
+    )
+    times, steps = (series.seconds[known] - begun) / size, series.steps[known]
+    figure = canvas()
+    axes = figure.add_subplot()
+    bounds = [0, *np.searchsorted(steps, marks.restarts, side="right").tolist(), len(steps)]
+    for first, end in itertools.pairwise(bounds):
+        if end > first:
+            axes.plot(*averaged(times[first:end], steps[first:end].astype(float)), color=COLOURS[0], linewidth=2.0)
+    handles, labels = [], []
+    for kind, shape, colour, label in (
+        ("start", "^", INK, "start"),
+        ("checkpoint", "|", MUTED, "checkpoint"),
+        ("signal", "X", COLOURS[1], "signal"),
+        ("end", "s", INK, "end"),
+    ):
+        points = [(event.seconds, event.step or 0) for event in run.of_kind(kind) if math.isfinite(event.seconds)]
+        if points:
+            points = points if len(points) <= 300 else points[:: len(points) // 300]
+            at = [((seconds - begun) / size, step) for seconds, step in points]
+            handles += axes.plot(*zip(*at, strict=True), shape, color=colour, markersize=7, linestyle="none")
+            labels.append(label)
+    step_axis(axes, label=f"{unit} since the first start")
+    axes.set_ylabel("step")
+    value_axis(axes, from_zero=True)
+    legend(figure, handles, labels)
+    caption = "Steps over wall-clock time: gaps are waits in the queue, a line that begins lower repeats steps."
+    text = f"Progress over {readable_duration(span)}: {_span(steps)}, {len(run.of_kind('start')) or 1} start(s)."
+    yield write("progress", "Progress", caption, text, figure)
+
+
+def _others(run: Run, marks: Marks) -> Iterator[Figure]:
+    names: Sequence[str] = run.series.others[:MOST_OTHERS]
+    for place, name in enumerate(names):
+        steps, values = run.series.points(name)
+        figure = canvas()
+        axes = figure.add_subplot()
+        axes.plot(*thinned(steps, values), color=COLOURS[0], marker="" if len(steps) > 60 else ".")
+        if _log_scale(values):
+            axes.set_yscale("log")
+        value_axis(axes)
+        step_axis(axes, marks)
+        title = shown(name)[:60]
+        yield write(
+            f"other-{place}", title, "A number of this run's own program.", _summary(title, steps, values), figure
+        )
