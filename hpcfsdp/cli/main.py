@@ -25,6 +25,7 @@ VERBS = {
     "bench": ("hpcfsdp.cli.bench", "measure hpcfsdp and its peers (run it with mpirun or srun)"),
     "ls": ("hpcfsdp.cli.ls", "list checkpoints in a folder, or tensors in a checkpoint"),
     "report": ("hpcfsdp.cli.run_report", "write a page about a run: figures, findings, checkpoints, restarts"),
+    "watch": ("hpcfsdp.cli.run_watch", "follow a running job in a terminal"),
     "doctor": ("hpcfsdp.cli.doctor", "check whether a training would run here (alone, or with mpirun or srun)"),
     "hang": ("hpcfsdp.cli.hang", "ask a running job where its ranks are, and who waits for whom"),
     "show": ("hpcfsdp.cli.show", "show facts of a checkpoint, or of one of its tensors"),
@@ -73,6 +74,7 @@ class _Output:
 
     Attributes:
         styled: the same stream for text that also sets colours, see ``printing.console``.
+        moving: the same stream for a display that moves the cursor, and makes its texts printable itself.
     """
 
     def __init__(self, stream: Any, cleaned: Callable[[str], str] = shown_lines) -> None:
@@ -80,6 +82,10 @@ class _Output:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    @property
+    def moving(self) -> _Output:
+        return _Output(self._stream, str)
 
     @property
     def styled(self) -> _Output:

@@ -31,13 +31,16 @@ class Brief(str):
         return cell
 
 
-def console() -> Console:
-    """A console on stdout, a terminal. Give it printable text only: ``shown``."""
+def console(*, moving: bool = False) -> Console:
+    """A console on stdout, a terminal. Give it printable text only: ``shown``.
+
+    Args:
+        moving: for a display that moves the cursor.
+    """
     from rich.console import Console  # takes 50 ms, and few calls print on a terminal
 
-    return Console(
-        file=getattr(sys.stdout, "styled", sys.stdout), no_color=env.colour_refused() or None, highlight=False
-    )
+    stream = getattr(sys.stdout, "moving" if moving else "styled", sys.stdout)
+    return Console(file=stream, no_color=env.colour_refused() or None, highlight=False)
 
 
 def print_table(

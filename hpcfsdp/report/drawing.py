@@ -29,6 +29,7 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)), (
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {
     colour: f"--series-{number + 1}" for number, colour in enumerate(COLOURS)
 }
+_STEPS = (1, 2, 2.5, 5, 10)
 _STYLE = {
     "svg.fonttype": "none",
     "font.size": 11,
@@ -51,7 +52,7 @@ _STYLE = {
     "lines.linewidth": 1.5,
     "lines.solid_joinstyle": "round",
     "legend.frameon": False,
-    "legend.fontsize": 10,
+    "legend.fontsize": 10.5,
     "legend.handlelength": 1.8,
     "legend.columnspacing": 1.2,
     "legend.borderaxespad": 0.1,
@@ -114,7 +115,7 @@ def step_axis(axes: Axes, marks: Marks | None = None, label: str = "step") -> No
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_xlabel(label)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=_STEPS))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _place: _short(value)))
     axes.margins(x=0.02)
     if marks is None:
@@ -146,7 +147,7 @@ def value_axis(axes: Axes, kind: str = "count", *, from_zero: bool = False) -> N
     if from_zero:
         axes.set_ylim(bottom=0)
     if axes.get_yscale() == "linear":
-        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=_STEPS))
         if kind == "bytes":
             axes.yaxis.set_major_locator(_byte_locator(axes))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _place: words(value)))
@@ -164,7 +165,11 @@ def _byte_locator(axes: Axes) -> Any:
 def _short(value: float) -> str:
     if abs(value) >= 1e4:
         return readable_count(value).replace(" ", "") if abs(value) >= 1e6 else f"{value / 1e3:.4g}k"
-    return f"{value:.4g}".replace("-", "\N{MINUS SIGN}")
+    text = f"{value:.4g}"
+    if 0 < abs(value) < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        text = f"{float(mantissa):g}e{int(exponent)}"
+    return text.replace("-", "\N{MINUS SIGN}")
 
 
 def _short_bytes(value: float) -> str:

@@ -6,10 +6,10 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcfsdp.checkpoint.inspect.plots import smoothed
 from hpcfsdp.output.wording import readable_bytes, readable_count, readable_duration, readable_share
 from hpcfsdp.report.drawing import (
     COLOURS,
@@ -30,8 +30,13 @@ from hpcfsdp.report.summary import rate_column, segments
 from hpcfsdp.report.thinning import averaged, thinned
 from hpcfsdp.terminal import shown
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 MOST_OTHERS = 6
 """Figures of numbers that only the run's own program knows."""
+MEDIANS = 60
+"""Points of a line of medians."""
 MOST_RANKS = 8
 """Bars of ranks that were the slowest."""
 PARTS = (("parameters", "parameters"), ("gradients", "gradients"), ("optimizer", "optimizer"), ("gathered", "gathered"))
@@ -85,18 +90,8 @@ def _loss(run: Run, marks: Marks) -> Iterator[Figure]:
         return
     figure = canvas()
     axes = figure.add_subplot()
-    many = len(steps) > 60
-    lines, labels = [], []
-    (line,) = axes.plot(
-        *thinned(steps, losses), color=COLOURS[0], linewidth=0.8 if many else 1.5, alpha=0.45 if many else 1.0,
-        marker="" if many else ".",
-    )  # fmt: skip
-    lines, labels = [line], ["each step"]
-    if many:
-        weight = 1 - 1 / max(5.0, min(len(steps) / 50, 200.0))
-        average = smoothed(losses, weight)
-        (line,) = axes.plot(*thinned(steps, average), color=COLOURS[0], linewidth=2.0)
-        lines, labels = [*lines, line], [*labels, "moving average"]
+    lines = _with_median(axes, steps, losses)
+    labels = ["each step", "median"][: len(lines)]
     bits = [(one.step, one.values["bits_per_byte"]) for one in run.held_out if "bits_per_byte" in one.values]
     held = [(step, value * math.log(2)) for step, value in bits]
     if held:
@@ -107,10 +102,11 @@ def _loss(run: Run, marks: Marks) -> Iterator[Figure]:
     value_axis(axes)
     step_axis(axes, marks)
     legend(figure, lines, labels)
-    caption = "Thin: each step, of long runs the lowest and highest in turn; thick: their moving average."
+    caption = "Thin: each step, of long runs the lowest and highest in turn; thick: medians."
+    caption = caption if len(lines) > 1 else "Of each step."
     caption += " Diamonds: held-out data, in nats per byte." if held else ""
     caption += " Crosses at the top: not finite." if len(marks.not_finite) else ""
-    yield write("loss", "Loss", caption if many or held else "Of each step.", _summary("Loss", steps, losses), figure)
+    yield write("loss", "Loss", caption, _summary("Loss", steps, losses), figure)
 
 
 def _gradients(run: Run, marks: Marks) -> Iterator[Figure]:
@@ -156,17 +152,16 @@ def _rate(run: Run, marks: Marks) -> Iterator[Figure]:
         yield write(column or "rate", title, caption, _summary(title, steps, values, words), figure)
 
 
-def _with_median(axes, steps: np.ndarray, values: np.ndarray, number: int = 0) -> None:
-    """A curve, with a broad line of medians where it is long."""
-    many = len(steps) > 120
-    faint = {"linewidth": 0.7, "alpha": 0.4} if many else {}
-    axes.plot(*thinned(steps, values), color=COLOURS[number], **faint)
-    if many:
-        parts = np.array_split(np.arange(len(steps)), 60)
-        axes.plot(
-            [steps[part].mean() for part in parts], [np.median(values[part]) for part in parts],
-            color=COLOURS[number], linewidth=2.0,
-        )  # fmt: skip
+def _with_median(axes: Axes, steps: np.ndarray, values: np.ndarray) -> list[Any]:
+    """A curve, with a broad line of medians where it is long: the lines."""
+    if len(steps) <= 2 * MEDIANS:
+        return axes.plot(*thinned(steps, values), color=COLOURS[0], marker="." if len(steps) < MEDIANS else "")
+    parts = np.array_split(np.arange(len(steps)), MEDIANS)
+    middles, medians = [steps[part].mean() for part in parts], [np.median(values[part]) for part in parts]
+    return [
+        *axes.plot(*thinned(steps, values), color=COLOURS[0], linewidth=0.7, alpha=0.4),
+        *axes.plot(middles, medians, color=COLOURS[0], linewidth=2.0),
+    ]
 
 
 def _times(run: Run, marks: Marks) -> Iterator[Figure]:
@@ -256,7 +251,7 @@ def _slowest(run: Run, marks: Marks) -> Iterator[Figure]:
     axes.set_ylim(max(len(names), 4) - 0.4, -0.6)
     axes.set_xlim(0, min(1.0, max(shares) * 1.05) * 1.45)
     for place, (share, text) in enumerate(zip(shares, texts, strict=True)):
-        axes.text(share, place, f" {text}", va="center", fontsize=10, parse_math=False)
+        axes.text(share + 0.015 * axes.get_xlim()[1], place, text, va="center", fontsize=10, parse_math=False)
     axes.grid(False)
     axes.set_xticks([])
     axes.spines[["left", "bottom"]].set_visible(False)

@@ -18,7 +18,7 @@ from hpcfsdp.report.drawing import Figure
 from hpcfsdp.report.problems import Problem
 from hpcfsdp.report.run_folder import Run, flat_config
 from hpcfsdp.report.summary import STATUS, Summary, segments
-from hpcfsdp.report.tables import (
+from hpcfsdp.report.page_tables import (
     checkpoint_tables,
     date_of,
     environment,

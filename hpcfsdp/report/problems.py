@@ -319,7 +319,7 @@ def _restarts(run: Run) -> Iterator[Problem]:
         "warning" if errors or silent else "note",
         "restarts",
         f"The run was restarted {_times(len(parts) - 1)}.",
-        f"{text}.",
+        f"{text}." if errors or silent or lost else "Each time it went on where it had stopped.",
         "A checkpoint more often loses fewer steps." if lost else "",
         "how-to/preemption.md",
     )

@@ -50,20 +50,7 @@ def find_checkpoints(folder: Path, events: Iterable[Event]) -> tuple[SavedCheckp
     Raises:
         OSError: the folder of checkpoints cannot be read.
     """
-    found: dict[str, SavedCheckpoint] = {}
-    for event in events:
-        if event.kind == "checkpoint" and event.step is not None:
-            nbytes, name = event.number("bytes"), event.text("path")
-            found[_key(name) or f"step {event.step}"] = SavedCheckpoint(
-                step=event.step,
-                path=name,
-                seconds=event.seconds,
-                nbytes=None if nbytes is None else int(nbytes),
-                took_s=event.number("seconds"),
-                held_s=event.number("held_s"),
-                asynchronous=event.facts.get("asynchronous"),
-                present=bool(name) and _is_file(folder, name),
-            )
+    found = checkpoints_of(events, folder)
     for path in checkpoint_files(folder / "checkpoints"):
         try:
             status = path.stat()
@@ -78,6 +65,29 @@ def find_checkpoints(folder: Path, events: Iterable[Event]) -> tuple[SavedCheckp
     return tuple(ordered)
 
 
+def checkpoints_of(events: Iterable[Event], folder: Path | None = None) -> dict[str, SavedCheckpoint]:
+    """The checkpoints that events tell of, by file name: one for each, as its last event tells.
+
+    Args:
+        folder: of the run, to look whether each file is there; None not to look.
+    """
+    found: dict[str, SavedCheckpoint] = {}
+    for event in events:
+        if event.kind == "checkpoint" and event.step is not None:
+            nbytes, name = event.number("bytes"), event.text("path")
+            found[_key(name) or f"step {event.step}"] = SavedCheckpoint(
+                step=event.step,
+                path=name,
+                seconds=event.seconds,
+                nbytes=None if nbytes is None else int(nbytes),
+                took_s=event.number("seconds"),
+                held_s=event.number("held_s"),
+                asynchronous=event.facts.get("asynchronous"),
+                present=folder is not None and bool(name) and _where(folder, name).is_file(),
+            )
+    return found
+
+
 def _key(path: str) -> str:
     """The name of the file: runs that moved to another folder keep it."""
     return os.path.basename(path)
@@ -87,10 +97,6 @@ def _where(folder: Path, path: str) -> Path:
     """The file itself; where it is not there, the one of that name in the run's folder, which may have been copied."""
     here = folder / "checkpoints" / os.path.basename(path)
     return Path(path) if os.path.isfile(path) or not here.is_file() else here
-
-
-def _is_file(folder: Path, path: str) -> bool:
-    return _where(folder, path).is_file()
 
 
 def _opened(one: SavedCheckpoint, folder: Path) -> SavedCheckpoint:

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,9 +100,9 @@ def read_run(folder: Path) -> Run:
             "report"
         ).of_kind("permission" if isinstance(error, PermissionError) else "unreadable") from error
     if not len(series) and not events:
-        raise HpcfsdpError(_nothing_in(folder, tallies)).of_kind("missing")
+        raise nothing_in(folder, tallies.values())
     failures: list[str] = []
-    config, config_text = _guarded(failures, CONFIG, (None, ""), _read_config, folder / CONFIG)
+    config, config_text = _guarded(failures, CONFIG, (None, ""), read_config, folder / CONFIG)
     holder = training_in(folder)
     return Run(
         folder=folder,
@@ -111,10 +111,10 @@ def read_run(folder: Path) -> Run:
         events=events,
         checkpoints=_guarded(failures, "checkpoints", (), find_checkpoints, folder, events),
         notes=_guarded(failures, "logs", LogNotes(), read_logs, folder / "logs"),
-        hangs=_guarded(failures, "hang", (), _read_hangs, folder / "hang"),
+        hangs=_guarded(failures, "hang", (), read_hangs, folder / "hang"),
         holder="" if holder is None else str(holder),
         tallies=tallies,
-        silent_s=_silent_s(folder),
+        silent_s=silent_s_of(folder),
         config=config,
         config_text=config_text,
         unreadable=tuple(failures),
@@ -138,12 +138,16 @@ def check_folder(folder: Path) -> None:
         ).of_kind("permission" if isinstance(error, PermissionError) else "unreadable") from error
 
 
-def _nothing_in(folder: Path, tallies: Mapping[str, Tally]) -> str:
-    damaged = sum(tally.damaged for tally in tallies.values())
+def nothing_in(folder: Path, tallies: Iterable[Tally] = ()) -> HpcfsdpError:
+    """The error about a folder without any record or event, after its lines were read."""
+    return HpcfsdpError(_what_is_in(folder, [tally for tally in tallies if tally.damaged])).of_kind("missing")
+
+
+def _what_is_in(folder: Path, damaged: Sequence[Tally]) -> str:
     if damaged:
         return (
-            f"{folder}: no record can be read: {damaged} line(s) of {METRICS} and {EVENTS} are damaged, the first one "
-            f"is line {next(tally.first_damaged for tally in tallies.values() if tally.damaged)}. A training that "
+            f"{folder}: no record can be read: {sum(tally.damaged for tally in damaged)} line(s) of {METRICS} and "
+            f"{EVENTS} are damaged, the first one is line {damaged[0].first_damaged}. A training that "
             "goes on in this folder writes new ones"
         )
     runs = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
@@ -183,7 +187,8 @@ def _read_metrics(path: Path, tally: Tally) -> tuple[Series, tuple[HeldOut, ...]
     return builder.build(), tuple(held_out[step] for step in sorted(held_out))
 
 
-def _silent_s(folder: Path) -> float:
+def silent_s_of(folder: Path) -> float:
+    """Seconds since records or events were written in the folder of a run."""
     written = []
     for name in (METRICS, EVENTS):
         with contextlib.suppress(FileNotFoundError):
@@ -191,7 +196,8 @@ def _silent_s(folder: Path) -> float:
     return time.time() - max(written, default=0.0)
 
 
-def _read_config(path: Path) -> tuple[dict[str, Any] | None, str]:
+def read_config(path: Path) -> tuple[dict[str, Any] | None, str]:
+    """The configuration of a run, and the text of its file where that is no configuration."""
     try:
         with open(path, errors="replace") as file:
             content = file.read(_LARGEST_CONFIG)
@@ -204,7 +210,8 @@ def _read_config(path: Path) -> tuple[dict[str, Any] | None, str]:
     return (found, "") if isinstance(found, dict) else (None, content)
 
 
-def _read_hangs(folder: Path) -> tuple[HangReport, ...]:
+def read_hangs(folder: Path) -> tuple[HangReport, ...]:
+    """The latest reports about hangs in a folder; none without one."""
     if not folder.is_dir():
         return ()
     dated = sorted((path.stat().st_mtime, path) for path in folder.glob("*.txt"))

@@ -141,8 +141,12 @@ def _segments_of_records(series: Series) -> list[Segment]:
     ]
 
 
-def summarize(run: Run) -> Summary:
-    """The facts of a run."""
+def summarize(run: Run, recent: int = RECENT) -> Summary:
+    """The facts of a run.
+
+    Args:
+        recent: steps over which rates are taken.
+    """
     series, parts = run.series, segments(run)
     start = next((part.start for part in reversed(parts) if part.start), None)
     facts: Any = start.facts if start else {}
@@ -150,7 +154,7 @@ def summarize(run: Run) -> Summary:
     step = int(series.steps[-1]) if len(series) else None
     total = total_steps(run.config)
     rate_name, rate_unit = rate_column(series)
-    step_s = recent_median(series, "seconds")
+    step_s = recent_median(series, "seconds", recent)
     loss_steps, losses = series.points("loss")
     best = int(np.argmin(losses)) if len(losses) else None
     peaks = series.points("memory.peak_bytes")[1]
@@ -165,7 +169,7 @@ def summarize(run: Run) -> Summary:
         loss=series.last("loss"),
         best_loss=None if best is None else float(losses[best]),
         best_loss_step=None if best is None else int(loss_steps[best]),
-        rate=recent_median(series, rate_name) if rate_name else None,
+        rate=recent_median(series, rate_name, recent) if rate_name else None,
         rate_unit=rate_unit,
         step_s=step_s,
         trained_s=float(seconds.sum()) if len(seconds) else None,
@@ -175,8 +179,8 @@ def summarize(run: Run) -> Summary:
         num_nodes=_whole(facts.get("num_nodes")),
         device=start.text("device") if start else "",
         parameters=_whole(facts.get("parameters")),
-        flop_utilisation=recent_median(series, "flop_utilisation"),
-        comm_share=recent_median(series, "comm_share"),
+        flop_utilisation=recent_median(series, "flop_utilisation", recent),
+        comm_share=recent_median(series, "comm_share", recent),
         peak_bytes=float(peaks.max()) if len(peaks) else None,
         held_out=dict(run.held_out[-1].values) if run.held_out else None,
         starts=len(parts),

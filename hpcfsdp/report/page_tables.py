@@ -21,13 +21,13 @@ from hpcfsdp.report.summary import Segment, Summary, rate_column, segments
 NEWEST = 10
 """Checkpoints that are shown at once; the others can be opened."""
 MOST_ROWS = 400
-SAMPLES = 50
+SAMPLES = 25
 """Rows of the table of numbers by step."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: `kind` is "number", "date", "nowrap" or ""."""
+    """A column: `kind` is "number", "date", "nowrap", "prose" or ""."""
 
     name: str
     kind: str = ""
@@ -40,6 +40,11 @@ class Table:
     label: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[str]]
+
+    @property
+    def is_prose(self) -> bool:
+        """Whether a phone shows each row as a list: its text has no room beside other columns."""
+        return any(column.kind == "prose" for column in self.columns)
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,9 @@ def tiles_of(summary: Summary) -> list[Tile]:
     """The facts of the head that are known."""
     found = []
     if summary.step is not None:
-        total = f" of {summary.total_steps:,}" if summary.total_steps else ""
+        total = f"of {summary.total_steps:,}" if summary.total_steps else ""
         left = f"{readable_duration(summary.eta_s)} to go" if summary.eta_s else ""
-        found.append(Tile("Step", f"{summary.step:,}{total}", left))
+        found.append(Tile("Step", f"{summary.step:,}", ", ".join(filter(None, (total, left)))))
     if summary.loss is not None:
         lowest = f"lowest {summary.best_loss:.4g} in step {summary.best_loss_step:,}"
         found.append(Tile("Loss", f"{summary.loss:.4g}", lowest))
@@ -80,8 +85,8 @@ def tiles_of(summary: Summary) -> list[Tile]:
         )
     if summary.rate is not None:
         use = summary.flop_utilisation
-        more = f"{readable_share(use)} of peak" if use else ""
-        found.append(Tile("Throughput", f"{readable_count(summary.rate)} {summary.rate_unit}", more))
+        more = summary.rate_unit + (f", {readable_share(use)} of peak" if use else "")
+        found.append(Tile("Throughput", readable_count(summary.rate), more))
     if summary.step_s is not None:
         share = summary.comm_share
         waits = f"{readable_share(share)} waiting" if share is not None else ""
@@ -94,9 +99,8 @@ def tiles_of(summary: Summary) -> list[Tile]:
         found.append(Tile("Time", readable_duration(whole), trained if summary.wall_s else "in steps"))
     if summary.world_size:
         nodes = counted(summary.num_nodes, "node") if summary.num_nodes else ""
-        found.append(Tile("Ranks", f"{summary.world_size:,}", nodes))
-    if summary.device:
-        found.append(Tile("Device", summary.device))
+        where = ", ".join(filter(None, (nodes, summary.device)))
+        found.append(Tile("Ranks", f"{summary.world_size:,}", where))
     if summary.parameters:
         found.append(Tile("Parameters", readable_count(summary.parameters)))
     last = summary.last_checkpoint_step
@@ -111,13 +115,13 @@ def start_table(run: Run) -> Table | None:
     if not parts:
         return None
     columns = (
-        Column("", "number"),
-        Column("start", "date"),
+        Column("start", "number"),
+        Column("date", "date"),
         Column("steps", "nowrap"),
         Column("ranks", "number"),
         Column("job"),
         Column("resumed from"),
-        Column("end"),
+        Column("end", "prose"),
     )
     rows = [_start_row(number, part, number == len(parts)) for number, part in enumerate(parts, 1)]
     return Table("Starts and ends", columns, rows[-MOST_ROWS:])
@@ -152,7 +156,7 @@ def checkpoint_tables(run: Run) -> tuple[Table | None, Table | None]:
         return None, None
     made = (
         Column("step", "number"),
-        Column("file"),
+        Column("file", "nowrap"),
         Column("size", "number"),
         Column("written", "date"),
         Column("took", "number"),
@@ -197,7 +201,7 @@ def log_table(run: Run) -> Table | None:
     """Warnings and errors, the latest first."""
     if not run.notes.notes:
         return None
-    columns = ("level", "nowrap"), ("last", "date"), ("times", "number"), ("ranks", ""), ("message", "")
+    columns = ("level", "nowrap"), ("last", "date"), ("times", "number"), ("ranks", ""), ("message", "prose")
     rows = [
         [
             note.level,

@@ -1,0 +1,166 @@
+"""``hpcfsdp watch RUN_DIR``: follows a running job in a terminal. Needs neither MPI nor torch."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcfsdp.checkpoint.files import reason
+from hpcfsdp.cli.printing import console
+from hpcfsdp.cli.reporting import Parser, print_json, print_line
+from hpcfsdp.errors import HpcfsdpError, UsageError
+from hpcfsdp.report.follow import Follower
+from hpcfsdp.report.live import ASCII_BLOCKS, BLOCKS, View, line_of, rows_of, view_of
+from hpcfsdp.report.run_folder import check_folder, nothing_in
+from hpcfsdp.terminal import shown
+
+_EXIT_INTERRUPTED = 130
+_LABEL = 12
+"""Columns of the labels."""
+_EXAMPLES = (
+    "hpcfsdp watch runs/quickstart                 # until the run ends, or Ctrl-C",
+    "hpcfsdp watch runs/quickstart --once          # the state now",
+    "hpcfsdp watch runs/quickstart --once --json   # for programs",
+    "hpcfsdp watch runs/quickstart --interval 60 | tee -a watch.log",
+)
+
+
+def parser() -> Parser:
+    """The parser of the command line."""
+    made = Parser(
+        "watch",
+        "Follow a run from any node that sees its folder: step, loss, throughput, waits, memory, the slowest rank, the "
+        "last checkpoint, and the last warnings. It ends with the run. Without a terminal it prints a line for each "
+        "change. A folder that is not there yet is waited for.",
+        _EXAMPLES,
+    )
+    made.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder of the run")
+    made.add_argument("--once", action="store_true", help="print the state now, and end")
+    made.add_argument(
+        "--interval", metavar="SECONDS", type=_interval, default=2.0, help="between two looks at the files (default 2)"
+    )
+    return made
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.1 <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0.1 to 86400")
+    return seconds
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Show the run until it ends; the exit code."""
+    options = parser().parse_args(arguments)
+    if options.json and not options.once:
+        raise UsageError("watch: --json is for --once")
+    follower = Follower(options.run_dir)
+    try:
+        if options.once:
+            _show_once(follower, options.json)
+        elif sys.stdout.isatty():
+            _show_live(follower, options.interval)
+        else:
+            _follow(follower, options.interval, _Lines(options.run_dir))
+    except OSError as error:
+        raise HpcfsdpError(f"{error.filename or options.run_dir}: cannot be read: {reason(error)}") from error
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+    return 0
+
+
+def _show_once(follower: Follower, as_json: bool) -> None:
+    check_folder(follower.folder)
+    view = _look(follower)
+    if view is None:
+        raise nothing_in(follower.folder)
+    if as_json:
+        print_json({"run_dir": str(follower.folder), **view.as_json()})
+    elif sys.stdout.isatty():
+        console().print(_drawn(follower.folder, view))
+    else:
+        print_line(line_of(view))
+
+
+def _show_live(follower: Follower, interval_s: float) -> None:
+    from rich.live import Live
+
+    with Live(console=console(moving=True), auto_refresh=False) as live:
+
+        def show(view: View | None, _changed: bool) -> None:
+            live.update(_drawn(follower.folder, view), refresh=True)
+
+        _follow(follower, interval_s, show)
+
+
+class _Lines:
+    """Prints a line for each change, and one while there is nothing to see."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._last = folder, ""
+
+    def __call__(self, view: View | None, changed: bool) -> None:
+        line = _waiting(self._folder) if view is None else line_of(view)
+        if line != self._last and (changed or not self._last or view is None or view.has_ended):
+            print_line(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), line)
+            sys.stdout.flush()
+            self._last = line
+
+
+def _follow(follower: Follower, interval_s: float, show: Callable[[View | None, bool], None]) -> None:
+    """Show the run again and again, until it has ended: it says so, or the training that was there has gone."""
+    was_held = False
+    while True:
+        if os.path.lexists(follower.folder):
+            check_folder(follower.folder)
+        changed = follower.poll()
+        view = _view(follower)
+        show(view, changed)
+        if view is not None:
+            if view.has_ended or (was_held and view.summary.status == "ended"):
+                return
+            was_held = was_held or bool(view.summary.status == "running" and view.summary.message)
+        time.sleep(interval_s)
+
+
+def _look(follower: Follower) -> View | None:
+    follower.poll()
+    return _view(follower)
+
+
+def _view(follower: Follower) -> View | None:
+    return view_of(follower.run(), tuple(follower.warnings), time.time()) if follower.has_begun else None
+
+
+def _waiting(folder: Path) -> str:
+    if not folder.exists():
+        return f"waiting for {folder}: there is no such folder yet"
+    return f"waiting for the first step: nothing is recorded in {folder} yet"
+
+
+def _drawn(folder: Path, view: View | None) -> Any:
+    """What a terminal shows."""
+    from rich.table import Table
+    from rich.text import Text
+
+    screen = console()
+    blocks = BLOCKS if (screen.encoding or "").lower().startswith("utf") else ASCII_BLOCKS
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(width=_LABEL, no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row(Text("run", style="dim"), Text(shown(folder), style="bold"))
+    if view is None:
+        table.add_row(Text("status", style="dim"), Text(shown(_waiting(folder))))
+        return table
+    for label, text in rows_of(view, min(screen.width, 100) - _LABEL - 3, blocks):
+        table.add_row(Text(label, style="dim"), Text(text, style="yellow" if label == "warning" else ""))
+    return table

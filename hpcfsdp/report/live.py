@@ -1,0 +1,174 @@
+"""What a view of a running job shows: facts, lines of a terminal, one line of a log. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpcfsdp.output.wording import readable_bytes, readable_count, readable_duration, readable_share
+from hpcfsdp.report.run_folder import Run
+from hpcfsdp.report.summary import STATUS, Summary, summarize
+from hpcfsdp.terminal import shown
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = "_.-~=+*#"
+_LATEST = 10
+"""Steps over which rates are taken: a view of now."""
+_QUIET_S = 60.0
+"""Without a new step for so long, and for ten steps' time, a view says so."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A running job, now; None where unknown.
+
+    Attributes:
+        summary: of the steps that the view has seen.
+        losses: of these steps, float64; NaN where not finite.
+        loss_is_finite: of the last step.
+        straggler: the rank with the longest time in the last step, in words, or "".
+        checkpoint_s: seconds since the last checkpoint was written.
+        silent_s: seconds since the last record or event.
+        warnings: the latest, in words.
+    """
+
+    summary: Summary
+    losses: np.ndarray
+    loss_is_finite: bool
+    straggler: str
+    checkpoint_s: float | None
+    silent_s: float
+    warnings: tuple[str, ...]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has recorded its end."""
+        return self.summary.status in ("complete", "stopped", "failed", "hung")
+
+    def as_json(self) -> dict[str, object]:
+        """The facts for programs."""
+        hidden = ("best_loss", "best_loss_step", "trained_s", "wall_s", "held_out", "warnings", "errors", "starts")
+        facts = {name: value for name, value in dataclasses.asdict(self.summary).items() if name not in hidden}
+        return {
+            **facts,
+            "loss": facts["loss"] if self.loss_is_finite else None,
+            "straggler": self.straggler,
+            "checkpoint_age_s": self.checkpoint_s,
+            "silent_s": self.silent_s,
+            "warnings": list(self.warnings),
+        }
+
+
+def view_of(run: Run, warnings: Sequence[str], now_s: float) -> View:
+    """The view of a run.
+
+    Args:
+        warnings: the latest, in words.
+        now_s: seconds since the epoch.
+    """
+    series = run.series
+    written = max((one.seconds for one in run.checkpoints if math.isfinite(one.seconds)), default=None)
+    bad = bool(len(series.not_finite)) and series.not_finite[-1] == series.steps[-1]
+    return View(
+        summary=summarize(run, recent=_LATEST),
+        losses=series.column("loss"),
+        loss_is_finite=not bad,
+        straggler=_straggler(run),
+        checkpoint_s=None if written is None else max(now_s - written, 0.0),
+        silent_s=run.silent_s,
+        warnings=tuple(map(shown, warnings)),
+    )
+
+
+def _straggler(run: Run) -> str:
+    series = run.series
+    rank, behind = series.last("straggler.rank"), series.last("straggler.behind_s")
+    if rank is None or behind is None:
+        return ""
+    host = series.hosts.get(int(rank), "")
+    return f"rank {int(rank)}{f' on {shown(host)}' if host else ''}, {readable_duration(behind)} behind the mean"
+
+
+def sparkline(values: np.ndarray, width: int, blocks: str = BLOCKS) -> str:
+    """A curve of at most `width` characters: the mean of equal parts; values that are not finite are an x."""
+    parts = np.array_split(values, min(width, len(values))) if len(values) else []
+    known = [part[np.isfinite(part)] for part in parts]
+    means = [float(part.mean()) if len(part) else math.nan for part in known]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
+    return "".join(blocks[round((mean - low) * scale)] if math.isfinite(mean) else "x" for mean in means)
+
+
+def bar(share: float, width: int, blocks: str = BLOCKS) -> str:
+    """A bar of `width` characters."""
+    full = round(width * min(max(share, 0.0), 1.0))
+    filled, empty = ("█", "░") if blocks is BLOCKS else ("#", "-")
+    return filled * full + empty * (width - full)
+
+
+def rows_of(view: View, width: int, blocks: str = BLOCKS) -> list[tuple[str, str]]:
+    """Labels and texts, one row each; texts of at most `width` columns but for warnings."""
+    facts = view.summary
+    found = [("status", _status(view))]
+    if facts.step is not None:
+        total = f" of {facts.total_steps:,}" if facts.total_steps else ""
+        found.append(("step", f"{facts.step:,}{total}"))
+        if facts.total_steps:
+            share = facts.step / facts.total_steps
+            left = f", {readable_duration(facts.eta_s)} to go" if facts.eta_s else ""
+            end = f" {readable_share(share)}{left}"
+            found[-1] = "step", f"{found[-1][1]}  {bar(share, min(24, width - 40), blocks)}{end}"
+    if facts.loss is not None or not view.loss_is_finite:
+        text = f"{facts.loss:.4g}" if view.loss_is_finite and facts.loss is not None else "not finite"
+        found.append(("loss", f"{text:9} {sparkline(view.losses, width - 10, blocks)}"))
+    if facts.rate is not None:
+        use = f", {readable_share(facts.flop_utilisation)} of peak" if facts.flop_utilisation is not None else ""
+        found.append((facts.rate_unit, f"{readable_count(facts.rate)}{use}"))
+    if facts.step_s is not None:
+        waits = f", {readable_share(facts.comm_share)} waiting for others" if facts.comm_share is not None else ""
+        found.append(("a step", f"{readable_duration(facts.step_s)}{waits}"))
+    if view.straggler:
+        found.append(("slowest", view.straggler))
+    if facts.peak_bytes is not None:
+        found.append(("memory", f"{readable_bytes(facts.peak_bytes)}, the largest peak over ranks"))
+    if facts.last_checkpoint_step is not None:
+        age = "" if view.checkpoint_s is None else f", {readable_duration(view.checkpoint_s)} ago"
+        found.append(("checkpoint", f"step {facts.last_checkpoint_step:,}{age}"))
+    return found + [("warning", text) for text in view.warnings]
+
+
+def _status(view: View) -> str:
+    facts = view.summary
+    where = f", {facts.world_size} ranks" if facts.world_size else ""
+    where += f" on {facts.num_nodes} nodes" if facts.num_nodes else ""
+    quiet = not view.has_ended and view.silent_s > max(_QUIET_S, 10 * (facts.step_s or 0.0))
+    silent = f", nothing new for {readable_duration(view.silent_s)}" if quiet else ""
+    message = f": {shown(facts.message)}" if facts.message and view.has_ended else ""
+    return f"{STATUS[facts.status]}{message}{where}{silent}"
+
+
+def line_of(view: View) -> str:
+    """One line, for a log."""
+    facts = view.summary
+    total = f"/{facts.total_steps}" if facts.total_steps else ""
+    parts = [STATUS[facts.status], "" if facts.step is None else f"step {facts.step}{total}"]
+    if facts.loss is not None or not view.loss_is_finite:
+        parts.append(f"loss {facts.loss:.4f}" if view.loss_is_finite and facts.loss is not None else "loss not finite")
+    if facts.rate is not None:
+        parts.append(f"{facts.rate:.0f} {facts.rate_unit}")
+    if facts.comm_share is not None:
+        parts.append(f"waiting {readable_share(facts.comm_share)}")
+    if facts.peak_bytes is not None:
+        parts.append(f"memory {readable_bytes(facts.peak_bytes)}")
+    if facts.last_checkpoint_step is not None:
+        parts.append(f"checkpoint {facts.last_checkpoint_step}")
+    if facts.eta_s:
+        parts.append(f"{readable_duration(facts.eta_s)} to go")
+    if facts.message and view.has_ended:
+        parts.append(shown(facts.message))
+    return ", ".join(filter(None, parts))
