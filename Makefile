@@ -37,7 +37,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-unit test-mpi test-mpich test-mpio test-slurm test-programs test-packages test-accelerator test-gpu bench bench-gpu docs lint clean
+.PHONY: help train test test-slow test-unit test-mpi test-mpich test-mpio test-slurm test-programs test-report test-packages test-accelerator test-gpu bench bench-gpu docs lint clean
 
 help:
 	@echo 'make train      train a byte-level GPT with mpirun -n $(N); again: resume and go on'
@@ -49,6 +49,7 @@ help:
 	@echo 'make test-mpio  what depends on HDF5 with an h5py that has MPI: system Open MPI, parallel HDF5'
 	@echo 'make test-slurm tests on two nodes, with srun: a private SLURM on this machine'
 	@echo 'make test-programs  training with transformers, Lightning, peft and others, next to one process'
+	@echo 'make test-report  the page of hpcfsdp report in Chromium: a phone, a screen, paper; pictures in tests/report/screenshots'
 	@echo 'make test-accelerator  tests on a simulated accelerator: streams, memory and collectives as on a GPU'
 	@echo 'make test-slow  tests that take minutes: faults at every step, damage to every bit, 8 ranks, 20 preemptions'
 	@echo 'make test-gpu   tests that need a GPU, or several: under $(GPU_RANKS) ranks'
@@ -177,6 +178,11 @@ bench-gpu: $(STAMP)
 .venv/.%-installed: $(STAMP)
 	$(PY) -m pip install --quiet --no-compile -c constraints.txt -e '.[$*]'
 	@touch $@
+
+test-report: .venv/.test-report-installed
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
+	  || { echo "a browser is missing: apt-get install chromium" >&2; exit 2; }
+	$(PY) -m pytest tests/report
 
 test-packages: .venv/.packages-installed
 	$(PY) -m pytest tests/packages

@@ -96,35 +96,34 @@ def _show_live(follower: Follower, interval_s: float) -> None:
 
     with Live(console=console(moving=True), auto_refresh=False) as live:
 
-        def show(view: View | None, _changed: bool) -> None:
+        def show(view: View | None) -> None:
             live.update(_drawn(follower.folder, view), refresh=True)
 
         _follow(follower, interval_s, show)
 
 
 class _Lines:
-    """Prints a line for each change, and one while there is nothing to see."""
+    """Prints a line for each change."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._last = folder, ""
 
-    def __call__(self, view: View | None, changed: bool) -> None:
+    def __call__(self, view: View | None) -> None:
         line = _waiting(self._folder) if view is None else line_of(view)
-        if line != self._last and (changed or not self._last or view is None or view.has_ended):
+        if line != self._last:
             print_line(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), line)
             sys.stdout.flush()
             self._last = line
 
 
-def _follow(follower: Follower, interval_s: float, show: Callable[[View | None, bool], None]) -> None:
+def _follow(follower: Follower, interval_s: float, show: Callable[[View | None], None]) -> None:
     """Show the run again and again, until it has ended: it says so, or the training that was there has gone."""
     was_held = False
     while True:
         if os.path.lexists(follower.folder):
             check_folder(follower.folder)
-        changed = follower.poll()
-        view = _view(follower)
-        show(view, changed)
+        view = _look(follower)
+        show(view)
         if view is not None:
             if view.has_ended or (was_held and view.summary.status == "ended"):
                 return
@@ -134,10 +133,6 @@ def _follow(follower: Follower, interval_s: float, show: Callable[[View | None, 
 
 def _look(follower: Follower) -> View | None:
     follower.poll()
-    return _view(follower)
-
-
-def _view(follower: Follower) -> View | None:
     return view_of(follower.run(), tuple(follower.warnings), time.time()) if follower.has_begun else None
 
 

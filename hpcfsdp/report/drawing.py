@@ -121,16 +121,15 @@ def step_axis(axes: Axes, marks: Marks | None = None, label: str = "step") -> No
     if marks is None:
         return
     low, high = axes.get_xlim()
-    for steps, shape in ((marks.restarts, None), (marks.checkpoints, "|")):
+    for steps, bounds, looks in (
+        (marks.restarts, (0.0, 1.0), {"color": MUTED, "linewidth": 1.0, "linestyle": (0, (2, 2)), "zorder": 1}),
+        (marks.checkpoints, (-0.02, 0.02), {"color": INK, "linewidth": 1.1, "clip_on": False, "zorder": 4}),
+    ):
         shown = spaced(steps[(steps >= low) & (steps <= high)], 150)
-        if shape is None:
-            for step in shown:
-                axes.axvline(step, color=MUTED, linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
-        elif len(shown):
-            axes.plot(
-                shown, [0.0] * len(shown), shape, transform=axes.get_xaxis_transform(), color=INK, markersize=9,
-                markeredgewidth=1.1, clip_on=False, zorder=4, scalex=False, scaley=False,
-            )  # fmt: skip
+        if len(shown):  # one path for all: a marker for each takes ten times the bytes
+            ends = np.tile([*bounds, np.nan], len(shown))
+            transform = axes.get_xaxis_transform()
+            axes.plot(np.repeat(shown, 3), ends, transform=transform, scalex=False, scaley=False, **looks)
     if len(marks.not_finite):
         shown = spaced(marks.not_finite, 60)
         axes.plot(
@@ -200,6 +199,7 @@ def write(name: str, title: str, caption: str, description: str, figure: Canvas)
     svg = re.sub(r' id="([\w.-]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in referred else "", svg)
     svg = re.sub(r"(url\(#|href=\"#)", rf"\g<1>{name}-", svg)
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
     svg = re.sub(r' d="[^"]*"', lambda found: _rounded(found[0]), svg)
     svg = re.sub(r"\s*\n\s*", "\n", svg)
     for colour, variable in _VARIABLES.items():

@@ -93,9 +93,9 @@ def _loss(run: Run, marks: Marks) -> Iterator[Figure]:
     lines = _with_median(axes, steps, losses)
     labels = ["each step", "median"][: len(lines)]
     bits = [(one.step, one.values["bits_per_byte"]) for one in run.held_out if "bits_per_byte" in one.values]
-    held = [(step, value * math.log(2)) for step, value in bits]
-    if held:
-        (line,) = axes.plot(*zip(*held, strict=True), "D", color=COLOURS[1], markersize=5, linestyle="none")
+    if bits:
+        at, values = thinned(np.array([step for step, _ in bits]), np.array([value for _, value in bits]), MEDIANS)
+        (line,) = axes.plot(at, values * math.log(2), "D", color=COLOURS[1], markersize=5, linestyle="none")
         lines, labels = [*lines, line], [*labels, "held-out"]
     if _log_scale(losses):
         axes.set_yscale("log")
@@ -104,7 +104,7 @@ def _loss(run: Run, marks: Marks) -> Iterator[Figure]:
     legend(figure, lines, labels)
     caption = "Thin: each step, of long runs the lowest and highest in turn; thick: medians."
     caption = caption if len(lines) > 1 else "Of each step."
-    caption += " Diamonds: held-out data, in nats per byte." if held else ""
+    caption += " Diamonds: held-out data, in nats per byte." if bits else ""
     caption += " Crosses at the top: not finite." if len(marks.not_finite) else ""
     yield write("loss", "Loss", caption, _summary("Loss", steps, losses), figure)
 
@@ -320,7 +320,7 @@ def _progress(run: Run, marks: Marks) -> Iterator[Figure]:
     ):
         points = [(event.seconds, event.step or 0) for event in run.of_kind(kind) if math.isfinite(event.seconds)]
         if points:
-            points = points if len(points) <= 300 else points[:: len(points) // 300]
+            points = points[:: -(-len(points) // MEDIANS)]  # enough to see how often
             at = [((seconds - begun) / size, step) for seconds, step in points]
             handles += axes.plot(*zip(*at, strict=True), shape, color=colour, markersize=7, linestyle="none")
             labels.append(label)

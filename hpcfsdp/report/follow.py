@@ -53,7 +53,7 @@ class Follower:
         return any((records, events, self._poll_logs(), rewritten, anew))
 
     def _poll_logs(self) -> bool:
-        found = False
+        found = []
         for rank in range(MOST_LOGS):
             path = self.folder / "logs" / f"rank-{rank:04d}.jsonl"
             if path not in self._logs:
@@ -62,10 +62,10 @@ class Follower:
                 self._logs[path] = Tail(path, 1 << 16)
             for record in self._logs[path].poll()[0]:
                 if record.get("level") in LEVELS:
-                    found = True
-                    date, rank_text = text(record.get("date"), 30), text(record.get("rank"), 10)
-                    self.warnings.append(f"{date} rank {rank_text}: {text(record.get('message'), 400)}")
-        return found
+                    date, place = text(record.get("date"), 30), text(record.get("rank"), 10)
+                    found.append(f"{date} rank {place}: {text(record.get('message'), 400)}")
+        self.warnings.extend(sorted(found))  # by date
+        return bool(found)
 
     @property
     def has_begun(self) -> bool:

@@ -15,9 +15,6 @@ from hpcfsdp._version import __version__
 from hpcfsdp.checkpoint.files import reason
 from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.report.drawing import Figure
-from hpcfsdp.report.problems import Problem
-from hpcfsdp.report.run_folder import Run, flat_config
-from hpcfsdp.report.summary import STATUS, Summary, segments
 from hpcfsdp.report.page_tables import (
     checkpoint_tables,
     date_of,
@@ -28,6 +25,9 @@ from hpcfsdp.report.page_tables import (
     start_table,
     tiles_of,
 )
+from hpcfsdp.report.problems import Problem
+from hpcfsdp.report.run_folder import Run, flat_config
+from hpcfsdp.report.summary import STATUS, Summary, segments
 from hpcfsdp.terminal import shown, shown_lines
 
 SEVERITIES = {"bad": "Problem", "warning": "Warning", "note": "Note"}
