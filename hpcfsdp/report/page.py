@@ -62,6 +62,7 @@ def render(run: Run, summary: Summary, problems: Sequence[Problem], figures: Seq
         finalize=printable,
         trim_blocks=True,
     )
+    templates.filters["printable"] = printable
     checkpoints, older = checkpoint_tables(run)
     sections = [
         ("findings", "Findings", True),

@@ -161,7 +161,7 @@ def checkpoint_tables(run: Run) -> tuple[Table | None, Table | None]:
         Column("written", "date"),
         Column("took", "number"),
         Column("held", "number"),
-        Column("state"),
+        Column("state", "nowrap"),
     )
     rows = [_checkpoint_row(one) for one in reversed(run.checkpoints)]
     older = rows[NEWEST : NEWEST + MOST_ROWS]
@@ -171,7 +171,7 @@ def checkpoint_tables(run: Run) -> tuple[Table | None, Table | None]:
 
 
 def _checkpoint_row(one: SavedCheckpoint) -> list[str]:
-    state = one.fault or ("here" if one.present else "not here")
+    state = "cannot be loaded" if one.fault else "here" if one.present else "not here"
     state += f", of {counted(one.world_size, 'rank')}" if one.world_size and not one.fault else ""
     return [
         f"{one.step:,}",

@@ -86,4 +86,4 @@ def test_a_real_training_and_what_it_resumed(start, tiny, tmp_path):
     assert (found["checkpoints"], found["last_checkpoint_step"], found["world_size"]) == (4, 7, 2)
     assert not [problem for problem in found["problems"] if problem["severity"] == "bad"]
     page = (tmp_path / "x.html").read_text()
-    assert "step-00000007.h5" in page and f"{losses[7]:.4g}" in page and "data.paths" in page
+    assert "step-00000007.h5" in page and f"{losses[7]:.4g}" in page and "data.<wbr>paths" in page

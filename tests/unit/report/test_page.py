@@ -18,7 +18,7 @@ from tests.example_runs import start_event, write_lines, write_run
 class Reading(HTMLParser):
     """The tags, attributes and text of a page; checks that tags are closed."""
 
-    VOID = ("meta", "link", "path", "use")
+    VOID = ("meta", "link", "path", "use", "wbr")
 
     def __init__(self, page):
         super().__init__()
