@@ -1,9 +1,14 @@
 """``hpcfsdp report`` as users start it. tests/report opens its page in a browser."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 
+from tests.cli.conftest import ROOT
 from tests.example_runs import write_run
 
 
@@ -87,3 +92,32 @@ def test_a_real_training_and_what_it_resumed(start, tiny, tmp_path):
     assert not [problem for problem in found["problems"] if problem["severity"] == "bad"]
     page = (tmp_path / "x.html").read_text()
     assert "step-00000007.h5" in page and f"{losses[7]:.4g}" in page and "data.<wbr>paths" in page
+
+
+PAGE = (ROOT / "docs/how-to/report.md").read_text()
+BLOCKS = re.findall(r"^```console\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_the_commands_of_the_page_in_the_documentation(tmp_path, number):
+    """Each ends with 0, and prints the lines that follow it there."""
+    write_run(tmp_path / "runs" / "mine", 60, every=20)
+    for command, *lines in (part.splitlines() for part in BLOCKS[number].split("$ ")[1:]):
+        shell = f'hpcfsdp() {{ "{sys.executable}" -m hpcfsdp "$@"; }}; {command}'
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            ["bash", "-c", shell], check=False, capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert not lines or done.stdout.splitlines() == lines
+
+
+def test_the_documentation_has_all_figures(tmp_path):
+    """Titles of figures, in the order of the page."""
+    from hpcfsdp.report.figures import figures_of
+    from hpcfsdp.report.run_folder import read_run
+
+    table = PAGE.split("## How to read the figures")[1].split("##")[0].lower()
+    for figure in figures_of(read_run(write_run(tmp_path, 60, every=20))):
+        if figure.name != "lr":
+            assert figure.title.lower() in table
