@@ -27,7 +27,7 @@ _EXAMPLES = (
     "hpcfsdp watch runs/quickstart                 # until the run ends, or Ctrl-C",
     "hpcfsdp watch runs/quickstart --once          # the state now",
     "hpcfsdp watch runs/quickstart --once --json   # for programs",
-    "hpcfsdp watch runs/quickstart --interval 60 | tee -a watch.log",
+    "hpcfsdp watch runs/quickstart --interval 60   # on a busy file system",
 )
 
 

@@ -318,7 +318,7 @@ def _progress(run: Run, marks: Marks) -> Iterator[Figure]:
         ("signal", "X", COLOURS[1], "signal"),
         ("end", "s", INK, "end"),
     ):
-        points = [(event.seconds, event.step or 0) for event in run.of_kind(kind) if math.isfinite(event.seconds)]
+        points = [(event.seconds, event.step or 0) for event in run.events_of(kind) if math.isfinite(event.seconds)]
         if points:
             points = points[:: -(-len(points) // MEDIANS)]  # enough to see how often
             at = [((seconds - begun) / size, step) for seconds, step in points]
@@ -329,7 +329,7 @@ def _progress(run: Run, marks: Marks) -> Iterator[Figure]:
     value_axis(axes, from_zero=True)
     legend(figure, handles, labels)
     caption = "Steps over wall-clock time: gaps are waits in the queue, a line that begins lower repeats steps."
-    text = f"Progress over {readable_duration(span)}: {_span(steps)}, {len(run.of_kind('start')) or 1} start(s)."
+    text = f"Progress over {readable_duration(span)}: {_span(steps)}, {len(run.events_of('start')) or 1} start(s)."
     yield write("progress", "Progress", caption, text, figure)
 
 

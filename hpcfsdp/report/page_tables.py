@@ -253,7 +253,7 @@ def _number(value: float | None) -> str:
 
 def environment(run: Run) -> list[tuple[str, str]]:
     """Where the run was started last: names and values."""
-    start = next(iter(reversed(run.of_kind("start"))), None)
+    start = next(iter(reversed(run.events_of("start"))), None)
     if start is None:
         return []
     facts = start.facts

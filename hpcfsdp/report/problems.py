@@ -88,7 +88,7 @@ def _ends(run: Run, summary: Summary) -> Iterator[Problem]:
             "The report below names the rank that did not come, and its line.",
             "how-to/hangs.md",
         )
-    elif summary.status == "ended" and run.of_kind("start"):
+    elif summary.status == "ended" and run.events_of("start"):
         yield Problem(
             "warning",
             "ended",

@@ -77,7 +77,7 @@ class Run:
     unreadable: tuple[str, ...] = field(default=())
     """Parts of the folder that could not be read, with the reason."""
 
-    def of_kind(self, kind: str) -> list[Event]:
+    def events_of(self, kind: str) -> list[Event]:
         """Events of a kind, the first one first."""
         return [event for event in self.events if event.kind == kind]
 

@@ -184,7 +184,7 @@ def summarize(run: Run, recent: int = RECENT) -> Summary:
         peak_bytes=float(peaks.max()) if len(peaks) else None,
         held_out=dict(run.held_out[-1].values) if run.held_out else None,
         starts=len(parts),
-        signals=len(run.of_kind("signal")),
+        signals=len(run.events_of("signal")),
         checkpoints=len(run.checkpoints),
         last_checkpoint_step=max((one.step for one in run.checkpoints), default=None),
         warnings=counts.get("WARNING", 0),

@@ -28,6 +28,8 @@ FAILING = {
     "verify": ([], "usage", 2),
     "diff": (["none.h5", "none.h5"], "missing", 2),
     "prune": (["none"], "usage", 2),
+    "report": (["none"], "usage", 2),
+    "watch": (["none", "--once"], "usage", 2),
     "plot": (["none.h5", "--kind", "loss"], "missing", 1),
 }
 

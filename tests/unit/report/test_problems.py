@@ -1,6 +1,7 @@
 """What a report finds in a run; each finding also has a run in which it is not found."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -176,6 +177,6 @@ def test_the_pages_that_findings_name_exist():
 
     from hpcfsdp.report import problems
 
-    pages = {word.strip('",') for word in inspect.getsource(problems).split() if word.strip('",').endswith(".md")}
+    pages = set(re.findall(r'"([a-z-]+/[a-z-]+\.md)"', inspect.getsource(problems)))
     assert len(pages) >= 6
     assert all((ROOT / "docs" / page).is_file() for page in pages)
