@@ -92,6 +92,7 @@ def _loss(run: Run, marks: Marks) -> Iterator[Figure]:
     axes = figure.add_subplot()
     lines = _with_median(axes, steps, losses)
     labels = ["each step", "median"][: len(lines)]
+    is_long = len(lines) > 1
     bits = [(one.step, one.values["bits_per_byte"]) for one in run.held_out if "bits_per_byte" in one.values]
     if bits:
         at, values = thinned(np.array([step for step, _ in bits]), np.array([value for _, value in bits]), MEDIANS)
@@ -103,7 +104,7 @@ def _loss(run: Run, marks: Marks) -> Iterator[Figure]:
     step_axis(axes, marks)
     legend(figure, lines, labels)
     caption = "Thin: each step, of long runs the lowest and highest in turn; thick: medians."
-    caption = caption if len(lines) > 1 else "Of each step."
+    caption = caption if is_long else "Of each step."
     caption += " Diamonds: held-out data, in nats per byte." if bits else ""
     caption += " Crosses at the top: not finite." if len(marks.not_finite) else ""
     yield write("loss", "Loss", caption, _summary("Loss", steps, losses), figure)

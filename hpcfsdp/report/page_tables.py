@@ -267,7 +267,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
         ("job", start.text("job")),
         ("parameters", _whole(start.number("parameters"))),
         ("floating-point operations of a token", _operations(start.number("flops_per_token"))),
-        ("peak rate of a device", _operations(start.number("peak_flops"), "/s")),
+        ("peak rate of a rank", _operations(start.number("peak_flops"), "/s")),
     ]
     versions = facts.get("versions")
     if isinstance(versions, dict):

@@ -238,7 +238,10 @@ def _stragglers(series: Series, summary: Summary) -> Iterator[Problem]:
     base = np.where(np.isfinite(busy), busy, series.column("seconds"))[own]
     share = float(np.nanmedian(behind[own] / base)) if np.isfinite(base).any() else math.nan
     often = times / len(known)
-    if not (often > STRAGGLES_OFTEN and share > FAR_BEHIND):
+    enough = max(
+        STRAGGLES_OFTEN, 1.5 / (summary.world_size or 2)
+    )  # of two equal ranks one is last in half of the steps
+    if not (often > enough and share > FAR_BEHIND):
         host, times = hosts.most_common(1)[0]
         own = known[[series.hosts.get(int(one), "") == host for one in ranks[known]]]
         base = np.where(np.isfinite(busy), busy, series.column("seconds"))[own]
@@ -248,7 +251,7 @@ def _stragglers(series: Series, summary: Summary) -> Iterator[Problem]:
             return
     else:
         who = f"Rank {rank}" + (f" on {host}" if host else "")
-    if often > STRAGGLES_OFTEN and share > FAR_BEHIND:
+    if often > enough and share > FAR_BEHIND:
         yield Problem(
             "warning",
             "straggler",

@@ -55,7 +55,8 @@ def test_the_wheel_holds_the_package_alone(built):
     (wheel,) = built.glob("*.whl")
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     assert {name.split("/")[0] for name in names} == {"hpcfsdp"}
-    assert {"hpcfsdp/py.typed", "hpcfsdp/__init__.pyi", "hpcfsdp/checkpoint/__init__.pyi"} <= set(names)
+    needed = {"hpcfsdp/py.typed", "hpcfsdp/__init__.pyi", "hpcfsdp/checkpoint/__init__.pyi"}
+    assert needed | {"hpcfsdp/report/page.css", "hpcfsdp/report/page.html.jinja"} <= set(names)
     run(sys.executable, "-m", "check_wheel_contents", wheel, cwd=built)
 
 

@@ -96,6 +96,17 @@ def test_late_ranks_that_change_are_no_straggler(plain):
     assert "straggler" not in found_in(changed(plain, late))
 
 
+@pytest.mark.parametrize(("share", "is_found"), [(60, False), (90, True)])
+def test_one_of_two_ranks_has_to_be_late_more_often(tmp_path, share, is_found):
+    """One of two equal ranks is the last one in half of the steps."""
+    records = [train_record(step, step) for step in range(1, 401)]
+    for record in records:
+        record["straggler"] = {"rank": int(record["step"] % 100 < share), "host": "n0000", "behind_s": 0.2}
+    write_lines(tmp_path / "metrics.jsonl", records)
+    write_lines(tmp_path / "events.jsonl", [start_event(0, world_size=2, num_nodes=1)])
+    assert ("straggler" in found_in(tmp_path)) == is_found
+
+
 def test_ranks_that_wait_long(plain):
     problem = found_in(changed(plain, lambda one: one.update(comm_share=0.45)))["communication"]
     assert "in 45% of a step" in problem.title and problem.page == "how-to/networks.md"
