@@ -30,7 +30,7 @@ _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {
     colour: f"--series-{number + 1}" for number, colour in enumerate(COLOURS)
 }
 _STEPS = (1, 2, 2.5, 5, 10)
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 11,
     "font.family": ["DejaVu Sans"],
@@ -121,6 +121,7 @@ def step_axis(axes: Axes, marks: Marks | None = None, label: str = "step") -> No
     if marks is None:
         return
     low, high = axes.get_xlim()
+    looks: dict[str, Any]
     for steps, bounds, looks in (
         (marks.restarts, (0.0, 1.0), {"color": MUTED, "linewidth": 1.0, "linestyle": (0, (2, 2)), "zorder": 1}),
         (marks.checkpoints, (-0.02, 0.02), {"color": INK, "linewidth": 1.1, "clip_on": False, "zorder": 4}),

@@ -271,7 +271,8 @@ def _memory(run: Run, marks: Marks) -> Iterator[Figure]:
         return
     figure = canvas()
     axes = figure.add_subplot()
-    handles, labels = [], []
+    handles: list[Any] = []
+    labels: list[str] = []
     if parts:
         known = np.any([np.isfinite(values) for _, values in parts], axis=0)
         stack = np.nan_to_num(np.stack([values[known] for _, values in parts], axis=1))
