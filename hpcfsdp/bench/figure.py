@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.bench.tables import MIB, Ratio
-from hpcfsdp.output.figures import new_figure, write_figure
+from hpcfsdp.output.figure_file import new_figure, write_figure
 
 _ROW_INCHES = 0.22
 _MARKERS = "osD^vx+*"

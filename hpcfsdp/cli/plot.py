@@ -18,7 +18,7 @@ from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.cli.folders import checkpoints_in
 from hpcfsdp.cli.reporting import Parser, paths_and_patterns, print_json, print_line
 from hpcfsdp.errors import CheckpointError, UsageError
-from hpcfsdp.output.figures import write_figure
+from hpcfsdp.output.figure_file import write_figure
 from hpcfsdp.output.progress_bar import byte_progress
 
 _KIND_HELP = (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcfsdp.errors import HpcfsdpError
+from hpcfsdp.output.figure_file import new_figure
 from hpcfsdp.output.wording import readable_bytes, readable_count
 from hpcfsdp.report.thinning import spaced
 
@@ -92,14 +92,7 @@ def canvas() -> Canvas:
     Raises:
         HpcfsdpError: there is no matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure as Canvas
-    except ImportError as error:
-        raise HpcfsdpError(
-            f"matplotlib, with which the figures are drawn, cannot be loaded ({error}): pip install 'hpcfsdp[report]'; "
-            "hpcfsdp report --json needs none"
-        ) from None
-    return Canvas(figsize=(SIZE_PX[0] / 72, SIZE_PX[1] / 72), dpi=72, layout="constrained")
+    return new_figure(SIZE_PX[0] / 72, SIZE_PX[1] / 72, dpi=72)
 
 
 def style() -> Any:

@@ -39,18 +39,9 @@ def render(run: Run, summary: Summary, problems: Sequence[Problem], figures: Seq
 
     Args:
         made_s: now, seconds since the epoch.
-
-    Raises:
-        HpcfsdpError: there is no jinja2.
     """
-    try:
-        import jinja2
-        from markupsafe import Markup
-    except ImportError as error:
-        raise HpcfsdpError(
-            f"jinja2, with which the page is written, cannot be loaded ({error}): pip install 'hpcfsdp[report]'; "
-            "hpcfsdp report --json needs none"
-        ) from None
+    import jinja2  # --json needs none
+    from markupsafe import Markup
 
     def printable(value: Any) -> Any:
         return value if isinstance(value, Markup) or not isinstance(value, str) else shown_lines(value)

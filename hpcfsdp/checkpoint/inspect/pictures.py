@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcfsdp.checkpoint.inspect.plots import Histogram, smoothed
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.output.figures import new_figure
+from hpcfsdp.output.figure_file import new_figure
 from hpcfsdp.terminal import shown
 
 if TYPE_CHECKING:

@@ -153,11 +153,3 @@ def test_the_page_is_replaced_at_once(tmp_path, monkeypatch):
     monkeypatch.undo()
     write_page("half of a pair \ud800", path)
     assert path.read_text() == "half of a pair \\ud800"
-
-
-def test_without_jinja2_the_remedy_is_named(usual, monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(HpcfsdpError, match=r"pip install 'hpcfsdp\[report\]'"):
-        page(usual)

@@ -12,7 +12,7 @@ from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.inspect import pictures, plots
 from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
-from hpcfsdp.output.figures import write_figure
+from hpcfsdp.output.figure_file import write_figure
 
 
 def histogram(path, *names, **options):

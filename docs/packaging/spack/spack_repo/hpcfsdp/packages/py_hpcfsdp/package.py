@@ -21,6 +21,7 @@ class PyHpcfsdp(PythonPackage):
     depends_on("py-numpy@1.26:", type=("build", "run"))
     depends_on("py-h5py@3.11:", type=("build", "run"))
     depends_on("py-h5py+mpi", type=("build", "run"), when="+mpio")
+    depends_on("py-jinja2@3.1:", type=("build", "run"))
     depends_on("py-jsonargparse@4.40:+signatures", type=("build", "run"))
     depends_on("py-psutil@5.9:", type=("build", "run"))
     depends_on("py-pyyaml@6.0:", type=("build", "run"))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float, dpi: int = 120) -> Figure:
     """An empty figure, sizes in inches, without a window system.
 
     Raises:
@@ -24,7 +24,7 @@ def new_figure(width: float, height: float) -> Figure:
         raise HpcfsdpError(
             f"matplotlib, with which pictures are drawn, cannot be loaded ({error}): pip install 'hpcfsdp[plot]'"
         ) from None
-    return Figure(figsize=(width, height), dpi=120, layout="constrained")
+    return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
 
 
 def write_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
