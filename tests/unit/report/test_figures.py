@@ -102,5 +102,5 @@ def test_without_matplotlib_the_remedy_is_named(usual, monkeypatch):
     from hpcfsdp.errors import HpcfsdpError
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(HpcfsdpError, match=r"pip install 'hpcfsdp\[report\]'"):
+    with pytest.raises(HpcfsdpError, match=r"pip install 'hpcfsdp\[plot\]'"):
         figures_of(usual)
