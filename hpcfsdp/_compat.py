@@ -28,6 +28,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec, Enumerable
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcfsdp import accelerator
 
@@ -39,6 +40,7 @@ __all__ = [  # torch has no public place for these
     "ShardedTensor",
     "ShardedTensorMetadata",
     "TensorProperties",
+    "TorchDispatchMode",
 ]
 
 # torch's FSDP and DTensor load sympy, for a second or more. Functions import them: programs that shard nothing do

@@ -20,7 +20,7 @@ from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim.compare import allgather_state_info, check_same_groups, convert_all_state_info
 from hpcfsdp.state.optim.entry_plan import StatePlan
 from hpcfsdp.state.optim.keys import FSDPParamInfo, OptimInput, check_is_state_dict
-from hpcfsdp.state.optim.plan import LoadPlan
+from hpcfsdp.state.optim.load_plan import LoadPlan
 from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
 from hpcfsdp.state.optim.values import on_host
 from hpcfsdp.state.rank0 import broadcast_tensor, broadcast_values, rank0_tensor

@@ -1,0 +1,359 @@
+"""The memory of a rank during a step: the engine's allocations, replayed over the events of a workload.
+
+The replay does what ``engine/context.py`` and ``flat/gradient.py`` do on an accelerator, with numbers in place of
+tensors: which units are gathered when, where gradients wait, what a reduction takes. Order matters: memory counts as
+taken when the program asks for it, as in the counters of torch's allocators.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from hpcfsdp.plan.layouts import OPTIMIZERS, Group, Layouts, Setup, allocated
+from hpcfsdp.plan.workload import Event, Kind, Workload
+
+KINDS = ("parameters", "optimizer", "gradients", "gathered", "unit gradients", "activations", "scratch")
+"""What memory is for: shards and buffers, the optimizer's state, shards of gradients, values of units that compute,
+whole gradients on their way to a reduction, tensors of the computation, and what collectives and the optimizer take."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Memory at one point of a step.
+
+    Attributes:
+        what: the point.
+        bytes_by_kind: see ``KINDS``.
+    """
+
+    what: str
+    bytes_by_kind: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.bytes_by_kind.values())
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory of the rank that takes most.
+
+    Attributes:
+        at_rest: on the device between steps.
+        peak: on the device when most is taken.
+        host: in host memory at its peak, under offload.
+        course: the moments of a step with the most memory of each event, in order.
+    """
+
+    at_rest: Moment
+    peak: Moment
+    host: Mapping[str, int]
+    course: tuple[Moment, ...]
+
+
+def footprint(workload: Workload, setup: Setup) -> Footprint:
+    """The memory of the worst rank. Pure: takes as long for one rank as for any number."""
+    return _Replay(workload, setup).run()
+
+
+@dataclass(eq=False)
+class _Unit:
+    """A unit while it is replayed.
+
+    Attributes:
+        groups: its layouts.
+        gathers: whether its values take memory while it computes.
+        keeps: whether they stay between forward and backward.
+        outstanding: by group, gradients that are still to come.
+        waiting: by group, bytes of gradients on leaves.
+    """
+
+    index: int
+    groups: tuple[Group, ...]
+    gathers: bool
+    keeps: bool
+    is_gathered: bool = False
+    in_backward: bool = False
+    outstanding: dict[int, int] = field(default_factory=dict)
+    waiting: Counter[int] = field(default_factory=Counter)
+
+    def gathered_bytes(self) -> int:
+        return sum(allocated(group.gathered_numel, group.dtypes.compute) for group in self.groups)
+
+
+class _Replay:
+    """One step, in the order in which a program asks for memory."""
+
+    def __init__(self, workload: Workload, setup: Setup) -> None:
+        self._workload, self._setup = workload, setup
+        layouts = Layouts(workload.units, setup)
+        last = len(workload.units) - 1
+        self._units = [
+            _Unit(
+                index,
+                groups,
+                any(_gathers(group, setup) for group in groups),
+                setup.keeps_values or index == last,
+            )
+            for index, groups in enumerate(layouts.groups)
+        ]
+        backwards = [event.unit for event in workload.events if event.kind is Kind.BACKWARD]
+        self._next = dict(zip(backwards, backwards[1:], strict=False))
+        self._last_backward = backwards[-1] if backwards else -1
+        self._now: Counter[str] = Counter()
+        self._course: list[Moment] = []
+        self._what = ""
+        self._retired: deque[_Unit] = deque()
+        self._ahead: dict[_Unit, None] = {}
+        self._queue: dict[tuple[int, int], None] = {}
+        self._slots: dict[tuple[torch.dtype, int], int] = {}  # bytes that a reduction has left behind
+        self._at_end: list[_Unit] = []
+
+    def run(self) -> Footprint:
+        """Replay the step after others: the optimizer has its state, and gradients are freed."""
+        setup, optimizer = self._setup, OPTIMIZERS[self._setup.optimizer]
+        groups = [group for unit in self._units for group in unit.groups]
+        trained = [group for group in groups if group.trained]
+        stepped = [allocated(numel, group.dtypes.param) for group in trained for numel in group.stepped]
+        state = optimizer.values * sum(stepped)
+        scalars = 0 if setup.offload else optimizer.on_device * len(stepped) * allocated(1, torch.float32)
+        shards = sum(group.shard_bytes for group in groups)
+        grads = sum(allocated(group.layout.shard_numel, group.dtypes.grad) for group in trained)
+        host = {}
+        self._now["parameters"] = self._workload.buffer_bytes + self._small_bytes()
+        if setup.offload:
+            host = {"parameters": shards, "optimizer": state, "gradients": grads, "scratch": optimizer.scratch * sum(stepped)}
+        else:
+            self._now["parameters"] += shards
+            self._now["optimizer"] = state + scalars
+        at_rest = self._moment("between steps")
+        if setup.accumulation > 1 and not setup.offload:
+            self._now["gradients"] = grads
+        for event in self._workload.events:
+            self._step(event)
+        self._finish()
+        if not setup.offload:
+            self._what = "optimizer step"
+            self._taken("scratch", optimizer.scratch * sum(stepped))
+        peak = max(self._course, key=lambda moment: moment.nbytes, default=at_rest)
+        return Footprint(at_rest, peak, host, tuple(self._course))
+
+    # Memory
+
+    def _small_bytes(self) -> int:
+        """One number for each parameter, which modules hold at rest."""
+        if self._setup.front != "class":
+            return 0
+        return sum(allocated(len(group.params), group.dtypes.param) for unit in self._units for group in unit.groups)
+
+    def _moment(self, what: str) -> Moment:
+        return Moment(what, {kind: self._now[kind] for kind in KINDS})
+
+    def _mark(self) -> None:
+        """Note the memory now, unless more has been noted for the same event."""
+        total = sum(self._now.values())
+        if self._course and self._course[-1].what == self._what:
+            if total > self._course[-1].nbytes:
+                self._course[-1] = self._moment(self._what)
+        else:
+            self._course.append(self._moment(self._what))
+
+    def _take(self, kind: str, nbytes: int) -> None:
+        self._now[kind] += nbytes
+        self._mark()
+
+    def _taken(self, kind: str, nbytes: int) -> None:
+        """For a moment."""
+        self._take(kind, nbytes)
+        self._now[kind] -= nbytes
+
+    # Events
+
+    def _step(self, event: Event) -> None:
+        unit = self._units[event.unit]
+        name = self._workload.units[event.unit].name or "the model"
+        if event.kind is not Kind.GRADIENT:
+            self._what = f"{event.kind.value} of {name}"
+        if event.kind is Kind.FORWARD:
+            self._unshard(unit)
+        elif event.kind is Kind.FORWARD_END:
+            if not unit.keeps:
+                self._reshard(unit)
+            if event.unit == len(self._units) - 1:
+                self._free_retired(keep=0)
+        elif event.kind is Kind.BACKWARD:
+            self._begin_backward(unit)
+        elif event.kind is Kind.GRADIENT:
+            self._what = f"backward of {name}"
+            self._has_grad(unit, event.param)
+        else:
+            self._end_backward(unit)
+        self._taken("activations", event.high)
+        self._now["activations"] += event.net
+
+    def _unshard(self, unit: _Unit, *, ahead: bool = False) -> None:
+        if unit.is_gathered or not unit.gathers:
+            return
+        unit.is_gathered = True
+        is_there = unit in self._retired
+        self._free_retired(keep=0 if ahead else 1, unless=unit)
+        if not is_there:
+            self._gather(unit)
+
+    def _gather(self, unit: _Unit) -> None:
+        for group in unit.groups:
+            if not _gathers(group, self._setup):
+                continue
+            if self._setup.front == "fully_shard":  # all shards arrive, and the parameters are copied from there
+                arriving = allocated(group.padded_numel, group.dtypes.compute)
+                self._take("scratch", arriving)
+            self._take("gathered", allocated(group.gathered_numel, group.dtypes.compute))
+            if self._setup.front == "fully_shard":
+                self._now["scratch"] -= arriving
+
+    def _reshard(self, unit: _Unit) -> None:
+        self._ahead.pop(unit, None)
+        if not unit.is_gathered:
+            return
+        unit.is_gathered = False
+        self._retired.append(unit)
+        if self._ahead or (unit.in_backward and unit.index == self._last_backward):
+            self._free_retired(keep=0)
+
+    def _free_retired(self, *, keep: int, unless: _Unit | None = None) -> None:
+        for unit in list(self._retired):
+            if unit is not unless and len(self._retired) <= keep:
+                return
+            self._retired.remove(unit)
+            if unit is not unless:
+                self._now["gathered"] -= unit.gathered_bytes()
+
+    def _begin_backward(self, unit: _Unit) -> None:
+        unit.in_backward = True
+        unit.outstanding = {
+            place: len(group.params) for place, group in enumerate(unit.groups) if group.trained
+        }
+        if unit.index in self._workload.outer:
+            self._at_end.append(unit)
+        else:
+            self._enqueue(unit)
+        self._unshard(unit)
+        following = self._next.get(unit.index)
+        if following is not None:
+            upcoming = self._units[following]
+            if upcoming.gathers and not upcoming.is_gathered:
+                self._ahead[upcoming] = None
+                self._unshard(upcoming, ahead=True)
+        self._ahead.pop(unit, None)
+
+    def _enqueue(self, unit: _Unit) -> None:
+        self._queue |= {(unit.index, place): None for place in reversed(unit.outstanding)}
+
+    def _has_grad(self, unit: _Unit, param: int) -> None:
+        place = next(place for place, group in enumerate(unit.groups) if param in group.members)
+        group = unit.groups[place]
+        nbytes = group.leaf_bytes(group.members.index(param))
+        unit.waiting[place] += nbytes
+        self._take("unit gradients", nbytes)
+        unit.outstanding[place] -= 1
+        if not unit.outstanding[place]:
+            self._advance()
+
+    def _end_backward(self, unit: _Unit) -> None:
+        self._reshard(unit)
+        unit.in_backward = False
+        self._advance()
+
+    def _finish(self) -> None:
+        self._what = "end of the backward"
+        self._free_retired(keep=0)
+        for unit in self._at_end:
+            self._enqueue(unit)
+        self._advance()
+        for nbytes in self._slots.values():
+            self._now["unit gradients"] -= nbytes
+        self._slots.clear()
+        self._mark()
+
+    # Reductions
+
+    def _advance(self) -> None:
+        while self._queue:
+            index, place = next(iter(self._queue))
+            if self._units[index].outstanding[place]:
+                return
+            self._reduce(self._units[index], place)
+            del self._queue[index, place]
+
+    def _reduce(self, unit: _Unit, place: int) -> None:
+        """Copy the gradients of a unit into one buffer, and reduce it; the buffer stays until the next reduction."""
+        setup, group = self._setup, unit.groups[place]
+        dtypes, layout = group.dtypes, group.layout
+        slot = dtypes.reduce, place
+        self._now["unit gradients"] -= self._slots.pop(slot, 0)
+        buffer = allocated(group.padded_numel, dtypes.reduce)
+        self._take("unit gradients", buffer)
+        self._now["unit gradients"] -= unit.waiting.pop(place, 0)
+        grad = allocated(layout.shard_numel, dtypes.grad)
+        if setup.shards > 1:
+            arriving_dtype = dtypes.grad if setup.replicas == 1 else dtypes.reduce
+            arriving = allocated(layout.shard_numel, arriving_dtype)
+            self._take("gradients", arriving)
+            self._taken("scratch", scatter_scratch(group, setup, arriving_dtype))
+            if setup.replicas > 1:
+                self._taken("scratch", all_reduce_scratch(layout.shard_numel, group, setup.replicas))
+                if arriving_dtype == dtypes.grad:
+                    self._slots[slot] = buffer
+                else:
+                    self._take("gradients", grad)
+                    self._now["gradients"] -= arriving
+                    self._now["unit gradients"] += arriving
+                    self._slots[slot] = buffer + arriving
+            else:
+                self._slots[slot] = buffer
+        else:
+            if setup.replicas > 1:
+                self._taken("scratch", all_reduce_scratch(group.padded_numel, group, setup.replicas))
+            if dtypes.reduce == dtypes.grad and not setup.offload:
+                self._now["unit gradients"] -= buffer
+                self._now["gradients"] += buffer
+            else:
+                self._take("gradients", grad)
+                self._slots[slot] = buffer
+        if setup.offload or setup.accumulation > 1:  # copied to the host, or added to those that are there
+            self._now["gradients"] -= grad
+
+
+def _gathers(group: Group, setup: Setup) -> bool:
+    """Whether values of the group take memory beside the shard: not where one rank computes with the shard itself."""
+    return setup.shards > 1 or setup.offload or group.dtypes.compute != group.dtypes.param
+
+
+def scatter_scratch(group: Group, setup: Setup, output: torch.dtype) -> int:
+    """Bytes that a reduce-scatter takes, besides its input and output."""
+    dtypes, shard = group.dtypes, group.layout.shard_numel
+    total = 0 if output == dtypes.accumulate else allocated(shard, dtypes.accumulate)
+    if dtypes.reduce == dtypes.accumulate:
+        return total
+    # Ranks send values in 16 bits and add them up in 32: each receives all parts, those of a node first.
+    if setup.nodes_of_shards > 1 and setup.shards > setup.nodes_of_shards:
+        of_node = allocated(shard * setup.nodes_of_shards, dtypes.reduce)
+        within = allocated(group.padded_numel, dtypes.reduce) + allocated(
+            shard * setup.nodes_of_shards, dtypes.accumulate
+        )
+        return allocated(group.padded_numel, dtypes.reduce) + of_node + max(within, of_node + total)
+    return allocated(group.padded_numel, dtypes.reduce) + total
+
+
+def all_reduce_scratch(numel: int, group: Group, ranks: int) -> int:
+    """Bytes that an all-reduce of so many elements takes, besides them."""
+    dtypes = group.dtypes
+    if dtypes.reduce == dtypes.accumulate:
+        return 0
+    part = -(-numel // ranks)
+    padded = allocated(part * ranks, dtypes.reduce)
+    return 2 * padded + allocated(part, dtypes.reduce) + allocated(part, dtypes.accumulate)

@@ -1,0 +1,335 @@
+"""A step of a model on the meta device: which units run, how many bytes tensors take meanwhile, how many operations.
+
+The modules themselves run, with tensors that have shapes and no memory. What autograd saves is therefore counted and not
+estimated. Two things differ from a device: kernels that need scratch memory do not show it, and attention is counted as
+a fused kernel, which saves no matrix of scores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+from hpcfsdp import _compat
+from hpcfsdp.engine.containers import apply_to_tensors, tensors_in
+from hpcfsdp.errors import UsageError
+from hpcfsdp.flat.layout import round_up
+from hpcfsdp.plan.workload import Event, Kind, Param, PlannedUnit, Workload
+
+ALLOCATED_BYTES = 512
+"""Allocators of accelerators give multiples of it."""
+
+
+def trace(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    loss_of: Callable[[nn.Module], torch.Tensor],
+    *,
+    name: str,
+    tokens: int,
+    compute: torch.dtype | None = None,
+    checkpointed: bool = False,
+    fused_attention: bool = True,
+) -> Workload:
+    """Run a forward and a backward of a model on the meta device. Its parameters take the dtype `compute`.
+
+    Args:
+        model: on the meta device.
+        units: the modules inside of it that become units; it is one itself.
+        loss_of: the step: calls the model, and returns its loss.
+        tokens: of the step.
+        compute: to compute in; None for the dtypes of the parameters.
+        checkpointed: compute the forward of each of `units` again in the backward.
+        fused_attention: count ``scaled_dot_product_attention`` as a fused kernel; otherwise as torch's own operations.
+
+    Raises:
+        UsageError: two units share a parameter.
+    """
+    modules = [*dict.fromkeys(units), model]
+    planned, owned = describe_units(model, modules)
+    if compute is not None:
+        model.to(compute)
+    recorder = _Recorder(model.parameters())
+    outer = {
+        index for index, module in enumerate(modules) if any(each in set(module.modules()) for each in modules[:index])
+    }
+    steps = [_UnitSteps(index, params, recorder, index in outer) for index, params in enumerate(owned)]
+    recording = [(module, step) for module, step in zip(modules, steps, strict=True) if owned[step.index]]
+    with contextlib.ExitStack() as stack:
+        if checkpointed:
+            for module in modules[:-1]:
+                stack.enter_context(_recomputed(module))
+        for module, step in recording:
+            stack.enter_context(step.attached(module))
+        if fused_attention:
+            stack.enter_context(_FusedAttention(recorder.meter))
+        stack.enter_context(recorder.meter)
+        loss = loss_of(model)
+        loss.backward()
+        del loss
+    for _, step in reversed(recording):  # the root first, as at the end of a backward of the engine
+        step.end_backward()
+    recorder.close()
+    return Workload(
+        name,
+        planned,
+        tuple(recorder.events),
+        buffer_bytes=sum(round_up(buffer.nbytes, ALLOCATED_BYTES) for buffer in set(model.buffers())),
+        tokens=tokens,
+        outer=frozenset(outer | {step.index for step in steps if step.num_calls > 1}),
+        checkpointed=checkpointed,
+        compute=compute,
+    )
+
+
+def describe_units(
+    model: nn.Module, modules: Sequence[nn.Module]
+) -> tuple[tuple[PlannedUnit, ...], list[dict[nn.Parameter, int]]]:
+    """The units of these modules, the model last, and for each its own parameters with their indices.
+
+    Raises:
+        UsageError: two units share a parameter.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    owners: dict[nn.Parameter, nn.Module] = {}
+    owned: dict[nn.Module, dict[nn.Parameter, str]] = {module: {} for module in modules}
+
+    def visit(module: nn.Module, owner: nn.Module, prefix: str) -> None:
+        if module in owned and module is not owner:
+            owner, prefix = module, ""
+        for name, param in module.named_parameters(recurse=False):
+            if owners.setdefault(param, owner) is not owner:
+                raise UsageError(
+                    f"plan: the parameter {prefix + name!r} of {type(owner).__name__} is also one of "
+                    f"{type(owners[param]).__name__}, which is another unit: wrap a module that holds both"
+                )
+            owned[owner].setdefault(param, prefix + name)
+        for name, child in module.named_children():
+            visit(child, owner, f"{prefix}{name}.")
+
+    visit(model, model, "")
+    planned = tuple(
+        PlannedUnit(
+            names[module],
+            type(module).__name__,
+            tuple(Param(fqn, tuple(p.shape), p.dtype, p.requires_grad) for p, fqn in owned[module].items()),
+        )
+        for module in modules
+    )
+    return planned, [{param: index for index, param in enumerate(owned[module])} for module in modules]
+
+
+class _Meter(_compat.TorchDispatchMode):
+    """Counts bytes of tensors that are alive, and operations.
+
+    Attributes:
+        live: bytes now.
+        high: most bytes since it was last set.
+        flops: operations since it was last set.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.live = self.high = self.flops = 0
+        self._params = [param.untyped_storage() for param in params]  # which keeps their addresses
+        self._known = {id(storage): 0 for storage in self._params}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=found)
+        for tensor in tensors_in(found):
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._known:
+                nbytes = round_up(storage.nbytes(), ALLOCATED_BYTES)
+                self._known[id(storage)] = nbytes
+                self.live += nbytes
+                self.high = max(self.high, self.live)
+                weakref.finalize(storage, self._freed, id(storage)).atexit = False
+        return found
+
+    def _freed(self, address: int) -> None:
+        self.live -= self._known.pop(address)
+
+
+class _Recorder:
+    """The events of a step."""
+
+    def __init__(self, params: Iterator[torch.Tensor]) -> None:
+        self.meter = _Meter(list(params))
+        self.events: list[Event] = []
+        self._open: tuple[Kind, int, int, int] | None = None
+
+    def note(self, kind: Kind, unit: int, param: int = 0) -> None:
+        """An event: what has been counted since the last one belongs to that."""
+        self.close()
+        self._open = kind, unit, param, self.meter.live
+
+    def close(self) -> None:
+        """End the last event."""
+        meter = self.meter
+        if self._open is not None:
+            kind, unit, param, before = self._open
+            high = max(meter.high, meter.live) - before
+            self.events.append(Event(kind, unit, param, max(high, 0), meter.live - before, meter.flops))
+        self._open = None
+        meter.high, meter.flops = meter.live, 0
+
+
+class _UnitSteps:
+    """Notes the events of one unit, when the engine would act on them."""
+
+    def __init__(self, index: int, params: dict[nn.Parameter, int], recorder: _Recorder, is_outer: bool) -> None:
+        self.index = index
+        self.num_calls = 0
+        self._params, self._recorder, self._is_outer = params, recorder, is_outer
+        self._trained = sum(param.requires_grad for param in params)
+        self._has_frozen = self._trained < len(params)
+        self._grads_left, self._inputs_left, self._num_inputs = self._trained, 0, 0
+        self._in_backward = self._has_ended = False
+
+    @contextlib.contextmanager
+    def attached(self, module: nn.Module) -> Iterator[None]:
+        """A context in which the events of a module are noted."""
+        hooks = [
+            module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            module.register_forward_hook(self._after_forward),
+        ]
+        for param, index in self._params.items():
+            if param.requires_grad:
+                hooks.append(param.register_post_accumulate_grad_hook(functools.partial(self._has_grad, index=index)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        del module
+        self.num_calls += 1
+        self._recorder.note(Kind.FORWARD, self.index)
+        return apply_to_tensors(self._lend, (args, kwargs))
+
+    def _lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of an input, whose gradient tells that the backward of this call is over."""
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return tensor
+        self._num_inputs += 1
+        self._inputs_left += 1
+        view = tensor.view_as(tensor)
+        view.register_hook(self._input_done)
+        return view
+
+    def _after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        del module, args
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(self._output_has_grad)
+        self._recorder.note(Kind.FORWARD_END, self.index)
+
+    def _output_has_grad(self, grad: torch.Tensor) -> None:
+        del grad
+        if not self._in_backward:
+            self._in_backward = True
+            self._recorder.note(Kind.BACKWARD, self.index)
+
+    def _has_grad(self, param: nn.Parameter, index: int) -> None:
+        param.grad = None  # counted by the event
+        self._recorder.note(Kind.GRADIENT, self.index, index)
+        self._grads_left -= 1
+        self._end_if_complete()
+
+    def _input_done(self, grad: torch.Tensor) -> None:
+        del grad
+        self._inputs_left -= 1
+        self._end_if_complete()
+
+    def _end_if_complete(self) -> None:
+        waits = not self._num_inputs and (self._is_outer or self._has_frozen)
+        if not self._grads_left and not self._inputs_left and not waits:
+            self.end_backward()
+
+    def end_backward(self) -> None:
+        """End the backward of the unit, if it has begun."""
+        if self._in_backward and not self._has_ended:
+            self._has_ended = True
+            self._recorder.note(Kind.BACKWARD_END, self.index)
+
+
+@contextlib.contextmanager
+def _recomputed(module: nn.Module) -> Iterator[None]:
+    """A context in which a module computes its forward again in the backward."""
+    forward = module.forward
+    module.forward = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+class _FusedAttention(TorchFunctionMode):
+    """A context in which attention has the memory and the operations of a fused kernel."""
+
+    def __init__(self, meter: _Meter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        del dropout_p, options
+        lengths = query.shape[-2] * key.shape[-2]
+        flops = 2 * query.shape[:-2].numel() * lengths * (query.shape[-1] + value.shape[-1]) // (2 if is_causal else 1)
+        return _Attention.apply(self._meter, flops, query, key, value, attn_mask)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention by a kernel that saves its inputs, its output and one number for each row of scores."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        meter: _Meter,
+        flops: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        *batch, length, _ = query.shape
+        # As kernels do it: the heads of a token are neighbours, and merging them needs no copy.
+        output = query.new_empty((*batch[:-1], length, *batch[-1:], value.shape[-1])).transpose(-3, -2)
+        scales = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, scales, *(() if mask is None else (mask,)))
+        ctx.meter, ctx.flops = meter, flops
+        meter.flops += flops
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        query, key, value, *_ = ctx.saved_tensors
+        ctx.meter.flops += 5 * ctx.flops // 2  # with the scores once more
+        return None, None, torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None

@@ -1,0 +1,160 @@
+"""What a step of a model does, as plain values: its units, and the events of a forward with its backward.
+
+A workload is made by ``meta_trace.trace`` on the meta device, or by hand. Nothing in it depends on ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter of a unit.
+
+    Attributes:
+        fqn: its name in the unit.
+        shape: of the whole parameter.
+        dtype: that the module was built with, of the shards.
+        trained: whether it gets gradients.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool = True
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """Parameters that are gathered together.
+
+    Attributes:
+        name: of the module in the model; "" for the root.
+        kind: the class of the module.
+        params: its own, without those of units inside.
+    """
+
+    name: str
+    kind: str
+    params: tuple[Param, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all of them."""
+        return sum(param.numel for param in self.params)
+
+    @cached_property
+    def likeness(self) -> tuple[Param, ...]:
+        """Equal for units whose layouts are equal."""
+        return self.params
+
+
+class Kind(Enum):
+    """What an event is about."""
+
+    FORWARD = "forward"
+    """The forward of a unit begins."""
+    FORWARD_END = "end of the forward"
+    BACKWARD = "backward"
+    """The first gradient reaches an output of a unit."""
+    GRADIENT = "gradient"
+    """A parameter of a unit has its gradient."""
+    BACKWARD_END = "end of the backward"
+    """All parameters and inputs of a unit have their gradients."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event of a step, and what the modules compute from there to the next one.
+
+    Attributes:
+        unit: its index.
+        param: index of the parameter, for ``Kind.GRADIENT``.
+        high: the largest number of bytes above that at the event that tensors take until the next one.
+        net: bytes that have been added at the next one, negative where more are freed.
+        flops: floating-point operations.
+    """
+
+    kind: Kind
+    unit: int
+    param: int = 0
+    high: int = 0
+    net: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its step on one rank.
+
+    Attributes:
+        name: for tables.
+        units: the root last.
+        events: of one forward with its backward; empty where the inputs of the model are not known.
+        buffer_bytes: of buffers of the modules.
+        tokens: that one rank computes with in one forward; 0 where this is not known.
+        outer: units that hold other units; their gradients are reduced at the end of the backward.
+        checkpointed: whether units compute their forward again in the backward, and save their inputs alone.
+        compute: the dtype of the computation; None for those of the parameters.
+    """
+
+    name: str
+    units: tuple[PlannedUnit, ...]
+    events: tuple[Event, ...] = ()
+    buffer_bytes: int = 0
+    tokens: int = 0
+    outer: frozenset[int] = frozenset()
+    checkpointed: bool = False
+    compute: torch.dtype | None = None
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(unit.numel for unit in self.units)
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """Bytes of tensors when the forward of the outermost unit ends: what autograd keeps, and the output."""
+        live = 0
+        for event in self.events:
+            if event.kind is Kind.BACKWARD:
+                break
+            if event.kind is Kind.FORWARD_END and event.unit == len(self.units) - 1:
+                return live
+            live += event.net
+        return live
+
+    @cached_property
+    def flops(self) -> int:
+        """Floating-point operations of the forward and the backward of one rank."""
+        return sum(event.flops for event in self.events)
+
+
+def without_activations(units: Sequence[PlannedUnit], name: str) -> Workload:
+    """A workload of parameters alone, each unit after the other, for models whose inputs are not known."""
+    last = len(units) - 1
+    inner = range(last)
+    events = [Event(Kind.FORWARD, last)]
+    for unit in inner:
+        events += [Event(Kind.FORWARD, unit), Event(Kind.FORWARD_END, unit)]
+    events += [Event(Kind.FORWARD_END, last), Event(Kind.BACKWARD, last)]
+    for unit in reversed(inner):
+        events.append(Event(Kind.BACKWARD, unit))
+        params = units[unit].params
+        events += [Event(Kind.GRADIENT, unit, index) for index in reversed(range(len(params))) if params[index].trained]
+        events.append(Event(Kind.BACKWARD_END, unit))
+    root = units[last].params
+    events += [Event(Kind.GRADIENT, last, index) for index in range(len(root)) if root[index].trained]
+    events.append(Event(Kind.BACKWARD_END, last))
+    return Workload(name, tuple(units), tuple(events), outer=frozenset({last}))
