@@ -318,12 +318,15 @@ class _Replay:
         else:
             if setup.replicas > 1:
                 self._taken("scratch", all_reduce_scratch(group.padded_numel, group, setup.replicas))
-            if dtypes.reduce == dtypes.grad and not setup.offload:
-                self._now["unit gradients"] -= buffer
-                self._now["gradients"] += buffer
-            else:
+            if dtypes.reduce != dtypes.grad:
                 self._take("gradients", grad)
                 self._slots[slot] = buffer
+            elif setup.offload:
+                self._now["gradients"] += grad
+                self._slots[slot] = buffer
+            else:  # the buffer becomes the gradient
+                self._now["unit gradients"] -= buffer
+                self._now["gradients"] += buffer
         if setup.offload or setup.accumulation > 1:  # copied to the host, or added to those that are there
             self._now["gradients"] -= grad
 

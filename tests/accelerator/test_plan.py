@@ -1,30 +1,32 @@
 """Predicted memory next to what the device counts: at rest and at the peak of a step, for every strategy and precision."""
 
 import gc
-import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import (
     CPUOffload,
-    CPUOffloadPolicy,
     MixedPrecision,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     ShardingStrategy,
 )
 
 from hpcfsdp import _compat, fsdp2
 from hpcfsdp.comm.fake import FakeCommunicator
+from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.examples.gpt.run_config import ModelConfig
 from hpcfsdp.examples.gpt.transformer import GPT, Block
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.plan.footprint import footprint
-from hpcfsdp.plan.layouts import STRATEGIES, Precision, Setup
+from hpcfsdp.launch.topology import Topology
+from hpcfsdp.plan.footprint import all_reduce_scratch, footprint, scatter_scratch
+from hpcfsdp.plan.layouts import STRATEGIES, Precision, Setup, groups_of
 from hpcfsdp.plan.meta_trace import trace
+from hpcfsdp.plan.workload import Param, PlannedUnit
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.accelerator.programs import SIM, mesh_of
+from tests.accelerator.simulated import BACKEND
 
 pytestmark = pytest.mark.ranks(1, 2, 4)
 
@@ -91,25 +93,19 @@ def measure(make, optimizer="adamw", accumulation=1):
     return at_rest, torch.accelerator.max_memory_allocated() - before
 
 
-def wrapped(group, strategy, precision, **options):
+def wrapped(process_group=None, strategy="FULL_SHARD", precision="fp32", **options):
     """A model of the class on the device."""
     kept, mixed = PRECISIONS[precision]
     torch.manual_seed(0)
     return FullyShardedDataParallel(
-        _prepared(GPT(SHAPE).to(kept), options.pop("checkpointed", False)),
-        group,
+        GPT(SHAPE).to(kept),
+        process_group,
         ShardingStrategy[strategy],
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         mixed_precision=MixedPrecision(mixed.compute, mixed.reduce),
         device_id=SIM,
         **options,
     )
-
-
-def _prepared(model, checkpointed):
-    if checkpointed:
-        _compat.checkpoint_activations(model, lambda module: isinstance(module, Block))
-    return model
 
 
 def check(measured, predicted):
@@ -136,11 +132,105 @@ def imagined(strategy, ranks):
     return pair, shards, replicas
 
 
+WITH_SCRATCH = ("bf16", "fp32, reduced in bf16", "pure bf16", "pure bf16, reduced in fp32")
+"""Precisions whose reductions take memory that those of an imagined communicator do not take."""
+
+
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name not in WITH_SCRATCH])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_class_on_imagined_ranks(strategy, precision, ranks):
     group, shards, replicas = imagined(strategy, ranks)
     predicted = footprint(workload_of(precision), setup_of(strategy, precision, shards, replicas))
     check(measure(lambda: wrapped(group, strategy, precision)), predicted)
+
+
+def real(world, group, strategy):
+    """All ranks, as a group, or as a mesh of two replicas."""
+    if "HYBRID" not in strategy:
+        return {"process_group": group}, world.size, 1
+    return {"device_mesh": mesh_of((2, world.size // 2), ("replicate", "shard"))}, world.size // 2, 2
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_class(world, group, strategy, precision):
+    where, shards, replicas = real(world, group, strategy)
+    predicted = footprint(workload_of(precision), setup_of(strategy, precision, shards, replicas))
+    check(measure(lambda: wrapped(strategy=strategy, precision=precision, **where)), predicted)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("reshard", [True, False], ids=["freed", "kept"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_fully_shard(world, group, replicas, precision, reshard):
+    shape, names = ((world.size,), ("shard",)) if replicas == 1 else ((2, world.size // 2), ("replicate", "shard"))
+    mesh = mesh_of(shape, names)
+    kept, mixed = PRECISIONS[precision]
+
+    def make():
+        torch.manual_seed(0)
+        model = GPT(SHAPE).to(SIM, kept)
+        options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(mixed.compute, mixed.reduce)}
+        for block in model.blocks:
+            fsdp2.fully_shard(block, reshard_after_forward=reshard, **options)
+        return fsdp2.fully_shard(model, **options)
+
+    strategy = "FULL_SHARD" if reshard else "SHARD_GRAD_OP"
+    setup = setup_of(strategy, precision, world.size // replicas, replicas, front="fully_shard")
+    check(measure(make), footprint(workload_of(precision), setup))
+
+
+@pytest.mark.ranks(2, 1)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
+def test_options(world, group, optimizer, accumulation, checkpointed, offload):
+    options = {"cpu_offload": CPUOffload(True)} if offload else {}
+    precision = "bf16, reduced in fp32"
+    predicted = footprint(
+        workload_of(precision, checkpointed),
+        setup_of(
+            "FULL_SHARD", precision, world.size, 1, optimizer=optimizer, accumulation=accumulation, offload=offload
+        ),
+    )
+
+    def make():
+        model = wrapped(group, "FULL_SHARD", precision, **options)
+        if checkpointed:  # inside of the units
+            _compat.checkpoint_activations(model, lambda module: isinstance(module, Block))
+        return model
+
+    check(measure(make, optimizer, accumulation), predicted)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_scratch_of_reductions(world, group, precision, nodes):
+    """Of a reduce-scatter, within one node and over two, and of an all-reduce."""
+    comm = TorchGroupCommunicator(dist.new_group(backend=BACKEND))
+    if nodes > 1:
+        comm.divide(Topology(((0, 1), (2, 3))))
+    setup = setup_of("FULL_SHARD", precision, world.size, 1, nodes_of_shards=nodes)
+    (found,) = groups_of(PlannedUnit("", "Linear", (Param("weight", (64, 1000), PRECISIONS[precision][0]),)), setup)
+    dtypes = found.dtypes
+    full = torch.ones(found.padded_numel, dtype=dtypes.reduce).to(SIM)
+    shard = torch.empty(found.layout.shard_numel, dtype=dtypes.grad, device=SIM)
+    scratch = []
+    for call in (
+        lambda: comm.reduce_scatter_tensor(shard, full, "average", accumulate=dtypes.accumulate),
+        lambda: comm.all_reduce(full, "average", accumulate=dtypes.accumulate),
+    ):
+        before = counted()
+        torch.accelerator.reset_peak_memory_stats()
+        call()
+        torch.accelerator.synchronize()
+        scratch.append(torch.accelerator.max_memory_allocated() - before)
+    assert scratch[0] == scatter_scratch(found, setup, dtypes.grad)
+    if nodes == 1:
+        assert scratch[1] == all_reduce_scratch(found.padded_numel, found, world.size)
