@@ -57,11 +57,11 @@ class Footprint:
 
 def footprint(workload: Workload, setup: Setup) -> Footprint:
     """The memory of the worst rank. Pure: takes as long for one rank as for any number."""
-    return _Replay(workload, setup).run()
+    return Replay(workload, setup).run()
 
 
 @dataclass(eq=False)
-class _Unit:
+class ReplayedUnit:
     """A unit while it is replayed.
 
     Attributes:
@@ -85,15 +85,15 @@ class _Unit:
         return sum(allocated(group.gathered_numel, group.dtypes.compute) for group in self.groups)
 
 
-class _Replay:
-    """One step, in the order in which a program asks for memory."""
+class Replay:
+    """One step, in the order in which a program asks for memory. ``timeline`` adds times to it."""
 
     def __init__(self, workload: Workload, setup: Setup) -> None:
-        self._workload, self._setup = workload, setup
+        self.workload, self.setup = workload, setup
         layouts = Layouts(workload.units, setup)
         last = len(workload.units) - 1
-        self._units = [
-            _Unit(
+        self.units = [
+            ReplayedUnit(
                 index,
                 groups,
                 any(_gathers(group, setup) for group in groups),
@@ -107,16 +107,16 @@ class _Replay:
         self._now: Counter[str] = Counter()
         self._course: list[Moment] = []
         self._what = ""
-        self._retired: deque[_Unit] = deque()
-        self._ahead: dict[_Unit, None] = {}
+        self._retired: deque[ReplayedUnit] = deque()
+        self._ahead: dict[ReplayedUnit, None] = {}
         self._queue: dict[tuple[int, int], None] = {}
         self._slots: dict[tuple[torch.dtype, int], int] = {}  # bytes that a reduction has left behind
-        self._at_end: list[_Unit] = []
+        self._at_end: list[ReplayedUnit] = []
 
     def run(self) -> Footprint:
         """Replay the step after others: the optimizer has its state, and gradients are freed."""
-        setup, optimizer = self._setup, OPTIMIZERS[self._setup.optimizer]
-        groups = [group for unit in self._units for group in unit.groups]
+        setup, optimizer = self.setup, OPTIMIZERS[self.setup.optimizer]
+        groups = [group for unit in self.units for group in unit.groups]
         trained = [group for group in groups if group.trained]
         stepped = [allocated(numel, group.dtypes.param) for group in trained for numel in group.stepped]
         state = optimizer.values * sum(stepped)
@@ -124,7 +124,7 @@ class _Replay:
         shards = sum(group.shard_bytes for group in groups)
         grads = sum(allocated(group.layout.shard_numel, group.dtypes.grad) for group in trained)
         host = {}
-        self._now["parameters"] = self._workload.buffer_bytes + self._small_bytes()
+        self._now["parameters"] = self.workload.buffer_bytes + self._small_bytes()
         if setup.offload:
             host = {"parameters": shards, "optimizer": state, "gradients": grads, "scratch": optimizer.scratch * sum(stepped)}
         else:
@@ -133,7 +133,7 @@ class _Replay:
         at_rest = self._moment("between steps")
         if setup.accumulation > 1 and not setup.offload:
             self._now["gradients"] = grads
-        for event in self._workload.events:
+        for event in self.workload.events:
             self._step(event)
         self._finish()
         if not setup.offload:
@@ -142,13 +142,33 @@ class _Replay:
         peak = max(self._course, key=lambda moment: moment.nbytes, default=at_rest)
         return Footprint(at_rest, peak, host, tuple(self._course))
 
+    # What a schedule of the same step adds
+
+    def on_compute(self, event: Event) -> None:
+        """Modules compute from an event to the next one."""
+
+    def on_gather(self, unit: ReplayedUnit) -> None:
+        """The values of a unit begin to be gathered."""
+
+    def on_bind(self, unit: ReplayedUnit) -> None:
+        """Modules compute with the values of a unit from here on."""
+
+    def on_reshard(self, unit: ReplayedUnit) -> None:
+        """Modules have computed with the values of a unit."""
+
+    def on_free(self, unit: ReplayedUnit) -> None:
+        """The next gather may write the memory of a unit that was resharded."""
+
+    def on_reduce(self, unit: ReplayedUnit, place: int) -> None:
+        """A group of gradients begins to be reduced."""
+
     # Memory
 
     def _small_bytes(self) -> int:
         """One number for each parameter, which modules hold at rest."""
-        if self._setup.front != "class":
+        if self.setup.front != "class":
             return 0
-        return sum(allocated(len(group.params), group.dtypes.param) for unit in self._units for group in unit.groups)
+        return sum(allocated(len(group.params), group.dtypes.param) for unit in self.units for group in unit.groups)
 
     def _moment(self, what: str) -> Moment:
         return Moment(what, {kind: self._now[kind] for kind in KINDS})
@@ -174,16 +194,17 @@ class _Replay:
     # Events
 
     def _step(self, event: Event) -> None:
-        unit = self._units[event.unit]
-        name = self._workload.units[event.unit].name or "the model"
+        unit = self.units[event.unit]
+        name = self.workload.units[event.unit].name or "the model"
         if event.kind is not Kind.GRADIENT:
             self._what = f"{event.kind.value} of {name}"
         if event.kind is Kind.FORWARD:
             self._unshard(unit)
+            self.on_bind(unit)
         elif event.kind is Kind.FORWARD_END:
             if not unit.keeps:
                 self._reshard(unit)
-            if event.unit == len(self._units) - 1:
+            if event.unit == len(self.units) - 1:
                 self._free_retired(keep=0)
         elif event.kind is Kind.BACKWARD:
             self._begin_backward(unit)
@@ -194,8 +215,9 @@ class _Replay:
             self._end_backward(unit)
         self._taken("activations", event.high)
         self._now["activations"] += event.net
+        self.on_compute(event)
 
-    def _unshard(self, unit: _Unit, *, ahead: bool = False) -> None:
+    def _unshard(self, unit: ReplayedUnit, *, ahead: bool = False) -> None:
         if unit.is_gathered or not unit.gathers:
             return
         unit.is_gathered = True
@@ -203,57 +225,61 @@ class _Replay:
         self._free_retired(keep=0 if ahead else 1, unless=unit)
         if not is_there:
             self._gather(unit)
+        self.on_gather(unit)
 
-    def _gather(self, unit: _Unit) -> None:
+    def _gather(self, unit: ReplayedUnit) -> None:
         for group in unit.groups:
-            if not _gathers(group, self._setup):
+            if not _gathers(group, self.setup):
                 continue
-            if self._setup.front == "fully_shard":  # all shards arrive, and the parameters are copied from there
+            if self.setup.front == "fully_shard":  # all shards arrive, and the parameters are copied from there
                 arriving = allocated(group.padded_numel, group.dtypes.compute)
                 self._take("scratch", arriving)
             self._take("gathered", allocated(group.gathered_numel, group.dtypes.compute))
-            if self._setup.front == "fully_shard":
+            if self.setup.front == "fully_shard":
                 self._now["scratch"] -= arriving
 
-    def _reshard(self, unit: _Unit) -> None:
+    def _reshard(self, unit: ReplayedUnit) -> None:
         self._ahead.pop(unit, None)
         if not unit.is_gathered:
             return
         unit.is_gathered = False
         self._retired.append(unit)
+        self.on_reshard(unit)
         if self._ahead or (unit.in_backward and unit.index == self._last_backward):
             self._free_retired(keep=0)
 
-    def _free_retired(self, *, keep: int, unless: _Unit | None = None) -> None:
+    def _free_retired(self, *, keep: int, unless: ReplayedUnit | None = None) -> None:
         for unit in list(self._retired):
             if unit is not unless and len(self._retired) <= keep:
                 return
             self._retired.remove(unit)
+            self.on_free(unit)
             if unit is not unless:
                 self._now["gathered"] -= unit.gathered_bytes()
 
-    def _begin_backward(self, unit: _Unit) -> None:
+    def _begin_backward(self, unit: ReplayedUnit) -> None:
         unit.in_backward = True
         unit.outstanding = {
             place: len(group.params) for place, group in enumerate(unit.groups) if group.trained
         }
-        if unit.index in self._workload.outer:
+        if unit.index in self.workload.outer:
             self._at_end.append(unit)
         else:
             self._enqueue(unit)
         self._unshard(unit)
         following = self._next.get(unit.index)
         if following is not None:
-            upcoming = self._units[following]
+            upcoming = self.units[following]
             if upcoming.gathers and not upcoming.is_gathered:
                 self._ahead[upcoming] = None
                 self._unshard(upcoming, ahead=True)
         self._ahead.pop(unit, None)
+        self.on_bind(unit)
 
-    def _enqueue(self, unit: _Unit) -> None:
+    def _enqueue(self, unit: ReplayedUnit) -> None:
         self._queue |= {(unit.index, place): None for place in reversed(unit.outstanding)}
 
-    def _has_grad(self, unit: _Unit, param: int) -> None:
+    def _has_grad(self, unit: ReplayedUnit, param: int) -> None:
         place = next(place for place, group in enumerate(unit.groups) if param in group.members)
         group = unit.groups[place]
         nbytes = group.leaf_bytes(group.members.index(param))
@@ -263,7 +289,7 @@ class _Replay:
         if not unit.outstanding[place]:
             self._advance()
 
-    def _end_backward(self, unit: _Unit) -> None:
+    def _end_backward(self, unit: ReplayedUnit) -> None:
         self._reshard(unit)
         unit.in_backward = False
         self._advance()
@@ -284,14 +310,15 @@ class _Replay:
     def _advance(self) -> None:
         while self._queue:
             index, place = next(iter(self._queue))
-            if self._units[index].outstanding[place]:
+            if self.units[index].outstanding[place]:
                 return
-            self._reduce(self._units[index], place)
+            self._reduce(self.units[index], place)
             del self._queue[index, place]
 
-    def _reduce(self, unit: _Unit, place: int) -> None:
+    def _reduce(self, unit: ReplayedUnit, place: int) -> None:
         """Copy the gradients of a unit into one buffer, and reduce it; the buffer stays until the next reduction."""
-        setup, group = self._setup, unit.groups[place]
+        self.on_reduce(unit, place)
+        setup, group = self.setup, unit.groups[place]
         dtypes, layout = group.dtypes, group.layout
         slot = dtypes.reduce, place
         self._now["unit gradients"] -= self._slots.pop(slot, 0)

@@ -1,0 +1,155 @@
+"""Links between ranks, and devices: assumed, given, or measured by ``hpcfsdp doctor --json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcfsdp.errors import UsageError, nearest
+
+GB = 1e9
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Link:
+    """A message of n bytes takes ``latency_s + n / bytes_per_s``, for each rank at the same time.
+
+    Attributes:
+        latency_s: of a message from one rank to the next.
+        bytes_per_s: that one rank receives while all ranks of its node receive.
+        source: where the numbers come from.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Links:
+    """The network of a machine.
+
+    Attributes:
+        within: between ranks of a node.
+        between: between ranks of different nodes.
+    """
+
+    within: Link
+    between: Link
+
+
+PRESETS = {
+    "nvlink3": (3e-6, 240 * GB),
+    "nvlink4": (3e-6, 360 * GB),
+    "nvlink5": (3e-6, 720 * GB),
+    "xgmi": (4e-6, 100 * GB),
+    "pcie4": (6e-6, 20 * GB),
+    "pcie5": (6e-6, 40 * GB),
+    "hdr": (6e-6, 22 * GB),
+    "ndr": (6e-6, 44 * GB),
+    "xdr": (6e-6, 88 * GB),
+    "slingshot": (8e-6, 20 * GB),
+    "ethernet100": (25e-6, 10 * GB),
+    "ethernet25": (30e-6, 2.5 * GB),
+}
+"""name -> seconds, bytes per second of a rank. Assumptions: about 80 to 90 percent of what the vendors state in one
+direction, with one port of the network for each rank. Latencies are those of a step of a collective."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """An accelerator.
+
+    Attributes:
+        flops: peak by bits of a number: 16 and 32.
+        memory_bytes: of the device.
+        memory_bytes_per_s: of its memory.
+        within: name of the link that a node of these devices usually has.
+        between: the same for several nodes.
+    """
+
+    flops: Mapping[int, float]
+    memory_bytes: int
+    memory_bytes_per_s: float
+    within: str
+    between: str
+
+
+DEVICES = {
+    "a100": Device({16: 312e12, 32: 156e12}, 80 * GIB, 2.0e12, "nvlink3", "hdr"),
+    "h100": Device({16: 989e12, 32: 494e12}, 80 * GIB, 3.3e12, "nvlink4", "ndr"),
+    "h200": Device({16: 989e12, 32: 494e12}, 141 * GIB, 4.8e12, "nvlink4", "ndr"),
+    "b200": Device({16: 2250e12, 32: 1100e12}, 180 * GIB, 8.0e12, "nvlink5", "ndr"),
+    "mi250x": Device({16: 191e12, 32: 48e12}, 64 * GIB, 1.6e12, "xgmi", "slingshot"),
+    "mi300x": Device({16: 1307e12, 32: 163e12}, 192 * GIB, 5.3e12, "xgmi", "ndr"),
+    "pvc": Device({16: 420e12, 32: 26e12}, 64 * GIB, 1.6e12, "xgmi", "slingshot"),
+}
+"""Peaks of dense matrix products as the vendors state them (NVIDIA: fp32 as TF32; mi250x, pvc: one of two dies)."""
+
+
+def device_named(name: str) -> Device:
+    """One of ``DEVICES``. Raises a UsageError that names the nearest."""
+    if name not in DEVICES:
+        raise UsageError(f"plan: unknown device {name!r}{nearest(name, DEVICES)}; known are {', '.join(DEVICES)}")
+    return DEVICES[name]
+
+
+def link_of(text: str) -> Link:
+    """A link by its name, or as "BANDWIDTH,LATENCY": GB/s for each rank, and microseconds.
+
+    Raises:
+        UsageError: neither.
+    """
+    if text in PRESETS:
+        latency, bandwidth = PRESETS[text]
+        return Link(latency, bandwidth, f"{text}, assumed")
+    try:
+        bandwidth, latency = (float(part) for part in text.split(","))
+    except ValueError:
+        known = ", ".join(PRESETS)
+        raise UsageError(
+            f"plan: {text!r} is no link{nearest(text, PRESETS)}: give GB/s of a rank and microseconds, as 44,6, or one "
+            f"of {known}"
+        ) from None
+    if not (0 < bandwidth < float("inf") and 0 <= latency < float("inf")):
+        raise UsageError(f"plan: {text!r} is no link: the bandwidth must be positive, the latency not negative")
+    return Link(latency * 1e-6, bandwidth * GB, "given")
+
+
+def measured_links(path: Path, assumed: Links) -> Links:
+    """The links in a report of ``hpcfsdp doctor --json``; those of `assumed` where it measured none.
+
+    Raises:
+        UsageError: the file cannot be read, or holds no measured link.
+    """
+    try:
+        report = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"plan: {path}: {error.strerror}") from None
+    except (ValueError, UnicodeDecodeError):
+        raise UsageError(f"plan: {path} is not JSON: write it with hpcfsdp doctor --json > {path}") from None
+    facts = report.get("facts") if isinstance(report, dict) else None
+    found = facts.get("links") if isinstance(facts, dict) else None
+    made = {name: _measured(found.get(name), path) for name in ("within", "between")} if isinstance(found, dict) else {}
+    if not any(made.values()):
+        raise UsageError(
+            f"plan: {path} holds no measured links: run the doctor on several ranks, as "
+            "mpirun -n 8 hpcfsdp doctor --json > links.json"
+        )
+    return Links(made["within"] or assumed.within, made["between"] or assumed.between)
+
+
+def _measured(found: Any, path: Path) -> Link | None:
+    if found is None:
+        return None
+    try:
+        latency, bandwidth = float(found["latency_s"]), float(found["bytes_per_s"])
+    except (KeyError, TypeError, ValueError):
+        raise UsageError(f"plan: {path}: facts.links has no latency_s and bytes_per_s") from None
+    if not (0 < bandwidth < float("inf") and 0 <= latency < float("inf")):
+        raise UsageError(f"plan: {path}: a link with {bandwidth:g} bytes/s and {latency:g} s cannot be planned with")
+    return Link(latency, bandwidth, f"measured, {path.name}")

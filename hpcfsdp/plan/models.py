@@ -1,0 +1,284 @@
+"""Where a planned model comes from: numbers, the configuration of a run, a factory, or transformers.
+
+All of them become a module on the meta device with a step, which ``Source.workload`` traces.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hpcfsdp import config
+from hpcfsdp.engine.containers import apply_to_tensors, tensors_in
+from hpcfsdp.errors import UsageError
+from hpcfsdp.examples.gpt.run_config import ModelConfig, RunConfig, check
+from hpcfsdp.examples.gpt.transformer import GPT, Block
+from hpcfsdp.plan.decoder import Decoder, DecoderBlock, DecoderShape
+from hpcfsdp.plan.meta_trace import describe_units, trace
+from hpcfsdp.plan.workload import Workload, without_activations
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model, and how to make it.
+
+    Attributes:
+        name: for tables.
+        make: makes the module, on the meta device.
+        loss_of: the step: calls the model and returns its loss; None if its inputs are not known.
+        tokens: of a step on one rank; 0 without a step.
+        wrap: names of the classes of modules that become units; empty to find them.
+        note: what the user should know about it; may be empty.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    loss_of: Callable[[nn.Module], torch.Tensor] | None
+    tokens: int
+    wrap: tuple[str, ...] = ()
+    note: str = ""
+
+    def workload(
+        self, *, compute: torch.dtype | None = None, param: torch.dtype | None = None, checkpointed: bool = False
+    ) -> Workload:
+        """The step of one rank, or only the parameters if the inputs of the model are not known.
+
+        Args:
+            compute: the dtype of the computation; None for that of the parameters.
+            param: of the parameters; None for that which the model is made with.
+            checkpointed: compute the forward of each unit again in the backward.
+
+        Raises:
+            UsageError: no module has one of the classes `wrap`, or the step does not run on the meta device.
+        """
+        model = _on_meta(self.make, self.name)
+        if param is not None:
+            model.to(param)
+        units = units_of(model, self.wrap)
+        if self.loss_of is None:
+            return without_activations(describe_units(model, [*units, model])[0], self.name)
+        options = {"name": self.name, "tokens": self.tokens, "compute": compute, "checkpointed": checkpointed}
+        try:
+            return trace(model, units, self.loss_of, **options)
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"plan: the step of {self.name} does not run on the meta device ({_one_line(error)}): "
+                "have it read no values of tensors, give fitting inputs with the factory, or plan without "
+                "activations by --no-activations"
+            ) from error
+
+
+def from_numbers(shape: DecoderShape, *, batch: int, sequence: int) -> Source:
+    """A decoder-only transformer of this shape."""
+    ids = torch.zeros(batch, sequence, dtype=torch.int64, device=META)
+    return Source(
+        f"{shape.numel / 1e9:.3g}B decoder, {shape.layers} layers of width {shape.width}",
+        lambda: Decoder(shape),
+        lambda model: next_token_loss(model(ids), ids),
+        ids.numel(),
+        (DecoderBlock.__name__,),
+    )
+
+
+def from_run(path: str, ranks: int, ranks_per_node: int) -> tuple[Source, RunConfig]:
+    """The GPT of ``hpcfsdp train``, with the batch that its configuration gives to each of so many ranks.
+
+    Raises:
+        UsageError: the file is no configuration, or cannot run on so many ranks.
+    """
+    found = config.parse(RunConfig, [path], prog="hpcfsdp plan")
+    nodes = -(-ranks // ranks_per_node)
+    check(found, ranks, nodes)
+    if found.mesh.tensor > 1:
+        raise UsageError(
+            f"plan: {path}: mesh.tensor is {found.mesh.tensor}, and tensor-parallel layers are not planned: set it to 1, "
+            "or plan the other dimensions alone"
+        )
+    batch = -(-found.train.batch // (ranks * found.train.accumulation))
+    return from_shape(found.model, batch=batch, name=f"the GPT of {path}"), found
+
+
+def from_shape(shape: ModelConfig, *, batch: int, name: str) -> Source:
+    """The GPT of ``hpcfsdp train`` of this shape."""
+    ids = torch.zeros(batch, shape.context, dtype=torch.int64, device=META)
+    return Source(
+        name, lambda: GPT(shape), lambda model: next_token_loss(model(ids), ids), ids.numel(), (Block.__name__,)
+    )
+
+
+def from_factory(text: str, *, batch: int, sequence: int, wrap: Sequence[str] = ()) -> Source:
+    """A user's function, as ``package.module:function``, that returns a module, or a module and its inputs.
+
+    Inputs are a tensor, a tuple of arguments or a dict of keyword arguments; without them the model gets token ids
+    (`batch`, `sequence`) if it begins with an embedding, and only its parameters are planned otherwise. The loss is the
+    mean of the first floating-point tensor that it returns, or the output "loss".
+
+    Raises:
+        UsageError: it cannot be imported or called, or returns something else.
+    """
+    function = _imported(text)
+    made = _on_meta(function, text)
+    inputs: Any = None
+    if isinstance(made, tuple) and len(made) == 2:
+        made, inputs = made
+    if not isinstance(made, nn.Module):
+        raise UsageError(
+            f"plan: --factory {text} returned a {type(made).__name__}: it must return a torch.nn.Module, or a module and "
+            "its inputs"
+        )
+    note = ""
+    if inputs is None:
+        if any(isinstance(module, nn.Embedding) for module in made.modules()):
+            inputs = torch.zeros(batch, sequence, dtype=torch.int64, device=META)
+        else:
+            note = f"{text} returns no inputs: activations and computation are not counted"
+
+    def make() -> nn.Module:
+        again = _on_meta(function, text)
+        return again[0] if isinstance(again, tuple) else again
+
+    args, kwargs = _arguments(inputs)
+    tokens = next((tensor.shape[:2].numel() for tensor in tensors_in((args, kwargs))), 0)
+    step = None if inputs is None else lambda model: _any_loss(model(*args, **kwargs))
+    return Source(text, make, step, tokens if step else 0, tuple(wrap), note)
+
+
+def from_transformers(path: str, *, batch: int, sequence: int, wrap: Sequence[str] = ()) -> Source:
+    """A causal language model of transformers, by its config.json, the folder of that, or a name in its cache.
+
+    Raises:
+        UsageError: transformers is not installed, or there is no such configuration.
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise UsageError(
+            f"plan: --config {path} needs transformers ({_one_line(error)}): pip install 'hpcfsdp[hf]'"
+        ) from None
+    try:
+        found = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        raise UsageError(
+            f"plan: --config {path} is no configuration of transformers: {_one_line(error)}: give a config.json, or "
+            "the folder of one"
+        ) from None
+
+    def make() -> nn.Module:
+        made = transformers.AutoModelForCausalLM.from_config(found, attn_implementation="sdpa", dtype=torch.float32)
+        made.config.use_cache = False
+        return made.train()
+
+    ids = torch.zeros(batch, sequence, dtype=torch.int64, device=META)
+    longest = getattr(found, "max_position_embeddings", None)
+    if longest and sequence > longest:
+        raise UsageError(f"plan: --sequence {sequence} is more than the {longest} positions of {path}")
+    name = f"{found.model_type} of {path}"
+    return Source(name, make, lambda model: model(input_ids=ids, labels=ids).loss, ids.numel(), tuple(wrap))
+
+
+def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Cross entropy in float32."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+
+
+def units_of(model: nn.Module, wrap: Sequence[str] = ()) -> list[nn.Module]:
+    """The modules inside of a model that become units: of the classes `wrap`, or those of which it has a list.
+
+    Raises:
+        UsageError: no module has such a class.
+    """
+    if wrap:
+        found = {name: [module for module in model.modules() if type(module).__name__ == name] for name in wrap}
+        for name, modules in found.items():
+            if not modules:
+                known = Counter(type(module).__name__ for module in model.modules())
+                most = ", ".join(kind for kind, _ in known.most_common(8))
+                raise UsageError(f"plan: no module of the model is a {name}: there are {most}")
+        chosen = {module for modules in found.values() for module in modules}
+        return [module for module in model.modules() if module in chosen and module is not model]
+    lists: list[list[nn.Module]] = []
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
+            kinds = Counter(type(child) for child in module)
+            kind, count = kinds.most_common(1)[0]
+            if count > 1:
+                lists.append([child for child in module if type(child) is kind])
+    return max(lists, key=lambda found: sum(p.numel() for each in found for p in each.parameters()), default=[])
+
+
+def _imported(text: str) -> Callable[[], Any]:
+    module_name, colon, name = text.partition(":")
+    if not colon or not module_name or not name:
+        raise UsageError(f"plan: --factory {text!r} is not package.module:function")
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())  # as with python -m
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise UsageError(
+            f"plan: --factory {text}: cannot import {module_name} ({type(error).__name__}: {_one_line(error)}): run the "
+            "command where python -c 'import " + module_name + "' works"
+        ) from error
+    finally:
+        sys.path[:] = before
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UsageError(
+            f"plan: --factory {text}: {module_name} has no function {name!r}; it has {', '.join(known) or 'none'}"
+        )
+    return found
+
+
+def _on_meta(make: Callable[[], Any], name: str) -> Any:
+    try:
+        with META:
+            made = make()
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"plan: {name} could not be made on the meta device ({type(error).__name__}: {_one_line(error)})"
+        ) from error
+    module = made[0] if isinstance(made, tuple) and made else made
+    if isinstance(module, nn.Module):
+        module.to(META)  # what the factory has put on a device of its own
+    return made
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    inputs = apply_to_tensors(lambda tensor: tensor.to(META), inputs)
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def _any_loss(output: Any) -> torch.Tensor:
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    found = next((tensor for tensor in tensors_in(output) if tensor.is_floating_point()), None)
+    if found is None:
+        raise UsageError(f"plan: the model returns a {type(output).__name__} without a floating-point tensor")
+    return found.float().mean()
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+

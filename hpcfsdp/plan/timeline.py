@@ -1,0 +1,187 @@
+"""The time of a step: computation and communication on the queues of the engine, by an alpha-beta model of links.
+
+The schedule follows the waits of ``docs/developers/streams.md``: a gather waits for the memory of the unit before the
+last, or in the backward for that of the last; a unit waits for its values; a buffer of gradients waits for the reduction
+of the one before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpcfsdp.plan.footprint import Footprint, Replay, ReplayedUnit
+from hpcfsdp.plan.layouts import OPTIMIZERS, Setup
+from hpcfsdp.plan.links import Links
+from hpcfsdp.plan.wire import Cost, Group
+from hpcfsdp.plan.workload import Event, Workload
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a step runs.
+
+    Attributes:
+        ranks_per_node: of every node.
+        links: within and between nodes.
+        flops: operations per second of a rank while it computes: the peak, times the efficiency.
+        memory_bytes_per_s: of a device, for the optimizer.
+    """
+
+    ranks_per_node: int
+    links: Links
+    flops: float
+    memory_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """Communication of one unit: of one gather, and of one reduction with that over replicas."""
+
+    gather: Cost
+    reduce: Cost
+    replicate: Cost
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step of all ranks.
+
+    Attributes:
+        seconds: of the whole step.
+        compute_s: of forward and backward.
+        optimizer_s: of the optimizer.
+        exposed_s: in which computation waits for communication.
+        gathers, reductions, replication: of all backwards of a step.
+        by_unit: of each unit, once.
+    """
+
+    seconds: float
+    compute_s: float
+    optimizer_s: float
+    exposed_s: float
+    gathers: Cost
+    reductions: Cost
+    replication: Cost
+    by_unit: tuple[UnitCost, ...]
+
+    @property
+    def traffic(self) -> Cost:
+        """All collectives of a step."""
+        return self.gathers + self.reductions + self.replication
+
+
+def replay(workload: Workload, setup: Setup, machine: Machine) -> tuple[Footprint, StepTime]:
+    """Memory and time of a step. Pure: takes as long for one rank as for any number."""
+    made = _Schedule(workload, setup, machine)
+    found = made.run()
+    return found, made.step_time()
+
+
+class _Schedule(Replay):
+    """A replay with a clock for each queue."""
+
+    def __init__(self, workload: Workload, setup: Setup, machine: Machine) -> None:
+        super().__init__(workload, setup)
+        self._machine = machine
+        per_node = machine.ranks_per_node
+        self._shards = Group.of_shards(setup.shards, per_node)
+        self._replicas = Group.of_replicas(setup.replicas, setup.shards, per_node)
+        known: dict[int, UnitCost] = {}
+        for unit in self.units:
+            if id(unit.groups) not in known:
+                known[id(unit.groups)] = self._cost_of(unit)
+        self._costs = [known[id(unit.groups)] for unit in self.units]
+        self._compute = self._gathers = self._reductions = self._replication = 0.0  # the clocks
+        self._busy = 0.0
+        self._ready: dict[int, float] = {}
+        self._used_until: dict[int, float] = {}
+        self._buffer_free: dict[int, float] = {}
+        self._sums = [Cost(), Cost(), Cost()]
+
+    def _cost_of(self, unit: ReplayedUnit) -> UnitCost:
+        links, setup = self._machine.links, self.setup
+        gather, reduce, replicate = Cost(), Cost(), Cost()
+        for group in unit.groups:
+            gather += self._shards.gather(group.padded_numel * group.dtypes.compute.itemsize, links)
+            if group.trained:
+                reduce += self._shards.gather(group.padded_numel * group.dtypes.reduce.itemsize, links)
+                shard_bytes = group.layout.shard_numel * group.dtypes.reduce.itemsize
+                replicate += self._replicas.all_reduce(shard_bytes, links) if setup.replicas > 1 else Cost()
+        return UnitCost(gather, reduce, replicate)
+
+    def step_time(self) -> StepTime:
+        """The step that was run; every backward before the optimizer's step takes as long as the last."""
+        times = self.setup.accumulation
+        done = max(self._compute, self._reductions, self._replication)
+        optimizer = self._optimizer_s()
+        gathers, reductions, replication = (_times(cost, times) for cost in self._sums)
+        return StepTime(
+            times * done + optimizer,
+            times * self._busy,
+            optimizer,
+            times * (done - self._busy),
+            gathers,
+            reductions,
+            replication,
+            tuple(self._costs),
+        )
+
+    def _optimizer_s(self) -> float:
+        """It reads and writes parameters and state, and reads gradients."""
+        nbytes = 0
+        values = OPTIMIZERS[self.setup.optimizer].values
+        for unit in self.units:
+            for group in unit.groups:
+                if group.trained:
+                    nbytes += group.layout.shard_numel * (
+                        (2 + 2 * values) * group.dtypes.param.itemsize + group.dtypes.grad.itemsize
+                    )
+        return nbytes / self._machine.memory_bytes_per_s
+
+    def on_compute(self, event: Event) -> None:
+        seconds = event.flops / self._machine.flops
+        self._busy += seconds
+        self._compute += seconds
+
+    def on_gather(self, unit: ReplayedUnit) -> None:
+        cost = self._costs[unit.index].gather
+        self._gathers += cost.seconds
+        self._ready[unit.index] = self._gathers
+        self._sums[0] += cost
+
+    def on_bind(self, unit: ReplayedUnit) -> None:
+        self._compute = max(self._compute, self._ready.get(unit.index, 0.0))
+
+    def on_reshard(self, unit: ReplayedUnit) -> None:
+        self._used_until[unit.index] = self._compute
+
+    def on_free(self, unit: ReplayedUnit) -> None:
+        self._gathers = max(self._gathers, self._used_until.get(unit.index, 0.0))
+
+    def on_reduce(self, unit: ReplayedUnit, place: int) -> None:
+        cost = self._costs[unit.index]
+        share = 1 / sum(group.trained for group in unit.groups)  # the groups of a unit are reduced one by one
+        self._compute = max(self._compute, self._buffer_free.get(place, 0.0))
+        self._reductions = max(self._reductions, self._compute) + share * cost.reduce.seconds
+        done = self._reductions
+        if self.setup.replicas > 1:
+            if self.setup.shards > 1:
+                self._replication = max(self._replication, done) + share * cost.replicate.seconds
+                done = self._replication
+            else:
+                self._reductions += share * cost.replicate.seconds
+                done = self._reductions
+        self._buffer_free[place] = done
+        if place == min(index for index, group in enumerate(unit.groups) if group.trained):
+            self._sums[1] += cost.reduce
+            self._sums[2] += cost.replicate
+
+
+def _times(cost: Cost, count: int) -> Cost:
+    return Cost(
+        count * cost.within_bytes,
+        count * cost.between_bytes,
+        count * cost.latency_s,
+        count * cost.transfer_s,
+        count * cost.calls,
+    )
