@@ -75,7 +75,7 @@ def trace(
             stack.enter_context(_FusedAttention(recorder.meter))
         stack.enter_context(recorder.meter)
         loss = loss_of(model)
-        loss.backward()
+        torch.autograd.backward(loss)  # not the method: attention in a recomputation would pass by the mode
         del loss
     for _, step in reversed(recording):  # the root first, as at the end of a backward of the engine
         step.end_backward()
