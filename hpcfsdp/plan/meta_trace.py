@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
@@ -72,10 +71,10 @@ def trace(
         for module, step in recording:
             stack.enter_context(step.attached(module))
         if fused_attention:
-            stack.enter_context(_FusedAttention(recorder.meter))
+            stack.enter_context(_fused_attention(recorder.meter))
         stack.enter_context(recorder.meter)
         loss = loss_of(model)
-        torch.autograd.backward(loss)  # not the method: attention in a recomputation would pass by the mode
+        loss.backward()
         del loss
     for _, step in reversed(recording):  # the root first, as at the end of a backward of the engine
         step.end_backward()
@@ -278,20 +277,15 @@ def _recomputed(module: nn.Module) -> Iterator[None]:
         del module.forward
 
 
-class _FusedAttention(TorchFunctionMode):
-    """A context in which attention has the memory and the operations of a fused kernel."""
+@contextlib.contextmanager
+def _fused_attention(meter: _Meter) -> Iterator[None]:
+    """A context in which attention has the memory and the operations of a fused kernel.
 
-    def __init__(self, meter: _Meter) -> None:
-        super().__init__()
-        self._meter = meter
+    Not a mode of torch: these do not reach what a backward computes once more.
+    """
+    own = F.scaled_dot_product_attention
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _attention(
-        self,
+    def attention(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -303,7 +297,14 @@ class _FusedAttention(TorchFunctionMode):
         del dropout_p, options
         lengths = query.shape[-2] * key.shape[-2]
         flops = 2 * query.shape[:-2].numel() * lengths * (query.shape[-1] + value.shape[-1]) // (2 if is_causal else 1)
-        return _Attention.apply(self._meter, flops, query, key, value, attn_mask)
+        made: torch.Tensor = _Attention.apply(meter, flops, query, key, value, attn_mask)
+        return made
+
+    F.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = own
 
 
 class _Attention(torch.autograd.Function):
