@@ -22,6 +22,7 @@ from hpcfsdp.terminal import shown_lines, shown_styled
 # verb -> module with main(arguments) -> exit code, and one line for the help
 VERBS = {
     "train": ("hpcfsdp.cli.train", "train a byte-level GPT (run it with mpirun or srun)"),
+    "plan": ("hpcfsdp.cli.plan", "predict memory, traffic and time of a training, and recommend how to shard"),
     "bench": ("hpcfsdp.cli.bench", "measure hpcfsdp and its peers (run it with mpirun or srun)"),
     "ls": ("hpcfsdp.cli.ls", "list checkpoints in a folder, or tensors in a checkpoint"),
     "report": ("hpcfsdp.cli.run_report", "write a page about a run: figures, findings, checkpoints, restarts"),

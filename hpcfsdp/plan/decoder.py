@@ -60,8 +60,8 @@ def shape_of(
         heads = max(1, width // _HEAD_WIDTH)
     if width % heads or width // heads % 2:
         raise UsageError(
-            f"plan: --width {width} must be a multiple of twice --heads {heads}, so that each head has an even number of "
-            "elements"
+            f"plan: --width {width} must be a multiple of twice --heads {heads}, so that each head has an even "
+            "number of elements"
         )
     rest = params - 2 * vocabulary * width - width - layers * (4 * width**2 + 2 * width)
     hidden = round(rest / (3 * width * layers))

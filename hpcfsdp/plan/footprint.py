@@ -7,6 +7,7 @@ taken when the program asks for it, as in the counters of torch's allocators.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -102,7 +103,7 @@ class Replay:
             for index, groups in enumerate(layouts.groups)
         ]
         backwards = [event.unit for event in workload.events if event.kind is Kind.BACKWARD]
-        self._next = dict(zip(backwards, backwards[1:], strict=False))
+        self._next = dict(itertools.pairwise(backwards))
         self._last_backward = backwards[-1] if backwards else -1
         self._now: Counter[str] = Counter()
         self._course: list[Moment] = []
@@ -126,7 +127,12 @@ class Replay:
         host = {}
         self._now["parameters"] = self.workload.buffer_bytes + self._small_bytes()
         if setup.offload:
-            host = {"parameters": shards, "optimizer": state, "gradients": grads, "scratch": optimizer.scratch * sum(stepped)}
+            host = {
+                "parameters": shards,
+                "optimizer": state,
+                "gradients": grads,
+                "scratch": optimizer.scratch * sum(stepped),
+            }
         else:
             self._now["parameters"] += shards
             self._now["optimizer"] = state + scalars
@@ -259,9 +265,7 @@ class Replay:
 
     def _begin_backward(self, unit: ReplayedUnit) -> None:
         unit.in_backward = True
-        unit.outstanding = {
-            place: len(group.params) for place, group in enumerate(unit.groups) if group.trained
-        }
+        unit.outstanding = {place: len(group.params) for place, group in enumerate(unit.groups) if group.trained}
         if unit.index in self.workload.outer:
             self._at_end.append(unit)
         else:

@@ -195,4 +195,3 @@ class Layouts:
                 alike[unit.params] = groups_of(unit, setup)
             self.groups.append(alike[unit.params])
         self.setup = setup
-

@@ -1,8 +1,8 @@
 """A step of a model on the meta device: which units run, how many bytes tensors take meanwhile, how many operations.
 
-The modules themselves run, with tensors that have shapes and no memory. What autograd saves is therefore counted and not
-estimated. Two things differ from a device: kernels that need scratch memory do not show it, and attention is counted as
-a fused kernel, which saves no matrix of scores.
+The modules themselves run, with tensors that have shapes and no memory. What autograd saves is therefore counted and
+not estimated. Two things differ from a device: kernels that need scratch memory do not show it, and attention and
+RMSNorm are counted as fused kernels, as accelerators have them: without a matrix of scores or copies in float32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def trace(
     tokens: int,
     compute: torch.dtype | None = None,
     checkpointed: bool = False,
-    fused_attention: bool = True,
+    fused: bool = True,
 ) -> Workload:
     """Run a forward and a backward of a model on the meta device. Its parameters take the dtype `compute`.
 
@@ -49,7 +49,7 @@ def trace(
         tokens: of the step.
         compute: to compute in; None for the dtypes of the parameters.
         checkpointed: compute the forward of each of `units` again in the backward.
-        fused_attention: count ``scaled_dot_product_attention`` as a fused kernel; otherwise as torch's own operations.
+        fused: count attention and RMSNorm of ``torch.nn.functional`` as fused kernels, not as single operations.
 
     Raises:
         UsageError: two units share a parameter.
@@ -70,8 +70,8 @@ def trace(
                 stack.enter_context(_recomputed(module))
         for module, step in recording:
             stack.enter_context(step.attached(module))
-        if fused_attention:
-            stack.enter_context(_fused_attention(recorder.meter))
+        if fused:
+            stack.enter_context(_fused_kernels(recorder.meter))
         stack.enter_context(recorder.meter)
         loss = loss_of(model)
         loss.backward()
@@ -278,33 +278,64 @@ def _recomputed(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _fused_attention(meter: _Meter) -> Iterator[None]:
-    """A context in which attention has the memory and the operations of a fused kernel.
+def _fused_kernels(meter: _Meter) -> Iterator[None]:
+    """A context in which attention and RMSNorm have the memory and the operations of fused kernels.
 
     Not a mode of torch: these do not reach what a backward computes once more.
     """
-    own = F.scaled_dot_product_attention
-
-    def attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **options: Any,
-    ) -> torch.Tensor:
-        del dropout_p, options
-        lengths = query.shape[-2] * key.shape[-2]
-        flops = 2 * query.shape[:-2].numel() * lengths * (query.shape[-1] + value.shape[-1]) // (2 if is_causal else 1)
-        made: torch.Tensor = _Attention.apply(meter, flops, query, key, value, attn_mask)
-        return made
-
-    F.scaled_dot_product_attention = attention
+    replaced = {
+        "scaled_dot_product_attention": functools.partial(_attention, meter),
+        "rms_norm": _rms_norm,
+    }
+    before = {name: getattr(F, name) for name in replaced}
     try:
+        for name, function in replaced.items():
+            setattr(F, name, function)
         yield
     finally:
-        F.scaled_dot_product_attention = own
+        for name, function in before.items():
+            setattr(F, name, function)
+
+
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    del eps
+    made: torch.Tensor = _RmsNorm.apply(input, weight, len(tuple(normalized_shape)))
+    return made
+
+
+def _attention(
+    meter: _Meter,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    del dropout_p, options
+    lengths = query.shape[-2] * key.shape[-2]
+    flops = 2 * query.shape[:-2].numel() * lengths * (query.shape[-1] + value.shape[-1]) // (2 if is_causal else 1)
+    made: torch.Tensor = _Attention.apply(meter, flops, query, key, value, attn_mask)
+    return made
+
+
+class _RmsNorm(torch.autograd.Function):
+    """RMSNorm by a kernel that saves its input and one number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(
+            x, x.new_empty(x.shape[:-dims], dtype=torch.float32), *([] if weight is None else [weight])
+        )
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, _, *weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight[0]) if weight else None, None
 
 
 class _Attention(torch.autograd.Function):

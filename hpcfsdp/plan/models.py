@@ -105,8 +105,8 @@ def from_run(path: str, ranks: int, ranks_per_node: int) -> tuple[Source, RunCon
     check(found, ranks, nodes)
     if found.mesh.tensor > 1:
         raise UsageError(
-            f"plan: {path}: mesh.tensor is {found.mesh.tensor}, and tensor-parallel layers are not planned: set it to 1, "
-            "or plan the other dimensions alone"
+            f"plan: {path}: mesh.tensor is {found.mesh.tensor}, and tensor-parallel layers are not planned: set it "
+            "to 1, or plan the other dimensions alone"
         )
     batch = -(-found.train.batch // (ranks * found.train.accumulation))
     return from_shape(found.model, batch=batch, name=f"the GPT of {path}"), found
@@ -137,8 +137,8 @@ def from_factory(text: str, *, batch: int, sequence: int, wrap: Sequence[str] = 
         made, inputs = made
     if not isinstance(made, nn.Module):
         raise UsageError(
-            f"plan: --factory {text} returned a {type(made).__name__}: it must return a torch.nn.Module, or a module and "
-            "its inputs"
+            f"plan: --factory {text} returned a {type(made).__name__}: it must return a torch.nn.Module, or a module "
+            "and its inputs"
         )
     note = ""
     if inputs is None:
@@ -230,8 +230,8 @@ def _imported(text: str) -> Callable[[], Any]:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise UsageError(
-            f"plan: --factory {text}: cannot import {module_name} ({type(error).__name__}: {_one_line(error)}): run the "
-            "command where python -c 'import " + module_name + "' works"
+            f"plan: --factory {text}: cannot import {module_name} ({type(error).__name__}: {_one_line(error)}): run "
+            "the command where python -c 'import " + module_name + "' works"
         ) from error
     finally:
         sys.path[:] = before
@@ -280,5 +280,3 @@ def _any_loss(output: Any) -> torch.Tensor:
 def _one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-

@@ -1,8 +1,8 @@
 """The time of a step: computation and communication on the queues of the engine, by an alpha-beta model of links.
 
 The schedule follows the waits of ``docs/developers/streams.md``: a gather waits for the memory of the unit before the
-last, or in the backward for that of the last; a unit waits for its values; a buffer of gradients waits for the reduction
-of the one before.
+last, or in the backward for that of the last; a unit waits for its values; a buffer of gradients waits for the
+reduction of the one before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Collectives on a machine of nodes: the bytes that a rank receives from its node and from others, and the time.
 
-Groups of ranks lie on nodes as ``world.mesh(replicate=..., shard=...)`` places them: the ranks of a copy are neighbours.
-What comes from other nodes arrives at a node once and is passed on within it, by ring and tree algorithms alike.
+Groups of ranks lie on nodes as ``world.mesh(replicate=..., shard=...)`` places them: the ranks of a copy are
+neighbours. What comes from other nodes arrives at a node once and is passed on within it.
 """
 
 from __future__ import annotations
@@ -87,6 +87,4 @@ class Group:
     def all_reduce(self, nbytes: float, links: Links) -> Cost:
         """An all-reduce of so many bytes on each rank: as a reduce-scatter and an all-gather."""
         half = self.gather(nbytes, links)
-        return Cost(
-            2 * half.within_bytes, 2 * half.between_bytes, 2 * half.latency_s, 2 * half.transfer_s, half.calls
-        )
+        return Cost(2 * half.within_bytes, 2 * half.between_bytes, 2 * half.latency_s, 2 * half.transfer_s, half.calls)

@@ -1,4 +1,4 @@
-"""Predicted memory next to what the device counts: at rest and at the peak of a step, for every strategy and precision."""
+"""Predicted memory next to what the device counts, for every strategy and precision."""
 
 import gc
 
@@ -65,7 +65,7 @@ def workload_of(precision, checkpointed=False):
         tokens=ids.numel(),
         compute=mixed.compute,
         checkpointed=checkpointed,
-        fused_attention=False,
+        fused=False,
     )
 
 
@@ -111,7 +111,6 @@ def wrapped(process_group=None, strategy="FULL_SHARD", precision="fp32", **optio
 def check(measured, predicted):
     """Both figures are within 3% of what the device counted."""
     rest, peak = measured
-    print(f"rest {predicted.at_rest.nbytes}/{rest} peak {predicted.peak.nbytes}/{peak} {predicted.peak.nbytes/peak-1:+.2%} {predicted.peak}")
     assert abs(predicted.at_rest.nbytes - rest) <= CLOSE * max(rest, 1 << 16), (predicted.at_rest, rest)
     assert abs(predicted.peak.nbytes - peak) <= CLOSE * peak, (predicted.peak, peak)
 

@@ -34,7 +34,7 @@ LAYERS = [
     {"fsdp", "fsdp2", "state_dict", "wrap"},
     {"checkpoint"},
     {"doctor", "examples", "integrations", "report"},
-    {"bench"},
+    {"bench", "plan"},
     {"cli"},
     {"__main__"},
 ]

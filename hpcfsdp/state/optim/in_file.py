@@ -17,8 +17,8 @@ from hpcfsdp.state.dtensors import DTensorRanks
 from hpcfsdp.state.optim.compare import StateInfo, allgather_state_info, check_same_groups, convert_all_state_info
 from hpcfsdp.state.optim.entry_plan import flatten_zero_dim_tensor_optim_state
 from hpcfsdp.state.optim.load import allocate_optim_state
-from hpcfsdp.state.optim.local import LocalOptimState
 from hpcfsdp.state.optim.load_plan import LoadPlan
+from hpcfsdp.state.optim.local import LocalOptimState
 from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
 from hpcfsdp.state.optim.save import unflatten_param_groups
 from hpcfsdp.state.optim.values import Unpicklable

@@ -1,0 +1,224 @@
+"""A whole plan: what a program or ``hpcfsdp plan`` asks for, and everything that it gets."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from hpcfsdp.errors import UsageError
+from hpcfsdp.plan import advice
+from hpcfsdp.plan.choice import SAME_TIME, Candidate, Limits, candidates, pick, way_out
+from hpcfsdp.plan.layouts import Setup
+from hpcfsdp.plan.models import Source
+from hpcfsdp.plan.saving import Disk, Saving, saving
+from hpcfsdp.plan.timeline import Machine
+from hpcfsdp.plan.workload import Workload
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan.
+
+    Attributes:
+        source: the model.
+        ranks: of the job; a multiple of ``machine.ranks_per_node``.
+        machine: its nodes, links and devices.
+        memory_bytes: of a device.
+        headroom: the part of it that is left to the driver, to communication libraries and to fragmentation.
+        common: front, precision, optimizer, offload and accumulation of all setups.
+        param: the dtype of the parameters; None for that of the model.
+        strategy, shards, checkpointed: to consider no others; None for all.
+        disk, interval_s: for checkpoints.
+    """
+
+    source: Source
+    ranks: int
+    machine: Machine
+    memory_bytes: int
+    headroom: float = 0.1
+    common: Setup = field(default_factory=Setup)
+    param: torch.dtype | None = None
+    strategy: str | None = None
+    shards: int | None = None
+    checkpointed: bool | None = None
+    disk: Disk = field(default_factory=Disk)
+    interval_s: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan.
+
+    Attributes:
+        request: that it answers.
+        workload: the step of one rank, as in `best`.
+        best: the setup to take: the fastest that fits, or the smallest if none fits.
+        all: every setup, see ``choice.candidates``.
+        reason: why `best`.
+        missing_bytes: 0 if it fits.
+        remarks: about units; or what would help, if nothing fits.
+        program: lines of Python.
+        saving: its checkpoints.
+    """
+
+    request: Request
+    workload: Workload
+    best: Candidate
+    all: tuple[Candidate, ...]
+    reason: str
+    missing_bytes: int
+    remarks: tuple[str, ...]
+    program: tuple[str, ...]
+    saving: Saving
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks; 0 where the step is not known."""
+        setup, seconds = self.best.setup, self.best.time.seconds
+        return self.workload.tokens * setup.ranks * setup.accumulation / seconds if seconds else 0.0
+
+
+def propose(request: Request) -> Proposal:
+    """Plan a training. Pure, and the same for any number of ranks; takes a few seconds for the largest models.
+
+    Raises:
+        UsageError: counts do not divide, or the model cannot be made or traced.
+    """
+    _check(request)
+    source, common, machine = request.source, request.common, request.machine
+    ways = (
+        (False, True) if source.loss_of is not None and request.checkpointed is None else (bool(request.checkpointed),)
+    )
+    workloads = [
+        source.workload(compute=common.precision.compute, param=request.param, checkpointed=way) for way in ways
+    ]
+    if source.loss_of is None:
+        workloads = [replace(each, checkpointed=bool(request.checkpointed)) for each in workloads]
+    usable = int(request.memory_bytes * (1 - request.headroom))
+    limits = Limits(request.ranks, usable, request.strategy, request.shards, request.checkpointed)
+    found = candidates(workloads, common, machine, limits)
+    best = pick(found)
+    workload = next(each for each in workloads if each.checkpointed is best.checkpointed)
+    missing = 0
+    if best.fits:
+        reason, texts = _reason(best, found, workload), tuple(advice.remarks(workload, best))
+    else:
+        missing, help_ = way_out(workloads, best, machine, limits)
+        reason, texts = "nothing fits; this takes the least memory", tuple(help_)
+    nodes = request.ranks // machine.ranks_per_node
+    files = saving(workload, best.setup, nodes=nodes, disk=request.disk, interval_s=request.interval_s)
+    return Proposal(request, workload, best, found, reason, missing, texts, advice.program(workload, best), files)
+
+
+def _check(request: Request) -> None:
+    per_node = request.machine.ranks_per_node
+    if request.ranks < 1 or per_node < 1:
+        raise UsageError("plan: --ranks and --ranks-per-node must be positive")
+    if request.ranks % per_node:
+        raise UsageError(
+            f"plan: --ranks {request.ranks} is not a multiple of --ranks-per-node {per_node}: give whole nodes, for "
+            f"example --ranks {-(-request.ranks // per_node) * per_node}"
+        )
+    if request.memory_bytes <= 0 or not 0 <= request.headroom < 1:
+        raise UsageError("plan: --device-memory must be positive, and --headroom from 0 to below 1")
+
+
+def _reason(best: Candidate, found: tuple[Candidate, ...], workload: Workload) -> str:
+    """Why a setup is the best, next to the usual ones."""
+    if not workload.flops:
+        return "of those that fit, it communicates in the shortest time"
+    fastest = found[0].time.seconds
+    parts = ["the fastest of those that fit"]
+    if best.time.seconds > fastest:
+        parts = [f"within {SAME_TIME:.0%} of the fastest, and each copy lies on fewer nodes"]
+    others = [each for each in found if each.setup.strategy == "FULL_SHARD" and each is not best and each.fits]
+    if others and best.setup.strategy != "FULL_SHARD":
+        slower = others[0].time.seconds / best.time.seconds
+        parts.append(f"FULL_SHARD over all ranks takes {slower:.2f}x as long")
+    plain = [each for each in found if not each.checkpointed and each.setup == best.setup]
+    if best.checkpointed and plain and not plain[0].fits:
+        parts.append("it does not fit without checkpointed activations")
+    return "; ".join(parts)
+
+
+def as_json(proposal: Proposal) -> dict[str, Any]:
+    """A proposal as plain values for JSON: bytes, seconds, names."""
+    request, workload, best = proposal.request, proposal.workload, proposal.best
+    machine = request.machine
+    sizes: dict[tuple[str, int], int] = {}
+    for unit in workload.units:
+        sizes[unit.kind, unit.numel] = sizes.get((unit.kind, unit.numel), 0) + 1
+    return {
+        "model": {
+            "name": workload.name,
+            "parameters": workload.numel,
+            "units": [{"kind": kind, "parameters": numel, "count": count} for (kind, numel), count in sizes.items()],
+            "tokens_per_rank": workload.tokens,
+            "flops_per_rank": workload.flops * best.setup.accumulation,
+            "saved_bytes": workload.saved_bytes,
+            "note": request.source.note,
+        },
+        "machine": {
+            "ranks": request.ranks,
+            "ranks_per_node": machine.ranks_per_node,
+            "nodes": request.ranks // machine.ranks_per_node,
+            "device_memory_bytes": request.memory_bytes,
+            "headroom": request.headroom,
+            "flops": machine.flops,
+            "links": asdict(machine.links),
+        },
+        "fits": best.fits,
+        "missing_bytes": proposal.missing_bytes,
+        "recommendation": {
+            **candidate_json(best),
+            "reason": proposal.reason,
+            "remarks": list(proposal.remarks),
+            "program": list(proposal.program),
+        },
+        "tokens_per_s": proposal.tokens_per_s,
+        "checkpoint": asdict(proposal.saving),
+        "candidates": [candidate_json(each) for each in proposal.all],
+    }
+
+
+def candidate_json(candidate: Candidate) -> dict[str, Any]:
+    """One setup as plain values."""
+    setup, time, memory = candidate.setup, candidate.time, candidate.footprint
+    return {
+        "strategy": setup.strategy,
+        "front": setup.front,
+        "shards": setup.shards,
+        "replicas": setup.replicas,
+        "activation_checkpointing": candidate.checkpointed,
+        "offload": setup.offload,
+        "fits": candidate.fits,
+        "memory": {
+            "peak_bytes": memory.peak.nbytes,
+            "peak_at": memory.peak.what,
+            "peak_by_kind": _named(memory.peak.bytes_by_kind),
+            "at_rest_bytes": memory.at_rest.nbytes,
+            "at_rest_by_kind": _named(memory.at_rest.bytes_by_kind),
+            "host_by_kind": _named(memory.host),
+        },
+        "step": {
+            "seconds": time.seconds,
+            "compute_s": time.compute_s,
+            "optimizer_s": time.optimizer_s,
+            "exposed_communication_s": time.exposed_s,
+        },
+        "traffic": {
+            name: {**asdict(cost), "seconds": cost.seconds}
+            for name, cost in (
+                ("gathers", time.gathers),
+                ("reductions", time.reductions),
+                ("replication", time.replication),
+                ("total", time.traffic),
+            )
+        },
+    }
+
+
+def _named(by_kind: Any) -> dict[str, int]:
+    return {kind.replace(" ", "_"): nbytes for kind, nbytes in by_kind.items()}
