@@ -40,8 +40,8 @@ def parser() -> Parser:
     made = Parser(
         "plan",
         "Predict the memory of the worst rank, the traffic and the time of a step, and the size of checkpoints, for "
-        "all strategies and meshes, and recommend one. Needs neither MPI nor an accelerator. The model is given in one of "
-        "four ways: a run.yaml of hpcfsdp train, --params and --layers, --factory, or --config.",
+        "all strategies and meshes, and recommend one. Needs neither MPI nor an accelerator. The model is given in one "
+        "of four ways: a run.yaml of hpcfsdp train, --params and --layers, --factory, or --config.",
         _EXAMPLES,
     )
     add = made.add_argument
@@ -224,8 +224,8 @@ def _print(proposal: Proposal) -> None:
     request, workload, best = proposal.request, proposal.workload, proposal.best
     machine = request.machine
     print_line(f"model      {workload.name}: {workload.numel:,} parameters, {len(workload.units)} units")
-    if request.source.note:
-        print_line(f"note       {request.source.note}")
+    for note in proposal.notes:
+        print_line(f"note       {note}")
     print_line(
         f"machine    {request.ranks // machine.ranks_per_node} nodes x {machine.ranks_per_node} ranks, "
         f"{readable_bytes(request.memory_bytes)} each, {machine.flops / 1e12:.0f} TFLOP/s reached"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hpcfsdp import accelerator, env, world as worlds
-from hpcfsdp.doctor import bandwidth, installed
+from hpcfsdp.doctor import bandwidth, installed, link_speed
 from hpcfsdp.doctor.mounts import file_system_of
 from hpcfsdp.errors import HpcfsdpError, LaunchError
 from hpcfsdp.launch import device as devices, rendezvous
@@ -56,6 +56,8 @@ def steps(limit_s: float) -> Iterator[dict[str, Any]]:
     yield {"shared_memory": memory}
     yield {"stage": "an all-gather and a reduce-scatter"}
     yield {"bandwidth": bandwidth.measure(world, shared=memory["error"] is None)}
+    yield {"stage": "measuring links within and between nodes"}
+    yield {"links": link_speed.measure(world)}
     worlds.finalize()
 
 

@@ -23,6 +23,8 @@ def judge(facts: dict[str, Any], table: list[dict[str, Any]]) -> Iterator[Findin
     yield from judge_shm(table)
     if "bandwidth" in facts:
         yield from judge_bandwidth(facts["bandwidth"])
+    if "links" in facts:
+        yield from judge_links(facts["links"])
 
 
 def judge_address(network: dict[str, Any] | None, first: dict[str, Any], *, several_nodes: bool) -> Iterator[Finding]:
@@ -106,6 +108,15 @@ def judge_bandwidth(measured: dict[str, dict[str, Any]]) -> Iterator[Finding]:
             yield warning("bandwidth", f"{text} is very slow", hint)
         else:
             yield ok("bandwidth", text)
+
+
+def judge_links(measured: dict[str, dict[str, Any] | None]) -> Iterator[Finding]:
+    """A line for each kind of link, with what ``hpcfsdp plan --links`` reads."""
+    for name, where in (("within", "within a node"), ("between", "between nodes")):
+        link = measured.get(name)
+        if link is not None:
+            speed, latency = link["bytes_per_s"] / 1e9, link["latency_s"] * 1e6
+            yield ok("links", f"{where}: {speed:.2f} GB/s per rank, {latency:.1f} us a message ({link['ranks']} ranks)")
 
 
 def _interface(network: dict[str, Any], first: dict[str, Any]) -> str | None:

@@ -173,6 +173,7 @@ def groups_of(unit: PlannedUnit, setup: Setup) -> tuple[Group, ...]:
 def _group(members: Sequence[int], params: Sequence[Param], setup: Setup, dtype: torch.dtype, trained: bool) -> Group:
     dtypes = setup.precision.dtypes(dtype)
     layout: FlatLayout | RowLayout
+    stepped: tuple[int, ...]
     if setup.front == "class":
         layout = FlatLayout.plan(((p.fqn, p.shape, ()) for p in params), dtype, setup.shards, itemsize=dtypes.itemsize)
         stepped = (layout.shard_numel,)

@@ -88,6 +88,7 @@ def trace(
         outer=frozenset(outer | {step.index for step in steps if step.num_calls > 1}),
         checkpointed=checkpointed,
         compute=compute,
+        truths=recorder.meter.truths,
     )
 
 
@@ -135,15 +136,19 @@ class _Meter(_compat.TorchDispatchMode):
         live: bytes now.
         high: most bytes since it was last set.
         flops: operations since it was last set.
+        truths: truth values of tensors that the program has asked for, and which count as true.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.live = self.high = self.flops = 0
+        self.live = self.high = self.flops = self.truths = 0
         self._params = [param.untyped_storage() for param in params]  # which keeps their addresses
         self._known = {id(storage): 0 for storage in self._params}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _compat.READ_VALUE and args[0].is_meta and args[0].dtype == torch.bool:
+            self.truths += 1  # such as whether a mask masks nothing
+            return True
         found = func(*args, **(kwargs or {}))
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:

@@ -69,9 +69,16 @@ class Source:
         units = units_of(model, self.wrap)
         if self.loss_of is None:
             return without_activations(describe_units(model, [*units, model])[0], self.name)
-        options = {"name": self.name, "tokens": self.tokens, "compute": compute, "checkpointed": checkpointed}
         try:
-            return trace(model, units, self.loss_of, **options)
+            return trace(
+                model,
+                units,
+                self.loss_of,
+                name=self.name,
+                tokens=self.tokens,
+                compute=compute,
+                checkpointed=checkpointed,
+            )
         except UsageError:
             raise
         except Exception as error:
@@ -121,23 +128,33 @@ def from_shape(shape: ModelConfig, *, batch: int, name: str) -> Source:
 
 
 def from_factory(text: str, *, batch: int, sequence: int, wrap: Sequence[str] = ()) -> Source:
-    """A user's function, as ``package.module:function``, that returns a module, or a module and its inputs.
-
-    Inputs are a tensor, a tuple of arguments or a dict of keyword arguments; without them the model gets token ids
-    (`batch`, `sequence`) if it begins with an embedding, and only its parameters are planned otherwise. The loss is the
-    mean of the first floating-point tensor that it returns, or the output "loss".
+    """A user's function, as ``package.module:function``: see ``from_function``.
 
     Raises:
         UsageError: it cannot be imported or called, or returns something else.
     """
-    function = _imported(text)
-    made = _on_meta(function, text)
+    return from_function(_imported(text), name=text, batch=batch, sequence=sequence, wrap=wrap)
+
+
+def from_function(
+    function: Callable[[], Any], *, name: str, batch: int = 1, sequence: int = 4096, wrap: Sequence[str] = ()
+) -> Source:
+    """A function that returns a module, or a module and its inputs. It is called with meta as the default device.
+
+    Inputs are a tensor, a tuple of arguments or a dict of keyword arguments; without them the model gets token ids
+    (`batch`, `sequence`) if it has an embedding, and only its parameters are planned otherwise. The loss is the output
+    "loss" of the model, or the mean of the first floating-point tensor that it returns.
+
+    Raises:
+        UsageError: it raises an error, or returns something else.
+    """
+    made = _on_meta(function, name)
     inputs: Any = None
     if isinstance(made, tuple) and len(made) == 2:
         made, inputs = made
     if not isinstance(made, nn.Module):
         raise UsageError(
-            f"plan: --factory {text} returned a {type(made).__name__}: it must return a torch.nn.Module, or a module "
+            f"plan: --factory {name} returned a {type(made).__name__}: it must return a torch.nn.Module, or a module "
             "and its inputs"
         )
     note = ""
@@ -145,16 +162,17 @@ def from_factory(text: str, *, batch: int, sequence: int, wrap: Sequence[str] = 
         if any(isinstance(module, nn.Embedding) for module in made.modules()):
             inputs = torch.zeros(batch, sequence, dtype=torch.int64, device=META)
         else:
-            note = f"{text} returns no inputs: activations and computation are not counted"
+            note = f"{name} returns no inputs: activations and computation are not counted"
 
     def make() -> nn.Module:
-        again = _on_meta(function, text)
-        return again[0] if isinstance(again, tuple) else again
+        again = _on_meta(function, name)
+        module: nn.Module = again[0] if isinstance(again, tuple) else again
+        return module
 
     args, kwargs = _arguments(inputs)
     tokens = next((tensor.shape[:2].numel() for tensor in tensors_in((args, kwargs))), 0)
     step = None if inputs is None else lambda model: _any_loss(model(*args, **kwargs))
-    return Source(text, make, step, tokens if step else 0, tuple(wrap), note)
+    return Source(name, make, step, tokens if step else 0, tuple(wrap), note)
 
 
 def from_transformers(path: str, *, batch: int, sequence: int, wrap: Sequence[str] = ()) -> Source:
@@ -178,9 +196,10 @@ def from_transformers(path: str, *, batch: int, sequence: int, wrap: Sequence[st
         ) from None
 
     def make() -> nn.Module:
-        made = transformers.AutoModelForCausalLM.from_config(found, attn_implementation="sdpa", dtype=torch.float32)
-        made.config.use_cache = False
-        return made.train()
+        model = transformers.AutoModelForCausalLM
+        made: nn.Module = model.from_config(found, attn_implementation="sdpa", dtype=torch.float32).train()
+        found.use_cache = False
+        return made
 
     ids = torch.zeros(batch, sequence, dtype=torch.int64, device=META)
     longest = getattr(found, "max_position_embeddings", None)
@@ -235,7 +254,7 @@ def _imported(text: str) -> Callable[[], Any]:
         ) from error
     finally:
         sys.path[:] = before
-    found = getattr(module, name, None)
+    found: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(found):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise UsageError(

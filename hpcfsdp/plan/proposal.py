@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from hpcfsdp.errors import UsageError
+from hpcfsdp.errors import UsageError, nearest
 from hpcfsdp.plan import advice
 from hpcfsdp.plan.choice import SAME_TIME, Candidate, Limits, candidates, pick, way_out
-from hpcfsdp.plan.layouts import Setup
+from hpcfsdp.plan.layouts import STRATEGIES, Setup
 from hpcfsdp.plan.models import Source
 from hpcfsdp.plan.saving import Disk, Saving, saving
 from hpcfsdp.plan.timeline import Machine
@@ -74,6 +74,13 @@ class Proposal:
     saving: Saving
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What was assumed about the model."""
+        truths = self.workload.truths
+        asked = f"the step asks for {truths} truth value(s) of tensors, which count as true" if truths else ""
+        return tuple(filter(None, (self.request.source.note, asked)))
+
+    @property
     def tokens_per_s(self) -> float:
         """Of all ranks; 0 where the step is not known."""
         setup, seconds = self.best.setup, self.best.time.seconds
@@ -121,6 +128,11 @@ def _check(request: Request) -> None:
             f"plan: --ranks {request.ranks} is not a multiple of --ranks-per-node {per_node}: give whole nodes, for "
             f"example --ranks {-(-request.ranks // per_node) * per_node}"
         )
+    if request.strategy is not None and request.strategy not in STRATEGIES:
+        raise UsageError(
+            f"plan: there is no strategy {request.strategy!r}{nearest(request.strategy, STRATEGIES)}; take one of "
+            f"{', '.join(STRATEGIES)}"
+        )
     if request.memory_bytes <= 0 or not 0 <= request.headroom < 1:
         raise UsageError("plan: --device-memory must be positive, and --headroom from 0 to below 1")
 
@@ -158,7 +170,7 @@ def as_json(proposal: Proposal) -> dict[str, Any]:
             "tokens_per_rank": workload.tokens,
             "flops_per_rank": workload.flops * best.setup.accumulation,
             "saved_bytes": workload.saved_bytes,
-            "note": request.source.note,
+            "notes": list(proposal.notes),
         },
         "machine": {
             "ranks": request.ranks,

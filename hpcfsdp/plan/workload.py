@@ -54,11 +54,6 @@ class PlannedUnit:
         """Elements of all of them."""
         return sum(param.numel for param in self.params)
 
-    @cached_property
-    def likeness(self) -> tuple[Param, ...]:
-        """Equal for units whose layouts are equal."""
-        return self.params
-
 
 class Kind(Enum):
     """What an event is about."""
@@ -107,6 +102,7 @@ class Workload:
         outer: units that hold other units; their gradients are reduced at the end of the backward.
         checkpointed: whether units compute their forward again in the backward, and save their inputs alone.
         compute: the dtype of the computation; None for those of the parameters.
+        truths: truth values of tensors that the step asked for, and that counted as true.
     """
 
     name: str
@@ -117,6 +113,7 @@ class Workload:
     outer: frozenset[int] = frozenset()
     checkpointed: bool = False
     compute: torch.dtype | None = None
+    truths: int = 0
 
     @cached_property
     def numel(self) -> int:

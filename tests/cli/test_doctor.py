@@ -77,6 +77,11 @@ def test_two_ranks_give_one_report_with_bandwidth(hpcfsdp):
     speeds = {name: result["gb_per_s"] for name, result in measured.items()}
     assert speeds.pop("all-gather in shared memory") is None  # it moves nothing
     assert all(speed > 0 for speed in speeds.values())
+    links = report["facts"]["links"]
+    assert links["between"] is None
+    assert (links["within"]["ranks"], links["within"]["bytes"]) == (2, 8 << 20)
+    assert links["within"]["latency_s"] > 0 and links["within"]["bytes_per_s"] > 0
+    assert of(report, "links")["what"].startswith("within a node: ")
 
 
 def test_a_problem_on_many_ranks_is_printed_once_in_plain_text_and_ends_all_with_3(hpcfsdp):

@@ -80,6 +80,13 @@ def test_a_collective_that_moves_no_bytes_has_no_bandwidth():
     assert found.what == "all-gather in shared memory: 0.050 ms until 16 MiB from others can be read; no bytes move"
 
 
+def test_links():
+    link = {"latency_s": 5e-6, "bytes_per_s": 1.2e10, "ranks": 8, "bytes": 1 << 23}
+    found = list(traffic.judge_links({"within": None, "between": link}))
+    assert [(each.area, each.level) for each in found] == [("links", "ok")]
+    assert found[0].what == "between nodes: 12.00 GB/s per rank, 5.0 us a message (8 ranks)"
+
+
 def test_the_kind_of_shared_memory_is_read_from_the_maps():
     maps = """\
 7f0000000000-7f0000001000 rw-s 00000000 00:01 12 /memfd:hpcfsdp (deleted)

@@ -1,0 +1,113 @@
+"""Memory of a rank, next to sums by hand. tests/accelerator/test_plan.py compares it with a device."""
+
+import time
+
+import pytest
+import torch
+
+from hpcfsdp.errors import UsageError
+from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.plan.footprint import footprint
+from hpcfsdp.plan.layouts import Layouts, Precision, Setup
+from hpcfsdp.plan.workload import Param, PlannedUnit, without_activations
+
+MIB = 1 << 20
+
+
+def model_of(layers, numel=MIB, dtype=torch.float32, root=0):
+    """Units of one parameter, and a root of another one."""
+    units = [PlannedUnit(f"blocks.{n}", "Block", (Param("weight", (numel,), dtype),)) for n in range(layers)]
+    root_params = (Param("embed", (root,), dtype),) if root else ()
+    return without_activations([*units, PlannedUnit("", "Model", root_params)], "model")
+
+
+def test_shards_and_state_at_rest():
+    found = footprint(model_of(8), Setup(shards=4))
+    assert found.at_rest.bytes_by_kind["parameters"] == 8 * (MIB + 512)  # and a number for each parameter
+    assert found.at_rest.bytes_by_kind["optimizer"] == 2 * 8 * MIB
+    assert found.at_rest.bytes_by_kind["gradients"] == 0
+
+
+def test_two_units_are_gathered_in_turn():
+    found = footprint(model_of(8), Setup(shards=4, optimizer="sgd"))
+    assert max(moment.bytes_by_kind["gathered"] for moment in found.course) == 2 * 4 * MIB
+    # Of the last unit but one: the buffer is filled while its gradients wait on the leaf.
+    assert max(moment.bytes_by_kind["unit gradients"] for moment in found.course) == 2 * 4 * MIB
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"])
+def test_kept_units_are_all_gathered(strategy):
+    replicas = 2 if "HYBRID" in strategy else 1
+    found = footprint(model_of(8), Setup(strategy, 4, replicas))
+    assert max(moment.bytes_by_kind["gathered"] for moment in found.course) == 8 * 4 * MIB
+
+
+def test_the_root_stays_gathered():
+    found = footprint(model_of(2, root=4 * MIB), Setup(shards=4))
+    assert max(moment.bytes_by_kind["gathered"] for moment in found.course) == 16 * MIB + 2 * 4 * MIB
+
+
+def test_no_shard_gathers_nothing_unless_it_casts():
+    assert not any(m.bytes_by_kind["gathered"] for m in footprint(model_of(4), Setup("NO_SHARD", 1, 8)).course)
+    cast = footprint(model_of(4), Setup("NO_SHARD", 1, 8, precision=Precision(torch.bfloat16)))
+    assert max(moment.bytes_by_kind["gathered"] for moment in cast.course) == 4 * 2 * MIB
+
+
+@pytest.mark.parametrize("front", ["class", "fully_shard"])
+@pytest.mark.parametrize("ranks", [3, 7, 1000])
+def test_the_worst_rank_of_uneven_shards(front, ranks):
+    unit = PlannedUnit(
+        "", "Linear", (Param("weight", (1000, 37), torch.float32), Param("bias", (1000,), torch.float32))
+    )
+    ((group,),) = Layouts([unit], Setup(shards=ranks, front=front)).groups
+    rows = -(-1000 // ranks)
+    if front == "class":
+        layout = FlatLayout.plan([("weight", (1000, 37), ()), ("bias", (1000,), ())], torch.float32, ranks)
+        assert group.stepped == (layout.shard_numel,)
+        assert group.layout.shard_numel * ranks >= 38000
+    else:
+        assert group.stepped == (rows * 37, rows)
+        assert group.padded_numel == ranks * group.layout.shard_numel
+
+
+def test_offloaded_shards_are_in_host_memory():
+    found = footprint(model_of(8), Setup(shards=4, offload=True))
+    assert found.at_rest.bytes_by_kind["optimizer"] == 0
+    assert found.host == {
+        "parameters": 8 * MIB,
+        "optimizer": 16 * MIB,
+        "gradients": 8 * MIB,
+        "scratch": 8 * MIB,
+    }
+    assert found.at_rest.nbytes == 8 * 512
+
+
+def test_later_backwards_find_gradients():
+    one, two = (footprint(model_of(8), Setup(shards=4, accumulation=n)) for n in (1, 2))
+    assert two.course[0].bytes_by_kind["gradients"] == 8 * MIB > one.course[0].bytes_by_kind["gradients"]
+
+
+def test_many_ranks_take_no_longer_than_few():
+    began = time.perf_counter()
+    found = footprint(model_of(100), Setup(shards=1 << 20))
+    assert time.perf_counter() - began < 10  # a rank at a time would take hours
+    assert found.at_rest.bytes_by_kind["parameters"] == 100 * (512 + 512)
+
+
+def test_a_model_without_units():
+    found = footprint(model_of(0, root=MIB), Setup(shards=2))
+    assert found.peak.nbytes > found.at_rest.nbytes > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "ZERO"}, "there is no strategy 'ZERO'"),
+        ({"strategy": "NO_SHARD", "shards": 2}, "shards is 1"),
+        ({"shards": 0}, "positive"),
+        ({"optimizer": "lion"}, "unknown optimizer 'lion'"),
+    ],
+)
+def test_setups_that_do_not_exist(options, message):
+    with pytest.raises(UsageError, match=message):
+        Setup(**options)

@@ -1,0 +1,87 @@
+"""Schedules, next to sums by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hpcfsdp.plan.layouts import Setup
+from hpcfsdp.plan.links import Link, Links
+from hpcfsdp.plan.timeline import Machine, replay
+from hpcfsdp.plan.workload import Kind, Param, PlannedUnit, without_activations
+
+FREE = Link(0.0, 1e30, "given")
+NUMEL = 1 << 20
+
+
+def step_of(layers, flops):
+    """Equal units, each with as many operations in its forward as in its backward."""
+    units = [PlannedUnit(f"{n}", "Block", (Param("weight", (NUMEL,), torch.float32),)) for n in range(layers)]
+    made = without_activations([*units, PlannedUnit("", "Model", ())], "model")
+    events = tuple(
+        replace(event, flops=flops) if event.kind in (Kind.FORWARD, Kind.BACKWARD) and event.unit < layers else event
+        for event in made.events
+    )
+    return replace(made, events=events)
+
+
+def machine(gather_s=0.0, flops=1.0, ranks=2):
+    """One on which a gather of a unit takes so long."""
+    link = Link(0.0, 2 * NUMEL / gather_s, "given") if gather_s else FREE
+    return Machine(ranks, Links(link, FREE), flops, 1e30)
+
+
+def time_of(workload, setup, on):
+    return replay(workload, setup, on)[1]
+
+
+def test_computation_hides_communication():
+    """But for the first gathers of forward and backward, and the last reduction."""
+    found = time_of(step_of(8, 10), Setup(shards=2), machine(gather_s=1.0))
+    assert found.compute_s == 160
+    assert found.seconds == pytest.approx(163)
+    assert found.exposed_s == pytest.approx(3)
+
+
+def test_communication_hides_computation():
+    """Gathers of forward and backward one after the other; the last backward and its reduction follow."""
+    found = time_of(step_of(8, 0.5), Setup(shards=2), machine(gather_s=2.0))
+    assert found.gathers.calls == 16 and found.reductions.calls == 8
+    assert found.gathers.seconds == pytest.approx(32) and found.reductions.seconds == pytest.approx(16)
+    assert 32 + 2 <= found.seconds <= 32 + 2 + 8 * 0.5 + 1
+    assert found.exposed_s == pytest.approx(found.seconds - 8)
+
+
+def test_kept_values_are_gathered_once():
+    found = time_of(step_of(8, 1), Setup("SHARD_GRAD_OP", 2), machine(gather_s=1.0))
+    assert found.gathers.calls == 8
+    assert found.exposed_s < time_of(step_of(8, 1), Setup(shards=2), machine(gather_s=1.0)).exposed_s + 1e-9
+
+
+def test_replicas_reduce_shards():
+    found = time_of(step_of(4, 1), Setup("HYBRID_SHARD", 2, 4), machine())
+    assert found.replication.calls == 4
+    assert found.replication.between_bytes == pytest.approx(4 * 2 * (NUMEL // 2 * 4) * 3 / 4)
+    assert found.gathers.between_bytes == 0
+    alone = time_of(step_of(4, 1), Setup("NO_SHARD", 1, 8), machine())
+    assert (alone.gathers.calls, alone.replication.calls) == (0, 4)
+
+
+def test_a_buffer_waits_for_the_reduction_before():
+    """Reductions that take twice as long as a backward hold it up, one by one."""
+    links = Links(FREE, Link(0.0, 1e30, "given"))
+    slow = Machine(1, Links(FREE, Link(0.0, 2 * NUMEL / 2.0, "given")), 1.0, 1e30)
+    found = time_of(step_of(8, 1), Setup("SHARD_GRAD_OP", 2), slow)
+    assert found.seconds >= 8 * 2  # all reductions in turn
+    assert time_of(step_of(8, 1), Setup("SHARD_GRAD_OP", 2), Machine(1, links, 1.0, 1e30)).seconds == pytest.approx(16)
+
+
+def test_more_backwards_take_as_many_times_as_long():
+    one, four = (time_of(step_of(4, 1), Setup(shards=2, accumulation=n), machine(gather_s=0.5)) for n in (1, 4))
+    assert four.seconds == pytest.approx(4 * one.seconds)
+    assert four.traffic.calls == 4 * one.traffic.calls
+
+
+def test_the_optimizer_reads_and_writes_shards():
+    found = time_of(step_of(4, 1), Setup(shards=2), replace(machine(), memory_bytes_per_s=1e9))
+    assert found.optimizer_s == pytest.approx(4 * NUMEL / 2 * 4 * (6 + 1) / 1e9)
