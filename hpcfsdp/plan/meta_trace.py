@@ -331,14 +331,14 @@ class _RmsNorm(torch.autograd.Function):
     """RMSNorm by a kernel that saves its input and one number for each row."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:
         ctx.save_for_backward(
             x, x.new_empty(x.shape[:-dims], dtype=torch.float32), *([] if weight is None else [weight])
         )
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, _, *weight = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight[0]) if weight else None, None
 
@@ -347,7 +347,7 @@ class _Attention(torch.autograd.Function):
     """Attention by a kernel that saves its inputs, its output and one number for each row of scores."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         meter: _Meter,
         flops: int,
@@ -366,7 +366,7 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         query, key, value, *_ = ctx.saved_tensors
         ctx.meter.flops += 5 * ctx.flops // 2  # with the scores once more
         return None, None, torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
