@@ -90,12 +90,16 @@ SAME_TIME = 0.02
 
 
 def pick(found: Sequence[Candidate]) -> Candidate:
-    """The setup to take: of those that are about as fast, one whose copies lie on few ranks; then with least memory."""
+    """The setup to take, of those that are about as fast as the first.
+
+    That of one copy if it is among them: it takes the least memory, and no mesh. Otherwise one whose copies lie on the
+    fewest ranks, which depends least on the network.
+    """
     first = found[0]
     if not first.fits:
         return first
     alike = [each for each in found if each.fits and each.time.seconds <= (1 + SAME_TIME) * first.time.seconds]
-    return min(alike, key=lambda each: (each.setup.shards, each.footprint.peak.nbytes))
+    return min(alike, key=lambda each: (each.setup.replicas > 1, each.setup.shards, each.footprint.peak.nbytes))
 
 
 def _order(candidate: Candidate) -> tuple[bool, float, int, int]:

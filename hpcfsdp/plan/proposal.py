@@ -144,9 +144,10 @@ def _reason(best: Candidate, found: tuple[Candidate, ...], workload: Workload) -
     fastest = found[0].time.seconds
     parts = ["the fastest of those that fit"]
     if best.time.seconds > fastest:
-        parts = [f"within {SAME_TIME:.0%} of the fastest, and each copy lies on fewer nodes"]
+        better = "a single copy takes the least memory" if best.setup.replicas == 1 else "its copies lie on fewer ranks"
+        parts = [f"within {SAME_TIME:.0%} of the fastest, and {better}"]
     others = [each for each in found if each.setup.strategy == "FULL_SHARD" and each is not best and each.fits]
-    if others and best.setup.strategy != "FULL_SHARD":
+    if others and best.setup.replicas > 1:
         slower = others[0].time.seconds / best.time.seconds
         parts.append(f"FULL_SHARD over all ranks takes {slower:.2f}x as long")
     plain = [each for each in found if not each.checkpointed and each.setup == best.setup]

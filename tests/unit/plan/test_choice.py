@@ -1,0 +1,113 @@
+"""Setups to choose from, and the one that is chosen."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpcfsdp import plan
+from hpcfsdp.errors import UsageError
+from hpcfsdp.plan.links import GIB
+
+FAST = plan.Links(plan.link_of("360,3"), plan.link_of("44,6"))
+SLOW = plan.Links(plan.link_of("360,3"), plan.link_of("1,60"))
+SHAPE = plan.shape_of(2e8, 8)
+
+
+def request(links=FAST, ranks=32, memory=80 * GIB, sequence=512, **options):
+    source = plan.from_numbers(SHAPE, batch=1, sequence=sequence)
+    return plan.Request(source, ranks, plan.Machine(8, links, 400e12, 3e12), memory, **options)
+
+
+def test_slow_links_between_nodes_are_used_less():
+    """Gathered twice over nodes, parameters are sent more often than gradients of copies on each node."""
+    found = plan.propose(request(SLOW))
+    everywhere = next(each for each in found.all if each.setup.strategy == "FULL_SHARD" and not each.checkpointed)
+    assert everywhere.time.seconds > 1.5 * found.best.time.seconds
+    assert found.best.time.traffic.between_bytes < 0.7 * everywhere.time.traffic.between_bytes
+    hybrid = plan.propose(request(SLOW, strategy="HYBRID_SHARD"))
+    assert hybrid.best.setup.shards == 8
+    assert hybrid.best.time.gathers.between_bytes == 0
+
+
+def test_one_copy_is_taken_where_it_is_as_fast():
+    quick = plan.Links(plan.link_of("900,0"), plan.link_of("900,0"))
+    found = plan.propose(request(quick, sequence=4096))
+    assert (found.best.setup.strategy, found.best.setup.replicas) == ("FULL_SHARD", 1)
+
+
+def test_little_memory_needs_checkpointed_activations():
+    roomy = plan.propose(request(sequence=4096))
+    assert not roomy.best.checkpointed
+    peak = min(each.footprint.peak.nbytes for each in roomy.all if not each.checkpointed)
+    tight = plan.propose(request(sequence=4096, memory=peak))
+    assert tight.best.checkpointed and tight.best.fits
+    assert tight.best.footprint.peak.nbytes <= 0.9 * peak
+
+
+def test_what_is_missing_where_nothing_fits():
+    smallest = min(each.footprint.peak.nbytes for each in plan.propose(request(ranks=8)).all)
+    memory = smallest * 9 // 10
+    found = plan.propose(request(memory=memory, ranks=8, headroom=0.0))
+    assert found.missing_bytes == found.best.footprint.peak.nbytes - memory == smallest - memory
+    needed = next(int(text.split()[1]) for text in found.remarks if text.startswith("about "))
+    assert needed > 8 and needed % 8 == 0
+    assert plan.propose(request(memory=memory, ranks=needed, headroom=0.0)).best.fits
+    assert any("--offload" in text for text in found.remarks)
+
+
+def test_more_ranks_do_not_help_where_activations_do_not_fit():
+    found = plan.propose(request(memory=GIB // 8, sequence=4096, checkpointed=False))
+    assert "more ranks alone do not help: units and activations of one rank are too large" in found.remarks
+    assert any("--sequence" in text for text in found.remarks)
+
+
+def test_small_units_are_named():
+    slow = plan.Links(plan.link_of("360,300"), plan.link_of("44,300"))
+    found = plan.propose(request(slow, strategy="FULL_SHARD"))
+    (text,) = [text for text in found.remarks if "too small for 32 ranks" in text]
+    assert "units of DecoderBlock" in text and "make one unit of" in text
+
+
+def test_a_large_root_is_named():
+    source = plan.from_numbers(plan.shape_of(1e8, 4, width=256, vocabulary=150000), batch=1, sequence=64)
+    found = plan.propose(replace(request(strategy="FULL_SHARD"), source=source))
+    assert any("make its embedding and its head units of their own" in text for text in found.remarks)
+
+
+def test_a_model_of_one_unit_is_named():
+    import torch
+
+    def make():
+        return torch.nn.Linear(64, 64), torch.zeros(4, 64)
+
+    source = plan.from_function(make, name="linear")
+    assert any("the model is one unit" in text for text in plan.propose(replace(request(), source=source)).remarks)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 12}, "is not a multiple of --ranks-per-node 8"),
+        ({"shards": 5}, "--shard 5 does not divide the 32 ranks"),
+        ({"strategy": "NO_SHARD", "shards": 8}, "is not possible on 32 ranks"),
+        ({"headroom": 1.0}, "--headroom"),
+    ],
+)
+def test_impossible_requests(options, message):
+    with pytest.raises(UsageError, match=message):
+        plan.propose(request(**options))
+
+
+@pytest.mark.parametrize("front", ["class", "fully_shard"])
+def test_the_lines_of_a_program_are_python(front):
+    for strategy, shards in (("FULL_SHARD", None), ("_HYBRID_SHARD_ZERO2", 4)):
+        common = plan.Setup(front=front, offload=True)
+        found = plan.propose(request(strategy=strategy, shards=shards, common=common))
+        compile("\n".join(found.program), "program", "exec")
+
+
+def test_the_file_holds_each_value_once():
+    found = plan.propose(request(interval_s=600.0))
+    assert found.saving.nbytes == 3 * 4 * SHAPE.numel
+    assert found.saving.seconds == pytest.approx(found.saving.nbytes / (4 * 2e9))
+    assert found.saving.per_day == pytest.approx(86400 / (600 + found.saving.seconds))
