@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -243,14 +244,16 @@ def _print(proposal: Proposal) -> None:
     print_line()
     usable = request.memory_bytes * (1 - request.headroom)
     print_line(f"{'recommended' if best.fits else 'does not fit'}: {_described(best)}")
-    print_line(f"  {proposal.reason}")
+    for part in proposal.reason.split("; "):
+        print_line(f"  {part}")
     peak = readable_bytes(best.footprint.peak.nbytes)
     if best.fits:
         print_line(f"  takes {peak} of {readable_bytes(int(usable))} ({request.headroom:.0%} are left free)")
     else:
         print_line(f"  takes {peak}, {readable_bytes(proposal.missing_bytes)} more than may be used; it would help:")
     for remark in proposal.remarks:
-        print_line(f"  - {remark}")
+        for line in textwrap.wrap(remark, 80, initial_indent="  - ", subsequent_indent="    "):
+            print_line(line)
     print_line()
     for line in proposal.program:
         print_line(f"  {line}")

@@ -2,7 +2,7 @@
 
 The schedule follows the waits of ``docs/developers/streams.md``: a gather waits for the memory of the unit before the
 last, or in the backward for that of the last; a unit waits for its values; a buffer of gradients waits for the
-reduction of the one before.
+reduction of the one before. Collectives of several queues share the links, in the order of their calls.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class _Schedule(Replay):
                 known[id(unit.groups)] = self._cost_of(unit)
         self._costs = [known[id(unit.groups)] for unit in self.units]
         self._compute = self._gathers = self._reductions = self._replication = 0.0  # the clocks
+        self._within = self._between = 0.0  # until when links are busy
         self._busy = 0.0
         self._ready: dict[int, float] = {}
         self._used_until: dict[int, float] = {}
@@ -143,9 +144,19 @@ class _Schedule(Replay):
         self._busy += seconds
         self._compute += seconds
 
+    def _sent(self, ready_s: float, cost: Cost) -> float:
+        """When a collective ends that may begin at `ready_s`: as soon as its link has room."""
+        if cost.between_bytes:
+            begin = max(ready_s, self._between)
+            self._between = begin + cost.transfer_s
+        else:
+            begin = max(ready_s, self._within)
+            self._within = begin + cost.transfer_s
+        return begin + cost.seconds
+
     def on_gather(self, unit: ReplayedUnit) -> None:
         cost = self._costs[unit.index].gather
-        self._gathers += cost.seconds
+        self._gathers = self._sent(self._gathers, cost)
         self._ready[unit.index] = self._gathers
         self._sums[0] += cost
 
@@ -160,28 +171,24 @@ class _Schedule(Replay):
 
     def on_reduce(self, unit: ReplayedUnit, place: int) -> None:
         cost = self._costs[unit.index]
-        share = 1 / sum(group.trained for group in unit.groups)  # the groups of a unit are reduced one by one
         self._compute = max(self._compute, self._buffer_free.get(place, 0.0))
-        self._reductions = max(self._reductions, self._compute) + share * cost.reduce.seconds
+        share = 1 / sum(group.trained for group in unit.groups)  # the groups of a unit are reduced one by one
+        self._reductions = self._sent(max(self._reductions, self._compute), _times(cost.reduce, share))
         done = self._reductions
         if self.setup.replicas > 1:
-            if self.setup.shards > 1:
-                self._replication = max(self._replication, done) + share * cost.replicate.seconds
-                done = self._replication
-            else:
-                self._reductions += share * cost.replicate.seconds
-                done = self._reductions
+            done = self._sent(max(self._replication, done), _times(cost.replicate, share))
+            self._replication = done
         self._buffer_free[place] = done
         if place == min(index for index, group in enumerate(unit.groups) if group.trained):
             self._sums[1] += cost.reduce
             self._sums[2] += cost.replicate
 
 
-def _times(cost: Cost, count: int) -> Cost:
+def _times(cost: Cost, count: float) -> Cost:
     return Cost(
         count * cost.within_bytes,
         count * cost.between_bytes,
         count * cost.latency_s,
         count * cost.transfer_s,
-        count * cost.calls,
+        round(count * cost.calls),
     )

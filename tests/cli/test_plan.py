@@ -159,3 +159,34 @@ def test_what_is_refused(command, arguments, message):
     done = command("plan", *arguments)
     assert (done.code, done.stdout) == (2, "")
     assert message in done.stderr
+
+
+PAGE = (ROOT / "docs/how-to/plan.md").read_text()
+SHOWN = [
+    block for block in re.findall(r"^```console\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL) if "\nmodel " in block
+]
+
+
+@pytest.mark.parametrize("block", SHOWN, ids=["7B", "70B", "70B on few ranks"])
+def test_the_page_shows_what_is_printed(command, block):
+    first, *lines = block.splitlines()
+    done = command(*first.removeprefix("$ hpcfsdp ").split())
+    assert done.code == 0, done.stderr
+    assert [" ".join(line.split()) for line in done.stdout.splitlines()] == [" ".join(line.split()) for line in lines]
+
+
+def test_the_page_runs_in_python(capsys):
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    exec(compile(code, "plan.md", "exec"), {})
+    strategy, nbytes, *program = capsys.readouterr().out.splitlines()
+    assert strategy in "\n".join(program) and int(nbytes) > 1 << 30
+
+
+def test_the_page_names_each_link():
+    from hpcfsdp.plan.links import PRESETS
+
+    found = {
+        row[0]: (float(row[2]) * 1e-6, float(row[1]) * 1e9)
+        for row in re.findall(r"\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \|", PAGE)
+    }
+    assert found == {name: pytest.approx(link) for name, link in PRESETS.items()}

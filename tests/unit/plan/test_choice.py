@@ -22,8 +22,8 @@ def test_slow_links_between_nodes_are_used_less():
     """Gathered twice over nodes, parameters are sent more often than gradients of copies on each node."""
     found = plan.propose(request(SLOW))
     everywhere = next(each for each in found.all if each.setup.strategy == "FULL_SHARD" and not each.checkpointed)
-    assert everywhere.time.seconds > 1.5 * found.best.time.seconds
-    assert found.best.time.traffic.between_bytes < 0.7 * everywhere.time.traffic.between_bytes
+    assert everywhere.time.seconds > 1.2 * found.best.time.seconds
+    assert found.best.time.traffic.between_bytes < 0.8 * everywhere.time.traffic.between_bytes
     hybrid = plan.propose(request(SLOW, strategy="HYBRID_SHARD"))
     assert hybrid.best.setup.shards == 8
     assert hybrid.best.time.gathers.between_bytes == 0

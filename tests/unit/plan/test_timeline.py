@@ -44,11 +44,11 @@ def test_computation_hides_communication():
 
 
 def test_communication_hides_computation():
-    """Gathers of forward and backward one after the other; the last backward and its reduction follow."""
+    """Gathers of forward and backward, and reductions, one after the other on one link."""
     found = time_of(step_of(8, 0.5), Setup(shards=2), machine(gather_s=2.0))
     assert found.gathers.calls == 16 and found.reductions.calls == 8
     assert found.gathers.seconds == pytest.approx(32) and found.reductions.seconds == pytest.approx(16)
-    assert 32 + 2 <= found.seconds <= 32 + 2 + 8 * 0.5 + 1
+    assert 32 + 16 <= found.seconds <= 32 + 16 + 1
     assert found.exposed_s == pytest.approx(found.seconds - 8)
 
 
