@@ -19,6 +19,7 @@ from hpcfsdp.cli.reporting import print_json
 FAILING = {
     "bench": (["nothing"], "usage", 2),
     "ls": (["none.h5"], "missing", 1),
+    "plan": (["--ranks", "8"], "usage", 2),
     "doctor": (["--timeout", "0"], "usage", 2),
     "hang": (["none"], "usage", 2),
     "show": (["none.h5"], "missing", 1),
