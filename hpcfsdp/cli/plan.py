@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
 
     proposal = propose(request)
     if options.plot is not None:
-        from hpcfsdp.checkpoint.inspect.pictures import write_figure  # with matplotlib
+        from hpcfsdp.output.figure_file import write_figure  # with matplotlib
         from hpcfsdp.plan.drawing import draw  # the same
 
         write_figure(draw(proposal), options.plot)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpcfsdp.checkpoint.inspect.pictures import new_figure
+from hpcfsdp.output.figure_file import new_figure
 from hpcfsdp.plan.footprint import KINDS
 from hpcfsdp.plan.proposal import Proposal
+from hpcfsdp.terminal import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +19,8 @@ _MOST_BARS = 16
 
 def draw(proposal: Proposal) -> Figure:
     """A figure with two panels."""
-    figure = new_figure(proposal.workload.name, 12.0, 5.0)
+    figure = new_figure(12.0, 5.0)
+    figure.suptitle(shown(proposal.workload.name), parse_math=False)
     _draw_memory(figure.add_subplot(1, 2, 1), proposal)
     _draw_times(figure.add_subplot(1, 2, 2), proposal)
     return figure
