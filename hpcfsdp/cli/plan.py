@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcfsdp.cli.printing import Brief, print_table
-from hpcfsdp.cli.readable import plain_value, readable_bytes
+from hpcfsdp.cli.readable import plain_value
 from hpcfsdp.cli.reporting import Parser, print_json, print_line
 from hpcfsdp.errors import UsageError
+from hpcfsdp.output.wording import readable_bytes
 
 if TYPE_CHECKING:
     import torch
