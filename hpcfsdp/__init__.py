@@ -22,6 +22,7 @@ _PUBLIC = {
     "fully_shard": "hpcfsdp.fsdp2",
     "exit_requeue": "hpcfsdp.preempt",
     "mpi": "hpcfsdp.mpi",
+    "observe": "hpcfsdp.observe",
     "param_groups": "hpcfsdp.api.param_info",
     "param_info": "hpcfsdp.api.param_info",
     "preemption": "hpcfsdp.preempt",

@@ -6,6 +6,7 @@ from hpcfsdp import (
     fsdp as fsdp,
     fsdp2 as fsdp2,
     mpi as mpi,
+    observe as observe,
     wrap as wrap,
 )
 from hpcfsdp._version import __version__ as __version__

@@ -112,6 +112,23 @@ def record(stream: torch.Stream) -> torch.Event:
     return stream.record_event()
 
 
+def record_timed(stream: torch.Stream) -> torch.Event:
+    """The same, as an event that knows when that was."""
+    event = torch.Event(stream.device, enable_timing=True)
+    stream.record_event(event)
+    return event
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Bytes of torch's tensors on a device: now, and at their peak since ``reset_memory_peak``."""
+    return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+
+
+def reset_memory_peak(device: torch.device) -> None:
+    """Let the peak of ``memory_bytes`` be the present value."""
+    torch.accelerator.reset_peak_memory_stats(device)
+
+
 def new_pool(device: torch.device, allocator: Any) -> Any:
     """A pool of device memory that comes from an allocator of its own."""
     return torch.get_device_module(device).MemPool(allocator)

@@ -33,11 +33,11 @@ import statistics
 import sys
 
 folder, *ranks = sys.argv[1:]
-print("ranks\tsteps\tlast_loss\tmedian_bytes_per_s\tmin\tmax")
+print("ranks\tsteps\tlast_loss\tmedian_tokens_per_s\tmin\tmax")
 for count in ranks:
     with open(f"{folder}/{count}/metrics.jsonl") as file:
         steps = [record for record in map(json.loads, file) if record["kind"] == "train"]
-    speeds = [record["bytes_per_s"] for record in steps[2:]] or [steps[-1]["bytes_per_s"]]
+    speeds = [record["tokens_per_s"] for record in steps[2:]] or [steps[-1]["tokens_per_s"]]
     numbers = [f"{value:.0f}" for value in (statistics.median(speeds), min(speeds), max(speeds))]
     print(count, len(steps), f"{steps[-1]['loss']:.4f}", *numbers, sep="\t")
 PYTHON

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,27 @@ log = logging.getLogger("hpcfsdp.checkpoint")
 STAGING_BYTES = 4 << 30
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was committed.
+
+    Attributes:
+        path: of the file.
+        step: of the training.
+        nbytes: of the file.
+        seconds: from the call of ``save`` until the commit.
+        held_s: the part of it in which the program could not go on.
+        asynchronous: whether it went on meanwhile.
+    """
+
+    path: Path
+    step: int
+    nbytes: int
+    seconds: float
+    held_s: float
+    asynchronous: bool
+
+
 class CheckpointManager:
     """Saves checkpoints of a training to ``directory/step-<number>.h5``, removes old ones, and loads the newest.
 
@@ -64,6 +85,7 @@ class CheckpointManager:
         staging_bytes: int = STAGING_BYTES,
         writer: str = "posix",
         names: Sequence[str] | None = None,
+        on_saved: Callable[[Saved], None] | None = None,
         files: Files | None = None,
     ) -> None:
         """Not collective, but all ranks need the same arguments; touches no disk.
@@ -82,6 +104,8 @@ class CheckpointManager:
             writer: see ``save``; asynchronous saves support only "posix".
             names: patterns for the model's tensors to save and load, for example trained adapters; see ``save``. None:
                 all tensors.
+            on_saved: called on rank 0 after each commit, for example ``observe.Run.checkpoint``; in another thread if
+                saves are asynchronous.
             files: the disk operations, for tests.
 
         Raises:
@@ -105,6 +129,8 @@ class CheckpointManager:
         self._keep_last, self._keep_every = keep_last, keep_every
         self._asynchronous, self._staging_bytes = asynchronous, staging_bytes
         self._writer, self._names, self._files = writer, names, files or Files()
+        self._on_saved = on_saved
+        self._held_s = 0.0  # by the save in progress
         self._pending: PendingSave | None = None
         self._last: PendingSave | None = None  # its threads may still be running
         self._ring: Ring | None = None
@@ -156,7 +182,7 @@ class CheckpointManager:
         """
         self._check_open()
         self.wait()
-        began_s = time.perf_counter()
+        began_s, self._held_s = time.perf_counter(), 0.0
         given = SaveArguments(model, optimizer, step, extra, config, metrics, self._names)
         comm = communicator_of(model)
 
@@ -184,6 +210,7 @@ class CheckpointManager:
         self._last = pending
         pending.stage(tensors)
         self._pending = pending
+        self._held_s += time.perf_counter() - began_s
         return draft.path
 
     @public_call("CheckpointManager.step")
@@ -301,12 +328,14 @@ class CheckpointManager:
     def _advance(self, *, wait: bool) -> None:
         if self._pending is None:
             return
+        began_s = time.perf_counter()
         try:
             if wait:
                 self._pending.wait()
             else:
                 self._pending.advance()
         finally:
+            self._held_s += time.perf_counter() - began_s
             if self._pending.ended:
                 self._last, self._pending = self._pending, None
 
@@ -315,7 +344,9 @@ class CheckpointManager:
         seconds = time.perf_counter() - began_s
         self._has_saved = True
         try:
-            log.info("saved %s step=%d bytes=%d secs=%.2f", path, step, path.stat().st_size, seconds)
+            nbytes = path.stat().st_size
+            log.info("saved %s step=%d bytes=%d secs=%.2f", path, step, nbytes, seconds)
+            self._tell(Saved(path, step, nbytes, seconds, self._held_s or seconds, self._asynchronous))
             self._warn_of_higher(step)
             removal = retention.plan_removal(
                 self.directory, keep_last=self._keep_last, keep_every=self._keep_every, spare=(path,)
@@ -328,6 +359,14 @@ class CheckpointManager:
             self._sweep()
         except Exception as error:
             log.warning("old checkpoints were not removed: %s", error)
+
+    def _tell(self, saved: Saved) -> None:
+        if self._on_saved is None:
+            return
+        try:
+            self._on_saved(saved)
+        except Exception as error:  # as in removals: the file is safe
+            log.warning("on_saved has failed: %s: %s", type(error).__name__, error)
 
     def _warn_of_higher(self, step: int) -> None:
         newest = catalog.latest(self.directory)

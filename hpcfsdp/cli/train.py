@@ -1,6 +1,6 @@
 """``hpcfsdp train [run.yaml] [--section.key value]``: runs the program in examples/gpt.
 
-Adds the configuration, the folder of the run, its logs and metrics, signals, and exit codes.
+Adds the configuration, the folder of the run, its logs, signals, and exit codes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from hpcfsdp import config as configuration, env
 from hpcfsdp.cli.failure import end_together
 from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.examples.gpt.callbacks import Callbacks
-from hpcfsdp.examples.gpt.run_config import RunConfig, check
+from hpcfsdp.examples.gpt.run_config import RunConfig, check, trackers
 from hpcfsdp.launch.job import check_step, load_mpi
 from hpcfsdp.launch.lock import RunLock
 from hpcfsdp.output import log as logs
-from hpcfsdp.output.metrics import MetricsFile
 from hpcfsdp.output.progress_bar import Progress, step_progress
 from hpcfsdp.preempt import Preemption, exit_requeue, preemption
 
@@ -37,6 +36,7 @@ EXAMPLES = (
     "mpirun -n 4 hpcfsdp train                                         # the example's own settings",
     "mpirun -n 4 hpcfsdp train run.yaml --train.steps 1000             # a file, and a flag that overrides it",
     "srun --mpi=pmix hpcfsdp train --data.paths /my/texts --run_dir runs/mine",
+    "mpirun -n 4 hpcfsdp train --trace true --track tensorboard        # run_dir/trace.json; figures for TensorBoard",
     "hpcfsdp train --print_config > run.yaml                           # all keys with their defaults",
 )
 
@@ -90,9 +90,11 @@ def run(config: RunConfig, world: World, stop: Preemption) -> Outcome:
     """Collective over all ranks. Run the training that `config` describes, as the only job in the folder of the run."""
     from hpcfsdp.comm.agree import raise_together  # as above
     from hpcfsdp.examples.gpt.loop import Trainer
+    from hpcfsdp.observe.trackers import check_trackers
 
     with raise_together(world.host):
         check(config, world.size, world.num_nodes)
+        check_trackers(trackers(config))
     lock = RunLock(Path(config.run_dir))
     with raise_together(world.host), _writing_to(config.run_dir):
         if world.rank == 0:
@@ -101,17 +103,15 @@ def run(config: RunConfig, world: World, stop: Preemption) -> Outcome:
     try:
         return Trainer(config, world, stop, callbacks).run()
     finally:
-        callbacks.close()
         lock.release()
 
 
 class _Command(Callbacks):
-    """Writes the configuration and metrics of the run, and shows steps. Rank 0 holds the lock."""
+    """Writes the configuration of the run, and shows steps. Rank 0 holds the lock."""
 
     def __init__(self, config: RunConfig, world: World, lock: RunLock) -> None:
         self._config, self._world, self._lock = config, world, lock
-        self._shown: Progress | None = None
-        self._metrics: MetricsFile | None = None
+        self._shown = Progress()
 
     def before_save(self) -> None:
         from hpcfsdp.comm.agree import raise_together  # loads torch, after MPI
@@ -126,8 +126,6 @@ class _Command(Callbacks):
 
     @contextlib.contextmanager
     def steps(self, done: int, last: int) -> Iterator[None]:
-        if self._world.rank == 0:
-            self._metrics = MetricsFile(Path(self._config.run_dir, "metrics.jsonl"), resume_step=done)
         every = self._config.train.log_every
         with step_progress(log, self._world.rank, done + 1, last, every) as self._shown:
             yield
@@ -138,15 +136,9 @@ class _Command(Callbacks):
             self._shown.step(
                 record["step"],
                 f"loss {loss:.4f} ({loss / math.log(2):.3f} bits/byte) norm {record['grad_norm']:.3f} "
-                f"lr {record['lr']:.2e} {record['bytes_per_s']:.0f} bytes/s",
+                f"lr {record['lr']:.2e} {record['tokens_per_s']:.0f} tokens/s, "
+                f"{record['flop_utilisation']:.0%} of peak, {record['comm_share']:.0%} waiting",
             )
-        if self._metrics is not None:
-            self._metrics.write(record)
-
-    def close(self) -> None:
-        """Not collective. Close the file of metrics."""
-        if self._metrics is not None:
-            self._metrics.close()
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hpcfsdp import _compat
+from hpcfsdp import _compat, timeline
 from hpcfsdp.comm import waits
 from hpcfsdp.comm.waits import Watch
 from hpcfsdp.errors import CommunicationError, CrossedCallsError, HangError
@@ -79,6 +79,8 @@ class Running:
         self._in_inference_mode = torch.is_inference_mode_enabled()  # and so may be tensors that it writes to
         self.done = False
         """Whether it has ended, also with an error."""
+        self.ended_ns = 0
+        """When, by ``time.perf_counter_ns``, if the run is observed."""
         self._stepping = threading.Lock()
         events.ring.note(events.BEGIN, label)
         if threading.get_ident() not in _threads and not _compat.in_backward():  # autograd's threads take turns
@@ -129,6 +131,8 @@ class Running:
 
     def _wait(self, timeout_s: float, *, firm: bool, is_over: Callable[[], bool] | None = None) -> None:
         watch: Watch | None = None
+        recorder = timeline.recorder
+        begun_wait = recorder.begin_wait() if recorder is not None else None
         _awaited.add(self)
         try:
             for waited_s in self._waiting(is_over or self._is_done):
@@ -147,6 +151,8 @@ class Running:
             begun.set()
             if watch is not None:
                 watch.end(failed=self.failed)
+            if begun_wait is not None:
+                recorder.end_wait(begun_wait, self.label)
 
     def _is_done(self) -> bool:
         return self.done
@@ -192,6 +198,8 @@ class Running:
     def _finish(self, error: BaseException | None) -> None:
         self._error = error
         events.ring.note(events.END, self.label)
+        if timeline.recorder is not None:
+            self.ended_ns = time.perf_counter_ns()
         self._condition = None
         if self in _in_progress:
             _in_progress.remove(self)

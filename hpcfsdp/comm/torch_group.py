@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpcfsdp import _compat, accelerator
+from hpcfsdp import _compat, accelerator, timeline
 from hpcfsdp.comm.communicator import Communicator
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.comm.reduce import OptionalTensors, Reduction, Tensors, divide_, reduce_rows
@@ -76,14 +76,17 @@ class TorchGroupCommunicator(Communicator):
 
     def _barrier(self, async_op: bool) -> _Work | Finished | None:
         events.ring.note(events.BEGIN, "barrier")
-        return _ended(dist.barrier(self.group, async_op), async_op)
+        with timeline.waiting("barrier"):
+            return _ended(dist.barrier(self.group, async_op), async_op)
 
     def _labelled_barrier(self, label: str) -> None:
         digest = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=7).digest(), "little")
         mine = torch.tensor([digest], device=self.device)
         everyone = torch.empty(self.size, dtype=mine.dtype, device=self.device)
-        self.all_gather_into_tensor(everyone, mine)
-        if everyone.eq(mine).all():
+        with timeline.waiting(label):
+            self.all_gather_into_tensor(everyone, mine)
+            agree = bool(everyone.eq(mine).all())
+        if agree:
             return
         for peer, theirs in enumerate(self.all_gather_object(label)):
             if theirs != label:
@@ -209,7 +212,8 @@ class _Work:
         self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> None:
-        self._work.wait()
+        with timeline.waiting("collective of torch.distributed"):
+            self._work.wait()
         if self._finish is not None:
             with torch.no_grad():
                 self._finish()

@@ -38,6 +38,7 @@ class Values:
     """The gathered values of one unit's flat parameters.
 
     Attributes:
+        name: of the unit.
         gathers: the flat parameters that are not resident.
         takes_messages: whether other nodes send them to a CPU, while the program computes. The program runs ahead of a
             device by itself, and within a node a gather moves no bytes.
@@ -45,8 +46,9 @@ class Values:
         gathered: the event that the gather is done; changed by ``Context`` alone.
     """
 
-    def __init__(self, flats: Sequence[ShardedParams]) -> None:
+    def __init__(self, flats: Sequence[ShardedParams], name: str = "") -> None:
         self.flats = tuple(flats)
+        self.name = name
         self.gathers = tuple(flat for flat in self.flats if not flat.is_here)
         self.takes_messages = any(flat.comm.spans_nodes for flat in self.gathers)
         self.is_gathered = False
@@ -96,7 +98,7 @@ class Context:
         self.free_retired(keep=0 if ahead else 1, unless=values)
         for flat in values.gathers:
             gather = functools.partial(_gather, flat)
-            values.gathered = streams.launch(Queue.GATHER, gather, flat.finish_gather)
+            values.gathered = streams.launch(Queue.GATHER, gather, flat.finish_gather, label=values.name)
 
     def await_unshard(self, values: Values) -> None:
         """Have the leaves show the gathered values."""
@@ -388,14 +390,20 @@ class Reductions:
             grad.finish_reduce(own_buffer=own)
 
         if not grad.has_replicas:
-            event = streams.launch(Queue.REDUCE, begin, finish)
+            event = streams.launch(Queue.REDUCE, begin, finish, label=grad.name)
         elif streams.overlap:
-            event = streams.launch(Queue.REDUCE, begin, grad.add_partial)  # whose memory is that of REDUCE, too
+            # Whose memory is that of REDUCE, too.
+            event = streams.launch(Queue.REDUCE, begin, grad.add_partial, label=grad.name)
             slot.in_use += (grad.arriving,)  # its memory is that of REDUCE, which is done with it before REPLICATE
             streams.wait(Queue.REPLICATE, event, Wait.SHARD_REDUCED)
-            event = streams.launch(Queue.REPLICATE, lambda async_op: grad.reduce_over_replicas(label), finish)
+            event = streams.launch(
+                Queue.REPLICATE, lambda async_op: grad.reduce_over_replicas(label), finish, label=grad.name
+            )
         else:
             event = streams.launch(
-                Queue.REDUCE, begin, lambda: (grad.add_partial(), grad.reduce_over_replicas(label), finish())
+                Queue.REDUCE,
+                begin,
+                lambda: (grad.add_partial(), grad.reduce_over_replicas(label), finish()),
+                label=grad.name,
             )
         slot.event = self._last[grad] = event

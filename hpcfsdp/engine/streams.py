@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hpcfsdp import accelerator
+from hpcfsdp import accelerator, timeline
 from hpcfsdp.comm.communicator import Work
 from hpcfsdp.comm.progress import Finished, Running
 from hpcfsdp.errors import EngineError
@@ -67,8 +67,12 @@ class Streams(Protocol):
 
     overlap: bool
 
-    def launch(self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None) -> Any:
-        """Put work on a queue: `begin`, and `finish` when that is done. Returns the event that both are done."""
+    def launch(self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None, *, label: str = "") -> Any:
+        """Put work on a queue: `begin`, and `finish` when that is done. Returns the event that both are done.
+
+        Args:
+            label: what it works on, for a trace.
+        """
 
     def record(self, queue: Queue) -> Any:
         """The event that everything on the queue up to here is done."""
@@ -91,25 +95,41 @@ class HostStreams:
     def __init__(self) -> None:
         self._pending: dict[Queue, deque[_Pending]] = {queue: deque() for queue in Queue}
 
-    def launch(self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None) -> _Pending | None:
+    def launch(
+        self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None, *, label: str = ""
+    ) -> _Pending | None:
         waiting = self._pending[queue]
+        began_ns = time.perf_counter_ns() if timeline.recorder is not None else 0
         work = begin(True)
         work = None if isinstance(work, Finished) else work
         if work is None and not waiting:
             if finish is not None:
                 finish()
+            if timeline.recorder is not None:
+                timeline.recorder.add_span(queue.value, label, began_ns, time.perf_counter_ns())
             return None
-        waiting.append(_Pending(queue, work, finish))
+        waiting.append(_Pending(queue, work, finish, label, began_ns))
         return waiting[-1]
 
     def record(self, queue: Queue) -> _Pending | None:
         return self._pending[queue][-1] if self._pending[queue] else None
 
     def wait(self, queue: Queue, event: _Pending | None, why: Wait) -> None:
+        if event is None or event.done:
+            return
+        recorder = timeline.recorder
+        if recorder is None or not recorder.traces:
+            self._wait(event, why)
+            return
+        began_ns = time.perf_counter_ns()
+        self._wait(event, why)
+        recorder.add_span(timeline.WAITS, why.name, began_ns, time.perf_counter_ns())
+
+    def _wait(self, event: _Pending, why: Wait) -> None:
         if why is Wait.VALUES_GATHERED and self._wait_for_outputs(event):
             return
         # In order: `finish` may be collective.
-        while event is not None and not event.done:
+        while not event.done:
             first = self._pending[event.queue].popleft()
             first.done = True
             work, finish, first.work, first.finish = first.work, first.finish, None, None
@@ -117,14 +137,17 @@ class HostStreams:
                 work.wait()
             if finish is not None:
                 finish()
+            if timeline.recorder is not None and first.began_ns:
+                # Mostly it has ended before the program came to wait for it.
+                ended_ns = time.perf_counter_ns() if finish is not None else getattr(work, "ended_ns", 0)
+                ended_ns = ended_ns or time.perf_counter_ns()
+                timeline.recorder.add_span(first.queue.value, first.label, first.began_ns, ended_ns)
 
-    def _wait_for_outputs(self, event: _Pending | None) -> bool:
+    def _wait_for_outputs(self, event: _Pending) -> bool:
         """Wait until all that was put on a queue up to an event is written; others may still read what this rank sends.
 
         Returns False where only ``wait`` knows, or something is to be done with what was written.
         """
-        if event is None or event.done:
-            return True
         up_to = list(self._pending[event.queue])
         up_to = up_to[: up_to.index(event) + 1]
         if not all(isinstance(pending.work, Running) and pending.finish is None for pending in up_to):
@@ -153,10 +176,13 @@ class HostStreams:
 
 
 class _Pending:
-    __slots__ = ("done", "finish", "queue", "work")
+    __slots__ = ("began_ns", "done", "finish", "label", "queue", "work")
 
-    def __init__(self, queue: Queue, work: Work | None, finish: Callable[[], None] | None) -> None:
+    def __init__(
+        self, queue: Queue, work: Work | None, finish: Callable[[], None] | None, label: str, began_ns: int
+    ) -> None:
         self.queue, self.work, self.finish, self.done = queue, work, finish, False
+        self.label, self.began_ns = label, began_ns
 
 
 class DeviceStreams:
@@ -179,11 +205,17 @@ class DeviceStreams:
         if watched is not None:
             watched.add_probe(weakref.WeakMethod(self.longest_wait))
 
-    def launch(self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None) -> torch.Event:
+    def launch(
+        self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None, *, label: str = ""
+    ) -> torch.Event:
+        recorder = self._recorder if timeline.recorder is not None else None
         with accelerator.on(self._stream(queue)):
+            began = recorder.now(self._stream(queue)) if recorder is not None and recorder.traces else None
             begin(False)
             if finish is not None:
                 finish()
+            if began is not None:
+                recorder.add_span(queue.value, label, began, recorder.now(self._stream(queue)))
             event = self.record(queue)
         self._launched[queue] = event, time.monotonic()
         return event
@@ -200,11 +232,15 @@ class DeviceStreams:
         return accelerator.record(self._stream(queue))
 
     def wait(self, queue: Queue, event: torch.Event | None, why: Wait) -> None:
-        del why
         if event is None:
             return
+        recorder = self._recorder if timeline.recorder is not None else None
         if queue is Queue.HOST:
-            event.synchronize()
+            with timeline.waiting(why.name):
+                event.synchronize()
+        elif recorder is not None and (queue is Queue.COMPUTE or recorder.traces):
+            compute = queue is Queue.COMPUTE
+            recorder.queue_waits(queue.value, why.name, self._stream(queue), event, counts=compute)
         else:
             self._stream(queue).wait_event(event)
 
@@ -214,6 +250,12 @@ class DeviceStreams:
     def drain(self) -> None:
         for stream in self._streams.values():  # the program waits too: it may free or write host memory next
             stream.synchronize()
+
+    @property
+    def _recorder(self) -> timeline.Recorder | None:
+        """The recorder, if it reads the times of this device."""
+        recorder = timeline.recorder
+        return recorder if recorder is not None and recorder.device == self._device else None
 
     def _stream(self, queue: Queue) -> torch.Stream:
         return self._streams.get(queue) or accelerator.current_stream(self._device)

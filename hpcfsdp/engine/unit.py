@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hpcfsdp import _compat
+from hpcfsdp import _compat, timeline
 from hpcfsdp.engine.call import Call, Leaf
 from hpcfsdp.engine.containers import tensors_in
 from hpcfsdp.engine.context import Context, Values
@@ -107,7 +107,7 @@ class Unit:
     def hold(self, flats: Sequence[ShardedParams]) -> None:
         """Not collective, at rest, without a root. Own these flat parameters, and no others."""
         self.flats = tuple(flats)
-        self.values = Values(self.flats)
+        self.values = Values(self.flats, self.name)
         self.grads = tuple(FlatGrad(flat, self.reduce_options) for flat in self.flats if flat.is_differentiable)
         self.keeps_back = self._keeps_back
         self._hooked.clear()
@@ -390,6 +390,8 @@ class Unit:
                 f"{self.name}: cannot go from {self.phase.value} to {phase.value}; a unit may be called several times "
                 "in a step, but not from inside of its own forward"
             )
+        if timeline.recorder is not None:
+            timeline.recorder.change_phase(self.name, self.phase.value, phase.value)
         self.phase = phase
 
     def _forget_calls(self) -> None:

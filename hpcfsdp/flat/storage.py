@@ -8,6 +8,7 @@ from math import prod
 
 import torch
 
+from hpcfsdp import timeline
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work, segment
 from hpcfsdp.errors import EngineError
@@ -121,7 +122,9 @@ class Transient(Buffer):
     def alloc(self) -> None:
         """Not collective. Allocate the memory, unless it is there."""
         with self._comm.gathering_memory():
-            alloc_storage(self.full, self.full.numel())
+            changed = alloc_storage(self.full, self.full.numel())
+        if changed and timeline.recorder is not None:
+            timeline.recorder.count_gathered(self.full.numel() * self.full.element_size())
 
     def gather(self, shard: torch.Tensor, *, async_op: bool) -> Work | None:
         self.alloc()
@@ -135,7 +138,8 @@ class Transient(Buffer):
         return self._comm.all_gather_into_tensor(self.full, ready, async_op=async_op)
 
     def free(self) -> None:
-        free_storage(self.full)
+        if free_storage(self.full) and timeline.recorder is not None:
+            timeline.recorder.count_gathered(-self.full.numel() * self.full.element_size())
 
 
 class Resident(Buffer):

@@ -18,4 +18,4 @@ class Callbacks:
         return contextlib.nullcontext()
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Handle the figures of a step (its "kind" is "train"), or of the evaluation ("held_out")."""
+        """Handle a record of ``observe.Run``: the figures of a step ("train"), or of the evaluation ("held_out")."""

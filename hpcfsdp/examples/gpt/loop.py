@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hpcfsdp import Preemption, World, checkpoint
+from hpcfsdp import Preemption, World, checkpoint, observe
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, DataError, HpcfsdpError, UsageError
 from hpcfsdp.examples.gpt import data
 from hpcfsdp.examples.gpt.callbacks import Callbacks
@@ -29,6 +29,7 @@ from hpcfsdp.examples.gpt.run_config import (
     changes,
     data_paths,
     num_replicas,
+    trackers,
 )
 from hpcfsdp.examples.gpt.schedule import learning_rate
 from hpcfsdp.examples.gpt.transformer import GPT, count_elements
@@ -38,9 +39,6 @@ Result = TypeVar("Result")
 log = logging.getLogger("hpcfsdp.train")
 data_log = logging.getLogger("hpcfsdp.data")
 checkpoint_log = logging.getLogger("hpcfsdp.checkpoint")
-
-CURVES = ("loss", "grad_norm", "lr")
-"""Figures of every step that each checkpoint holds from the first step on."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Trainer:
         self.run_dir = Path(config.run_dir)
         self.window = config.model.context + 1
         self.step = 0
-        self.curves: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in CURVES}
+        self.observed: observe.Run | None = None
         # Rank 0 looks for all: one walk through the folders, and one view of a shared file system.
         self.newest, self.split = on_rank_0(world, self._look)
         self.corpus = data.Corpus(self.split.train)
@@ -82,6 +80,7 @@ class Trainer:
             keep_last=config.checkpoint.keep_last or None,
             keep_every=config.checkpoint.keep_every or None,
             asynchronous=config.checkpoint.asynchronous,
+            on_saved=lambda saved: self.observed.checkpoint(saved) if self.observed is not None else None,
         )
         self._resume()
         callbacks.before_save()
@@ -92,41 +91,64 @@ class Trainer:
         last = min(loop.steps, self.step + loop.run_steps) if loop.run_steps else loop.steps
         if self.step >= last:
             log.warning("all %d steps are done already; raise train.steps to go on", loop.steps)
-        stopped, began = False, time.perf_counter()
+        stopped = False
         try:
-            with self.manager, self.callbacks.steps(self.step, last):
-                while self.step < last and not stopped:
-                    loss, norm, rate = self._train_step()
-                    seconds, began = time.perf_counter() - began, time.perf_counter()
-                    self._record(loss, norm, rate, seconds)
-                    self.manager.step()
-                    stopped = self.stop.requested(self.step)
-                    if self.step == last or stopped or (every and self.step % every == 0):
-                        self.save()
-            if stopped:
-                log.warning("stopped after step %d: %s; the checkpoint is complete", self.step, self.stop.reason)
-                return Outcome(self.step, self.newest, None, self.stop.reason)
-            held_out = self._evaluate()
-            self.callbacks.record({"step": self.step, "kind": "held_out", **asdict(held_out)})
-            return Outcome(self.step, self.newest, held_out, "")
+            with self._observe() as observed:
+                with self.manager, self.callbacks.steps(self.step, last):
+                    while self.step < last and not stopped:
+                        loss, norm, rate, tokens = self._train_step()
+                        observed.step(loss=loss, reduce=False, tokens=tokens, grad_norm=norm, lr=rate)
+                        self.manager.step()
+                        stopped = self.stop.requested(self.step)
+                        if self.step == last or stopped or (every and self.step % every == 0):
+                            self.save()
+                if stopped:
+                    log.warning("stopped after step %d: %s; the checkpoint is complete", self.step, self.stop.reason)
+                    observed.event("signal", reason=self.stop.reason)
+                    observed.close("stopped", self.stop.reason)
+                    return Outcome(self.step, self.newest, None, self.stop.reason)
+                held_out = self._evaluate()
+                observed.record("held_out", **asdict(held_out))
+                return Outcome(self.step, self.newest, held_out, "")
         finally:
             self.corpus.close()
 
     def save(self) -> None:
         """Save a checkpoint of the current step, unless parameters are not finite."""
         self._check_finite()
-        self.callbacks.before_save()
-        self.newest = self.manager.save(
-            self.step,
+        with self.observed.paused():
+            self.callbacks.before_save()
+            self.newest = self.manager.save(
+                self.step,
+                model=self.model,
+                optimizer=self.optimizer,
+                extra={"data": {"samples": self.step * self.config.train.batch, "corpus": self.split.fingerprint}},
+                config=asdict(self.config),
+                metrics=self.observed.series(),
+            )
+
+    def _observe(self) -> observe.Run:
+        """The figures of the steps that follow."""
+        config, shape = self.config.observe, self.config.model
+        # A query attends to half of the context on average; a forward and backward multiply by keys and by values.
+        attention = 6 * shape.layers * shape.context * shape.width
+        self.observed = observe.Run(
+            self.run_dir,
             model=self.model,
             optimizer=self.optimizer,
-            extra={"data": {"samples": self.step * self.config.train.batch, "corpus": self.split.fingerprint}},
-            config=asdict(self.config),
-            metrics=self.curves,
+            resume_step=self.step,
+            resumed_from=self.newest,
+            every=config.every,
+            flops_per_token=6 * count_elements(shape) + attention,
+            peak_flops=config.peak_flops or None,
+            trace=range(config.trace_from, config.trace_from + config.trace_steps) if self.config.trace else False,
+            trackers=trackers(self.config),
+            on_record=self.callbacks.record,
         )
+        return self.observed
 
-    def _train_step(self) -> tuple[float, float, float]:
-        """One optimizer step: loss in nats per byte, gradient norm, learning rate."""
+    def _train_step(self) -> tuple[float, float, float, int]:
+        """One optimizer step: loss in nats per byte, gradient norm, learning rate, bytes of this rank."""
         config, share = self.config, self.share
         # Each part of the data has its own dropout masks; ranks that compute with the same part need the same masks.
         torch.manual_seed(data.mask_seed(config.seed, self.step, share.rank))
@@ -134,7 +156,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         predicted = config.train.batch * config.model.context
-        nats = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        nats, own = torch.zeros((), dtype=torch.float64, device=self.world.device), 0
         for samples in data.share(self.step, config.train.batch, config.train.accumulation, share.rank, share.size):
             ids = self._batch(samples)
             logits = self.model(ids[:, :-1])
@@ -143,6 +165,7 @@ class Trainer:
             # have different numbers of sequences.
             (loss * (share.size / predicted)).backward()
             nats += loss.detach().double()
+            own += logits.shape[0] * config.model.context
         norm = self.model.clip_grad_norm_(config.optim.clip_norm or math.inf)
         self.world.communicator.all_reduce(nats, "sum")
         # The only point of a step where the host waits for a device: no optimizer steps before the figures are known.
@@ -153,21 +176,12 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        return mean, norm, rate
+        return mean, norm, rate, own
 
     def _batch(self, samples: range) -> torch.Tensor:
         starts = [data.train_window(self.config.seed, s, len(self.corpus), self.window) for s in samples]
         rows = [self.corpus.read(start, self.window) for start in starts]
         return to_device(np.stack(rows), self.world.device)
-
-    def _record(self, loss: float, norm: float, rate: float, seconds: float) -> None:
-        record = {"step": self.step, "kind": "train", "loss": loss, "grad_norm": norm, "lr": rate}
-        record["seconds"] = round(seconds, 6)
-        record["bytes_per_s"] = round(self.config.train.batch * self.config.model.context / seconds, 1)
-        for name, (steps, values) in self.curves.items():
-            steps.append(self.step)
-            values.append(record[name])
-        self.callbacks.record(record)
 
     def _check_finite(self) -> None:
         # The loss shows it one step later, when the checkpoint to go back to would hold it already.
@@ -259,15 +273,8 @@ class Trainer:
         self.step, self.newest = info.step, info.path
         seconds = time.perf_counter() - began
         checkpoint_log.info("loaded %s step=%d ranks=%d secs=%.2f", info.path, info.step, info.world_size, seconds)
-        on_rank_0(self.world, lambda: self._resume_curves(info.path))  # checkpoints hold those of rank 0
         for group in self.optimizer.param_groups:  # the checkpoint has brought its own
             group.update(adamw_options(self.config.optim))
-
-    def _resume_curves(self, path: Path) -> None:
-        found = checkpoint.open_index(path).metrics
-        for name in set(CURVES) & set(found):
-            steps, values = found[name]
-            self.curves[name] = steps.tolist(), values.tolist()
 
     def _ranks(self) -> str:
         text = f"{self.world.size} rank(s)"

@@ -103,6 +103,20 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ObserveConfig:
+    """Figures of the run, in run_dir/metrics.jsonl."""
+
+    every: int = 1
+    """Steps in a record, which has their means."""
+    peak_flops: float = 0.0
+    """Operations per second of one rank's device at most, for flop_utilisation; 0: those of a large matrix product."""
+    trace_from: int = 3
+    """The first step that --trace records, counted from the start of the job."""
+    trace_steps: int = 3
+    """How many it records."""
+
+
+@dataclass(frozen=True)
 class MeshConfig:
     """How ranks share the model: replicate x shard x tensor ranks, where shard is what the other two leave."""
 
@@ -117,13 +131,17 @@ class RunConfig:
     """A training run."""
 
     run_dir: str = "runs/quickstart"
-    """Folder of this run: config.yaml, metrics.jsonl, logs/, checkpoints/."""
+    """Folder of this run: config.yaml, metrics.jsonl, events.jsonl, logs/, checkpoints/."""
     take_over: bool = False
     """Train in run_dir even if another job seems to train there. That job stops at its next save."""
     device: str = "auto"
     """auto, cpu, or the type of an accelerator, such as cuda."""
     seed: int = 0
     """Of initial values, of the order of the data, and of dropout."""
+    track: list[str] | str = field(default_factory=list)
+    """Give the figures to these trackers, too: tensorboard, wandb."""
+    trace: bool = False
+    """Write run_dir/trace.json: what units and queues of all ranks do in a few steps, for ui.perfetto.dev."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -131,16 +149,19 @@ class RunConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
 
 
 _POSITIVE = (
     *("model.layers", "model.width", "model.heads", "model.context"),
     *("train.steps", "train.batch", "train.accumulation", "train.log_every"),
     *("mesh.tensor", "mesh.replicate", "eval.bytes", "optim.lr"),
+    *("observe.every", "observe.trace_from", "observe.trace_steps"),
 )
 _NOT_NEGATIVE = (
     *("train.run_steps", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every"),
     *("optim.warmup_steps", "optim.clip_norm", "optim.min_lr", "optim.weight_decay", "seed"),
+    "observe.peak_flops",
 )
 OF_THE_MODEL = ("model.layers", "model.width", "model.heads", "model.context")
 """A checkpoint with another value of one of these is of another model."""
@@ -152,6 +173,7 @@ OF_THE_TRAINING = (
 _OF_A_JOB = (
     *("run_dir", "take_over", "device", "data.paths", "train.run_steps", "train.log_every"),
     *("checkpoint.resume", "checkpoint.resume_changed"),
+    *("track", "trace", "observe.every", "observe.peak_flops", "observe.trace_from", "observe.trace_steps"),
 )
 _FRACTIONS = ("model.dropout", "optim.beta1", "optim.beta2")
 
@@ -159,6 +181,11 @@ _FRACTIONS = ("model.dropout", "optim.beta1", "optim.beta2")
 def data_paths(config: DataConfig) -> list[str]:
     """The paths as a list; users may give a single one without a list."""
     return [config.paths] if isinstance(config.paths, str) else list(config.paths)
+
+
+def trackers(config: RunConfig) -> list[str]:
+    """The trackers as a list; users may give a single one without a list."""
+    return [config.track] if isinstance(config.track, str) else list(config.track)
 
 
 def num_replicas(config: MeshConfig, num_nodes: int) -> int:

@@ -136,6 +136,7 @@ class RecordingStreams:
         begin: Begin,
         finish: Callable[[], None] | None = None,
         *,
+        label: str = "",
         reads: Iterable[Place] = (),
         writes: Iterable[Place] = (),
     ) -> Event:

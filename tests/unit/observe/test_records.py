@@ -1,6 +1,6 @@
 import json
 
-from hpcfsdp.output.metrics import MetricsFile
+from hpcfsdp.observe.records import MetricsFile
 
 
 def steps(path):

@@ -1,0 +1,268 @@
+"""The figures of some steps: what a rank adds up, how ranks reduce it in two small messages, and the record of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hpcfsdp import _compat, accelerator
+from hpcfsdp.comm import Communicator
+from hpcfsdp.errors import UsageError
+from hpcfsdp.observe.records import finite, utc_now
+from hpcfsdp.timeline import Stretch
+
+SERIES = ("loss", "grad_norm", "lr", "tokens_per_s", "comm_share", "flop_utilisation", "memory_peak_bytes")
+"""Figures that checkpoints hold as curves."""
+
+_RANK_BITS = 22
+"""A rank is packed below a number, so that the maximum of both is the largest number and its rank."""
+_SHARE = 10**6
+_RESERVED = {
+    *("step", "kind", "date", "seconds", "tokens_per_s", "flop_utilisation", "comm_share", "comm_share_max"),
+    *("busy_s_mean", "busy_s_max", "straggler", "memory", "restart", "steps", "not_finite"),
+}
+
+
+def pack(number: float, rank: int) -> int:
+    """A number >= 0, rounded down to a whole one below 2**41, and a rank."""
+    return min(max(int(number), 0), (1 << 63 - _RANK_BITS) - 1) << _RANK_BITS | rank
+
+
+def unpack(packed: int) -> tuple[int, int]:
+    """The number and the rank."""
+    return packed >> _RANK_BITS, packed & ((1 << _RANK_BITS) - 1)
+
+
+class Sums:
+    """What the program gives in some steps, added up on this rank.
+
+    Attributes:
+        steps: how many.
+        tokens: None where the program gives none.
+    """
+
+    def __init__(self, *, keeps_on_device: bool) -> None:
+        """
+        Args:
+            keeps_on_device: numbers on a device are read later; otherwise at once, which waits for the device.
+        """
+        self._keeps = keeps_on_device
+        self.steps = 0
+        self.tokens: float | None = None
+        self.is_reduced = False
+        self._weight = 0.0
+        self._sums: dict[str, Any] = {}  # floats, and 0-d float64 tensors on a device
+        self._latest: dict[str, Any] = {}
+        self._host: torch.Tensor | None = None
+        self._on_device: list[str] = []
+
+    def add(self, loss: Any, tokens: float | None, lr: Any, values: Mapping[str, Any], *, reduce: bool) -> None:
+        """Add a step. `loss` counts by its tokens, and is the same on all ranks unless it is to be reduced."""
+        self.steps += 1
+        self.is_reduced = not reduce
+        if tokens is not None:
+            self.tokens = (self.tokens or 0.0) + float(tokens)
+        if loss is not None:
+            weight = 1.0 if tokens is None or not reduce else float(tokens)
+            self._weight += weight
+            self._sums["loss"] = self._sums.get("loss", 0.0) + scalar("loss", loss, self._keeps) * weight
+        if lr is not None:
+            self._latest["lr"] = scalar("lr", lr, self._keeps)
+        for name, value in values.items():
+            if value is not None:
+                self._sums[name] = self._sums.get(name, 0.0) + scalar(name, value, self._keeps)
+
+    def send_to_host(self) -> None:
+        """Not collective. Begin to copy what is on a device; ``read`` after that work is done."""
+        merged = {**self._sums, **self._latest}
+        self._on_device = [name for name, value in merged.items() if isinstance(value, torch.Tensor)]
+        if self._on_device:
+            stacked = torch.stack([merged[name] for name in self._on_device])
+            self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+            self._host.copy_(stacked, non_blocking=True)
+
+    def read(self) -> Read:
+        """The numbers."""
+        merged = {**self._sums, **self._latest}
+        if self._host is not None:
+            merged |= dict(zip(self._on_device, self._host.tolist(), strict=True))
+        loss = merged.pop("loss", None)
+        values = {name: value if name in self._latest else value / self.steps for name, value in merged.items()}
+        return Read(self.steps, loss, self._weight, self.tokens, self.is_reduced, values)
+
+
+@dataclass(frozen=True)
+class Read:
+    """The sums of a rank as numbers.
+
+    Attributes:
+        loss: the sum of losses times their weights; None where the program gives none.
+        values: means over the steps, and the latest learning rate.
+    """
+
+    steps: int
+    loss: float | None
+    weight: float
+    tokens: float | None
+    is_reduced: bool
+    values: dict[str, float]
+
+
+def scalar(name: str, value: Any, keep_on_device: bool = False) -> Any:
+    """A number as float; if asked for, a tensor on a device as a 0-d float64 tensor of its own memory.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(value, torch.Tensor):
+        if _compat.local_of(value) is not value:
+            raise UsageError(f"observe: {name} is a DTensor, a part of which is on each rank: give .full_tensor()")
+        if value.numel() != 1:
+            raise UsageError(f"observe: {name} must be one number, but has the shape {tuple(value.shape)}")
+        if keep_on_device and accelerator.is_accelerator(value.device):
+            return value.detach().reshape(()).double().clone()
+        return float(value.detach())
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"observe: {name} must be a number, not {type(value).__name__}") from None
+
+
+def check_names(values: Mapping[str, Any]) -> None:
+    """Raise a UsageError for a name that a record has for something else."""
+    for name in values:
+        if name in _RESERVED:
+            raise UsageError(f"observe: {name!r} is a figure of every record: give yours another name")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What stays the same in a run.
+
+    Attributes:
+        rank: of the world.
+        copies: ranks that compute with the same tokens.
+        flops_per_token: None where it is not known.
+        peak_flops: of all ranks together; 0 where it is not known.
+        hosts: by rank of the world, on rank 0 alone.
+    """
+
+    rank: int
+    copies: int
+    flops_per_token: float | None
+    peak_flops: float
+    hosts: Mapping[int, str]
+
+
+class Reduction:
+    """The figures of all ranks. Creating one is collective, and waits for no rank."""
+
+    def __init__(
+        self, comm: Communicator, step: int, sums: Read, stretch: Stretch, memory: tuple[int, int], facts: Facts
+    ) -> None:
+        """
+        Args:
+            memory: bytes now and at the peak.
+        """
+        self.step, self.sums, self._facts, self._size = step, sums, facts, comm.size
+        seconds, waited_s = stretch.read()
+        seconds, waited_s = seconds / sums.steps, waited_s / sums.steps
+        share, busy_s = waited_s / seconds, seconds - waited_s
+        loss = sums.loss if sums.loss is not None and not sums.is_reduced else 0.0
+        tokens = (sums.tokens or 0.0) / facts.copies / sums.steps
+        added = [loss, sums.weight, tokens, seconds, share, busy_s]
+        now, peak = memory
+        largest = [
+            pack(busy_s * 1e6, facts.rank),
+            pack(share * _SHARE, facts.rank),
+            pack(peak >> 10, facts.rank),
+            pack(now >> 10, facts.rank),
+        ]
+        self._added = torch.tensor(added, dtype=torch.float64, device=comm.device)
+        self._largest = torch.tensor(largest, dtype=torch.int64, device=comm.device)
+        label = f"figures of step {step}"
+        self._work = [
+            comm.all_reduce(self._added, "sum", label=label, async_op=True),
+            comm.all_reduce(self._largest, "max", label=label, async_op=True),
+        ]
+
+    def record(self) -> dict[str, Any]:
+        """The record, without memory by kind. Waits for the other ranks."""
+        for work in self._work:
+            if work is not None:
+                work.wait()
+        loss, weight, tokens, seconds, share, busy_s = self._added.tolist()
+        seconds, share, busy_s = (each / self._size for each in (seconds, share, busy_s))
+        busiest, most_waiting, peak, now = (unpack(each) for each in self._largest.tolist())
+        sums, facts = self.sums, self._facts
+        record: dict[str, Any] = {"step": self.step, "kind": "train", "date": utc_now()}
+        if sums.steps > 1:
+            record["steps"] = sums.steps
+        if sums.loss is not None:
+            mean = sums.loss / sums.weight if sums.is_reduced else loss / weight if weight else math.nan
+            record["loss"] = mean
+        record |= sums.values
+        record["seconds"] = round(seconds, 6)
+        if sums.tokens is not None:
+            record["tokens"], record["tokens_per_s"] = round(tokens), round(tokens / seconds, 1)
+            if facts.flops_per_token and facts.peak_flops:
+                record["flop_utilisation"] = rounded(tokens / seconds * facts.flops_per_token / facts.peak_flops)
+        record["comm_share"], record["comm_share_max"] = rounded(share), most_waiting[0] / _SHARE
+        most_busy_s = busiest[0] / 1e6
+        record["busy_s_mean"], record["busy_s_max"] = round(busy_s, 6), most_busy_s
+        if self._size > 1:
+            behind_s = round(max(0.0, most_busy_s - busy_s), 6)
+            record["straggler"] = {
+                "rank": busiest[1],
+                "host": facts.hosts.get(busiest[1], ""),
+                "behind_s": behind_s,
+            }
+        if peak[0]:
+            record["memory"] = {"now_bytes": now[0] << 10, "peak_bytes": peak[0] << 10, "peak_rank": peak[1]}
+        record, others = finite(record)
+        if others:
+            record["not_finite"] = others
+        return record
+
+
+def rounded(share: float) -> float:
+    """With six significant digits."""
+    return float(f"{share:.6g}")
+
+
+@dataclass
+class Series:
+    """Curves of a run: name -> steps and values."""
+
+    curves: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add the figures of a record. One that is not finite is in the curve as such."""
+        values = {**record, "memory_peak_bytes": record.get("memory", {}).get("peak_bytes")}
+        values |= {name: float(text) for name, text in record.get("not_finite", {}).items()}
+        for name in SERIES:
+            if values.get(name) is not None:
+                steps, points = self.curves.setdefault(name, ([], []))
+                steps.append(int(record["step"]))
+                points.append(float(values[name]))
+
+    def continue_from(self, curves: Mapping[str, tuple[Sequence[int], Sequence[float]]], last: int) -> None:
+        """Begin with these curves up to the step `last`."""
+        for name, (steps, values) in curves.items():
+            kept = [(int(step), float(value)) for step, value in zip(steps, values, strict=True) if step <= last]
+            self.curves[name] = [step for step, _ in kept], [value for _, value in kept]
+
+
+def flat_numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a record by name, as "memory/peak_bytes" for those within; without the step."""
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            found |= flat_numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and f"{prefix}{name}" != "step":
+            found[f"{prefix}{name}"] = value
+    return found

@@ -1,0 +1,156 @@
+"""Memory of a rank: what its device or process holds now and at its peak, and what parameters and others take of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpcfsdp import _compat, accelerator
+from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.flat.sharded_params import ShardedParams
+from hpcfsdp.flat.storage import Resident
+from hpcfsdp.sharded.row_unit import row_units_in
+from hpcfsdp.sharded.unit import units_in
+
+_RESET_PEAK = b"5"
+"""For /proc/self/clear_refs, see proc(5)."""
+_SIZES = re.compile(rb"^(VmHWM|VmRSS):\s*(\d+) kB$", re.MULTILINE)
+
+
+class ProcessMemory:
+    """The resident memory of this process, from Linux. Memory that ranks share counts in each rank that has used it."""
+
+    def __init__(self) -> None:
+        self._status = self._clear = -1
+        with contextlib.suppress(OSError):
+            self._status = os.open("/proc/self/status", os.O_RDONLY)
+        with contextlib.suppress(OSError):
+            self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
+
+    def read(self) -> tuple[int, int]:
+        """Bytes now, and at the peak since the last call; 0 where the system does not say.
+
+        Where the peak cannot be reset, it is that since the start of the process.
+        """
+        if self._status < 0:
+            return 0, 0
+        found = {name: int(size) << 10 for name, size in _SIZES.findall(os.pread(self._status, 1 << 14, 0))}
+        if self._clear >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._clear, _RESET_PEAK)
+        now = found.get(b"VmRSS", 0)
+        return now, max(now, found.get(b"VmHWM", 0))
+
+    def close(self) -> None:
+        for fd in (self._status, self._clear):
+            if fd >= 0:
+                os.close(fd)
+        self._status = self._clear = -1
+
+
+class DeviceMemory:
+    """The memory of torch's tensors on an accelerator. Resets torch's peak."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def read(self) -> tuple[int, int]:
+        """Bytes now, and at the peak since the last call."""
+        found = accelerator.memory_bytes(self._device)
+        accelerator.reset_memory_peak(self._device)
+        return found
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def memory_of(device: torch.device) -> ProcessMemory | DeviceMemory:
+    """The memory in which a rank computes."""
+    return DeviceMemory(device) if accelerator.is_accelerator(device) else ProcessMemory()
+
+
+@dataclass
+class HeldBytes:
+    """Bytes of this rank by kind.
+
+    Attributes:
+        parameters: its shards.
+        gradients: as the optimizer finds them.
+        optimizer: the state of the optimizer.
+        shared: its part of gathered values that the ranks of a node hold once, and that stay.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    shared: int = 0
+
+
+class Holdings:
+    """Counts ``HeldBytes`` of a model and its optimizer, now and then: it goes through all tensors for that."""
+
+    def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._looks = 0
+        self._num_states = -1
+        self.bytes = HeldBytes()
+        if model is not None:
+            flats = flat_params(model)
+            self.bytes.parameters = sum(map(_shard_bytes, flats)) if flats else _bytes_of(model.parameters())
+
+    def look_at_gradients(self) -> None:
+        """Not collective. Gradients are complete now. Counts them in calls 1, 2, 4, 8, ..."""
+        self._looks += 1
+        if self._looks & (self._looks - 1) == 0:
+            params = self._params()
+            self.bytes.gradients = _bytes_of(param.grad for param in params if param.grad is not None)
+
+    def look_at_optimizer(self) -> None:
+        """Not collective. Counts the optimizer's state, and shared values, if there are other entries than before."""
+        num_states = 0 if self._optimizer is None else len(self._optimizer.state)
+        if num_states == self._num_states:
+            return
+        self._num_states = num_states
+        if self._model is not None:
+            units = (*units_in(self._model), *row_units_in(self._model))
+            self.bytes.shared = sum(_shared_bytes(flat) for unit in units for flat in unit.flats)
+        if self._optimizer is None:
+            return
+        values = (value for state in self._optimizer.state.values() for value in state.values())
+        self.bytes.optimizer = _bytes_of(value for value in values if isinstance(value, torch.Tensor))
+
+    def _params(self) -> Iterable[torch.Tensor]:
+        if self._optimizer is not None:
+            return [param for group in self._optimizer.param_groups for param in group["params"]]
+        return self._model.parameters() if self._model is not None else ()
+
+
+def flat_params(model: nn.Module) -> list[FlatParam]:
+    """Not collective. The flat parameters of a model; empty unless it has a ``FullyShardedDataParallel``."""
+    return [flat for unit in units_in(model) for flat in unit.flats]
+
+
+def _shard_bytes(flat: ShardedParams) -> int:
+    return flat.layout.shard_numel * flat.layout.dtype.itemsize
+
+
+def _shared_bytes(flat: ShardedParams) -> int:
+    buffer = flat._buffer
+    if not isinstance(buffer, Resident):
+        return 0
+    nodes = getattr(flat.comm, "topology", None)
+    ranks = len(nodes.node_of(flat.comm.rank)) if nodes is not None else 1
+    own = 0 if buffer.is_cast else ranks * _shard_bytes(flat)  # the shards are in that memory
+    return max(0, buffer.full.numel() * buffer.full.element_size() - own) // ranks
+
+
+def _bytes_of(tensors: Iterable[Any]) -> int:
+    locals_ = (_compat.local_of(tensor) for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in locals_ if not tensor.is_meta)

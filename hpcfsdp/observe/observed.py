@@ -1,0 +1,490 @@
+"""``Run``: the observation of a training, in the program's own loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpcfsdp import accelerator, env, timeline
+from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.manager import Saved
+from hpcfsdp.comm import Communicator, communicator_for, raise_together
+from hpcfsdp.errors import UsageError
+from hpcfsdp.launch.calls import public_call
+from hpcfsdp.launch.versions import versions
+from hpcfsdp.observe import flops
+from hpcfsdp.observe.figures import Facts, Reduction, Series, Sums, check_names, flat_numbers
+from hpcfsdp.observe.held_memory import Holdings, memory_of
+from hpcfsdp.observe.perfetto import Trace, steps_to_trace
+from hpcfsdp.observe.records import EventsFile, MetricsFile, finite, read_records
+from hpcfsdp.observe.trackers import Tracker, check_trackers, make_trackers
+from hpcfsdp.sharded.row_unit import row_units_in
+from hpcfsdp.sharded.unit import units_in
+from hpcfsdp.state.model import communicator_of, device_of
+from hpcfsdp.timeline import Recorder, Stretch
+from hpcfsdp.world import before_finalize, current_world
+
+log = logging.getLogger("hpcfsdp.observe")
+
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+_NAME_BYTES = 64
+_MOST_HOSTS = 16
+_REQUEUE = 75
+"""The exit code of ``hpcfsdp.exit_requeue``."""
+
+
+class Run:
+    """Observes a training: figures of each step in ``metrics.jsonl``, what happens in ``events.jsonl``::
+
+        with hpcfsdp.observe.Run("runs/mine", model=model, optimizer=optimizer) as run:
+            for x, y in batches:
+                ...
+                run.step(loss=loss, tokens=x.numel())
+
+    docs/how-to/tracking.md lists the figures. Rank 0 of the model writes. A process observes one run at a time.
+
+    ``step`` neither waits for other ranks nor for a device: figures of a step are reduced while the next one runs (on a
+    device: the one after it), and are written then. ``flush``, ``series`` and ``close`` write those that are left.
+
+    Attributes:
+        directory: the folder of the run.
+        latest: the newest record that was written; None before the first. Memory by kind is in that of rank 0 alone.
+    """
+
+    @public_call("observe.Run")
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        resume_step: int | None = None,
+        resumed_from: str | os.PathLike[str] | None = None,
+        every: int = 1,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+        memory: bool = True,
+        trace: bool | range = False,
+        trackers: Iterable[str | Tracker] = (),
+        on_record: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        """Collective over the model's ranks. Begins to observe.
+
+        Args:
+            directory: on a file system that all ranks share; made if it is missing.
+            model: sharded or plain. None: the ranks of the world, and no figures of the model.
+            optimizer: its learning rate is recorded, the one of its first group.
+            resume_step: the last step that was done before: records of later ones are dropped. Default: that of
+                `resumed_from`, else 0.
+            resumed_from: the checkpoint that the training goes on from. ``series`` continues its curves; without it,
+                those in the folder.
+            every: steps in a record, which has their means.
+            flops_per_token: operations of a forward and backward for one token. Default: 6 for each trained parameter,
+                which leaves out attention.
+            peak_flops: operations per second of one rank's device at most. Default: those of one large matrix product,
+                in the dtype of the model, which takes a moment now.
+            memory: False to leave memory out, and torch's peak of the device's memory alone, which is reset otherwise.
+            trace: write ``trace.json``, of the third to the fifth step, or of a range of steps counted from 1.
+            trackers: "tensorboard", "wandb", or objects with the methods of ``Tracker``.
+            on_record: called with each record, on every rank.
+
+        Raises:
+            UsageError: on all ranks. A run is being observed already, an argument is wrong, or the library of a tracker
+                is not installed.
+            OSError, HpcfsdpError: rank 0 cannot write to the folder.
+        """
+        self.directory = Path(directory)
+        self.latest: dict[str, Any] | None = None
+        self._comm = communicator_of(model) if model is not None else _world_communicator()
+        self._every, self._on_record, self._traced = every, on_record, None
+        self._trackers: list[Tracker] = []
+        self._series = Series()
+        self._metrics: MetricsFile | None = None
+        self._events: EventsFile | None = None
+        given = list(trackers)
+        with raise_together(self._comm):
+            self._check(every, resume_step, flops_per_token, peak_flops)
+            self._traced = steps_to_trace(trace)
+            check_trackers(given)
+            self._step = 0
+            if self._comm.rank == 0:
+                self._open(given, resume_step, resumed_from)
+        self._step = self._comm.broadcast_object(self._step)
+        world = current_world()
+        device = device_of(model) if model is not None else world.device if world is not None else torch.device("cpu")
+        self._optimizer = optimizer
+        self._memory = memory_of(device) if memory else None
+        self._holdings = Holdings(model, optimizer) if memory and self._comm.rank == 0 else None
+        self._facts = self._agree(model, device, flops_per_token, peak_flops)
+        self._recorder = Recorder(device)
+        self._trace = Trace(self.directory, self._comm, self._recorder, self._facts.rank, env.host_name())
+        self._sums = self._new_sums()
+        self._unread: deque[tuple[int, Sums, Stretch, tuple[int, int], int]] = deque()
+        self._reducing: deque[tuple[Reduction, int]] = deque()
+        self._steps_done, self._closed = 0, False
+        self._handles: list[Any] = []
+        self._optimizer_began: Any = None
+        if optimizer is not None:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
+            self._handles.append(optimizer.register_step_post_hook(self._after_optimizer))
+        self._write_start(model, device, resumed_from)
+        _open_runs.add(self)
+        timeline.recorder = self._recorder
+        if self._memory is not None:
+            self._memory.read()  # the peak from here on
+        self._begin_trace()
+        self._recorder.end_stretch()
+        self._step_began = self._recorder.now()
+
+    # In the loop
+
+    @public_call("observe.Run.step")
+    def step(
+        self,
+        *,
+        loss: Any = None,
+        tokens: float | None = None,
+        grad_norm: Any = None,
+        lr: Any = None,
+        step: int | None = None,
+        reduce: bool = True,
+        **values: Any,
+    ) -> None:
+        """Collective over the model's ranks, at the end of each step. Records its figures.
+
+        Numbers may be tensors of one element; those on a device are read when it has computed them.
+
+        Args:
+            loss: the mean over this rank's tokens. The record has the mean over all ranks, weighted by tokens if they
+                are given.
+            tokens: of this rank in this step. The record has the sum over ranks; tensor-parallel ranks, which compute
+                with the same tokens, count once.
+            grad_norm: of all gradients, the same on all ranks.
+            lr: the learning rate. Default: that of the optimizer's first group.
+            step: its number, by default one more than the last.
+            reduce: False if `loss` is the mean over all ranks already.
+            values: further numbers by name, of rank 0.
+
+        Raises:
+            UsageError: a value is no number, a name is taken, `step` is not greater than the last one, or the run is
+                closed.
+        """
+        self._check_open("step")
+        number = self._step + 1 if step is None else step
+        if number <= self._step:
+            raise UsageError(f"observe.Run.step: step {number} is not after {self._step}, the last one")
+        check_names(values)
+        if lr is None and self._optimizer is not None:
+            lr = self._optimizer.param_groups[0].get("lr")
+        self._sums.add(loss, tokens, lr, {"grad_norm": grad_norm, **values}, reduce=reduce)
+        self._step, self._steps_done = number, self._steps_done + 1
+        recorder = self._recorder
+        if recorder.traces:
+            recorder.add_span(timeline.STEPS, f"step {number}", self._step_began, recorder.now())
+        if self._sums.steps >= self._every:
+            self._submit()
+        if self._traced is not None:
+            with recorder.paused():
+                if self._steps_done == self._traced.stop - 1:
+                    self._end_trace()
+                else:
+                    self._begin_trace()
+            self._step_began = recorder.now() if recorder.traces else None
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Not collective. Adds a line to ``events.jsonl``, on rank 0; on other ranks it does nothing.
+
+        Args:
+            kind: of the event, such as "signal".
+            facts: values for JSON by name.
+        """
+        if self._events is not None:
+            self._events.write_event(kind, self._step, facts)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Not collective. A context whose time does not count as that of a step, for instance an evaluation."""
+        with self._recorder.paused():
+            yield
+
+    @contextlib.contextmanager
+    def saving(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Not collective. A context around ``checkpoint.save`` to this file: its time counts for no step, and becomes
+        an event."""
+        began_ns = time.perf_counter_ns()
+        with self.paused():
+            yield
+        seconds = (time.perf_counter_ns() - began_ns) / 1e9
+        if self._comm.rank == 0:
+            self.checkpoint(Saved(Path(path), self._step, os.stat(path).st_size, seconds, seconds, False))
+
+    def checkpoint(self, saved: Saved) -> None:
+        """Not collective. Adds a checkpoint to ``events.jsonl``: for ``CheckpointManager(on_saved=run.checkpoint)``."""
+        facts = {"path": str(saved.path), "bytes": saved.nbytes, "seconds": round(saved.seconds, 6)}
+        facts |= {"held_s": round(saved.held_s, 6), "asynchronous": saved.asynchronous}
+        if self._events is not None:
+            self._events.write_event("checkpoint", saved.step, facts)
+        now_ns = time.perf_counter_ns()
+        name = f"checkpoint of step {saved.step}"
+        self._recorder.add_span(timeline.CHECKPOINTS, name, now_ns - int(saved.seconds * 1e9), now_ns)
+
+    @public_call("observe.Run.record")
+    def record(self, kind: str, **values: Any) -> None:
+        """Not collective. Writes a record of another kind than "train" for this step, on rank 0.
+
+        Args:
+            values: for JSON by name; numbers go to the trackers as "kind/name".
+        """
+        record, others = finite({"step": self._step, "kind": kind, **values})
+        if others:
+            record["not_finite"] = others
+        if self._metrics is not None:
+            self._metrics.write(record)
+            self._log(record, f"{kind}/")
+        if self._on_record is not None:
+            self._on_record(record)
+
+    @public_call("observe.Run.flush")
+    def flush(self) -> None:
+        """Collective over the model's ranks. Writes the records of all steps so far that fill one. Waits for them."""
+        self._finish_reducing()
+        self._begin_reducing(keep=0)
+        self._finish_reducing()
+
+    @public_call("observe.Run.series")
+    def series(self) -> dict[str, tuple[list[int], list[float]]]:
+        """Collective over the model's ranks. ``flush``, then returns the curves of the run for a checkpoint::
+
+            checkpoint.save(path, model=model, optimizer=optimizer, step=step, metrics=run.series())
+
+        Name -> steps and values: loss, grad_norm, lr, tokens_per_s, comm_share, flop_utilisation, memory_peak_bytes.
+        Those of rank 0, whose curves a checkpoint holds, continue what the run has resumed from.
+        """
+        self.flush()
+        return {name: (list(steps), list(values)) for name, (steps, values) in self._series.curves.items()}
+
+    @public_call("observe.Run.close")
+    def close(self, outcome: str = "complete", message: str = "") -> None:
+        """Collective over the model's ranks. Writes what is left, and the event of the end. Later calls do nothing.
+
+        Args:
+            outcome: "complete", "stopped" or "error".
+            message: why.
+        """
+        if self._closed:
+            return
+        with self._recorder.paused():
+            if self._sums.steps:
+                self._submit()
+            self.flush()
+            if self._recorder.traces:
+                self._end_trace()
+        self._let_go(outcome, message)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._closed:
+            return
+        if kind is None:
+            self.close()
+        elif isinstance(error, SystemExit) and error.code == _REQUEUE:
+            self._let_go("stopped", "")
+        elif getattr(error, "raised_on_all_ranks", False):  # then all ranks come here
+            self.close("error", f"{kind.__name__}: {error}")
+        else:
+            self._let_go("error", f"{kind.__name__}: {error}")
+
+    # Parts of it
+
+    def _check(self, every: Any, resume_step: Any, *positive: Any) -> None:
+        if timeline.recorder is not None:
+            raise UsageError("observe.Run: this process observes a run already: close() that first")
+        if not isinstance(every, int) or every < 1:
+            raise UsageError(f"observe.Run: every must be a number of steps, at least 1, not {every!r}")
+        if resume_step is not None and (not isinstance(resume_step, int) or resume_step < 0):
+            raise UsageError(f"observe.Run: resume_step must be a step, at least 0, not {resume_step!r}")
+        for name, value in zip(("flops_per_token", "peak_flops"), positive, strict=True):
+            if value is not None and not value > 0:
+                raise UsageError(f"observe.Run: {name} must be positive, not {value!r}")
+
+    def _open(self, trackers: list[str | Tracker], resume_step: int | None, resumed_from: Any) -> None:
+        """On rank 0. Open the files, and take up the steps and curves of an earlier run."""
+        index = None if resumed_from is None else open_index(resumed_from)
+        self._step = resume_step if resume_step is not None else 0 if index is None else index.info.step
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._metrics = MetricsFile(self.directory / METRICS, resume_step=self._step)
+        self._events = EventsFile(self.directory / EVENTS)
+        if index is not None:
+            self._series.continue_from(index.metrics, self._step)
+        else:
+            for record in read_records(self.directory / METRICS):
+                if record.get("kind") == "train":
+                    self._series.add(record)
+        self._trackers = make_trackers(trackers, self.directory, resume_step=self._step)
+
+    def _agree(
+        self, model: nn.Module | None, device: torch.device, flops_per_token: float | None, peak_flops: float | None
+    ) -> Facts:
+        """Collective. What stays the same."""
+        comm, world = self._comm, current_world()
+        rank = world.rank if world is not None else comm.rank
+        self._elements = (0, 0) if model is None else flops.count_elements(model)
+        if flops_per_token is None and model is not None:
+            flops_per_token = 6.0 * self._elements[1]
+        if peak_flops is None:
+            dtype = torch.float32 if model is None else flops.training_dtype(model)
+            peak_flops = flops.measured_peak(device, dtype)
+        peak = torch.tensor([peak_flops], dtype=torch.float64, device=comm.device)
+        comm.all_reduce(peak, "sum")
+        name = env.host_name().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        mine = torch.frombuffer(bytearray(rank.to_bytes(8, "little") + name), dtype=torch.uint8).to(comm.device)
+        names = [torch.empty_like(mine) for _ in range(comm.size)] if comm.rank == 0 else None
+        comm.gather(names, mine, 0)
+        told = [bytes(each.tolist()) for each in names or ()]
+        hosts = {int.from_bytes(each[:8], "little"): each[8:].rstrip(b"\0").decode(errors="replace") for each in told}
+        units = [] if model is None else [*units_in(model), *row_units_in(model)]
+        copies = max((unit.mesh.size("tensor") for unit in units), default=1)
+        return Facts(rank, copies, flops_per_token or None, float(peak.item()), hosts)
+
+    def _write_start(self, model: nn.Module | None, device: torch.device, resumed_from: Any) -> None:
+        if self._events is None:
+            return
+        world, facts = current_world(), self._facts
+        timed = accelerator.is_accelerator(device)
+        kind = accelerator.describe(device).name if timed else f"cpu, {torch.get_num_threads()} thread(s)"
+        self.event(
+            "start",
+            world_size=self._comm.size,
+            num_nodes=world.num_nodes if world is not None else len(set(facts.hosts.values())),
+            device=kind,
+            hosts=list(dict.fromkeys(facts.hosts.values()))[:_MOST_HOSTS],
+            topology=str(world.topology) if world is not None else "",
+            command=list(sys.argv),
+            versions={name: version for name, version in versions().items() if version},
+            job=env.scheduler_job()[0],
+            parameters=self._elements[0] if model is not None else None,
+            flops_per_token=facts.flops_per_token,
+            peak_flops=facts.peak_flops / self._comm.size,
+            resumed_from=None if resumed_from is None else str(resumed_from),
+        )
+
+    def _new_sums(self) -> Sums:
+        return Sums(keeps_on_device=self._recorder.is_timed)
+
+    def _submit(self) -> None:
+        """Collective. A record is full."""
+        self._sums.send_to_host()
+        stretch = self._recorder.end_stretch()
+        memory = self._memory.read() if self._memory is not None else (0, 0)
+        self._unread.append((self._step, self._sums, stretch, memory, self._recorder.pop_most_gathered()))
+        self._sums = self._new_sums()
+        self._finish_reducing()
+        # The device computes the figures of this step still: those before it are complete.
+        self._begin_reducing(keep=1 if self._recorder.is_timed else 0)
+
+    def _begin_reducing(self, *, keep: int) -> None:
+        while len(self._unread) > keep:
+            step, sums, stretch, memory, gathered = self._unread.popleft()
+            stretch.wait()
+            reduction = Reduction(self._comm, step, sums.read(), stretch, memory, self._facts)
+            self._reducing.append((reduction, gathered))
+
+    def _finish_reducing(self) -> None:
+        while self._reducing:
+            reduction, gathered = self._reducing.popleft()
+            record = reduction.record()
+            if self._holdings is not None and "memory" in record:
+                self._holdings.look_at_optimizer()
+                held = self._holdings.bytes
+                record["memory"] |= {"parameters_bytes": held.parameters, "gradients_bytes": held.gradients}
+                record["memory"] |= {"optimizer_bytes": held.optimizer, "gathered_bytes": gathered + held.shared}
+            self.latest = record
+            if self._metrics is not None:
+                self._metrics.write(record)
+                self._series.add(record)
+                self._log(record)
+            if self._on_record is not None:
+                self._on_record(record)
+
+    def _log(self, record: Mapping[str, Any], prefix: str = "") -> None:
+        """On rank 0. Give figures to the trackers. One that fails is dropped: it must not end the training."""
+        for tracker in list(self._trackers):
+            try:
+                tracker.log(int(record["step"]), flat_numbers(record, prefix))
+            except Exception:
+                log.exception("the tracker %s has failed, and gets no more figures", type(tracker).__name__)
+                self._trackers.remove(tracker)
+
+    def _begin_trace(self) -> None:
+        """Collective where the next step is the first to be traced."""
+        if self._traced is not None and self._steps_done + 1 == self._traced.start:
+            self._trace.begin()
+
+    def _end_trace(self) -> None:
+        """Collective."""
+        self._traced = None
+        self._trace.end()
+
+    def _before_optimizer(self, *_: Any) -> None:
+        if self._holdings is not None:
+            self._holdings.look_at_gradients()
+        if self._recorder.traces:
+            self._optimizer_began = self._recorder.now()
+
+    def _after_optimizer(self, *_: Any) -> None:
+        began, self._optimizer_began = self._optimizer_began, None
+        if self._recorder.traces and began is not None:
+            self._recorder.add_span(timeline.UNITS, "optimizer step", began, self._recorder.now())
+
+    def _let_go(self, outcome: str, message: str) -> None:
+        """Not collective. End without the others."""
+        self._closed = True
+        _open_runs.discard(self)
+        if timeline.recorder is self._recorder:
+            timeline.recorder = None
+        if self._recorder.traces:
+            self._trace.write_part()
+        for handle in self._handles:
+            handle.remove()
+        self.event("end", outcome=outcome, message=message)
+        for tracker in self._trackers:
+            with contextlib.suppress(Exception):
+                tracker.close()
+        for opened in (self._metrics, self._events, self._memory):
+            if opened is not None:
+                opened.close()
+        self._metrics = self._events = None
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise UsageError(f"observe.Run.{call}: this run is closed: make another one")
+
+
+def _world_communicator() -> Communicator:
+    world = current_world()
+    return world.host if world is not None else communicator_for(None, required=False)
+
+
+_open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
+
+
+def _flush_open_runs() -> None:
+    """Collective. ``hpcfsdp.finalize`` ends the communication: records that are left are written before."""
+    for run in list(_open_runs):
+        run.flush()
+
+
+before_finalize(_flush_open_runs)

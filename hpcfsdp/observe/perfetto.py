@@ -1,0 +1,228 @@
+"""A trace of some steps in the format of Perfetto and Chrome: units, queues and waits, merged over ranks.
+
+Each rank writes a part, in which times are on the clock of rank 0. Rank 0 joins the parts without reading them into
+memory. Spans of a track that overlap without lying within each other get tracks of their own: viewers cannot draw them
+in one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpcfsdp import accelerator, timeline
+from hpcfsdp.comm import Communicator
+from hpcfsdp.errors import UsageError
+from hpcfsdp.timeline import Recorder, Span
+
+log = logging.getLogger("hpcfsdp.observe")
+
+FILE = "trace.json"
+DEFAULT_STEPS = range(3, 6)
+"""The first steps are slower than others: they allocate memory, and compare the order of units."""
+
+_TRACKS = (
+    *(timeline.STEPS, timeline.UNITS, "compute waits", "gather", "gather waits", "reduce", "reduce waits"),
+    *("replicate", "replicate waits", timeline.WAITS, timeline.CHECKPOINTS),
+)
+"""From top to bottom."""
+_LANES = 1000
+_ROUNDS = 9
+_VISIBLE_WITHIN_S = 90.0
+"""Clients of NFS see a new file after a minute at most."""
+_CLOCK_BYTES = 64
+
+
+def steps_to_trace(trace: bool | range) -> range | None:
+    """The steps of a run to trace, the first one being 1; None for none.
+
+    Raises:
+        UsageError: there is no such step.
+    """
+    if isinstance(trace, bool):
+        return DEFAULT_STEPS if trace else None
+    if not isinstance(trace, range) or trace.step != 1 or trace.start < 1 or not trace:
+        raise UsageError(f"trace must be True, False or steps such as range(3, 6), counted from 1, not {trace!r}")
+    return trace
+
+
+class Trace:
+    """Collects the spans of a recorder. Methods are collective over the ranks unless they say otherwise."""
+
+    def __init__(self, directory: Path, comm: Communicator, recorder: Recorder, rank: int, host: str) -> None:
+        """Not collective.
+
+        Args:
+            rank: of the world, and `host`: names of this rank.
+        """
+        self._directory, self._comm, self._recorder = directory, comm, recorder
+        self._rank, self._host = rank, host
+        self._parts = directory / f".{FILE}.parts"
+        self._shift_ns = 0
+        self._resolve: Callable[[Any], int] = int
+
+    def begin(self) -> None:
+        """Compare the clocks, and collect from here on. Waits for the device once."""
+        recorder = self._recorder
+        if self._comm.rank == 0:
+            shutil.rmtree(self._parts, ignore_errors=True)
+        self._shift_ns = _clock_of_rank_0(self._comm)
+        if recorder.is_timed:
+            first = recorder.now()
+            accelerator.synchronize(recorder.device)
+            self._resolve = _resolver(first, time.perf_counter_ns())
+        recorder.traces = True
+
+    def end(self) -> None:
+        """Write the trace. A rank that cannot write its part logs that, and is missing in it."""
+        wrote = self.write_part()
+        complete = torch.tensor([wrote], dtype=torch.int64, device=self._comm.device)
+        self._comm.all_reduce(complete, "min")
+        if self._comm.rank == 0:
+            try:
+                self._merge(wait=bool(complete.item()))
+            except OSError as error:
+                log.warning("%s cannot be written: %s", self._directory / FILE, error.strerror)
+
+    def write_part(self) -> bool:
+        """Not collective. Write what this rank has collected. Returns whether it could."""
+        if self._recorder.is_timed:
+            accelerator.synchronize(self._recorder.device)
+        spans = self._recorder.pop_spans()
+        try:
+            self._parts.mkdir(parents=True, exist_ok=True)
+            draft = self._part(self._comm.rank).with_suffix(".partial")
+            with open(draft, "w") as file:
+                file.write(",\n".join(json.dumps(event) for event in self._events(spans)))
+            os.replace(draft, self._part(self._comm.rank))
+        except OSError as error:
+            log.warning("rank %d cannot write its part of the trace: %s", self._rank, error.strerror)
+            return False
+        return True
+
+    def _part(self, rank: int) -> Path:
+        return self._parts / f"rank-{rank:06d}.json"
+
+    def _events(self, spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
+        def moment(mark: Any) -> int:
+            return self._resolve(mark) - self._shift_ns
+
+        yield from events_of(
+            ((span.track, span.name, moment(span.begin), moment(span.end)) for span in spans),
+            pid=self._rank,
+            process=f"rank {self._rank} ({self._host})",
+        )
+
+    def _merge(self, *, wait: bool) -> None:
+        path, until_s = self._directory / FILE, time.monotonic() + (_VISIBLE_WITHIN_S if wait else 0.0)
+        draft, missing, first = path.with_name(f".{FILE}.partial"), [], True
+        with open(draft, "wb") as merged:
+            merged.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n')
+            for rank in range(self._comm.size):
+                part = self._part(rank)
+                while not part.exists() and time.monotonic() < until_s:
+                    time.sleep(0.1)
+                if not part.exists():
+                    missing.append(rank)
+                    continue
+                merged.write(b"" if first else b",\n")
+                first = False
+                with open(part, "rb") as file:
+                    shutil.copyfileobj(file, merged)
+            merged.write(b"\n]}\n")
+        os.replace(draft, path)
+        shutil.rmtree(self._parts, ignore_errors=True)
+        if missing:
+            log.warning("%s is without %d rank(s): %s", path, len(missing), missing[:16])
+        log.info("wrote %s: open it in https://ui.perfetto.dev", path)
+
+
+def events_of(spans: Iterable[tuple[str, str, int, int]], *, pid: int, process: str) -> Iterator[dict[str, Any]]:
+    """The events of one process: names of it and of its threads, then a complete event ("X") for each span.
+
+    Args:
+        spans: (track, name, begin, end) in nanoseconds.
+    """
+    yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": process}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+    by_track: dict[str, list[tuple[str, int, int]]] = {}
+    for track, name, begin, end in spans:
+        by_track.setdefault(track, []).append((name, begin, max(begin, end)))
+    known = {track: place for place, track in enumerate(_TRACKS, 1)}
+    for track, members in by_track.items():
+        place = known.setdefault(track, len(known) + 1)
+        for lane, lane_spans in enumerate(in_lanes(members)):
+            tid = place * _LANES + lane
+            name = track if lane == 0 else f"{track} ({lane + 1})"
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+            yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+            for text, begin, end in lane_spans:
+                times = {"ts": begin / 1e3, "dur": (end - begin) / 1e3}
+                yield {"ph": "X", "name": text, "cat": track, "pid": pid, "tid": tid, **times}
+
+
+def in_lanes(spans: Iterable[tuple[str, int, int]]) -> list[list[tuple[str, int, int]]]:
+    """Divide spans so that any two in one lane are apart, or one lies within the other. Each in the first that fits."""
+    lanes: list[list[tuple[str, int, int]]] = []
+    open_ends: list[list[int]] = []
+    for span in sorted(spans, key=lambda span: (span[1], -span[2])):
+        _, begin, end = span
+        for ends in open_ends:
+            while ends and ends[-1] <= begin:
+                ends.pop()
+        place = next((place for place, ends in enumerate(open_ends) if not ends or end <= ends[-1]), len(lanes))
+        if place == len(lanes):
+            lanes.append([])
+            open_ends.append([])
+        lanes[place].append(span)
+        open_ends[place].append(end)
+    return lanes
+
+
+def _resolver(first: torch.Event, first_ns: int) -> Callable[[Any], int]:
+    """Turns marks into nanoseconds of the host's clock, given a moment of the device on it."""
+
+    def resolve(mark: Any) -> int:
+        return mark if isinstance(mark, int) else first_ns + int(first.elapsed_time(mark) * 1e6)
+
+    return resolve
+
+
+def _clock_of_rank_0(comm: Communicator) -> int:
+    """Collective. Nanoseconds to subtract from this rank's clock, so that 0 is one moment on all ranks.
+
+    Ranks under one kernel have one clock. The others compare the ends of some barriers with those on rank 0, whose
+    differences vary by what a message takes.
+    """
+    mine = []
+    for _ in range(_ROUNDS):
+        comm.barrier()
+        mine.append(time.perf_counter_ns())
+    theirs = torch.tensor(mine, dtype=torch.int64, device=comm.device)
+    comm.broadcast(theirs, 0)
+    clock = _name_of_clock().ljust(_CLOCK_BYTES, b"\0")[:_CLOCK_BYTES]
+    name = torch.frombuffer(bytearray(clock), dtype=torch.uint8).to(comm.device)
+    comm.broadcast(name, 0)
+    first = theirs.tolist()
+    if bytes(name.tolist()) == clock and clock.strip(b"\0"):
+        return first[-1]
+    ahead = statistics.median(here - there for here, there in zip(mine, first, strict=True))
+    return first[-1] + int(ahead)
+
+
+def _name_of_clock() -> bytes:
+    """Names the clock of ``time.perf_counter``, which starts with the kernel; empty where that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+        return boot + b" %d" % os.stat("/proc/self/ns/time").st_ino
+    except OSError:
+        return b""

@@ -1,0 +1,223 @@
+"""Where the time of a rank goes: its waits for communication, and for a trace what each queue did.
+
+The engine and the communicators report here while ``recorder`` is set. Otherwise each place of theirs costs the look at
+one global. On the CPU a time is the host's clock. On an accelerator it is an event on a stream, which is read when it
+is complete: nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hpcfsdp import accelerator
+
+Mark = Any
+"""A moment: nanoseconds of ``time.perf_counter_ns``, or a timed ``torch.Event``."""
+
+UNITS, WAITS, STEPS, CHECKPOINTS = "units", "waits", "steps", "checkpoints"
+"""Tracks of a trace besides those of the engine's queues: the units on the compute queue, the waits of the host."""
+
+_MOST_KEPT = 512
+"""Waits that are kept before their times are added up."""
+
+
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Seconds between two moments of one kind, which have come."""
+    if isinstance(begin, int):
+        return (end - begin) / 1e9
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def has_come(mark: Mark) -> bool:
+    """Whether a moment can be read."""
+    return isinstance(mark, int) or mark.query()
+
+
+@dataclass
+class Stretch:
+    """The time between two moments, of one or several steps.
+
+    Attributes:
+        waits: (begin, end) of waits for communication that have not been added up.
+        waited_s: the sum of the others.
+        pauses: (begin, end) of times that do not count.
+    """
+
+    begin: Mark
+    end: Mark = None
+    waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    waited_s: float = 0.0
+    pauses: list[tuple[Mark, Mark]] = field(default_factory=list)
+
+    def add_up(self) -> None:
+        """Add up the waits that are over."""
+        while self.waits and has_come(self.waits[0][1]):
+            self.waited_s += seconds_between(*self.waits.pop(0))
+
+    def wait(self) -> None:
+        """Not collective. Wait until it is over, on a device that still computes it."""
+        if not has_come(self.end):
+            self.end.synchronize()
+
+    def read(self) -> tuple[float, float]:
+        """Seconds in all, and seconds of waits, when it is over."""
+        self.add_up()
+        seconds = seconds_between(self.begin, self.end) - sum(seconds_between(*pause) for pause in self.pauses)
+        return max(seconds, 1e-9), min(max(self.waited_s, 0.0), max(seconds, 1e-9))
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of work, or a wait, on one track of a trace."""
+
+    track: str
+    name: str
+    begin: Mark
+    end: Mark
+
+
+class Recorder:
+    """Collects the waits of this rank, and spans while ``traces``.
+
+    Attributes:
+        device: the times of its queues are read from events.
+        traces: whether spans are kept.
+        spans: since ``traces`` was set.
+        gathered_bytes: of gathered values that are in memory now, counted since the recorder was made.
+        most_gathered_bytes: the most since ``pop_most_gathered``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_timed = accelerator.is_accelerator(device)
+        self.traces = False
+        self.spans: list[Span] = []
+        self.gathered_bytes = self.most_gathered_bytes = 0
+        self._compute = accelerator.current_stream(device) if self.is_timed else None
+        self._open: dict[tuple[str, str], Mark] = {}  # the phases that units are in
+        self._paused = False
+        self._depth = 0
+        self._stretch = Stretch(self.now())
+
+    def now(self, stream: torch.Stream | None = None) -> Mark:
+        """This moment: on a device, when all work on `stream` up to here is done, by default the compute queue."""
+        if not self.is_timed:
+            return time.perf_counter_ns()
+        return accelerator.record_timed(stream or self._compute)
+
+    # Steps
+
+    def end_stretch(self) -> Stretch:
+        """End a stretch here, and begin the next one."""
+        if self.is_timed:
+            self._compute = accelerator.current_stream(self.device)
+        ended, self._stretch = self._stretch, Stretch(self.now())
+        ended.end = self._stretch.begin
+        return ended
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context whose time and waits do not count."""
+        if self._paused:
+            yield
+            return
+        begin, self._paused = self.now(), True
+        try:
+            yield
+        finally:
+            self._paused = False
+            self._stretch.pauses.append((begin, self.now()))
+
+    def pop_most_gathered(self) -> int:
+        """The most bytes of gathered values at a time since the last call."""
+        most, self.most_gathered_bytes = self.most_gathered_bytes, self.gathered_bytes
+        return most
+
+    # What the engine and the communicators report
+
+    def begin_wait(self) -> tuple[Mark, int]:
+        """The host begins to wait for other ranks. On a device the compute queue runs empty meanwhile, or does not."""
+        self._depth += 1
+        return self.now(), time.perf_counter_ns()
+
+    def end_wait(self, begun: tuple[Mark, int], label: str) -> None:
+        """The host has waited, in a collective with this label."""
+        self._depth -= 1
+        if not self._depth:  # otherwise the outer wait counts
+            self._add_wait(begun[0], self.now())
+        if self.traces:
+            self.spans.append(Span(WAITS, label, begun[1], time.perf_counter_ns()))
+
+    def queue_waits(self, track: str, why: str, stream: torch.Stream, event: torch.Event, *, counts: bool) -> None:
+        """Have a stream wait for an event, and time that.
+
+        Args:
+            track: the queue.
+            counts: whether it is a wait of the compute queue.
+        """
+        begin = self.now(stream)
+        stream.wait_event(event)
+        end = self.now(stream)
+        if counts:
+            self._add_wait(begin, end)
+        if self.traces:
+            self.spans.append(Span(f"{track} waits", why, begin, end))
+
+    def change_phase(self, unit: str, before: str, after: str) -> None:
+        """A unit goes from one phase to another, see ``engine.phase``. Its backward lasts while it recomputes."""
+        if not self.traces:
+            return
+        now = self.now()
+        begin = self._open.pop((unit, before), None) if after != "recompute" else None
+        if begin is not None:
+            self.spans.append(Span(UNITS, f"{before} {unit}", begin, now))
+        if after != "idle" and before != "recompute":
+            self._open[unit, after] = now
+
+    def add_span(self, track: str, name: str, begin: Mark, end: Mark) -> None:
+        """Add a span, if they are kept."""
+        if self.traces:
+            self.spans.append(Span(track, name, begin, end))
+
+    def count_gathered(self, nbytes: int) -> None:
+        """Memory of gathered values was allocated, or freed if `nbytes` is negative."""
+        self.gathered_bytes = max(0, self.gathered_bytes + nbytes)  # some may be from before the recorder
+        self.most_gathered_bytes = max(self.most_gathered_bytes, self.gathered_bytes)
+
+    def pop_spans(self) -> list[Span]:
+        """Not kept any more: all spans that are over."""
+        self.traces = False
+        self._open.clear()
+        found, self.spans = self.spans, []
+        return found
+
+    def _add_wait(self, begin: Mark, end: Mark) -> None:
+        if self._paused:
+            return
+        self._stretch.waits.append((begin, end))
+        if not self.is_timed or len(self._stretch.waits) > _MOST_KEPT:
+            self._stretch.add_up()
+
+
+recorder: Recorder | None = None
+"""Of this process, while a run is observed."""
+
+
+@contextlib.contextmanager
+def waiting(label: str) -> Iterator[None]:
+    """A context in which the host waits for other ranks."""
+    observer = recorder
+    if observer is None:
+        yield
+        return
+    begun = observer.begin_wait()
+    try:
+        yield
+    finally:
+        observer.end_wait(begun, label)
