@@ -132,13 +132,17 @@ class _Command(Callbacks):
 
     def record(self, record: Mapping[str, Any]) -> None:
         if record["kind"] == "train":
-            loss = record["loss"]
-            self._shown.step(
-                record["step"],
-                f"loss {loss:.4f} ({loss / math.log(2):.3f} bits/byte) norm {record['grad_norm']:.3f} "
-                f"lr {record['lr']:.2e} {record['tokens_per_s']:.0f} tokens/s, "
-                f"{record['flop_utilisation']:.0%} of peak, {record['comm_share']:.0%} waiting",
-            )
+            self._shown.step(record["step"], _line({**record, **record.get("not_finite", {})}))
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    """The figures of a step in a line of the log."""
+    loss, norm, rate = (float(record[name]) for name in ("loss", "grad_norm", "lr"))
+    return (
+        f"loss {loss:.4f} ({loss / math.log(2):.3f} bits/byte) norm {norm:.3f} lr {rate:.2e} "
+        f"{record['tokens_per_s']:.0f} tokens/s, {record['flop_utilisation']:.0%} of peak, "
+        f"{record['comm_share']:.0%} waiting"
+    )
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import UsageError
+from hpcfsdp.observe.facts import Facts
 from hpcfsdp.observe.records import finite, utc_now
 from hpcfsdp.timeline import Stretch
 
@@ -139,25 +141,6 @@ def check_names(values: Mapping[str, Any]) -> None:
             raise UsageError(f"observe: {name!r} is a figure of every record: give yours another name")
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What stays the same in a run.
-
-    Attributes:
-        rank: of the world.
-        copies: ranks that compute with the same tokens.
-        flops_per_token: None where it is not known.
-        peak_flops: of all ranks together; 0 where it is not known.
-        hosts: by rank of the world, on rank 0 alone.
-    """
-
-    rank: int
-    copies: int
-    flops_per_token: float | None
-    peak_flops: float
-    hosts: Mapping[int, str]
-
-
 class Reduction:
     """The figures of all ranks. Creating one is collective, and waits for no rank."""
 
@@ -227,6 +210,54 @@ class Reduction:
         if others:
             record["not_finite"] = others
         return record
+
+
+class Pipeline:
+    """Figures of the last steps on their way to records: to be read from a device, then being reduced."""
+
+    def __init__(self, comm: Communicator, facts: Facts, *, lag: int) -> None:
+        """Not collective.
+
+        Args:
+            lag: records whose figures a device may still compute; they are not read yet.
+        """
+        self._comm, self._facts, self._lag = comm, facts, lag
+        self._unread: deque[tuple[int, Sums, Stretch, tuple[int, int], int]] = deque()
+        self._reducing: deque[tuple[Reduction, int]] = deque()
+
+    def put(
+        self, step: int, sums: Sums, stretch: Stretch, memory: tuple[int, int], gathered: int
+    ) -> list[tuple[dict[str, Any], int]]:
+        """Collective. Take the figures of a record.
+
+        Args:
+            memory: see ``Reduction``.
+            gathered: the most bytes of gathered values on this rank.
+
+        Returns:
+            Earlier records that are complete now, with what was given as `gathered` for them.
+        """
+        self._unread.append((step, sums, stretch, memory, gathered))
+        complete = self._finish()
+        self._begin(self._lag)
+        return complete
+
+    def flush(self) -> list[tuple[dict[str, Any], int]]:
+        """Collective. All that are left. Waits for the device and for other ranks."""
+        complete = self._finish()
+        self._begin(0)
+        return complete + self._finish()
+
+    def _begin(self, keep: int) -> None:
+        while len(self._unread) > keep:
+            step, sums, stretch, memory, gathered = self._unread.popleft()
+            stretch.wait()
+            self._reducing.append((Reduction(self._comm, step, sums.read(), stretch, memory, self._facts), gathered))
+
+    def _finish(self) -> list[tuple[dict[str, Any], int]]:
+        found = [(reduction.record(), gathered) for reduction, gathered in self._reducing]
+        self._reducing.clear()
+        return found
 
 
 def rounded(share: float) -> float:

@@ -126,6 +126,17 @@ class Holdings:
         values = (value for state in self._optimizer.state.values() for value in state.values())
         self.bytes.optimizer = _bytes_of(value for value in values if isinstance(value, torch.Tensor))
 
+    def figures(self, gathered: int) -> dict[str, int]:
+        """Not collective. Bytes by kind, as a record has them. `gathered`: of gathered values that come and go."""
+        self.look_at_optimizer()
+        held = self.bytes
+        return {
+            "parameters_bytes": held.parameters,
+            "gradients_bytes": held.gradients,
+            "optimizer_bytes": held.optimizer,
+            "gathered_bytes": gathered + held.shared,
+        }
+
     def _params(self) -> Iterable[torch.Tensor]:
         if self._optimizer is not None:
             return [param for group in self._optimizer.param_groups for param in group["params"]]

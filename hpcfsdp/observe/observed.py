@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,30 +14,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpcfsdp import accelerator, env, timeline
+from hpcfsdp import env, timeline
 from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.manager import Saved
 from hpcfsdp.comm import Communicator, communicator_for, raise_together
 from hpcfsdp.errors import UsageError
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.launch.versions import versions
-from hpcfsdp.observe import flops
-from hpcfsdp.observe.figures import Facts, Reduction, Series, Sums, check_names, flat_numbers
+from hpcfsdp.observe.facts import agree_on_facts, start_facts
+from hpcfsdp.observe.figures import Pipeline, Series, Sums, check_names, flat_numbers
 from hpcfsdp.observe.held_memory import Holdings, memory_of
 from hpcfsdp.observe.perfetto import Trace, steps_to_trace
 from hpcfsdp.observe.records import EventsFile, MetricsFile, finite, read_records
 from hpcfsdp.observe.trackers import Tracker, check_trackers, make_trackers
-from hpcfsdp.sharded.row_unit import row_units_in
-from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.model import communicator_of, device_of
-from hpcfsdp.timeline import Recorder, Stretch
+from hpcfsdp.timeline import Recorder
 from hpcfsdp.world import before_finalize, current_world
 
 log = logging.getLogger("hpcfsdp.observe")
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
-_NAME_BYTES = 64
-_MOST_HOSTS = 16
 _REQUEUE = 75
 """The exit code of ``hpcfsdp.exit_requeue``."""
 
@@ -126,19 +119,19 @@ class Run:
         self._optimizer = optimizer
         self._memory = memory_of(device) if memory else None
         self._holdings = Holdings(model, optimizer) if memory and self._comm.rank == 0 else None
-        self._facts = self._agree(model, device, flops_per_token, peak_flops)
+        self._facts = agree_on_facts(self._comm, model, device, flops_per_token, peak_flops)
         self._recorder = Recorder(device)
         self._trace = Trace(self.directory, self._comm, self._recorder, self._facts.rank, env.host_name())
         self._sums = self._new_sums()
-        self._unread: deque[tuple[int, Sums, Stretch, tuple[int, int], int]] = deque()
-        self._reducing: deque[tuple[Reduction, int]] = deque()
+        # A device still computes the figures of the last step when the next one ends on the host.
+        self._pipeline = Pipeline(self._comm, self._facts, lag=1 if self._recorder.is_timed else 0)
         self._steps_done, self._closed = 0, False
         self._handles: list[Any] = []
         self._optimizer_began: Any = None
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
             self._handles.append(optimizer.register_step_post_hook(self._after_optimizer))
-        self._write_start(model, device, resumed_from)
+        self.event("start", **start_facts(self._comm, self._facts, device, resumed_from))
         _open_runs.add(self)
         timeline.recorder = self._recorder
         if self._memory is not None:
@@ -258,9 +251,7 @@ class Run:
     @public_call("observe.Run.flush")
     def flush(self) -> None:
         """Collective over the model's ranks. Writes the records of all steps so far that fill one. Waits for them."""
-        self._finish_reducing()
-        self._begin_reducing(keep=0)
-        self._finish_reducing()
+        self._write(self._pipeline.flush())
 
     @public_call("observe.Run.series")
     def series(self) -> dict[str, tuple[list[int], list[float]]]:
@@ -335,52 +326,6 @@ class Run:
                     self._series.add(record)
         self._trackers = make_trackers(trackers, self.directory, resume_step=self._step)
 
-    def _agree(
-        self, model: nn.Module | None, device: torch.device, flops_per_token: float | None, peak_flops: float | None
-    ) -> Facts:
-        """Collective. What stays the same."""
-        comm, world = self._comm, current_world()
-        rank = world.rank if world is not None else comm.rank
-        self._elements = (0, 0) if model is None else flops.count_elements(model)
-        if flops_per_token is None and model is not None:
-            flops_per_token = 6.0 * self._elements[1]
-        if peak_flops is None:
-            dtype = torch.float32 if model is None else flops.training_dtype(model)
-            peak_flops = flops.measured_peak(device, dtype)
-        peak = torch.tensor([peak_flops], dtype=torch.float64, device=comm.device)
-        comm.all_reduce(peak, "sum")
-        name = env.host_name().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-        mine = torch.frombuffer(bytearray(rank.to_bytes(8, "little") + name), dtype=torch.uint8).to(comm.device)
-        names = [torch.empty_like(mine) for _ in range(comm.size)] if comm.rank == 0 else None
-        comm.gather(names, mine, 0)
-        told = [bytes(each.tolist()) for each in names or ()]
-        hosts = {int.from_bytes(each[:8], "little"): each[8:].rstrip(b"\0").decode(errors="replace") for each in told}
-        units = [] if model is None else [*units_in(model), *row_units_in(model)]
-        copies = max((unit.mesh.size("tensor") for unit in units), default=1)
-        return Facts(rank, copies, flops_per_token or None, float(peak.item()), hosts)
-
-    def _write_start(self, model: nn.Module | None, device: torch.device, resumed_from: Any) -> None:
-        if self._events is None:
-            return
-        world, facts = current_world(), self._facts
-        timed = accelerator.is_accelerator(device)
-        kind = accelerator.describe(device).name if timed else f"cpu, {torch.get_num_threads()} thread(s)"
-        self.event(
-            "start",
-            world_size=self._comm.size,
-            num_nodes=world.num_nodes if world is not None else len(set(facts.hosts.values())),
-            device=kind,
-            hosts=list(dict.fromkeys(facts.hosts.values()))[:_MOST_HOSTS],
-            topology=str(world.topology) if world is not None else "",
-            command=list(sys.argv),
-            versions={name: version for name, version in versions().items() if version},
-            job=env.scheduler_job()[0],
-            parameters=self._elements[0] if model is not None else None,
-            flops_per_token=facts.flops_per_token,
-            peak_flops=facts.peak_flops / self._comm.size,
-            resumed_from=None if resumed_from is None else str(resumed_from),
-        )
-
     def _new_sums(self) -> Sums:
         return Sums(keeps_on_device=self._recorder.is_timed)
 
@@ -389,28 +334,13 @@ class Run:
         self._sums.send_to_host()
         stretch = self._recorder.end_stretch()
         memory = self._memory.read() if self._memory is not None else (0, 0)
-        self._unread.append((self._step, self._sums, stretch, memory, self._recorder.pop_most_gathered()))
-        self._sums = self._new_sums()
-        self._finish_reducing()
-        # The device computes the figures of this step still: those before it are complete.
-        self._begin_reducing(keep=1 if self._recorder.is_timed else 0)
+        sums, self._sums = self._sums, self._new_sums()
+        self._write(self._pipeline.put(self._step, sums, stretch, memory, self._recorder.pop_most_gathered()))
 
-    def _begin_reducing(self, *, keep: int) -> None:
-        while len(self._unread) > keep:
-            step, sums, stretch, memory, gathered = self._unread.popleft()
-            stretch.wait()
-            reduction = Reduction(self._comm, step, sums.read(), stretch, memory, self._facts)
-            self._reducing.append((reduction, gathered))
-
-    def _finish_reducing(self) -> None:
-        while self._reducing:
-            reduction, gathered = self._reducing.popleft()
-            record = reduction.record()
+    def _write(self, complete: Iterable[tuple[dict[str, Any], int]]) -> None:
+        for record, gathered in complete:
             if self._holdings is not None and "memory" in record:
-                self._holdings.look_at_optimizer()
-                held = self._holdings.bytes
-                record["memory"] |= {"parameters_bytes": held.parameters, "gradients_bytes": held.gradients}
-                record["memory"] |= {"optimizer_bytes": held.optimizer, "gathered_bytes": gathered + held.shared}
+                record["memory"] |= self._holdings.figures(gathered)
             self.latest = record
             if self._metrics is not None:
                 self._metrics.write(record)

@@ -54,10 +54,11 @@ c10::Device device() { return c10::Device(DEVICE, 0); }
 // ---------------------------------------------------------------------------------------------------------------------
 // Queues
 
-// An event: how often it was recorded, and how many of these the worker has come to.
+// An event: how often it was recorded, how many of these the worker has come to, and when it came to the last.
 struct EventState {
   int64_t recorded = 0;
   int64_t reached = 0;
+  Clock::time_point at{};
 };
 
 struct Task {
@@ -104,6 +105,15 @@ class Scheduler {
   void wait(int64_t stream, const std::shared_ptr<EventState>& event) {
     std::unique_lock lock(mutex_);
     if (event->reached < event->recorded) push_locked(stream, {Task::WAIT, nullptr, nullptr, event, event->recorded});
+  }
+
+  // Milliseconds between two events that the worker has come to.
+  double between(const std::shared_ptr<EventState>& first, const std::shared_ptr<EventState>& second) {
+    std::lock_guard lock(mutex_);
+    for (const auto& event : {first, second}) {
+      TORCH_CHECK(event->recorded > 0 && event->reached >= event->recorded, "an event is timed that is not complete");
+    }
+    return std::chrono::duration<double, std::milli>(second->at - first->at).count();
   }
 
   bool reached(const std::shared_ptr<EventState>& event) {
@@ -230,6 +240,7 @@ class Scheduler {
       bool complete = true;
       if (task.kind == Task::RECORD) {
         task.event->reached = std::max(task.event->reached, task.version);
+        task.event->at = Clock::now();
       } else if (task.kind != Task::WAIT) {
         lock.unlock();
         std::string error;
@@ -347,7 +358,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<std::shared_ptr<EventState>*>(event);
   }
-  double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    TORCH_CHECK(first != nullptr && second != nullptr, "an event is timed that was not recorded");
+    return Scheduler::get().between(state(first), state(second));
+  }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& on) const override;
 
  private:
