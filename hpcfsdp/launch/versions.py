@@ -21,9 +21,9 @@ _SHOWN_HOSTS = 8
 
 
 def versions() -> dict[str, str | None]:
-    """The version of each package on this rank. h5py is not loaded for it."""
+    """The version of each package on this rank; None for one that is missing or not loaded. h5py is not loaded."""
     found: dict[str, str | None] = {"hpcfsdp": __version__, "Python": "{}.{}".format(*sys.version_info)}
-    found |= {name: str(sys.modules[name].__version__) for name in _LOADED}
+    found |= {name: getattr(sys.modules.get(name), "__version__", None) for name in _LOADED}
     found |= {"Python's release": sys.version.split()[0], "h5py": None}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found["h5py"] = importlib.metadata.version("h5py")

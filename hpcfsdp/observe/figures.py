@@ -294,6 +294,6 @@ def flat_numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float
     for name, value in record.items():
         if isinstance(value, Mapping):
             found |= flat_numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and f"{prefix}{name}" != "step":
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and name != "step":
             found[f"{prefix}{name}"] = value
     return found
