@@ -110,7 +110,8 @@ class Run:
             self._check(every, resume_step, flops_per_token, peak_flops)
             self._traced = steps_to_trace(trace)
             check_trackers(given)
-            self._step = 0
+        self._step = 0
+        with raise_together(self._comm):  # apart: what was opened would stay open if another rank has raised
             if self._comm.rank == 0:
                 self._open(given, resume_step, resumed_from)
         self._step = self._comm.broadcast_object(self._step)
@@ -316,6 +317,7 @@ class Run:
         index = None if resumed_from is None else open_index(resumed_from)
         self._step = resume_step if resume_step is not None else 0 if index is None else index.info.step
         self.directory.mkdir(parents=True, exist_ok=True)
+        self._trackers = make_trackers(trackers, self.directory, resume_step=self._step)
         self._metrics = MetricsFile(self.directory / METRICS, resume_step=self._step)
         self._events = EventsFile(self.directory / EVENTS)
         if index is not None:
@@ -324,7 +326,6 @@ class Run:
             for record in read_records(self.directory / METRICS):
                 if record.get("kind") == "train":
                     self._series.add(record)
-        self._trackers = make_trackers(trackers, self.directory, resume_step=self._step)
 
     def _new_sums(self) -> Sums:
         return Sums(keeps_on_device=self._recorder.is_timed)
