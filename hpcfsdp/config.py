@@ -28,7 +28,8 @@ def parse(kind: type[Config], argv: Sequence[str], *, prog: str, environ: Mappin
     """A configuration of the dataclass `kind` from command-line arguments, environment and the file they name.
 
     Args:
-        argv: flags ``--section.key value``, ``--config FILE``; a first argument without dashes is the file, too.
+        argv: flags ``--section.key value``, ``--config FILE``; a first argument without dashes is the file, too. A
+            flag of a bool may stand without a value: it is true then.
         prog: name of the command, for messages.
         environ: ``HPCFSDP_SECTION__KEY`` variables; by default those of the process.
 
@@ -43,7 +44,7 @@ def parse(kind: type[Config], argv: Sequence[str], *, prog: str, environ: Mappin
     keys = known_keys(kind)
     _check_flags(arguments, keys)
     _check_environment(values, keys)
-    files, flags = _split_files(arguments)
+    files, flags = _split_files(_with_values(arguments, _switches(kind)))
     files = files or ([values[_variable("config")]] if _variable("config") in values else [])
     files = [path for path in files if _has_keys(Path(path), keys)]
     # In jsonargparse a file overrides the environment: give it everything as flags, the last of which counts.
@@ -68,6 +69,26 @@ def known_keys(kind: type, prefix: str = "") -> list[str]:
         else:
             found.append(prefix + name)
     return found
+
+
+def _switches(kind: type, prefix: str = "") -> set[str]:
+    """The flags of keys that are true or false."""
+    found: set[str] = set()
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            found |= _switches(typing.cast(type, hint), f"{prefix}{name}.")
+        elif hint is bool:
+            found.add(f"--{prefix}{name}")
+    return found
+
+
+def _with_values(arguments: Sequence[str], switches: Iterable[str]) -> list[str]:
+    """The arguments, with a value for each switch that has none."""
+    following = [*arguments[1:], "--"]
+    return [
+        f"{argument}=true" if argument in switches and after.startswith("--") else argument
+        for argument, after in zip(arguments, following, strict=False)
+    ]
 
 
 def to_dict(config: Any) -> dict[str, Any]:

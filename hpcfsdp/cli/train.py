@@ -36,7 +36,7 @@ EXAMPLES = (
     "mpirun -n 4 hpcfsdp train                                         # the example's own settings",
     "mpirun -n 4 hpcfsdp train run.yaml --train.steps 1000             # a file, and a flag that overrides it",
     "srun --mpi=pmix hpcfsdp train --data.paths /my/texts --run_dir runs/mine",
-    "mpirun -n 4 hpcfsdp train --trace true --track tensorboard        # run_dir/trace.json; figures for TensorBoard",
+    "mpirun -n 4 hpcfsdp train --trace --track tensorboard             # run_dir/trace.json; figures for TensorBoard",
     "hpcfsdp train --print_config > run.yaml                           # all keys with their defaults",
 )
 

@@ -90,7 +90,7 @@ def test_the_loss_is_the_mean_over_tokens_and_figures_are_of_all_ranks(world, sh
         rate = record["tokens_per_s"] * 6 * 3 * 72
         assert record["flop_utilisation"] == pytest.approx(rate / (1e9 * world.size), rel=0.01)
         assert 0 <= record["comm_share"] <= record["comm_share_max"] <= 1
-        assert 0 < record["busy_s_mean"] <= record["busy_s_max"] + 1e-6
+        assert 0 < record["busy_s_mean"] <= record["busy_s_max"] + 2e-6
         assert record["memory"]["peak_rank"] in ranks
         assert record["memory"]["peak_bytes"] >= record["memory"]["now_bytes"] > 0
     start = lines(shared_path / "events.jsonl", world)[0]

@@ -357,3 +357,19 @@ def test_a_section_without_keys_in_a_file_is_an_error(tmp_path):
     (tmp_path / "run.yaml").write_text("optim:\nseed: 1\n")
     with pytest.raises(UsageError, match=r"run\.yaml: section 'optim' is empty: leave it out, or give it keys"):
         parse(Config, [str(tmp_path / "run.yaml")], prog="p", environ={})
+
+
+@pytest.mark.parametrize("argv", [["--optim.fused"], ["--optim.fused", "--seed", "3"], ["--optim.fused", "true"]])
+def test_a_switch_may_stand_alone(argv):
+    assert parse(Config, argv, prog="test").optim.fused is True
+
+
+def test_a_switch_takes_the_value_behind_it():
+    assert parse(Config, ["--optim.fused", "false", "--seed", "3"], prog="test").optim.fused is False
+    with pytest.raises(UsageError, match=r"optim\.fused"):
+        parse(Config, ["--optim.fused", "maybe"], prog="test")
+
+
+def test_another_flag_may_not_stand_alone():
+    with pytest.raises(UsageError, match="seed"):
+        parse(Config, ["--seed", "--optim.fused"], prog="test")
