@@ -30,7 +30,7 @@ _MOST_KEPT = 512
 def seconds_between(begin: Mark, end: Mark) -> float:
     """Seconds between two moments of one kind, which have come."""
     if isinstance(begin, int):
-        return (end - begin) / 1e9
+        return float(end - begin) / 1e9
     return float(begin.elapsed_time(end)) / 1e3
 
 
@@ -107,9 +107,8 @@ class Recorder:
 
     def now(self, stream: torch.Stream | None = None) -> Mark:
         """This moment: on a device, when all work on `stream` up to here is done, by default the compute queue."""
-        if not self.is_timed:
-            return time.perf_counter_ns()
-        return accelerator.record_timed(stream or self._compute)
+        on = stream or self._compute
+        return time.perf_counter_ns() if on is None else accelerator.record_timed(on)
 
     # Steps
 

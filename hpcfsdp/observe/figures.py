@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -281,7 +281,7 @@ class Series:
                 steps.append(int(record["step"]))
                 points.append(float(values[name]))
 
-    def continue_from(self, curves: Mapping[str, tuple[Sequence[int], Sequence[float]]], last: int) -> None:
+    def continue_from(self, curves: Mapping[str, tuple[Iterable[Any], Iterable[Any]]], last: int) -> None:
         """Begin with these curves up to the step `last`."""
         for name, (steps, values) in curves.items():
             kept = [(int(step), float(value)) for step, value in zip(steps, values, strict=True) if step <= last]

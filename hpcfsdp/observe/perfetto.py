@@ -192,7 +192,7 @@ def _resolver(first: torch.Event, first_ns: int) -> Callable[[Any], int]:
     """Turns marks into nanoseconds of the host's clock, given a moment of the device on it."""
 
     def resolve(mark: Any) -> int:
-        return mark if isinstance(mark, int) else first_ns + int(first.elapsed_time(mark) * 1e6)
+        return first_ns + int(first.elapsed_time(mark) * 1e6) if not isinstance(mark, int) else mark
 
     return resolve
 
@@ -212,7 +212,7 @@ def _clock_of_rank_0(comm: Communicator) -> int:
     clock = _name_of_clock().ljust(_CLOCK_BYTES, b"\0")[:_CLOCK_BYTES]
     name = torch.frombuffer(bytearray(clock), dtype=torch.uint8).to(comm.device)
     comm.broadcast(name, 0)
-    first = theirs.tolist()
+    first: list[int] = theirs.tolist()
     if bytes(name.tolist()) == clock and clock.strip(b"\0"):
         return first[-1]
     ahead = statistics.median(here - there for here, there in zip(mine, first, strict=True))
