@@ -37,6 +37,11 @@ def nothing_is_left():
     assert left is None
 
 
+def trace_of(folder, world):
+    world.comm.Barrier()  # rank 0 joins the parts while the others go on
+    return spans_of(folder / "trace.json")
+
+
 def lines(path, world):
     found = [json.loads(line) for line in path.read_text().splitlines()] if world.rank == 0 else None
     return world.comm.bcast(found)
@@ -134,7 +139,7 @@ def test_a_trace_of_the_queues(world, started, shared_path):
     run, model, optimizer = started(trace=range(3, 5))
     with run:
         train(run, model, optimizer, 5)
-    found, processes = spans_of(shared_path / "trace.json")
+    found, processes = trace_of(shared_path, world)
     assert sorted(processes) == list(range(world.size))
     for rank in range(world.size):
         tracks = {track.split(" (")[0] for pid, track, _ in found if pid == rank}

@@ -53,6 +53,11 @@ def nothing_is_left():
     assert left is None
 
 
+def trace_of(folder, world):
+    world.comm.Barrier()  # rank 0 joins the parts while the others go on
+    return spans_of(folder / "trace.json")
+
+
 def lines(path, world):
     """The lines that rank 0 has written, on all ranks."""
     found = [json.loads(line) for line in path.read_text().splitlines()] if world.rank == 0 else None
@@ -136,7 +141,7 @@ def test_a_trace_has_the_units_and_queues_of_all_ranks(world, shared_path, build
     run, optimizer = observed(shared_path, model, trace=True)
     with run:
         train(run, model, optimizer, 6, world)
-    found, processes = spans_of(shared_path / "trace.json")
+    found, processes = trace_of(shared_path, world)
     assert sorted(processes) == list(range(world.size))
     for rank in range(world.size):
         assert processes[rank].startswith(f"rank {rank} (")
@@ -165,7 +170,7 @@ def test_a_trace_across_nodes_has_the_gathers_and_the_reasons_of_waits(world, sh
     run, optimizer = observed(shared_path, model, trace=range(2, 4))
     with run:
         train(run, model, optimizer, 4, world)
-    found, _ = spans_of(shared_path / "trace.json")
+    found, _ = trace_of(shared_path, world)
     tracks = {(pid, track.split(" (")[0]) for pid, track, _ in found}
     for rank in range(world.size):
         assert {(rank, "gather"), (rank, "reduce"), (rank, "waits")} <= tracks
@@ -182,7 +187,7 @@ def test_clocks_of_several_kernels_are_compared_at_barriers(world, shared_path, 
     run, optimizer = observed(shared_path, model, trace=range(1, 3))
     with run:
         train(run, model, optimizer, 2, world, late=0)
-    found, _ = spans_of(shared_path / "trace.json")
+    found, _ = trace_of(shared_path, world)
     ends = [found[rank, "steps", "step 2"][0][1] for rank in range(2)]
     assert abs(ends[0] - ends[1]) < 2 * LATE_S * 1e6, "and not an hour"
 
