@@ -1,6 +1,6 @@
 import json
 
-from hpcfsdp.observe.records import MetricsFile
+from hpcfsdp.observe.records import EventsFile, MetricsFile, read_records
 
 
 def steps(path):
@@ -70,3 +70,26 @@ def test_records_of_a_requeued_job_have_the_number_of_restarts(tmp_path, monkeyp
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
     written(path, 2, resume_step=1)
     assert [json.loads(line)["restart"] for line in path.read_text().splitlines()] == [0, 3]
+
+
+def test_a_full_disk_loses_records_and_ends_nothing(tmp_path, caplog):
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    events = EventsFile(tmp_path / "events.jsonl")
+    for step in (1, 2):
+        events.write_event("note", step, {})
+    events.close()
+    assert caplog.text.count("events.jsonl cannot be written, records are lost: No space left on device") == 1
+
+
+def test_events_are_appended_and_read_back_without_lines_that_were_cut_off(tmp_path):
+    path = tmp_path / "events.jsonl"
+    assert read_records(path) == []
+    for step in (3, 1):
+        events = EventsFile(path)
+        events.write_event("note", step, {"value": float("inf"), "text": "x"})
+        events.close()
+    with open(path, "a") as file:
+        file.write('[1]\n{"step": 9, "ki')
+    found = read_records(path)
+    assert [(event["step"], event["value"], event["text"]) for event in found] == [(3, None, "x"), (1, None, "x")]
+    assert all(event["date"].endswith("Z") for event in found)

@@ -288,3 +288,22 @@ def test_a_trace_that_ends_with_the_run(tmp_path):
             run.step(loss=1)
     found, _ = spans_of(tmp_path / "trace.json")
     assert {name for _, _, name in found} == {"step 3", "step 4"}
+
+
+UNCLOSED = """
+import hpcfsdp
+hpcfsdp.init("cpu")
+run = hpcfsdp.observe.Run("run", peak_flops=1.0)
+for loss in (2.0, 1.0):
+    run.step(loss=loss)
+hpcfsdp.finalize()
+print(run.latest["step"])
+run.close()
+"""
+
+
+def test_finalize_writes_what_an_open_run_has_left(run_python, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_python(UNCLOSED).split() == ["2"]
+    assert [record["step"] for record in lines(tmp_path / "run/metrics.jsonl")] == [1, 2]
+    assert [event["kind"] for event in lines(tmp_path / "run/events.jsonl")] == ["start", "end"]
