@@ -27,6 +27,9 @@ _SIZES = re.compile(rb"^(VmHWM|VmRSS):\s*(\d+) kB$", re.MULTILINE)
 class ProcessMemory:
     """The resident memory of this process, from Linux. Memory that ranks share counts in each rank that has used it."""
 
+    capacity_bytes = 0
+    """The processes of a node share its memory: there is no capacity of one."""
+
     def __init__(self) -> None:
         self._status = self._clear = -1
         with contextlib.suppress(OSError):
@@ -56,10 +59,15 @@ class ProcessMemory:
 
 
 class DeviceMemory:
-    """The memory of torch's tensors on an accelerator. Resets torch's peak."""
+    """The memory of torch's tensors on an accelerator. Resets torch's peak.
+
+    Attributes:
+        capacity_bytes: of the device; 0 where its driver does not say.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.capacity_bytes = accelerator.describe(device).nbytes
 
     def read(self) -> tuple[int, int]:
         """Bytes now, and at the peak since the last call."""

@@ -21,10 +21,10 @@ from hpcfsdp.comm import Communicator, communicator_for, raise_together
 from hpcfsdp.errors import UsageError
 from hpcfsdp.launch.calls import public_call
 from hpcfsdp.observe.facts import agree_on_facts, start_facts
-from hpcfsdp.observe.figures import Pipeline, Series, Sums, check_names, flat_numbers
 from hpcfsdp.observe.held_memory import Holdings, memory_of
 from hpcfsdp.observe.perfetto import Trace, steps_to_trace
 from hpcfsdp.observe.records import EventsFile, MetricsFile, finite, read_records
+from hpcfsdp.observe.step_figures import Pipeline, Series, Sums, check_names, flat_numbers
 from hpcfsdp.observe.trackers import Tracker, check_trackers, make_trackers
 from hpcfsdp.state.model import communicator_of, device_of
 from hpcfsdp.timeline import Recorder
@@ -342,6 +342,8 @@ class Run:
         for record, gathered in complete:
             if self._holdings is not None and "memory" in record:
                 record["memory"] |= self._holdings.figures(gathered)
+                if self._memory.capacity_bytes:
+                    record["memory"]["capacity_bytes"] = self._memory.capacity_bytes
             self.latest = record
             if self._metrics is not None:
                 self._metrics.write(record)

@@ -6,7 +6,7 @@ import torch
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import UsageError
 from hpcfsdp.observe.facts import Facts
-from hpcfsdp.observe.figures import Pipeline, Series, Sums, check_names, flat_numbers, pack, unpack
+from hpcfsdp.observe.step_figures import Pipeline, Series, Sums, check_names, flat_numbers, pack, unpack
 from hpcfsdp.timeline import Stretch
 
 FACTS = Facts(0, 1, 10, 60.0, 6000.0, {0: "n1"})
