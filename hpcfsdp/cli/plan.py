@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
     proposal = propose(request)
     if options.plot is not None:
         from hpcfsdp.output.figure_file import write_figure  # with matplotlib
-        from hpcfsdp.plan.drawing import draw  # the same
+        from hpcfsdp.plan.picture import draw  # the same
 
         write_figure(draw(proposal), options.plot)
     if options.json:
@@ -134,7 +134,7 @@ def _request(options: argparse.Namespace) -> Request:
     from hpcfsdp.plan.links import Links, device_named, link_of, measured_links  # the same
     from hpcfsdp.plan.proposal import Request
     from hpcfsdp.plan.saving import Disk
-    from hpcfsdp.plan.timeline import Machine
+    from hpcfsdp.plan.step_time import Machine
 
     device = device_named(options.device)
     links = Links(link_of(options.link_within or device.within), link_of(options.link_between or device.between))

@@ -10,7 +10,7 @@ from hpcfsdp.plan.links import DEVICES, Link, Links, link_of, measured_links
 from hpcfsdp.plan.models import Source, from_factory, from_function, from_numbers, from_run, from_transformers
 from hpcfsdp.plan.proposal import Proposal, Request, as_json, propose
 from hpcfsdp.plan.saving import Disk
-from hpcfsdp.plan.timeline import Machine
+from hpcfsdp.plan.step_time import Machine
 
 __all__ = [
     "DEVICES",

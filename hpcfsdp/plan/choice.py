@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hpcfsdp.errors import UsageError
 from hpcfsdp.plan.footprint import Footprint
 from hpcfsdp.plan.layouts import Setup
-from hpcfsdp.plan.timeline import Machine, StepTime, replay as replayed
+from hpcfsdp.plan.step_time import Machine, StepTime, replay as replayed
 from hpcfsdp.plan.workload import Workload
 
 

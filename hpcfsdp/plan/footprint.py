@@ -87,7 +87,7 @@ class ReplayedUnit:
 
 
 class Replay:
-    """One step, in the order in which a program asks for memory. ``timeline`` adds times to it."""
+    """One step, in the order in which a program asks for memory. ``step_time`` adds times to it."""
 
     def __init__(self, workload: Workload, setup: Setup) -> None:
         self.workload, self.setup = workload, setup

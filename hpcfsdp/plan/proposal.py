@@ -13,7 +13,7 @@ from hpcfsdp.plan.choice import SAME_TIME, Candidate, Limits, candidates, pick, 
 from hpcfsdp.plan.layouts import STRATEGIES, Setup
 from hpcfsdp.plan.models import Source
 from hpcfsdp.plan.saving import Disk, Saving, saving
-from hpcfsdp.plan.timeline import Machine
+from hpcfsdp.plan.step_time import Machine
 from hpcfsdp.plan.workload import Workload
 
 

@@ -7,7 +7,7 @@ import torch
 
 from hpcfsdp.plan.layouts import Setup
 from hpcfsdp.plan.links import Link, Links
-from hpcfsdp.plan.timeline import Machine, replay
+from hpcfsdp.plan.step_time import Machine, replay
 from hpcfsdp.plan.workload import Kind, Param, PlannedUnit, without_activations
 
 FREE = Link(0.0, 1e30, "given")
