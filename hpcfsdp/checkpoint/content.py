@@ -19,7 +19,8 @@ from hpcfsdp.checkpoint.draft import BytesOf
 from hpcfsdp.checkpoint.extra import leaves_of
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.skeleton import Skeleton, build_skeleton
-from hpcfsdp.checkpoint.match import check_patterns, chosen_of
+from hpcfsdp.checkpoint.kept_plan import KeptPlan, Known, Recalled, Wanted
+from hpcfsdp.checkpoint.match import check_patterns, chosen_of, is_chosen
 from hpcfsdp.checkpoint.plain_values import to_plain
 from hpcfsdp.checkpoint.same_call import compare, compare_leaves
 from hpcfsdp.checkpoint.save_plan import SavePlan, plan_save
@@ -27,7 +28,13 @@ from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.state.dtensors import DTensorRanks
 from hpcfsdp.state.model import device_of, model_tensors, stateful_modules
-from hpcfsdp.state.optim.in_file import OptimizerState, local_state, optimizer_state, state_elsewhere
+from hpcfsdp.state.optim.in_file import (
+    OptimizerState,
+    local_state,
+    named_groups,
+    optimizer_state,
+    state_elsewhere,
+)
 from hpcfsdp.state.sources import digest_of
 from hpcfsdp.state.tensors import LocalPiece, StateTensor
 from hpcfsdp.state.wrappers import settle
@@ -137,39 +144,114 @@ class SaveArguments:
         }
 
 
-def collect_content(comm: Communicator, given: SaveArguments) -> tuple[Content, list[StateTensor]]:
-    """Collects the content, and this rank's tensors in the plan's order. Collective over `comm`.
+@dataclass(frozen=True)
+class Collected:
+    """What is to be written, and where this rank has it.
+
+    Attributes:
+        tensors: in the plan's order; empty if the plan is recalled.
+        recalled: where the plan's blocks are now; None if only `tensors` say it.
+    """
+
+    content: Content
+    tensors: Sequence[StateTensor]
+    recalled: Recalled | None = None
+
+    @property
+    def is_on_accelerator(self) -> bool:
+        """Whether this rank has any of it there."""
+        pieces = [piece.tensor for tensor in self.tensors for piece in tensor.pieces]
+        tensors = pieces if self.recalled is None else self.recalled.tensors
+        return any(accelerator.is_accelerator(tensor.device) for tensor in tensors)
+
+    def bytes_to_copy(self, rank: int) -> int:
+        """The bytes of a copy of this rank's blocks, `rank`'s."""
+        if self.recalled is not None:
+            return self.recalled.known.sources.nbytes
+        return int(self.content.plan.bytes_of_ranks()[rank])
+
+
+def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | None = None) -> Collected:
+    """Collects the content. Collective over `comm`.
 
     Ranks must have compared ``given.facts()`` before. Raises CheckpointError for a value that cannot be stored,
     DisagreementError where ranks have different models, optimizers or values.
+
+    Args:
+        kept: of earlier saves; on all ranks or on none. If all ranks recall their plan, it is not made again, and no
+            rank looks at each tensor. Else it keeps the new one.
     """
-    model, optimizer, leaves = given.model, given.optimizer, {}
+    wanted = Wanted(given.model, given.optimizer, given.names, comm.size, comm.rank)
+    recalled = None if kept is None else kept.recall(wanted)
+    if kept is not None and not _all_have(comm, recalled):
+        recalled = None
+    if recalled is not None:
+        known = recalled.known
+        with raise_together(comm):
+            small = _small_again(given, known)
+            states, leaves = _states_and_leaves(comm, given, small)
+        small |= _compared(comm, known.fingerprint, states, leaves)
+        return Collected(Content(known.plan, root_attributes(given.step, comm.size), small), (), recalled)
+    model, optimizer = given.model, given.optimizer
     with raise_together(comm):
         settle(model)
         own = None if optimizer is None else local_state(model, optimizer)
     elsewhere = {} if own is None else state_elsewhere(comm, own)
     with raise_together(comm):
         state = None if own is None else optimizer_state(own, elsewhere, DTensorRanks(model))
-        tensors, small = _tensors_and_small(given, state)
+        chosen, tensors, small = _tensors_and_small(given, state)
         plan = plan_save(tensors, comm.size)
-        states = rng.capture(device_of(model))
-        leaves = _leaves(given, small) if comm.size > 1 else {}
+        states, leaves = _states_and_leaves(comm, given, small)
+        fingerprint = plan.fingerprint()
+    small |= _compared(comm, fingerprint, states, leaves)
+    named = [tensor for _, tensor in tensors]
+    if kept is not None:
+        params = None if state is None else [group["params"] for group in state.groups]
+        has_states = bool(stateful_modules(model))
+        with raise_together(comm):
+            recalled = kept.keep(wanted, plan, fingerprint, named, chosen, params, has_states=has_states)
+    return Collected(Content(plan, root_attributes(given.step, comm.size), small), named, recalled)
+
+
+def _all_have(comm: Communicator, recalled: Recalled | None) -> bool:
+    """Whether all ranks recall their plan. Collective over `comm`."""
+    found = torch.tensor([recalled is not None], dtype=torch.int64, device=comm.device)
+    comm.all_reduce(found, "min")
+    return bool(found)
+
+
+_Leaves = dict[str, dict[str, str] | None]
+
+
+def _states_and_leaves(
+    comm: Communicator, given: SaveArguments, small: Mapping[str, np.ndarray | bytes]
+) -> tuple[dict[str, np.ndarray], _Leaves]:
+    """States of random number generators, and the values to compare over ranks."""
+    return rng.capture(device_of(given.model)), _leaves(given, small) if comm.size > 1 else {}
+
+
+def _compared(
+    comm: Communicator, fingerprint: str, states: dict[str, np.ndarray], leaves: _Leaves
+) -> dict[str, np.ndarray]:
+    """Compares plans and values over ranks; the datasets of all ranks' generators, on rank 0. Collective over `comm`.
+
+    What all ranks gather does not grow with the number of tensors.
+    """
     digests = {part: None if found is None else digest_of(sorted(found.items())) for part, found in leaves.items()}
-    everyone = comm.all_gather_object((plan.fingerprint(), digests, states))
+    everyone = comm.all_gather_object((fingerprint, digests, states))
     name = "the plan of the checkpoint (the tensors of model and optimizer)"
     compare("checkpoint.save", [{name: fingerprint} for fingerprint, _, _ in everyone])
     for part, found in leaves.items():
         if len({parts[part] for _, parts, _ in everyone} - {None}) > 1:
             compare_leaves(comm, "checkpoint.save", found)
     generators = [of_rank for _, _, of_rank in everyone]
-    small |= {f"{schema.RNG}/{kind}": np.stack([of_rank[kind] for of_rank in generators]) for kind in generators[0]}
-    return Content(plan, root_attributes(given.step, comm.size), small), [tensor for _, tensor in tensors]
+    return {f"{schema.RNG}/{kind}": np.stack([of_rank[kind] for of_rank in generators]) for kind in generators[0]}
 
 
-def _leaves(given: SaveArguments, small: Mapping[str, np.ndarray | bytes]) -> dict[str, dict[str, str] | None]:
+def _leaves(given: SaveArguments, small: Mapping[str, np.ndarray | bytes]) -> _Leaves:
     """Values that rank 0 writes for all ranks, by their place. They must be equal on all ranks that give them."""
     arrays = {path.removeprefix(f"{schema.EXTRA_ARRAYS}/"): value for path, value in small.items()}
-    found: dict[str, dict[str, str] | None] = {"optimizer": {}, "extra": None}
+    found: _Leaves = {"optimizer": {}, "extra": None}
     if schema.PARAM_GROUPS in small:
         groups = schema.from_json(small[schema.PARAM_GROUPS])
         for group in groups:
@@ -183,19 +265,42 @@ def _leaves(given: SaveArguments, small: Mapping[str, np.ndarray | bytes]) -> di
 
 def _tensors_and_small(
     given: SaveArguments, state: OptimizerState | None
-) -> tuple[list[tuple[str, StateTensor]], dict[str, np.ndarray | bytes]]:
-    """Tensors with their groups in the file, and the small datasets that are equal on all ranks."""
-    model, found = given.model, model_tensors(given.model)
-    modules, groups, scalars = stateful_modules(model), None, None
+) -> tuple[frozenset[str] | None, list[tuple[str, StateTensor]], dict[str, np.ndarray | bytes]]:
+    """All names of the chosen tensors (None: all), tensors with their groups in the file, and the small datasets that
+    are equal on all ranks.
+    """
+    model, found, chosen = given.model, model_tensors(given.model), None
+    modules = stateful_modules(model)
     if given.names is not None:
-        found, modules, chosen = chosen_of(found, modules, given.names)
+        found, modules, names = chosen_of(found, modules, given.names)
+        chosen = frozenset(names)
         state = None if state is None else state.only(chosen)
     tensors = [(schema.MODEL, tensor) for tensor in found]
     if state is not None:
         tensors += [(schema.OPTIM_STATE, tensor) for tensor in state.tensors]
-        groups, scalars = state.groups, state.scalars
+    return chosen, tensors, _small_of(given, state, modules)
+
+
+def _small_of(
+    given: SaveArguments, state: OptimizerState | None, modules: Mapping[str, nn.Module]
+) -> dict[str, np.ndarray | bytes]:
+    """The small datasets that are equal on all ranks. `modules` have extra state."""
+    groups, scalars = (None, None) if state is None else (state.groups, state.scalars)
     states = {name: module.get_extra_state() for name, module in modules.items()}
-    return tensors, small_values(given.extra, given.config, groups, scalars, given.metrics, states)
+    return small_values(given.extra, given.config, groups, scalars, given.metrics, states)
+
+
+def _small_again(given: SaveArguments, known: Known) -> dict[str, np.ndarray | bytes]:
+    """The same, for a known plan: all of its state is in tensors."""
+    state, modules = None, {}
+    if given.optimizer is not None and known.params is not None:
+        state = OptimizerState([], {}, named_groups(given.optimizer, known.params))
+        state = state if known.chosen is None else state.only(known.chosen)
+    if known.has_states:
+        modules = stateful_modules(given.model)
+        if given.names is not None:
+            modules = {n: module for n, module in modules.items() if is_chosen(n, given.names)}
+    return _small_of(given, state, modules)
 
 
 def _plain_group(index: int, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpcfsdp.accelerator import is_accelerator
 from hpcfsdp.checkpoint import catalog, retention
 from hpcfsdp.checkpoint.content import Metrics, SaveArguments, collect_content
 from hpcfsdp.checkpoint.draft import naming_write_errors
 from hpcfsdp.checkpoint.files import Files, reason
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
+from hpcfsdp.checkpoint.kept_plan import KeptPlan
 from hpcfsdp.checkpoint.loader import load
 from hpcfsdp.checkpoint.match import check_patterns
 from hpcfsdp.checkpoint.pending import PendingSave
@@ -131,6 +131,7 @@ class CheckpointManager:
         self._writer, self._names, self._files = writer, names, files or Files()
         self._on_saved = on_saved
         self._held_s = 0.0  # by the save in progress
+        self._kept = KeptPlan()
         self._pending: PendingSave | None = None
         self._last: PendingSave | None = None  # its threads may still be running
         self._ring: Ring | None = None
@@ -198,17 +199,17 @@ class CheckpointManager:
             return path
         draft = make_draft(comm, path_of, given, self._writer, self._files, asynchronous=True)
         with naming_write_errors(draft.path):
-            content, tensors = collect_content(comm, given)
+            collected = collect_content(comm, given, self._kept)
         # Users may change arrays afterwards.
-        small = {path: np.array(v) if isinstance(v, np.ndarray) else v for path, v in content.small.items()}
-        content = replace(content, small=small)
-        pinned = any(is_accelerator(piece.tensor.device) for tensor in tensors for piece in tensor.pieces)
+        small = collected.content.small.items()
+        small = {path: np.array(v) if isinstance(v, np.ndarray) else v for path, v in small}
+        content = replace(collected.content, small=small)
         own = self._own_communicator(comm)
         with raise_together(own):
-            ring = self._ring_of(int(content.plan.bytes_of_ranks()[comm.rank]), pinned=pinned)
+            ring = self._ring_of(collected.bytes_to_copy(comm.rank), pinned=collected.is_on_accelerator)
         pending = PendingSave(own, draft, content, ring, lambda path: self._committed(path, step, began_s))
         self._last = pending
-        pending.stage(tensors)
+        pending.stage(collected)
         self._pending = pending
         self._held_s += time.perf_counter() - began_s
         return draft.path
@@ -416,6 +417,7 @@ class CheckpointManager:
 
     def _let_go(self) -> None:
         self._closed = True
+        self._kept = KeptPlan()
         self._drop_ring()
         self._last = None
         self._comms = []

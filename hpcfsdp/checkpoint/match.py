@@ -116,8 +116,13 @@ def chosen_of(
             raise CheckpointError(f"no tensor of the model matches {pattern!r}{hint}")
         chosen.update(of_name[path] for path in here)
     found = [tensor for tensor in tensors if tensor.name in chosen]
-    states = {n: module for n, module in modules.items() if any(match_names(each, [_MODEL + n]) for each in patterns)}
+    states = {name: module for name, module in modules.items() if is_chosen(name, patterns)}
     return found, states, chosen.union(*(tensor.aliases for tensor in found))
+
+
+def is_chosen(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name of the model matches one of the patterns."""
+    return any(match_names(each, [_MODEL + name]) for each in patterns)
 
 
 @dataclass(frozen=True)

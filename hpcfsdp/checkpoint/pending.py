@@ -16,7 +16,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,7 +24,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from hpcfsdp.checkpoint.content import Content, memory_of_blocks
+from hpcfsdp.checkpoint.content import Collected, Content, memory_of_blocks
+from hpcfsdp.checkpoint.copies import Blocks
 from hpcfsdp.checkpoint.draft import BlockWriter, Draft, DraftMissingError, extent_rows, naming_write_errors
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.skeleton import Skeleton, build_skeleton
@@ -33,7 +33,8 @@ from hpcfsdp.checkpoint.staging import Ring
 from hpcfsdp.checkpoint.writer import places_by_stage
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
-from hpcfsdp.state.tensors import StateTensor, staged_of
+from hpcfsdp.state.tensors import staged_of
+from hpcfsdp.tensor.whole import Staging
 from hpcfsdp.world import before_finalize
 
 log = logging.getLogger("hpcfsdp.checkpoint")
@@ -57,6 +58,7 @@ class Task(Future[T]):
     """Work on a checkpoint in a daemon thread, which the end of the program does not wait for."""
 
     def __init__(self, path: Path, work: Callable[[], T]) -> None:
+        """Starts the thread. Not collective."""
         super().__init__()
         self._path = path
         threading.Thread(target=self._run, args=(work,), name="hpcfsdp-checkpoint", daemon=True).start()
@@ -82,6 +84,35 @@ class Task(Future[T]):
             self.set_result(work())
         except BaseException as error:
             self.set_exception(error)
+
+
+class Pieces:
+    """What is to be copied into a ring, one piece after the other. Not collective."""
+
+    def __init__(self, pieces: Iterable[tuple[Blocks, torch.Tensor]]) -> None:
+        """The bytes of a piece, uint8, 1-D, are asked for when their turn comes: they may be a copy."""
+        self._rest = iter(pieces)
+        self._group: list[tuple[Blocks, torch.Tensor]] = []
+        self._next = next(self._rest, None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all are done."""
+        return not self._group and self._next is None
+
+    def next_group(self, most: int) -> list[tuple[Blocks, torch.Tensor]]:
+        """The next pieces, of `most` bytes or one piece; the same ones until they are done, and none after the last."""
+        if not self._group:
+            nbytes = 0
+            while self._next is not None and (not self._group or nbytes + self._next[1].numel() <= most):
+                self._group.append(self._next)
+                nbytes += self._next[1].numel()
+                self._next = next(self._rest, None)
+        return self._group
+
+    def done(self) -> None:
+        """The group has been copied."""
+        self._group = []
 
 
 class PendingSave:
@@ -115,44 +146,53 @@ class PendingSave:
         self._commit_task: Task[None] | None = None
         self._all_written = False
         self._made_s: float | None = None
+        self._may_begin = threading.Event()
 
-    def stage(self, tensors: Sequence[StateTensor]) -> None:
-        """Copies the tensors, in the plan's order, and begins to write. Afterwards the tensors may be changed.
+    def stage(self, collected: Collected) -> None:
+        """Copies the tensors, and begins to write. Afterwards the tensors may be changed.
 
         Returns without waiting if all ranks' bytes fit into their rings. Further bytes wait until earlier ones are
         written. Staged tensors are gathered, copied and freed one after the other. Raises CheckpointError if it waited
         and the file cannot be made; the file is then removed.
         """
-        comm, plan = self._comm, self._content.plan
-        memory_of = memory_of_blocks(plan, tensors)
-        places = places_by_stage(plan, tensors, self._own)
-        first = deque(places.get(None, ()))
+        comm, tensors = self._comm, collected.tensors
+        memory_of = memory_of_blocks(self._content.plan, tensors)
+        places = places_by_stage(self._content.plan, tensors, self._own) if tensors else {}
+
+        def pieces_of(staged: Staging | None) -> Pieces:
+            return Pieces((Blocks((place,), (0,)), memory_of(int(self._own[place]))) for place in places.get(staged, ()))
+
+        first = pieces_of(None) if collected.recalled is None else Pieces(collected.recalled.pieces())
         self._ring.start()
         _uncommitted[self] = None
+        # They begin later, as they would take half of the time from the copies; but to start a thread takes long once
+        # another one is busy.
+        self._laying = Task(self.path, self._lay_out)
+        self._task = Task(self.path, self._write)
         try:
             with raise_together(comm):
-                self._put(first, memory_of, wait=False)
-            fits = not staged_of(tensors) and all(self._all_agree(not first))
-            # Not before: it would take half of the time from the copies.
-            self._laying = Task(self.path, self._lay_out)
-            self._task = Task(self.path, self._write)
+                self._put(first, wait=False)
+            all_staged = staged_of(tensors)
+            fits = not all_staged and all(self._all_agree(first.is_empty))
             if not fits:
+                self._may_begin.set()
                 # There is more than the ring holds. Who waits for room must not wait for a file that never comes.
                 with raise_together(comm):
                     if comm.rank == 0:
                         self._laying.result()
                 self._note_made()
                 with raise_together(comm):
-                    self._put(first, memory_of)
-            for staged in staged_of(tensors):
+                    self._put(first)
+            for staged in all_staged:
                 staged.gather()
                 with raise_together(comm):
-                    self._put(deque(places.get(staged, ())), memory_of)
+                    self._put(pieces_of(staged))
                 staged.free()
         except BaseException:
             self.give_up()
             raise
         self._ring.end()
+        self._may_begin.set()
 
     def advance(self) -> bool:
         """Compares the progress of all ranks and takes the next step if possible; whether the file is committed.
@@ -198,6 +238,7 @@ class PendingSave:
         self.ended = True
         _uncommitted.pop(self, None)
         self._ring.stop()
+        self._may_begin.set()
         if self._comm.rank == 0:
             if self._laying is not None:
                 self._laying.wait()  # or it would make the file afterwards
@@ -250,27 +291,20 @@ class PendingSave:
         self._comm.all_reduce(agreed, "min")
         return [bool(fact) for fact in agreed.tolist()]
 
-    def _put(self, places: deque[int], memory_of: Callable[[int], torch.Tensor], *, wait: bool = True) -> None:
-        """Copies blocks into the ring while there is room, and removes them from `places`."""
+    def _put(self, pieces: Pieces, *, wait: bool = True) -> None:
+        """Copies pieces into the ring while there is room."""
         # In groups: to wake the writer for each of thousands of small blocks takes longer than to copy them. A small
         # ring is filled while it is emptied.
         most = min(BlockWriter.AT_ONCE, self._ring.nbytes // 4)
-        while places:
-            pieces, nbytes = [], 0
-            for place in places:
-                memory = memory_of(int(self._own[place]))
-                nbytes += memory.numel()
-                if pieces and nbytes > most:
-                    break
-                pieces.append((place, memory))
-            if not self._ring.put(pieces, wait=wait):
-                return
-            for _ in pieces:
-                places.popleft()
+        while (group := pieces.next_group(most)) and self._ring.put(group, wait=wait):
+            pieces.done()
 
     def _lay_out(self) -> Skeleton:
         """In a thread: lays the file out; rank 0 makes it."""
         content, is_first = self._content, self._comm.rank == 0
+        self._may_begin.wait()
+        if self._ring.stopped:
+            raise CheckpointError(f"{self.path}: was given up before it was begun")
         with naming_write_errors(self.path):
             skeleton = build_skeleton(
                 content.plan.specs,
@@ -286,15 +320,21 @@ class PendingSave:
     def _write(self) -> np.ndarray:
         """In a thread: writes the blocks that come through the ring and syncs; their checksums, uint64."""
         draft, ring = self._draft, self._ring
-        sums = np.zeros(len(self._own), np.uint64)
+        sums, plan = np.zeros(len(self._own), np.uint64), self._content.plan
+        own = plan.blocks[self._own]
+        sizes = own["numel"].astype(np.int64) * own["count"] * plan.itemsizes[own["tensor"]]
         try:
             offsets = self._laying.result().offsets
             with naming_write_errors(self.path), self._opened() as fd:
                 views: dict[int, np.ndarray] = {}
-                blocks = BlockWriter(draft.files, fd, self._content.plan, offsets, views.__getitem__)
+                blocks = BlockWriter(draft.files, fd, plan, offsets, views.__getitem__)
                 while staged := ring.take(BlockWriter.AT_ONCE):
-                    places = [block.key for block in staged]
-                    views.update((int(self._own[block.key]), np.asarray(block.arrived())) for block in staged)
+                    places = [place for piece in staged for place in piece.key.places]
+                    for piece in staged:
+                        data, of = np.asarray(piece.arrived()), list(piece.key.places)
+                        keys, ends = self._own[of].tolist(), (np.asarray(piece.key.begins) + sizes[of]).tolist()
+                        parts = zip(keys, piece.key.begins, ends, strict=True)
+                        views.update((key, data[begin:end]) for key, begin, end in parts)
                     sums[places] = blocks.write(self._own[places])
                     views.clear()
                     ring.release(staged)

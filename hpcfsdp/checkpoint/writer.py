@@ -89,11 +89,11 @@ def save_given(
     """As ``save``. `path_of` may raise on any rank; then all ranks raise. Collective over `comm`."""
     draft = make_draft(comm, path_of, given, writer, files)
     with naming_write_errors(draft.path):
-        content, tensors = collect_content(comm, given)
-        writing = writer_class(writer)(comm, draft, content)
+        collected = collect_content(comm, given)
+        writing = writer_class(writer)(comm, draft, collected.content)
     try:
         writing.begin()
-        writing.write(tensors)
+        writing.write(collected.tensors)
         writing.finish()
     except BaseException:
         writing.discard()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,13 @@ from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, StateDictEr
 from hpcfsdp.state.dtensors import DTensorRanks
 from hpcfsdp.state.optim.compare import StateInfo, allgather_state_info, check_same_groups, convert_all_state_info
 from hpcfsdp.state.optim.entry_plan import flatten_zero_dim_tensor_optim_state
+from hpcfsdp.state.optim.keys import with_params
 from hpcfsdp.state.optim.load import allocate_optim_state
 from hpcfsdp.state.optim.load_plan import LoadPlan
 from hpcfsdp.state.optim.local import LocalOptimState
 from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
 from hpcfsdp.state.optim.save import unflatten_param_groups
-from hpcfsdp.state.optim.values import Unpicklable
+from hpcfsdp.state.optim.values import Unpicklable, deep_copy
 from hpcfsdp.state.tensors import StateTensor, TensorInfo, unsharded
 
 Scalar = bool | int | float
@@ -144,6 +145,21 @@ def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo], ra
     for fqn, values in own.unsharded.items():
         add(fqn, values)
     return OptimizerState(tensors, scalars, unflatten_param_groups(own.groups or (), own.params, own.fqns))
+
+
+def named_groups(optimizer: torch.optim.Optimizer, params: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """Not collective. The present ``param_groups``, copied, with the names of their parameters, by group.
+
+    Raises:
+        CheckpointError: a value cannot be copied.
+    """
+    with _errors_as(CheckpointError):
+        for group in optimizer.param_groups:
+            for hyper, value in group.items():
+                if hyper != "params":
+                    deep_copy(f"{hyper!r} of a parameter group", value)
+    pairs = zip(optimizer.param_groups, params, strict=True)
+    return [with_params(group, list(names), list(names)) for group, names in pairs]
 
 
 class OptimizerRestore:
