@@ -164,11 +164,13 @@ class Collected:
         tensors = pieces if self.recalled is None else self.recalled.tensors
         return any(accelerator.is_accelerator(tensor.device) for tensor in tensors)
 
-    def bytes_to_copy(self, rank: int) -> int:
-        """The bytes of a copy of this rank's blocks, `rank`'s."""
+    def sizes(self, rank: int) -> Sequence[int]:
+        """Bytes of each copy that this rank, `rank`, makes of its blocks."""
         if self.recalled is not None:
-            return self.recalled.known.sources.nbytes
-        return int(self.content.plan.bytes_of_ranks()[rank])
+            return self.recalled.known.sources.sizes
+        plan = self.content.plan
+        own = plan.blocks[plan.blocks_of(rank)]
+        return (own["numel"].astype(np.int64) * own["count"] * plan.itemsizes[own["tensor"]]).tolist()
 
 
 def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | None = None) -> Collected:

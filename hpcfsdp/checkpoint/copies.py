@@ -55,12 +55,12 @@ class Sources:
     """The places of a rank's blocks in a list of tensors.
 
     Attributes:
-        nbytes: of all copies together.
+        sizes: bytes of each copy.
     """
 
     ranges: tuple[_Range, ...]
     scalars: tuple[_Scalars, ...]
-    nbytes: int
+    sizes: tuple[int, ...]
 
     @classmethod
     def find(
@@ -112,8 +112,8 @@ class Sources:
             end = begin + size
         close()
         scalars = tuple(_scalars(found, of, sizes) for found in numbers.values())
-        nbytes = sum(each.nbytes for each in ranges) + sum(int(sizes[list(s.blocks.places)].sum()) for s in scalars)
-        return cls(tuple(ranges), scalars, nbytes)
+        of_scalars = (int(sizes[list(each.blocks.places)].sum()) for each in scalars)
+        return cls(tuple(ranges), scalars, (*(each.nbytes for each in ranges), *of_scalars))
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Blocks, torch.Tensor]]:
         """What to copy, as bytes: uint8, 1-D, on the tensor's device.

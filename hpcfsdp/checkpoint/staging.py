@@ -39,6 +39,11 @@ class StagedBlock:
         return memoryview(self.memory.numpy())
 
 
+def aligned(nbytes: int, align: int) -> int:
+    """The next multiple of `align`."""
+    return -(-nbytes // align) * align
+
+
 class Ring:
     """First in, first out, between one thread that puts bytes in and one that takes them out.
 
@@ -47,12 +52,14 @@ class Ring:
 
     Attributes:
         nbytes: of the memory.
+        align: pieces begin at multiples of so many bytes.
         pinned: whether it asked for pinned memory, into which accelerators copy asynchronously.
     """
 
-    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
-        """Allocates the memory, of at least the bytes of the largest piece."""
-        self.nbytes, self.pinned = nbytes, pinned
+    def __init__(self, nbytes: int, *, align: int = 1, pinned: bool = False) -> None:
+        """Allocates the memory, of at least the bytes of the largest piece, up to a multiple of `align`."""
+        nbytes = aligned(nbytes, align)
+        self.nbytes, self.align, self.pinned = nbytes, align, pinned
         self._memory = _pinned_memory(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8)
         self._changed = threading.Condition()
         self._copied: torch.Event | None = None
@@ -79,7 +86,7 @@ class Ring:
             pieces: the key and the bytes of each, uint8, 1-D.
             wait: until all of them fit. Otherwise nothing is copied when they do not fit.
         """
-        nbytes = sum(source.numel() for _, source in pieces)
+        nbytes = sum(aligned(source.numel(), self.align) for _, source in pieces)
         if nbytes > self.nbytes:
             raise ValueError(f"{nbytes} bytes do not fit into a staging ring of {self.nbytes}")
         with self._changed:
@@ -96,7 +103,7 @@ class Ring:
             memory.copy_(source, non_blocking=on_device)
             if on_device:  # the copy's stream, not that of the current device
                 event = self._copied = accelerator.record(accelerator.current_stream(source.device))
-            end += source.numel()
+            end += aligned(source.numel(), self.align)
             blocks.append(StagedBlock(key, memory, event, end))
         with self._changed:
             self._head = begin + nbytes
