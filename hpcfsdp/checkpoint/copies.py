@@ -124,7 +124,9 @@ class Sources:
         number, memory = -1, None
         for blocks, tensor, begin, nbytes in self.ranges:
             if tensor != number:
-                number, memory = tensor, tensors[tensor].view(-1).view(torch.uint8)
+                whole = tensors[tensor]
+                # Not view(-1), which leaves one element with a stride that cannot be seen as bytes.
+                number, memory = tensor, whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
             yield blocks, memory.narrow(0, begin, nbytes)
         for blocks, places, chosen in self.scalars:
             values = torch.stack([tensors[place] for place in places])

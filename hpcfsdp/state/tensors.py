@@ -35,7 +35,8 @@ class LocalPiece:
         memory = self.tensor.detach()
         if memory.is_conj() or memory.is_neg():
             memory = memory.resolve_conj().resolve_neg()
-        return memory.contiguous().view(-1)
+        memory = memory.contiguous()
+        return memory.as_strided((memory.numel(),), (1,))  # view(-1) keeps any stride of a single element
 
     @torch.no_grad()
     def fill(self, values: torch.Tensor) -> None:

@@ -315,8 +315,10 @@ def test_a_ring_is_no_larger_than_what_there_is_to_save(comm, shared_path, train
     with checkpoint.CheckpointManager(shared_path, asynchronous=True) as manager:
         manager.save(1, model=trained[0])
     total = sum(comm.all_gather_object(sum(sizes)))
+    index = checkpoint.open_index(manager.latest())
     assert len(sizes) == 1
-    assert total == sum(spec.nbytes for spec in checkpoint.open_index(manager.latest()).tensors.values())
+    # Each copy begins at the begin of a cache line.
+    assert 0 <= total - sum(spec.nbytes for spec in index.tensors.values()) < 64 * len(index.extents)
 
 
 def test_what_has_to_be_gathered_is_staged_too(world, comm, shared_path):

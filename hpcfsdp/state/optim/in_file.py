@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,14 +16,14 @@ from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, StateDictEr
 from hpcfsdp.state.dtensors import DTensorRanks
 from hpcfsdp.state.optim.compare import StateInfo, allgather_state_info, check_same_groups, convert_all_state_info
 from hpcfsdp.state.optim.entry_plan import flatten_zero_dim_tensor_optim_state
-from hpcfsdp.state.optim.keys import with_params
+from hpcfsdp.state.optim.keys import FSDPParamInfo, with_params
 from hpcfsdp.state.optim.load import allocate_optim_state
 from hpcfsdp.state.optim.load_plan import LoadPlan
 from hpcfsdp.state.optim.local import LocalOptimState
 from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
 from hpcfsdp.state.optim.save import unflatten_param_groups
 from hpcfsdp.state.optim.values import Unpicklable, deep_copy
-from hpcfsdp.state.tensors import StateTensor, TensorInfo, unsharded
+from hpcfsdp.state.tensors import Runs, StateTensor, TensorInfo, unsharded
 
 Scalar = bool | int | float
 
@@ -119,12 +119,13 @@ def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo], ra
     tensors: list[StateTensor] = []
     scalars: dict[str, Scalar] = {}
 
-    def add(fqn: str, state: Mapping[str, Any]) -> None:
+    def add(fqn: str, state: Mapping[str, Any], writer: int = 0) -> None:
         for key, value in state.items():
             if "/" in key:
                 raise CheckpointError(f"optimizer state {key!r} of {fqn!r}: a key with / in it cannot be saved")
             if isinstance(value, torch.Tensor):
-                tensors.append(ranks.state_tensor(f"{fqn}/{key}", value))
+                found = ranks.state_tensor(f"{fqn}/{key}", value)
+                tensors.append(replace(found, runs=Runs.of((0, 1), ((writer,),))) if writer else found)
             elif isinstance(value, (bool, int, float)):
                 scalars[f"{fqn}/{key}"] = value
             elif isinstance(value, Unpicklable):
@@ -139,12 +140,22 @@ def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo], ra
             if "/" in key:
                 raise CheckpointError(f"optimizer state {key!r}: a key with / in it cannot be saved")
             tensors += parts.in_file(info.mesh, [f"{slot.fqn}/{key}" for slot in info.layout.slots])
-        for part in (state.whole, state.scalars, state.others):
+        for part in (state.whole, state.others):
             for fqn, values in part.items():
                 add(fqn, values)
+        for fqn, values in state.scalars.items():
+            add(fqn, values, _writer_of_scalars(info, fqn))
     for fqn, values in own.unsharded.items():
         add(fqn, values)
     return OptimizerState(tensors, scalars, unflatten_param_groups(own.groups or (), own.params, own.fqns))
+
+
+def _writer_of_scalars(info: FSDPParamInfo, fqn: str) -> int:
+    """The rank that writes a parameter's state without dimensions: the first one that steps it."""
+    slot = info.layout.slots[info.param_indices[fqn]]
+    if not info.flat.use_orig_params or slot.is_cut or not slot.numel:
+        return 0
+    return int(info.mesh.copies[info.layout.param_edges(fqn)[0], 0])
 
 
 def named_groups(optimizer: torch.optim.Optimizer, params: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
