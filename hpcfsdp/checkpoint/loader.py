@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -54,14 +54,17 @@ def load(
     strict: bool = True,
     names: Sequence[str] | None = None,
     verify: bool = True,
+    fresh: bool = False,
     files: Files | None = None,
 ) -> CheckpointInfo:
     """Collective over the model's ranks. Load a checkpoint that any number of ranks wrote.
 
     Restores parameters, buffers, the optimizer's state and hyper-parameters and the random number generators. Every
     byte is checked against its checksum, and nothing changes before all ranks have checked theirs: tensors that are
-    loaded in place are read twice, and the ranks of a node divide the first reading among them. With as many ranks as
-    wrote the file each continues its own random numbers; further ranks get new ones, which depend on file and rank.
+    loaded in place are read twice, and the ranks of a node divide the first reading among them. Tensors on the meta
+    device, all tensors of a `fresh` model and the optimizer's state, which gets new memory, are read once. With as many
+    ranks as wrote the file each continues its own random numbers; further ranks get new ones, which depend on file and
+    rank.
 
     Args:
         path: the file to load. Ranks other than 0 may pass None.
@@ -74,6 +77,9 @@ def load(
         names: patterns for the names of the model's tensors ("blocks.0.*", see ``inspect.names.matching``): other
             tensors stay unchanged; without an optimizer the random number generators do, too. The optimizer, if given,
             must step only these tensors.
+        fresh: the model has just been made, and holds nothing to keep, the same on all ranks. Every byte is checked while
+            it is read; if a check or the disk fails on any rank, the floating-point tensors that were to be loaded are
+            NaN on all ranks, so that nobody goes on with a part of a checkpoint.
         verify: False compares no checksums, and reads once: if the disk fails in the middle, a part of the model is
             loaded.
         files: the disk operations, for tests.
@@ -93,14 +99,14 @@ def load(
     def facts() -> Facts:
         check_patterns(names)
         # Of models that are not sharded, ranks may have different parts, and load different names of one file.
-        return {"path": GivenPath(path) if comm.rank == 0 or path is not None else None}
+        return {"path": GivenPath(path) if comm.rank == 0 or path is not None else None, "fresh": bool(fresh)}
 
     path = Path(compare_calls(comm, "checkpoint.load", facts)["path"].expanded)
     with reading(path), contextlib.ExitStack() as stack, torch.no_grad():
         index, reader, peers = _open_on_all_ranks(comm, stack, files or Files(), path, verify)
         with raise_together(comm):
             settle(model)
-            in_file, match, targets = _match_targets(index, model, names, strict, stack)
+            in_file, match, targets, new = _match_targets(index, model, names, strict, stack)
             restore = None if optimizer is None else _plan_optimizer(in_file, model, optimizer)
             if restore is not None and names is not None:
                 _check_steps_only(match.found, restore, index.info.path)
@@ -109,15 +115,23 @@ def load(
             for staged in staged_of(tensors):
                 staged.alloc()
             found = [(str(in_file.path_in(tensor)), tensor) for tensor in targets]
-            pieces = [item for path_in_file, tensor in found for item in _pieces(path_in_file, tensor)]
             if restore is not None:
                 _read_optimizer(reader, in_file, restore)
             generators = None if names is not None and optimizer is None else _generators(index, comm, device_of(model))
-            needed = rows_needed(index, found, peers, comm.size)
-        if verify:
+            is_new = [fresh or tensor.name in new for tensor in targets]
+            kept = [item for item, new_one in zip(found, is_new, strict=True) if not new_one]
+            once = [piece for item, new_one in zip(found, is_new, strict=True) if new_one for piece in _pieces(*item)]
+            twice = [piece for item in kept for piece in _pieces(*item)]
+            needed = rows_needed(index, kept, peers, comm.size)
+        if verify and not fresh:
             _check_rows(comm, reader, index, needed, peers)
-        with raise_together(comm):
-            _read_pieces(reader, pieces)
+        with _nothing_on_failure([tensor for tensor in targets if fresh and tensor.staged is None]):
+            with raise_together(comm):
+                for item in once:
+                    _read_piece(reader, *item)
+        if not fresh:
+            with raise_together(comm):
+                _read_pieces(reader, twice)
     for staged in staged_of(tensors):
         staged.scatter()
         staged.free()
@@ -185,6 +199,18 @@ def _check_rows(
         reader.check_rows(select_share(index, needed, alike.index(comm.rank), len(alike)))
 
 
+@contextlib.contextmanager
+def _nothing_on_failure(tensors: Sequence[StateTensor]) -> Iterator[None]:
+    """If the block raises, these tensors are NaN afterwards, as far as their dtypes have it. Not collective."""
+    try:
+        yield
+    except BaseException:
+        for piece in (piece for tensor in tensors for piece in tensor.pieces):
+            if piece.tensor.is_floating_point() or piece.tensor.is_complex():
+                piece.tensor.detach().fill_(torch.nan)
+        raise
+
+
 def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece]) -> None:
     try:
         for item in pieces:
@@ -212,18 +238,21 @@ def _match_targets(
     names: Sequence[str] | None,
     strict: bool,
     stack: contextlib.ExitStack,
-) -> tuple[FileNames, Match, list[StateTensor]]:
+) -> tuple[FileNames, Match, list[StateTensor], frozenset[str]]:
     """The file's names, the match with the model, and the tensors to fill. They have memory from now on.
+
+    The last result are the names of those that had none on this rank.
 
     `stack` removes memory of meta tensors again after an error.
     """
     tensors = model_tensors(model)
     files = FileNames(index, {name for tensor in tensors for name in (tensor.name, *tensor.aliases)})
     match = match_model(files, tensors, stateful_modules(model), names, strict)
+    new = frozenset(t.name for t in tensors if t.pieces and all(piece.tensor.is_meta for piece in t.pieces))
     if any(piece.tensor.is_meta for tensor in tensors for piece in tensor.pieces):
         stack.enter_context(materialized(model, match.found, device_of(model)))
         tensors = model_tensors(model)
-    return files, match, [tensor for tensor in tensors if tensor.name in match.found]
+    return files, match, [tensor for tensor in tensors if tensor.name in match.found], new
 
 
 def _plan_optimizer(in_file: FileNames, model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerRestore:

@@ -23,8 +23,11 @@ _KEPT_BYTES = 64 << 20
 _OPEN_PARTS = 64
 """Most parts of a checkpoint that are open at a time: it may have one for each of a thousand nodes."""
 
-_AT_ONCE_BYTES = 2 << 20
+_AT_ONCE_BYTES = 1 << 20
 """Most bytes of several rows that are read in one go to be checked: they stay in the cache of a core until they are."""
+
+_CHUNK_BYTES = 256 << 10
+"""Bytes that are read, and added to a checksum, at a time: they are in the cache of a core when it is computed."""
 
 _LONG_RUN_BYTES = 64 << 10
 _SPAN_BYTES = 8 << 20
@@ -140,6 +143,9 @@ class BlockReader:
             if int(row["count"]) > 1:
                 self._check(spec, row, self._runs(spec, row))
                 continue
+            if len(group) == 1:
+                self._read_through(spec, row)
+                continue
             sizes = [int(row["numel"]) * spec.itemsize for spec, row in group]
             if len(self._scratch) < sum(sizes):
                 self._scratch = np.empty(sum(sizes), np.uint8)
@@ -184,8 +190,7 @@ class BlockReader:
                 self._fill(spec, row, target, (low - first) * spec.itemsize)
                 return
             if len(target) == numel:
-                self._fill(spec, row, target)
-                self._check(spec, row, target)
+                self._fill_checked(spec, row, target)
             else:
                 target[:] = self._whole(spec, row)[0][low - first : high - first]
             return
@@ -222,6 +227,26 @@ class BlockReader:
             some[:] = np.lib.stride_tricks.as_strided(span, some.shape, strides)
         return runs
 
+    def _fill_checked(self, spec: TensorSpec, row: np.void, target: np.ndarray) -> None:
+        """Reads all elements of a row of a single run, and verifies them while they are in the cache."""
+        found, data = schema.Checksum(), target.view(np.uint8)
+        for begin in range(0, len(data), _CHUNK_BYTES):
+            chunk = data[begin : begin + _CHUNK_BYTES]
+            self._fill(spec, row, chunk, begin)
+            found.add(chunk)
+        self._compare(row, spec, found.value)
+
+    def _read_through(self, spec: TensorSpec, row: np.void) -> None:
+        """The same, but keeps nothing."""
+        found, nbytes = schema.Checksum(), int(row["numel"]) * spec.itemsize
+        if len(self._scratch) < min(_CHUNK_BYTES, nbytes):
+            self._scratch = np.empty(_CHUNK_BYTES, np.uint8)
+        for begin in range(0, nbytes, _CHUNK_BYTES):
+            chunk = self._scratch[: min(_CHUNK_BYTES, nbytes - begin)]
+            self._fill(spec, row, chunk, begin)
+            found.add(chunk)
+        self._compare(row, spec, found.value)
+
     def _fill(self, spec: TensorSpec, row: np.void, target: np.ndarray, away: int = 0) -> None:
         """Reads a row's bytes, from `away` bytes behind its first element on."""
         number = int(row["file"])
@@ -236,7 +261,10 @@ class BlockReader:
             raise CheckpointCorruptError(f"{self.path}: ends in the middle of {spec.path}")
 
     def _check(self, spec: TensorSpec, row: np.void, data: np.ndarray) -> None:
-        if schema.checksum(data) != int(row["checksum"]):
+        self._compare(row, spec, schema.checksum(data))
+
+    def _compare(self, row: np.void, spec: TensorSpec, found: int) -> None:
+        if found != int(row["checksum"]):
             number = int(row["file"])
             of = f" of {self._index.parts[number - 1].name}" if number else ""
             raise CheckpointCorruptError(

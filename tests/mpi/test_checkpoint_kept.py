@@ -133,8 +133,13 @@ def buffer_in_other_memory(model, optimizer):
     return model, optimizer
 
 
-def buffer_as_a_view(model, optimizer):
-    model.module.scale = torch.arange(4.0)[1::2][:1]
+def buffer_with_gaps(model, optimizer):
+    model.module.scale = torch.arange(4.0)[1::2]
+    return model, optimizer
+
+
+def one_element_of_a_row(model, optimizer):
+    model.module.scale = torch.arange(4.0)[1::2][:1]  # contiguous, with a stride of 2
     return model, optimizer
 
 
@@ -194,10 +199,10 @@ def not_sharded(model, optimizer):
 
 CHANGES = [
     load_optimizer, clear_state, drop_one_state, half_state, number_state, two_groups, other_order, no_optimizer, new_buffer,
-    other_buffer, buffer_in_other_memory, buffer_as_a_view, kept_no_longer, kept_from_now_on, renamed, swapped, removed,
+    other_buffer, buffer_in_other_memory, buffer_with_gaps, one_element_of_a_row, kept_no_longer, kept_from_now_on, renamed, swapped, removed,
     wrapped_again, around, other_requires_grad, assigned_data, not_sharded,
 ]  # fmt: skip
-SAME_PLAN = {load_optimizer, buffer_in_other_memory, other_requires_grad, assigned_data, wrapped_again}
+SAME_PLAN = {load_optimizer, one_element_of_a_row, buffer_in_other_memory, other_requires_grad, assigned_data, wrapped_again}
 """Changes after which the names, shapes and ranks may be the same as before."""
 
 

@@ -289,3 +289,18 @@ def _is_deep(value: Any) -> bool:
 def checksum(data: Any) -> int:
     """xxh3-64 of a buffer, as in meta/extents."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+class Checksum:
+    """``checksum`` of bytes that come one part after the other."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+
+    def add(self, part: Any) -> None:
+        """The next part, a buffer."""
+        self._state.update(part)
+
+    @property
+    def value(self) -> int:
+        return self._state.intdigest()
