@@ -41,6 +41,10 @@ from hpcfsdp.state.wrappers import settle
 _TRIES = 5
 """How often a file may be replaced by another while it is opened."""
 
+_PARTLY = "; a part of the model was loaded before this error: load again before using the model"
+
+_SPOILT = "; the floating-point tensors that were to be loaded are NaN now: load another file, or make the model anew"
+
 _Piece: TypeAlias = tuple[str, LocalPiece, torch.dtype]
 """The path in the file, and this rank's memory of a run of elements."""
 
@@ -127,11 +131,10 @@ def load(
             _check_rows(comm, reader, index, needed, peers)
         with _nothing_on_failure([tensor for tensor in targets if fresh and tensor.staged is None]):
             with raise_together(comm):
-                for item in once:
-                    _read_piece(reader, *item)
+                _read_pieces(reader, once, _SPOILT if fresh else "")
         if not fresh:
             with raise_together(comm):
-                _read_pieces(reader, twice)
+                _read_pieces(reader, twice, _PARTLY)
     for staged in staged_of(tensors):
         staged.scatter()
         staged.free()
@@ -211,14 +214,13 @@ def _nothing_on_failure(tensors: Sequence[StateTensor]) -> Iterator[None]:
         raise
 
 
-def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece]) -> None:
+def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece], consequence: str) -> None:
+    """Reads pieces. Errors tell the `consequence`."""
     try:
         for item in pieces:
             _read_piece(reader, *item)
     except CheckpointError as error:
-        raise type(error)(
-            f"{error}; a part of the model was loaded before this error: load again before using the model"
-        ) from error
+        raise type(error)(f"{error}{consequence}") from error
 
 
 def _read_piece(reader: BlockReader, path: str, piece: LocalPiece, dtype: torch.dtype) -> None:

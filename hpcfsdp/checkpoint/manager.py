@@ -261,14 +261,17 @@ class CheckpointManager:
         return catalog.latest(self.directory)
 
     @public_call("CheckpointManager.load_latest")
-    def load_latest(self, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> CheckpointInfo | None:
+    def load_latest(
+        self, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, fresh: bool = False
+    ) -> CheckpointInfo | None:
         """Collective over the model's ranks. Loads the checkpoint of the highest step that is not damaged.
 
         If any rank cannot read a checkpoint, all ranks skip it, log a warning, and try the one before it; see
         ``passed_over``.
 
         Args:
-            model, optimizer: see ``load``.
+            model, optimizer, fresh: see ``load``. If a `fresh` model cannot be loaded from one file, it is from another;
+                if from none, its tensors are NaN.
 
         Returns:
             The result of ``load``; None if the folder holds no checkpoints.
@@ -281,7 +284,8 @@ class CheckpointManager:
         self.wait()
         comm = communicator_of(model)
         found: list[Path] = []
-        compare_calls(comm, "CheckpointManager.load_latest", lambda: {"directory": GivenPath(self.directory)})
+        facts = {"directory": GivenPath(self.directory), "fresh": bool(fresh)}
+        compare_calls(comm, "CheckpointManager.load_latest", lambda: facts)
         with raise_together(comm):
             if comm.rank == 0:
                 try:
@@ -292,7 +296,7 @@ class CheckpointManager:
         passed: tuple[tuple[Path, str], ...] = ()
         self.passed_over = passed
         for path in reversed(found):
-            info = self._load(comm, path, model, optimizer)
+            info = self._load(comm, path, model, optimizer, fresh=fresh)
             if info is not None:
                 if self.passed_over and comm.rank == 0:
                     log.warning("using the older checkpoint %s step=%d instead", path, info.step)
@@ -305,14 +309,20 @@ class CheckpointManager:
         return None
 
     def _load(
-        self, comm: Communicator, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
+        self,
+        comm: Communicator,
+        path: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        fresh: bool,
     ) -> CheckpointInfo | None:
         """Loads, or records the reason why not; the same on all ranks."""
         while True:
             info, error = None, None
             try:
                 with retention.reading(path):
-                    info = load(path, model=model, optimizer=optimizer, names=self._names)
+                    info = load(path, model=model, optimizer=optimizer, names=self._names, fresh=fresh)
             except CheckpointError as caught:
                 error = caught
             own = None if error is None else (type(error), str(error))

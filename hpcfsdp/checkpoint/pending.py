@@ -30,7 +30,7 @@ from hpcfsdp.checkpoint.draft import BlockWriter, Draft, DraftMissingError, exte
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.skeleton import Skeleton, build_skeleton
 from hpcfsdp.checkpoint.staging import Ring
-from hpcfsdp.checkpoint.writer import places_by_stage
+from hpcfsdp.checkpoint.writer import gather_sums, places_by_stage
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
 from hpcfsdp.state.tensors import staged_of
@@ -267,18 +267,18 @@ class PendingSave:
             _uncommitted.pop(self, None)
             return
         offsets = np.asarray(self._laying.result().offsets, np.int64)
-        sums = self._task.result().tobytes()
-        everyone = self._comm.all_gather_object((schema.checksum(offsets.view(np.uint8)), sums))
-        for rank, (digest, _) in enumerate(everyone):
-            if digest != everyone[0][0]:  # say, other versions of HDF5
+        digests = self._comm.all_gather_object(schema.checksum(offsets.view(np.uint8)))
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:  # say, other versions of HDF5
                 error = CheckpointError(
                     f"{self.path}: rank {rank} has laid the file out otherwise than rank 0: have all ranks run the "
                     'same versions of hpcfsdp, h5py and HDF5, or save without "asynchronous"'
                 )
                 error.raised_on_all_ranks = True
                 raise error
+        everyone = gather_sums(self._comm, self._content.plan, self._task.result())
         if self._comm.rank == 0:
-            self._commit_task = Task(self.path, lambda: self._commit([sums for _, sums in everyone]))
+            self._commit_task = Task(self.path, lambda: self._commit(everyone))
         self._all_written = True
 
     def _note_made(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from hpcfsdp import env
 from hpcfsdp.checkpoint.content import Content
@@ -108,6 +109,8 @@ class SubfilesWriter(PosixWriter):
         self._parts = divide(content.plan, topology, LEAST_BYTES if least_bytes is None else least_bytes)
         self._paths = [part_path(draft.path, draft.token, part.node) for part in self._parts]
         self._leaders = [topology.leaders[part.node] for part in self._parts]
+        self._all = range(comm.size)
+        self._node_of = [topology.node_rank(rank) for rank in self._all]
         own_node = topology.node_rank(comm.rank)
         self._own = next((number for number, part in enumerate(self._parts) if part.node == own_node), None)
         self._leads = self._own is not None and self._leaders[self._own] == comm.rank
@@ -118,22 +121,22 @@ class SubfilesWriter(PosixWriter):
 
     def begin(self) -> None:
         """Makes the checkpoint on rank 0 and the parts on their leaders, all holes; exchanges the places of tensors."""
-        laid_out: tuple[Sequence[int], bytes] = ((), b"")
         with raise_together(self._comm), naming_write_errors(self._draft.path):
             if self._comm.rank == 0:
                 self._skeleton = self._whole_skeleton()
                 elsewhere = sum(part.plan.nbytes for part in self._parts)
                 self._draft.create(self._skeleton.nbytes, elsewhere)
-                laid_out = (self._skeleton.offsets, b"")
+                self._offsets = self._skeleton.offsets
             if self._leads:
                 self._part_skeleton = self._skeleton_of(self._parts[self._own])
                 if self._part_draft.path.exists():
                     raise FileExistsError(f"{self._part_draft.path.name} already exists")
                 self._part_draft.create(self._part_skeleton.nbytes)
-                laid_out = (laid_out[0], np.array(self._part_skeleton.offsets, np.int64).tobytes())
-        everyone = self._comm.all_gather_object(laid_out)
-        self._offsets = everyone[0][0]
-        self._part_offsets = [np.frombuffer(everyone[leader][1], np.int64) for leader in self._leaders]
+        self._offsets = self._comm.broadcast_object(self._offsets)
+        mine = [] if self._part_skeleton is None else self._part_skeleton.offsets
+        sizes = {leader: len(part.tensors) for leader, part in zip(self._leaders, self._parts, strict=True)}
+        found = self._to_those_concerned(np.array(mine, np.int64), [sizes.get(rank, 0) for rank in self._all])
+        self._part_offsets = [found[leader] for leader in self._leaders]
 
     @contextlib.contextmanager
     def _opened(self, bytes_of: BytesOf) -> Iterator[tuple[Callable[[np.ndarray], np.ndarray], Callable[[], None]]]:
@@ -167,8 +170,11 @@ class SubfilesWriter(PosixWriter):
     def finish(self) -> None:
         """Commits the parts, then the checkpoint that names them."""
         comm, path = self._comm, self._draft.path
-        everyone = comm.all_gather_object(self._sums.tobytes())
-        rows = extent_rows(self._content.plan, self._offsets, everyone)
+        counts = np.bincount(self._content.plan.blocks["rank"], minlength=comm.size)
+        everyone = self._to_those_concerned(self._sums.view(np.int64), counts.tolist())
+        # The checksums of other nodes are 0 on ranks that do not write them.
+        sums = [own.tobytes() or bytes(8 * count) for own, count in zip(everyone, counts.tolist(), strict=True)]
+        rows = extent_rows(self._content.plan, self._offsets, sums)
         seal: Seal | None = None
         with raise_together(comm), naming_write_errors(path):
             if self._leads:
@@ -192,6 +198,23 @@ class SubfilesWriter(PosixWriter):
                 for path in self._paths:
                     with contextlib.suppress(OSError):
                         self._draft.files.remove(path)
+
+    def _to_those_concerned(self, values: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+        """By rank, its values, int64, if it is of this node or this is rank 0; else an empty array. Collective.
+
+        On all ranks they would grow with nodes and tensors.
+
+        Args:
+            sizes: by rank, the number of its values.
+        """
+        comm, node = self._comm, self._node_of
+        mine = torch.from_numpy(values).to(comm.device)
+        concerned = [rank == 0 or node[rank] == node[comm.rank] for rank in self._all]
+        from_all = comm.rank == 0
+        numels = [size if from_all or node[rank] == node[comm.rank] else 0 for rank, size in enumerate(sizes)]
+        found = [torch.empty(numel, dtype=torch.int64, device=comm.device) for numel in numels]
+        comm.all_to_all(found, [mine if concerned[rank] else mine[:0] for rank in self._all])
+        return [of_rank.cpu().numpy() for of_rank in found]
 
     def _whole_skeleton(self) -> Skeleton:
         content, names = self._content, [path.name for path in self._paths]

@@ -204,7 +204,7 @@ class PosixWriter:
 
     def finish(self) -> None:
         """Commits the file, which then has its name."""
-        everyone = self._comm.all_gather_object(self._sums.tobytes())
+        everyone = gather_sums(self._comm, self._content.plan, self._sums)
         with raise_together(self._comm), naming_write_errors(self._draft.path):
             if self._skeleton is not None:
                 self._draft.commit(self._skeleton, extent_rows(self._content.plan, self._offsets, everyone))
@@ -213,6 +213,21 @@ class PosixWriter:
         """Removes the file. Not collective."""
         if self._comm.rank == 0:
             self._draft.discard()
+
+
+def gather_sums(comm: Communicator, plan: SavePlan, sums: np.ndarray) -> list[bytes]:
+    """By rank, the bytes of the checksums of its blocks, on rank 0; empty on other ranks. Collective over `comm`.
+
+    Only rank 0 writes the table: on all ranks they would be as many as there are ranks and tensors.
+    """
+    mine = torch.from_numpy(sums.view(np.int64)).to(comm.device)
+    counts = np.bincount(plan.blocks["rank"], minlength=comm.size).tolist()
+    if comm.rank:
+        comm.gather(None, mine, 0)
+        return []
+    received = [torch.empty(count, dtype=torch.int64, device=comm.device) for count in counts]
+    comm.gather(received, mine, 0)
+    return [of_rank.cpu().numpy().tobytes() for of_rank in received]
 
 
 def places_by_stage(plan: SavePlan, tensors: Sequence[StateTensor], own: np.ndarray) -> dict[Staging | None, list[int]]:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import time
 
 import h5py
@@ -273,6 +274,51 @@ def test_a_damaged_block_is_found_by_some_rank_and_changes_nothing_on_any(comm, 
         checkpoint.load(path, model=again, optimizer=again_optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, again.parameters(), strict=True))
     assert not again_optimizer.state
+
+
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+def test_a_fresh_model_is_read_once_and_is_nan_on_all_ranks_after_damage_to_any_tensor(
+    comm, shared_path, monkeypatch, original
+):
+    model = shard(make_net(), use_orig_params=original)
+    optimizer = adamw(model)
+    train_sharded(model, optimizer, range(2), comm)
+    path = checkpoint.save(shared_path / "fresh.h5", model=model, optimizer=optimizer)
+
+    def check_rows(self, places):
+        raise AssertionError("it is read twice")
+
+    monkeypatch.setattr(BlockReader, "check_rows", check_rows)
+    again = shard(make_net(seed=3), use_orig_params=original)
+    again_optimizer = adamw(again)
+    for name, spec in open_index(path).tensors.items():
+        if comm.rank == 0:
+            damage(path, name, spec.nbytes - 1)
+        comm.all_gather_object(None)
+        before = [param.detach().clone() for param in again.parameters()]
+        with pytest.raises(CheckpointCorruptError, match=rf"{re.escape(name)}.*checksum") as caught:
+            checkpoint.load(path, model=again, optimizer=again_optimizer, fresh=True)
+        nan = [param.isnan() for param in again.parameters() if param.numel()]
+        if name.startswith("optim/"):  # it gets new memory, before anything changes
+            assert all(torch.equal(a, b) for a, b in zip(before, again.parameters(), strict=True))
+        else:
+            # A flat parameter has gaps between parameters.
+            assert all(found.all() if original else found.any() for found in nan)
+            assert "are NaN now" in str(caught.value)
+        assert not again_optimizer.state
+        comm.all_gather_object(None)
+        if comm.rank == 0:
+            damage(path, name, spec.nbytes - 1)  # back again
+        comm.all_gather_object(None)
+        checkpoint.load(path, model=again, fresh=True)
+        assert same(model, again)
+
+
+def test_a_model_is_fresh_on_all_ranks_or_on_none(several, comm, shared_path):
+    model, _ = trained(comm, 0)
+    path = checkpoint.save(shared_path / "a.h5", model=model)
+    with pytest.raises(DisagreementError, match="fresh"):
+        checkpoint.load(path, model=model, fresh=comm.rank == 1)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

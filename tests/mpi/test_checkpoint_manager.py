@@ -538,8 +538,9 @@ def replaced_by_a_folder(path, comm):
     barrier(comm)
 
 
+@pytest.mark.parametrize("once", [False, True], ids=["checked first", "checked while read"])
 @pytest.mark.parametrize("harm", [damage, truncate, replaced_by_a_folder])
-def test_a_damaged_newest_file_is_skipped_and_reported(comm, shared_path, trained, caplog, harm):
+def test_a_damaged_newest_file_is_skipped_and_reported(comm, shared_path, trained, caplog, harm, once):
     model, optimizer = trained
     with checkpoint.CheckpointManager(shared_path) as manager:
         manager.save(1, model=model, optimizer=optimizer)
@@ -549,7 +550,7 @@ def test_a_damaged_newest_file_is_skipped_and_reported(comm, shared_path, traine
         fresh = shard(make_net(seed=4))
         fresh_optimizer = adamw(fresh)
         with caplog.at_level("WARNING", "hpcfsdp"):
-            info = manager.load_latest(model=fresh, optimizer=fresh_optimizer)
+            info = manager.load_latest(model=fresh, optimizer=fresh_optimizer, fresh=once)
     assert (info.step, info.path) == (1, checkpoint_path(shared_path, 1))
     assert train_sharded(fresh, fresh_optimizer, range(2, 4), comm) == expected
     ((path, reason),) = manager.passed_over

@@ -264,9 +264,9 @@ class Trainer:
         began = time.perf_counter()
         try:
             if path == self.newest:
-                info = self.manager.load_latest(model=self.model, optimizer=self.optimizer)
+                info = self.manager.load_latest(model=self.model, optimizer=self.optimizer, fresh=True)
             else:
-                info = checkpoint.load(path, model=self.model, optimizer=self.optimizer)
+                info = checkpoint.load(path, model=self.model, optimizer=self.optimizer, fresh=True)
         except CheckpointError as error:
             error.args = (f"{error}\nmove the file away to start without it, or choose another run_dir",)
             raise
