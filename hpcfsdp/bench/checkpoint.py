@@ -25,12 +25,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from hpcfsdp import checkpoint
 from hpcfsdp.bench.step import OWN, quiet
 from hpcfsdp.bench.tables import Table, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, timed
-from hpcfsdp.checkpoint import CheckpointManager
+from hpcfsdp.checkpoint import CheckpointManager, HDF5Writer
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.comm import Communicator
@@ -41,8 +42,10 @@ from hpcfsdp.world import World
 
 FSDP2 = "fsdp2"
 RAW, DCP, SAFETENSORS, GATHERED = "raw", "dcp", "safetensors", "h5py on rank 0"
+FRESH = "hpcfsdp, fresh"
 SUMS, COPY = "xxh3", "memcpy"
 SAVE, LOAD, LOAD_CACHED, HELD, FLOORS = "save", "load", "load, cached", "training held", "in memory"
+COLUMNS = "save columns"
 UNIT_TENSORS = 10
 """Parameters of one unit."""
 _SETTLE_S = 0.5
@@ -60,7 +63,8 @@ class Measurement:
         tensors: number of parameters.
         times: task -> way -> times. The tasks are ``SAVE``, ``LOAD`` (the page cache holds nothing of the files, where
             the file system has one), ``LOAD_CACHED``, ``HELD`` (an asynchronous save, until training goes on; and one
-            copy of the same bytes) and ``FLOORS``.
+            copy of the same bytes), ``FLOORS``, and ``COLUMNS`` (torch.distributed.checkpoint saves as many DTensors,
+            of which each rank has columns, with hpcfsdp's writer and its own).
     """
 
     nbytes: int
@@ -186,6 +190,7 @@ class _Contest:
         self._theirs = {name: value.to_local() for name, value in peer.state_dict().items()}
         self._spare = [torch.empty_like(shard) for shard in self._mine]
         self._saved = {id(model): _digest(model) for model in (own, peer)}
+        self._columns = {name: _columns_like(value) for name, value in peer.state_dict().items()}
         self._files = Files()
         self._manager, self._step = CheckpointManager(folder / "managed", keep_last=1, asynchronous=True), 0
 
@@ -194,6 +199,7 @@ class _Contest:
         load = {
             RAW: self._load_raw,
             OWN: lambda: checkpoint.load(self._path(OWN), model=self._own),
+            FRESH: lambda: checkpoint.load(self._path(OWN), model=self._own, fresh=True),
             DCP: self._load_dcp,
             SAFETENSORS: self._load_safetensors,
         }
@@ -210,6 +216,8 @@ class _Contest:
             LOAD_CACHED: (self._cache, load),
             HELD: (self._settle, {OWN: self._save_later, COPY: self._copy}),
             FLOORS: (self._settle, {SUMS: self._sum_up}),
+            # Last: the files of loads make way.
+            COLUMNS: (self._remove, {OWN: self._save_columns, DCP: self._save_columns_dcp}),
         }
         found: dict[str, dict[str, list[float]]] = {task: {name: [] for name in tasks[task][1]} for task in tasks}
         for count in range(_WARMUP + repeats):
@@ -230,7 +238,7 @@ class _Contest:
 
     def _path(self, name: str) -> Path:
         """Of the file that a way saves, or of its folder with files of all ranks."""
-        return self._folder / name.replace(" ", "-")
+        return self._folder / (OWN if name == FRESH else name).replace(" ", "-")
 
     def _own_file(self, name: str) -> Path:
         return self._path(name) / f"rank-{self._comm.rank}"
@@ -272,7 +280,7 @@ class _Contest:
 
     def _model(self, name: str) -> nn.Module:
         """The model into which a way loads."""
-        return self._own if name in (OWN, RAW) else self._peer
+        return self._own if name in (OWN, FRESH, RAW) else self._peer
 
     def _forget(self, name: str) -> None:
         for param in self._model(name).parameters():
@@ -329,6 +337,12 @@ class _Contest:
                 file.create_dataset(name, data=value.numpy())
         _force_to_disk(self._path(GATHERED))
 
+    def _save_columns(self) -> None:
+        dcp.save(self._columns, storage_writer=HDF5Writer(self._path(OWN)), process_group=self._group)
+
+    def _save_columns_dcp(self) -> None:
+        dcp.save(self._columns, storage_writer=dcp.FileSystemWriter(self._path(DCP)), process_group=self._group)
+
     def _save_later(self) -> None:
         self._step += 1
         self._manager.save(self._step, model=self._own)
@@ -343,6 +357,15 @@ class _Contest:
     def _copy(self) -> None:
         for shard, spare in zip(self._mine, self._spare, strict=True):
             spare.copy_(shard)
+
+
+def _columns_like(value: DTensor) -> DTensor:
+    """A matrix of the same shape, on the same ranks, of which each has columns."""
+    rows, columns = value.shape
+    mesh, step = value.device_mesh, -(-columns // value.device_mesh.size())
+    own = max(0, min(step, columns - step * mesh.get_local_rank()))
+    local = torch.randn(rows, own)
+    return DTensor.from_local(local, mesh, [Shard(1)], shape=value.shape, stride=(columns, 1))
 
 
 def _force_to_disk(path: Path) -> None:

@@ -85,9 +85,7 @@ class Sources:
         return cls._joined(np.array(order, np.int64)[found], addresses - begins[found], sizes, tensors)
 
     @classmethod
-    def _joined(
-        cls, of: np.ndarray, begins: np.ndarray, sizes: np.ndarray, tensors: Sequence[torch.Tensor]
-    ) -> Sources:
+    def _joined(cls, of: np.ndarray, begins: np.ndarray, sizes: np.ndarray, tensors: Sequence[torch.Tensor]) -> Sources:
         """Joins blocks that follow each other in one tensor."""
         ranges: list[_Range] = []
         numbers: dict[torch.dtype, list[int]] = {}

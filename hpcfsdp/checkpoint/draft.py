@@ -187,8 +187,14 @@ class BlockWriter:
             if counts[place] == 1:
                 self._add(memoryview(data), begins[place])
                 continue
-            for number, run in enumerate(np.split(data, counts[place])):
-                self._add(memoryview(run), begins[place] + number * strides[place])
+            if strides[place] * counts[place] == data.nbytes:
+                self._add(memoryview(data), begins[place])
+                continue
+            self._flush()
+            self._begin = begins[place]
+            self._files.write_runs(self._fd, memoryview(data), counts[place], self._begin, strides[place])
+            self._end = self._begin + strides[place] * counts[place]
+            self._note_dirty()
         self._flush()
         return sums
 
@@ -200,8 +206,13 @@ class BlockWriter:
         self._end = begin + data.nbytes
 
     def _flush(self) -> None:
+        if not self._buffers:
+            return
         self._files.write(self._fd, self._buffers, self._begin)
         self._buffers = []
+        self._note_dirty()
+
+    def _note_dirty(self) -> None:
         self._dirty = min(self._dirty, self._begin)
         if self._end - self._dirty >= self.SYNC_EVERY:  # the disk has something to do while checksums are computed
             self._files.start_sync(self._fd, self._dirty, self._end - self._dirty)

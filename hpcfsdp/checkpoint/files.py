@@ -162,6 +162,23 @@ class Files:
             if written:
                 views[first] = views[first][written:]
 
+    def write_runs(self, fd: int, data: memoryview, count: int, offset: int, stride: int) -> None:
+        """Writes `count` runs of as many bytes each, which follow each other in `data`, `stride` bytes apart.
+
+        There may be a million of them, a row of a matrix each, so they do not go through ``write``.
+        """
+        data, pwritev = data.cast("B"), self._system.pwritev
+        nbytes = data.nbytes // count
+        for begin in range(0, count * nbytes, nbytes):
+            run = data[begin : begin + nbytes]
+            try:
+                written = pwritev(fd, (run,), offset)
+            except InterruptedError:
+                written = 0
+            if written != nbytes:
+                self.write(fd, [run[written:]], offset + written)
+            offset += stride
+
     def reserve(self, fd: int, nbytes: int) -> None:
         """Reserves room for the first `nbytes` bytes, where the file system supports it."""
         try:

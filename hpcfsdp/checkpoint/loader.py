@@ -81,9 +81,9 @@ def load(
         names: patterns for the names of the model's tensors ("blocks.0.*", see ``inspect.names.matching``): other
             tensors stay unchanged; without an optimizer the random number generators do, too. The optimizer, if given,
             must step only these tensors.
-        fresh: the model has just been made, and holds nothing to keep, the same on all ranks. Every byte is checked while
-            it is read; if a check or the disk fails on any rank, the floating-point tensors that were to be loaded are
-            NaN on all ranks, so that nobody goes on with a part of a checkpoint.
+        fresh: the model has just been made, and holds nothing to keep; the same on all ranks. Every byte is checked
+            while it is read. If a check or the disk fails on any rank, the floating-point tensors that were to be
+            loaded are NaN on all ranks, so that nobody goes on with a part of a checkpoint.
         verify: False compares no checksums, and reads once: if the disk fails in the middle, a part of the model is
             loaded.
         files: the disk operations, for tests.
@@ -129,9 +129,9 @@ def load(
             needed = rows_needed(index, kept, peers, comm.size)
         if verify and not fresh:
             _check_rows(comm, reader, index, needed, peers)
-        with _nothing_on_failure([tensor for tensor in targets if fresh and tensor.staged is None]):
-            with raise_together(comm):
-                _read_pieces(reader, once, _SPOILT if fresh else "")
+        at_stake = [tensor for tensor in targets if fresh and tensor.staged is None]
+        with _nan_on_failure(at_stake), raise_together(comm):
+            _read_pieces(reader, once, _SPOILT if fresh else "")
         if not fresh:
             with raise_together(comm):
                 _read_pieces(reader, twice, _PARTLY)
@@ -203,7 +203,7 @@ def _check_rows(
 
 
 @contextlib.contextmanager
-def _nothing_on_failure(tensors: Sequence[StateTensor]) -> Iterator[None]:
+def _nan_on_failure(tensors: Sequence[StateTensor]) -> Iterator[None]:
     """If the block raises, these tensors are NaN afterwards, as far as their dtypes have it. Not collective."""
     try:
         yield

@@ -270,8 +270,8 @@ class CheckpointManager:
         ``passed_over``.
 
         Args:
-            model, optimizer, fresh: see ``load``. If a `fresh` model cannot be loaded from one file, it is from another;
-                if from none, its tensors are NaN.
+            model, optimizer, fresh: see ``load``. A `fresh` model that cannot be loaded from any of the files has NaN in
+                its tensors.
 
         Returns:
             The result of ``load``; None if the folder holds no checkpoints.

@@ -160,7 +160,9 @@ class PendingSave:
         places = places_by_stage(self._content.plan, tensors, self._own) if tensors else {}
 
         def pieces_of(staged: Staging | None) -> Pieces:
-            return Pieces((Blocks((place,), (0,)), memory_of(int(self._own[place]))) for place in places.get(staged, ()))
+            return Pieces(
+                (Blocks((place,), (0,)), memory_of(int(self._own[place]))) for place in places.get(staged, ())
+            )
 
         first = pieces_of(None) if collected.recalled is None else Pieces(collected.recalled.pieces())
         self._ring.start()

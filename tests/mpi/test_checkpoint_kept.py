@@ -198,11 +198,38 @@ def not_sharded(model, optimizer):
 
 
 CHANGES = [
-    load_optimizer, clear_state, drop_one_state, half_state, number_state, two_groups, other_order, no_optimizer, new_buffer,
-    other_buffer, buffer_in_other_memory, buffer_with_gaps, one_element_of_a_row, kept_no_longer, kept_from_now_on, renamed, swapped, removed,
-    wrapped_again, around, other_requires_grad, assigned_data, not_sharded,
-]  # fmt: skip
-SAME_PLAN = {load_optimizer, one_element_of_a_row, buffer_in_other_memory, other_requires_grad, assigned_data, wrapped_again}
+    load_optimizer,
+    clear_state,
+    drop_one_state,
+    half_state,
+    number_state,
+    two_groups,
+    other_order,
+    no_optimizer,
+    new_buffer,
+    other_buffer,
+    buffer_in_other_memory,
+    buffer_with_gaps,
+    one_element_of_a_row,
+    kept_no_longer,
+    kept_from_now_on,
+    renamed,
+    swapped,
+    removed,
+    wrapped_again,
+    around,
+    other_requires_grad,
+    assigned_data,
+    not_sharded,
+]
+SAME_PLAN = {
+    load_optimizer,
+    one_element_of_a_row,
+    buffer_in_other_memory,
+    other_requires_grad,
+    assigned_data,
+    wrapped_again,
+}
 """Changes after which the names, shapes and ranks may be the same as before."""
 
 

@@ -43,6 +43,32 @@ def test_what_is_cut_short_or_interrupted_is_written_and_read_whole(
     files.close(fd)
 
 
+@settings(deadline=None)
+@given(
+    limits=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    interruptions=st.integers(0, 2),
+    nbytes=st.integers(1, 12),
+    count=st.integers(1, 9),
+    gap=st.integers(0, 5),
+    offset=st.integers(0, 40),
+)
+def test_runs_apart_are_written_whole_and_nothing_between_them(
+    tmp_path_factory, limits, interruptions, nbytes, count, gap, offset
+):
+    path, files = tmp_path_factory.mktemp("runs") / "file", Files(Cut(limits, interruptions))
+    stride = nbytes + gap
+    before = bytes([255]) * (offset + count * stride)
+    path.write_bytes(before)
+    data = bytes(place % 251 for place in range(count * nbytes))
+    fd = files.open_to_write(path)
+    files.write_runs(fd, memoryview(data), count, offset, stride)
+    files.close(fd)
+    whole = bytearray(before)
+    for number in range(count):
+        whole[offset + number * stride : offset + number * stride + nbytes] = data[number * nbytes :][:nbytes]
+    assert path.read_bytes() == bytes(whole)
+
+
 def test_more_buffers_than_a_call_takes_are_written(path):
     watched = Watched()
     files = Files(watched)
