@@ -204,8 +204,8 @@ class CheckpointManager:
         with naming_write_errors(draft.path):
             collected = collect_content(comm, given, self._kept)
         # Users may change arrays afterwards.
-        small = collected.content.small.items()
-        small = {path: np.array(v) if isinstance(v, np.ndarray) else v for path, v in small}
+        given_small = collected.content.small.items()
+        small = {path: np.array(v) if isinstance(v, np.ndarray) else v for path, v in given_small}
         content = replace(collected.content, small=small)
         own = self._own_communicator(comm)
         with raise_together(own):
@@ -270,8 +270,8 @@ class CheckpointManager:
         ``passed_over``.
 
         Args:
-            model, optimizer, fresh: see ``load``. A `fresh` model that cannot be loaded from any of the files has NaN in
-                its tensors.
+            model, optimizer, fresh: see ``load``. A `fresh` model that cannot be loaded from any of the files has
+                NaN in its tensors.
 
         Returns:
             The result of ``load``; None if the folder holds no checkpoints.

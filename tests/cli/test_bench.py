@@ -113,10 +113,11 @@ def test_bench_checkpoint_measures_every_way_and_leaves_no_files(start, tmp_path
     assert 35_000 < measured.pop("bytes") <= 40_000
     assert {task: list(ways) for task, ways in measured.items()} == {
         "save": ["raw", "hpcfsdp", "dcp", "safetensors", "h5py on rank 0"],
-        "load": ["raw", "hpcfsdp", "dcp", "safetensors"],
-        "load, cached": ["raw", "hpcfsdp", "dcp", "safetensors"],
+        "load": ["raw", "hpcfsdp", "hpcfsdp, fresh", "dcp", "safetensors"],
+        "load, cached": ["raw", "hpcfsdp", "hpcfsdp, fresh", "dcp", "safetensors"],
         "training held": ["hpcfsdp", "memcpy"],
         "in memory": ["xxh3"],
+        "save columns": ["hpcfsdp", "dcp"],
     }
     assert all(len(one["seconds"]) == 1 and one["median_s"] > 0 for ways in measured.values() for one in ways.values())
     assert list(tmp_path.iterdir()) == []
