@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hpcfsdp import checkpoint
 from hpcfsdp.bench.step import OWN, quiet
-from hpcfsdp.bench.tables import Table, ratio_cell, time_cells, times_json
+from hpcfsdp.bench.tables import Ratio, Table, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, timed
 from hpcfsdp.checkpoint import CheckpointManager, HDF5Writer
 from hpcfsdp.checkpoint.files import Files
@@ -120,7 +120,20 @@ def table(found: Measurement) -> Table:
     ]
     tasks = {task: times_json(ways) for task, ways in found.times.items()}
     columns = ("task", "way", "median", "min-max", "GB/s", "of raw", "dcp / it", "it / hpcfsdp")
-    return Table(columns, rows, {"bytes": found.nbytes, "tensors": found.tensors, **tasks})
+    ratios = [
+        Ratio.of_speeds(f"{task}{', fresh' if way == FRESH else ''}: speed / DCP", ways[way], ways[DCP])
+        for task, ways in found.times.items()
+        for way in (OWN, FRESH)
+        if {way, DCP} <= set(ways)
+    ]
+    ratios += [
+        Ratio.of_speeds(f"{task}: speed / raw files", ways[OWN], ways[RAW])
+        for task, ways in found.times.items()
+        if {OWN, RAW} <= set(ways)
+    ]
+    if {OWN, COPY} <= set(found.times.get(HELD, {})):
+        ratios.append(Ratio.of_times("training held / one copy", found.times[HELD][OWN], found.times[HELD][COPY]))
+    return Table(columns, rows, {"bytes": found.nbytes, "tensors": found.tensors, **tasks}, ratios=ratios)
 
 
 def shape_of(nbytes: int, tensors: int) -> tuple[int, int]:

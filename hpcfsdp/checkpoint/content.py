@@ -227,27 +227,28 @@ _Leaves = dict[str, dict[str, str] | None]
 
 def _states_and_leaves(
     comm: Communicator, given: SaveArguments, small: Mapping[str, np.ndarray | bytes]
-) -> tuple[dict[str, np.ndarray], _Leaves]:
+) -> tuple[rng.States, _Leaves]:
     """States of random number generators, and the values to compare over ranks."""
     return rng.capture(device_of(given.model)), _leaves(given, small) if comm.size > 1 else {}
 
 
-def _compared(
-    comm: Communicator, fingerprint: str, states: dict[str, np.ndarray], leaves: _Leaves
-) -> dict[str, np.ndarray]:
+def _compared(comm: Communicator, fingerprint: str, states: rng.States, leaves: _Leaves) -> dict[str, np.ndarray]:
     """Compares plans and values over ranks; the datasets of all ranks' generators, on rank 0. Collective over `comm`.
 
     What all ranks gather does not grow with the number of tensors.
     """
+    kinds = [(kind, str(value.dtype), value.shape) for kind, value in sorted(states.items())]
     digests = {part: None if found is None else digest_of(sorted(found.items())) for part, found in leaves.items()}
-    everyone = comm.all_gather_object((fingerprint, digests, states))
-    name = "the plan of the checkpoint (the tensors of model and optimizer)"
-    compare("checkpoint.save", [{name: fingerprint} for fingerprint, _, _ in everyone])
+    everyone = comm.all_gather_object((fingerprint, digests, digest_of(kinds)))
+    for place, name in (
+        (0, "the plan of the checkpoint (the tensors of model and optimizer)"),
+        (2, "the kind of random number generators (of the device)"),
+    ):
+        compare("checkpoint.save", [{name: of_rank[place]} for of_rank in everyone])
     for part, found in leaves.items():
         if len({parts[part] for _, parts, _ in everyone} - {None}) > 1:
             compare_leaves(comm, "checkpoint.save", found)
-    generators = [of_rank for _, _, of_rank in everyone]
-    return {f"{schema.RNG}/{kind}": np.stack([of_rank[kind] for of_rank in generators]) for kind in generators[0]}
+    return {f"{schema.RNG}/{kind}": value for kind, value in rng.gather(comm, states).items()}
 
 
 def _leaves(given: SaveArguments, small: Mapping[str, np.ndarray | bytes]) -> _Leaves:

@@ -8,7 +8,7 @@ import functools
 import os
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -107,7 +107,7 @@ def load(
 
     path = Path(compare_calls(comm, "checkpoint.load", facts)["path"].expanded)
     with reading(path), contextlib.ExitStack() as stack, torch.no_grad():
-        index, reader, peers = _open_on_all_ranks(comm, stack, files or Files(), path, verify)
+        index, reader, peers, drawing = _open_on_all_ranks(comm, stack, files or Files(), path, verify)
         with raise_together(comm):
             settle(model)
             in_file, match, targets, new = _match_targets(index, model, names, strict, stack)
@@ -121,7 +121,8 @@ def load(
             found = [(str(in_file.path_in(tensor)), tensor) for tensor in targets]
             if restore is not None:
                 _read_optimizer(reader, in_file, restore)
-            generators = None if names is not None and optimizer is None else _generators(index, comm, device_of(model))
+            draws = names is None or optimizer is not None
+            generators = _generators(index, drawing, device_of(model)) if draws else None
             is_new = [fresh or tensor.name in new for tensor in targets]
             kept = [item for item, new_one in zip(found, is_new, strict=True) if not new_one]
             once = [piece for item, new_one in zip(found, is_new, strict=True) if new_one for piece in _pieces(*item)]
@@ -148,26 +149,50 @@ def load(
     return dataclasses.replace(index.info, missing=match.missing, unexpected=match.unexpected)
 
 
+class _Drawing(NamedTuple):
+    """The random numbers of a rank after a load.
+
+    Attributes:
+        states: of its generators; empty for a file without any.
+        seed: of new random numbers, for ranks beyond those that have saved; else None.
+    """
+
+    states: rng.States
+    seed: int | None
+
+
 def _open_on_all_ranks(
     comm: Communicator, stack: contextlib.ExitStack, files: Files, path: Path, verify: bool
-) -> tuple[CheckpointIndex, BlockReader, list[int]]:
+) -> tuple[CheckpointIndex, BlockReader, list[int], _Drawing]:
     """Opens the file on all ranks, with the index that rank 0 reads. Collective over `comm`.
 
-    Starts again if the file is replaced meanwhile. The third result are the ranks that share this rank's page cache.
+    Starts again if the file is replaced meanwhile. The third result are the ranks that share this rank's page cache,
+    the fourth the random numbers that this rank continues; the index has no rows of them.
     """
     for _ in range(_TRIES):
         index: CheckpointIndex | None = None
+        of_ranks: rng.States = {}
+        seed = 0
         with raise_together(comm):
             if comm.rank == 0:
                 index = open_index(path, files)
-        index = comm.broadcast_object(index)
+                of_ranks = index.rng
+                if any(value.ndim != 2 or len(value) != index.info.world_size for value in of_ranks.values()):
+                    raise CheckpointCorruptError(f"{path}: its random number states are not those of its ranks")
+                seed = schema.checksum(np.ascontiguousarray(of_ranks.get("torch_cpu", np.empty(0))))
+                # Those of thousands of ranks are too much for each of them.
+                index = dataclasses.replace(index, rng={kind: value[:0] for kind, value in of_ranks.items()})
+        index, seed = comm.broadcast_object((index, seed))
         reader = BlockReader(index, files, verify=verify)
         place: Hashable = None  # it has been replaced
         with raise_together(comm), contextlib.suppress(CheckpointReplacedError):
             place = stack.enter_context(reader).place()
         places = comm.all_gather_object(place)
         if None not in places:
-            return index, reader, [rank for rank, other in enumerate(places) if other == place]
+            peers = [rank for rank, other in enumerate(places) if other == place]
+            states = rng.scatter(comm, index.rng, of_ranks) if index.rng else {}
+            is_new = comm.rank >= index.info.world_size and "torch_cpu" in states
+            return index, reader, peers, _Drawing(states, seed ^ comm.rank if is_new else None)
         stack.close()
     raise CheckpointReplacedError(f"{path}: was replaced {_TRIES} times while it was opened: load another file")
 
@@ -296,19 +321,17 @@ def _module_state(in_file: FileNames, name: str) -> Any:
         ) from error
 
 
-def _generators(index: CheckpointIndex, comm: Communicator, device: torch.device) -> Callable[[], None]:
+def _generators(index: CheckpointIndex, drawing: _Drawing, device: torch.device) -> Callable[[], None]:
     """A function that restores the random number generators. It has been tried, so that it will not fail."""
-    if not index.rng:  # written by a converter, or through torch.distributed.checkpoint
+    if not drawing.states:  # written by a converter, or through torch.distributed.checkpoint
         return lambda: None
-    row = min(comm.rank, index.info.world_size - 1)
     before = rng.capture(device)
     try:
-        states = {kind: of_ranks[row] for kind, of_ranks in index.rng.items()}
-        rng.restore(states, device)
+        rng.restore(drawing.states, device)
     except (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"{index.info.path}: its random number states do not fit: {error}") from error
     finally:
         rng.restore(before, device)
-    if comm.rank < index.info.world_size or "torch_cpu" not in index.rng:
-        return functools.partial(rng.restore, states, device)
-    return functools.partial(rng.reseed, schema.checksum(np.ascontiguousarray(index.rng["torch_cpu"])) ^ comm.rank)
+    if drawing.seed is None:
+        return functools.partial(rng.restore, drawing.states, device)
+    return functools.partial(rng.reseed, drawing.seed)

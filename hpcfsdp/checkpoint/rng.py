@@ -1,16 +1,24 @@
-"""States of all random number generators that training uses, as small arrays."""
+"""States of all random number generators that training uses, as small arrays, and their way from and to one rank.
+
+Each rank has about 15 kB of them. Only the rank that writes or reads a file has those of all ranks.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from hpcfsdp import accelerator
+from hpcfsdp.comm import Communicator
+
+States = dict[str, np.ndarray]
+"""By kind of generator: of one rank 1-D, of several ranks with a row for each."""
 
 
-def capture(device: torch.device) -> dict[str, np.ndarray]:
+def capture(device: torch.device) -> States:
     """This rank's states: torch on CPU and on `device`, numpy's legacy generator, Python's."""
     version, words, gauss = random.getstate()
     python = np.array([version, *words, gauss is not None, 0.0 if gauss is None else gauss], dtype=np.float64)
@@ -22,7 +30,7 @@ def capture(device: torch.device) -> dict[str, np.ndarray]:
     return states
 
 
-def restore(states: dict[str, np.ndarray], device: torch.device) -> None:
+def restore(states: Mapping[str, np.ndarray], device: torch.device) -> None:
     """Restores states of ``capture``; generators without a state stay as they are."""
     if "torch_cpu" in states:
         torch.set_rng_state(torch.from_numpy(states["torch_cpu"].copy()))
@@ -41,3 +49,51 @@ def reseed(seed: int) -> None:
     torch.manual_seed(seed % 2**63)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def gather(comm: Communicator, mine: States) -> States:
+    """Collective over `comm`. The states of all ranks on rank 0, nothing on the others."""
+    sent = torch.from_numpy(_packed(mine)).to(comm.device)
+    received = [torch.empty_like(sent) for _ in range(comm.size)] if comm.rank == 0 else None
+    comm.gather(received, sent, 0)
+    rows = np.stack([row.cpu().numpy() for row in received]) if received is not None else None
+    return {} if rows is None else _unpacked(rows, mine)
+
+
+def scatter(comm: Communicator, form: States, of_ranks: States) -> States:
+    """Collective over `comm`. This rank's row; for ranks beyond those that have one it is the last row.
+
+    Args:
+        form: the same without rows, on all ranks.
+        of_ranks: on rank 0, with the same number of rows of each kind.
+    """
+    received = torch.empty(sum(map(_row_bytes, form.values())), dtype=torch.uint8, device=comm.device)
+    inputs = None
+    if comm.rank == 0:
+        rows = [_packed({kind: value[row] for kind, value in of_ranks.items()}) for row in range(_num_rows(of_ranks))]
+        inputs = [torch.from_numpy(rows[min(rank, len(rows) - 1)]).to(comm.device) for rank in range(comm.size)]
+    comm.scatter(received, inputs, 0)
+    return {kind: value[0] for kind, value in _unpacked(received.cpu().numpy()[None], form).items()}
+
+
+def _num_rows(states: States) -> int:
+    return min((len(value) for value in states.values()), default=0)
+
+
+def _row_bytes(value: np.ndarray) -> int:
+    return int(value.shape[-1]) * value.itemsize
+
+
+def _packed(states: States) -> np.ndarray:
+    """The bytes of one rank's states, one kind after the other in the order of their names."""
+    return np.concatenate([np.ascontiguousarray(states[kind]).view(np.uint8) for kind in sorted(states)])
+
+
+def _unpacked(rows: np.ndarray, form: States) -> States:
+    """The states in rows of ``_packed``, of the kinds, dtypes and lengths of `form`."""
+    found, begin = {}, 0
+    for kind in sorted(form):
+        end = begin + _row_bytes(form[kind])
+        found[kind] = np.ascontiguousarray(rows[:, begin:end]).view(form[kind].dtype)
+        begin = end
+    return found

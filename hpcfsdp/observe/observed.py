@@ -342,7 +342,7 @@ class Run:
         for record, gathered in complete:
             if self._holdings is not None and "memory" in record:
                 record["memory"] |= self._holdings.figures(gathered)
-                if self._memory.capacity_bytes:
+                if self._memory is not None and self._memory.capacity_bytes:
                     record["memory"]["capacity_bytes"] = self._memory.capacity_bytes
             self.latest = record
             if self._metrics is not None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hpcfsdp.checkpoint import rng
+from hpcfsdp.comm.fake import FakeCommunicator
 
 CPU = torch.device("cpu")
 
@@ -76,3 +77,30 @@ def test_reseeding_sets_all_generators_from_one_number_of_any_size():
     assert draw() == first
     rng.reseed(2**64 - 2)
     assert all(a != b for a, b in zip(draw(), first, strict=True))
+
+
+def rows(count):
+    """States of so many ranks, of different lengths and dtypes."""
+    words = np.arange(count * 5, dtype=np.uint8).reshape(count, 5)
+    return {"torch_cpu": words, "numpy": np.arange(count * 2, dtype=np.float64).reshape(count, 2) / 7}
+
+
+def test_one_rank_gathers_the_states_of_all():
+    mine = {kind: value[0] for kind, value in rows(1).items()}
+    found = rng.gather(FakeCommunicator(0, 3), mine)
+    assert found["torch_cpu"].tolist() == [mine["torch_cpu"].tolist()] * 3
+    assert found["numpy"].dtype == np.float64 and found["numpy"].tolist() == [mine["numpy"].tolist()] * 3
+
+
+@pytest.mark.parametrize(("rank", "row"), [(0, 0), (1, 1), (2, 2), (3, 2)])
+def test_each_rank_gets_its_own_states_and_further_ones_the_last(rank, row):
+    given = rows(3)
+
+    class OfRank(FakeCommunicator):
+        """Rank 0, which hands out what it would send to another one."""
+
+        def _exchange(self, label, outputs, inputs, async_op):
+            outputs[0].copy_(inputs[rank])
+
+    found = rng.scatter(OfRank(0, 4), {kind: value[:0] for kind, value in given.items()}, given)
+    assert {kind: value.tolist() for kind, value in found.items()} == {k: v[row].tolist() for k, v in given.items()}
