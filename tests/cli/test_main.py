@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
+from hpcfsdp import config as configuration
 from hpcfsdp.cli.main import VERBS
+from hpcfsdp.examples.gpt.run_config import RunConfig
 
 
 def test_help_lists_the_verbs_and_exit_codes(hpcfsdp, command):
@@ -94,13 +96,10 @@ def test_the_examples_of_the_help_are_right(verb, monkeypatch, tmp_path):
     (tmp_path / "run.yaml").write_text("train: {steps: 2}")
     for first, *words in examples_of(verb):
         assert first == verb
-        parser = importlib.import_module(VERBS[verb][0]).parser()
-        if verb == "train":
-            configuration = [f"--config={word}" if word == "run.yaml" else word for word in words]
-            if "--print_config" not in configuration:
-                parser.parse_args(configuration)
-        else:
-            parser.parse_intermixed_args(words)
+        if verb != "train":
+            importlib.import_module(VERBS[verb][0]).parser().parse_intermixed_args(words)
+        elif "--print_config" not in words:
+            configuration.parse(RunConfig, words, prog="hpcfsdp train")
 
 
 def test_examples_that_need_a_file_alone_run(command, saved, tmp_path):
