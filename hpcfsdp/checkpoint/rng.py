@@ -53,7 +53,7 @@ def reseed(seed: int) -> None:
 
 def gather(comm: Communicator, mine: States) -> States:
     """Collective over `comm`. The states of all ranks on rank 0, nothing on the others."""
-    sent = torch.from_numpy(_packed(mine)).to(comm.device)
+    sent = torch.from_numpy(packed(mine)).to(comm.device)
     received = [torch.empty_like(sent) for _ in range(comm.size)] if comm.rank == 0 else None
     comm.gather(received, sent, 0)
     rows = np.stack([row.cpu().numpy() for row in received]) if received is not None else None
@@ -70,7 +70,7 @@ def scatter(comm: Communicator, form: States, of_ranks: States) -> States:
     received = torch.empty(sum(map(_row_bytes, form.values())), dtype=torch.uint8, device=comm.device)
     inputs = None
     if comm.rank == 0:
-        rows = [_packed({kind: value[row] for kind, value in of_ranks.items()}) for row in range(_num_rows(of_ranks))]
+        rows = [packed({kind: value[row] for kind, value in of_ranks.items()}) for row in range(_num_rows(of_ranks))]
         inputs = [torch.from_numpy(rows[min(rank, len(rows) - 1)]).to(comm.device) for rank in range(comm.size)]
     comm.scatter(received, inputs, 0)
     return {kind: value[0] for kind, value in _unpacked(received.cpu().numpy()[None], form).items()}
@@ -84,13 +84,13 @@ def _row_bytes(value: np.ndarray) -> int:
     return int(value.shape[-1]) * value.itemsize
 
 
-def _packed(states: States) -> np.ndarray:
+def packed(states: States) -> np.ndarray:
     """The bytes of one rank's states, one kind after the other in the order of their names."""
     return np.concatenate([np.ascontiguousarray(states[kind]).view(np.uint8) for kind in sorted(states)])
 
 
 def _unpacked(rows: np.ndarray, form: States) -> States:
-    """The states in rows of ``_packed``, of the kinds, dtypes and lengths of `form`."""
+    """The states in rows of ``packed``, of the kinds, dtypes and lengths of `form`."""
     found, begin = {}, 0
     for kind in sorted(form):
         end = begin + _row_bytes(form[kind])
