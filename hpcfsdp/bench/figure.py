@@ -34,7 +34,9 @@ def draw_ratios(found: Sequence[tuple[str, Ratio]], path: Path, title: str) -> N
     axes.xaxis.set_major_formatter(lambda value, _place: f"{value:g}")
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.grid(axis="x", linewidth=0.3)
-    axes.set_xlabel("cost of hpcfsdp / that of its peer (left of 1: hpcfsdp is better); mark: median, line: range")
+    figure.supxlabel(
+        "cost of hpcfsdp / that of its peer: left of 1 hpcfsdp is better. Mark: median, line: all rounds", fontsize=8
+    )
     axes.set_title(title, fontsize=8, loc="left", wrap=True)
     write_figure(figure, path)
 

@@ -194,7 +194,7 @@ def table(found: Measurement) -> Table:
         as_json,
         second=Table(columns, peaks, None),
         ratios=[
-            Ratio.of_speeds(f"state dicts, {way}: speed / FSDP1", engines[OWN], engines[FSDP1])
+            Ratio.of_speeds(f"{way}: speed / FSDP1", engines[OWN], engines[FSDP1])
             for way, engines in found.times.items()
         ],
     )

@@ -38,8 +38,11 @@ def write_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     if path.suffix[1:].lower() not in formats:
         endings = ", ".join(f".{name}" for name in sorted(formats))
         raise HpcfsdpError(f"{path}: unknown image format; the name has to end with one of {endings}")
+    import matplotlib
+
     try:
-        figure.savefig(path)
+        with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text: small, and readable by programs
+            figure.savefig(path)
     except OSError as error:
         raise HpcfsdpError(f"{path}: cannot be written: {error.strerror or error}") from error
     return path
