@@ -58,6 +58,8 @@ def lines_until(process, text):
 def watching(tmp_path):
     """A command that watches a folder which does not exist yet."""
     command = [sys.executable, "-m", "hpcfsdp", "watch", tmp_path / "run", "--interval", "0.1"]
+    # A shell ignores SIGINT in what it starts in the background, and children inherit that.
+    command = ["env", "--default-signal=INT", *command]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     yield process
     process.kill()
