@@ -205,7 +205,9 @@ def load(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
         if found["format"] != FORMAT:
             raise ValueError
-        dict(ratios(found))
+        for _, ratio in ratios(found):
+            if not all(isinstance(value, (int, float)) for value in (ratio.value, ratio.low, ratio.high)):
+                raise ValueError
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):

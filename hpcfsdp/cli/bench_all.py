@@ -10,6 +10,7 @@ from typing import Any
 from hpcfsdp.bench import figure, suite
 from hpcfsdp.bench.tables import Ratio, markdown
 from hpcfsdp.cli.reporting import print_json, print_note
+from hpcfsdp.errors import UsageError
 
 _WANTED = {"lower": "< 1", "higher": "> 1"}
 
@@ -17,6 +18,9 @@ _WANTED = {"lower": "< 1", "higher": "> 1"}
 def run_all(options: argparse.Namespace) -> int:
     """Run the suite and print it; the exit code is 1 if a part has failed."""
     before = None if options.compare is None else suite.load(options.compare)
+    for path in (options.out, options.figure):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"bench: {path}: there is no folder {path.absolute().parent}")
     parts = suite.SMALL if options.small else suite.parts_here()
     extra = [] if options.repeats is None else ["--repeats", str(options.repeats)]
     extra += [] if options.folder is None else ["--folder", options.folder]

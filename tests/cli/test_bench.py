@@ -207,3 +207,9 @@ def test_bench_scale(command):
     job = command("bench", "scale", "--world-sizes", "12")
     assert job.code == 2
     assert "--world-sizes 12 is no multiple of 8" in job.stderr
+
+
+def test_bench_all_looks_for_the_folder_of_its_output_first(command):
+    job = command("bench", "all", "--small", "--mpirun", "no-such-mpirun", "--out", "/no/such/folder/x.json")
+    assert job.code == 2
+    assert "there is no folder /no/such/folder" in job.stderr

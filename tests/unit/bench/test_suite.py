@@ -58,6 +58,12 @@ def test_another_file_is_refused(tmp_path, text):
         suite.load(path)
 
 
+def test_ratios_that_are_no_numbers_are_refused(tmp_path):
+    suite.save(tmp_path / "text.json", run_of(a=ratio("1.5", 1, 2)))
+    with pytest.raises(UsageError, match="has not written this file"):
+        suite.load(tmp_path / "text.json")
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UsageError, match=r"none\.json: No such file"):
         suite.load(tmp_path / "none.json")
