@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import platform
@@ -17,12 +18,11 @@ from typing import Any, NamedTuple
 import psutil
 
 from hpcfsdp import accelerator, env
-from hpcfsdp._version import __version__
 from hpcfsdp.bench.tables import Ratio
 from hpcfsdp.errors import HpcfsdpError, UsageError
+from hpcfsdp.launch.versions import versions
 
 FORMAT = "hpcfsdp benchmarks 1"
-_PACKAGES = ("torch", "mpi4py", "numpy", "h5py", "safetensors")
 
 
 class Part(NamedTuple):
@@ -112,7 +112,7 @@ def run(
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "ranks": ranks,
         "hardware": hardware(),
-        "versions": versions(),
+        "versions": software(),
         "parts": {},
     }
     for part in parts:
@@ -153,14 +153,11 @@ def hardware() -> dict[str, Any]:
     return found
 
 
-def versions() -> dict[str, str]:
-    """Of Python, hpcfsdp, and installed packages that take part."""
-    found = {"python": platform.python_version(), "hpcfsdp": __version__}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+def software() -> dict[str, str]:
+    """Versions of hpcfsdp, of what it stands on, and of safetensors, a peer."""
+    found = {name: version for name, version in versions().items() if version}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["safetensors"] = metadata.version("safetensors")
     return found
 
 

@@ -23,7 +23,7 @@ from hpcfsdp.launch.calls import public_call
 from hpcfsdp.observe.facts import agree_on_facts, start_facts
 from hpcfsdp.observe.held_memory import Holdings, memory_of
 from hpcfsdp.observe.perfetto import Trace, steps_to_trace
-from hpcfsdp.observe.records import EventsFile, MetricsFile, finite, read_records
+from hpcfsdp.observe.records import EventsFile, MetricsFile, append_end, finite, last_step, read_records
 from hpcfsdp.observe.step_figures import Pipeline, Series, Sums, check_names, flat_numbers
 from hpcfsdp.observe.trackers import Tracker, check_trackers, make_trackers
 from hpcfsdp.state.model import communicator_of, device_of
@@ -79,7 +79,7 @@ class Run:
             model: sharded or plain. None: the ranks of the world, and no figures of the model.
             optimizer: its learning rate is recorded, the one of its first group.
             resume_step: the last step that was done before: records of later ones are dropped. Default: that of
-                `resumed_from`, else 0.
+                `resumed_from`, else the last one in the folder, so that nothing is dropped; 0 drops all.
             resumed_from: the checkpoint that the training goes on from. ``series`` continues its curves; without it,
                 those in the folder.
             every: steps in a record, which has their means.
@@ -177,7 +177,10 @@ class Run:
         self._check_open("step")
         number = self._step + 1 if step is None else step
         if number <= self._step:
-            raise UsageError(f"observe.Run.step: step {number} is not after {self._step}, the last one")
+            raise UsageError(
+                f"observe.Run.step: step {number} is not after {self._step}, the last one of this run in "
+                f"{self.directory}: choose another folder, or resume_step=0 to drop the records of an earlier run"
+            )
         check_names(values)
         if lr is None and self._optimizer is not None:
             lr = self._optimizer.param_groups[0].get("lr")
@@ -315,7 +318,12 @@ class Run:
     def _open(self, trackers: list[str | Tracker], resume_step: int | None, resumed_from: Any) -> None:
         """On rank 0. Open the files, and take up the steps and curves of an earlier run."""
         index = None if resumed_from is None else open_index(resumed_from)
-        self._step = resume_step if resume_step is not None else 0 if index is None else index.info.step
+        if resume_step is not None:
+            self._step = resume_step
+        elif index is not None:
+            self._step = index.info.step
+        else:
+            self._step = last_step(read_records(self.directory / METRICS))
         self.directory.mkdir(parents=True, exist_ok=True)
         self._trackers = make_trackers(trackers, self.directory, resume_step=self._step)
         self._metrics = MetricsFile(self.directory / METRICS, resume_step=self._step)
@@ -392,6 +400,8 @@ class Run:
             self._trace.write_part()
         for handle in self._handles:
             handle.remove()
+        if outcome == "error" and self._comm.rank:  # the others may not know of it, and may never end
+            append_end(self.directory / EVENTS, self._step, f"rank {self._facts.rank}: {message}")
         self.event("end", outcome=outcome, message=message)
         for tracker in self._trackers:
             with contextlib.suppress(Exception):

@@ -5,13 +5,14 @@ In a job of a scheduler each record has the number of times that the job was req
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,23 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             found.append(record)
     return found
+
+
+def last_step(records: Sequence[Mapping[str, Any]]) -> int:
+    """The highest step of records; 0 without one."""
+    steps = (record.get("step") for record in records)
+    return max((step for step in steps if isinstance(step, int)), default=0)
+
+
+def append_end(path: Path, step: int, message: str) -> None:
+    """Add the event of an error to a file of events that another rank writes, unless an end is its last event."""
+    with contextlib.suppress(OSError):  # the error itself is what the program raises
+        events = read_records(path)
+        if events and events[-1].get("kind") == "end":
+            return  # thousands of ranks may have the same error
+        file = EventsFile(path)
+        file.write_event("end", step, {"outcome": "error", "message": message})
+        file.close()
 
 
 def finite(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

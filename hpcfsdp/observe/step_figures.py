@@ -63,20 +63,28 @@ class Sums:
         self._on_device: list[str] = []
 
     def add(self, loss: Any, tokens: float | None, lr: Any, values: Mapping[str, Any], *, reduce: bool) -> None:
-        """Add a step. `loss` counts by its tokens, and is the same on all ranks unless it is to be reduced."""
+        """Add a step. `loss` counts by its tokens, and is the same on all ranks unless it is to be reduced.
+
+        Raises:
+            UsageError: a value is no number, or there are fewer than 0 tokens. Then nothing was added.
+        """
+        given = {"loss": loss, "lr": lr, **values}
+        numbers = {name: scalar(name, value, self._keeps) for name, value in given.items() if value is not None}
+        count = None if tokens is None else float(scalar("tokens", tokens))
+        if count is not None and not count >= 0:
+            raise UsageError(f"observe: tokens must be >= 0, got {tokens}")
         self.steps += 1
         self.is_reduced = not reduce
-        if tokens is not None:
-            self.tokens = (self.tokens or 0.0) + float(tokens)
-        if loss is not None:
-            weight = 1.0 if tokens is None or not reduce else float(tokens)
+        if count is not None:
+            self.tokens = (self.tokens or 0.0) + count
+        if "loss" in numbers:
+            weight = 1.0 if count is None or not reduce else count
             self._weight += weight
-            self._sums["loss"] = self._sums.get("loss", 0.0) + scalar("loss", loss, self._keeps) * weight
-        if lr is not None:
-            self._latest["lr"] = scalar("lr", lr, self._keeps)
-        for name, value in values.items():
-            if value is not None:
-                self._sums[name] = self._sums.get(name, 0.0) + scalar(name, value, self._keeps)
+            numbers["loss"] = numbers["loss"] * weight
+        if "lr" in numbers:
+            self._latest["lr"] = numbers.pop("lr")
+        for name, number in numbers.items():
+            self._sums[name] = self._sums.get(name, 0.0) + number
 
     def send_to_host(self) -> None:
         """Not collective. Begin to copy what is on a device; ``read`` after that work is done."""

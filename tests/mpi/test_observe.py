@@ -211,6 +211,26 @@ def test_an_error_of_one_rank_is_raised_by_all(world, shared_path):
         observe.Run(shared_path, model=plain(world), every=0 if world.rank == world.size - 1 else 1)
 
 
+@pytest.mark.ranks(2, 3)
+def test_an_error_of_any_rank_is_noted(world, shared_path):
+    last = world.size - 1
+    run = observe.Run(shared_path, peak_flops=1.0)
+    world.comm.Barrier()  # rank 0 has written the start
+    if world.rank == last:
+        with pytest.raises(ValueError, match="broken"), run:
+            raise ValueError("broken")
+    world.comm.Barrier()
+    events = [json.loads(line) for line in (shared_path / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events] == ["start", "end"]
+    assert (events[1]["outcome"], events[1]["message"]) == ("error", f"rank {last}: ValueError: broken")
+    world.comm.Barrier()
+    if world.rank != last:  # and it is noted once
+        run._let_go("error", "the others")
+    world.comm.Barrier()
+    events = (shared_path / "events.jsonl").read_text().splitlines()
+    assert len(events) == 3  # with that of rank 0, which writes its own
+
+
 def test_messages_have_one_size_however_many_ranks(world, shared_path, monkeypatch):
     run, _ = observed(shared_path, plain(world))
     sizes, comm = [], run._comm

@@ -94,5 +94,5 @@ def test_a_figure_shows_every_ratio(tmp_path):
 
 def test_the_machine_is_described():
     found = {"date": "2026-01-02T03:04:05+00:00", "ranks": 2}
-    text = suite.about({**found, "hardware": suite.hardware(), "versions": suite.versions()})
+    text = suite.about({**found, "hardware": suite.hardware(), "versions": suite.software()})
     assert text.startswith("2026-01-02: ") and " cores, " in text and "torch 2" in text and text.endswith("; 2 ranks")

@@ -123,6 +123,28 @@ def test_resuming_drops_later_records_and_continues_the_series(tmp_path):
     assert kinds == [("start", 0), ("end", 3), ("start", 2), ("end", 4)]
 
 
+def test_a_run_in_a_folder_with_records_drops_none_of_them(tmp_path):
+    for _ in range(2):
+        with observe.Run(tmp_path, peak_flops=1.0) as run:
+            run.step(loss=1.0)
+            run.step(loss=2.0)
+    assert [record["step"] for record in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    refused = pytest.raises(UsageError, match=r"step 1 is not after 4, .* resume_step=0 to drop the records")
+    with observe.Run(tmp_path, peak_flops=1.0) as run, refused:
+        run.step(loss=1.0, step=1)
+    assert [record["step"] for record in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("wrong", [{"tokens": -3}, {"tokens": "many"}, {"mine": "text"}, {"lr": object()}])
+def test_a_step_that_is_refused_adds_nothing(tmp_path, wrong):
+    with observe.Run(tmp_path, peak_flops=1.0) as run:
+        with pytest.raises(UsageError):
+            run.step(**{"loss": 8.0, "tokens": 2, **wrong})
+        run.step(loss=4.0, tokens=2)
+    (record,) = lines(tmp_path / "metrics.jsonl")
+    assert (record["loss"], record["tokens"], record.get("steps")) == (4.0, 2, None)
+
+
 def test_resuming_from_a_checkpoint_in_another_folder(tmp_path, model, optimizer):
     with observe.Run(tmp_path / "a", model=model, optimizer=optimizer, peak_flops=1.0) as run:
         train(run, model, optimizer, 2)
