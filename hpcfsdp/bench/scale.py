@@ -3,7 +3,7 @@
 One process is one rank of up to thousands. It runs the real engine, state dicts and checkpoints, with a communicator
 that imagines the other ranks: all of them hold what this one holds. Tensors that it would receive have their real
 sizes, and objects that it would gather are unpickled once for each rank. So all work and memory of this rank is real,
-and the network is missing: docs/explanation/scaling.md says what the network adds.
+and the network is missing: docs/explanation/scaling.md has a model of the network.
 
 Each rank is a process of its own, ``python -m hpcfsdp.bench.scale JSON``, once for times and once for memory.
 """

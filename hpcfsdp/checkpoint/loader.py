@@ -240,7 +240,7 @@ def _nan_on_failure(tensors: Sequence[StateTensor]) -> Iterator[None]:
 
 
 def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece], consequence: str) -> None:
-    """Reads pieces. Errors tell the `consequence`."""
+    """Reads pieces. Errors end with the `consequence`."""
     try:
         for item in pieces:
             _read_piece(reader, *item)

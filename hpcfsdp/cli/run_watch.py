@@ -27,6 +27,7 @@ _EXAMPLES = (
     "hpcfsdp watch runs/quickstart                 # until the run ends, or Ctrl-C",
     "hpcfsdp watch runs/quickstart --once          # the state now",
     "hpcfsdp watch runs/quickstart --once --json   # for programs",
+    "hpcfsdp watch runs/quickstart --wait          # also after a requeue that has not begun yet",
     "hpcfsdp watch runs/quickstart --interval 60   # on a busy file system",
 )
 
@@ -36,12 +37,14 @@ def parser() -> Parser:
     made = Parser(
         "watch",
         "Follow a run from any node that sees its folder: step, loss, throughput, waits, memory, the slowest rank, the "
-        "last checkpoint, and the last warnings. It ends with the run. Without a terminal it prints a line for each "
-        "change. A folder that is not there yet is waited for.",
+        "last checkpoint, and the last warnings. It ends when the run does not run: at once, or with --wait after the "
+        "run has begun again. Without a terminal it prints a line for each change. A folder that is not there yet is "
+        "waited for.",
         _EXAMPLES,
     )
     made.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder of the run")
     made.add_argument("--once", action="store_true", help="print the state now, and end")
+    made.add_argument("--wait", action="store_true", help="if the run does not run now, wait until it begins again")
     made.add_argument(
         "--interval", metavar="SECONDS", type=_interval, default=2.0, help="between two looks at the files (default 2)"
     )
@@ -63,14 +66,16 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     if options.json and not options.once:
         raise UsageError("watch: --json is for --once")
+    if options.wait and options.once:
+        raise UsageError("watch: --wait and --once exclude each other")
     follower = Follower(options.run_dir)
     try:
         if options.once:
             _show_once(follower, options.json)
         elif sys.stdout.isatty():
-            _show_live(follower, options.interval)
+            _show_live(follower, options)
         else:
-            _follow(follower, options.interval, _Lines(options.run_dir))
+            _follow(follower, options, _Lines(options.run_dir))
     except OSError as error:
         raise HpcfsdpError(f"{error.filename or options.run_dir}: cannot be read: {reason(error)}") from error
     except KeyboardInterrupt:
@@ -91,7 +96,7 @@ def _show_once(follower: Follower, as_json: bool) -> None:
         print_line(line_of(view))
 
 
-def _show_live(follower: Follower, interval_s: float) -> None:
+def _show_live(follower: Follower, options: argparse.Namespace) -> None:
     from rich.live import Live
 
     with Live(console=console(moving=True), auto_refresh=False) as live:
@@ -99,7 +104,7 @@ def _show_live(follower: Follower, interval_s: float) -> None:
         def show(view: View | None) -> None:
             live.update(_drawn(follower.folder, view), refresh=True)
 
-        _follow(follower, interval_s, show)
+        _follow(follower, options, show)
 
 
 class _Lines:
@@ -116,19 +121,20 @@ class _Lines:
             self._last = line
 
 
-def _follow(follower: Follower, interval_s: float, show: Callable[[View | None], None]) -> None:
-    """Show the run again and again, until it has ended: it says so, or the training that was there has gone."""
-    was_held = False
+def _follow(follower: Follower, options: argparse.Namespace, show: Callable[[View | None], None]) -> None:
+    """Show the run again and again, until it does not run (any more, if asked to wait for it)."""
+    has_run = False
     while True:
         if os.path.lexists(follower.folder):
             check_folder(follower.folder)
         view = _look(follower)
         show(view)
         if view is not None:
-            if view.has_ended or (was_held and view.summary.status == "ended"):
+            runs = view.summary.status == "running"
+            if not runs and (has_run or not options.wait):
                 return
-            was_held = was_held or bool(view.summary.status == "running" and view.summary.message)
-        time.sleep(interval_s)
+            has_run = has_run or runs
+        time.sleep(options.interval)
 
 
 def _look(follower: Follower) -> View | None:

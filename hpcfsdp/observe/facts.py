@@ -85,7 +85,7 @@ def _hosts(comm: Communicator, rank: int) -> dict[int, str]:
 
 
 def start_facts(comm: Communicator, facts: Facts, device: torch.device, resumed_from: Any) -> dict[str, Any]:
-    """Not collective. What the event of the start says."""
+    """Not collective. The facts of the event "start"."""
     world, hosts = current_world(), list(dict.fromkeys(facts.hosts.values()))
     is_device = accelerator.is_accelerator(device)
     return {

@@ -50,7 +50,7 @@ class WandB:
         """Not collective. Steps up to `resume_step` are there already."""
         import wandb
 
-        del resume_step  # wandb refuses steps that it has, and says so
+        del resume_step  # wandb refuses steps that it has, with a warning
         self._is_own = wandb.run is None
         name = directory.resolve().name
         self._run = wandb.run or wandb.init(dir=str(directory), id=name, name=name, resume="allow")

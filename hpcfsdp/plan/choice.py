@@ -86,7 +86,7 @@ def candidates(workloads: Sequence[Workload], common: Setup, machine: Machine, l
 
 
 SAME_TIME = 0.02
-"""Differences in time that such a model does not tell apart."""
+"""Relative differences in time that the model cannot resolve."""
 
 
 def pick(found: Sequence[Candidate]) -> Candidate:

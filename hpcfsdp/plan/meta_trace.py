@@ -226,7 +226,7 @@ class _UnitSteps:
         return apply_to_tensors(self._lend, (args, kwargs))
 
     def _lend(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of an input, whose gradient tells that the backward of this call is over."""
+        """A view of an input, whose gradient arrives when the backward of this call is over."""
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
         self._num_inputs += 1

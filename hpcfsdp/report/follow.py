@@ -32,7 +32,7 @@ class Follower:
         self._events = Tail(folder / EVENTS)
         self._logs: dict[Path, Tail] = {}
         self._records: deque[dict[str, Any]] = deque(maxlen=LAST_RECORDS)
-        self._told: list[Event] = []
+        self._seen: list[Event] = []
         self.warnings: deque[str] = deque(maxlen=LAST_WARNINGS)
         """The last warnings and errors of ranks, with date and rank."""
 
@@ -48,8 +48,8 @@ class Follower:
         self._records.extend(record for record in records if record.get("kind", "train") == "train")
         events, anew = self._events.poll()
         if anew:
-            self._told.clear()
-        self._told.extend(map(Event.of, events))
+            self._seen.clear()
+        self._seen.extend(map(Event.of, events))
         return any((records, events, self._poll_logs(), rewritten, anew))
 
     def _poll_logs(self) -> bool:
@@ -70,10 +70,10 @@ class Follower:
     @property
     def has_begun(self) -> bool:
         """Whether there is any record or event."""
-        return bool(self._records or self._told)
+        return bool(self._records or self._seen)
 
     def run(self) -> Run:
-        """The run so far, with the last ``LAST_RECORDS`` steps at most, and checkpoints as events tell of them.
+        """The run so far, with the last ``LAST_RECORDS`` steps at most, and the checkpoints of its events.
 
         Raises:
             OSError: a file is there and cannot be read.
@@ -87,7 +87,7 @@ class Follower:
             folder=self.folder,
             series=builder.build(),
             held_out=(),
-            events=tuple(self._told),
+            events=tuple(self._seen),
             checkpoints=self._checkpoints(),
             notes=LogNotes(),
             hangs=read_hangs(self.folder / "hang"),
@@ -99,7 +99,7 @@ class Follower:
         )
 
     def _checkpoints(self) -> tuple[SavedCheckpoint, ...]:
-        found = tuple(checkpoints_of(self._told).values())
+        found = tuple(checkpoints_of(self._seen).values())
         if not found:
             path = latest(self.folder / "checkpoints")
             with contextlib.suppress(FileNotFoundError):  # removed since

@@ -19,7 +19,7 @@ ASCII_BLOCKS = "_.-~=+*#"
 _LATEST = 10
 """Steps over which rates are taken: a view of now."""
 _QUIET_S = 60.0
-"""Without a new step for so long, and for ten steps' time, a view says so."""
+"""Without a new step for so long, and for ten steps' time, a view shows the silence."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ def _ends(run: Run, summary: Summary) -> Iterator[Problem]:
             "failed",
             "The run ended with an error.",
             summary.message or "The run left no message.",
-            "Look up the message in the reference; logs/ holds the traceback of each rank.",
+            "Look up the message in the reference. The traceback of each rank is in logs/, where hpcfsdp train has run, "
+            "and in the output of the job.",
             "reference/errors.md",
         )
     elif summary.status == "hung":
@@ -92,9 +93,9 @@ def _ends(run: Run, summary: Summary) -> Iterator[Problem]:
         yield Problem(
             "warning",
             "ended",
-            "The run has ended without saying why.",
+            "The run has ended without a record of the cause.",
             "It does not run any more, and has recorded no end: it was killed (SIGKILL, out of memory, the end of the "
-            "job), or a node has failed.",
+            "job), a node has failed, or a rank has ended outside of the observed run.",
             "Look at the end of the job's own output, and start the same command again: it resumes from the last "
             "checkpoint.",
             "reference/exit-codes.md",

@@ -45,7 +45,7 @@ class SavedCheckpoint:
 
 
 def find_checkpoints(folder: Path, events: Iterable[Event]) -> tuple[SavedCheckpoint, ...]:
-    """The checkpoints of a run by step; one file for each path, as its last event tells.
+    """The checkpoints of a run by step; one file for each path, as in its last event.
 
     Raises:
         OSError: the folder of checkpoints cannot be read.
@@ -66,7 +66,7 @@ def find_checkpoints(folder: Path, events: Iterable[Event]) -> tuple[SavedCheckp
 
 
 def checkpoints_of(events: Iterable[Event], folder: Path | None = None) -> dict[str, SavedCheckpoint]:
-    """The checkpoints that events tell of, by file name: one for each, as its last event tells.
+    """The checkpoints of events, by file name: one for each, as in its last event.
 
     Args:
         folder: of the run, to look whether each file is there; None not to look.

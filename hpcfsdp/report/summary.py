@@ -51,7 +51,7 @@ class Summary:
     """Facts of a run; None where unknown.
 
     Attributes:
-        status: a key of ``STATUS``. "ended": it neither runs nor has it said why not.
+        status: a key of ``STATUS``. "ended": it does not run, and has recorded no end.
         message: why it ended, or "".
         step: the last recorded step.
         loss, best_loss: the last one, and the lowest one with its step.
@@ -193,23 +193,27 @@ def summarize(run: Run, recent: int = RECENT) -> Summary:
 
 
 def _status(run: Run, parts: list[Segment]) -> tuple[str, str]:
-    end = parts[-1].end if parts else None
-    if end is not None:
-        outcome, message = end.text("outcome"), end.text("message")
-        if outcome == "error":
-            is_hang = any(hang.seconds >= _last_record(run) for hang in run.hangs)
-            return ("hung" if is_hang else "failed"), message
-        return ("complete" if outcome == "complete" else "stopped"), message
     step_s = recent_median(run.series, "seconds") or 0.0
     has_lock = run.config is not None  # it belongs to hpcfsdp train, which locks its folder
-    if run.holder or (not has_lock and run.silent_s < max(SILENT_S, 10 * step_s)):
+    end = parts[-1].end if parts else None
+    writes = not has_lock and end is None and run.silent_s < max(SILENT_S, 10 * step_s)
+    if run.holder or writes:  # a holder also where the last run has ended, and another one starts
         return "running", run.holder
+    if end is not None:
+        return _outcome(run, end), end.text("message")
     if run.hangs and run.hangs[-1].seconds >= _last_record(run):
         return "hung", run.hangs[-1].head.partition("\n")[0]
     total = total_steps(run.config)
-    if total is not None and len(run.series) and run.series.steps[-1] >= total:
-        return "complete", ""
-    return "ended", ""
+    is_complete = total is not None and len(run.series) and run.series.steps[-1] >= total
+    return "complete" if is_complete else "ended", ""
+
+
+def _outcome(run: Run, end: Event) -> str:
+    """The status of a run that has recorded its end."""
+    outcome = end.text("outcome")
+    if outcome != "error":
+        return "complete" if outcome == "complete" else "stopped"
+    return "hung" if any(hang.seconds >= _last_record(run) for hang in run.hangs) else "failed"
 
 
 def _last_record(run: Run) -> float:

@@ -101,7 +101,7 @@ def rows_on_mesh(
 
     Args:
         shape: of the whole, with at least one dimension.
-        ranks, placements: as for ``mesh_boxes``, which also says what it raises.
+        ranks, placements: as for ``mesh_boxes``, with the same errors.
 
     Returns:
         Two int64 arrays in row-major order of the mesh; equal values for a rank without rows.

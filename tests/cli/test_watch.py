@@ -101,6 +101,35 @@ def test_it_ends_when_the_training_that_it_saw_is_gone(watching, tmp_path):
     assert watching.returncode == 0
 
 
+def test_a_run_that_does_not_run_is_shown_once(command, tmp_path):
+    """Also one that was killed, and has recorded no end."""
+    for name, end in (("ended", "complete"), ("killed", None)):
+        run = write_run(tmp_path / name, 20, every=10, end=end, total=40)
+        done = command("watch", run)
+        assert done.code == 0 and len(done.stdout.splitlines()) == 1
+
+
+def test_it_waits_for_a_run_that_begins_again(command, tmp_path):
+    from hpcfsdp.launch.lock import RunLock
+
+    run = write_run(tmp_path / "run", 20, every=10, end="stopped", total=40)
+    watch = [sys.executable, "-m", "hpcfsdp", "watch", run, "--wait", "--interval", "0.1"]
+    process = subprocess.Popen(watch, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        lines_until(process, "stopped, step 20/40")
+        lock = RunLock(run)
+        lock.acquire()
+        lines_until(process, "running, step 20/40")
+        lock.release()
+        lines_until(process, "stopped, step 20/40")
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    refused = command("watch", run, "--wait", "--once")
+    assert refused.code == 2 and "--wait and --once exclude each other" in refused.stderr
+
+
 def test_an_interrupt_ends_it_without_a_traceback(watching):
     lines_until(watching, "no such folder")
     watching.send_signal(signal.SIGINT)
