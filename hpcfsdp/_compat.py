@@ -46,6 +46,9 @@ __all__ = [  # torch has no public place for these
 READ_VALUE = torch.ops.aten._local_scalar_dense.default
 """The operation behind ``Tensor.item()``, and behind the truth value of a tensor."""
 
+GROUPED_MM = torch.ops.aten._grouped_mm
+"""The operation behind ``torch.nn.functional.grouped_mm``."""
+
 # torch's FSDP and DTensor load sympy, for a second or more. Functions import them: programs that shard nothing do
 # without.
 

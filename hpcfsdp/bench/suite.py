@@ -220,6 +220,16 @@ def save(path: Path, found: Mapping[str, Any]) -> None:
         raise HpcfsdpError(f"{path}: cannot write there: {error.strerror}") from error
 
 
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What else differs in two runs than hpcfsdp itself: ranks, hardware, versions."""
+    sides = [
+        {"ranks": run.get("ranks"), **dict(run.get("hardware", {})), **dict(run.get("versions", {}))}
+        for run in (before, now)
+    ]
+    names = dict.fromkeys(name for side in sides for name in side if name not in ("host", "hpcfsdp"))
+    return [name for name in names if sides[0].get(name) != sides[1].get(name)]
+
+
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """All ratios of two runs, those of `now` first."""
     old = {(title, ratio.name): ratio for title, ratio in ratios(before)}

@@ -7,13 +7,13 @@ Tables are Markdown, for docs/explanation/benchmarks.md.
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
+from hpcfsdp.cli.argument_types import positive, size_in_bytes
 from hpcfsdp.cli.failure import end_together
 from hpcfsdp.cli.readable import plain_value
 from hpcfsdp.cli.reporting import Parser, print_json
@@ -52,31 +52,35 @@ def parser() -> Parser:
     made.add_argument("what", choices=kinds, metavar="WHAT", help=_HELP)
     # hpcfsdp.bench.run has the defaults.
     for flag, kind, metavar, text in (
-        ("--repeats", _positive, "N", "runs of each way; default: 9, host: 40, memory, checkpoint: 5"),
+        ("--repeats", positive, "N", "runs of each way; default: 9, host: 40, memory, checkpoint: 5"),
         (
             "--layers",
-            _positive,
+            positive,
             "N",
             "backends, step: of the GPT, default: 6; memory: 8; gpu: 24; optim-state: linear, 16",
         ),
         ("--width", _heads_wide, "N", "the same: a multiple of 8; default: 512, memory: 768, gpu, optim-state: 2048"),
-        ("--split-nodes", _positive, "N", "divide each node into N imagined ones, which exchange messages; default: 1"),
-        ("--tensor", _positive, "N", "step: tensor-parallel ranks; default: 1"),
-        ("--context", _positive, "N", "gpu: tokens of a sequence; default: 1024"),
-        ("--batch", _positive, "N", "gpu: sequences of a step on each rank; default: 8"),
-        ("--imagined-ranks", _positive, "N", "gpu, in one process: ranks of which it is the first; default: 8"),
-        ("--tensors", _positive, "N", "checkpoint: number of parameters; default: 300"),
+        ("--split-nodes", positive, "N", "divide each node into N imagined ones, which exchange messages; default: 1"),
+        ("--tensor", positive, "N", "step: tensor-parallel ranks; default: 1"),
+        ("--context", positive, "N", "gpu: tokens of a sequence; default: 1024"),
+        ("--batch", positive, "N", "gpu: sequences of a step on each rank; default: 8"),
+        ("--imagined-ranks", positive, "N", "gpu, in one process: ranks of which it is the first; default: 8"),
+        ("--tensors", positive, "N", "checkpoint: number of parameters; default: 300"),
         ("--folder", str, "DIR", "checkpoint: on the disk to measure; default: the current one"),
-        ("--units", _positive, "N", "host: of the model; default: 32"),
+        ("--units", positive, "N", "host: of the model; default: 32"),
     ):
         made.add_argument(flag, type=kind, metavar=metavar, help=text)
     made.add_argument(
-        "--bytes", type=_bytes, dest="nbytes", metavar="SIZE", help="checkpoint: of all parameters; default: 1GiB"
+        "--bytes",
+        type=size_in_bytes,
+        dest="nbytes",
+        metavar="SIZE",
+        help="checkpoint: of all; default: 1GiB",
     )
     made.add_argument(
-        "--world-sizes", type=_positive, nargs="+", metavar="N", help="scale: default 16 64 256 1024 4096 16384"
+        "--world-sizes", type=positive, nargs="+", metavar="N", help="scale: default 16 64 256 1024 4096 16384"
     )
-    made.add_argument("--ranks", type=_positive, metavar="N", help="all: ranks that mpirun starts; default: 2")
+    made.add_argument("--ranks", type=positive, metavar="N", help="all: ranks that mpirun starts; default: 2")
     made.add_argument("--mpirun", metavar="COMMAND", help="all: starts ranks, with its options; default: mpirun")
     made.add_argument("--out", type=Path, metavar="FILE", help="all: keep every figure, as JSON")
     made.add_argument("--compare", type=Path, metavar="FILE", help="all: next to an earlier run, of --out")
@@ -158,24 +162,8 @@ def _megabytes(text: str) -> int:
     return int(size * (1 << 20))
 
 
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+)\s*([KMGT]i?)?B?", text)
-    size = int(found[1]) if found else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a size, such as 1GiB or 256MiB")
-    prefix = found[2] or ""
-    return size * (1024 if prefix.endswith("i") else 1000) ** " KMGT".index(prefix[:1] or " ")
-
-
-def _positive(text: str) -> int:
-    count = int(text) if text.isdecimal() else 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return count
-
-
 def _heads_wide(text: str) -> int:
-    width = _positive(text)
+    width = positive(text)
     if width % 8:
         raise argparse.ArgumentTypeError(f"{text} is not a multiple of 8, the heads of attention")
     return width

@@ -30,7 +30,8 @@ def run_all(options: argparse.Namespace) -> int:
     failed = suite.failures(found)
     if options.json:
         compared = None if before is None else [_as_json(change) for change in suite.changes(before, found)]
-        print_json({**found, "changes": compared})
+        others = None if before is None else suite.differences(before, found)
+        print_json({**found, "changes": compared, "differs_in": others})
     else:
         for line in _lines(found, before):
             print(line)
@@ -48,6 +49,8 @@ def _lines(found: Mapping[str, Any], before: Mapping[str, Any] | None) -> Iterat
     yield from markdown(("benchmark", "ratio", "median", "min-max", "better if"), _summary(suite.ratios(found)))
     if before is not None:
         yield from ("", f"Compared with {suite.about(before)}", "")
+        if others := suite.differences(before, found):
+            yield from (f"The runs differ in {', '.join(others)}: a verdict may come from that alone.", "")
         yield from markdown(("benchmark", "ratio", "before", "now", "verdict"), _changes(suite.changes(before, found)))
     for title, part in found["parts"].items():
         yield from ("", f"## {title}", "", f"`{' '.join(part['command'])}`", "")

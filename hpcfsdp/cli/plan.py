@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcfsdp.cli.argument_types import positive, size_in_bytes
 from hpcfsdp.cli.printing import Brief, print_table
 from hpcfsdp.cli.readable import plain_value
 from hpcfsdp.cli.reporting import Parser, print_json, print_line
@@ -34,6 +35,9 @@ _EXAMPLES = (
     "hpcfsdp plan --params 7B --layers 32 --ranks 64 --links links.json    # of hpcfsdp doctor --json",
 )
 _SHOWN = 8
+_LEAST_MEMORY = 1 << 20
+_NOT_OF_RUNS = ("fully_shard", "yes", True)
+"""Values of options for which ``hpcfsdp train`` has no key."""
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -49,20 +53,20 @@ def parser() -> Parser:
     add = made.add_argument
     add("path", metavar="RUN_YAML", nargs="?", help="configuration of hpcfsdp train")
     add("--params", type=_count, metavar="N", help="parameters of a decoder-only transformer, as 7e9 or 7B")
-    add("--layers", type=_positive, metavar="N", help="its blocks")
-    add("--width", type=_positive, metavar="N", help="its embedding; default: what fits the parameters")
-    add("--heads", type=_positive, metavar="N", help="its attention heads; default: of 128 elements")
-    add("--vocabulary", type=_positive, metavar="N", default=32000, help="its tokens; default: 32000")
+    add("--layers", type=positive, metavar="N", help="its blocks")
+    add("--width", type=positive, metavar="N", help="its embedding; default: what fits the parameters")
+    add("--heads", type=positive, metavar="N", help="its attention heads; default: of 128 elements")
+    add("--vocabulary", type=positive, metavar="N", help="its tokens; default: 32000")
     add("--factory", metavar="MODULE:FUNCTION", help="a function that returns a module, or a module and its inputs")
     add("--config", metavar="JSON", help="config.json of a transformers model, or its folder")
     add("--wrap", metavar="CLASS,...", help="classes that become units; default: the largest list of equal modules")
-    add("--batch", type=_positive, metavar="N", help="sequences of a backward on each rank; default: 1")
-    add("--sequence", type=_positive, metavar="N", default=4096, help="tokens of a sequence; default: 4096")
-    add("--accumulation", type=_positive, metavar="N", help="backwards in a step; default: 1, or that of RUN_YAML")
-    add("--ranks", type=_positive, metavar="N", required=True, help="of the job")
-    add("--ranks-per-node", type=_positive, metavar="N", help="default: 8, or all ranks if there are fewer")
+    add("--batch", type=positive, metavar="N", help="sequences of a backward on each rank; default: 1")
+    add("--sequence", type=positive, metavar="N", help="tokens of a sequence; default: 4096")
+    add("--accumulation", type=positive, metavar="N", help="backwards in a step; default: 1, or that of RUN_YAML")
+    add("--ranks", type=positive, metavar="N", required=True, help="of the job")
+    add("--ranks-per-node", type=positive, metavar="N", help="default: 8, or all ranks if there are fewer")
     add("--device", metavar="NAME", default="h100", help="a100, h100, h200, b200, mi250x, mi300x, pvc; default: h100")
-    add("--device-memory", type=_bytes, metavar="SIZE", help="of one rank's device; default: that of --device")
+    add("--device-memory", type=size_in_bytes, metavar="SIZE", help="of one rank's device; default: that of --device")
     add("--headroom", type=float, metavar="SHARE", default=0.1, help="of it to leave free; default: 0.1")
     add("--peak-tflops", type=float, metavar="N", help="of one rank; default: those of --device")
     add("--efficiency", type=float, metavar="SHARE", default=0.5, help="of the peak while computing; default: 0.5")
@@ -72,7 +76,7 @@ def parser() -> Parser:
     add("--optimizer", metavar="NAME", default="adamw", help="adamw, adamw-fused, sgd-momentum, sgd, none")
     add("--front", choices=("class", "fully_shard"), default="class", help="FullyShardedDataParallel, or fully_shard")
     add("--strategy", metavar="NAME", help="plan this one alone, such as HYBRID_SHARD")
-    add("--shard", type=_positive, metavar="N", help="plan so many ranks for each copy of the model alone")
+    add("--shard", type=positive, metavar="N", help="plan so many ranks for each copy of the model alone")
     add("--recompute", choices=("yes", "no"), help="plan with or without checkpointed activations alone")
     add("--offload", action="store_true", help="keep shards and optimizer in host memory")
     add("--link-within", metavar="LINK", help="within nodes: GB/s,microseconds of a rank, or a name as nvlink4, xgmi")
@@ -80,12 +84,12 @@ def parser() -> Parser:
     add("--links", metavar="JSON", type=Path, help="links as hpcfsdp doctor --json has measured them")
     add(
         "--node-disk",
-        type=_bytes,
+        type=size_in_bytes,
         metavar="SIZE",
         default=2 * 10**9,
         help="written by a node in a second; default: 2GB",
     )
-    add("--disk", type=_bytes, metavar="SIZE", default=100 * 10**9, help="the same by all nodes; default: 100GB")
+    add("--disk", type=size_in_bytes, metavar="SIZE", default=100 * 10**9, help="the same by all nodes; default: 100GB")
     add("--save-every", type=float, metavar="MINUTES", default=60.0, help="between checkpoints; default: 60")
     add("--no-activations", action="store_true", help="plan parameters alone: do not run the model on the meta device")
     add("--plot", metavar="SVG", type=Path, help="draw memory and times (also .png or .pdf)")
@@ -126,13 +130,16 @@ def _request(options: argparse.Namespace) -> Request:
         value = getattr(options, name)
         if value is not None and not ((math.isfinite(value) and value > 0) or (name == "headroom" and value == 0)):
             raise UsageError(f"plan: --{name.replace('_', '-')} must be a positive number, not {value:g}")
+    if options.device_memory is not None and options.device_memory < _LEAST_MEMORY:
+        size = options.device_memory
+        raise UsageError(f"plan: --device-memory is {size} byte(s), too little for a device: did you mean {size}GiB?")
     if options.efficiency > 1:
         raise UsageError(f"plan: --efficiency is a share of the peak, at most 1, not {options.efficiency:g}")
     per_node = options.ranks_per_node or min(8, options.ranks)
 
     from hpcfsdp.plan.layouts import Precision, Setup  # with torch
     from hpcfsdp.plan.links import Links, device_named, link_of, measured_links  # the same
-    from hpcfsdp.plan.proposal import Request
+    from hpcfsdp.plan.proposal import OF_RUNS, Request
     from hpcfsdp.plan.saving import Disk
     from hpcfsdp.plan.step_time import Machine
 
@@ -157,6 +164,10 @@ def _request(options: argparse.Namespace) -> Request:
         offload=options.offload,
         accumulation=accumulation,
     )
+    strategies = () if options.strategy is None else (options.strategy,)
+    checkpointed = None if options.recompute is None else options.recompute == "yes"
+    if options.path is not None:  # what hpcfsdp train can do
+        strategies, checkpointed = strategies or OF_RUNS, False
     return Request(
         source,
         options.ranks,
@@ -165,20 +176,23 @@ def _request(options: argparse.Namespace) -> Request:
         options.headroom,
         common,
         param,
-        options.strategy,
+        strategies,
         options.shard,
-        None if options.recompute is None else options.recompute == "yes",
+        checkpointed,
         Disk(options.node_disk, options.disk),
         60 * options.save_every,
+        of_run=options.path is not None,
     )
 
 
 def _refuse_unused(options: argparse.Namespace, given: str) -> None:
     """Options that would have no effect on the model in question."""
-    of_numbers = ("layers", "width", "heads")
+    of_numbers = ("layers", "width", "heads", "vocabulary")
     unused = [] if given == "params" else [name for name in of_numbers if getattr(options, name) is not None]
     if given == "path":
-        unused += [name for name in ("batch", "accumulation", "wrap") if getattr(options, name) is not None]
+        of_run = ("batch", "sequence", "accumulation", "wrap")
+        unused += [name for name in of_run if getattr(options, name) is not None]
+        unused += [name for name in ("front", "recompute", "offload") if getattr(options, name) in _NOT_OF_RUNS]
     if given == "params" and options.wrap:
         unused.append("wrap")
     if unused:
@@ -191,19 +205,20 @@ def _source(options: argparse.Namespace, per_node: int) -> tuple[Source, int]:
     """The model, and the backwards in a step."""
     from hpcfsdp.plan import decoder, models  # with torch
 
-    batch, sequence = options.batch or 1, options.sequence
+    batch, sequence = options.batch or 1, options.sequence or 4096
     wrap = tuple(filter(None, (options.wrap or "").split(",")))
     accumulation = options.accumulation or 1
     if options.path is not None:
         source, run = models.from_run(options.path, options.ranks, per_node)
         accumulation = run.train.accumulation
     elif options.params is not None:
+        vocabulary = options.vocabulary or 32000
         shape = decoder.shape_of(
-            options.params, options.layers, width=options.width, heads=options.heads, vocabulary=options.vocabulary
+            options.params, options.layers, width=options.width, heads=options.heads, vocabulary=vocabulary
         )
         source = models.from_numbers(shape, batch=batch, sequence=sequence)
     elif options.factory is not None:
-        source = models.from_factory(options.factory, batch=batch, sequence=sequence, wrap=wrap)
+        source = models.from_factory(options.factory, batch=options.batch, sequence=options.sequence, wrap=wrap)
     else:
         source = models.from_transformers(options.config, batch=batch, sequence=sequence, wrap=wrap)
     if options.no_activations:
@@ -351,23 +366,3 @@ def _count(text: str) -> float:
     if not 1 <= value < 1e16:
         raise argparse.ArgumentTypeError(f"{text} is not a number of parameters, such as 7e9 or 7B")
     return value
-
-
-def _positive(text: str) -> int:
-    count = int(text) if text.isdecimal() else 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return count
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text)
-    prefix = (found[2] or "") if found else ""
-    size = (
-        int(float(found[1]) * (1024 if prefix.endswith("i") else 1000) ** " KMGT".index(prefix[:1] or " "))
-        if found
-        else 0
-    )
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a size, such as 80GiB")
-    return size

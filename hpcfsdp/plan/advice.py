@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from hpcfsdp.plan.choice import Candidate
-from hpcfsdp.plan.layouts import Setup
 from hpcfsdp.plan.workload import PlannedUnit, Workload
 
 _LATENCY_SHARE = 0.5
@@ -18,8 +17,12 @@ _MEMORY_SHARE = 0.4
 _ROOT_FACTOR = 2
 
 
-def remarks(workload: Workload, candidate: Candidate) -> Iterator[str]:
-    """What is worth changing about the units, with the remedy."""
+def remarks(workload: Workload, candidate: Candidate, usable_bytes: int) -> Iterator[str]:
+    """What is worth changing about the units, with the remedy.
+
+    Args:
+        usable_bytes: memory of a device: where most of it is left, no unit is too large.
+    """
     units, time, setup = workload.units, candidate.time, candidate.setup
     inner = units[:-1]
     if not inner and units[-1].numel:
@@ -30,7 +33,8 @@ def remarks(workload: Workload, candidate: Candidate) -> Iterator[str]:
     waits = time.exposed_s > _EXPOSED_SHARE * time.seconds
     if setup.shards > 1 and waits:
         yield from _small_units(inner, candidate)
-    yield from _large_units(units, candidate)
+    if candidate.footprint.peak.nbytes > usable_bytes // 2:
+        yield from _large_units(units, candidate)
     if waits:
         largest = max(
             ("gathers", time.gathers),
@@ -94,10 +98,17 @@ def program(workload: Workload, candidate: Candidate) -> tuple[str, ...]:
     )
     hybrid = setup.replicas > 1 and setup.shards > 1
     mesh = [f"mesh = world.mesh(replicate={setup.replicas}, shard={setup.shards})"] if hybrid else []
-    return (*mesh, *(_with_class if setup.front == "class" else _with_rows)(setup, kinds, mixed, hybrid))
+    build = _with_class if setup.front == "class" else _with_rows
+    return (*mesh, *build(candidate, kinds, mixed, hybrid))
 
 
-def _with_class(setup: Setup, kinds: list[str], mixed: str, hybrid: bool) -> list[str]:
+def run_config(candidate: Candidate) -> tuple[str, ...]:
+    """The keys of ``hpcfsdp train`` that make this setup, as YAML."""
+    return "mesh:", f"  replicate: {candidate.setup.replicas}"
+
+
+def _with_class(candidate: Candidate, kinds: list[str], mixed: str, hybrid: bool) -> list[str]:
+    setup = candidate.setup
     options = [f"sharding_strategy=ShardingStrategy.{setup.strategy}"]
     if hybrid:
         options.append("device_mesh=mesh")
@@ -107,10 +118,17 @@ def _with_class(setup: Setup, kinds: list[str], mixed: str, hybrid: bool) -> lis
         options.append(f"mixed_precision=MixedPrecision({mixed})")
     if setup.offload:
         options.append("cpu_offload=CPUOffload(True)")
-    return ["model = FullyShardedDataParallel(", "    model,", *(f"    {option}," for option in options), ")"]
+    lines = ["model = FullyShardedDataParallel(", "    model,", *(f"    {option}," for option in options), ")"]
+    if candidate.checkpointed and kinds:  # inside of the units
+        lines += [
+            "for unit in FullyShardedDataParallel.fsdp_modules(model):",
+            f"    apply_activation_checkpointing(unit.module, check_fn={_is_one_of(kinds)})",
+        ]
+    return lines
 
 
-def _with_rows(setup: Setup, kinds: list[str], mixed: str, hybrid: bool) -> list[str]:
+def _with_rows(candidate: Candidate, kinds: list[str], mixed: str, hybrid: bool) -> list[str]:
+    setup = candidate.setup
     options = ["mesh=mesh" if hybrid else "mesh=world.mesh(shard=None)"]
     if mixed:
         options.append(f"mp_policy=MixedPrecisionPolicy({mixed})")
@@ -119,10 +137,20 @@ def _with_rows(setup: Setup, kinds: list[str], mixed: str, hybrid: bool) -> list
     lines = ["options = dict(", *(f"    {option}," for option in options), ")"]
     if kinds:
         keep = "reshard_after_forward=False, " if setup.keeps_values else ""
-        types = kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})"
+        if candidate.checkpointed:  # inside of the units: these are the wrappers
+            lines.append(f"apply_activation_checkpointing(model, check_fn={_is_one_of(kinds)})")
+        types = "CheckpointWrapper" if candidate.checkpointed else _types(kinds)
         lines += [
             "for module in list(model.modules()):",
             f"    if isinstance(module, {types}):",
             f"        fully_shard(module, {keep}**options)",
         ]
     return [*lines, "fully_shard(model, **options)"]
+
+
+def _types(kinds: list[str]) -> str:
+    return kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})"
+
+
+def _is_one_of(kinds: list[str]) -> str:
+    return f"lambda module: isinstance(module, {_types(kinds)})"

@@ -40,14 +40,14 @@ class Limits:
     Attributes:
         ranks: of the job.
         usable_bytes: memory of a device without what is left free.
-        strategy: the only one to consider; None for all.
+        strategies: the only ones to consider; empty for all.
         shards: the only number of ranks that share a copy; None for all.
         checkpointed: the only way to consider; None for both.
     """
 
     ranks: int
     usable_bytes: int
-    strategy: str | None = None
+    strategies: tuple[str, ...] = ()
     shards: int | None = None
     checkpointed: bool | None = None
 
@@ -78,9 +78,9 @@ def candidates(workloads: Sequence[Workload], common: Setup, machine: Machine, l
             found.append(Candidate(setup, workload.checkpointed, footprint, time, fits))
     if not found:
         raise UsageError(
-            f"plan: {limits.strategy or 'no strategy'} with {limits.shards or 'any number of'} ranks for a copy is not "
-            f"possible on {limits.ranks} ranks: the number must divide the ranks, and a hybrid strategy needs several "
-            "copies of several ranks each"
+            f"plan: {' or '.join(limits.strategies) or 'no strategy'} with {limits.shards or 'any number of'} ranks "
+            f"for a copy is not possible on {limits.ranks} ranks: the number must divide the ranks, and a hybrid "
+            "strategy needs several copies of several ranks each"
         )
     return tuple(sorted(found, key=_order))
 
@@ -93,13 +93,16 @@ def pick(found: Sequence[Candidate]) -> Candidate:
     """The setup to take, of those that are about as fast as the first.
 
     That of one copy if it is among them: it takes the least memory, and no mesh. Otherwise one whose copies lie on the
-    fewest ranks, which depends least on the network.
+    fewest ranks, which depends least on the network. Activations are checkpointed only if that saves time or is needed.
     """
     first = found[0]
     if not first.fits:
         return first
     alike = [each for each in found if each.fits and each.time.seconds <= (1 + SAME_TIME) * first.time.seconds]
-    return min(alike, key=lambda each: (each.setup.replicas > 1, each.setup.shards, each.footprint.peak.nbytes))
+    return min(
+        alike,
+        key=lambda each: (each.setup.replicas > 1, each.setup.shards, each.checkpointed, each.footprint.peak.nbytes),
+    )
 
 
 def _order(candidate: Candidate) -> tuple[bool, float, int, int]:
@@ -118,7 +121,7 @@ def _ways(common: Setup, machine: Machine, limits: Limits) -> Iterator[tuple[str
         sizes = [limits.shards]
     for shards in sizes:
         for strategy in _strategies(shards, ranks, common):
-            if limits.strategy in (None, strategy):
+            if not limits.strategies or strategy in limits.strategies:
                 yield strategy, shards
 
 
@@ -156,8 +159,8 @@ def way_out(
         advice.append("share each copy among more ranks (--shard)")
     else:
         advice.append("more ranks alone do not help: units and activations of one rank are too large")
-    if not smallest.checkpointed and any(each.checkpointed for each in workloads):
-        advice.append("checkpoint activations")
+    if limits.checkpointed is False and kinds["activations"] > peak.nbytes // 4:
+        advice.append("checkpoint activations (--recompute yes)")
     if not smallest.setup.offload:
         workload = next(each for each in workloads if each.checkpointed is smallest.checkpointed)
         offloaded, _ = replayed(workload, replace(smallest.setup, offload=True), machine)

@@ -43,7 +43,7 @@ def trace(
     """Run a forward and a backward of a model on the meta device. Its parameters take the dtype `compute`.
 
     Args:
-        model: on the meta device.
+        model: on the meta device, made for this call.
         units: the modules inside of it that become units; it is one itself.
         loss_of: the step: calls the model, and returns its loss.
         tokens: of the step.
@@ -58,6 +58,9 @@ def trace(
     planned, owned = describe_units(model, modules)
     if compute is not None:
         model.to(compute)
+        model.register_forward_pre_hook(
+            functools.partial(_cast_inputs, compute), with_kwargs=True
+        )  # as the engine does
     recorder = _Recorder(model.parameters())
     outer = {
         index for index, module in enumerate(modules) if any(each in set(module.modules()) for each in modules[:index])
@@ -129,6 +132,21 @@ def describe_units(
     return planned, [{param: index for index, param in enumerate(owned[module])} for module in modules]
 
 
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    del module
+    return apply_to_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+
+
+def _grouped_mm_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **_options: Any) -> int:
+    """Matrix products of experts: rows of `a`, or what is summed over, are divided among them."""
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+_FORMULAS = {_compat.GROUPED_MM: _grouped_mm_flops}
+"""Operations that torch's counter does not know."""
+
+
 class _Meter(_compat.TorchDispatchMode):
     """Counts bytes of tensors that are alive, and operations.
 
@@ -150,7 +168,7 @@ class _Meter(_compat.TorchDispatchMode):
             self.truths += 1  # such as whether a mask masks nothing
             return True
         found = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func.overloadpacket)
+        formula = flop_registry.get(func.overloadpacket) or _FORMULAS.get(func.overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=found)
         for tensor in tensors_in(found):

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import os
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ class Source:
         units = units_of(model, self.wrap)
         if self.loss_of is None:
             return without_activations(describe_units(model, [*units, model])[0], self.name)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UsageError(f"plan: no parameter of {self.name} requires gradients: there is nothing to train")
         try:
             return trace(
                 model,
@@ -127,7 +130,9 @@ def from_shape(shape: ModelConfig, *, batch: int, name: str) -> Source:
     )
 
 
-def from_factory(text: str, *, batch: int, sequence: int, wrap: Sequence[str] = ()) -> Source:
+def from_factory(
+    text: str, *, batch: int | None = None, sequence: int | None = None, wrap: Sequence[str] = ()
+) -> Source:
     """A user's function, as ``package.module:function``: see ``from_function``.
 
     Raises:
@@ -137,16 +142,22 @@ def from_factory(text: str, *, batch: int, sequence: int, wrap: Sequence[str] = 
 
 
 def from_function(
-    function: Callable[[], Any], *, name: str, batch: int = 1, sequence: int = 4096, wrap: Sequence[str] = ()
+    function: Callable[[], Any],
+    *,
+    name: str,
+    batch: int | None = None,
+    sequence: int | None = None,
+    wrap: Sequence[str] = (),
 ) -> Source:
     """A function that returns a module, or a module and its inputs. It is called with meta as the default device.
 
     Inputs are a tensor, a tuple of arguments or a dict of keyword arguments; without them the model gets token ids
-    (`batch`, `sequence`) if it has an embedding, and only its parameters are planned otherwise. The loss is the output
-    "loss" of the model, or the mean of the first floating-point tensor that it returns.
+    (`batch`, default 1, and `sequence`, default 4096) if it has an embedding, and only its parameters are planned
+    otherwise. The loss is the output "loss" of the model, or the mean of the first floating-point tensor that it
+    returns.
 
     Raises:
-        UsageError: it raises an error, or returns something else.
+        UsageError: it raises an error, or returns something else; or it returns inputs, and their size is given, too.
     """
     made = _on_meta(function, name)
     inputs: Any = None
@@ -158,9 +169,13 @@ def from_function(
             "and its inputs"
         )
     note = ""
+    if inputs is not None and (batch or sequence):
+        raise UsageError(
+            f"plan: --batch and --sequence have no effect with {name}, which returns inputs: leave them out"
+        )
     if inputs is None:
         if any(isinstance(module, nn.Embedding) for module in made.modules()):
-            inputs = torch.zeros(batch, sequence, dtype=torch.int64, device=META)
+            inputs = torch.zeros(batch or 1, sequence or 4096, dtype=torch.int64, device=META)
         else:
             note = f"{name} returns no inputs: activations and computation are not counted"
 
@@ -170,7 +185,7 @@ def from_function(
         return module
 
     args, kwargs = _arguments(inputs)
-    tokens = next((tensor.shape[:2].numel() for tensor in tensors_in((args, kwargs))), 0)
+    tokens = next(map(_tokens_of, tensors_in((args, kwargs))), 0)
     step = None if inputs is None else lambda model: _any_loss(model(*args, **kwargs))
     return Source(name, make, step, tokens if step else 0, tuple(wrap), note)
 
@@ -190,6 +205,11 @@ def from_transformers(path: str, *, batch: int, sequence: int, wrap: Sequence[st
     try:
         found = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:
+        if not os.path.exists(path):
+            raise UsageError(
+                f"plan: --config {path}: there is no such file or folder, and none of this name in the cache of "
+                "transformers"
+            ) from None
         raise UsageError(
             f"plan: --config {path} is no configuration of transformers: {_one_line(error)}: give a config.json, or "
             "the folder of one"
@@ -279,6 +299,12 @@ def _on_meta(make: Callable[[], Any], name: str) -> Any:
     return made
 
 
+def _tokens_of(tensor: torch.Tensor) -> int:
+    """Tokens of a batch: of ids (batch, length), of embeddings (batch, length, width); otherwise samples."""
+    is_sequence = (tensor.dim() == 2 and not tensor.is_floating_point()) or tensor.dim() == 3
+    return tensor.shape[: 2 if is_sequence else 1].numel()
+
+
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     inputs = apply_to_tensors(lambda tensor: tensor.to(META), inputs)
     if isinstance(inputs, dict):
@@ -297,5 +323,5 @@ def _any_loss(output: Any) -> torch.Tensor:
 
 
 def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    text = " ".join(str(error).split())
+    return textwrap.shorten(text, 300, placeholder=" ...") if text else type(error).__name__

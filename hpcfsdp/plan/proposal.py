@@ -16,6 +16,9 @@ from hpcfsdp.plan.saving import Disk, Saving, saving
 from hpcfsdp.plan.step_time import Machine
 from hpcfsdp.plan.workload import Workload
 
+OF_RUNS = ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD")
+"""The strategies that ``mesh.replicate`` of ``hpcfsdp train`` stands for."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -29,8 +32,9 @@ class Request:
         headroom: the part of it that is left to the driver, to communication libraries and to fragmentation.
         common: front, precision, optimizer, offload and accumulation of all setups.
         param: the dtype of the parameters; None for that of the model.
-        strategy, shards, checkpointed: to consider no others; None for all.
+        strategies, shards, checkpointed: to consider no others; empty or None for all.
         disk, interval_s: for checkpoints.
+        of_run: whether ``hpcfsdp train`` runs it: then the setup is given by keys of its configuration.
     """
 
     source: Source
@@ -40,11 +44,12 @@ class Request:
     headroom: float = 0.1
     common: Setup = field(default_factory=Setup)
     param: torch.dtype | None = None
-    strategy: str | None = None
+    strategies: tuple[str, ...] = ()
     shards: int | None = None
     checkpointed: bool | None = None
     disk: Disk = field(default_factory=Disk)
     interval_s: float = 3600.0
+    of_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ class Proposal:
         """What was assumed about the model."""
         truths = self.workload.truths
         asked = f"the step asks for {truths} truth value(s) of tensors, which count as true" if truths else ""
-        return tuple(filter(None, (self.request.source.note, asked)))
+        moved = "the time to copy shards from and to host memory is not counted" if self.best.setup.offload else ""
+        return tuple(filter(None, (self.request.source.note, asked, moved)))
 
     @property
     def tokens_per_s(self) -> float:
@@ -104,19 +110,20 @@ def propose(request: Request) -> Proposal:
     if source.loss_of is None:
         workloads = [replace(each, checkpointed=bool(request.checkpointed)) for each in workloads]
     usable = int(request.memory_bytes * (1 - request.headroom))
-    limits = Limits(request.ranks, usable, request.strategy, request.shards, request.checkpointed)
+    limits = Limits(request.ranks, usable, request.strategies, request.shards, request.checkpointed)
     found = candidates(workloads, common, machine, limits)
     best = pick(found)
     workload = next(each for each in workloads if each.checkpointed is best.checkpointed)
     missing = 0
     if best.fits:
-        reason, texts = _reason(best, found, workload), tuple(advice.remarks(workload, best))
+        reason, texts = _reason(best, found, workload), tuple(advice.remarks(workload, best, usable))
     else:
         missing, help_ = way_out(workloads, best, machine, limits)
         reason, texts = "nothing fits; this takes the least memory", tuple(help_)
     nodes = request.ranks // machine.ranks_per_node
     files = saving(workload, best.setup, nodes=nodes, disk=request.disk, interval_s=request.interval_s)
-    return Proposal(request, workload, best, found, reason, missing, texts, advice.program(workload, best), files)
+    program = advice.run_config(best) if request.of_run else advice.program(workload, best)
+    return Proposal(request, workload, best, found, reason, missing, texts, program, files)
 
 
 def _check(request: Request) -> None:
@@ -128,11 +135,14 @@ def _check(request: Request) -> None:
             f"plan: --ranks {request.ranks} is not a multiple of --ranks-per-node {per_node}: give whole nodes, for "
             f"example --ranks {-(-request.ranks // per_node) * per_node}"
         )
-    if request.strategy is not None and request.strategy not in STRATEGIES:
-        raise UsageError(
-            f"plan: there is no strategy {request.strategy!r}{nearest(request.strategy, STRATEGIES)}; take one of "
-            f"{', '.join(STRATEGIES)}"
-        )
+    for strategy in request.strategies:
+        if strategy not in STRATEGIES:
+            raise UsageError(
+                f"plan: there is no strategy {strategy!r}{nearest(strategy, STRATEGIES)}; take one of "
+                f"{', '.join(STRATEGIES)}"
+            )
+        if request.of_run and strategy not in OF_RUNS:
+            raise UsageError(f"plan: hpcfsdp train has no key for {strategy}: take one of {', '.join(OF_RUNS)}")
     if request.memory_bytes <= 0 or not 0 <= request.headroom < 1:
         raise UsageError("plan: --device-memory must be positive, and --headroom from 0 to below 1")
 

@@ -76,8 +76,8 @@ def _ends(run: Run, summary: Summary) -> Iterator[Problem]:
             "failed",
             "The run ended with an error.",
             summary.message or "The run left no message.",
-            "Look up the message in the reference. The traceback of each rank is in logs/, where hpcfsdp train has run, "
-            "and in the output of the job.",
+            "Look up the message in the reference. The traceback of each rank is in the output of the job, and in "
+            "logs/ of hpcfsdp train.",
             "reference/errors.md",
         )
     elif summary.status == "hung":

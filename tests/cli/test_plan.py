@@ -64,6 +64,9 @@ def test_a_configuration_of_a_run(command, tmp_path):
     assert [unit["count"] for unit in found["model"]["units"]] == [3, 1]
     assert found["model"]["tokens_per_rank"] == 2 * 32
     assert found["machine"]["flops"] == 156e12 / 2  # it computes in fp32
+    assert {each["strategy"] for each in found["candidates"]} == {"FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"}
+    assert not any(each["activation_checkpointing"] for each in found["candidates"])
+    assert found["recommendation"]["program"] == ["mesh:", f"  replicate: {found['recommendation']['replicas']}"]
 
 
 def test_a_factory(command):
@@ -147,7 +150,7 @@ def test_lines_fit_a_terminal(command, width):
         (("--factory", f"{FACTORIES}:tied", "--wrap", "Linear", "--ranks", "8"), "which is another unit"),
         (("--factory", f"{FACTORIES}:fails", "--ranks", "8"), "could not be made on the meta device"),
         (("no_such_run.yaml", "--ranks", "8"), "no_such_run.yaml: No such file"),
-        (("--config", "no/such/config.json", "--ranks", "8"), "no configuration of transformers"),
+        (("--config", "no/such/config.json", "--ranks", "8"), "there is no such file or folder"),
         (("--params", "1e9", "--layers", "8", "--ranks", "8", "--links", "none.json"), "none.json: No such file"),
         (
             ("--params", "1e9", "--layers", "8", "--ranks", "8", "--strategy", "HYBRID_SHARD", "--shard", "8"),

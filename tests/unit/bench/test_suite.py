@@ -43,6 +43,13 @@ def test_ratios_of_one_run_alone_are_named():
     assert {change.name: change.verdict for change in changes} == {"new": "new", "old": "gone"}
 
 
+def test_what_else_differs_is_named():
+    run = {"ranks": 2, "hardware": {"host": "a", "cores": 2}, "versions": {"torch": "2.13", "hpcfsdp": "1"}}
+    other = {"ranks": 3, "hardware": {"host": "b", "cores": 2}, "versions": {"torch": "2.14", "hpcfsdp": "2"}}
+    assert suite.differences(run, run) == []
+    assert suite.differences(run, other) == ["ranks", "torch"]
+
+
 def test_a_run_is_saved_and_read(tmp_path):
     kept = run_of(a=ratio(1.5, 1, 2))
     suite.save(tmp_path / "a.json", kept)

@@ -60,3 +60,27 @@ def fails():
 
 def wrong():
     return "a model"
+
+
+def images():
+    layers = nn.Conv2d(3, 8, 4, 4), nn.Flatten(), nn.Linear(8 * 256, 4), nn.Tanh()
+    return nn.Sequential(*layers), torch.zeros(2, 3, 64, 64)
+
+
+def frozen():
+    return nn.Linear(4, 4).requires_grad_(False), torch.zeros(2, 4)
+
+
+class Experts(nn.Module):
+    """Four experts, whose tokens are sorted."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 32, 64))
+
+    def forward(self, x, ends):
+        return nn.functional.grouped_mm(x, self.weight, offs=ends)
+
+
+def experts():
+    return Experts(), (torch.zeros(48, 32, requires_grad=True), torch.zeros(4, dtype=torch.int32))

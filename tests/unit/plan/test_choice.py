@@ -24,7 +24,7 @@ def test_slow_links_between_nodes_are_used_less():
     everywhere = next(each for each in found.all if each.setup.strategy == "FULL_SHARD" and not each.checkpointed)
     assert everywhere.time.seconds > 1.2 * found.best.time.seconds
     assert found.best.time.traffic.between_bytes < 0.8 * everywhere.time.traffic.between_bytes
-    hybrid = plan.propose(request(SLOW, strategy="HYBRID_SHARD"))
+    hybrid = plan.propose(request(SLOW, strategies=("HYBRID_SHARD",)))
     assert hybrid.best.setup.shards <= 8
     assert hybrid.best.time.gathers.between_bytes == 0
     over_nodes = next(each for each in hybrid.all if each.setup.shards == 16)
@@ -65,15 +65,26 @@ def test_more_ranks_do_not_help_where_activations_do_not_fit():
 
 def test_small_units_are_named():
     slow = plan.Links(plan.link_of("360,300"), plan.link_of("44,300"))
-    found = plan.propose(request(slow, strategy="FULL_SHARD"))
+    found = plan.propose(request(slow, strategies=("FULL_SHARD",)))
     (text,) = [text for text in found.remarks if "too small for 32 ranks" in text]
     assert "units of DecoderBlock" in text and "make one unit of" in text
 
 
 def test_a_large_root_is_named():
     source = plan.from_numbers(plan.shape_of(1e8, 4, width=256, vocabulary=150000), batch=1, sequence=64)
-    found = plan.propose(replace(request(strategy="FULL_SHARD"), source=source))
+    found = plan.propose(replace(request(strategies=("FULL_SHARD",), memory=GIB), source=source))
     assert any("make its embedding and its head units of their own" in text for text in found.remarks)
+
+
+def test_units_are_not_too_large_where_memory_is_left():
+    assert not any("wrap smaller modules" in text for text in plan.propose(request()).remarks)
+
+
+def test_activations_are_checkpointed_only_where_that_helps():
+    """Without links every setup takes the time of the computation, and checkpointing takes a little more."""
+    quick = plan.Links(plan.link_of("9000,0"), plan.link_of("9000,0"))
+    found = plan.propose(request(quick, sequence=16))
+    assert not found.best.checkpointed
 
 
 def test_a_model_of_one_unit_is_named():
@@ -91,7 +102,7 @@ def test_a_model_of_one_unit_is_named():
     [
         ({"ranks": 12}, "is not a multiple of --ranks-per-node 8"),
         ({"shards": 5}, "--shard 5 does not divide the 32 ranks"),
-        ({"strategy": "NO_SHARD", "shards": 8}, "is not possible on 32 ranks"),
+        ({"strategies": ("NO_SHARD",), "shards": 8}, "is not possible on 32 ranks"),
         ({"headroom": 1.0}, "--headroom"),
     ],
 )
@@ -101,11 +112,15 @@ def test_impossible_requests(options, message):
 
 
 @pytest.mark.parametrize("front", ["class", "fully_shard"])
-def test_the_lines_of_a_program_are_python(front):
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_lines_of_a_program_are_python(front, checkpointed):
     for strategy, shards in (("FULL_SHARD", None), ("_HYBRID_SHARD_ZERO2", 4)):
         common = plan.Setup(front=front, offload=True)
-        found = plan.propose(request(strategy=strategy, shards=shards, common=common))
-        compile("\n".join(found.program), "program", "exec")
+        found = plan.propose(request(strategies=(strategy,), shards=shards, common=common, checkpointed=checkpointed))
+        program = "\n".join(found.program)
+        compile(program, "program", "exec")
+        assert ("apply_activation_checkpointing(" in program) is checkpointed
+        assert "host memory is not counted" in found.notes[-1]
 
 
 def test_the_file_holds_each_value_once():

@@ -57,7 +57,7 @@ def test_a_run_gives_the_batch_of_a_rank(tmp_path):
 
 
 def test_a_factory_with_inputs():
-    found = models.from_factory(f"{HERE}:with_inputs", batch=1, sequence=8).workload()
+    found = models.from_factory(f"{HERE}:with_inputs").workload()
     assert (found.tokens, found.truths) == (40, 0)
     assert [unit.name for unit in found.units] == ["layers.0", "layers.1", "layers.2", ""]
     assert found.flops == 2 * 40 * 64 * 64 * (3 * 3 - 1)
@@ -73,10 +73,10 @@ def test_a_factory_without_inputs_gives_parameters_alone():
 
 def test_classes_to_wrap():
     names = ("LayerNorm", "Linear")
-    found = models.from_factory(f"{HERE}:with_inputs", batch=1, sequence=8, wrap=names).workload()
+    found = models.from_factory(f"{HERE}:with_inputs", wrap=names).workload()
     assert len(found.units) == 5
     with pytest.raises(UsageError, match=r"no module of the model is a Attention: there are Linear"):
-        models.from_factory(f"{HERE}:with_inputs", batch=1, sequence=8, wrap=("Attention",)).workload()
+        models.from_factory(f"{HERE}:with_inputs", wrap=("Attention",)).workload()
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,50 @@ def test_classes_to_wrap():
 )
 def test_factories_that_do_not_work(text, message):
     with pytest.raises(UsageError, match=message):
-        models.from_factory(text, batch=1, sequence=8)
+        models.from_factory(text)
+
+
+def test_the_size_of_given_inputs_cannot_be_chosen():
+    with pytest.raises(UsageError, match="--batch and --sequence have no effect with"):
+        models.from_factory(f"{HERE}:with_inputs", batch=2)
+
+
+def test_inputs_have_the_dtype_of_the_computation():
+    """As the engine casts them: images in float32, too, whose convolution refuses another dtype than its weight's."""
+    source = models.from_factory(f"{HERE}:images")
+    assert source.tokens == 2
+    full, half = source.workload(), source.workload(compute=torch.bfloat16)
+    assert half.flops == full.flops > 0
+    assert half.saved_bytes < 0.6 * full.saved_bytes
+
+
+def test_a_model_that_trains_nothing_is_refused():
+    with pytest.raises(UsageError, match="requires gradients: there is nothing to train"):
+        models.from_factory(f"{HERE}:frozen").workload()
+
+
+def test_operations_of_experts_count():
+    """Each token goes through one expert, forward and backward."""
+    found = models.from_factory(f"{HERE}:experts").workload(compute=torch.bfloat16)
+    assert found.flops == 3 * 2 * 48 * 32 * 64
+
+
+@pytest.mark.parametrize(
+    ("tensor", "tokens"),
+    [
+        (torch.zeros(2, 5, dtype=torch.int64), 10),
+        (torch.zeros(2, 5, 8), 10),
+        (torch.zeros(2, 3, 16, 16), 2),
+        (torch.zeros(4, 8), 4),
+    ],
+)
+def test_tokens_of_inputs(tensor, tokens):
+    assert models._tokens_of(tensor) == tokens
 
 
 def test_a_step_that_reads_values_is_refused():
     with pytest.raises(UsageError, match=r"does not run on the meta device .*--no-activations"):
-        models.from_factory(f"{HERE}:reads", batch=1, sequence=8).workload()
+        models.from_factory(f"{HERE}:reads").workload()
 
 
 def test_a_model_of_transformers(tmp_path):
@@ -113,6 +151,9 @@ def test_a_model_of_transformers(tmp_path):
 
 
 def test_no_model_of_transformers(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="there is no such file or folder"):
+        models.from_transformers(str(tmp_path / "config.json"), batch=1, sequence=16)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="is no configuration of transformers"):
         models.from_transformers(str(tmp_path / "config.json"), batch=1, sequence=16)
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
