@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, strategies as st
 
 from hpcfsdp.bench import checkpoint
-from hpcfsdp.cli.bench import _bytes
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import HpcfsdpError
 
@@ -46,19 +45,3 @@ def test_no_folder_is_made_without_room(tmp_path):
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(HpcfsdpError, match="none: no folder can be made there: No such file or directory"):
         checkpoint.scratch(FakeCommunicator(), tmp_path / "none", 1).__enter__()
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        ("1GiB", 1 << 30),
-        ("256MiB", 1 << 28),
-        ("3KB", 3000),
-        ("2 MB", 2 * 10**6),
-        ("1Ti", 1 << 40),
-        ("77", 77),
-        ("5B", 5),
-    ],
-)
-def test_sizes_are_parsed_with_their_units(text, nbytes):
-    assert _bytes(text) == nbytes

@@ -81,7 +81,7 @@ def test_a_part_that_fails_does_not_stop_the_others():
     announced = []
     found = suite.run(parts, "mpirun", 2, announced.append)
     assert [line.split(" bench ")[1] for line in announced] == ["step --layers none --json", "host --units x --json"]
-    assert "none is not positive" in suite.failures(found)["wrong"]
+    assert "none is not a positive whole number" in suite.failures(found)["wrong"]
     assert list(suite.failures(found)) == ["wrong", "host"]
     json.dumps(found, allow_nan=False)
 
