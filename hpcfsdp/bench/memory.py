@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hpcfsdp.bench.new_process import measured_in_new_process
 from hpcfsdp.bench.pss import Sampler, give_back_at_once, sampled, trim
 from hpcfsdp.bench.step import NAMES, OWN, STOCK, loss_of, make_batch, make_model, training_step, units
 from hpcfsdp.bench.tables import Ratio, Table, mib, peak_cells, peak_json
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.agree import raise_together
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
-from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.examples.gpt.transformer import Block
 from hpcfsdp.launch import rendezvous
 from hpcfsdp.world import World
@@ -199,16 +198,7 @@ def _sample_elsewhere(order: _Order, world: World) -> _Samples:
     store, address = rendezvous.open_store(world.comm, single_node=world.num_nodes == 1, timeout_s=_STORE_TIMEOUT_S)
     given = {**asdict(order), "store": (address, store.port)}
     with raise_together(world.host):
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, json.dumps(given)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise HpcfsdpError(f"measuring {order.engine} failed with exit code {done.returncode}")
-        return _Samples(**json.loads(done.stdout.splitlines()[-1]))
+        return _Samples(**measured_in_new_process(__name__, given, order.engine))
 
 
 def main(order: _Order) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +36,7 @@ from torch.distributed.fsdp import (
 
 from hpcfsdp import checkpoint, fsdp
 from hpcfsdp.bench.host import shard_rows
+from hpcfsdp.bench.new_process import measured_in_new_process
 from hpcfsdp.bench.step import OWN, loss_of, make_batch, make_model, wrap
 from hpcfsdp.bench.tables import Table, mib, readable
 from hpcfsdp.checkpoint import rng
@@ -46,7 +46,7 @@ from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.comm.reduce import OptionalTensors
-from hpcfsdp.errors import HpcfsdpError, UsageError
+from hpcfsdp.errors import UsageError
 from hpcfsdp.examples.gpt.transformer import Block
 from hpcfsdp.launch.topology import Topology
 from hpcfsdp.sharded.group_cache import GroupCache
@@ -185,16 +185,8 @@ def table(found: Sequence[Rank]) -> Table:
 
 
 def _in_process(order: _Order) -> dict[str, Cost]:
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, json.dumps(asdict(order))],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise HpcfsdpError(f"measuring rank {order.rank} of {order.ranks} failed with exit code {done.returncode}")
-    return {name: Cost(**cost) for name, cost in json.loads(done.stdout.splitlines()[-1]).items()}
+    costs = measured_in_new_process(__name__, asdict(order), f"rank {order.rank} of {order.ranks}")
+    return {name: Cost(**cost) for name, cost in costs.items()}
 
 
 class _Meter:

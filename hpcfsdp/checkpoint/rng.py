@@ -70,14 +70,11 @@ def scatter(comm: Communicator, form: States, of_ranks: States) -> States:
     received = torch.empty(sum(map(_row_bytes, form.values())), dtype=torch.uint8, device=comm.device)
     inputs = None
     if comm.rank == 0:
-        rows = [packed({kind: value[row] for kind, value in of_ranks.items()}) for row in range(_num_rows(of_ranks))]
+        num_rows = len(next(iter(of_ranks.values())))
+        rows = [packed({kind: value[row] for kind, value in of_ranks.items()}) for row in range(num_rows)]
         inputs = [torch.from_numpy(rows[min(rank, len(rows) - 1)]).to(comm.device) for rank in range(comm.size)]
     comm.scatter(received, inputs, 0)
     return {kind: value[0] for kind, value in _unpacked(received.cpu().numpy()[None], form).items()}
-
-
-def _num_rows(states: States) -> int:
-    return min((len(value) for value in states.values()), default=0)
 
 
 def _row_bytes(value: np.ndarray) -> int:

@@ -1,6 +1,5 @@
 """Figures on a device: its own times, no waits for it, and a trace of its queues."""
 
-import json
 import time
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 from hpcfsdp import observe, timeline
 from tests.accelerator import simulated
 from tests.accelerator.programs import SIM, shard
-from tests.unit.observe.traces import spans_of
+from tests.unit.observe.traces import lines_on_all_ranks, trace_of
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -35,16 +34,6 @@ def nothing_is_left():
     yield
     left, timeline.recorder = timeline.recorder, None
     assert left is None
-
-
-def trace_of(folder, world):
-    world.comm.Barrier()  # rank 0 joins the parts while the others go on
-    return spans_of(folder / "trace.json")
-
-
-def lines(path, world):
-    found = [json.loads(line) for line in path.read_text().splitlines()] if world.rank == 0 else None
-    return world.comm.bcast(found)
 
 
 @pytest.fixture
@@ -82,7 +71,7 @@ def test_figures_come_from_the_device_without_a_wait_for_it(world, started, shar
             train(run, model, optimizer, 1, before_step=step_alone)
             waits.append(simulated.waits())
     assert waits == [{}] * 3
-    records = lines(shared_path / "metrics.jsonl", world)
+    records = lines_on_all_ranks(shared_path / "metrics.jsonl", world)
     assert [record["step"] for record in records] == list(range(1, 7))
     losses = [record["loss"] for record in records]
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1] > 0
@@ -96,7 +85,7 @@ def test_the_queue_of_computation_stalls_for_a_late_rank(world, started, shared_
     with run:
         train(run, model, optimizer, 3)
         train(run, model, optimizer, 5, before_step=lambda: time.sleep(LATE_S * (world.rank == 1)))
-    for record in lines(shared_path / "metrics.jsonl", world)[-2:]:
+    for record in lines_on_all_ranks(shared_path / "metrics.jsonl", world)[-2:]:
         assert record["straggler"]["rank"] == 1
         assert record["busy_s_max"] > 0.7 * LATE_S
         assert record["comm_share_max"] > 0.6
@@ -129,7 +118,7 @@ def test_memory_is_that_of_the_allocator(world, started, shared_path):
         del large
         train(run, model, optimizer, 1)
         train(run, model, optimizer, 1)
-    *_, before, peak, after = [record["memory"] for record in lines(shared_path / "metrics.jsonl", world)]
+    *_, before, peak, after = [record["memory"] for record in lines_on_all_ranks(shared_path / "metrics.jsonl", world)]
     assert peak["peak_bytes"] >= 8 * MIB > peak["now_bytes"]
     assert before["peak_bytes"] < 8 * MIB and after["peak_bytes"] < 8 * MIB
     assert after["gathered_bytes"] >= 4 * 72, "a unit at a time, at least"

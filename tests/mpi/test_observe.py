@@ -11,7 +11,7 @@ import hpcfsdp
 from hpcfsdp import checkpoint, observe, timeline
 from hpcfsdp.errors import UsageError
 from hpcfsdp.wrap import ModuleWrapPolicy
-from tests.unit.observe.traces import spans_of
+from tests.unit.observe.traces import lines_on_all_ranks, trace_of
 
 pytestmark = pytest.mark.ranks(2, 3, 1)
 
@@ -53,17 +53,6 @@ def nothing_is_left():
     assert left is None
 
 
-def trace_of(folder, world):
-    world.comm.Barrier()  # rank 0 joins the parts while the others go on
-    return spans_of(folder / "trace.json")
-
-
-def lines(path, world):
-    """The lines that rank 0 has written, on all ranks."""
-    found = [json.loads(line) for line in path.read_text().splitlines()] if world.rank == 0 else None
-    return world.comm.bcast(found)
-
-
 def train(run, model, optimizer, steps, world, *, late=None):
     for _ in range(steps):
         x = torch.ones(2, 8)
@@ -88,7 +77,7 @@ def test_the_loss_is_the_mean_over_tokens_and_figures_are_of_all_ranks(world, sh
         train(run, build(world), optimizer, 3, world)
     ranks = range(world.size)
     tokens = sum(1 + rank for rank in ranks)
-    for record in lines(shared_path / "metrics.jsonl", world):
+    for record in lines_on_all_ranks(shared_path / "metrics.jsonl", world):
         assert record["loss"] == pytest.approx(sum(rank * (1 + rank) for rank in ranks) / tokens)
         assert record["tokens"] == tokens
         assert record["tokens_per_s"] == pytest.approx(tokens / record["seconds"], rel=0.01)
@@ -98,7 +87,7 @@ def test_the_loss_is_the_mean_over_tokens_and_figures_are_of_all_ranks(world, sh
         assert 0 < record["busy_s_mean"] <= record["busy_s_max"] + 2e-6
         assert record["memory"]["peak_rank"] in ranks
         assert record["memory"]["peak_bytes"] >= record["memory"]["now_bytes"] > 0
-    start = lines(shared_path / "events.jsonl", world)[0]
+    start = lines_on_all_ranks(shared_path / "events.jsonl", world)[0]
     assert (start["world_size"], start["num_nodes"], start["parameters"]) == (world.size, world.num_nodes, 3 * 72)
 
 
@@ -110,7 +99,7 @@ def test_the_rank_that_is_late_is_found_and_the_others_wait_for_it(world, shared
     with run:
         train(run, model, optimizer, 3, world)
         train(run, model, optimizer, 4, world, late=late)
-    records = lines(shared_path / "metrics.jsonl", world)[-2:]
+    records = lines_on_all_ranks(shared_path / "metrics.jsonl", world)[-2:]
     others = (world.size - 1) / world.size
     for record in records:
         assert record["straggler"]["rank"] == late
@@ -128,7 +117,7 @@ def test_memory_by_kind_is_that_of_a_shard(world, shared_path):
     run, optimizer = observed(shared_path, model)
     with run:
         train(run, model, optimizer, 2, world)
-    memory = lines(shared_path / "metrics.jsonl", world)[-1]["memory"]
+    memory = lines_on_all_ranks(shared_path / "metrics.jsonl", world)[-1]["memory"]
     shard = 4 * 3 * 72 // world.size
     assert memory["parameters_bytes"] == memory["gradients_bytes"] == pytest.approx(shard, rel=0.1)
     assert memory["optimizer_bytes"] == pytest.approx(2 * shard, rel=0.1)

@@ -1,8 +1,20 @@
-"""Reads a trace back, and checks that a viewer can draw it."""
+"""Reads back what runs have written, and checks that a viewer can draw a trace."""
 
 import json
 from collections import defaultdict
 from pathlib import Path
+
+
+def lines_on_all_ranks(path, world):
+    """The lines of JSON that rank 0 has written, on all ranks."""
+    found = [json.loads(line) for line in path.read_text().splitlines()] if world.rank == 0 else None
+    return world.comm.bcast(found)
+
+
+def trace_of(folder, world):
+    """The spans of a run's trace, on all ranks: rank 0 joins the parts while the others go on."""
+    world.comm.Barrier()
+    return spans_of(folder / "trace.json")
 
 
 def spans_of(path):
