@@ -361,7 +361,7 @@ class CheckpointManager:
         try:
             nbytes = path.stat().st_size
             log.info("saved %s step=%d bytes=%d secs=%.2f", path, step, nbytes, seconds)
-            self._tell(Saved(path, step, nbytes, seconds, self._held_s or seconds, self._asynchronous))
+            self._call_on_saved(Saved(path, step, nbytes, seconds, self._held_s or seconds, self._asynchronous))
             self._warn_of_higher(step)
             removal = retention.plan_removal(
                 self.directory, keep_last=self._keep_last, keep_every=self._keep_every, spare=(path,)
@@ -375,7 +375,7 @@ class CheckpointManager:
         except Exception as error:
             log.warning("old checkpoints were not removed: %s", error)
 
-    def _tell(self, saved: Saved) -> None:
+    def _call_on_saved(self, saved: Saved) -> None:
         if self._on_saved is None:
             return
         try:

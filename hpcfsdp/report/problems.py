@@ -18,7 +18,7 @@ from hpcfsdp.report.summary import Summary, rate_column, save_interval, segments
 WINDOW = 200
 """Steps that count as recent."""
 FEW = 20
-"""With fewer steps nothing is said about trends, or about which rank is slow."""
+"""With fewer steps there is no finding about trends, or about a slow rank."""
 FIRST_STEPS = 5
 """Steps in which libraries load and memory fills: they count for no trend."""
 HIGH_COMM_SHARE = 0.3

@@ -178,8 +178,8 @@ def test_a_folder_that_a_rank_does_not_see_is_reported(comm, shared_path, traine
 
     files = Files(Blind()) if comm.rank == 1 else None
     with checkpoint.CheckpointManager(shared_path, asynchronous=asynchronous, files=files) as manager:
-        told = r"step-00000001\.h5: .*does not see the folder of rank 0: save to a file system that all ranks share"
-        with pytest.raises(CheckpointError, match=told) as caught:
+        message = r"step-00000001\.h5: .*does not see the folder of rank 0: save to a file system that all ranks share"
+        with pytest.raises(CheckpointError, match=message) as caught:
             manager.save(1, model=trained[0])
             manager.wait()
     assert comm.rank == 1 or str(caught.value).startswith("rank 1: ")
