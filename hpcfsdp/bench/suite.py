@@ -61,7 +61,7 @@ SMALL = (
     Part("step", ("step", "--layers", "1", "--width", "16", "--repeats", "2")),
     Part("host", ("host", "--units", "2", "--repeats", "2"), 0),
 )
-"""Instead of all parts, to try the suite: the figures say nothing."""
+"""Instead of all parts, to try the suite: their figures have no meaning."""
 
 
 @dataclass(frozen=True)

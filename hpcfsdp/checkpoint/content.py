@@ -150,7 +150,7 @@ class Collected:
 
     Attributes:
         tensors: in the plan's order; empty if the plan is recalled.
-        recalled: where the plan's blocks are now; None if only `tensors` say it.
+        recalled: where the plan's blocks are now; None if only `tensors` have them.
     """
 
     content: Content

@@ -38,7 +38,7 @@ class ProcessMemory:
             self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
 
     def read(self) -> tuple[int, int]:
-        """Bytes now, and at the peak since the last call; 0 where the system does not say.
+        """Bytes now, and at the peak since the last call; 0 where the system does not show it.
 
         Where the peak cannot be reset, it is that since the start of the process.
         """
@@ -62,7 +62,7 @@ class DeviceMemory:
     """The memory of torch's tensors on an accelerator. Resets torch's peak.
 
     Attributes:
-        capacity_bytes: of the device; 0 where its driver does not say.
+        capacity_bytes: of the device; 0 where its driver does not give it.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -56,7 +56,7 @@ def steps_to_trace(trace: bool | range) -> range | None:
 
 
 class Trace:
-    """Collects the spans of a recorder. Methods are collective over the ranks unless they say otherwise."""
+    """Collects the spans of a recorder. Methods are collective over the ranks, except where marked."""
 
     def __init__(self, directory: Path, comm: Communicator, recorder: Recorder, rank: int, host: str) -> None:
         """Not collective.
