@@ -15,7 +15,7 @@ _BETTER, _WORSE = "#0072b2", "#d55e00"
 
 
 def draw_ratios(found: Sequence[tuple[str, Ratio]], path: Path, title: str) -> None:
-    """Draw (part, ratio) pairs into `path`, in the format of its name. Ratios of which higher ones are better are inverted.
+    """Draw (part, ratio) pairs into `path`, in the format of its name. Where higher is better, the ratio is inverted.
 
     Raises:
         HpcfsdpError: matplotlib is not installed, or the file cannot be written.
