@@ -207,9 +207,8 @@ def _pieces(path: str, tensor: StateTensor) -> list[_Piece]:
 
 def _read_optimizer(reader: BlockReader, in_file: FileNames, restore: OptimizerRestore) -> None:
     """Reads the new state of an optimizer, which is allocated next to the old one."""
-    for tensor in restore.tensors:
-        for item in _pieces(f"{schema.OPTIM_STATE}/{in_file.in_file(tensor.name)}", tensor):
-            _read_piece(reader, *item)
+    paths = [f"{schema.OPTIM_STATE}/{in_file.in_file(tensor.name)}" for tensor in restore.tensors]
+    _read_pieces(reader, [piece for item in zip(paths, restore.tensors, strict=True) for piece in _pieces(*item)])
     restore.check()
 
 
@@ -239,24 +238,25 @@ def _nan_on_failure(tensors: Sequence[StateTensor]) -> Iterator[None]:
         raise
 
 
-def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece], consequence: str) -> None:
-    """Reads pieces. Errors end with the `consequence`."""
+def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece], consequence: str = "") -> None:
+    """Reads pieces, directly into their memory where that is possible. Errors end with the `consequence`."""
+    direct, others = [], []
+    for path, piece, dtype in pieces:
+        memory = piece.tensor.detach()
+        if memory.device.type != "cpu" or not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
+            others.append((path, piece, dtype))
+            continue
+        memory.view(-1)[:0].zero_()  # tells autograd that the memory changes
+        kind = schema.numpy_dtype(str(dtype).removeprefix("torch."))
+        direct.append((path, piece.start, memory.view(-1).view(torch.uint8).numpy().view(kind)))
     try:
-        for item in pieces:
-            _read_piece(reader, *item)
+        reader.read_all(direct)
+        for path, piece, dtype in others:
+            piece.fill(torch.from_numpy(reader.read(path, piece.start, piece.numel)).view(dtype))
     except CheckpointError as error:
+        if not consequence:
+            raise
         raise type(error)(f"{error}{consequence}") from error
-
-
-def _read_piece(reader: BlockReader, path: str, piece: LocalPiece, dtype: torch.dtype) -> None:
-    """Reads a piece, directly into its memory where its elements are contiguous."""
-    memory = piece.tensor.detach()
-    if memory.device.type != "cpu" or not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
-        piece.fill(torch.from_numpy(reader.read(path, piece.start, piece.numel)).view(dtype))
-        return
-    kind = schema.numpy_dtype(str(dtype).removeprefix("torch."))
-    reader.read_into(path, piece.start, memory.view(-1).view(torch.uint8).numpy().view(kind))
-    memory.view(-1)[:0].zero_()  # tells autograd that the memory has changed
 
 
 def _match_targets(

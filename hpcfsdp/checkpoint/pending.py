@@ -29,7 +29,7 @@ from hpcfsdp.checkpoint.copies import Blocks
 from hpcfsdp.checkpoint.draft import BlockWriter, Draft, DraftMissingError, extent_rows, naming_write_errors
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.skeleton import Skeleton, build_skeleton
-from hpcfsdp.checkpoint.staging import Ring
+from hpcfsdp.checkpoint.staging import Ring, aligned
 from hpcfsdp.checkpoint.writer import gather_sums, places_by_stage
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
@@ -164,7 +164,11 @@ class PendingSave:
                 (Blocks((place,), (0,)), memory_of(int(self._own[place]))) for place in places.get(staged, ())
             )
 
-        first = pieces_of(None) if collected.recalled is None else Pieces(collected.recalled.pieces())
+        first, at_once = pieces_of(None), False
+        if collected.recalled is not None:  # none of its pieces is a copy, so that all may be there at a time
+            first = Pieces(collected.recalled.pieces())
+            nbytes = sum(aligned(size, self._ring.align) for size in collected.sizes(comm.rank))
+            at_once = nbytes <= self._ring.nbytes
         self._ring.start()
         _uncommitted[self] = None
         # They begin later, as they would take half of the time from the copies; but to start a thread takes long once
@@ -173,7 +177,7 @@ class PendingSave:
         self._task = Task(self.path, self._write)
         try:
             with raise_together(comm):
-                self._put(first, wait=False)
+                self._put(first, wait=False, at_once=at_once)
             all_staged = staged_of(tensors)
             fits = not all_staged and all(self._all_agree(first.is_empty))
             if not fits:
@@ -293,11 +297,11 @@ class PendingSave:
         self._comm.all_reduce(agreed, "min")
         return [bool(fact) for fact in agreed.tolist()]
 
-    def _put(self, pieces: Pieces, *, wait: bool = True) -> None:
-        """Copies pieces into the ring while there is room."""
+    def _put(self, pieces: Pieces, *, wait: bool = True, at_once: bool = False) -> None:
+        """Copies pieces into the ring while there is room; `at_once` if there is room for all of them."""
         # In groups: to wake the writer for each of thousands of small blocks takes longer than to copy them. A small
         # ring is filled while it is emptied.
-        most = min(BlockWriter.AT_ONCE, self._ring.nbytes // 4)
+        most = self._ring.nbytes if at_once else min(BlockWriter.AT_ONCE, self._ring.nbytes // 4)
         while (group := pieces.next_group(most)) and self._ring.put(group, wait=wait):
             pieces.done()
 

@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,9 @@ _AT_ONCE_BYTES = 1 << 20
 _CHUNK_BYTES = 256 << 10
 """Bytes that are read, and added to a checksum, at a time: they are in the cache of a core when it is computed."""
 
+_FEW_ROWS = 64
+"""So many rows of a tensor are looked through one by one: numpy would take longer."""
+
 _LONG_RUN_BYTES = 64 << 10
 _SPAN_BYTES = 8 << 20
 
@@ -37,6 +41,25 @@ _RUNS_BYTES = 16 << 20
 
 _GAP_BYTES = 1 << 20
 """Reading a gap of so many bytes between two runs costs about as much as beginning another read."""
+
+
+class _Row(NamedTuple):
+    """A row of the table of extents, see ``schema.EXTENT_DTYPE``. To read a field of a numpy row costs far more."""
+
+    tensor: int
+    rank: int
+    file: int
+    count: int
+    start: int
+    numel: int
+    stride: int
+    byte_offset: int
+    checksum: int
+
+    @property
+    def end(self) -> int:
+        """After the last of its elements."""
+        return self.start + (self.count - 1) * self.stride + self.numel
 
 
 class BlockReader:
@@ -104,9 +127,17 @@ class BlockReader:
 
     def read_into(self, path: str, start: int, output: np.ndarray) -> None:
         """As ``read``, into 1-D contiguous memory of that dtype."""
-        spec, rows = self._overlapping(path, start, len(output))
-        for row in rows:
-            self._read_row(spec, row, start, output)
+        self.read_all([(path, start, output)])
+
+    def read_all(self, wanted: Iterable[tuple[str, int, np.ndarray]]) -> None:
+        """As ``read_into`` for each path, start and output.
+
+        All rows are looked up before the first is read: data that flows through the caches drives everything else out.
+        """
+        found = [(self._overlapping(path, start, len(output)), start, output) for path, start, output in wanted]
+        for (spec, rows), start, output in found:
+            for row in rows:
+                self._read_row(spec, row, start, output)
 
     def read_runs(self, path: str, starts: np.ndarray, output: np.ndarray) -> None:
         """As ``read_into``, for runs of one length from each of `starts` on, ascending. Close runs share a read."""
@@ -135,18 +166,16 @@ class BlockReader:
         Best in the order of the file.
         """
         specs = list(self._index.tensors.values())
-        rows = self._index.extents[places]
-        for group in _group_rows(
-            (specs[tensor], row) for tensor, row in zip(rows["tensor"].tolist(), rows, strict=True)
-        ):
+        rows = map(_Row._make, self._index.extents[places].tolist())
+        for group in _group_rows((specs[row.tensor], row) for row in rows):
             spec, row = group[0]
-            if int(row["count"]) > 1:
+            if row.count > 1:
                 self._check(spec, row, self._runs(spec, row))
                 continue
             if len(group) == 1:
                 self._read_through(spec, row)
                 continue
-            sizes = [int(row["numel"]) * spec.itemsize for spec, row in group]
+            sizes = [row.numel * spec.itemsize for spec, row in group]
             if len(self._scratch) < sum(sizes):
                 self._scratch = np.empty(sum(sizes), np.uint8)
             self._fill(spec, row, self._scratch[: sum(sizes)])
@@ -160,18 +189,18 @@ class BlockReader:
         with naming_damage(self.path):
             return self._files.place(self._fd)
 
-    def _overlapping(self, path: str, start: int, numel: int) -> tuple[TensorSpec, np.ndarray]:
+    def _overlapping(self, path: str, start: int, numel: int) -> tuple[TensorSpec, list[_Row]]:
         """A tensor, and the rows with some of these elements."""
-        spec = self._index.resolve(path)
-        if not 0 <= start <= start + numel <= spec.numel:
-            raise ValueError(f"{path} has {spec.numel} elements, asked for {start} to {start + numel}")
+        spec, end = self._index.resolve(path), start + numel
+        if not 0 <= start <= end <= spec.numel:
+            raise ValueError(f"{path} has {spec.numel} elements, asked for {start} to {end}")
         rows = self._index.rows_of(spec.path)
         if not numel:
-            return spec, rows[:0]
-        if len(rows) > 1:
-            rows = rows[: np.searchsorted(rows["start"], np.uint64(start + numel))]
+            return spec, []
+        if len(rows) > _FEW_ROWS:
+            rows = rows[: np.searchsorted(rows["start"], np.uint64(end))]
             rows = rows[rows["start"].astype(np.int64) + schema.row_spans(rows) > start]
-        return spec, rows
+        return spec, [row for row in map(_Row._make, rows.tolist()) if row.start < end and row.end > start]
 
     def blocks(self, path: str) -> Iterator[np.ndarray]:
         """All elements of a tensor in row-major order, in blocks."""
@@ -179,11 +208,11 @@ class BlockReader:
         for start in range(0, spec.numel, step := max(1, schema.BLOCK_BYTES // spec.itemsize)):
             yield self.read(path, start, min(step, spec.numel - start))
 
-    def _read_row(self, spec: TensorSpec, row: np.void, start: int, output: np.ndarray) -> None:
+    def _read_row(self, spec: TensorSpec, row: _Row, start: int, output: np.ndarray) -> None:
         """Copies the elements of a row that are within the output to it."""
-        first, numel, count, stride = (int(row[name]) for name in ("start", "numel", "count", "stride"))
+        first, numel = row.start, row.numel
         end = start + len(output)
-        if count == 1:
+        if row.count == 1:
             low, high = max(start, first), min(end, first + numel)
             target = output[low - start : high - start]
             if not self._verify:
@@ -195,14 +224,14 @@ class BlockReader:
                 target[:] = self._whole(spec, row)[0][low - first : high - first]
             return
         for place, run in enumerate(self._whole(spec, row)):
-            begin = first + place * stride
+            begin = first + place * row.stride
             low, high = max(start, begin), min(end, begin + numel)
             if low < high:
                 output[low - start : high - start] = run[low - begin : high - begin]
 
-    def _whole(self, spec: TensorSpec, row: np.void) -> np.ndarray:
+    def _whole(self, spec: TensorSpec, row: _Row) -> np.ndarray:
         """All elements of a row, count x numel, verified."""
-        place = int(row["file"]), int(row["byte_offset"])
+        place = row.file, row.byte_offset
         if place not in self._rows:
             runs = self._runs(spec, row)
             if self._verify:
@@ -213,9 +242,9 @@ class BlockReader:
             self._kept_bytes += runs.nbytes
         return self._rows[place]
 
-    def _runs(self, spec: TensorSpec, row: np.void) -> np.ndarray:
+    def _runs(self, spec: TensorSpec, row: _Row) -> np.ndarray:
         """Reads all elements of a row, count x numel."""
-        numel, count, stride = (int(row[name]) for name in ("numel", "count", "stride"))
+        numel, count, stride = row.numel, row.count, row.stride
         runs = np.empty((count, numel), schema.numpy_dtype(spec.dtype))
         # Long runs are read one by one, short ones together with the gaps between them.
         at_once = 1 if numel * spec.itemsize >= _LONG_RUN_BYTES else max(1, _SPAN_BYTES // (stride * spec.itemsize))
@@ -227,59 +256,76 @@ class BlockReader:
             some[:] = np.lib.stride_tricks.as_strided(span, some.shape, strides)
         return runs
 
-    def _fill_checked(self, spec: TensorSpec, row: np.void, target: np.ndarray) -> None:
+    def _fill_checked(self, spec: TensorSpec, row: _Row, target: np.ndarray) -> None:
         """Reads all elements of a row of a single run, and verifies them while they are in the cache."""
-        found, data = schema.Checksum(), target.view(np.uint8)
-        for begin in range(0, len(data), _CHUNK_BYTES):
-            chunk = data[begin : begin + _CHUNK_BYTES]
-            self._fill(spec, row, chunk, begin)
-            found.add(chunk)
-        self._compare(row, spec, found.value)
+        data = memoryview(target).cast("B")
+        self._read_checked(spec, row, (data[i : i + _CHUNK_BYTES] for i in range(0, len(data), _CHUNK_BYTES)))
 
-    def _read_through(self, spec: TensorSpec, row: np.void) -> None:
+    def _read_through(self, spec: TensorSpec, row: _Row) -> None:
         """The same, but keeps nothing."""
-        found, nbytes = schema.Checksum(), int(row["numel"]) * spec.itemsize
+        nbytes = row.numel * spec.itemsize
         if len(self._scratch) < min(_CHUNK_BYTES, nbytes):
             self._scratch = np.empty(_CHUNK_BYTES, np.uint8)
-        for begin in range(0, nbytes, _CHUNK_BYTES):
-            chunk = self._scratch[: min(_CHUNK_BYTES, nbytes - begin)]
-            self._fill(spec, row, chunk, begin)
-            found.add(chunk)
+        data = memoryview(self._scratch)
+        self._read_checked(spec, row, (data[: min(_CHUNK_BYTES, nbytes - i)] for i in range(0, nbytes, _CHUNK_BYTES)))
+
+    def _read_checked(self, spec: TensorSpec, row: _Row, chunks: Iterable[memoryview]) -> None:
+        """Reads a row of a single run into one chunk of memory after the other, and verifies it."""
+        found, offset = schema.Checksum(), row.byte_offset
+        fd, read = self._descriptor(row), self._files.read
+        try:
+            for chunk in chunks:
+                if read(fd, chunk, offset) < len(chunk):
+                    raise self._too_short(spec)
+                found.add(chunk)
+                offset += len(chunk)
+        except OSError as error:
+            raise self._cannot_read(spec, error) from error
         self._compare(row, spec, found.value)
 
-    def _fill(self, spec: TensorSpec, row: np.void, target: np.ndarray, away: int = 0) -> None:
+    def _fill(self, spec: TensorSpec, row: _Row, target: np.ndarray, away: int = 0) -> None:
         """Reads a row's bytes, from `away` bytes behind its first element on."""
-        number = int(row["file"])
-        if number:
-            self.check_part(number)
+        fd = self._descriptor(row)
         try:
-            fd = self._parts[number][0] if number else self._fd
-            got = self._files.read(fd, memoryview(target).cast("B"), int(row["byte_offset"]) + away)
+            got = self._files.read(fd, memoryview(target).cast("B"), row.byte_offset + away)
         except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot read {spec.path}: {reason(error)}") from error
+            raise self._cannot_read(spec, error) from error
         if got < target.nbytes:
-            raise CheckpointCorruptError(f"{self.path}: ends in the middle of {spec.path}")
+            raise self._too_short(spec)
 
-    def _check(self, spec: TensorSpec, row: np.void, data: np.ndarray) -> None:
+    def _descriptor(self, row: _Row) -> int:
+        """Of the file that has the row's bytes."""
+        if not row.file:
+            return self._fd
+        self.check_part(row.file)
+        return self._parts[row.file][0]
+
+    def _cannot_read(self, spec: TensorSpec, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self.path}: cannot read {spec.path}: {reason(error)}")
+
+    def _too_short(self, spec: TensorSpec) -> CheckpointCorruptError:
+        return CheckpointCorruptError(f"{self.path}: ends in the middle of {spec.path}")
+
+    def _check(self, spec: TensorSpec, row: _Row, data: np.ndarray) -> None:
         self._compare(row, spec, schema.checksum(data))
 
-    def _compare(self, row: np.void, spec: TensorSpec, found: int) -> None:
-        if found != int(row["checksum"]):
-            number = int(row["file"])
+    def _compare(self, row: _Row, spec: TensorSpec, found: int) -> None:
+        if found != row.checksum:
+            number = row.file
             of = f" of {self._index.parts[number - 1].name}" if number else ""
             raise CheckpointCorruptError(
-                f"{self.path}: damaged: {_describe(row)} of {spec.path} (written by rank {int(row['rank'])}, bytes "
-                f"from {int(row['byte_offset'])}{of}) do not have their checksum"
+                f"{self.path}: damaged: {_describe(row)} of {spec.path} (written by rank {row.rank}, bytes "
+                f"from {row.byte_offset}{of}) do not have their checksum"
             )
 
 
-def _group_rows(rows: Iterable[tuple[TensorSpec, np.void]]) -> Iterator[list[tuple[TensorSpec, np.void]]]:
+def _group_rows(rows: Iterable[tuple[TensorSpec, _Row]]) -> Iterator[list[tuple[TensorSpec, _Row]]]:
     """Groups rows that can be read at once: rows of a single run that are adjacent in a file."""
-    group: list[tuple[TensorSpec, np.void]] = []
+    group: list[tuple[TensorSpec, _Row]] = []
     expected, nbytes = None, 0
     for spec, row in rows:
-        size = int(row["numel"]) * spec.itemsize
-        place = (int(row["file"]), int(row["byte_offset"])) if int(row["count"]) == 1 else None
+        size = row.numel * spec.itemsize
+        place = (row.file, row.byte_offset) if row.count == 1 else None
         if group and (place is None or place != expected or nbytes + size > _AT_ONCE_BYTES):
             yield group
             group, nbytes = [], 0
@@ -300,7 +346,6 @@ def _check_part(master: Path, part: PartFile, path: Path, files: Files, fd: int)
         raise CheckpointCorruptError(f"{path}: damaged, or not the part that {master.name} was written with")
 
 
-def _describe(row: np.void) -> str:
-    start, numel, count, stride = (int(row[name]) for name in ("start", "numel", "count", "stride"))
-    more = f", and {count - 1} more of as many every {stride}," if count > 1 else ""
-    return f"elements {start} to {start + numel}{more}"
+def _describe(row: _Row) -> str:
+    more = f", and {row.count - 1} more of as many every {row.stride}," if row.count > 1 else ""
+    return f"elements {row.start} to {row.start + row.numel}{more}"

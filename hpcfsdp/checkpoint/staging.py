@@ -96,15 +96,18 @@ class Ring:
                 self._changed.wait()
             if self._stopped:
                 return True
-        blocks, end = [], begin
+        # All before the first copy: data that flows through the caches drives everything else out.
+        copies, end = [], begin
         for key, source in pieces:
             memory = self._memory.narrow(0, end % self.nbytes if self.nbytes else 0, source.numel())
-            on_device, event = accelerator.is_accelerator(source.device), None
+            end += aligned(source.numel(), self.align)
+            copies.append((key, source, memory, end, accelerator.is_accelerator(source.device)))
+        events: dict[int, torch.Event] = {}  # by the number of the copy
+        for number, (_, source, memory, _, on_device) in enumerate(copies):
             memory.copy_(source, non_blocking=on_device)
             if on_device:  # the copy's stream, not that of the current device
-                event = self._copied = accelerator.record(accelerator.current_stream(source.device))
-            end += aligned(source.numel(), self.align)
-            blocks.append(StagedBlock(key, memory, event, end))
+                events[number] = self._copied = accelerator.record(accelerator.current_stream(source.device))
+        blocks = [StagedBlock(key, memory, events.get(i), end) for i, (key, _, memory, end, _) in enumerate(copies)]
         with self._changed:
             self._head = begin + nbytes
             self._waiting.extend(blocks)

@@ -93,9 +93,9 @@ def device_of(model: nn.Module) -> torch.device:
 
     Offloaded parameters are in host memory.
     """
-    for unit in units_of(model):
-        for flat in unit.flats:
-            return flat.device
+    units = (unit for module in model.modules() if (unit := unit_of(module)) is not None)
+    for flat in (flat for unit in units for flat in unit.flats):
+        return flat.device
     return next((param.device for param in model.parameters() if not param.is_meta), torch.device("cpu"))
 
 
