@@ -242,7 +242,12 @@ class Run:
 
         Args:
             values: for JSON by name; numbers go to the trackers as "kind/name".
+
+        Raises:
+            UsageError: for "train", whose records ``step`` writes.
         """
+        if kind == "train":
+            raise UsageError('observe.Run.record: the records "train" are those of step(): give yours another kind')
         record, others = finite({"step": self._step, "kind": kind, **values})
         if others:
             record["not_finite"] = others

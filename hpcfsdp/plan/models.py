@@ -267,7 +267,7 @@ def _imported(text: str) -> Callable[[], Any]:
     sys.path.insert(0, os.getcwd())  # as with python -m
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(
             f"plan: --factory {text}: cannot import {module_name} ({type(error).__name__}: {_one_line(error)}): run "
             "the command where python -c 'import " + module_name + "' works"
@@ -289,7 +289,7 @@ def _on_meta(make: Callable[[], Any], name: str) -> Any:
             made = make()
     except UsageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(
             f"plan: {name} could not be made on the meta device ({type(error).__name__}: {_one_line(error)})"
         ) from error

@@ -4,6 +4,8 @@ import textwrap
 
 import pytest
 
+from tests.cli.conftest import ROOT
+
 HEAD = """
 import os, sys
 import torch
@@ -254,3 +256,22 @@ def test_a_hybrid_mesh_follows_the_nodes(script):
         ranks=4,
     )
     assert words(job) == ["2"] * 8
+
+
+def test_rows_that_travel_between_nodes_train_as_with_torch(script):
+    """``fully_shard`` on imagined nodes, which exchange messages: shards on all of them, and replicas across them."""
+    job = script(
+        """
+        from tests.mpi.row_cases import make, same, train
+
+        world = hpcfsdp.init("cpu", split_nodes=2)
+        for dimensions in ({"shard": None}, {"replicate": "nodes", "shard": "node"}):
+            found = same(lambda fsdp, mesh: train(make(fsdp, mesh), world.rank, micro=2), world.mesh(**dimensions))
+            assert found["losses"][-1] < found["losses"][0], found["losses"]
+            print("equal")
+        hpcfsdp.finalize()
+        """,
+        ranks=4,
+        environ={"PYTHONPATH": str(ROOT)},
+    )
+    assert words(job) == ["equal"] * 8

@@ -285,6 +285,8 @@ def test_trackers_get_the_numbers_and_a_broken_one_is_dropped(tmp_path, caplog):
         run.step(loss=math.nan)
         run.flush()
         run.record("held_out", bits=2.0)
+        with pytest.raises(UsageError, match='"train" are those of step'):
+            run.record("train", loss=1.0)
         assert run.latest["step"] == 2
     assert [(step, values.get("loss")) for step, values in tracker.seen] == [(1, 1.5), (2, None), (2, None)]
     assert tracker.seen[0][1]["memory/peak_bytes"] > 0

@@ -1,5 +1,7 @@
 """Functions that tests give to ``hpcfsdp plan --factory``; no tests."""
 
+import sys
+
 import torch
 from torch import nn
 
@@ -56,6 +58,10 @@ def reads():
 
 def fails():
     raise KeyError("no such dataset")
+
+
+def exits():
+    sys.exit("no licence")
 
 
 def wrong():

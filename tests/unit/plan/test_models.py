@@ -87,6 +87,7 @@ def test_classes_to_wrap():
         (f"{HERE}:not_a_function", "has no function 'not_a_function'"),
         ("module", "is not package.module:function"),
         (f"{HERE}:fails", "could not be made on the meta device .KeyError: 'no such dataset'"),
+        (f"{HERE}:exits", "could not be made on the meta device .SystemExit: no licence"),
         (f"{HERE}:wrong", "returned a str: it must return a torch.nn.Module"),
     ],
 )

@@ -44,7 +44,7 @@ def test_rows_fit_and_say_what_is_known(view, width):
 
 def test_one_line(view, usual):
     line = line_of(view)
-    assert line.startswith(f"complete, step 400/400, loss {usual.series.column('loss')[-1]:.4f}, ")
+    assert line.startswith(f"complete, step 400/400, loss {usual.series.column('loss')[-1]:.5g}, ")
     assert line.endswith(", checkpoint 400")
 
 
