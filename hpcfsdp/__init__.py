@@ -23,6 +23,7 @@ _PUBLIC = {
     "exit_requeue": "hpcfsdp.preempt",
     "mpi": "hpcfsdp.mpi",
     "observe": "hpcfsdp.observe",
+    "optim": "hpcfsdp.optim",
     "param_groups": "hpcfsdp.api.param_info",
     "param_info": "hpcfsdp.api.param_info",
     "preemption": "hpcfsdp.preempt",

@@ -7,6 +7,7 @@ from hpcfsdp import (
     fsdp2 as fsdp2,
     mpi as mpi,
     observe as observe,
+    optim as optim,
     wrap as wrap,
 )
 from hpcfsdp._version import __version__ as __version__

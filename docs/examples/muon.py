@@ -29,9 +29,13 @@ model = FSDP(
     use_orig_params=True,  # and each parameter by itself
 )
 hidden = {name: p for name, p in model.named_parameters() if "blocks." in name and p.dim() == 2}
-others = [p for name, p in model.named_parameters() if name not in hidden]
-muon = torch.optim.Muon(hidden.values(), lr=0.02, momentum=0.95)
-adamw = torch.optim.AdamW(others, lr=1e-2)
+others = {name: p for name, p in model.named_parameters() if name not in hidden}
+optimizer = hpcfsdp.optim.Muon(
+    [
+        {"params": hidden.items(), "lr": 0.02},
+        {"params": others.items(), "lr": 1e-2, "weight_decay": 0.01, "algorithm": "adamw"},  # with the embedding
+    ]
+)
 
 torch.manual_seed(1 + world.rank)
 for step in range(1, 31):
@@ -39,12 +43,10 @@ for step in range(1, 31):
     loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), (tokens * 7 % 64).flatten())
     loss.backward()
     model.clip_grad_norm_(1.0)
-    for optimizer in (muon, adamw):
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
     if world.rank == 0 and step % 10 == 0:
         print(f"step {step} loss {loss.item():.3f}")
 
-hpcfsdp.checkpoint.save("muon.h5", model=model, optimizer=muon, step=step)
-hpcfsdp.checkpoint.save("adamw.h5", model=model, optimizer=adamw, step=step)
+hpcfsdp.checkpoint.save("muon.h5", model=model, optimizer=optimizer, step=step)
 hpcfsdp.finalize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 _UNIT_FQN = "_hpcfsdp_unit_fqn"
@@ -16,7 +17,7 @@ def mark(param: nn.Parameter, fqn: str, shape: tuple[int, ...]) -> None:
     setattr(param, _SHAPE, shape)
 
 
-def whole_shape(param: nn.Parameter) -> tuple[int, ...] | None:
+def whole_shape(param: torch.Tensor) -> tuple[int, ...] | None:
     """The shape of the whole parameter, None if no unit owns it."""
     return getattr(param, _SHAPE, None)
 
@@ -31,7 +32,7 @@ def show(param: nn.Parameter) -> None:
     setattr(param, _HIDDEN, False)
 
 
-def unit_fqn(param: nn.Parameter) -> str | None:
+def unit_fqn(param: torch.Tensor) -> str | None:
     """The name of a parameter in its unit, None if no unit owns it."""
     return getattr(param, _UNIT_FQN, None)
 

@@ -31,7 +31,7 @@ LAYERS = [
     {"sharded"},
     {"state"},
     {"api"},
-    {"fsdp", "fsdp2", "state_dict", "wrap"},
+    {"fsdp", "fsdp2", "optim", "state_dict", "wrap"},
     {"checkpoint"},
     {"observe"},
     {"doctor", "examples", "integrations", "report"},

@@ -1,0 +1,5 @@
+"""Optimizers for whole matrices."""
+
+from hpcfsdp.optim.muon import Muon
+
+__all__ = ["Muon"]

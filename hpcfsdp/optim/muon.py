@@ -1,0 +1,284 @@
+"""Muon, with matrices of one shape computed together, and AdamW for everything that is no matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hpcfsdp import accelerator
+from hpcfsdp.errors import UsageError
+from hpcfsdp.optim.newton_schulz import Coefficients, orthogonalize
+from hpcfsdp.sharded.managed import unit_fqn, whole_shape
+from hpcfsdp.tensor.whole import is_cut
+
+MUON, ADAMW = "muon", "adamw"
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float32, torch.float64)}
+_MUON_KEYS = {
+    *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "ns_dtype", "adjust_lr_fn"),
+}
+_ADAMW_KEYS = {
+    *("lr", "weight_decay", "betas", "eps"),
+    *("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
+}
+_BATCH_BYTES = 64 << 20
+"""Most bytes of matrices that are computed together: larger ones keep a device busy by themselves."""
+_HOST_BATCH_BYTES = 128 << 10
+"""The same on CPUs, which need no more to be busy, and are slower at stacks than at single large matrices."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Steps matrices by their orthogonalized momentum, and all other parameters by AdamW.
+
+    The update of a matrix is that of ``torch.optim.Muon``. Matrices of one shape are stacked, so that the iteration
+    takes a few calls for all of them. Each group of parameters is divided into a group of its matrices and one of
+    the rest; both have a learning rate of their own for schedulers. Embeddings and the last layer are usually
+    better off with AdamW: give them in a group with ``"algorithm": "adamw"``::
+
+        Muon([{"params": hidden}, {"params": embeddings, "algorithm": "adamw", "lr": 1e-3}], lr=0.02)
+
+    Every rank must have the whole matrices. With a sharded model that is ``ShardingStrategy.NO_SHARD`` with
+    ``use_orig_params=True``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype | str = torch.bfloat16,
+        adjust_lr_fn: str | None = None,
+        adamw_lr: float | torch.Tensor | None = None,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float | None = None,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            params: parameters, (name, parameter) pairs, or groups of either. A group may set any of the arguments
+                below by the names that ``torch.optim.Muon`` and ``torch.optim.AdamW`` have for them, and
+                "algorithm": "muon" or "adamw" for all of its parameters.
+            lr: the learning rate of matrices.
+            weight_decay: of matrices, decoupled: times `lr`.
+            momentum: share of the old momentum that is kept.
+            nesterov: add the momentum to the gradient once more.
+            ns_coefficients: of the Newton-Schulz iteration.
+            eps: least norm that a matrix is divided by.
+            ns_steps: of the iteration.
+            ns_dtype: to iterate in: bfloat16, float32 or float64.
+            adjust_lr_fn: how the learning rate depends on the shape, as in torch: None or "original",
+                sqrt(max(1, rows / columns)); "match_rms_adamw", 0.2 sqrt(max(rows, columns)), which makes updates as
+                large as AdamW's, so that both can have one learning rate.
+            adamw_lr: the learning rate of other parameters; None: `lr`.
+            adamw_betas, adamw_eps: of AdamW.
+            adamw_weight_decay: of other parameters; None: `weight_decay`.
+
+        Raises:
+            UsageError: a value is out of range, a parameter is sharded or complex, or no matrix but in a group with
+                "algorithm": "muon".
+            ValueError: as any optimizer of torch, for a parameter in two groups.
+        """
+        self._muon: dict[str, Any] = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        self._adamw = {
+            "lr": lr if adamw_lr is None else adamw_lr,
+            "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
+            "betas": adamw_betas,
+            "eps": adamw_eps,
+        }
+        super().__init__(params, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not collective. Add parameters, as one group for matrices and one for others; see the class for errors."""
+        given, algorithm = param_group["params"], param_group.get("algorithm")
+        if isinstance(given, set):
+            raise TypeError("Muon: parameters in a set have no order, which state dicts need: give a list")
+        params = [given] if isinstance(given, torch.Tensor) else list(given)
+        for param in params:
+            _check_param(param)
+        if algorithm not in (None, MUON, ADAMW):
+            raise UsageError(f'Muon: "algorithm" of a group is {algorithm!r}: give "muon" or "adamw", or leave it out')
+        matrices = [p for p in params if algorithm == MUON or (algorithm is None and _tensor(p).dim() == 2)]
+        others = [p for p in params if algorithm == ADAMW or (algorithm is None and _tensor(p).dim() != 2)]
+        for param in matrices:
+            if _tensor(param).dim() != 2:
+                raise UsageError(
+                    f"Muon: {_name(param)} of shape {tuple(_tensor(param).shape)} is no matrix, but in a group with "
+                    '"algorithm": "muon": leave "algorithm" out, and AdamW steps it'
+                )
+        values = {key: value for key, value in param_group.items() if key not in ("params", "algorithm")}
+        for chosen, defaults, complete, foreign in (
+            (matrices, self._muon, _muon_group, _ADAMW_KEYS - _MUON_KEYS),
+            (others, self._adamw, _adamw_group, _MUON_KEYS - _ADAMW_KEYS),
+        ):
+            if chosen:
+                own = {key: value for key, value in values.items() if key not in foreign}
+                super().add_param_group(complete({**defaults, **own, "params": chosen}))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # as torch's Muon has saved them
+            group.setdefault("algorithm", MUON)
+            if group["algorithm"] == MUON:
+                for key, value in _muon_group(self._muon).items():
+                    group.setdefault(key, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_muon": self._muon, "_adamw": self._adamw}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Not collective. Step all parameters that have gradients.
+
+        Args:
+            closure: computes the loss again, with gradients.
+
+        Returns:
+            The loss of `closure`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        others = [group for group in self.param_groups if group["algorithm"] == ADAMW]
+        for group in self.param_groups:
+            if group["algorithm"] == MUON:
+                self._step_matrices(group)
+        if others:
+            adamw = torch.optim.AdamW(others[0]["params"])
+            adamw.param_groups, adamw.state = others, self.state
+            adamw.step()
+        return loss
+
+    def _step_matrices(self, group: Mapping[str, Any]) -> None:
+        dtype, momentum, nesterov = _DTYPES[group["ns_dtype"]], group["momentum"], group["nesterov"]
+        lr, decay = float(group["lr"]), group["weight_decay"]
+        for params in _batches(group["params"], dtype.itemsize):
+            grads = [_dense_grad(param) for param in params]
+            momenta = []
+            for param, grad in zip(params, grads, strict=True):
+                state = self.state[param]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+                momenta.append(state["momentum_buffer"].lerp_(grad, 1 - momentum))
+            updates = _stacked(momenta)
+            if nesterov:
+                updates = _stacked(grads).lerp(updates, momentum)
+            updates = orthogonalize(
+                updates,
+                coefficients=group["ns_coefficients"],
+                steps=group["ns_steps"],
+                eps=group["eps"],
+                dtype=dtype,
+            )
+            scale = -lr * _lr_factor(group["adjust_lr_fn"], params[0].shape)
+            for param, update in zip(params, updates.unbind() if len(params) > 1 else [updates], strict=True):
+                param.mul_(1 - lr * decay)
+                param.add_(update, alpha=scale)
+
+
+def _tensor(param: Any) -> torch.Tensor:
+    """Of a parameter, or of a pair of its name and it."""
+    found: torch.Tensor = param[1] if isinstance(param, tuple) else param
+    return found
+
+
+def _name(param: Any) -> str:
+    given = param[0] if isinstance(param, tuple) else unit_fqn(param)
+    return repr(given) if given else "a parameter"
+
+
+def _check_param(param: Any) -> None:
+    """Raises a UsageError unless this rank has the whole parameter, of real numbers."""
+    tensor = _tensor(param)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"Muon: a parameter is of {type(tensor).__name__}: give tensors")
+    shape = whole_shape(tensor)
+    if is_cut(tensor) or (shape is not None and shape != tuple(tensor.shape)):
+        raise UsageError(
+            f"Muon: {_name(param)} is sharded, but Muon needs whole matrices: shard the model with "
+            "ShardingStrategy.NO_SHARD and use_orig_params=True"
+        )
+    if tensor.is_complex():
+        raise UsageError(f"Muon: {_name(param)} is complex, which Muon does not support: use another optimizer for it")
+
+
+def _muon_group(group: dict[str, Any]) -> dict[str, Any]:
+    """With values that are fit for JSON; raises a UsageError for one that is out of range."""
+    for key in ("lr", "weight_decay", "momentum", "eps"):
+        value = group[key]
+        if not (isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)):
+            raise UsageError(f"Muon: {key} is {value!r}: give a number")
+        if not 0 <= float(value) < math.inf:
+            raise UsageError(f"Muon: {key} is {float(value)}: it must be finite, and not negative")
+    coefficients, steps, dtype = tuple(group["ns_coefficients"]), group["ns_steps"], group["ns_dtype"]
+    if len(coefficients) != 3:
+        raise UsageError(f"Muon: ns_coefficients has {len(coefficients)} values: give three")
+    if not isinstance(steps, int) or not 0 <= steps < 100:
+        raise UsageError(f"Muon: ns_steps is {steps!r}: give a whole number from 0 to 99")
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise UsageError(f"Muon: ns_dtype is {dtype}: choose one of {', '.join(_DTYPES)}")
+    _lr_factor(group["adjust_lr_fn"], (1, 1))
+    return {**group, "ns_coefficients": coefficients, "ns_dtype": name, "algorithm": MUON}
+
+
+def _adamw_group(group: dict[str, Any]) -> dict[str, Any]:
+    """With all values that ``torch.optim.AdamW`` knows; raises ValueError as it does."""
+    known = {key: value for key, value in group.items() if key in _ADAMW_KEYS}
+    complete = torch.optim.AdamW([_tensor(param) for param in group["params"]], **known).defaults
+    return {**complete, **group, "algorithm": ADAMW}
+
+
+def _lr_factor(kind: str | None, shape: Iterable[int]) -> float:
+    """Of the learning rate of matrices of a shape; raises a UsageError for an unknown kind."""
+    rows, columns = shape
+    if kind is None or kind == "original":
+        return math.sqrt(max(1, rows / columns)) if columns else 1.0
+    if kind == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    raise UsageError(f'Muon: adjust_lr_fn is {kind!r}: give "original", "match_rms_adamw" or None')
+
+
+def _batches(params: Iterable[torch.Tensor], itemsize: int) -> Iterator[list[torch.Tensor]]:
+    """Parameters with gradients that can be stacked, in batches of limited size."""
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for param in params:
+        if param.grad is not None and param.numel():
+            alike.setdefault((param.shape, param.dtype, param.device, param.grad.dtype), []).append(param)
+    for found in alike.values():
+        most = _BATCH_BYTES if accelerator.is_accelerator(found[0].device) else _HOST_BATCH_BYTES
+        count = max(1, most // (found[0].numel() * itemsize))
+        for first in range(0, len(found), count):
+            yield found[first : first + count]
+
+
+def _stacked(matrices: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(matrices) if len(matrices) > 1 else matrices[0]
+
+
+def _dense_grad(param: torch.Tensor) -> torch.Tensor:
+    grad = param.grad
+    assert grad is not None
+    if grad.is_sparse:
+        raise UsageError("Muon: a matrix has a sparse gradient, which has no whole update: use a dense one, or AdamW")
+    return grad
