@@ -157,8 +157,10 @@ def line_of(view: View) -> str:
     facts = view.summary
     total = f"/{facts.total_steps}" if facts.total_steps else ""
     parts = [STATUS[facts.status], "" if facts.step is None else f"step {facts.step}{total}"]
-    if facts.loss is not None or not view.loss_is_finite:
-        parts.append(f"loss {facts.loss:.5g}" if view.loss_is_finite and facts.loss is not None else "loss not finite")
+    if not view.loss_is_finite:
+        parts.append("loss not finite")
+    elif facts.loss is not None:
+        parts.append(f"loss {facts.loss:.4f}" if abs(facts.loss) >= 0.001 else f"loss {facts.loss:.4g}")
     if facts.rate is not None:
         parts.append(f"{facts.rate:.0f} {facts.rate_unit}")
     if facts.comm_share is not None:

@@ -259,14 +259,16 @@ def test_replicated_tensors_are_written_once(world, shared_path):
 def test_async_save_and_a_second_one_after_it(world, shared_path):
     group = dist.new_group(backend="gloo")
     mesh = init_device_mesh("cpu", (world.size,))
-    state = {"model": {"w": distribute_tensor(torch.ones(6, 5), mesh, [Shard(0)])}, "epoch": 1}
+    columns = distribute_tensor(torch.arange(60.0).view(6, 10), mesh, [Shard(1)])
+    state = {"model": {"w": distribute_tensor(torch.ones(6, 5), mesh, [Shard(0)]), "columns": columns}, "epoch": 1}
     writer = HDF5Writer(shared_path / "a.h5")
     for epoch in (1, 2):
         saving = dcp.async_save({**state, "epoch": epoch}, storage_writer=writer, process_group=group)
         state["model"]["w"].to_local().mul_(2)  # what has been staged stays what it was
         saving.result()
-        target = {"model": {"w": torch.zeros(6, 5)}, "epoch": 0}
+        target = {"model": {"w": torch.zeros(6, 5), "columns": torch.zeros(6, 10)}, "epoch": 0}
         dcp.load(target, storage_reader=HDF5Reader(shared_path / "a.h5"))
+        assert torch.equal(target["model"]["columns"], torch.arange(60.0).view(6, 10))
         assert target["epoch"] == epoch and torch.equal(target["model"]["w"], torch.full((6, 5), 2.0 ** (epoch - 1)))
     world.comm.Barrier()
 
@@ -295,6 +297,51 @@ class Fails(System):
             raise OSError(errno.EIO, "")
 
         setattr(self, call, failing)
+
+
+@pytest.mark.ranks(4, 2, 3)
+def test_columns_are_exchanged_for_rows(world, shared_path):
+    mesh = init_device_mesh("cpu", (world.size,))
+    values = {f"w{n}": torch.randn(50, 40 + n).to(dtype) for n, dtype in enumerate([torch.float32, torch.bfloat16] * 3)}
+    state = {name: distribute_tensor(value, mesh, [Shard(1)]) for name, value in values.items()}
+    state |= {"rows": distribute_tensor(torch.randn(9, 4), mesh, [Shard(0)]), "step": 3}
+    if world.size == 4:
+        state["both"] = distribute_tensor(torch.randn(13, 7), init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)])
+    dcp.save({"model": state}, storage_writer=HDF5Writer(shared_path / "a.h5"))
+    index = open_index(shared_path / "a.h5")
+    assert set(index.extents["count"]) == {1}
+    assert {tuple(index.rows_of(f"model/{name}")["rank"]) for name in values} == {tuple(range(world.size))}
+    target = {name: torch.zeros_like(value) for name, value in values.items()}
+    dcp.load({"model": target}, storage_reader=HDF5Reader(shared_path / "a.h5"))
+    assert all(torch.equal(target[name], value.full_tensor()) for name, value in state.items() if name in target)
+    if world.size == 4:
+        both = {"both": torch.zeros(13, 7)}
+        dcp.load({"model": both}, storage_reader=HDF5Reader(shared_path / "a.h5"))
+        assert torch.equal(both["both"], state["both"].full_tensor())
+
+
+@pytest.mark.parametrize("kind", ["values", "disk"])
+def test_an_exchange_that_fails_on_any_rank_is_everyones_error(several, world, shared_path, kind):
+    mesh = init_device_mesh("cpu", (world.size,))
+    state = {"model": {"w": distribute_tensor(torch.randn(60, 30), mesh, [Shard(1)])}}
+
+    class Planner(dcp.DefaultSavePlanner):
+        def resolve_data(self, item):
+            if world.rank == bad and kind == "values":
+                raise RuntimeError("no such value")
+            return super().resolve_data(item)
+
+    for bad in range(world.size):
+        files = Files(Fails("pwritev")) if world.rank == bad and kind == "disk" else None
+        writer = HDF5Writer(shared_path / "a.h5", files=files)
+        failures = failures_of(dcp.save, state, storage_writer=writer, planner=Planner())
+        assert sorted(failures) == list(range(world.size))
+        reason = "no such value" if kind == "values" else os.strerror(errno.EIO)
+        assert all(reason in str(error) for error in failures.values())
+        assert all(f"rank {bad}: " in str(error) for rank, error in failures.items() if rank != bad)
+        world.comm.Barrier()
+        assert os.listdir(shared_path) == []
+        world.comm.Barrier()
 
 
 @pytest.mark.parametrize("call", ["open", "pwritev", "fsync"])

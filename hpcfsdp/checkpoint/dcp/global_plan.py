@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch.distributed.checkpoint.planner import SavePlan as StatePlan, WriteItem, WriteItemType
 
-from hpcfsdp.checkpoint.dcp import entry_names as names
+from hpcfsdp.checkpoint.dcp import columns, entry_names as names
 from hpcfsdp.checkpoint.dcp.entry_names import Entry
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
@@ -73,6 +73,24 @@ def plan_tensors(plans: Sequence[StatePlan], entries: Mapping[str, Entry]) -> tu
     plan = SavePlan(ordered, np.concatenate(blocks), (), len(plans))
     check_tiling(plan)
     return plan, tensors
+
+
+def plan_exchange(
+    plans: Sequence[StatePlan], plan: SavePlan, tensors: Mapping[str, int]
+) -> tuple[SavePlan, list[tuple[columns.Round, ...]]]:
+    """A plan of longer runs, and the exchanges of each rank before; see ``columns``.
+
+    Args:
+        plan, tensors: of ``plan_tensors``.
+    """
+    chosen = columns.columns_of(plan)
+    parts = [
+        columns.Part(tensors[item.index.fqn], rank, number, box_of(item))
+        for rank, of_rank in enumerate(plans)
+        for number, item in enumerate(of_rank.items)
+        if item.tensor_data is not None and tensors[item.index.fqn] in chosen
+    ]
+    return columns.plan_rounds(plan, parts)
 
 
 def _spec(item: WriteItem, entry: Entry) -> TensorSpec:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import operator
 import os
 import secrets
+import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +23,9 @@ from torch.futures import Future
 
 from hpcfsdp.checkpoint.content import root_attributes, small_values
 from hpcfsdp.checkpoint.dcp import entry_names as names
+from hpcfsdp.checkpoint.dcp.columns import Round, exchange
 from hpcfsdp.checkpoint.dcp.entry_names import Entry
-from hpcfsdp.checkpoint.dcp.global_plan import box_of, plan_entries, plan_tensors
+from hpcfsdp.checkpoint.dcp.global_plan import box_of, plan_entries, plan_exchange, plan_tensors
 from hpcfsdp.checkpoint.draft import BlockWriter, Draft, DraftMissingError, extent_rows, naming_write_errors
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
@@ -29,7 +33,9 @@ from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.skeleton import Skeleton, build_skeleton
 from hpcfsdp.checkpoint.plain_values import Types, to_plain
 from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, SavePlan, box_blocks
+from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
+from hpcfsdp.world import World, current_world
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +46,18 @@ class Assignment:
         path, token: of the draft, see ``Draft``.
         items: the rank's planned items, by name and offsets.
         places: by item, its tensor in the file and the tensor's first byte; None for other values.
+        exchanged: the items that ranks exchange for rows of their tensors.
+        rounds: in which they do; None if no rank exchanges anything.
+        rows: by the number of a tensor in ``rounds``, itself and its first byte.
     """
 
     path: Path
     token: str
     items: tuple[MetadataIndex, ...]
     places: tuple[tuple[TensorSpec, int] | None, ...]
+    exchanged: frozenset[int] = frozenset()
+    rounds: tuple[Round, ...] | None = None
+    rows: Mapping[int, tuple[TensorSpec, int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +66,7 @@ class Written:
 
     Attributes:
         sums: the checksums of its blocks, uint64, as bytes.
+        row_sums: of the rank's first item alone, those of the rows that it has written instead of exchanged items.
         value: of an item without tensor, or of a hyper-parameter that is one; as JSON and arrays.
         types: the original types in ``value``.
     """
@@ -61,6 +74,7 @@ class Written:
     sums: bytes = b""
     value: Any = None
     types: Types = ()
+    row_sums: bytes = b""
 
 
 @dataclasses.dataclass
@@ -82,6 +96,10 @@ class HDF5Writer(StorageWriter):
     stays. The dicts ``model`` and ``optim`` (or ``optimizer``) of a state dict, as ``get_state_dict`` gives them,
     become a checkpoint for ``hpcfsdp.checkpoint.load``. Nothing is pickled: other values must be numbers, strings,
     lists, tuples, dicts, bytes or arrays.
+
+    Ranks of ``hpcfsdp.init`` that have columns of a tensor, as with ``Shard(1)``, exchange them first, so that each
+    writes whole rows. ``async_save`` in a thread, and ranks that are not all of the world's, write each run from where
+    it is: on a parallel file system many short runs of several ranks take long.
     """
 
     def __init__(
@@ -132,13 +150,17 @@ class HDF5Writer(StorageWriter):
             raise CheckpointError("no path: give one to HDF5Writer, or as checkpoint_id to torch's save")
 
     def prepare_local_plan(self, plan: StatePlan) -> StatePlan:
-        """Raises CheckpointError if the planner reuses an earlier plan. Not collective."""
+        """Tells the coordinator whether this rank can exchange parts with others. Not collective.
+
+        Raises CheckpointError if the planner reuses an earlier plan.
+        """
         if not plan.usable:
             raise CheckpointError(
                 "the planner reuses the plan of an earlier save without giving it to the storage: use "
                 "DefaultSavePlanner(enable_plan_caching=False)"
             )
-        return plan
+        world = _world_here()
+        return dataclasses.replace(plan, storage_data=None if world is None else (world.rank, world.size))
 
     def prepare_global_plan(self, plans: list[StatePlan]) -> list[StatePlan]:
         """Lays the file out and makes it, all holes; on the coordinator alone.
@@ -152,6 +174,10 @@ class HDF5Writer(StorageWriter):
             entries = plan_entries(plans)
             small_values(self._kept_with(entries, {}), self._config)
             plan, tensors = plan_tensors(plans, entries)
+            rounds: list[tuple[Round, ...]] = []
+            # On these ranks, and no others: they can talk to each other.
+            if [each.storage_data for each in plans] == [(rank, len(plans)) for rank in range(len(plans))]:
+                plan, rounds = plan_exchange(plans, plan, tensors)
             attributes = root_attributes(self._step, len(plans))
             skeleton = build_skeleton(plan.specs, (), len(plan.blocks), attributes, {})
             token = secrets.token_hex(4)
@@ -165,29 +191,31 @@ class HDF5Writer(StorageWriter):
         items = [tuple(item.index for item in plan.items) for plan in plans]
         self._pending = _Pending(draft, plan, items, entries, attributes, skeleton)
         messages = []
-        for own, indices in zip(plans, items, strict=True):
+        for rank, (own, indices) in enumerate(zip(plans, items, strict=True)):
             known = [tensors.get(index.fqn) for index in indices]
             places = tuple(None if i is None else (plan.specs[i], skeleton.offsets[i]) for i in known)
             assignment = Assignment(path, token, indices, places)
+            if any(rounds):
+                mine = rounds[rank]
+                exchanged = frozenset(piece.place for round_ in mine for piece in round_.sent)
+                numbers = {rows.tensor for round_ in mine for rows in round_.rows}
+                rows = {number: (plan.specs[number], skeleton.offsets[number]) for number in numbers}
+                assignment = dataclasses.replace(assignment, exchanged=exchanged, rounds=mine, rows=rows)
             messages.append(dataclasses.replace(own, storage_data=assignment))
         return messages
 
     def write_data(self, plan: StatePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's items and syncs them; not collective.
+        """Writes this rank's items and syncs them. Collective over the world if ranks exchange columns for rows.
 
         Raises CheckpointError if that fails, or a value cannot be stored. The file is then removed.
         """
         assignment = plan.storage_data
         draft = Draft(self._files, assignment.path, assignment.token)
+        world = None if assignment.rounds is None else _world_here()
         try:
             with naming_write_errors(draft.path):
-                if tuple(item.index for item in plan.items) != assignment.items:
-                    raise CheckpointError(
-                        "the planner's finish_plan changed this rank's items, which is not supported: use "
-                        "DefaultSavePlanner"
-                    )
                 try:
-                    results = _write_items(draft, plan.items, assignment, planner)
+                    results = _write_items(draft, plan.items, assignment, planner, world.host if world else None)
                 except DraftMissingError:
                     raise CheckpointError(
                         f"{draft.partial} is not here: another rank failed and removed it, or this rank does not see "
@@ -211,7 +239,8 @@ class HDF5Writer(StorageWriter):
             with naming_write_errors(pending.draft.path):
                 if [tuple(result.index for result in own) for own in results] != pending.items:
                     raise CheckpointError("ranks have written other items than planned")
-                sums = [b"".join(result.storage_data.sums for result in own) for own in results]
+                written = [[result.storage_data for result in own] for own in results]
+                sums = [b"".join([*(each.sums for each in own), *(each.row_sums for each in own)]) for own in written]
                 rows = extent_rows(pending.plan, pending.skeleton.offsets, sums)
                 rows = rows[np.lexsort((rows["start"], rows["tensor"]))]
                 skeleton = build_skeleton(
@@ -294,34 +323,114 @@ def _is_json(value: Any) -> bool:
     return True
 
 
+def _world_here() -> World | None:
+    """The world, if the ranks can exchange messages now: only the main thread may."""
+    return current_world() if threading.current_thread() is threading.main_thread() else None
+
+
 def _write_items(
-    draft: Draft, items: Sequence[WriteItem], assignment: Assignment, planner: SavePlanner
+    draft: Draft,
+    items: Sequence[WriteItem],
+    assignment: Assignment,
+    planner: SavePlanner,
+    comm: Communicator | None,
 ) -> list[WriteResult]:
-    """Writes tensors and looks up other values."""
-    own = [
-        (number, item, *place)
-        for number, (item, place) in enumerate(zip(items, assignment.places, strict=True))
-        if place is not None
+    """Writes tensors and looks up other values. Collective over `comm`, None if ranks exchange nothing."""
+
+    @contextlib.contextmanager
+    def agree() -> Iterator[None]:
+        if comm is None:
+            yield
+            return
+        with raise_together(comm), naming_write_errors(draft.path):
+            yield
+
+    def values_of(number: int) -> np.ndarray:
+        place = assignment.places[number]
+        assert place is not None
+        flat = _flat(items[number], place[0], planner).cpu().view(torch.uint8).numpy()
+        return flat.view(schema.numpy_dtype(place[0].dtype)).reshape(box_of(items[number]).sizes)
+
+    row_sums = b""
+    with contextlib.ExitStack() as stack:
+        with agree():
+            if tuple(item.index for item in items) != assignment.items:
+                raise CheckpointError(
+                    "the planner's finish_plan changed this rank's items, which is not supported: use "
+                    "DefaultSavePlanner"
+                )
+            own = [n for n, place in enumerate(assignment.places) if place and n not in assignment.exchanged]
+            fd = -1
+            if assignment.rows or any(box_of(items[number]).numel for number in own):
+                fd = stack.enter_context(draft.opened())
+            written = {n: _look_up(items[n], planner) for n, place in enumerate(assignment.places) if place is None}
+            written |= dict.fromkeys(assignment.exchanged, Written())
+            written |= _write_own(draft.files, fd, items, own, assignment, planner)
+        for round_ in assignment.rounds or ():
+            assert comm is not None
+            specs = [assignment.rows[rows.tensor][0] for rows in round_.rows]
+            arrays = exchange(comm, round_, specs, values_of, agree)
+            with agree():
+                row_sums += _write_rows(draft.files, fd, round_, arrays, assignment)
+        with agree():
+            if fd >= 0:
+                draft.files.sync(fd)
+            stack.close()
+    if items:
+        written[0] = dataclasses.replace(written[0], row_sums=row_sums)
+    sizes = [place[0].itemsize if place else 0 for place in assignment.places]
+    return [
+        WriteResult(item.index, box_of(item).numel * size if size else 0, written[number])
+        for number, (item, size) in enumerate(zip(items, sizes, strict=True))
     ]
-    found = {number: _look_up(item, planner) for number, item in enumerate(items) if assignment.places[number] is None}
-    per_item = [box_blocks(spec.shape, box_of(item), spec.itemsize) for _, item, spec, _ in own]
-    for place, blocks in enumerate(per_item):
-        blocks["tensor"] = place
-    plan = SavePlan(tuple(spec for _, _, spec, _ in own), np.concatenate([np.empty(0, BLOCK_DTYPE), *per_item]), (), 1)
-    edges = np.cumsum([0, *map(len, per_item)])
-    memory = _Memory([item for _, item, _, _ in own], plan, edges, planner)
-    sums = np.zeros(0, np.uint64)
-    if len(plan.blocks):
-        with draft.opened() as fd:
-            writer = BlockWriter(draft.files, fd, plan, [offset for *_, offset in own], memory.bytes_of)
-            sums = writer.write(np.arange(len(plan.blocks)))
-            draft.files.sync(fd)
-    for place, (number, item, spec, _) in enumerate(own):
+
+
+def _write_own(
+    files: Files,
+    fd: int,
+    items: Sequence[WriteItem],
+    own: Sequence[int],
+    assignment: Assignment,
+    planner: SavePlanner,
+) -> dict[int, Written]:
+    """Writes these items, tensors, from where they are."""
+    places = [place for number in own if (place := assignment.places[number])]
+    specs, offsets = [spec for spec, _ in places], [offset for _, offset in places]
+    per_item = [box_blocks(spec.shape, box_of(items[n]), spec.itemsize) for n, spec in zip(own, specs, strict=True)]
+    plan, edges = _plan_of(specs, per_item), np.cumsum([0, *map(len, per_item)])
+    memory = _Memory([items[number] for number in own], plan, edges, planner)
+    sums = BlockWriter(files, fd, plan, offsets, memory.bytes_of).write(np.arange(len(plan.blocks)))
+    found = {}
+    for number, spec, begin, end in zip(own, specs, edges[:-1], edges[1:], strict=True):
         is_group = spec.path.startswith(f"{names.GROUP_TENSORS}/")
-        value = cast(torch.Tensor, planner.resolve_data(item)).tolist() if is_group else None
-        found[number] = Written(sums[edges[place] : edges[place + 1]].tobytes(), value)
-    sizes = {number: box_of(item).numel * spec.itemsize for number, item, spec, _ in own}
-    return [WriteResult(item.index, sizes.get(number, 0), found[number]) for number, item in enumerate(items)]
+        value = cast(torch.Tensor, planner.resolve_data(items[number])).tolist() if is_group else None
+        found[number] = Written(sums[begin:end].tobytes(), value)
+    return found
+
+
+def _write_rows(files: Files, fd: int, round_: Round, arrays: Sequence[np.ndarray], assignment: Assignment) -> bytes:
+    """Writes the rows of a round; the checksums of their blocks, uint64, as bytes."""
+    places = [assignment.rows[rows.tensor] for rows in round_.rows]
+    specs, offsets = [spec for spec, _ in places], [offset for _, offset in places]
+    plan = _plan_of(
+        specs, [box_blocks(spec.shape, rows.box, spec.itemsize) for spec, rows in zip(specs, round_.rows, strict=True)]
+    )
+    flat = [array.reshape(-1) for array in arrays]
+    firsts = [rows.box.offsets[0] * math.prod(spec.shape[1:]) for spec, rows in zip(specs, round_.rows, strict=True)]
+
+    def bytes_of(index: int) -> np.ndarray:
+        tensor, start, numel = (int(plan.blocks[name][index]) for name in ("tensor", "start", "numel"))
+        begin = start - firsts[tensor]
+        return flat[tensor][begin : begin + numel].view(np.uint8)
+
+    return BlockWriter(files, fd, plan, offsets, bytes_of).write(np.arange(len(plan.blocks))).tobytes()
+
+
+def _plan_of(specs: Sequence[TensorSpec], per_tensor: Sequence[np.ndarray]) -> SavePlan:
+    """A plan of one rank, from the blocks of each tensor."""
+    for number, blocks in enumerate(per_tensor):
+        blocks["tensor"] = number
+    return SavePlan(tuple(specs), np.concatenate([np.empty(0, BLOCK_DTYPE), *per_tensor]), (), 1)
 
 
 def _look_up(item: WriteItem, planner: SavePlanner) -> Written:
@@ -354,18 +463,19 @@ class _Memory:
         """The bytes of a block, by its place in the plan; see ``BytesOf``."""
         place = int(self._plan.blocks["tensor"][index])
         if self._flat is None or self._flat[0] != place:
-            self._flat = place, self._tensor(place)
+            self._flat = place, _flat(self._items[place], self._plan.specs[place], self._planner)
         part = self._flat[1][self._begins[index] : self._ends[index]]
         return part.cpu().view(torch.uint8).numpy()
 
-    def _tensor(self, place: int) -> torch.Tensor:
-        item, spec = self._items[place], self._plan.specs[place]
-        data = cast(torch.Tensor, self._planner.resolve_data(item))  # compared below: a planner may give anything
-        dtype = str(getattr(data, "dtype", type(data).__name__)).removeprefix("torch.")
-        shape = tuple(getattr(data, "shape", ()))
-        if (dtype, shape) != (spec.dtype, box_of(item).sizes):
-            raise CheckpointError(
-                f"{spec.path} was planned as {list(box_of(item).sizes)} {spec.dtype}, the planner gives {list(shape)} "
-                f"{dtype}"
-            )
-        return data.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+def _flat(item: WriteItem, spec: TensorSpec, planner: SavePlanner) -> torch.Tensor:
+    """The elements of an item in row-major order, 1-D, on its device; raises CheckpointError for another tensor."""
+    data = cast(torch.Tensor, planner.resolve_data(item))  # compared below: a planner may give anything
+    dtype = str(getattr(data, "dtype", type(data).__name__)).removeprefix("torch.")
+    shape = tuple(getattr(data, "shape", ()))
+    if (dtype, shape) != (spec.dtype, box_of(item).sizes):
+        raise CheckpointError(
+            f"{spec.path} was planned as {list(box_of(item).sizes)} {spec.dtype}, the planner gives {list(shape)} "
+            f"{dtype}"
+        )
+    return data.detach().resolve_conj().resolve_neg().contiguous().view(-1)

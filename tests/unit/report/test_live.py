@@ -44,8 +44,13 @@ def test_rows_fit_and_say_what_is_known(view, width):
 
 def test_one_line(view, usual):
     line = line_of(view)
-    assert line.startswith(f"complete, step 400/400, loss {usual.series.column('loss')[-1]:.5g}, ")
+    assert line.startswith(f"complete, step 400/400, loss {usual.series.column('loss')[-1]:.4f}, ")
     assert line.endswith(", checkpoint 400")
+
+
+def test_a_tiny_loss_keeps_its_digits(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.5e-7}])
+    assert "loss 2.5e-07" in line_of(view_of(read_run(tmp_path), [], 0.0))
 
 
 def test_a_loss_that_is_not_finite_is_not_the_one_before(tmp_path):
