@@ -165,7 +165,7 @@ class PendingSave:
             )
 
         first, at_once = pieces_of(None), False
-        if collected.recalled is not None:  # none of its pieces is a copy, so that all may be there at a time
+        if collected.recalled is not None:  # only scalars are copied, so that all pieces may be there at a time
             first = Pieces(collected.recalled.pieces())
             nbytes = sum(aligned(size, self._ring.align) for size in collected.sizes(comm.rank))
             at_once = nbytes <= self._ring.nbytes

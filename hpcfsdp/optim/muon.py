@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -44,6 +46,9 @@ class Muon(torch.optim.Optimizer):
     ``use_orig_params=True``.
     """
 
+    _stepper: torch.optim.AdamW | None = None
+    """Steps the groups of AdamW, with the state of this optimizer."""
+
     def __init__(
         self,
         params: Any,
@@ -65,9 +70,9 @@ class Muon(torch.optim.Optimizer):
         """Not collective.
 
         Args:
-            params: parameters, (name, parameter) pairs, or groups of either. A group may set any of the arguments
-                below by the names that ``torch.optim.Muon`` and ``torch.optim.AdamW`` have for them, and
-                "algorithm": "muon" or "adamw" for all of its parameters.
+            params: parameters, (name, parameter) pairs, or groups of either. A group may have "algorithm": "muon" or
+                "adamw" for all of its parameters, and values by the names that ``torch.optim.Muon`` and
+                ``torch.optim.AdamW`` have for them; "lr", "weight_decay" and "eps" then hold for both kinds in it.
             lr: the learning rate of matrices.
             weight_decay: of matrices, decoupled: times `lr`.
             momentum: share of the old momentum that is kept.
@@ -84,9 +89,10 @@ class Muon(torch.optim.Optimizer):
             adamw_weight_decay: of other parameters; None: `weight_decay`.
 
         Raises:
-            UsageError: a value is out of range, a parameter is sharded or complex, or no matrix but in a group with
-                "algorithm": "muon".
-            ValueError: as any optimizer of torch, for a parameter in two groups.
+            UsageError: a value is out of range, a parameter is sharded or complex, or one that is not a matrix is in a
+                group with "algorithm": "muon".
+            TypeError: parameters are no tensors, or in a set.
+            ValueError: as optimizers of torch, for a parameter in two groups, or a value that AdamW refuses.
         """
         self._muon: dict[str, Any] = {
             "lr": lr,
@@ -105,10 +111,17 @@ class Muon(torch.optim.Optimizer):
             "betas": adamw_betas,
             "eps": adamw_eps,
         }
-        super().__init__(params, {})
+        super().__init__(params, {"momentum": momentum})  # which schedulers look for
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not collective. Add parameters, as one group for matrices and one for others; see the class for errors."""
+        """Not collective. Add parameters, as one group for matrices and one for others.
+
+        Args:
+            param_group: as a group of `params`.
+
+        Raises:
+            UsageError, TypeError, ValueError: as ``Muon``; nothing is added.
+        """
         given, algorithm = param_group["params"], param_group.get("algorithm")
         if isinstance(given, set):
             raise TypeError("Muon: parameters in a set have no order, which state dicts need: give a list")
@@ -117,30 +130,35 @@ class Muon(torch.optim.Optimizer):
             _check_param(param)
         if algorithm not in (None, MUON, ADAMW):
             raise UsageError(f'Muon: "algorithm" of a group is {algorithm!r}: give "muon" or "adamw", or leave it out')
+        foreign = [key for key in param_group if key.startswith("adamw_")]
+        if foreign:
+            key = foreign[0].removeprefix("adamw_")
+            raise UsageError(f'Muon: a group has {foreign[0]!r}: give "{key}" in a group with "algorithm": "adamw"')
         matrices = [p for p in params if algorithm == MUON or (algorithm is None and _tensor(p).dim() == 2)]
         others = [p for p in params if algorithm == ADAMW or (algorithm is None and _tensor(p).dim() != 2)]
-        for param in matrices:
-            if _tensor(param).dim() != 2:
-                raise UsageError(
-                    f"Muon: {_name(param)} of shape {tuple(_tensor(param).shape)} is no matrix, but in a group with "
-                    '"algorithm": "muon": leave "algorithm" out, and AdamW steps it'
-                )
         values = {key: value for key, value in param_group.items() if key not in ("params", "algorithm")}
-        for chosen, defaults, complete, foreign in (
-            (matrices, self._muon, _muon_group, _ADAMW_KEYS - _MUON_KEYS),
-            (others, self._adamw, _adamw_group, _MUON_KEYS - _ADAMW_KEYS),
-        ):
-            if chosen:
-                own = {key: value for key, value in values.items() if key not in foreign}
-                super().add_param_group(complete({**defaults, **own, "params": chosen}))
+        groups = []
+        if matrices or (not params and algorithm != ADAMW):
+            own = {key: value for key, value in values.items() if key not in _ADAMW_KEYS - _MUON_KEYS}
+            if values.get("maximize"):
+                raise UsageError("Muon: a group with matrices has maximize=True, which Muon does not support")
+            groups.append(_muon_group({**self._muon, **own, "params": matrices}))
+        if others or (not params and algorithm == ADAMW):
+            own = {key: value for key, value in values.items() if key not in _MUON_KEYS - _ADAMW_KEYS}
+            groups.append(_adamw_group({**self._adamw, **own, "params": others}))
+        for group in groups:
+            super().add_param_group(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # as torch's Muon has saved them
-            group.setdefault("algorithm", MUON)
-            if group["algorithm"] == MUON:
-                for key, value in _muon_group(self._muon).items():
-                    group.setdefault(key, value)
+        # Torch's Muon and AdamW save no algorithm, and versions of them may lack keys.
+        before = [group["algorithm"] for group in self.__dict__.get("param_groups", ())]
+        defaults = {MUON: state.get("_muon") or self._muon, ADAMW: state.get("_adamw") or self._adamw}
+        groups = []
+        for group, known in itertools.zip_longest(state["param_groups"], before[: len(state["param_groups"])]):
+            algorithm = group.get("algorithm", known or MUON)
+            complete = _muon_group if algorithm == MUON else _adamw_group
+            groups.append(complete({**defaults[algorithm], **group}))
+        super().__setstate__({**state, "param_groups": groups})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_muon": self._muon, "_adamw": self._adamw}
@@ -149,35 +167,43 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Not collective. Step all parameters that have gradients.
 
+        The state of a matrix is its ``momentum_buffer``, of its shape and the dtype of its gradient.
+
         Args:
             closure: computes the loss again, with gradients.
 
         Returns:
             The loss of `closure`.
+
+        Raises:
+            UsageError: a matrix has a sparse gradient; nothing was stepped.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        others = [group for group in self.param_groups if group["algorithm"] == ADAMW]
-        for group in self.param_groups:
-            if group["algorithm"] == MUON:
-                self._step_matrices(group)
+        matrices = [group for group in self.param_groups if group["algorithm"] == MUON]
+        others = [group for group in self.param_groups if group["algorithm"] == ADAMW and group["params"]]
+        if any(p.grad is not None and p.grad.is_sparse for group in matrices for p in group["params"]):
+            raise UsageError("Muon: a matrix has a sparse gradient, which has no whole update: give it to AdamW")
+        for group in matrices:
+            self._step_matrices(group)
         if others:
-            adamw = torch.optim.AdamW(others[0]["params"])
-            adamw.param_groups, adamw.state = others, self.state
-            adamw.step()
+            if self._stepper is None:
+                self._stepper = torch.optim.AdamW(others[0]["params"])
+            self._stepper.param_groups, self._stepper.state = others, self.state
+            self._stepper.step()
         return loss
 
     def _step_matrices(self, group: Mapping[str, Any]) -> None:
         dtype, momentum, nesterov = _DTYPES[group["ns_dtype"]], group["momentum"], group["nesterov"]
         lr, decay = float(group["lr"]), group["weight_decay"]
         for params in _batches(group["params"], dtype.itemsize):
-            grads = [_dense_grad(param) for param in params]
+            grads = [param.grad for param in params if param.grad is not None]
             momenta = []
             for param, grad in zip(params, grads, strict=True):
                 state = self.state[param]
-                if not state:
+                if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
                 momenta.append(state["momentum_buffer"].lerp_(grad, 1 - momentum))
             updates = _stacked(momenta)
@@ -223,37 +249,55 @@ def _check_param(param: Any) -> None:
 
 
 def _muon_group(group: dict[str, Any]) -> dict[str, Any]:
-    """With values that are fit for JSON; raises a UsageError for one that is out of range."""
+    """With values that are fit for JSON; raises a UsageError for one that is out of range, or what is no matrix."""
+    for param in group.get("params", ()):
+        if _tensor(param).dim() != 2:
+            raise UsageError(
+                f"Muon: {_name(param)} of shape {tuple(_tensor(param).shape)} is no matrix, but in a group with "
+                '"algorithm": "muon": leave "algorithm" out, and AdamW steps it'
+            )
     for key in ("lr", "weight_decay", "momentum", "eps"):
-        value = group[key]
-        if not (isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)):
-            raise UsageError(f"Muon: {key} is {value!r}: give a number")
-        if not 0 <= float(value) < math.inf:
-            raise UsageError(f"Muon: {key} is {float(value)}: it must be finite, and not negative")
-    coefficients, steps, dtype = tuple(group["ns_coefficients"]), group["ns_steps"], group["ns_dtype"]
-    if len(coefficients) != 3:
-        raise UsageError(f"Muon: ns_coefficients has {len(coefficients)} values: give three")
+        _check_number(key, group[key])
+    coefficients, steps, dtype = group["ns_coefficients"], group["ns_steps"], group["ns_dtype"]
+    if not isinstance(coefficients, (list, tuple)) or len(coefficients) != 3:
+        raise UsageError(f"Muon: ns_coefficients is {coefficients!r}: give three numbers")
     if not isinstance(steps, int) or not 0 <= steps < 100:
         raise UsageError(f"Muon: ns_steps is {steps!r}: give a whole number from 0 to 99")
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise UsageError(f"Muon: ns_dtype is {dtype}: choose one of {', '.join(_DTYPES)}")
     _lr_factor(group["adjust_lr_fn"], (1, 1))
-    return {**group, "ns_coefficients": coefficients, "ns_dtype": name, "algorithm": MUON}
+    fit = {"lr": _own(group["lr"]), "ns_coefficients": tuple(coefficients), "ns_dtype": name}
+    return {**group, **fit, "algorithm": MUON}
 
 
 def _adamw_group(group: dict[str, Any]) -> dict[str, Any]:
     """With all values that ``torch.optim.AdamW`` knows; raises ValueError as it does."""
+    for key in ("lr", "weight_decay", "eps"):
+        _check_number(key, group[key])
     known = {key: value for key, value in group.items() if key in _ADAMW_KEYS}
-    complete = torch.optim.AdamW([_tensor(param) for param in group["params"]], **known).defaults
-    return {**complete, **group, "algorithm": ADAMW}
+    some = [_tensor(param) for param in group["params"]] or [torch.zeros(1)]
+    complete = torch.optim.AdamW(some, **known).defaults
+    return {**complete, **group, "lr": _own(group["lr"]), "algorithm": ADAMW}
+
+
+def _check_number(key: str, value: Any) -> None:
+    if not (isinstance(value, numbers.Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)):
+        raise UsageError(f"Muon: {key} is {value!r}: give a number")
+    if not 0 <= float(value) < math.inf:
+        raise UsageError(f"Muon: {key} is {float(value)}: it must be finite, and not negative")
+
+
+def _own(lr: Any) -> Any:
+    """A learning rate of one group: a scheduler changes a tensor in place."""
+    return lr.clone() if isinstance(lr, torch.Tensor) else lr
 
 
 def _lr_factor(kind: str | None, shape: Iterable[int]) -> float:
     """Of the learning rate of matrices of a shape; raises a UsageError for an unknown kind."""
     rows, columns = shape
     if kind is None or kind == "original":
-        return math.sqrt(max(1, rows / columns)) if columns else 1.0
+        return math.sqrt(max(1, rows / columns))
     if kind == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     raise UsageError(f'Muon: adjust_lr_fn is {kind!r}: give "original", "match_rms_adamw" or None')
@@ -274,11 +318,3 @@ def _batches(params: Iterable[torch.Tensor], itemsize: int) -> Iterator[list[tor
 
 def _stacked(matrices: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(matrices) if len(matrices) > 1 else matrices[0]
-
-
-def _dense_grad(param: torch.Tensor) -> torch.Tensor:
-    grad = param.grad
-    assert grad is not None
-    if grad.is_sparse:
-        raise UsageError("Muon: a matrix has a sparse gradient, which has no whole update: use a dense one, or AdamW")
-    return grad

@@ -7,25 +7,32 @@ File systems need a call for each run, and let one rank write at a time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, SavePlan, box_blocks
+from hpcfsdp.checkpoint.save_plan import SavePlan, box_blocks
 from hpcfsdp.comm import Communicator
 from hpcfsdp.flat.layout import Box
-from hpcfsdp.reshard.boxes import chunk_box
 
 _SHORT_RUN_BYTES = 64 << 10
 """Runs of so many bytes are written from where they are: a call for each hardly counts."""
 
-_ROUND_BYTES = 64 << 20
+_LEAST_BYTES = 1 << 20
+"""Of the rows that one rank writes: fewer ranks write rows of a small tensor."""
+
+_MOST_WRITERS = 16
+"""Ranks that a part is divided among, on average over the parts of a tensor. Further ones would all send to all others
+in small messages, which take the coordinator long to plan: such a tensor is not exchanged."""
+
+_ROUND_BYTES = 16 << 20
 """Most bytes of rows that a rank has in memory at a time, unless its rows of one tensor are more."""
 
 
@@ -44,7 +51,8 @@ class Piece(NamedTuple):
     Attributes:
         peer: the other rank.
         place: of the sender its item, of the receiver the number of the rows in the round.
-        within: the elements, counted from the first one of the item or of the rows.
+        within: the elements, counted from the first one of the item or of the rows. Its first dimension stands for all
+            leading dimensions that no part cuts.
     """
 
     peer: int
@@ -53,74 +61,171 @@ class Piece(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a tensor that one rank writes."""
+    """Consecutive elements of a tensor that one rank writes, from `start` on, as an array of these sizes."""
 
     tensor: int
-    box: Box
+    start: int
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Round:
     """What a rank does in one exchange. The pieces for, and of, each peer are in the same order on both."""
 
-    sent: tuple[Piece, ...]
-    received: tuple[Piece, ...]
-    rows: tuple[Rows, ...]
+    sent: tuple[Piece, ...] = ()
+    received: tuple[Piece, ...] = ()
+    rows: tuple[Rows, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As numbers: a rank may get tens of thousands of pieces, which would take pickle longer than the exchange."""
+        sides = [[_packed(peer, place, *box) for peer, place, box in side] for side in (self.sent, self.received)]
+        rows = [_packed(*each) for each in self.rows]
+        return _unpacked, tuple(np.fromiter(itertools.chain(*part), np.int64) for part in (*sides, rows))
+
+
+def _packed(one: int, other: int, *tuples: tuple[int, ...]) -> list[int]:
+    return [one, other, len(tuples[0]), *itertools.chain(*tuples)]
+
+
+def _unpacked(sent: np.ndarray, received: np.ndarray, rows: np.ndarray) -> Round:
+    def parts(packed: np.ndarray, count: int) -> Iterator[tuple[int, int, list[tuple[int, ...]]]]:
+        numbers, at = packed.tolist(), 0
+        while at < len(numbers):
+            one, other, ndim = numbers[at : at + 3]
+            ends = [at + 3 + ndim * n for n in range(count + 1)]
+            yield one, other, [tuple(numbers[begin:end]) for begin, end in itertools.pairwise(ends)]
+            at = ends[-1]
+
+    sides = [tuple(Piece(peer, place, Box(*box)) for peer, place, box in parts(side, 2)) for side in (sent, received)]
+    return Round(*sides, tuple(Rows(tensor, start, sizes) for tensor, start, [sizes] in parts(rows, 1)))
 
 
 def columns_of(plan: SavePlan) -> set[int]:
-    """The tensors that lie on several ranks in short runs, by their numbers in a plan."""
-    blocks = plan.blocks
-    nbytes = blocks["numel"].astype(np.int64) * plan.itemsizes[blocks["tensor"]]
-    short = blocks["tensor"][(blocks["count"] > 1) & (nbytes < _SHORT_RUN_BYTES)]
-    num_ranks = np.bincount(np.unique(blocks[["tensor", "rank"]])["tensor"])
-    return {tensor for tensor in np.unique(short).tolist() if num_ranks[tensor] > 1}
+    """The tensors that several ranks have in short runs, by their numbers in a plan."""
+    blocks, num_tensors = plan.blocks, len(plan.specs)
+    numels = blocks["numel"].astype(np.int64) * blocks["count"]
+    nbytes = np.bincount(blocks["tensor"], numels * plan.itemsizes[blocks["tensor"]], num_tensors)
+    runs = np.bincount(blocks["tensor"], blocks["count"], num_tensors)
+    ranks = np.bincount(np.unique(blocks[["tensor", "rank"]])["tensor"], minlength=num_tensors)
+    return set(np.flatnonzero((ranks > 1) & (runs > ranks) & (nbytes < runs * _SHORT_RUN_BYTES)).tolist())
 
 
 def plan_rounds(plan: SavePlan, parts: Iterable[Part]) -> tuple[SavePlan, list[tuple[Round, ...]]]:
     """A plan in which ranks write rows of tensors, and the rounds of each rank before. Pure.
 
-    The ranks that have parts of a tensor divide its rows equally. All ranks have equally many rounds. In the new plan
-    a rank's blocks of rows follow its other blocks, in the order of its rounds.
+    Ranks that have parts of a tensor divide its rows equally. All ranks have equally many rounds. In the new plan a
+    rank's blocks of rows follow its other blocks, in the order of its rounds.
 
     Args:
         parts: of the tensors to exchange, which they tile.
     """
-    rounds: list[list[_Growing]] = []
-    blocks: list[np.ndarray] = []
-    held = _ROUND_BYTES + 1
-    found: dict[int, list[Part]] = {}
+    of_tensors: dict[int, list[Part]] = {}
     for part in parts:
-        found.setdefault(part.tensor, []).append(part)
-    for tensor, of_tensor in sorted(found.items()):
-        spec, ranks = plan.specs[tensor], sorted({part.rank for part in of_tensor})
-        boxes = [chunk_box(spec.shape, len(ranks), number) for number in range(len(ranks))]
-        step = boxes[0].sizes[0] * spec.nbytes // spec.shape[0]
-        if held + step > _ROUND_BYTES:
-            rounds.append([_Growing() for _ in range(plan.num_ranks)])
-            held = 0
-        held += step
-        now, places = rounds[-1], {}
-        for rank, box in zip(ranks, boxes, strict=True):
-            if box is not None:
-                places[rank] = len(now[rank].rows)
-                now[rank].rows.append(Rows(tensor, box))
-                blocks.append(box_blocks(spec.shape, box, spec.itemsize))
-                blocks[-1]["tensor"], blocks[-1]["rank"] = tensor, rank
-        for part in of_tensor:
-            begin, end = part.box.offsets[0], part.box.offsets[0] + part.box.sizes[0]
-            chunk = boxes[0].sizes[0]
-            for number in range(begin // chunk, -(-end // chunk)) if part.box.numel else ():
-                first, stop = max(begin, number * chunk), min(end, (number + 1) * chunk)
-                to = ranks[number]
-                sizes = (stop - first, *part.box.sizes[1:])
-                sent = Box((first - begin, *(0 for _ in sizes[1:])), sizes)
-                arrived = Box((first - number * chunk, *part.box.offsets[1:]), sizes)
-                now[part.rank].sent.append(Piece(to, part.item, sent))
-                now[to].received.append(Piece(part.rank, places[to], arrived))
-    kept = plan.blocks[~np.isin(plan.blocks["tensor"], list(found))]
-    made = SavePlan(plan.specs, np.concatenate([kept, *blocks]).astype(BLOCK_DTYPE), plan.links, plan.num_ranks)
-    return made, [tuple(of_round[rank].done() for of_round in rounds) for rank in range(plan.num_ranks)]
+        of_tensors.setdefault(part.tensor, []).append(part)
+    rounds: list[dict[int, _Growing]] = []
+    last, held = [-1] * plan.num_ranks, [0] * plan.num_ranks  # by rank: its last round, and bytes of rows in it
+    exchanged, blocks = [], list[np.ndarray]()
+    for tensor, of_tensor in sorted(of_tensors.items()):
+        cut = _Cut.of(plan.specs[tensor], of_tensor, tensor)
+        if cut is None:
+            continue
+        exchanged.append(tensor)
+        nbytes = cut.chunk * cut.row_numel * plan.specs[tensor].itemsize
+        number = max(0, *(last[rank] for rank in cut.ranks))
+        if any(last[rank] == number and held[rank] + nbytes > _ROUND_BYTES for rank in cut.ranks):
+            number += 1
+        for rank in cut.ranks:
+            held[rank] = nbytes + (held[rank] if last[rank] == number else 0)
+            last[rank] = number
+        rounds += [{} for _ in range(number + 1 - len(rounds))]
+        blocks += cut.add_to(rounds[number], tensor, of_tensor)
+    kept = plan.blocks[~np.isin(plan.blocks["tensor"], exchanged)]
+    # A rank's tensors are in the order of its rounds: both ascend.
+    made = SavePlan(plan.specs, np.concatenate([kept, *blocks]), plan.links, plan.num_ranks)
+    nothing = Round()
+    return made, [
+        tuple(now[rank].done() if rank in now else nothing for now in rounds) for rank in range(plan.num_ranks)
+    ]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A tensor in chunks of rows, one for each of some ranks.
+
+    Attributes:
+        spec: of the tensor.
+        lead: leading dimensions that no part cuts, which count as one, at least 1.
+        rows: of the tensor.
+        chunk: rows of each rank but for the last one.
+        ranks: that have parts.
+        writers: that write the chunks.
+    """
+
+    spec: TensorSpec
+    lead: int
+    rows: int
+    chunk: int
+    ranks: list[int]
+    writers: list[int]
+
+    @classmethod
+    def of(cls, spec: TensorSpec, parts: Sequence[Part], turn: int) -> _Cut | None:
+        """None if parts would have to be divided among too many ranks. In turn another rank writes a small tensor."""
+        shape, ranks = spec.shape, sorted({part.rank for part in parts})
+        cut = [any(part.box.sizes[dim] != size for part in parts) for dim, size in enumerate(shape)]
+        lead = max(1, cut.index(True))
+        rows = math.prod(shape[:lead])
+        count = min(len(ranks), max(1, spec.nbytes // _LEAST_BYTES), rows)
+        chunk = -(-rows // count)
+        count = -(-rows // chunk)
+        writers = [ranks[(n * len(ranks) // count + turn) % len(ranks)] for n in range(count)]
+        made = cls(spec, lead, rows, chunk, ranks, writers)
+        num_pieces = sum(len(made._chunks_of(made._flat(part.box))) for part in parts)
+        return made if num_pieces <= _MOST_WRITERS * len(parts) else None
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.spec.shape[self.lead :])
+
+    def add_to(self, now: dict[int, _Growing], tensor: int, parts: Iterable[Part]) -> list[np.ndarray]:
+        """Adds rows and pieces to a round; the blocks of the rows."""
+        places, blocks = [], []
+        for number, rank in enumerate(self.writers):
+            begin, end = number * self.chunk, min((number + 1) * self.chunk, self.rows)
+            rows = Rows(tensor, begin * self.row_numel, (end - begin, *self.spec.shape[self.lead :]))
+            mine = now.setdefault(rank, _Growing()).rows
+            places.append(len(mine))
+            mine.append(rows)
+            blocks.append(rows_blocks(self.spec, rows))
+            blocks[-1]["tensor"], blocks[-1]["rank"] = tensor, rank
+        for part in parts:
+            box = self._flat(part.box)
+            for number in self._chunks_of(box):
+                base = number * self.chunk
+                first, end = max(box.offsets[0], base), min(box.offsets[0] + box.sizes[0], base + self.chunk)
+                sizes, to = (end - first, *box.sizes[1:]), self.writers[number]
+                sent = Box((first - box.offsets[0], *(0 for _ in sizes[1:])), sizes)
+                arrived = Box((first - base, *box.offsets[1:]), sizes)
+                now.setdefault(part.rank, _Growing()).sent.append(Piece(to, part.item, sent))
+                now[to].received.append(Piece(part.rank, places[number], arrived))
+        return blocks
+
+    def _flat(self, box: Box) -> Box:
+        """With one leading dimension."""
+        offsets, sizes = box
+        first = offsets[0] if self.lead == 1 else 0  # several are cut by no part
+        return Box((first, *offsets[self.lead :]), (math.prod(sizes[: self.lead]), *sizes[self.lead :]))
+
+    def _chunks_of(self, box: Box) -> range:
+        """The chunks with elements of a box."""
+        end = box.offsets[0] + box.sizes[0]
+        return range(box.offsets[0] // self.chunk, -(-end // self.chunk)) if box.numel else range(0)
+
+
+def rows_blocks(spec: TensorSpec, rows: Rows) -> np.ndarray:
+    """The blocks of rows, of ``BLOCK_DTYPE``; tensor and rank are 0."""
+    return box_blocks((spec.numel,), Box((rows.start,), (math.prod(rows.sizes),)), spec.itemsize)
 
 
 class _Growing:
@@ -135,50 +240,69 @@ class _Growing:
         return Round(tuple(self.sent), tuple(self.received), tuple(self.rows))
 
 
-def exchange(
-    comm: Communicator,
-    round_: Round,
-    specs: Sequence[TensorSpec],
-    values_of: Callable[[int], np.ndarray],
-    agree: Callable[[], AbstractContextManager[None]],
-) -> list[np.ndarray]:
-    """Collective over `comm`. The rows of a round, each as an array of the shape of its box.
+class Exchange:
+    """Rounds of one save. Their memory is used again: new pages would take as long as the exchange itself."""
 
-    Args:
-        specs: of the tensors of the round's rows.
-        values_of: the values of an item, of the shape of its box, as ``schema.numpy_dtype`` has them.
-        agree: makes a context after which all ranks raise what one has raised.
-    """
-    with agree():
-        sources: list[list[np.ndarray]] = [[] for _ in range(comm.size)]
-        for item, pieces in itertools.groupby(round_.sent, lambda piece: piece.place):
-            values = values_of(item)
-            for piece in pieces:
-                sources[piece.peer].append(values[piece.within.slices])
-        sent, places = zip(*map(_message, sources), strict=True)
-        for place, source in zip(itertools.chain(*places), itertools.chain(*sources), strict=True):
-            place[...] = source
-        sources.clear()
-        rows = [
-            np.empty(box.sizes, schema.numpy_dtype(spec.dtype))
-            for (_, box), spec in zip(round_.rows, specs, strict=True)
-        ]
-        targets: list[list[np.ndarray]] = [[] for _ in range(comm.size)]
-        for peer, number, within in round_.received:
-            targets[peer].append(rows[number][within.slices])
-        received, places = zip(*map(_message, targets), strict=True)
-    comm.all_to_all(received, sent)
-    for target, place in zip(itertools.chain(*targets), itertools.chain(*places), strict=True):
-        target[...] = place
-    return rows
+    def __init__(self, comm: Communicator) -> None:
+        """Not collective."""
+        self._comm = comm
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def rows_of(
+        self,
+        round_: Round,
+        specs: Sequence[TensorSpec],
+        values_of: Callable[[int], np.ndarray],
+        agree: Callable[[], AbstractContextManager[None]],
+    ) -> list[np.ndarray]:
+        """Collective over `comm`. The rows of a round, each as an array of its sizes, until the next round.
+
+        Args:
+            specs: of the tensors of the round's rows.
+            values_of: the values of an item, of the shape of its box, in ``schema.numpy_dtype`` of its dtype.
+            agree: makes a context that is collective over `comm`: all ranks raise what one has raised in it.
+        """
+        size, rank = self._comm.size, self._comm.rank
+        with agree():
+            kinds = [schema.numpy_dtype(spec.dtype) for spec in specs]
+            rows = self._arrays("rows", [(each.sizes, k) for each, k in zip(round_.rows, kinds, strict=True)])
+            targets: list[list[np.ndarray]] = [[] for _ in range(size)]
+            for peer, number, within in round_.received:
+                targets[peer].append(rows[number][within.slices])
+            sources: list[list[np.ndarray]] = [[] for _ in range(size)]
+            for item, pieces in itertools.groupby(round_.sent, lambda piece: piece.place):
+                values = values_of(item)
+                for piece in pieces:
+                    behind = values.shape[values.ndim + 1 - len(piece.within.sizes) :]
+                    sources[piece.peer].append(values.reshape(-1, *behind)[piece.within.slices])
+            _copy(sources[rank], targets[rank])  # what stays here is no message
+            sources[rank], targets[rank] = [], []
+            sent, places = self._messages("sent", sources)
+            _copy(itertools.chain(*sources), places)
+            sources.clear()
+            received, places = self._messages("received", targets)
+        self._comm.all_to_all(received, sent)
+        _copy(places, itertools.chain(*targets))
+        return rows
+
+    def _messages(
+        self, name: str, of_peers: Sequence[Sequence[np.ndarray]]
+    ) -> tuple[list[torch.Tensor], list[np.ndarray]]:
+        """Memory for a message of each peer's arrays, uint8, 1-D, and the place of each array in it."""
+        places = self._arrays(name, [(array.shape, array.dtype) for of_peer in of_peers for array in of_peer])
+        sizes = [sum(array.nbytes for array in of_peer) for of_peer in of_peers]
+        return list(self._memory[name][: sum(sizes)].split(sizes)), places
+
+    def _arrays(self, name: str, kinds: Sequence[tuple[tuple[int, ...], np.dtype]]) -> list[np.ndarray]:
+        """Arrays of these shapes and dtypes, one after the other in the memory `name`."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
+        if name not in self._memory or self._memory[name].numel() < sum(sizes):
+            self._memory.pop(name, None)  # not both at a time
+            self._memory[name] = torch.empty(sum(sizes), dtype=torch.uint8)
+        parts = self._memory[name][: sum(sizes)].split(sizes) if sizes else ()
+        return [part.numpy().view(dtype).reshape(shape) for part, (shape, dtype) in zip(parts, kinds, strict=True)]
 
 
-def _message(arrays: Sequence[np.ndarray]) -> tuple[torch.Tensor, list[np.ndarray]]:
-    """Memory for a message of arrays like these, uint8, 1-D, and the place of each in it."""
-    ends = list(itertools.accumulate((array.nbytes for array in arrays), initial=0))
-    message = torch.empty(ends[-1], dtype=torch.uint8)
-    data = message.numpy()
-    return message, [
-        data[begin:end].view(array.dtype).reshape(array.shape)
-        for (begin, end), array in zip(itertools.pairwise(ends), arrays, strict=True)
-    ]
+def _copy(sources: Iterable[np.ndarray], targets: Iterable[np.ndarray]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target[...] = source

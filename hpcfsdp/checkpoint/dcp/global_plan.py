@@ -83,7 +83,9 @@ def plan_exchange(
     Args:
         plan, tensors: of ``plan_tensors``.
     """
-    chosen = columns.columns_of(plan)
+    # Each rank tells the values of tensors among hyper-parameters that it writes itself.
+    is_group = [spec.path.startswith(f"{names.GROUP_TENSORS}/") for spec in plan.specs]
+    chosen = {tensor for tensor in columns.columns_of(plan) if not is_group[tensor]}
     parts = [
         columns.Part(tensors[item.index.fqn], rank, number, box_of(item))
         for rank, of_rank in enumerate(plans)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import operator
 import os
 import secrets
@@ -23,7 +22,7 @@ from torch.futures import Future
 
 from hpcfsdp.checkpoint.content import root_attributes, small_values
 from hpcfsdp.checkpoint.dcp import entry_names as names
-from hpcfsdp.checkpoint.dcp.columns import Round, exchange
+from hpcfsdp.checkpoint.dcp.columns import Exchange, Round, rows_blocks
 from hpcfsdp.checkpoint.dcp.entry_names import Entry
 from hpcfsdp.checkpoint.dcp.global_plan import box_of, plan_entries, plan_exchange, plan_tensors
 from hpcfsdp.checkpoint.draft import BlockWriter, Draft, DraftMissingError, extent_rows, naming_write_errors
@@ -213,14 +212,7 @@ class HDF5Writer(StorageWriter):
         draft = Draft(self._files, assignment.path, assignment.token)
         world = None if assignment.rounds is None else _world_here()
         try:
-            with naming_write_errors(draft.path):
-                try:
-                    results = _write_items(draft, plan.items, assignment, planner, world.host if world else None)
-                except DraftMissingError:
-                    raise CheckpointError(
-                        f"{draft.partial} is not here: another rank failed and removed it, or this rank does not see "
-                        "the coordinator's file system"
-                    ) from None
+            results = _write_items(draft, plan.items, assignment, planner, world.host if world else None)
         except BaseException:
             draft.discard()  # the coordinator would not know in time
             raise
@@ -337,13 +329,8 @@ def _write_items(
 ) -> list[WriteResult]:
     """Writes tensors and looks up other values. Collective over `comm`, None if ranks exchange nothing."""
 
-    @contextlib.contextmanager
-    def agree() -> Iterator[None]:
-        if comm is None:
-            yield
-            return
-        with raise_together(comm), naming_write_errors(draft.path):
-            yield
+    def agree() -> contextlib.AbstractContextManager[None]:
+        return _agreeing(comm, draft)
 
     def values_of(number: int) -> np.ndarray:
         place = assignment.places[number]
@@ -366,10 +353,11 @@ def _write_items(
             written = {n: _look_up(items[n], planner) for n, place in enumerate(assignment.places) if place is None}
             written |= dict.fromkeys(assignment.exchanged, Written())
             written |= _write_own(draft.files, fd, items, own, assignment, planner)
+        rounds = Exchange(comm) if comm is not None else None
         for round_ in assignment.rounds or ():
-            assert comm is not None
+            assert rounds is not None
             specs = [assignment.rows[rows.tensor][0] for rows in round_.rows]
-            arrays = exchange(comm, round_, specs, values_of, agree)
+            arrays = rounds.rows_of(round_, specs, values_of, agree)
             with agree():
                 row_sums += _write_rows(draft.files, fd, round_, arrays, assignment)
         with agree():
@@ -383,6 +371,19 @@ def _write_items(
         WriteResult(item.index, box_of(item).numel * size if size else 0, written[number])
         for number, (item, size) in enumerate(zip(items, sizes, strict=True))
     ]
+
+
+@contextlib.contextmanager
+def _agreeing(comm: Communicator | None, draft: Draft) -> Iterator[None]:
+    """Collective over `comm`, if there is one, at its end: all ranks raise what one has raised. Names the file."""
+    with contextlib.nullcontext() if comm is None else raise_together(comm), naming_write_errors(draft.path):
+        try:
+            yield
+        except DraftMissingError:
+            raise CheckpointError(
+                f"{draft.partial} is not here: another rank failed and removed it, or this rank does not see the "
+                "coordinator's file system"
+            ) from None
 
 
 def _write_own(
@@ -412,15 +413,12 @@ def _write_rows(files: Files, fd: int, round_: Round, arrays: Sequence[np.ndarra
     """Writes the rows of a round; the checksums of their blocks, uint64, as bytes."""
     places = [assignment.rows[rows.tensor] for rows in round_.rows]
     specs, offsets = [spec for spec, _ in places], [offset for _, offset in places]
-    plan = _plan_of(
-        specs, [box_blocks(spec.shape, rows.box, spec.itemsize) for spec, rows in zip(specs, round_.rows, strict=True)]
-    )
+    plan = _plan_of(specs, [rows_blocks(spec, rows) for spec, rows in zip(specs, round_.rows, strict=True)])
     flat = [array.reshape(-1) for array in arrays]
-    firsts = [rows.box.offsets[0] * math.prod(spec.shape[1:]) for spec, rows in zip(specs, round_.rows, strict=True)]
 
     def bytes_of(index: int) -> np.ndarray:
         tensor, start, numel = (int(plan.blocks[name][index]) for name in ("tensor", "start", "numel"))
-        begin = start - firsts[tensor]
+        begin = start - round_.rows[tensor].start
         return flat[tensor][begin : begin + numel].view(np.uint8)
 
     return BlockWriter(files, fd, plan, offsets, bytes_of).write(np.arange(len(plan.blocks))).tobytes()

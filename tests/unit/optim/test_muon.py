@@ -131,7 +131,7 @@ def test_groups():
     assert [group["params"] for group in found] == [[hidden], [bias], [embedding]]
     assert [group["lr"] for group in found] == [0.5, 0.5, 0.1]
     assert [group["weight_decay"] for group in found] == [0.4, 0.3, 0.0]
-    assert [group.get("momentum") for group in found] == [0.7, None, None]
+    assert found[0]["momentum"] == 0.7
     assert [group.get("betas") for group in found] == [None, (0.1, 0.2), (0.9, 0.95)]
     assert [group.get("amsgrad") for group in found] == [None, False, True]
     assert [group.get("mine") for group in found] == [3, 3, None]
@@ -180,6 +180,59 @@ def test_the_state_of_torchs_muon_is_loaded():
     ours.step()
 
 
+def test_the_state_of_torchs_adamw_stays_with_adamw():
+    embedding, vector = make_params([(6, 4), (4,)], torch.float32)
+    theirs = torch.optim.AdamW([embedding, vector], lr=0.3, weight_decay=0.0)
+    set_grads([embedding, vector], 0)
+    theirs.step()
+    saved = theirs.state_dict()
+    del saved["param_groups"][0]["fused"]  # as an older version
+    ours = Muon([{"params": [embedding, vector], "algorithm": "adamw"}])
+    ours.load_state_dict(saved)
+    again = copy.deepcopy(theirs)
+    set_grads(again.param_groups[0]["params"], 1)
+    set_grads([embedding, vector], 1)
+    ours.step()
+    again.step()
+    assert ours.param_groups[0]["algorithm"] == "adamw"
+    assert all(map(torch.equal, [embedding, vector], again.param_groups[0]["params"]))
+
+
+def test_loading_muons_state_for_what_is_no_matrix_is_refused():
+    matrix, vector = make_params([(4, 4), (4,)])
+    ours = Muon([matrix, vector])
+    saved = ours.state_dict()
+    for group in saved["param_groups"]:
+        group["algorithm"] = "muon"
+    with pytest.raises(UsageError, match="is no matrix"):
+        ours.load_state_dict(saved)
+    assert [group["algorithm"] for group in ours.param_groups] == ["muon", "adamw"]
+
+
+def test_a_learning_rate_that_is_a_tensor_is_each_groups_own():
+    params = make_params([(6, 4), (4,)])
+    optimizer = Muon(params, lr=torch.tensor(0.1))
+    torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0, lambda _: 0.5])
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1, 0.05])
+
+
+def test_a_scheduler_may_cycle_the_momentum():
+    params = make_params([(6, 4), (4,)])
+    optimizer = Muon(params, lr=0.1)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10)
+    assert optimizer.param_groups[0]["momentum"] == 0.95
+
+
+def test_a_group_that_is_refused_adds_nothing():
+    matrix, vector, other = make_params([(6, 4), (4,), (2, 2)])
+    optimizer = Muon([other])
+    with pytest.raises(ValueError, match="Invalid beta"):
+        optimizer.add_param_group({"params": [matrix, vector], "betas": (2.0, 0.9)})
+    optimizer.add_param_group({"params": [matrix, vector]})
+    optimizer.add_param_group({"params": []})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1, 0]
+
+
 def test_a_closure_computes_the_loss_with_gradients():
     (param,) = make_params([(3, 4)])
     optimizer = Muon([param])
@@ -210,7 +263,8 @@ def test_matrices_without_elements_and_without_gradients_stay():
         ({"lr": -1.0}, "lr is -1.0: it must be finite, and not negative"),
         ({"momentum": math.nan}, "momentum is nan"),
         ({"weight_decay": "0"}, "weight_decay is '0': give a number"),
-        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients has 2 values"),
+        ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients is \(1.0, 2.0\): give three numbers"),
+        ({"ns_coefficients": 3}, "ns_coefficients is 3: give three"),
         ({"ns_steps": 100}, "ns_steps is 100"),
         ({"ns_dtype": torch.int8}, "ns_dtype is torch.int8: choose one of bfloat16, float32, float64"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn is 'rms'"),
@@ -227,6 +281,12 @@ def test_wrong_groups():
         Muon([{"params": [("matrix", matrix), ("bias", bias)], "algorithm": "muon"}])
     with pytest.raises(UsageError, match="\"algorithm\" of a group is 'sgd'"):
         Muon([{"params": [matrix], "algorithm": "sgd"}])
+    with pytest.raises(UsageError, match='a group has \'adamw_lr\': give "lr" in a group with "algorithm"'):
+        Muon([{"params": [matrix], "adamw_lr": 1.0}])
+    with pytest.raises(UsageError, match="maximize=True"):
+        Muon([{"params": [matrix, bias], "maximize": True}])
+    with pytest.raises(UsageError, match="lr is 'a': give a number"):
+        Muon([bias], lr="a")
     with pytest.raises(ValueError, match="more than one parameter group"):
         Muon([{"params": [matrix]}, {"params": [matrix]}])
     with pytest.raises(ValueError, match="Invalid beta parameter"):
@@ -241,8 +301,11 @@ def test_wrong_groups():
         Muon([])
 
 
-def test_a_sparse_gradient_is_refused():
-    embedding = nn.Embedding(5, 3, sparse=True)
+def test_a_sparse_gradient_is_refused_before_anything_is_stepped():
+    embedding, (matrix,) = nn.Embedding(5, 3, sparse=True), make_params([(4, 4)])
     embedding(torch.tensor([1, 2])).sum().backward()
+    set_grads([matrix], 0)
+    before = matrix.detach().clone()
     with pytest.raises(UsageError, match="sparse gradient"):
-        Muon(embedding.parameters()).step()
+        Muon([matrix, *embedding.parameters()]).step()
+    assert torch.equal(matrix, before)
