@@ -19,13 +19,9 @@ from hpcfsdp.tensor.whole import is_cut
 MUON, ADAMW = "muon", "adamw"
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float32, torch.float64)}
-_MUON_KEYS = {
-    *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "ns_dtype", "adjust_lr_fn"),
-}
-_ADAMW_KEYS = {
-    *("lr", "weight_decay", "betas", "eps"),
-    *("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
-}
+_BOTH = ("lr", "weight_decay", "eps")
+_OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn")
+_OF_ADAMW = ("betas", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
 _BATCH_BYTES = 64 << 20
 """Most bytes of matrices that are computed together: larger ones keep a device busy by themselves."""
 _HOST_BATCH_BYTES = 128 << 10
@@ -139,12 +135,12 @@ class Muon(torch.optim.Optimizer):
         values = {key: value for key, value in param_group.items() if key not in ("params", "algorithm")}
         groups = []
         if matrices or (not params and algorithm != ADAMW):
-            own = {key: value for key, value in values.items() if key not in _ADAMW_KEYS - _MUON_KEYS}
+            own = {key: value for key, value in values.items() if key not in _OF_ADAMW}
             if values.get("maximize"):
                 raise UsageError("Muon: a group with matrices has maximize=True, which Muon does not support")
             groups.append(_muon_group({**self._muon, **own, "params": matrices}))
         if others or (not params and algorithm == ADAMW):
-            own = {key: value for key, value in values.items() if key not in _MUON_KEYS - _ADAMW_KEYS}
+            own = {key: value for key, value in values.items() if key not in _OF_MUON}
             groups.append(_adamw_group({**self._adamw, **own, "params": others}))
         for group in groups:
             super().add_param_group(group)
@@ -275,7 +271,7 @@ def _adamw_group(group: dict[str, Any]) -> dict[str, Any]:
     """With all values that ``torch.optim.AdamW`` knows; raises ValueError as it does."""
     for key in ("lr", "weight_decay", "eps"):
         _check_number(key, group[key])
-    known = {key: value for key, value in group.items() if key in _ADAMW_KEYS}
+    known = {key: value for key, value in group.items() if key in _BOTH + _OF_ADAMW}
     some = [_tensor(param) for param in group["params"]] or [torch.zeros(1)]
     complete = torch.optim.AdamW(some, **known).defaults
     return {**complete, **group, "lr": _own(group["lr"]), "algorithm": ADAMW}
