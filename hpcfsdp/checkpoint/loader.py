@@ -246,7 +246,7 @@ def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece], consequence: str
         if memory.device.type != "cpu" or not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
             others.append((path, piece, dtype))
             continue
-        memory.view(-1)[:0].zero_()  # tells autograd that the memory changes
+        memory.view(-1)[:0].zero_()  # autograd notices that the memory changes
         kind = schema.numpy_dtype(str(dtype).removeprefix("torch."))
         direct.append((path, piece.start, memory.view(-1).view(torch.uint8).numpy().view(kind)))
     try:

@@ -83,7 +83,7 @@ def plan_exchange(
     Args:
         plan, tensors: of ``plan_tensors``.
     """
-    # Each rank tells the values of tensors among hyper-parameters that it writes itself.
+    # Each rank reports the values of tensors among hyper-parameters that it writes itself.
     is_group = [spec.path.startswith(f"{names.GROUP_TENSORS}/") for spec in plan.specs]
     chosen = {tensor for tensor in columns.columns_of(plan) if not is_group[tensor]}
     parts = [

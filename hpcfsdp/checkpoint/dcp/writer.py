@@ -149,7 +149,7 @@ class HDF5Writer(StorageWriter):
             raise CheckpointError("no path: give one to HDF5Writer, or as checkpoint_id to torch's save")
 
     def prepare_local_plan(self, plan: StatePlan) -> StatePlan:
-        """Tells the coordinator whether this rank can exchange parts with others. Not collective.
+        """Reports to the coordinator whether this rank can exchange parts with others. Not collective.
 
         Raises CheckpointError if the planner reuses an earlier plan.
         """
