@@ -124,8 +124,8 @@ class Muon(torch.optim.Optimizer):
         params = [given] if isinstance(given, torch.Tensor) else list(given)
         for param in params:
             _check_param(param)
-        if algorithm not in (None, MUON, ADAMW):
-            raise UsageError(f'Muon: "algorithm" of a group is {algorithm!r}: give "muon" or "adamw", or leave it out')
+        if algorithm is not None:
+            _check_algorithm(algorithm)
         foreign = [key for key in param_group if key.startswith("adamw_")]
         if foreign:
             key = foreign[0].removeprefix("adamw_")
@@ -152,6 +152,7 @@ class Muon(torch.optim.Optimizer):
         groups = []
         for group, known in itertools.zip_longest(state["param_groups"], before[: len(state["param_groups"])]):
             algorithm = group.get("algorithm", known or MUON)
+            _check_algorithm(algorithm)
             complete = _muon_group if algorithm == MUON else _adamw_group
             groups.append(complete({**defaults[algorithm], **group}))
         super().__setstate__({**state, "param_groups": groups})
@@ -275,6 +276,11 @@ def _adamw_group(group: dict[str, Any]) -> dict[str, Any]:
     some = [_tensor(param) for param in group["params"]] or [torch.zeros(1)]
     complete = torch.optim.AdamW(some, **known).defaults
     return {**complete, **group, "lr": _own(group["lr"]), "algorithm": ADAMW}
+
+
+def _check_algorithm(algorithm: Any) -> None:
+    if algorithm not in (MUON, ADAMW):
+        raise UsageError(f'Muon: "algorithm" of a group is {algorithm!r}: give "muon" or "adamw", or leave it out')
 
 
 def _check_number(key: str, value: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
 import os
 import secrets
@@ -22,9 +23,10 @@ from torch.futures import Future
 
 from hpcfsdp.checkpoint.content import root_attributes, small_values
 from hpcfsdp.checkpoint.dcp import entry_names as names
-from hpcfsdp.checkpoint.dcp.columns import Exchange, Round, rows_blocks
+from hpcfsdp.checkpoint.dcp.columns import Round, rows_blocks
 from hpcfsdp.checkpoint.dcp.entry_names import Entry
 from hpcfsdp.checkpoint.dcp.global_plan import box_of, plan_entries, plan_exchange, plan_tensors
+from hpcfsdp.checkpoint.dcp.row_exchange import Exchange
 from hpcfsdp.checkpoint.draft import BlockWriter, Draft, DraftMissingError, extent_rows, naming_write_errors
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
@@ -210,9 +212,9 @@ class HDF5Writer(StorageWriter):
         """
         assignment = plan.storage_data
         draft = Draft(self._files, assignment.path, assignment.token)
-        world = None if assignment.rounds is None else _world_here()
+        comm = None if assignment.rounds is None else cast(World, _world_here()).host
         try:
-            results = _write_items(draft, plan.items, assignment, planner, world.host if world else None)
+            results = _write_items(draft, plan.items, assignment, planner, comm)
         except BaseException:
             draft.discard()  # the coordinator would not know in time
             raise
@@ -332,13 +334,6 @@ def _write_items(
     def agree() -> contextlib.AbstractContextManager[None]:
         return _agreeing(comm, draft)
 
-    def values_of(number: int) -> np.ndarray:
-        place = assignment.places[number]
-        assert place is not None
-        flat = _flat(items[number], place[0], planner).cpu().view(torch.uint8).numpy()
-        return flat.view(schema.numpy_dtype(place[0].dtype)).reshape(box_of(items[number]).sizes)
-
-    row_sums = b""
     with contextlib.ExitStack() as stack:
         with agree():
             if tuple(item.index for item in items) != assignment.items:
@@ -353,13 +348,14 @@ def _write_items(
             written = {n: _look_up(items[n], planner) for n, place in enumerate(assignment.places) if place is None}
             written |= dict.fromkeys(assignment.exchanged, Written())
             written |= _write_own(draft.files, fd, items, own, assignment, planner)
-        rounds = Exchange(comm) if comm is not None else None
-        for round_ in assignment.rounds or ():
-            assert rounds is not None
-            specs = [assignment.rows[rows.tensor][0] for rows in round_.rows]
-            arrays = rounds.rows_of(round_, specs, values_of, agree)
-            with agree():
-                row_sums += _write_rows(draft.files, fd, round_, arrays, assignment)
+        row_sums = b""
+        if comm is not None:
+            exchange, values_of = Exchange(comm), functools.partial(_values_of, items, assignment, planner)
+            for round_ in assignment.rounds or ():
+                specs = [assignment.rows[rows.tensor][0] for rows in round_.rows]
+                arrays = exchange.rows_of(round_, specs, values_of, agree)
+                with agree():
+                    row_sums += _write_rows(draft.files, fd, round_, arrays, assignment)
         with agree():
             if fd >= 0:
                 draft.files.sync(fd)
@@ -384,6 +380,13 @@ def _agreeing(comm: Communicator | None, draft: Draft) -> Iterator[None]:
                 f"{draft.partial} is not here: another rank failed and removed it, or this rank does not see the "
                 "coordinator's file system"
             ) from None
+
+
+def _values_of(items: Sequence[WriteItem], assignment: Assignment, planner: SavePlanner, number: int) -> np.ndarray:
+    """The values of an item that is exchanged, of the shape of its box."""
+    spec, _ = cast(tuple[TensorSpec, int], assignment.places[number])
+    flat = _flat(items[number], spec, planner).cpu().view(torch.uint8).numpy()
+    return flat.view(schema.numpy_dtype(spec.dtype)).reshape(box_of(items[number]).sizes)
 
 
 def _write_own(

@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 
 from hpcfsdp.checkpoint.dcp import columns
 from hpcfsdp.checkpoint.dcp.columns import Part
+from hpcfsdp.checkpoint.dcp.row_exchange import Exchange
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, SavePlan, box_blocks, check_tiling
 from hpcfsdp.flat.layout import Box
@@ -70,7 +71,7 @@ def test_any_parts_become_rows(found, data):
     shared = Comm(size)
 
     def run(rank):
-        exchange = columns.Exchange(shared.of(rank))
+        exchange = Exchange(shared.of(rank))
         for round_ in rounds[rank]:
             specs_here = [specs[rows.tensor] for rows in round_.rows]
             arrays = exchange.rows_of(round_, specs_here, lambda item: items[rank, item], contextlib.nullcontext)
