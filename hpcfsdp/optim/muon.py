@@ -12,7 +12,7 @@ import torch
 
 from hpcfsdp import accelerator
 from hpcfsdp.errors import UsageError
-from hpcfsdp.optim.newton_schulz import Coefficients, orthogonalize
+from hpcfsdp.optim.newton_schulz import Coefficients, newton_schulz_flops, orthogonalize
 from hpcfsdp.sharded.managed import unit_fqn, whole_shape
 from hpcfsdp.tensor.whole import is_cut
 
@@ -22,6 +22,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16
 _BOTH = ("lr", "weight_decay", "eps")
 _OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn")
 _OF_ADAMW = ("betas", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
+_ADAMW_FLOPS = 10.0
+"""Operations of AdamW for each element."""
 _BATCH_BYTES = 64 << 20
 """Most bytes of matrices that are computed together: larger ones keep a device busy by themselves."""
 _HOST_BATCH_BYTES = 128 << 10
@@ -191,6 +193,17 @@ class Muon(torch.optim.Optimizer):
             self._stepper.param_groups, self._stepper.state = others, self.state
             self._stepper.step()
         return loss
+
+    @staticmethod
+    def step_flops(shape: tuple[int, ...], group: Mapping[str, Any]) -> float:
+        """The floating-point operations of a step of one parameter, about.
+
+        Args:
+            shape: of the parameter; `group`: the one that it is in.
+        """
+        if group["algorithm"] == MUON:
+            return newton_schulz_flops(shape, group["ns_steps"])
+        return _ADAMW_FLOPS * math.prod(shape)
 
     def _step_matrices(self, group: Mapping[str, Any]) -> None:
         dtype, momentum, nesterov = _DTYPES[group["ns_dtype"]], group["momentum"], group["nesterov"]

@@ -34,3 +34,9 @@ def orthogonalize(
         squares = x @ x.mT
         x = multiply(x, multiply(squares, squares, squares, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
+
+
+def newton_schulz_flops(shape: tuple[int, ...], steps: int) -> float:
+    """The floating-point operations of ``orthogonalize`` for one matrix."""
+    short, long = sorted(shape)
+    return steps * (4.0 * short**2 * long + 2.0 * short**3)

@@ -151,13 +151,28 @@ class UnitMesh:
     @cached_property
     def _cube(self) -> np.ndarray:
         """Replicas x shards x tensor-parallel ranks: the ranks of ``comm()``."""
-        assert self.grid is not None
-        if self.tensor is None:
-            return self.grid[:, :, None]
-        _, places = GroupCache.current().joined(self.data, self.tensor)
-        ranks = np.zeros((self.data.size, self.tensor.size), np.int64)
+        return self.lattice()
+
+    def lattice(self, *dims: Dim) -> np.ndarray:
+        """Collective over these ranks, the first time. The ranks of ``comm(*dims)``: int64, replicas x shards x
+        tensor-parallel ranks. Both data dimensions need `data`."""
+        chosen = self._chosen(dims)
+        data = [comm for name, comm in chosen.items() if name != "tensor"]
+        if len(data) == 2 or not dims:
+            assert self.grid is not None
+            grid = self.grid
+        else:
+            line = np.arange(data[0].size if data else 1)
+            grid = line[:, None] if "replicate" in chosen else line[None]
+        if "tensor" not in chosen:
+            return grid[:, :, None]
+        if not data:
+            return np.arange(chosen["tensor"].size)[None, None]
+        line_comm = data[0] if len(data) == 1 and dims else self.data
+        _, places = GroupCache.current().joined(line_comm, chosen["tensor"])
+        ranks = np.zeros((line_comm.size, chosen["tensor"].size), np.int64)
         ranks[tuple(np.array(places).T)] = np.arange(len(places))
-        return ranks[self.grid]
+        return ranks[grid]
 
     def placed(self, block: TensorBlock | None) -> tuple[DeviceMesh, list[Placement]]:
         """Collective over all ranks of the unit, the first time. Mesh and placements of a ``DTensor`` of the unit.

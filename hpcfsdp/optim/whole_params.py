@@ -1,0 +1,169 @@
+"""The parameters of a model as an optimizer of whole tensors sees them: whole shapes, and how ranks share them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hpcfsdp import _compat
+from hpcfsdp.comm import Communicator
+from hpcfsdp.errors import UsageError
+from hpcfsdp.flat.layout import Box, FlatLayout
+from hpcfsdp.reshard.boxes import chunk_box
+from hpcfsdp.reshard.cuts import BlockCut, Cut, FlatCut, Lattice
+from hpcfsdp.reshard.placements import mesh_boxes
+from hpcfsdp.sharded.group_cache import GroupCache
+from hpcfsdp.sharded.row_unit import Rows, row_units_in
+from hpcfsdp.sharded.unit_mesh import Dim, UnitMesh
+from hpcfsdp.state.model import named_flat_params, units_of
+from hpcfsdp.state.wrappers import clean_fqn
+from hpcfsdp.tensor.whole import is_cut
+
+Share = Callable[[bool], tuple[Communicator, Cut]]
+"""Collective over the ranks that it gives, the first time. The ranks among which a parameter has an owner, and how they
+share it: all that have parts of it (True), or those of one replica (False)."""
+
+
+@dataclass(frozen=True, eq=False)
+class WholeParam:
+    """One parameter.
+
+    Attributes:
+        name: in the model, without the names of wrappers.
+        param: what a sharded optimizer would step: this rank's part.
+        shape: of the whole.
+        share: None if each rank steps it for itself.
+        num_replicas: ranks with the same shard.
+        has_blocks: whether the whole is a block of a tensor-parallel parameter.
+    """
+
+    name: str
+    param: nn.Parameter
+    shape: tuple[int, ...]
+    share: Share | None = None
+    num_replicas: int = 1
+    has_blocks: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def whole_params(model: nn.Module, *, joins_blocks: bool) -> dict[nn.Parameter, WholeParam]:
+    """Collective over all ranks of the model, the first time. Its parameters by what an optimizer steps.
+
+    Flat parameters, which stand for several, are not among them.
+
+    Args:
+        joins_blocks: whether the blocks of tensor-parallel ranks are joined, or each is a tensor of its own.
+    """
+    units_of(model)  # which get the ranks of others
+    found = {whole.param: whole for whole in _of_flats(model, joins_blocks)}
+    names = {param: clean_fqn(name) for name, param in model.named_parameters()}
+    for unit in row_units_in(model):
+        for each in unit.rows:
+            param = each.param.sharded
+            found[param] = _of_rows(each, names.get(param, f"{unit.name}.{each.fqn}"), joins_blocks)
+    for param, name in names.items():
+        if param not in found:
+            found[param] = _of_plain(param, name, joins_blocks)
+    return found
+
+
+def _num_replicas(mesh: UnitMesh) -> int:
+    return 1 if mesh.data is None else mesh.size("replicate")
+
+
+def _dims(mesh: UnitMesh, *, divides: bool, joins_blocks: bool) -> tuple[Dim, ...]:
+    dims: tuple[Dim, ...] = ("shard", "replicate") if divides and _num_replicas(mesh) > 1 else ("shard",)
+    return (*dims, "tensor") if joins_blocks and mesh.tensor is not None else dims
+
+
+def _comm(mesh: UnitMesh, dims: tuple[Dim, ...]) -> Communicator:
+    comm = mesh.comm(*dims)
+    assert isinstance(comm, Communicator)
+    return comm
+
+
+def _of_flats(model: nn.Module, joins_blocks: bool) -> Iterator[WholeParam]:
+    for unit, flat, layout in named_flat_params(model):
+        if not flat.use_orig_params:
+            continue
+        for index, (leaf, slot) in enumerate(zip(flat.leaves, layout.slots, strict=True)):
+            yield WholeParam(
+                slot.fqn,
+                leaf,
+                slot.whole_shape if joins_blocks else slot.shape,
+                functools.partial(_share_of_flat, unit.mesh, layout, index, joins_blocks),
+                _num_replicas(unit.mesh),
+                slot.is_cut and not joins_blocks,
+            )
+
+
+def _share_of_flat(
+    mesh: UnitMesh, layout: FlatLayout, index: int, joins_blocks: bool, divides: bool
+) -> tuple[Communicator, Cut]:
+    dims = _dims(mesh, divides=divides, joins_blocks=joins_blocks)
+    return _comm(mesh, dims), FlatCut(layout, index, Lattice.of(mesh.lattice(*dims)))
+
+
+def _of_rows(each: Rows, name: str, joins_blocks: bool) -> WholeParam:
+    shape = tuple(each.param.sharded.shape) if joins_blocks else each.shape
+    has_blocks = each.block is not None and not joins_blocks
+    share = functools.partial(_share_of_rows, each, shape, joins_blocks)
+    return WholeParam(name, each.param.sharded, shape, share, _num_replicas(each.mesh), has_blocks)
+
+
+def _share_of_rows(each: Rows, shape: tuple[int, ...], joins_blocks: bool, divides: bool) -> tuple[Communicator, Cut]:
+    mesh, param = each.mesh, each.param.sharded
+    dims = _dims(mesh, divides=divides, joins_blocks=joins_blocks)
+    comm = _comm(mesh, dims)
+    if joins_blocks or each.block is None:
+        return comm, _block_cut(comm, param)
+    sizes = (shape[each.dim], *shape[: each.dim], *shape[each.dim + 1 :])  # chunks are of the first dimension
+    boxes = {}
+    for shard in range(mesh.shard.size):
+        box = chunk_box(sizes, mesh.shard.size, shard)
+        if box is not None and box.numel:
+            offsets, numbers = ((*part[1 : each.dim + 1], part[0], *part[each.dim + 1 :]) for part in box)
+            boxes.update(dict.fromkeys(mesh.lattice(*dims)[:, shard, 0].tolist(), Box(offsets, numbers)))
+    return comm, BlockCut(shape, boxes)
+
+
+def _of_plain(param: nn.Parameter, name: str, joins_blocks: bool) -> WholeParam:
+    """A parameter that no unit owns."""
+    if not joins_blocks or not is_cut(param):
+        return WholeParam(name, param, tuple(_compat.local_of(param).shape), has_blocks=is_cut(param))
+    assert isinstance(param, DTensor)
+    boxes = mesh_boxes(tuple(param.shape), param.device_mesh.mesh, param.placements)
+    if any(len(of_rank) > 1 for of_rank in boxes.values()):
+        raise UsageError(
+            f"WholeTensors: {name!r} has the placements {list(param.placements)}, of which a rank has several blocks: "
+            "redistribute it to Shard and Replicate"
+        )
+    return WholeParam(name, param, tuple(param.shape), functools.partial(_share_of_plain, param))
+
+
+def _share_of_plain(param: nn.Parameter, _divides: bool) -> tuple[Communicator, Cut]:
+    assert isinstance(param, DTensor)
+    comm = GroupCache.current().members_of(param.device_mesh)
+    return comm, _block_cut(comm, param)
+
+
+def _block_cut(comm: Communicator, param: torch.Tensor) -> BlockCut:
+    assert isinstance(param, DTensor)
+    numbers = {rank: number for number, rank in enumerate(GroupCache.current().global_ranks(comm))}
+    boxes = mesh_boxes(tuple(param.shape), param.device_mesh.mesh, param.placements)
+    held = {numbers[rank]: of_rank[0] for rank, of_rank in boxes.items() if rank in numbers and of_rank[0].numel}
+    return BlockCut(tuple(param.shape), held)
+
+
+def local_part(param: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of a parameter, or of a tensor like it, in their shape here."""
+    return _compat.local_of(param).detach()

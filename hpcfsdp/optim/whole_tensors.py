@@ -1,0 +1,538 @@
+"""An optimizer that steps whole tensors of a sharded model, each on the rank that owns it."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hpcfsdp import _compat, accelerator
+from hpcfsdp.comm import Communicator, assert_same, raise_together
+from hpcfsdp.errors import UsageError
+from hpcfsdp.optim.muon import Muon
+from hpcfsdp.optim.newton_schulz import newton_schulz_flops
+from hpcfsdp.optim.owned import OwnedParams, State
+from hpcfsdp.optim.whole_params import WholeParam, local_part, whole_params
+from hpcfsdp.reshard.cuts import Cut
+from hpcfsdp.reshard.owners import choose_owners
+from hpcfsdp.sharded import managed
+from hpcfsdp.state.model import communicator_of, named_flat_params
+from hpcfsdp.state.optim.values import digest
+
+Cost = Callable[[tuple[int, ...], Mapping[str, Any]], float]
+"""The floating-point operations of a step of one parameter, by its whole shape and its group."""
+
+ELEMENT_COST = 10.0
+"""Operations of an element-wise optimizer for each element."""
+HOST_FLOPS_PER_BYTE, DEVICE_FLOPS_PER_BYTE = 50.0, 2000.0
+"""Operations that a rank does while one byte moves; of devices, in 16 bits, and between nodes."""
+
+
+class WholeTensors(torch.optim.Optimizer):
+    """Any optimizer of torch for a sharded model, with whole tensors to step, as Muon, Shampoo and Adafactor need.
+
+    Each parameter has an owner among the ranks that share it. In a step its gradient moves from the shards to the
+    owner, `optimizer_class` steps it there, and its new values move into the shards. A parameter that one rank has
+    whole is stepped in place. The result is that of `optimizer_class` on the plain model. To everything around it this
+    is an optimizer of the shards: for clipping, ``GradScaler``, ``no_sync``, schedulers and checkpoints::
+
+        model = FullyShardedDataParallel(model, use_orig_params=True)
+        optimizer = WholeTensors(model, model.parameters(), Muon, lr=0.02)
+
+    The owner keeps a copy of each parameter that it has not whole in its shard: all ranks together have one more copy
+    of the model. During a step they also have one more of the gradients.
+
+    ``state`` has the state of parameters that this rank owns, in their whole shapes. ``state_dict`` and
+    ``load_state_dict`` are collective, and show it as state of the shards.
+    """
+
+    _is_ready = False
+    _has_stepped = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Any,
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        replicas: Literal["auto", "divide", "repeat"] = "auto",
+        tensor_parallel: Literal["joined", "blocks"] = "joined",
+        cost: Cost | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Collective over all ranks of the model.
+
+        Args:
+            model: sharded by ``FullyShardedDataParallel`` with ``use_orig_params=True``, or by ``fully_shard``, with
+                tensor parallelism or without. Parameters that no unit owns are stepped by each rank.
+            params: parameters of `model`, (name, parameter) pairs, or groups of either, as for `optimizer_class`.
+            optimizer_class: called with whole tensors in these groups, and with `kwargs`.
+            replicas: ranks that have the same shard "divide" the work and exchange results, or "repeat" it. "auto"
+                chooses for each parameter what takes less time by its cost.
+            tensor_parallel: "joined" steps whole parameters, as on the plain model. "blocks" has each tensor-parallel
+                rank step its own block as if it were a whole parameter: less moves, but Muon then orthogonalises
+                blocks, which is another optimizer.
+            cost: of a step of one parameter, to balance the work; by default that of the Newton-Schulz iteration for
+                matrices of Muon, and otherwise in proportion to elements.
+
+        Raises:
+            UsageError: a parameter is not of the model, in two groups, or a flat parameter; `optimizer_class` steps
+                with a closure.
+            DisagreementError: ranks give different parameters.
+        """
+        _check_choice("replicas", replicas, ("auto", "divide", "repeat"))
+        _check_choice("tensor_parallel", tensor_parallel, ("joined", "blocks"))
+        _check_class(optimizer_class)
+        self._model, self._replicas, self._joins_blocks = model, replicas, tensor_parallel == "joined"
+        self._cost = cost
+        make: Callable[..., torch.optim.Optimizer] = optimizer_class
+        self._make = functools.partial(make, **kwargs)
+        self._ranks = communicator_of(model)
+        self._owned: list[OwnedParams] = []
+        self._alone: list[tuple[WholeParam, nn.Parameter]] = []
+        self._params: dict[nn.Parameter, nn.Parameter] = {}
+        """The sharded parameters by those that the inner optimizer has."""
+        self._mine: set[nn.Parameter] = set()
+        """Those of the inner optimizer that this rank steps."""
+        new = self._plan(_as_groups(params))
+        self._inner = self._make(new.groups)
+        self._add(new)
+        super().__init__([self._shown_group(group) for group in self._inner.param_groups], self._inner.defaults)
+        self._is_ready = True
+        self._take_inner_state()
+
+    def __repr__(self) -> str:
+        return f"WholeTensors of {self._inner!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("WholeTensors has communicators, and cannot be copied or pickled: use state_dict()")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Collective over all ranks of the model. Add parameters, as ``torch.optim.Optimizer.add_param_group``.
+
+        Raises:
+            UsageError: as for ``WholeTensors``; nothing is added.
+        """
+        if not self._is_ready:
+            super().add_param_group(param_group)
+            return
+        new = self._plan(_as_groups([param_group]))
+        count = len(self._inner.param_groups)
+        for group in new.groups:
+            self._inner.add_param_group(group)
+        self._add(new)
+        for group in self._inner.param_groups[count:]:
+            super().add_param_group(self._shown_group(group))
+        self._take_inner_state()
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """Not collective. The ranks that own parameters, by name; numbered among the ranks that share the parameter."""
+        return {
+            each.name: owner for owned in self._owned for each, owner in zip(owned.params, owned.owners, strict=True)
+        }
+
+    # What the inner optimizer steps
+
+    def _plan(self, groups: list[dict[str, Any]]) -> _New:
+        """Collective over all ranks of the model. Choose owners, and make whole parameters. The optimizer stays."""
+        found = self._found(groups)
+        # Optimizers complete groups, and may divide them: one without memory shows how.
+        empty = [_whole_param(each, torch.device("meta")) for each in found]
+        trial = self._make(_with_params(groups, empty))
+        numbers = {param: number for number, param in enumerate(empty)}
+        lines: dict[Communicator | None, list[_Shared]] = {}
+        cost = self._cost or _cost_of(trial)
+        mine = set()
+        for group in trial.param_groups:
+            for number in (numbers[param] for param in group["params"]):
+                each = found[number]
+                if each.share is None:
+                    mine.add(number)
+                    continue
+                flops = float(cost(each.shape, group))
+                comm, cut = each.share(self._divides(each, flops))
+                lines.setdefault(comm if comm.size > 1 else None, []).append(_Shared(number, comm, cut, flops))
+        owners: dict[int, int] = {}
+        for line in lines.values():
+            comm = line[0].comm
+            facts = [(found[n].name, found[n].shape, str(found[n].param.dtype), flops) for n, _, _, flops in line]
+            assert_same(comm, digest(facts).hex(), "WholeTensors: what its groups hold, by a hash,")
+            move_cost = max(_move_cost(found[each.number].param) for each in line)
+            chosen = choose_owners([each.cut for each in line], [each.flops for each in line], comm.size, move_cost)
+            owners.update(zip((each.number for each in line), chosen, strict=True))
+            mine.update(each.number for each in line if owners[each.number] == comm.rank)
+        whole = [
+            _whole_param(each, local_part(each.param).device) if number in mine else empty[number]
+            for number, each in enumerate(found)
+        ]
+        new = _New(
+            _with_params(groups, whole),
+            [
+                OwnedParams(
+                    line[0].comm,
+                    [found[each.number] for each in line],
+                    [each.cut for each in line],
+                    [whole[each.number] for each in line],
+                    [owners[each.number] for each in line],
+                )
+                for line in lines.values()
+            ],
+            [(each, param) for each, param in zip(found, whole, strict=True) if each.share is None],
+            {param: each.param for each, param in zip(found, whole, strict=True)},
+            {whole[number] for number in mine},
+        )
+        if any(trial.state.values()):  # which may be made of the values of parameters
+            new.fill()
+        return new
+
+    def _found(self, groups: Iterable[Mapping[str, Any]]) -> list[WholeParam]:
+        """Collective over all ranks of the model, the first time. The parameters in groups, one after the other."""
+        known = whole_params(self._model, joins_blocks=self._joins_blocks)
+        flats = {flat.parameter for _, flat, _ in named_flat_params(self._model) if not flat.use_orig_params}
+        taken = set(self._params.values())
+        found: list[WholeParam] = []
+        for number, group in enumerate(groups):
+            for given in group["params"]:
+                each = _checked(_param(given), number, known, flats)
+                if each.param in taken:
+                    raise UsageError(f"WholeTensors: {each.name!r} is in two groups, or in one twice: leave it in one")
+                taken.add(each.param)
+                found.append(each)
+        return found
+
+    def _add(self, new: _New) -> None:
+        self._owned += new.owned
+        self._alone += new.alone
+        self._params.update(new.params)
+        self._mine |= new.mine
+
+    def _divides(self, each: WholeParam, flops: float) -> bool:
+        if each.num_replicas == 1 or self._replicas == "repeat":
+            return False
+        return self._replicas == "divide" or flops > _move_cost(each.param) / 2 * each.numel
+
+    def _shown_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {**group, "params": [self._params[whole] for whole in group["params"]]}
+
+    # Steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Collective over all ranks of the model. Step all parameters that have gradients.
+
+        Args:
+            closure: computes the loss again, with gradients, once.
+
+        Returns:
+            The loss of `closure`.
+
+        Raises:
+            UsageError: a parameter has a gradient on some of its ranks only; the optimizer keeps state for no
+                parameter, or changes its groups by what it steps. Nothing was stepped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        chosen = [_with_grads(owned) for owned in self._owned]
+        for owned, indices in zip(self._owned, chosen, strict=True):
+            owned.gather_grads(indices)
+        for each, whole in self._alone:
+            whole.data = local_part(each.param)
+            whole.grad = None if each.param.grad is None else local_part(each.param.grad)
+        self._step_whole()
+        for owned, indices in zip(self._owned, chosen, strict=True):
+            owned.scatter_values(indices)
+        for each, whole in self._alone:
+            if whole.grad is not None:
+                torch.autograd.graph.increment_version(each.param)
+            whole.grad = None
+        return loss
+
+    def _step_whole(self) -> None:
+        inner = self._inner
+        self._set_inner()
+        if self._has_stepped:
+            inner.step()
+        else:
+            before = digest([_hyper(group) for group in inner.param_groups])
+            with raise_together(self._ranks):
+                inner.step()
+                self._check_stepped()
+            after = digest([_hyper(group) for group in inner.param_groups])
+            changes = self._ranks.all_gather_object(after if after != before else None)
+            if len(set(changes)) > 1:
+                raise UsageError(
+                    f"WholeTensors: {type(inner).__name__} changes its groups by the parameters that it steps, and "
+                    "ranks step different ones: use an optimizer that steps each parameter for itself"
+                )
+            self._has_stepped = True
+        for group, own in zip(inner.param_groups, self.param_groups, strict=True):
+            own.update(_hyper(group))
+        self._take_inner_state()
+
+    def _set_inner(self) -> None:
+        """Give the inner optimizer the groups and the state, which schedulers and checkpoints may have changed."""
+        for group, own in zip(self._inner.param_groups, self.param_groups, strict=True):
+            group.update(_hyper(own))
+        self._inner.state = collections.defaultdict(dict)
+        for whole in self._mine:
+            if self._params[whole] in self.state:
+                self._inner.state[whole] = self.state[self._params[whole]]
+
+    def _take_inner_state(self) -> None:
+        """Show the state of the inner optimizer as that of this one."""
+        for whole, param in self._params.items():
+            if whole in self._mine and whole in self._inner.state:
+                self.state[param] = self._inner.state[whole]
+
+    def _check_stepped(self) -> None:
+        strange = next((key for key in self._inner.state if key not in self._params), None)
+        if strange is not None:
+            raise UsageError(
+                f"WholeTensors: {type(self._inner).__name__} keeps state {strange!r} that is of no parameter, so no "
+                "rank owns it: use an optimizer that keeps all of its state by parameter"
+            )
+
+    # State
+
+    def shown_state(self) -> dict[nn.Parameter, State]:
+        """Collective over all ranks of the model. The state of all parameters as that of this rank's shards.
+
+        Tensors with one value for each element are this rank's part of them; other tensors are whole on each rank.
+        """
+        found: dict[nn.Parameter, State] = {}
+        for owned in self._owned:
+            states = {
+                index: self.state[each.param]
+                for index, each in enumerate(owned.params)
+                if owned.owns(index) and each.param in self.state
+            }
+            shown = owned.shown_state(states)
+            found.update({each.param: state for each, state in zip(owned.params, shown, strict=True) if state})
+        for each, _ in self._alone:
+            if each.param in self.state:
+                found[each.param] = {name: _like(each.param, value) for name, value in self.state[each.param].items()}
+        return found
+
+    def load_shown_state(self, given: Mapping[Any, State]) -> None:
+        """Collective over all ranks of the model. Replace the state by what ``shown_state`` gives.
+
+        Raises:
+            StateDictError: on all ranks, if they have different state, or an owner lacks some. Nothing has changed.
+        """
+        found: dict[nn.Parameter, State] = {}
+        for owned in self._owned:
+            own = owned.own_state([given.get(each.param, {}) for each in owned.params])
+            found.update({owned.params[index].param: state for index, state in own.items()})
+        for each, _ in self._alone:
+            if each.param in given:
+                found[each.param] = {name: _compat.local_of(value) for name, value in given[each.param].items()}
+        self.state = _state_of(found)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective over all ranks of the model. Groups, and the state of this rank's shards, see ``shown_state``."""
+        own = self.state
+        self.state = _state_of(self.shown_state())
+        try:
+            return super().state_dict()
+        finally:
+            self.state = own
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Collective over all ranks of the model. Load what ``state_dict`` gave, on each rank its own.
+
+        Also that of `optimizer_class` on the plain model, on all ranks.
+
+        Raises:
+            StateDictError: as ``load_shown_state``.
+            ValueError: it has other groups.
+        """
+        state, groups = self.state, [dict(group) for group in self.param_groups]
+        try:
+            super().load_state_dict(dict(state_dict))
+            self._mark_again(state_dict)
+            self.load_shown_state(self.state)
+        except BaseException:
+            self.state, self.param_groups = state, groups
+            raise
+
+    def _mark_again(self, given: Mapping[str, Any]) -> None:
+        """Mark state that was marked before torch has cast it."""
+        keys = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
+        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, param in zip(keys, params, strict=True):
+            for name, value in given["state"].get(key, {}).items():
+                if managed.is_whole_state(value):
+                    managed.mark_whole_state(self.state[param][name])
+
+
+class _Shared(NamedTuple):
+    """A parameter by its number, that the ranks of `comm` share."""
+
+    number: int
+    comm: Communicator
+    cut: Cut
+    flops: float
+
+
+@dataclass
+class _New:
+    """Parameters for the inner optimizer.
+
+    Attributes:
+        groups: of whole parameters; those that other ranks own are on the meta device.
+        owned, alone: the parameters that have owners, and that each rank steps, with what is stepped.
+        params: the sharded parameters by what is stepped; `mine` is stepped by this rank.
+    """
+
+    groups: list[dict[str, Any]]
+    owned: list[OwnedParams]
+    alone: list[tuple[WholeParam, nn.Parameter]]
+    params: dict[nn.Parameter, nn.Parameter]
+    mine: set[nn.Parameter]
+
+    def fill(self) -> None:
+        """Collective over all ranks of the model. Give whole parameters their values."""
+        for owned in self.owned:
+            owned.refresh(range(len(owned.params)))
+        for each, whole in self.alone:
+            whole.data = local_part(each.param)
+
+
+def _whole_param(each: WholeParam, device: torch.device) -> nn.Parameter:
+    """What the inner optimizer has for a parameter; its memory comes with its values."""
+    data = torch.zeros((), dtype=each.param.dtype, device=device).expand(each.shape)
+    whole = nn.Parameter(data, requires_grad=each.param.requires_grad)
+    managed.mark(whole, each.name, each.shape)
+    return whole
+
+
+def _param(given: Any) -> Any:
+    """A parameter, or that of a pair of a name and it."""
+    return given[1] if isinstance(given, tuple) else given
+
+
+def _with_params(groups: Iterable[Mapping[str, Any]], params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Groups with other parameters, in the same order."""
+    new = iter(params)
+    return [
+        {
+            **group,
+            "params": [(given[0], next(new)) if isinstance(given, tuple) else next(new) for given in group["params"]],
+        }
+        for group in groups
+    ]
+
+
+def _like(param: torch.Tensor, value: Any) -> Any:
+    """State of a parameter that is no other rank's, as a ``DTensor`` if the parameter is one."""
+    if isinstance(param, DTensor) and isinstance(value, torch.Tensor) and value.shape == local_part(param).shape:
+        return _compat.dtensor_like(param, value)
+    return value
+
+
+def _with_grads(owned: OwnedParams) -> list[int]:
+    """Collective over its ranks. The parameters with gradients; their owners have their values then."""
+    flags = owned.flags()
+    for each, has, lacks in zip(owned.params, flags.has_grad, flags.lacks_grad, strict=True):
+        if has and lacks:
+            raise UsageError(
+                f"WholeTensors: {each.name!r} has a gradient on some of its ranks and none on others (on rank "
+                f"{owned.comm.rank}: {'none' if each.param.grad is None else 'one'}): set all to None, or none of them"
+            )
+    chosen = [index for index, has in enumerate(flags.has_grad) if has]
+    owned.refresh([index for index in chosen if flags.has_changed[index]])
+    return chosen
+
+
+def _as_groups(params: Any) -> list[dict[str, Any]]:
+    """Groups of parameters, or of (name, parameter) pairs, each with a list of them."""
+    if isinstance(params, torch.Tensor):
+        raise TypeError("WholeTensors: params is a tensor: give a list of parameters, or groups of them")
+    entries = list(params)
+    if not entries:
+        raise ValueError("WholeTensors: params is empty: give model.parameters()")
+    groups = entries if all(isinstance(entry, Mapping) for entry in entries) else [{"params": entries}]
+    found = []
+    for group in groups:
+        given = group["params"]
+        if isinstance(given, set):
+            raise TypeError("WholeTensors: parameters in a set have no order, which ranks need: give a list")
+        found.append({**group, "params": [given] if isinstance(given, torch.Tensor) else list(given)})
+    return found
+
+
+def _checked(
+    param: Any, number: int, known: Mapping[Any, WholeParam], flats: Collection[Any]
+) -> WholeParam:
+    """The parameter of the model that is in group `number`."""
+    if not isinstance(param, torch.Tensor):
+        raise TypeError(f"WholeTensors: a parameter in group {number} is of {type(param).__name__}: give tensors")
+    if param in flats:
+        raise UsageError(
+            f"WholeTensors: group {number} has a flat parameter, which has no whole tensors to step: wrap the model "
+            "with use_orig_params=True"
+        )
+    hidden = managed.hidden_fqn(param) if isinstance(param, nn.Parameter) else None
+    if hidden is not None:
+        raise UsageError(
+            f"WholeTensors: group {number} has {hidden!r} as it was before the model was sharded: take "
+            "model.parameters() afterwards"
+        )
+    if param not in known:
+        raise UsageError(
+            f"WholeTensors: group {number} has a parameter of shape {tuple(param.shape)} that is none of the model's: "
+            "take the parameters of the sharded model"
+        )
+    return known[param]
+
+
+def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UsageError(f"WholeTensors: {name} is {value!r}: choose one of {', '.join(map(repr, choices))}")
+
+
+def _check_class(kind: Any) -> None:
+    """Refuse what is no class of optimizers, or steps with a closure alone."""
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise UsageError(f"WholeTensors: optimizer_class is {kind!r}: give a class of torch.optim.Optimizer")
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"WholeTensors: {kind.__name__} steps with a closure that computes the loss again, for which gradients "
+            "would have to move each time: use an optimizer that steps without one"
+        )
+
+
+def _cost_of(optimizer: torch.optim.Optimizer) -> Cost:
+    """The default cost of an optimizer's steps."""
+    if isinstance(optimizer, Muon):
+        return optimizer.step_flops
+    if isinstance(optimizer, torch.optim.Muon):
+        return lambda shape, group: newton_schulz_flops(shape, group["ns_steps"])
+    return lambda shape, _group: ELEMENT_COST * torch.Size(shape).numel()
+
+
+def _move_cost(param: torch.Tensor) -> float:
+    """Operations in the time in which an element moves to its owner and back."""
+    on_device = accelerator.is_accelerator(local_part(param).device)
+    return 2 * param.dtype.itemsize * (DEVICE_FLOPS_PER_BYTE if on_device else HOST_FLOPS_PER_BYTE)
+
+
+def _state_of(found: Mapping[nn.Parameter, State]) -> Any:
+    """As an optimizer has it."""
+    return collections.defaultdict(dict, found)
+
+
+def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}

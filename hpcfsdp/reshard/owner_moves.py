@@ -1,0 +1,157 @@
+"""Values of tensors moved from their shards to the ranks that own them whole, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from hpcfsdp.comm import Communicator
+from hpcfsdp.reshard.cuts import Boxes, Cut
+from hpcfsdp.reshard.move import batches
+
+BATCH_NUMEL = 1 << 22
+"""Elements for each rank that travel together: a few large messages, and little memory beside the tensors."""
+
+TensorOf = Callable[[int], torch.Tensor]
+"""The memory of a tensor by its number."""
+
+
+class _Peer(NamedTuple):
+    rank: int
+    boxes: Boxes
+
+
+class OwnerMoves:
+    """The moves between shards and owners that this rank takes part in. Made without a message."""
+
+    def __init__(self, comm: Communicator, cuts: Sequence[Cut], owners: Sequence[int]) -> None:
+        """Not collective.
+
+        Args:
+            comm: the ranks, by which `cuts` and `owners` number them.
+            owners: by tensor.
+        """
+        self.comm, self.cuts, self.owners = comm, cuts, owners
+        rank = comm.rank
+        self._own = [cut.boxes(rank) for cut in cuts]
+        self._senders: dict[int, list[_Peer]] = {}
+        self._copies: dict[int, list[_Peer]] = {}
+        self._sends: set[int] = set()
+        for index, (cut, owner) in enumerate(zip(cuts, owners, strict=True)):
+            if owner == rank:
+                self._senders[index] = [_Peer(*pair) for pair in cut.senders(rank)]
+                self._copies[index] = [_Peer(*pair) for pair in cut.copies() if pair[0] != rank]
+            elif self._own[index] and cut.sends(rank, owner):
+                self._sends.add(index)
+
+    def numel_here(self, index: int) -> int:
+        """Elements of a tensor in this rank's shard."""
+        return sum(box.numel for box in self._own[index])
+
+    def owns(self, index: int) -> bool:
+        return self.owners[index] == self.comm.rank
+
+    def stays(self, index: int) -> bool:
+        """Whether no element of a tensor moves, the same on all ranks."""
+        owner = self.owners[index]
+        return self.cuts[index].is_whole_on(owner) and len(self.cuts[index].shares()[0]) <= 1
+
+    @torch.no_grad()
+    def gather(self, chosen: Sequence[int], shard: TensorOf, whole: TensorOf, dtype: torch.dtype) -> None:
+        """Collective over `comm`. Bring tensors from their shards to their owners.
+
+        Args:
+            chosen: numbers of tensors, ascending, the same on all ranks.
+            shard: this rank's elements of a tensor, 1-D, converted to `dtype`; called where it has some.
+            whole: memory of the whole for its owner, contiguous; called there alone. May share the memory of the shard.
+            dtype: in which values travel.
+        """
+        for part in self._batches(chosen):
+            out: dict[int, list[torch.Tensor]] = {}
+            into: dict[int, list[torch.Tensor]] = {}
+            for index in part:
+                if self.owns(index):
+                    target = whole(index)
+                    for peer in self._senders[index]:
+                        into.setdefault(peer.rank, []).extend(self._views(index, target, peer.boxes))
+                    self._keep(self._views(index, target, self._own[index]), index, shard, to_whole=True)
+                elif index in self._sends:
+                    out.setdefault(self.owners[index], []).append(shard(index))
+            self._exchange(out, into, dtype, in_place=True)
+
+    @torch.no_grad()
+    def scatter(self, chosen: Sequence[int], whole: TensorOf, shard: TensorOf, dtype: torch.dtype) -> None:
+        """Collective over `comm`. Bring tensors from their owners into all shards. Arguments as for ``gather``."""
+        for part in self._batches(chosen):
+            out: dict[int, list[torch.Tensor]] = {}
+            into: dict[int, list[torch.Tensor]] = {}
+            for index in part:
+                if self.owns(index):
+                    source = whole(index)
+                    for peer in self._copies[index]:
+                        out.setdefault(peer.rank, []).extend(self._views(index, source, peer.boxes))
+                    self._keep(self._views(index, source, self._own[index]), index, shard, to_whole=False)
+                elif self._own[index]:
+                    into.setdefault(self.owners[index], []).append(shard(index))
+            # Shards may be in memory that ranks share: no message is received there.
+            self._exchange(out, into, dtype, in_place=False)
+
+    def _batches(self, chosen: Sequence[int]) -> Iterator[Sequence[int]]:
+        limit = BATCH_NUMEL * self.comm.size
+        for part in batches([self.cuts[index].numel for index in chosen], limit):
+            yield chosen[part.start : part.stop]
+
+    def _views(self, index: int, whole: torch.Tensor, boxes: Boxes) -> list[torch.Tensor]:
+        seen = whole.detach().view(self.cuts[index].view)
+        return [seen[box.slices] for box in boxes]
+
+    def _keep(self, views: Sequence[torch.Tensor], index: int, shard: TensorOf, *, to_whole: bool) -> None:
+        """Copy this rank's own elements, unless both are in the same memory."""
+        if not views:
+            return
+        own = shard(index)
+        for view, part in zip(views, own.split([view.numel() for view in views]), strict=True):
+            if view.data_ptr() != part.data_ptr():
+                source, target = (part.view(view.shape), view) if to_whole else (view, part.view(view.shape))
+                target.copy_(source)
+
+    def _exchange(
+        self,
+        out: dict[int, list[torch.Tensor]],
+        into: dict[int, list[torch.Tensor]],
+        dtype: torch.dtype,
+        *,
+        in_place: bool,
+    ) -> None:
+        """Collective over `comm`. Send and receive views by rank; `in_place` where a rank receives a single one."""
+        comm = self.comm
+        if comm.size == 1:
+            return
+        nothing = torch.empty(0, dtype=dtype, device=comm.device)
+        inputs = [_packed(out[rank], comm, dtype) if rank in out else nothing for rank in range(comm.size)]
+        outputs = [nothing] * comm.size
+        for rank, views in into.items():
+            direct = in_place and len(views) == 1 and _fits(views[0], comm, dtype)
+            numel = sum(view.numel() for view in views)
+            outputs[rank] = views[0].view(-1) if direct else torch.empty(numel, dtype=dtype, device=comm.device)
+        comm.all_to_all(outputs, inputs)
+        for rank, views in into.items():
+            values = outputs[rank]
+            if views[0].data_ptr() != values.data_ptr():
+                for view, part in zip(views, values.split([view.numel() for view in views]), strict=True):
+                    view.copy_(part.view(view.shape))
+
+
+def _packed(views: Sequence[torch.Tensor], comm: Communicator, dtype: torch.dtype) -> torch.Tensor:
+    if len(views) == 1:
+        return views[0].to(comm.device, dtype).reshape(-1)
+    packed = torch.empty(sum(view.numel() for view in views), dtype=dtype, device=comm.device)
+    for view, part in zip(views, packed.split([view.numel() for view in views]), strict=True):
+        part.view(view.shape).copy_(view)
+    return packed
+
+
+def _fits(view: torch.Tensor, comm: Communicator, dtype: torch.dtype) -> bool:
+    return view.is_contiguous() and view.dtype == dtype and view.device == comm.device
