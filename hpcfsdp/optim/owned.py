@@ -78,7 +78,7 @@ class OwnedParams:
         return self._moves.owns(index)
 
     def shard(self, index: int) -> torch.Tensor:
-        """This rank's elements of a parameter, 1-D, in place.
+        """This rank's elements of a parameter, in place.
 
         Raises:
             EngineError: they are not those of a shard.
@@ -90,7 +90,7 @@ class OwnedParams:
                 f"WholeTensors: rank {self.comm.rank} has {local.numel()} elements of {each.name!r} instead of its "
                 f"shard of {self._moves.numel_here(index)}: step outside of summon_full_params, and after the backward"
             )
-        return local.view(-1)
+        return local
 
     # A step
 
@@ -146,7 +146,7 @@ class OwnedParams:
     def _grad(self, index: int) -> torch.Tensor:
         param = self.params[index].param
         assert param.grad is not None
-        return local_part(_compat.wait_tensor(param.grad)).reshape(-1).to(param.dtype)
+        return local_part(_compat.wait_tensor(param.grad)).to(param.dtype)
 
     def scatter_values(self, chosen: Sequence[int]) -> None:
         """Collective over `comm`. Give all shards the values of `chosen` parameters that their owners have stepped."""
@@ -250,9 +250,7 @@ class OwnedParams:
             else:
                 shards[index] = torch.empty(local.shape, dtype=dtype, device=self._device_of_copies(local.device))
         moving = [index for index in chosen if not self._stays[index]]
-        self._moves.scatter(
-            moving, lambda index: states[index][name].contiguous(), lambda index: shards[index].view(-1), dtype
-        )
+        self._moves.scatter(moving, lambda index: states[index][name].contiguous(), shards.__getitem__, dtype)
         params = {index: self.params[index].param for index in chosen}
         return {
             index: _compat.dtensor_like(params[index], shard) if isinstance(params[index], DTensor) else shard
@@ -330,7 +328,7 @@ class OwnedParams:
         for (name, dtype, is_elementwise), chosen in self._by_kind(merged).items():
             if is_elementwise:
                 moving = [index for index in chosen if not self._views_shard[index]]
-                shards = {index: local_part(given[index][name]).reshape(-1) for index in moving if given[index]}
+                shards = {index: local_part(given[index][name]) for index in moving if given[index]}
                 whole = {index: found[index][name] for index in moving if index in found}
                 self._moves.gather(moving, shards.__getitem__, whole.__getitem__, dtype)
         return found
@@ -395,9 +393,9 @@ def _with_dim(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """Sums of the bits of a 1-D tensor, as of the lines and columns of a matrix: they differ if values do."""
-    if values.is_complex():
-        values = torch.view_as_real(values).view(-1)
+    """Sums of the bits of a tensor, as of the lines and columns of a matrix: they differ if values do."""
+    values = (torch.view_as_real(values) if values.is_complex() else values).contiguous()
+    values = values.as_strided((values.numel(),), (1,))  # view(-1) keeps any stride of a single element
     if values.storage_offset() * values.element_size() % 8:
         values = values.clone()
     raw = values.view(torch.uint8)

@@ -472,9 +472,7 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _checked(
-    param: Any, number: int, known: Mapping[Any, WholeParam], flats: Collection[Any]
-) -> WholeParam:
+def _checked(param: Any, number: int, known: Mapping[Any, WholeParam], flats: Collection[Any]) -> WholeParam:
     """The parameter of the model that is in group `number`."""
     if not isinstance(param, torch.Tensor):
         raise TypeError(f"WholeTensors: a parameter in group {number} is of {type(param).__name__}: give tensors")

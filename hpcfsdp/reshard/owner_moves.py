@@ -64,7 +64,8 @@ class OwnerMoves:
 
         Args:
             chosen: numbers of tensors, ascending, the same on all ranks.
-            shard: this rank's elements of a tensor, 1-D, converted to `dtype`; called where it has some.
+            shard: this rank's elements of a tensor, converted to `dtype`; called where it has some. 1-D, box after box,
+                or of the shape of its only box.
             whole: memory of the whole for its owner, contiguous; called there alone. May share the memory of the shard.
             dtype: in which values travel.
         """
@@ -76,9 +77,10 @@ class OwnerMoves:
                     target = whole(index)
                     for peer in self._senders[index]:
                         into.setdefault(peer.rank, []).extend(self._views(index, target, peer.boxes))
-                    self._keep(self._views(index, target, self._own[index]), index, shard, to_whole=True)
+                    for view, own in self._kept(index, target, shard):
+                        view.copy_(own)
                 elif index in self._sends:
-                    out.setdefault(self.owners[index], []).append(shard(index))
+                    out.setdefault(self.owners[index], []).extend(self._own_views(index, shard(index)))
             self._exchange(out, into, dtype, in_place=True)
 
     @torch.no_grad()
@@ -92,9 +94,10 @@ class OwnerMoves:
                     source = whole(index)
                     for peer in self._copies[index]:
                         out.setdefault(peer.rank, []).extend(self._views(index, source, peer.boxes))
-                    self._keep(self._views(index, source, self._own[index]), index, shard, to_whole=False)
+                    for view, own in self._kept(index, source, shard):
+                        own.copy_(view)
                 elif self._own[index]:
-                    into.setdefault(self.owners[index], []).append(shard(index))
+                    into.setdefault(self.owners[index], []).extend(self._own_views(index, shard(index)))
             # Shards may be in memory that ranks share: no message is received there.
             self._exchange(out, into, dtype, in_place=False)
 
@@ -107,15 +110,20 @@ class OwnerMoves:
         seen = whole.detach().view(self.cuts[index].view)
         return [seen[box.slices] for box in boxes]
 
-    def _keep(self, views: Sequence[torch.Tensor], index: int, shard: TensorOf, *, to_whole: bool) -> None:
-        """Copy this rank's own elements, unless both are in the same memory."""
-        if not views:
-            return
-        own = shard(index)
-        for view, part in zip(views, own.split([view.numel() for view in views]), strict=True):
-            if view.data_ptr() != part.data_ptr():
-                source, target = (part.view(view.shape), view) if to_whole else (view, part.view(view.shape))
-                target.copy_(source)
+    def _own_views(self, index: int, shard: torch.Tensor) -> list[torch.Tensor]:
+        boxes = self._own[index]
+        if len(boxes) == 1:
+            return [shard.view(boxes[0].sizes)]
+        parts = shard.view(-1).split([box.numel for box in boxes])
+        return [part.view(box.sizes) for part, box in zip(parts, boxes, strict=True)]
+
+    def _kept(self, index: int, whole: torch.Tensor, shard: TensorOf) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the whole and of this rank's shard for the same elements, where they are not the same memory."""
+        boxes = self._own[index]
+        if not boxes:
+            return []
+        pairs = zip(self._views(index, whole, boxes), self._own_views(index, shard(index)), strict=True)
+        return [(view, own) for view, own in pairs if view.data_ptr() != own.data_ptr()]
 
     def _exchange(
         self,

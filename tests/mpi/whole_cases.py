@@ -77,7 +77,7 @@ def _root(matrix):
 
 
 def _basis(matrix):
-    values, vectors = torch.linalg.eigh(matrix)
+    vectors = torch.linalg.eigh(matrix)[1]
     return vectors * vectors.sum(0).sign()  # which eigh leaves open
 
 
