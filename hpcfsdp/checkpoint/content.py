@@ -34,6 +34,7 @@ from hpcfsdp.state.optim.in_file import (
     named_groups,
     optimizer_state,
     state_elsewhere,
+    states_of,
 )
 from hpcfsdp.state.sources import digest_of
 from hpcfsdp.state.tensors import LocalPiece, StateTensor
@@ -195,9 +196,10 @@ def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | N
         small |= _compared(comm, known.fingerprint, states, leaves)
         return Collected(Content(known.plan, root_attributes(given.step, comm.size), small), (), recalled)
     model, optimizer = given.model, given.optimizer
+    shown = None if optimizer is None else states_of(optimizer)
     with raise_together(comm):
         settle(model)
-        own = None if optimizer is None else local_state(model, optimizer)
+        own = None if optimizer is None or shown is None else local_state(model, optimizer, shown)
     elsewhere = {} if own is None else state_elsewhere(comm, own)
     with raise_together(comm):
         state = None if own is None else optimizer_state(own, elsewhere, DTensorRanks(model))

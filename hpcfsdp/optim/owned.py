@@ -195,7 +195,7 @@ class OwnedParams:
         """
         mine = {self.params[index].name: StateInfo.of(state) for index, state in states.items() if state}
         others = {each.name for index, each in enumerate(self.params) if not self.owns(index)}
-        merged = self._merged(RankState([], mine, others, names=[each.name for each in self.params]))
+        merged = self._merged(mine, others)
         found: list[State] = [{} for _ in self.params]
         for index, each in enumerate(self.params):
             info = merged.get(each.name, StateInfo())
@@ -223,9 +223,11 @@ class OwnedParams:
                 'different ones: it can be saved with tensor_parallel="joined"'
             )
 
-    def _merged(self, mine: RankState) -> dict[str, StateInfo]:
+    def _merged(self, mine: Mapping[str, StateInfo], empty: set[str]) -> dict[str, StateInfo]:
+        """Collective over `comm`. The state that ranks have, by name; of parameters in `empty` this rank has none."""
         with raise_together(self.control):
-            packed = mine.packed()
+            names = [each.name for each in self.params]
+            packed = RankState([], dict(mine), empty, names=names, with_shapes=True).packed()
         gathered = allgather_state_info(self.control, packed)
         with raise_together(self.control):
             return convert_all_state_info(gathered)
@@ -298,32 +300,33 @@ class OwnedParams:
         Raises:
             StateDictError: on all ranks: ranks have different state, or an owner lacks some.
         """
-        with raise_together(self.control):
-            described = {
-                each.name: StateInfo.of({name: self._described(index, name, value) for name, value in state.items()})
-                for index, (each, state) in enumerate(zip(self.params, given, strict=True))
-                if state
-            }
-            is_whole = self._is_whole_form(given)
-        forms = {form for form in self.control.all_gather_object(is_whole) if form is not None}
+        forms = {form for form in self.control.all_gather_object(self._is_whole_form(given)) if form is not None}
         if len(forms) > 1:
             raise StateDictError(
                 "WholeTensors: some ranks load state of whole tensors, others of shards: load what "
                 "optim_state_dict_to_load or state_dict() returned on each rank"
             )
+        is_whole = forms == {True}
+        with raise_together(self.control):
+            described = {
+                each.name: StateInfo.of(
+                    {name: self._described(index, name, value, is_whole) for name, value in state.items()}
+                )
+                for index, (each, state) in enumerate(zip(self.params, given, strict=True))
+                if state
+            }
         empty = {
             each.name
             for index, each in enumerate(self.params)
             if not given[index] and each.numel and not self._moves.numel_here(index)
         }
-        message = RankState([], described, empty, names=[each.name for each in self.params], with_shapes=True)
-        merged = self._merged(message)
+        merged = self._merged(described, empty)
         found: dict[int, State] = {}
         with raise_together(self.control):
             for index, each in enumerate(self.params):
                 if each.name in merged and self.owns(index):
-                    found[index] = self._owned_values(index, given[index], merged[each.name], forms == {True})
-        if forms == {True}:
+                    found[index] = self._owned_values(index, given[index], merged[each.name], is_whole)
+        if is_whole:
             return found
         for (name, dtype, is_elementwise), chosen in self._by_kind(merged).items():
             if is_elementwise:
@@ -333,13 +336,15 @@ class OwnedParams:
                 self._moves.gather(moving, shards.__getitem__, whole.__getitem__, dtype)
         return found
 
-    def _described(self, index: int, name: str, value: Any) -> Any:
+    def _described(self, index: int, name: str, value: Any, is_whole: bool) -> Any:
         """A state as a tensor without memory, of the whole shape, for other ranks."""
         each = self.params[index]
         if not isinstance(value, torch.Tensor) or (not value.dim() and not isinstance(value, DTensor)):
             return value
         shape = tuple(value.shape)
         if is_whole_state(value) or shape == each.shape or isinstance(value, DTensor):
+            return TensorInfo(shape, value.dtype)
+        if is_whole and (len(shape) > 1 or shape[0] in each.shape):
             return TensorInfo(shape, value.dtype)
         if value.numel() == self._moves.numel_here(index):
             return TensorInfo(_with_dim(each.shape), value.dtype)
@@ -353,15 +358,20 @@ class OwnedParams:
 
     def _is_whole_form(self, given: Sequence[State]) -> bool | None:
         """Whether tensors are whole; None if that cannot be seen from those of this rank."""
+        looks_cut = None
         for index, (each, state) in enumerate(zip(self.params, given, strict=True)):
+            here = self._moves.numel_here(index)
             for value in state.values():
                 if not isinstance(value, torch.Tensor) or not value.dim() or is_whole_state(value):
                     continue
                 if isinstance(value, DTensor):
                     return False
-                if self._moves.numel_here(index) != each.numel:
-                    return tuple(value.shape) == each.shape
-        return None
+                if here == each.numel or isinstance(each.param, DTensor):
+                    continue
+                if tuple(value.shape) == each.shape or value.dim() > 1:
+                    return True
+                looks_cut = False if value.numel() == here else looks_cut
+        return looks_cut
 
     def _owned_values(self, index: int, given: State, info: StateInfo, is_whole: bool) -> State:
         """What this rank, the owner, has of a state; with memory for what it will receive."""

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel as Torch
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.sharded.unit import ShardedUnit, unit_of
 from hpcfsdp.state.model import persistent_tensors
+from hpcfsdp.state.optim.keys import StepsWholeTensors
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def take_inventory(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     """Not collective. None for a model or optimizer that facts cannot describe, or that cannot be saved now.
 
     These are modules of ``fully_shard``, DTensors and other kinds of tensors, memory that is not contiguous, state that
-    is no tensor, and whatever the general way refuses.
+    is no tensor, or of whole tensors that ranks own, and whatever the general way refuses.
 
     Raises:
         EngineError: a user has assigned data that does not fit the shard.
@@ -100,6 +101,8 @@ class _Taking:
         self._add(tensor for tensor in found if id(tensor) not in sharded)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, StepsWholeTensors):
+            raise _Unusual
         states, count, numbers = optimizer.state, 0, self._numbers
         for group in optimizer.param_groups:
             self.facts.append(len(group["params"]))

@@ -50,7 +50,7 @@ class Soap(torch.optim.Optimizer):
 
     def _step(self, param, state, lr):
         if not state:
-            state["count"], state["kind"] = 0, "soap"
+            state["count"] = 0
             state["square"] = torch.zeros_like(param)
             if param.dim() == 2:
                 for name, size in zip(("left", "right"), param.shape, strict=True):

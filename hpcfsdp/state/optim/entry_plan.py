@@ -129,7 +129,7 @@ def plan_orig_state(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any], ele
                 own = value.detach().clone() if is_tensor else deep_copy(f"{name!r} of {fqn!r}", value)
                 plan.others[name] = own
             continue
-        if not info.shows_whole(fqn) or is_distributed(value):
+        if not info.has_state_of_any_shape(fqn) or is_distributed(value):
             _check_shape(fqn, name, value, info.layout.slots[index].whole_shape)
         plan.tensors[name] = [value]
     return plan

@@ -16,7 +16,7 @@ from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, StateDictEr
 from hpcfsdp.state.dtensors import DTensorRanks
 from hpcfsdp.state.optim.compare import StateInfo, allgather_state_info, check_same_groups, convert_all_state_info
 from hpcfsdp.state.optim.entry_plan import flatten_zero_dim_tensor_optim_state
-from hpcfsdp.state.optim.keys import FSDPParamInfo, with_params
+from hpcfsdp.state.optim.keys import FSDPParamInfo, StepsWholeTensors, with_params
 from hpcfsdp.state.optim.load import allocate_optim_state
 from hpcfsdp.state.optim.load_plan import LoadPlan
 from hpcfsdp.state.optim.local import LocalOptimState
@@ -67,14 +67,26 @@ def _errors_as(kind: type[CheckpointError]) -> Iterator[None]:
         raise kind(str(error)) from error
 
 
-def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> LocalOptimState:
+States = Mapping[Any, Mapping[str, Any]]
+"""State by parameter, as ``torch.optim.Optimizer.state``."""
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> States:
+    """The state of this rank's shards. Collective over all ranks of the model if others step them whole."""
+    return optimizer.shown_state() if isinstance(optimizer, StepsWholeTensors) else optimizer.state
+
+
+def local_state(model: nn.Module, optimizer: torch.optim.Optimizer, states: States) -> LocalOptimState:
     """Not collective. The state of this rank's optimizer, by the names of a checkpoint.
+
+    Args:
+        states: see ``states_of``.
 
     Raises:
         CheckpointError: the optimizer steps a parameter that the model does not have, or has state that belongs to no
             parameter or cannot be divided.
     """
-    odd = next((key for key in optimizer.state if not isinstance(key, torch.Tensor)), None)
+    odd = next((key for key in states if not isinstance(key, torch.Tensor)), None)
     if odd is not None:
         raise CheckpointError(
             f"the optimizer's state holds {odd!r}, which belongs to no parameter: keep it in the param_groups, or "
@@ -83,7 +95,7 @@ def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> LocalOpti
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = iter(range(len(params)))
     groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
-    state = {number: optimizer.state[param] for number, param in enumerate(params) if param in optimizer.state}
+    state = {number: states[param] for number, param in enumerate(params) if param in states}
     with _errors_as(CheckpointError):
         return LocalOptimState(model, optimizer, {"state": state, "param_groups": groups}, in_file=True)
 
@@ -253,17 +265,28 @@ class OptimizerRestore:
                 self._state[fqn][key] = flatten_zero_dim_tensor_optim_state(key, values, names)
 
     def apply(self) -> None:
-        """Put the new state and hyper-parameters in place."""
+        """Put the new state and hyper-parameters in place. Collective as ``states_of``.
+
+        Raises:
+            CheckpointMismatchError: on all ranks, if the state does not fit the owners of whole tensors.
+        """
+        new = {
+            self._plan.params[own_key]: state
+            for own_key, state in rekey_sharded_optim_state_dict(self._state, self._plan.keys).items()
+        }
+        if isinstance(self._optimizer, StepsWholeTensors):
+            with _errors_as(CheckpointMismatchError):
+                self._optimizer.load_shown_state(new)
+        else:
+            for param in [param for param in self._optimizer.state if isinstance(param, torch.Tensor)]:
+                del self._optimizer.state[param]
+            self._optimizer.state.update(new)
         for group, hyper in zip(self._optimizer.param_groups, self._groups, strict=True):
             for key, value in hyper.items():
                 if isinstance(group.get(key), torch.Tensor):  # a capturable optimizer's lr has to stay the tensor it is
                     group[key].copy_(value)
                 else:
                     group[key] = value
-        for param in [param for param in self._optimizer.state if isinstance(param, torch.Tensor)]:
-            del self._optimizer.state[param]
-        for own_key, state in rekey_sharded_optim_state_dict(self._state, self._plan.keys).items():
-            self._optimizer.state[self._plan.params[own_key]] = state
 
 
 def _empty_state(param: nn.Parameter, hyper: Mapping[str, Any], key: str, value: TensorInfo) -> torch.Tensor:

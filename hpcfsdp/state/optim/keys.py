@@ -9,7 +9,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -30,6 +30,20 @@ OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 """The argument that an optimizer was built from: parameters, or groups of them; None for ``model.parameters()``."""
 
 
+@runtime_checkable
+class StepsWholeTensors(Protocol):
+    """An optimizer that steps whole tensors of sharded parameters, each on one rank."""
+
+    def shown_state(self) -> Mapping[Any, dict[str, Any]]:
+        """Collective over all ranks of the model. State by sharded parameter, as if each rank stepped its shard.
+
+        What has another shape than the parameter is whole on all ranks, and marked by ``mark_whole_state``.
+        """
+
+    def load_shown_state(self, given: Mapping[Any, dict[str, Any]]) -> None:
+        """Collective over all ranks of the model. Replace the state by such state."""
+
+
 @dataclass(frozen=True, eq=False)
 class FSDPParamInfo:
     """A flat parameter and its names, for the state of an optimizer.
@@ -38,11 +52,13 @@ class FSDPParamInfo:
         mesh: the ranks that share it.
         flat: the parameter.
         layout: of its parameters, under their names in the whole model.
+        is_stepped_whole: whether the optimizer is one of ``StepsWholeTensors``.
     """
 
     mesh: UnitMesh
     flat: FlatParam
     layout: FlatLayout
+    is_stepped_whole: bool = False
 
     @property
     def comm(self) -> Communicator:
@@ -60,8 +76,12 @@ class FSDPParamInfo:
         return self.flat.use_orig_params and self.mesh.strategy is ShardingStrategy.NO_SHARD
 
     def shows_whole(self, fqn: str) -> bool:
-        """Whether the optimizer steps all of a parameter, in its original shape: its state may have any shape."""
+        """Whether the optimizer steps all of a parameter here, in its original shape."""
         return self.keeps_shapes and not self.layout.slots[self.param_indices[fqn]].is_cut
+
+    def has_state_of_any_shape(self, fqn: str) -> bool:
+        """Whether state of a parameter may have other shapes than the parameter: somebody steps all of it."""
+        return self.is_stepped_whole or self.shows_whole(fqn)
 
     def is_empty_on(self, fqn: str, rank: int) -> bool:
         """Whether the shard of a rank of ``comm`` has no elements of a parameter that has some."""
@@ -87,16 +107,20 @@ def sorted_items(dictionary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield key, dictionary[key]
 
 
-def get_fqn_to_fsdp_param_info(model: nn.Module, *, in_file: bool = False) -> dict[str, FSDPParamInfo]:
+def get_fqn_to_fsdp_param_info(
+    model: nn.Module, optim: torch.optim.Optimizer | None = None, *, in_file: bool = False
+) -> dict[str, FSDPParamInfo]:
     """The flat parameter that each sharded parameter of the model is in, in the order of units.
 
     Tied parameters are there under their first name.
 
     Args:
+        optim: the optimizer whose state it is for.
         in_file: whether names are those of a checkpoint, see ``state.model.flat_params``.
     """
     flats = flat_params(model) if in_file else ((f, layout, u.mesh) for u, f, layout in named_flat_params(model))
-    infos = [FSDPParamInfo(mesh, flat, layout) for flat, layout, mesh in flats]
+    is_stepped_whole = isinstance(optim, StepsWholeTensors)
+    infos = [FSDPParamInfo(mesh, flat, layout, is_stepped_whole) for flat, layout, mesh in flats]
     return {slot.fqn: info for info in infos for slot in info.layout.slots}
 
 

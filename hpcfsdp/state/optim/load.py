@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp.comm import Communicator, assert_same, raise_together
 from hpcfsdp.comm.grid import Grid
 from hpcfsdp.output.profile import Phase, SimpleProfiler, profile
+from hpcfsdp.sharded.managed import mark_whole_state
 from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim.compare import allgather_state_info, check_same_groups, convert_all_state_info
@@ -70,12 +71,16 @@ def allocate_optim_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) ->
                 given, parts = values, [shard] * len(layout.slots)
                 continue
             is_plain = isinstance(values[0], torch.Tensor) and not is_distributed(values[0])
-            if info.shows_whole(fqn) and is_plain:  # of any shape
-                new.states[fqn][name] = values[0].detach().to(device, copy=True)
-                continue
             index = info.param_indices[fqn]
-            if info.shows_whole(fqn) and shape != layout.slots[index].shape:
-                new.whole[fqn, name] = new.states[fqn][name] = torch.empty(shape, dtype=dtype, device=device)
+            is_like_param = shape == layout.slots[index].whole_shape
+            if is_plain and (info.shows_whole(fqn) or (info.is_stepped_whole and not is_like_param)):
+                new.states[fqn][name] = own = values[0].detach().to(device, copy=True)
+                if not is_like_param:
+                    mark_whole_state(own)
+                continue
+            if info.has_state_of_any_shape(fqn) and not is_like_param:
+                own = mark_whole_state(torch.empty(shape, dtype=dtype, device=device))
+                new.whole[fqn, name] = new.states[fqn][name] = own
                 continue
             run = layout.param_run(fqn, info.comm.rank)
             own = torch.empty(run.numel if run else 0, dtype=dtype, device=device)
@@ -250,7 +255,11 @@ def _scattered(plan: LoadPlan, ranks: Communicator | Grid, infos: Mapping[FSDPPa
         mine = {fqn: plan.entries.pop(fqn) for fqn in info.param_indices if fqn in plan.entries}
         for fqn, entry in mine.items():
             if info.shows_whole(fqn) or not goes_in_parts:
-                _broadcast(entry, ranks, info)
+                _broadcast(entry.tensors, entry.tensors, ranks, info)
+            elif info.is_stepped_whole:
+                shape = info.layout.slots[info.param_indices[fqn]].whole_shape
+                others = [name for name, values in entry.tensors.items() if shape_and_dtype(values[0])[0] != shape]
+                _broadcast(entry.tensors, others, ranks, info)
         states.update(flatten_optim_state(info, mine))
     for fqn, state in sorted(plan.unsharded.items()):  # ranks may step them in different orders
         loaded = {name: _loaded(ranks, value) for name, value in state.items()}
@@ -268,7 +277,9 @@ def _scattered(plan: LoadPlan, ranks: Communicator | Grid, infos: Mapping[FSDPPa
     return found
 
 
-def _broadcast(entry: StatePlan, ranks: Communicator | Grid, info: FSDPParamInfo) -> None:
-    """Collective over `ranks`, where rank 0 alone has tensors. Send them to all ranks."""
-    for name, values in entry.tensors.items():
-        entry.tensors[name] = [broadcast_state(ranks, value, info.flat.parameter.device) for value in values]
+def _broadcast(
+    tensors: dict[str, list[Any]], names: Iterable[str], ranks: Communicator | Grid, info: FSDPParamInfo
+) -> None:
+    """Collective over `ranks`, where rank 0 alone has tensors. Send some of an entry to all ranks."""
+    for name in list(names):
+        tensors[name] = [broadcast_state(ranks, value, info.flat.parameter.device) for value in tensors[name]]

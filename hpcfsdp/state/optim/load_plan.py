@@ -78,7 +78,7 @@ class LoadPlan:
         self._what = "the checkpoint" if in_file else "the state dict"
         if optim_input is not None:  # perhaps a generator
             optim_input = [{"params": params} for params in get_param_groups_of_optim_input(model, optim_input)]
-        self.infos = get_fqn_to_fsdp_param_info(model, in_file=in_file)
+        self.infos = get_fqn_to_fsdp_param_info(model, optim, in_file=in_file)
         fqns = get_param_to_fqns(model, self.infos, in_file=in_file)
         self.params = params = resolve_param_keys(model, optim, optim_input, is_named_optimizer=is_named_optimizer)
         self.keys = map_param_key_to_optim_keys(params, fqns, self.infos)
@@ -207,7 +207,7 @@ class LoadPlan:
         """
         for key, own_key in self.keys.items():
             name = key.unflat_param_names[0]
-            if name in self.unsharded or (name in self.entries and self.infos[name].shows_whole(name)):
+            if name in self.unsharded or (name in self.entries and self.infos[name].has_state_of_any_shape(name)):
                 for state, held in optim.state.get(params[own_key], {}).items():
                     here, given = shape_and_dtype(held), shape_and_dtype(self.states[name].get(state))
                     if here is not None and given is not None and here[0] != given[0]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hpcfsdp.errors import StateDictError
+from hpcfsdp.sharded.managed import is_whole_state
 from hpcfsdp.state.optim.compare import RankState, StateInfo, is_zero_dim_tensor
 from hpcfsdp.state.optim.keys import (
     FSDPParamInfo,
@@ -37,7 +38,7 @@ class FlatParamState:
 
     Attributes:
         shards: by name and dtype, state with a value for each element of the parameters.
-        whole: by parameter, tensors of other shapes, of parameters that the optimizer steps whole.
+        whole: by parameter, tensors of other shapes, of parameters that somebody steps whole; the same on all ranks.
         scalars, others: by parameter, tensors without dimensions, and what is no tensor; the same on all ranks.
     """
 
@@ -68,7 +69,7 @@ class FlatParamState:
                     found.scalars.setdefault(fqn, {})[name] = value
                 elif not isinstance(value, torch.Tensor):
                     found.others.setdefault(fqn, {})[name] = value
-                elif info.shows_whole(fqn) and value.shape != slot.shape:
+                elif is_whole_state(value) or (info.shows_whole(fqn) and value.shape != slot.shape):
                     found.whole.setdefault(fqn, {})[name] = value
                 else:
                     own = runs.setdefault((name, value.dtype), [None] * len(slots))
@@ -85,7 +86,10 @@ def _of_no_elements(info: StateInfo | None, held: Mapping[str, Any], param: torc
     """
     if info is None:
         return {}
-    tensors = {name: param.new_empty(0, dtype=tensor.dtype) for name, tensor in info.tensors.items()}
+    tensors = {
+        name: held[name] if is_whole_state(held.get(name)) else param.new_empty(0, dtype=tensor.dtype)
+        for name, tensor in info.tensors.items()
+    }
     others = {
         name: held.get(name, value) if isinstance(value, Unpicklable) else value
         for name, value in info.non_tensors.items()
@@ -123,7 +127,7 @@ class LocalOptimState:
             StateDictError: the state dict is not the optimizer's, or has a value that cannot be copied or divided.
         """
         check_is_state_dict(optim_state_dict)
-        self.infos = get_fqn_to_fsdp_param_info(model, in_file=in_file)
+        self.infos = get_fqn_to_fsdp_param_info(model, optim, in_file=in_file)
         self.fqns = get_param_to_fqns(model, self.infos, in_file=in_file)
         named = is_named_optimizer(optim_state_dict)
         self.params: Mapping[ParamKey, nn.Parameter] = resolve_param_keys(
@@ -238,6 +242,8 @@ def check_state_shapes(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any]) 
         run = info.layout.param_run(fqn, info.comm.rank)
         shape = (run.numel if run else 0,)
     for name, value in state.items():
+        if is_whole_state(value):
+            continue
         if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) != shape:
             raise StateDictError(
                 f"optimizer state {name!r} of {fqn!r} has shape {tuple(value.shape)}, but must be a scalar or have "

@@ -25,7 +25,14 @@ from hpcfsdp.state.optim.compare import (
     convert_all_state_info,
     differing_unsharded,
 )
-from hpcfsdp.state.optim.keys import FSDPParamInfo, OptimInput, ParamKey, sorted_items, with_params
+from hpcfsdp.state.optim.keys import (
+    FSDPParamInfo,
+    OptimInput,
+    ParamKey,
+    StepsWholeTensors,
+    sorted_items,
+    with_params,
+)
 from hpcfsdp.state.optim.local import FlatParamState, LocalOptimState
 from hpcfsdp.state.settings import StateDictFormat, optim_format_of
 from hpcfsdp.tensor.whole import whole_of
@@ -75,6 +82,8 @@ def optim_state_dict(
                 unit.check_at_rest("optim_state_dict")
             form = optim_format_of(model) if form is None else form
         assert_same(ranks, form, "the kind of state dict, see state_dict_type,")
+        if optim_state_dict is None and isinstance(optim, StepsWholeTensors):
+            optim_state_dict = optim.state_dict()  # a collective
         with profile(Phase.PREPROCESSING), raise_together(ranks):
             if optim_state_dict is None and optim is not None:
                 optim_state_dict = optim.state_dict()
