@@ -51,6 +51,7 @@ PARTS = (
     Part("collectives, two imagined nodes", ("collectives", "--sizes", "1", "16", "--split-nodes", "2")),
     Part("memory", ("memory",)),
     Part("state dicts", ("optim-state",)),
+    Part("Muon", ("whole-tensors",)),
     Part("checkpoint, 300 tensors", ("checkpoint", "--bytes", "1GiB", "--tensors", "300")),
     Part("checkpoint, 4,000 tensors", ("checkpoint", "--bytes", "1GiB", "--tensors", "4000")),
     Part("host", ("host",), 0),

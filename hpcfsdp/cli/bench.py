@@ -27,13 +27,27 @@ if TYPE_CHECKING:
 _HELP = """collectives: next to gloo, plain MPI calls and the speed of memory; backends: steps of stock DDP, FSDP1 and
 FSDP2 on hpcmpi and on gloo; step: steps of hpcfsdp, of these over gloo, and without communication; memory: the peak of
 such a step, and the analytic one; optim-state: state dicts of a model and its optimizer, by hpcfsdp and by FSDP1 over
-gloo; checkpoint: saving and loading, by hpcfsdp, torch's DCP, safetensors, h5py and raw files on one disk; gpu: steps
-on the accelerators of all ranks, or on one as a rank of several imagined ones (without mpirun), with memory, launches
-and communication; host: the overhead of wrapping a unit, in one process (without mpirun); scale: time and memory of one
-rank of up to 16,384, in one process (without mpirun); all: every one of these that needs no option, with a summary
-(without mpirun, which it calls itself)"""
+gloo; whole-tensors: a step of Muon, by owners of matrices and by gathering all of them; checkpoint: saving and
+loading, by hpcfsdp, torch's DCP, safetensors, h5py and raw files on one disk; gpu: steps on the accelerators of all
+ranks, or on one as a rank of several imagined ones (without mpirun), with memory, launches and communication; host: the
+overhead of wrapping a unit, in one process (without mpirun); scale: time and memory of one rank of up to 16,384, in one
+process (without mpirun); all: every one of these that needs no option, with a summary (without mpirun, which it calls
+itself)"""
 
 
+_KINDS = (
+    "collectives",
+    "backends",
+    "step",
+    "memory",
+    "optim-state",
+    "whole-tensors",
+    "checkpoint",
+    "gpu",
+    "host",
+    "scale",
+    "all",
+)
 _ALONE = ("host", "scale", "all")
 
 _EXAMPLES = (
@@ -48,18 +62,36 @@ _EXAMPLES = (
 def parser() -> Parser:
     """The parser of the command line."""
     made = Parser("bench", "Measure hpcfsdp and its peers in one run, on as many ranks as mpirun starts.", _EXAMPLES)
-    kinds = ("collectives", "backends", "step", "memory", "optim-state", "checkpoint", "gpu", "host", "scale", "all")
+    kinds = (
+        "collectives",
+        "backends",
+        "step",
+        "memory",
+        "optim-state",
+        "whole-tensors",
+        "checkpoint",
+        "gpu",
+        "host",
+        "scale",
+        "all",
+    )
     made.add_argument("what", choices=kinds, metavar="WHAT", help=_HELP)
     # hpcfsdp.bench.run has the defaults.
     for flag, kind, metavar, text in (
-        ("--repeats", positive, "N", "runs of each way; default: 9, host: 40, memory, checkpoint: 5"),
+        ("--repeats", positive, "N", "runs of each way; default: 9, host: 40, memory, checkpoint: 5, whole-tensors: 3"),
         (
             "--layers",
             positive,
             "N",
             "backends, step: of the GPT, default: 6; memory: 8; gpu: 24; optim-state: linear, 16",
         ),
-        ("--width", _heads_wide, "N", "the same: a multiple of 8; default: 512, memory: 768, gpu, optim-state: 2048"),
+        (
+            "--width",
+            _heads_wide,
+            "N",
+            "the same: a multiple of 8; default: 512, memory: 768, gpu, optim-state: 2048; whole-tensors: 1024",
+        ),
+        ("--matrices", positive, "N", "whole-tensors: of the model; default: 24"),
         ("--split-nodes", positive, "N", "divide each node into N imagined ones, which exchange messages; default: 1"),
         ("--tensor", positive, "N", "step: tensor-parallel ranks; default: 1"),
         ("--context", positive, "N", "gpu: tokens of a sequence; default: 1024"),

@@ -342,14 +342,11 @@ class OwnedParams:
         if not isinstance(value, torch.Tensor) or (not value.dim() and not isinstance(value, DTensor)):
             return value
         shape = tuple(value.shape)
-        if is_whole_state(value) or shape == each.shape or isinstance(value, DTensor):
-            return TensorInfo(shape, value.dtype)
-        if is_whole and (len(shape) > 1 or shape[0] in each.shape):
+        has_shape = is_whole_state(value) or shape == each.shape or isinstance(each.param, DTensor)
+        if has_shape or (is_whole and (len(shape) > 1 or shape[0] in each.shape)):
             return TensorInfo(shape, value.dtype)
         if value.numel() == self._moves.numel_here(index):
             return TensorInfo(_with_dim(each.shape), value.dtype)
-        if isinstance(each.param, DTensor):  # what is no DTensor there is whole
-            return TensorInfo(shape, value.dtype)
         raise StateDictError(
             f"WholeTensors: state {name!r} of {each.name!r} has shape {shape}, and rank {self.comm.rank} has "
             f"{self._moves.numel_here(index)} of the elements of {each.shape}: a state dict of other ranks goes "
@@ -366,9 +363,13 @@ class OwnedParams:
                     continue
                 if isinstance(value, DTensor):
                     return False
-                if here == each.numel or isinstance(each.param, DTensor):
+                if here == each.numel and not isinstance(each.param, DTensor):
                     continue
-                if tuple(value.shape) == each.shape or value.dim() > 1:
+                if tuple(value.shape) == each.shape:
+                    return True
+                if isinstance(each.param, DTensor):
+                    continue
+                if value.dim() > 1:
                     return True
                 looks_cut = False if value.numel() == here else looks_cut
         return looks_cut

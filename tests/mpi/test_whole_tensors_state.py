@@ -144,8 +144,6 @@ def test_its_own_state_dict_is_that_of_the_shards(comm, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_files_are_those_of_the_plain_optimizer(comm, name, shared_path):
     plain, its = plain_trained(name)
-    if comm.rank == 0:
-        pass
     model, optimizer = trained(comm, name)
     hpcfsdp.checkpoint.save(shared_path / "sharded.h5", model=model, optimizer=optimizer, step=2)
     # From the file of the sharded one into the plain one
@@ -160,3 +158,96 @@ def test_files_are_those_of_the_plain_optimizer(comm, name, shared_path):
         new = whole(other, name)
         hpcfsdp.checkpoint.load(shared_path / path, model=other, optimizer=new)
         keeps_on(comm, other, new, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("full", [True, False], ids=["full", "sharded"])
+def test_the_functions_of_torch_distributed_checkpoint(comm, name, full):
+    options = StateDictOptions(full_state_dict=full)
+    model, optimizer = trained(comm, name)
+    weights, state = ours.get_state_dict(model, optimizer, options=options)
+    if full:
+        close_osd(state, plain_osd(*plain_trained(name)))
+    other = models.shard(models.make_net(seed=3).double(), use_orig_params=True)
+    new = whole(other, name)
+    ours.get_optimizer_state_dict(other, new, options=options)  # which gives it some state
+    ours.set_state_dict(other, new, model_state_dict=weights, optim_state_dict=state, options=options)
+    keeps_on(comm, other, new, name)
+
+
+def train_rows(model, optimizer, steps):
+    for ids in row_cases.batches(torch.distributed.get_rank(), 4)[steps]:
+        model(ids).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def rows(name, steps=slice(0, 2), seed=0):
+    torch.manual_seed(seed)
+    model = row_cases.Net().double()
+    for block in model.blocks:
+        hpcfsdp.fully_shard(block)
+    hpcfsdp.fully_shard(model)
+    optimizer = whole(model, name)
+    train_rows(model, optimizer, steps)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("way", ["file", "full", "sharded", "own", "plain"])
+def test_state_of_fully_shard(world, shared_path, name, way):
+    first = rows(name)
+    other = rows(name, slice(0, 0), seed=3)
+    if way == "file":
+        hpcfsdp.checkpoint.save(shared_path / "rows.h5", model=first[0], optimizer=first[1], step=2)
+        hpcfsdp.checkpoint.load(shared_path / "rows.h5", model=other[0], optimizer=other[1])
+    elif way == "own":
+        other[0].load_state_dict(first[0].state_dict())
+        other[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+    elif way == "plain":
+        options = StateDictOptions(full_state_dict=True)
+        weights, state = copy.deepcopy(stock.get_state_dict(*first, options=options))
+        stock.set_model_state_dict(other[0], weights, options=options)
+        plain = row_cases.Net().double()
+        its = OPTIMIZERS[name](plain.parameters())
+        stock.set_optimizer_state_dict(plain, its, state)
+        other[1].load_state_dict(its.state_dict())
+    else:
+        options = StateDictOptions(full_state_dict=way == "full")
+        weights, state = copy.deepcopy(stock.get_state_dict(*first, options=options))
+        stock.set_state_dict(*other, model_state_dict=weights, optim_state_dict=state, options=options)
+    for model, optimizer in (first, other):
+        train_rows(model, optimizer, slice(2, 4))
+    for one, two in zip(first[0].parameters(), other[0].parameters(), strict=True):
+        torch.testing.assert_close(row_cases.whole(two), row_cases.whole(one), **TIGHT)
+
+
+@pytest.mark.ranks(4, 2)
+@pytest.mark.parametrize("name", ["muon", "adafactor", "soap"])
+@mesh_cases.each_mesh
+def test_state_of_tensor_parallel_models(shape, name, shared_path):
+    at = mesh_cases.place(shape)
+    plain = mesh_cases.build(mesh_cases.Gpt)
+    its = OPTIMIZERS[name](plain.parameters())
+    mesh_cases.train_plain(plain, optimizer=its)
+    model = mesh_cases.shard(mesh_cases.build(mesh_cases.Gpt), at, use_orig_params=True)
+    optimizer = whole(model, name)
+    mesh_cases.train(model, at, optimizer=optimizer)
+    with FullyShardedDataParallel.state_dict_type(model, *FORMS["full"]):
+        close_osd(FullyShardedDataParallel.optim_state_dict(model, optimizer), plain_osd(plain, its))
+    with FullyShardedDataParallel.state_dict_type(model, *FORMS["sharded"]):
+        state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    hpcfsdp.checkpoint.save(shared_path / "mesh.h5", model=model, optimizer=optimizer, step=3)
+    bare = mesh_cases.build(mesh_cases.Gpt, seed=3)
+    loaded = OPTIMIZERS[name](bare.parameters())
+    hpcfsdp.checkpoint.load(shared_path / "mesh.h5", model=bare, optimizer=loaded)
+    close_osd(plain_osd(bare, loaded), plain_osd(plain, its))
+    other = mesh_cases.shard(mesh_cases.build(mesh_cases.Gpt, seed=3), at, use_orig_params=True)
+    new = whole(other, name)
+    hpcfsdp.checkpoint.load(shared_path / "mesh.h5", model=other, optimizer=new)
+    recipe = mesh_cases.Recipe(first=3)
+    expected = mesh_cases.train_plain(plain, recipe, its)
+    mesh_cases.close(mesh_cases.train(other, at, recipe, new), expected)
+    with FullyShardedDataParallel.state_dict_type(model, *FORMS["sharded"]):
+        optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state))
+    mesh_cases.close(mesh_cases.train(model, at, recipe, optimizer), expected)
