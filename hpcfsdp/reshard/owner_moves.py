@@ -154,7 +154,7 @@ class OwnerMoves:
 
 def _packed(views: Sequence[torch.Tensor], comm: Communicator, dtype: torch.dtype) -> torch.Tensor:
     if len(views) == 1:
-        return views[0].to(comm.device, dtype).reshape(-1)
+        return views[0].to(comm.device, dtype).contiguous().view(-1)
     packed = torch.empty(sum(view.numel() for view in views), dtype=dtype, device=comm.device)
     for view, part in zip(views, packed.split([view.numel() for view in views]), strict=True):
         part.view(view.shape).copy_(view)

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.distributed.checkpoint.state_dict as stock
-from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -19,11 +18,10 @@ from torch.distributed.tensor import DTensor
 
 import hpcfsdp
 import hpcfsdp.state_dict as ours
-from hpcfsdp.errors import StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.optim import WholeTensors
 from tests.mpi import mesh_cases, models, row_cases
-from tests.mpi.optim_cases import plain_osd, same_osd
+from tests.mpi.optim_cases import plain_osd
 from tests.mpi.whole_cases import OPTIMIZERS, class_and_options
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
