@@ -7,7 +7,8 @@ dimension::
     | shard of rank 0        | shard of rank 1    | ...      |
 
 Every parameter starts at an aligned element, and every rank's shard has the same number of elements. Gaps between
-parameters and padding at the end are zero.
+parameters and padding at the end are zero. Parameters may lie in another order than that of the slots, so that no shard
+ends within a block of one, see ``granularity``.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import functools
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from hpcfsdp.flat.granularity import Granularity, Item, block_numel, check_granularity, place_blocks
 
 ALIGNMENT_BYTES = 16
 """Of each parameter and each shard in the flat buffer, in each dtype, for vector instructions and GPU loads."""
@@ -107,6 +110,7 @@ class ParamSlot:
         offset: first element in the flat buffer.
         aliases: other names of the same (tied) parameter.
         block: None for a whole parameter.
+        granularity: what of it stays on one rank.
     """
 
     fqn: str
@@ -114,6 +118,7 @@ class ParamSlot:
     offset: int
     aliases: tuple[str, ...] = ()
     block: TensorBlock | None = None
+    granularity: Granularity = 1
 
     @property
     def is_cut(self) -> bool:
@@ -170,8 +175,9 @@ class FlatLayout:
         blocks: Mapping[str, TensorBlock] | None = None,
         *,
         itemsize: int | None = None,
+        granularity: Mapping[str, Granularity] | None = None,
     ) -> FlatLayout:
-        """Lay out parameters in the given order.
+        """Lay out parameters, in the given order unless blocks of them have to stay together.
 
         Args:
             params: fully qualified name, shape and aliases of each.
@@ -179,9 +185,11 @@ class FlatLayout:
             num_shards: ranks to cut for, at least 1.
             blocks: by name, of parameters given by the shape of a block.
             itemsize: bytes of an element where it takes the fewest, for the alignment; by default those of `dtype`.
+            granularity: by name, what of a parameter stays on one rank; 1, an element, for others.
 
         Raises:
             ValueError: no rank, or a name given twice.
+            ShardingError: a granularity that does not divide the parameter.
         """
         if num_shards < 1:
             raise ValueError(f"a layout needs at least one shard, not {num_shards}")
@@ -193,15 +201,39 @@ class FlatLayout:
                 if name in names:
                     raise ValueError(f"parameter name {name!r} is given twice")
                 names.add(name)
-            slots.append(ParamSlot(fqn, tuple(shape), offset, tuple(aliases), (blocks or {}).get(fqn)))
+            block, own = (blocks or {}).get(fqn), (granularity or {}).get(fqn, 1)
+            for part in [tuple(shape)] if block is None else [box.sizes for box in block.boxes]:
+                check_granularity(own, part, fqn)
+            slots.append(ParamSlot(fqn, tuple(shape), offset, tuple(aliases), block, own))
             offset = round_up(slots[-1].end, align)
         used = slots[-1].end if slots else 0
-        return cls(tuple(slots), dtype, num_shards, round_up(-(-used // num_shards), align), align)
+        shard_numel = round_up(-(-used // num_shards), align)
+        if num_shards > 1 and any(slot.granularity != 1 for slot in slots):
+            items = [Item(slot.numel, block_numel(slot.granularity, slot.shape)) for slot in slots]
+            offsets, shard_numel = place_blocks(items, num_shards, align)
+            pairs = zip(slots, offsets, strict=True)
+            slots = [dataclasses.replace(slot, offset=offset) for slot, offset in pairs]
+        return cls(tuple(slots), dtype, num_shards, shard_numel, align)
 
     @property
     def padded_numel(self) -> int:
         """Elements of the whole flat buffer: all shards, gaps and padding."""
         return self.shard_numel * self.num_shards
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters, without gaps and padding."""
+        return sum(slot.numel for slot in self.slots)
+
+    @cached_property
+    def used_numel(self) -> int:
+        """Elements up to the end of the last parameter."""
+        return max((slot.end for slot in self.slots), default=0)
+
+    @cached_property
+    def _by_offset(self) -> Sequence[int]:
+        """Indices of the slots in the order in which they lie in the buffer."""
+        return sorted(range(len(self.slots)), key=lambda index: (self.slots[index].offset, self.slots[index].end))
 
     @cached_property
     def by_name(self) -> dict[str, ParamSlot]:
@@ -216,10 +248,10 @@ class FlatLayout:
     def gaps(self) -> list[tuple[int, int]]:
         """(first element, end) of every gap and padding in the flat buffer."""
         runs, end = [], 0
-        for slot in self.slots:
+        for slot in (self.slots[index] for index in self._by_offset):
             if slot.offset > end:
                 runs.append((end, slot.offset))
-            end = slot.end
+            end = max(end, slot.end)
         if self.padded_numel > end:
             runs.append((end, self.padded_numel))
         return runs
@@ -245,7 +277,7 @@ class FlatLayout:
         return first, edges
 
     def runs(self, shard_rank: int, *, apart: bool = False) -> list[Run]:
-        """The runs of parameters on one rank, with ``Run.index`` that of the slot.
+        """The runs of parameters on one rank, with ``Run.index`` that of the slot, ascending.
 
         Does not iterate over the slots of other shards: a plan needs the runs of all shards.
 
@@ -254,14 +286,16 @@ class FlatLayout:
         """
         found, begin = [], shard_rank * self.shard_numel
         end = begin + self.shard_numel
-        for index in range(bisect_right(self.slots, begin, key=lambda slot: slot.end), len(self.slots)):
+        order = self._by_offset
+        for place in range(bisect_right(order, begin, key=lambda index: self.slots[index].end), len(order)):
+            index = order[place]
             slot = self.slots[index]
             if slot.offset >= end:
                 break
             first, last = max(slot.offset, begin), min(slot.end, end)
             if first < last:
                 found.append(Run(index, first - slot.offset, last - first, 0 if apart else first - begin))
-        return found
+        return sorted(found)
 
     def param_run(self, fqn: str, shard_rank: int) -> Run | None:
         """The run of the parameter `fqn` (or an alias) on one rank, None if there is none."""
@@ -309,7 +343,14 @@ class FlatLayout:
             return self
         blocks = {s.fqn: dataclasses.replace(s.block, rank=rank) for s in self.slots if s.block is not None}
         params = [(s.fqn, blocks[s.fqn].box.sizes if s.block else s.shape, s.aliases) for s in self.slots]
-        return FlatLayout.plan(params, self.dtype, self.num_shards, blocks, itemsize=ALIGNMENT_BYTES // self.align)
+        return FlatLayout.plan(
+            params,
+            self.dtype,
+            self.num_shards,
+            blocks,
+            itemsize=ALIGNMENT_BYTES // self.align,
+            granularity={slot.fqn: slot.granularity for slot in self.slots},
+        )
 
     def _cached(self, what: str, key: Any, make: Callable[[], Any]) -> Any:
         if (what, key) not in self._made:

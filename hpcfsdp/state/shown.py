@@ -111,4 +111,4 @@ def flat_params_shown(unit: ShardedUnit, values: Mapping[FlatParam, Any]) -> Ite
 
 def flat_numel(layout: FlatLayout) -> int:
     """Elements of a flat parameter up to the end of its last parameter: the same for any number of ranks."""
-    return layout.slots[-1].end
+    return layout.used_numel

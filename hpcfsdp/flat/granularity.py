@@ -1,0 +1,150 @@
+"""Places of parameters in a flat buffer where the edges of shards fall between blocks of them. Pure.
+
+A block is what no rank may have a part of: a row, a number of elements, or the whole parameter. Shards have equal sizes,
+so where blocks are large there has to be padding. The least is hard to find; ``place_blocks`` takes the smallest size
+of a shard, of some hundred, with which a greedy order of the parameters fits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from hpcfsdp.errors import ShardingError
+
+Granularity = int | Literal["row", "whole"]
+"""What of a parameter stays on one rank: so many consecutive elements, a row (all but the first dimension), or all."""
+
+_MULTIPLES = 32
+"""Of each number that the size of a shard may have to be a multiple of, so many are tried."""
+_REFINEMENTS = 10
+_MOST_MULTIPLES = 8
+"""Common multiples of numbers of elements that are tried, too."""
+
+
+def block_numel(granularity: Granularity, shape: Sequence[int]) -> int:
+    """The elements of a block of a parameter."""
+    if granularity == "row":
+        return max(1, math.prod(shape[1:]))
+    return max(1, math.prod(shape)) if granularity == "whole" else granularity
+
+
+def check_granularity(granularity: object, shape: Sequence[int], fqn: str) -> None:
+    """Raise a ``ShardingError`` for what is no granularity, or does not divide the parameter."""
+    is_number = isinstance(granularity, int) and not isinstance(granularity, bool) and granularity > 0
+    if granularity not in ("row", "whole") and not is_number:
+        raise ShardingError(
+            f'granularity of {fqn!r} is {granularity!r}: give a positive number of elements, "row" or "whole"'
+        )
+    if is_number and math.prod(shape) % granularity:  # type: ignore[operator]
+        raise ShardingError(
+            f"granularity of {fqn!r} is {granularity} elements, which do not divide the {math.prod(shape)} elements "
+            f'of its shape {tuple(shape)}: give a divisor, "row" or "whole"'
+        )
+
+
+class Item(NamedTuple):
+    """A parameter to be placed: its elements, and those of a block."""
+
+    numel: int
+    block: int
+
+
+class Placement(NamedTuple):
+    """The first element of each parameter, and the elements of a shard."""
+
+    offsets: list[int]
+    shard_numel: int
+
+
+def place_blocks(items: Sequence[Item], num_shards: int, align: int) -> Placement:
+    """Place parameters so that no shard ends within a block.
+
+    Args:
+        items: in any order.
+        align: offsets, and the size of a shard, are multiples of so many elements.
+    """
+    steps = [min(math.lcm(item.block, align), _up(item.numel, align)) for item in items]
+    sizes = [_up(item.numel, align) for item in items]
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for index, (item, step) in enumerate(zip(items, steps, strict=True)):
+        if item.numel:
+            kinds.setdefault((item.numel, step), []).append(index)
+    least = max([_up(-(-sum(sizes) // num_shards), align), *steps, align])
+    tried = 0
+    for shard_numel in _candidates(least, sum(sizes), set(steps), align):
+        offsets = _filled(kinds, shard_numel, num_shards, align)
+        if offsets is None:
+            tried = shard_numel
+            continue
+        best = Placement([offsets.get(index, 0) for index in range(len(items))], shard_numel)
+        low, high = tried, shard_numel
+        for _ in range(_REFINEMENTS):  # a smaller size may do that is none of the candidates
+            middle = _up((low + high) // 2, align)
+            if not low < middle < high:
+                break
+            offsets = _filled(kinds, middle, num_shards, align)
+            if offsets is None:
+                low = middle
+            else:
+                best = Placement([offsets.get(index, 0) for index in range(len(items))], middle)
+                high = middle
+        return best
+    raise AssertionError("all parameters fit into one shard")
+
+
+def _candidates(least: int, total: int, steps: set[int], align: int) -> list[int]:
+    """Sizes of a shard to try, ascending; the last one has room for everything."""
+    multiples = {align, *steps}
+    large = sorted(steps, reverse=True)[:_MOST_MULTIPLES]
+    multiples |= {
+        math.lcm(*some) for count in range(2, len(large) + 1) for some in itertools.combinations(large, count)
+    }
+    found = {max(least, _up(total, align))}
+    for multiple in multiples:
+        first = -(-least // multiple)
+        found.update(multiple * (first + more) for more in range(_MULTIPLES))
+    found.update(_up(least + least * part // 16, align) for part in range(64))
+    return sorted(size for size in found if size <= max(least, _up(total, align)))
+
+
+def _filled(
+    kinds: dict[tuple[int, int], list[int]], shard_numel: int, num_shards: int, align: int
+) -> dict[int, int] | None:
+    """Offsets of all parameters in shards of a size; None if they do not fit.
+
+    Next comes the parameter that wastes least before the next edge, of these the largest.
+    """
+    left = {kind: list(reversed(indices)) for kind, indices in kinds.items()}
+    offsets: dict[int, int] = {}
+    position, end = 0, shard_numel * num_shards
+    while left:
+        room = shard_numel - position % shard_numel
+        best: tuple[int, int, tuple[int, int]] | None = None
+        for kind in left:
+            numel, step = kind
+            gap = 0
+            if numel > room:
+                head = room // step * step
+                if not head or (numel - head > shard_numel and shard_numel % step):
+                    continue
+                gap = room - head
+            if best is None or (gap, -numel) < best[:2]:
+                best = gap, -numel, kind
+        if best is None:
+            position += room
+        else:
+            gap, _, kind = best
+            offsets[left[kind].pop()] = position + gap
+            if not left[kind]:
+                del left[kind]
+            position = _up(position + gap + kind[0], align)
+        if position > end:
+            return None
+    return offsets
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
