@@ -21,6 +21,7 @@ from hpcfsdp.engine.containers import to_kwargs
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.granularity import Granularity, GranularityOf, check_granularity
 from hpcfsdp.flat.prefixes import get_root_modules
 from hpcfsdp.launch import calls
 from hpcfsdp.launch.calls import public_call
@@ -79,10 +80,16 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         ignored_states: modules or parameters that are not sharded; use it instead of `ignored_modules`.
         device_mesh: a mesh of one dimension, or for hybrid strategies (replicate, shard); use it instead of
             `process_group`.
+        granularity: what of a parameter stays on one rank; torch has no such argument. 1, an element; a number of
+            elements, as for formats in blocks; "row", all but the first dimension; "whole"; or a function of its name
+            in the unit and its whole shape that returns one of these. Parameters are placed so that shards end
+            between blocks; shards keep equal sizes, so large blocks in small units cost padding, of which
+            ``hpcfsdp plan --granularity`` shows how much. Checkpoints do not depend on it.
 
     Raises:
         ValueError: the module is already wrapped, has parameters on several devices, or has tied parameters that the
             policy puts into different units; or two arguments exclude each other.
+        ShardingError: a granularity does not divide a parameter.
         DisagreementError: ranks pass different models.
 
     Warns:
@@ -108,11 +115,15 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
+        granularity: Granularity | GranularityOf = 1,
     ) -> None:
         super().__init__()
         watch_optimizers()
         check_module(module)
         check_types(cpu_offload, mixed_precision, backward_prefetch)
+        if not callable(granularity):
+            for name, param in module.named_parameters():
+                check_granularity(granularity, param.shape, name)
         mesh = resolve_mesh(process_group, device_mesh, sharding_strategy)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         if not isinstance(process_group, UnitMesh):  # that of an outer unit has them
@@ -137,6 +148,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
                 sync_module_states=sync_module_states,
                 use_orig_params=use_orig_params,
                 ignored_states=ignored,
+                granularity=granularity,
                 **self._given,
             )
         if device is not None:
@@ -172,6 +184,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             mixed_precision=mixed_precision or MixedPrecision(),
             full_precision=full_precision,
             made=None if sync_module_states else frozenset(made),
+            granularity=granularity,
         )
         unit.param_names, unit.state_dict_settings = param_names, default_settings()
         unit.prefetch_forward = forward_prefetch

@@ -75,6 +75,7 @@ def parser() -> Parser:
     add("--reduce-dtype", choices=tuple(_DTYPES), help="of gradients between ranks; default: that of --dtype")
     add("--optimizer", metavar="NAME", default="adamw", help="adamw, adamw-fused, sgd-momentum, sgd, none")
     add("--front", choices=("class", "fully_shard"), default="class", help="FullyShardedDataParallel, or fully_shard")
+    add("--granularity", type=_granularity, metavar="BLOCK", help="row, whole, or elements that stay on one rank")
     add("--strategy", metavar="NAME", help="plan this one alone, such as HYBRID_SHARD")
     add("--shard", type=positive, metavar="N", help="plan so many ranks for each copy of the model alone")
     add("--recompute", choices=("yes", "no"), help="plan with or without checkpointed activations alone")
@@ -163,6 +164,7 @@ def _request(options: argparse.Namespace) -> Request:
         optimizer=options.optimizer,
         offload=options.offload,
         accumulation=accumulation,
+        granularity=options.granularity or 1,
     )
     strategies = () if options.strategy is None else (options.strategy,)
     checkpointed = None if options.recompute is None else options.recompute == "yes"
@@ -193,6 +195,9 @@ def _refuse_unused(options: argparse.Namespace, given: str) -> None:
         of_run = ("batch", "sequence", "accumulation", "wrap")
         unused += [name for name in of_run if getattr(options, name) is not None]
         unused += [name for name in ("front", "recompute", "offload") if getattr(options, name) in _NOT_OF_RUNS]
+        unused += ["granularity"] if options.granularity else []
+    if options.front == "fully_shard" and options.granularity:
+        raise UsageError("plan: --granularity has no effect with --front fully_shard, which cuts rows: leave it out")
     if given == "params" and options.wrap:
         unused.append("wrap")
     if unused:
@@ -238,6 +243,8 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _print(proposal: Proposal) -> None:
+    from hpcfsdp.plan.layouts import Layouts  # with torch
+
     request, workload, best = proposal.request, proposal.workload, proposal.best
     machine = request.machine
     print_line(f"model      {workload.name}: {workload.numel:,} parameters, {len(workload.units)} units")
@@ -262,6 +269,9 @@ def _print(proposal: Proposal) -> None:
     print_line(f"{'recommended' if best.fits else 'does not fit'}: {_described(best)}")
     for part in proposal.reason.split("; "):
         print_line(f"  {part}")
+    if best.setup.granularity != 1:
+        padding = Layouts(workload.units, best.setup).padding
+        print_line(f"  granularity {best.setup.granularity}: padding of {padding:.1%} of the parameters")
     peak = readable_bytes(best.footprint.peak.nbytes)
     if best.fits:
         print_line(f"  takes {peak} of {readable_bytes(int(usable))} ({request.headroom:.0%} are left free)")
@@ -358,6 +368,10 @@ def _described(best: Candidate) -> str:
 
 def _seconds(value: float) -> str:
     return Brief(f"{value:.4g}", f"{value:.3g}")
+
+
+def _granularity(text: str) -> int | str:
+    return text if text in ("row", "whole") else positive(text)
 
 
 def _count(text: str) -> float:

@@ -1,21 +1,24 @@
 """Places of parameters in a flat buffer where the edges of shards fall between blocks of them. Pure.
 
-A block is what no rank may have a part of: a row, a number of elements, or the whole parameter. Shards have equal sizes,
-so where blocks are large there has to be padding. The least is hard to find; ``place_blocks`` takes the smallest size
-of a shard, of some hundred, with which a greedy order of the parameters fits.
+A block is what no rank may have a part of: a row, a number of elements, or the whole parameter. All shards have one
+size, so where blocks are large there has to be padding. The least is hard to find: ``place_blocks`` takes the smallest
+size of a shard, of some hundred, with which a greedy order of the parameters fits.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from hpcfsdp.errors import ShardingError
 
 Granularity = int | Literal["row", "whole"]
 """What of a parameter stays on one rank: so many consecutive elements, a row (all but the first dimension), or all."""
+
+GranularityOf = Callable[[str, Sequence[int]], Granularity]
+"""That of a parameter by its name and whole shape."""
 
 _MULTIPLES = 32
 """Of each number that the size of a shard may have to be a multiple of, so many are tried."""
@@ -72,6 +75,8 @@ def place_blocks(items: Sequence[Item], num_shards: int, align: int) -> Placemen
     for index, (item, step) in enumerate(zip(items, steps, strict=True)):
         if item.numel:
             kinds.setdefault((item.numel, step), []).append(index)
+    if not kinds:
+        return Placement([0] * len(items), 0)
     least = max([_up(-(-sum(sizes) // num_shards), align), *steps, align])
     tried = 0
     for shard_numel in _candidates(least, sum(sizes), set(steps), align):
@@ -97,6 +102,7 @@ def place_blocks(items: Sequence[Item], num_shards: int, align: int) -> Placemen
 
 def _candidates(least: int, total: int, steps: set[int], align: int) -> list[int]:
     """Sizes of a shard to try, ascending; the last one has room for everything."""
+    steps = {step for step in steps if step}
     multiples = {align, *steps}
     large = sorted(steps, reverse=True)[:_MOST_MULTIPLES]
     multiples |= {

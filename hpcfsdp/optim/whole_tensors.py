@@ -259,26 +259,42 @@ class WholeTensors(torch.optim.Optimizer):
         return loss
 
     def _step_whole(self) -> None:
-        inner = self._inner
         self._set_inner()
         if self._has_stepped:
-            inner.step()
+            self._inner.step()
         else:
-            before = digest([_hyper(group) for group in inner.param_groups])
+            self._step_first()
+        for group, own in zip(self._inner.param_groups, self.param_groups, strict=True):
+            own.update(_hyper(group))
+        self._take_inner_state()
+
+    def _step_first(self) -> None:
+        """Collective over all ranks of the model. A step that all ranks undo if it fails on one: there is no state yet.
+
+        Raises:
+            UsageError: the optimizer looks at more than each parameter by itself.
+        """
+        inner = self._inner
+        # In host memory, where there is room.
+        before = [(whole, whole.detach().to("cpu", copy=True)) for whole in self._mine if whole.grad is not None]
+        hypers = digest([_hyper(group) for group in inner.param_groups])
+        try:
             with raise_together(self._ranks):
                 inner.step()
                 self._check_stepped()
             after = digest([_hyper(group) for group in inner.param_groups])
-            changes = self._ranks.all_gather_object(after if after != before else None)
+            changes = self._ranks.all_gather_object(after if after != hypers else None)
             if len(set(changes)) > 1:
                 raise UsageError(
                     f"WholeTensors: {type(inner).__name__} changes its groups by the parameters that it steps, and "
                     "ranks step different ones: use an optimizer that steps each parameter for itself"
                 )
-            self._has_stepped = True
-        for group, own in zip(inner.param_groups, self.param_groups, strict=True):
-            own.update(_hyper(group))
-        self._take_inner_state()
+        except BaseException:
+            for whole, values in before:
+                whole.detach().copy_(values)
+                whole.grad = None
+            raise
+        self._has_stepped = True
 
     def _set_inner(self) -> None:
         """Give the inner optimizer the groups and the state, which schedulers and checkpoints may have changed."""

@@ -118,6 +118,8 @@ def _with_class(candidate: Candidate, kinds: list[str], mixed: str, hybrid: bool
         options.append(f"mixed_precision=MixedPrecision({mixed})")
     if setup.offload:
         options.append("cpu_offload=CPUOffload(True)")
+    if setup.granularity != 1:
+        options.append(f"granularity={setup.granularity!r}")
     lines = ["model = FullyShardedDataParallel(", "    model,", *(f"    {option}," for option in options), ")"]
     if candidate.checkpointed and kinds:  # inside of the units
         lines += [

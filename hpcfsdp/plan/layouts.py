@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from hpcfsdp.errors import UsageError
+from hpcfsdp.flat.granularity import Granularity
 from hpcfsdp.flat.layout import FlatLayout, round_up
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.flat.row_layout import RowLayout
@@ -56,6 +57,7 @@ class Setup:
         optimizer: a key of ``OPTIMIZERS``.
         offload: keep shards, gradients and the optimizer's state in host memory.
         accumulation: backwards before a step, each of which reduces its gradients.
+        granularity: what of each parameter stays on one rank, of the class.
         nodes_of_shards: nodes over which the ranks of a copy lie, for reductions in 16 bits.
     """
 
@@ -67,6 +69,7 @@ class Setup:
     optimizer: str = "adamw"
     offload: bool = False
     accumulation: int = 1
+    granularity: Granularity = 1
     nodes_of_shards: int = 1
 
     def __post_init__(self) -> None:
@@ -175,7 +178,13 @@ def _group(members: Sequence[int], params: Sequence[Param], setup: Setup, dtype:
     layout: FlatLayout | RowLayout
     stepped: tuple[int, ...]
     if setup.front == "class":
-        layout = FlatLayout.plan(((p.fqn, p.shape, ()) for p in params), dtype, setup.shards, itemsize=dtypes.itemsize)
+        layout = FlatLayout.plan(
+            ((p.fqn, p.shape, ()) for p in params),
+            dtype,
+            setup.shards,
+            itemsize=dtypes.itemsize,
+            granularity=None if setup.granularity == 1 else {p.fqn: setup.granularity for p in params},
+        )
         stepped = (layout.shard_numel,)
     else:
         shapes = [param.shape or (1,) for param in params]
@@ -196,3 +205,10 @@ class Layouts:
                 alike[unit.params] = groups_of(unit, setup)
             self.groups.append(alike[unit.params])
         self.setup = setup
+
+    @property
+    def padding(self) -> float:
+        """Elements of gaps and padding, as a share of those of all parameters."""
+        groups = [group for of_unit in self.groups for group in of_unit]
+        numel = sum(param.numel for group in groups for param in group.params)
+        return sum(group.padded_numel for group in groups) / numel - 1 if numel else 0.0

@@ -10,7 +10,7 @@ import torch
 from hpcfsdp.errors import UsageError, nearest
 from hpcfsdp.plan import advice
 from hpcfsdp.plan.choice import SAME_TIME, Candidate, Limits, candidates, pick, way_out
-from hpcfsdp.plan.layouts import STRATEGIES, Setup
+from hpcfsdp.plan.layouts import STRATEGIES, Layouts, Setup
 from hpcfsdp.plan.models import Source
 from hpcfsdp.plan.saving import Disk, Saving, saving
 from hpcfsdp.plan.step_time import Machine
@@ -30,7 +30,7 @@ class Request:
         machine: its nodes, links and devices.
         memory_bytes: of a device.
         headroom: the part of it that is left to the driver, to communication libraries and to fragmentation.
-        common: front, precision, optimizer, offload and accumulation of all setups.
+        common: front, precision, optimizer, offload, accumulation and granularity of all setups.
         param: the dtype of the parameters; None for that of the model.
         strategies, shards, checkpointed: to consider no others; empty or None for all.
         disk, interval_s: for checkpoints.
@@ -196,6 +196,8 @@ def as_json(proposal: Proposal) -> dict[str, Any]:
         "missing_bytes": proposal.missing_bytes,
         "recommendation": {
             **candidate_json(best),
+            "granularity": best.setup.granularity,
+            "padding": Layouts(workload.units, best.setup).padding,
             "reason": proposal.reason,
             "remarks": list(proposal.remarks),
             "program": list(proposal.program),

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator, raise_together_over
 from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.granularity import Granularity, GranularityOf
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.flat.precision import Dtypes
@@ -21,7 +22,7 @@ from hpcfsdp.flat.sync import sync_params_and_buffers
 from hpcfsdp.sharded.assigned import watch_assignments
 from hpcfsdp.sharded.group_cache import GroupCache, rank_names
 from hpcfsdp.sharded.groups import check_apart
-from hpcfsdp.sharded.own import Ignored, OwnParams
+from hpcfsdp.sharded.own import Ignored, OwnParam, OwnParams
 from hpcfsdp.sharded.same_model import check_same_model, warn_of_values
 from hpcfsdp.sharded.tensor_parallel import TensorView
 from hpcfsdp.sharded.unit import ShardedUnit, clean_path, flat_param_name, units_in
@@ -53,6 +54,7 @@ def make_unit(
     mixed_precision: MixedPrecision,
     full_precision: tuple[type[nn.Module], ...],
     made: frozenset[str] | None,
+    granularity: Granularity | GranularityOf = 1,
 ) -> ShardedUnit:
     """Collective over the unit's ranks. Make the unit of a module.
 
@@ -62,8 +64,9 @@ def make_unit(
         offload: keep shards in host memory.
         full_precision: types of modules that compute in full precision.
         made: names of parameters that were initialised here; None if all ranks have the same values.
+        granularity: what of each parameter stays on one rank.
     """
-    if shares_memory(mesh):
+    if shares_memory(mesh) and granularity == 1:  # of large blocks, few would fit well into small flat parameters
         own.split(CHUNK_NUMEL)
     dtypes = [
         dtypes_for(mixed_precision, group[0].param.dtype, isinstance(group[0].places[0][0], full_precision))
@@ -76,6 +79,7 @@ def make_unit(
             mesh.shard.size,
             {p.fqn: p.block for p in group if p.block is not None},
             itemsize=of_group.itemsize,
+            granularity=None if granularity == 1 else {p.fqn: _granularity_of(p, granularity) for p in group},
         )
         for group, of_group in zip(own.groups, dtypes, strict=True)
     ]
@@ -130,6 +134,11 @@ def make_unit(
     for flat, group in zip(flats, own.groups, strict=True):
         watch_assignments(unit, flat, group)
     return unit
+
+
+def _granularity_of(entry: OwnParam, granularity: Granularity | GranularityOf) -> Granularity:
+    shape = tuple(entry.param.shape) if entry.block is None else entry.block.shape
+    return granularity(entry.fqn, torch.Size(shape)) if callable(granularity) else granularity
 
 
 def join_tp_group(unit: ShardedUnit, tensor_mesh: DeviceMesh, *, sync_module_states: bool) -> None:

@@ -1,6 +1,7 @@
 """``WholeTensors``: what it comes to is what the optimizer does with the plain model in one process."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import hpcfsdp
+from hpcfsdp.errors import EngineError, UsageError
 from hpcfsdp.fsdp import CPUOffload, FullyShardedDataParallel, ShardedGradScaler, ShardingStrategy
-from hpcfsdp.optim import WholeTensors
+from hpcfsdp.optim import Muon, WholeTensors
 from tests.mpi import mesh_cases, models, row_cases
 from tests.mpi.whole_cases import OPTIMIZERS, class_and_options
 
@@ -190,3 +192,195 @@ def test_it_notices_parameters_that_change_between_steps(comm, way):
     with FullyShardedDataParallel.summon_full_params(model):
         for one, other in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(other, one, **TIGHT)
+
+
+# Bad input
+
+
+def refused(error, *texts):
+    """A context in which all ranks raise an error with these texts."""
+    return pytest.raises(error, match=".*".join(texts))
+
+
+class Global(torch.optim.SGD):
+    """Keeps a count that is of no parameter."""
+
+    def step(self, closure=None):
+        self.state["count"]["steps"] = 1
+        super().step(closure)
+
+
+class Adapting(torch.optim.SGD):
+    """Sets its learning rate by the gradients that it sees, as if they were all."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["d"] = sum(p.grad.square().sum().item() for p in group["params"] if p.grad is not None)
+        super().step(closure)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        super().step(closure)
+
+
+@pytest.mark.ranks(2)
+def test_what_it_cannot_step_is_refused(world):
+    flat, model = models.shard(net()), models.shard(net(), use_orig_params=True)
+    params = list(model.parameters())
+    before = net()
+    early = list(before.parameters())
+    wrapped = models.shard(before)
+    for given, kind, texts in (
+        (flat.parameters(), Muon, ["group 0 has a flat parameter", "use_orig_params=True"]),
+        ([params[0], params[1], params[0]], Muon, ["'embed.weight' is in two groups"]),
+        ([{"params": params[:2]}, {"params": params[1:]}], Muon, ["blocks.0.norm.weight' is in two groups"]),
+        ([nn.Parameter(torch.ones(2, 3))], Muon, [r"shape \(2, 3\) that is none of the model's"]),
+        (params, torch.optim.LBFGS, ["LBFGS steps with a closure"]),
+        (params, "Muon", ["optimizer_class is 'Muon'"]),
+    ):
+        owner = flat if given is not params and kind is Muon and not isinstance(given, list) else model
+        with refused(UsageError, *texts):
+            WholeTensors(owner, given, kind)
+    with refused(UsageError, "as it was before the model was sharded"):
+        WholeTensors(wrapped, early, Muon)
+    with refused(UsageError, "replicas is 'some'"):
+        WholeTensors(model, params, Muon, replicas="some")
+    with refused(UsageError, "tensor_parallel is 'both'"):
+        WholeTensors(model, params, Muon, tensor_parallel="both")
+    with refused(ValueError, "params is empty"):
+        WholeTensors(model, [], Muon)
+    with refused(TypeError, "set"):
+        WholeTensors(model, [{"params": set(params)}], Muon)
+    with refused(TypeError, "unexpected keyword"):
+        WholeTensors(model, params, Muon, speed=3)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    ("kind", "text"), [(Global, "keeps state 'count' that is of no parameter"), (Adapting, "changes its groups by")]
+)
+def test_optimizers_that_see_all_parameters_are_refused_before_anything_changes(comm, kind, text):
+    model = models.shard(net(), use_orig_params=True)
+    optimizer = WholeTensors(model, model.parameters(), kind, lr=0.1)
+    ids, targets = (part.chunk(comm.size)[comm.rank] for part in models.batch(0))
+    models.loss_of(model, ids, targets).backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with refused(UsageError, text):
+        optimizer.step()
+    after = model.state_dict()
+    moved = [name for name in before if not torch.equal(after[name], before[name])]
+    assert not moved
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_may_count_in_its_groups(comm):
+    plain = net()
+    expected = models.train_plain(plain, Counting(plain.parameters(), lr=0.1, momentum=0.9), range(3))
+    model = models.shard(net(), use_orig_params=True)
+    optimizer = WholeTensors(model, model.parameters(), Counting, lr=0.1, momentum=0.9)
+    assert models.train_sharded(model, optimizer, range(3), comm) == pytest.approx(expected, rel=1e-9)
+    assert [group["steps"] for group in optimizer.param_groups] == [3]
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_on_some_ranks_only_is_an_error_on_all(comm):
+    model = models.shard(net(), use_orig_params=True)
+    optimizer = whole(model, "muon")
+    models.loss_of(model, *models.batch(0)).backward()
+    cut = next(
+        p
+        for name, p in model.named_parameters()
+        if 0 < p.numel() < dict(net().named_parameters())[mesh_cases.plain_name(name)].numel()
+    )
+    if comm.rank == 0:
+        cut.grad = None
+    with refused(UsageError, "has a gradient on some of its ranks and none on others"):
+        optimizer.step()
+
+
+@pytest.mark.ranks(2, 3)
+def test_groups_schedulers_and_added_parameters(comm):
+    def groups(named):
+        named = {mesh_cases.plain_name(name): param for name, param in named}
+        first = [param for name, param in named.items() if "blocks.0" in name]
+        rest = [param for name, param in named.items() if "blocks.0" not in name]
+        return first, rest
+
+    losses = []
+    for model in (net(), models.shard(net(), use_orig_params=True)):
+        first, rest = groups(model.named_parameters())
+        options = {"lr": 0.02, "adamw_lr": 0.03, "ns_dtype": "float64"}
+        given = [{"params": first, "lr": 0.01}]
+        optimizer = WholeTensors(model, given, Muon, **options) if losses else Muon(given, **options)
+        optimizer.add_param_group({"params": rest, "weight_decay": 0.3})
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.2, 0.3, 0.4], total_steps=5)
+        losses.append([])
+        for step in range(4):
+            data = (
+                models.batch(step)
+                if len(losses) == 1
+                else [part.chunk(comm.size)[comm.rank] for part in models.batch(step)]
+            )
+            loss = models.loss_of(model, *data)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            mean = loss.detach().clone()
+            comm.all_reduce(mean, "average")
+            losses[-1].append(mean.item())
+        losses[-1].append([group["lr"] for group in optimizer.param_groups])
+    assert losses[1][:-1] == pytest.approx(losses[0][:-1], rel=1e-9)
+    assert losses[1][-1] == losses[0][-1]
+
+
+@pytest.mark.ranks(2)
+def test_a_closure_is_called_once(comm):
+    model = models.shard(net(), use_orig_params=True)
+    optimizer, calls = whole(model, "muon"), []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = models.loss_of(model, *models.batch(0))
+        loss.backward()
+        calls.append(loss.item())
+        return loss
+
+    assert optimizer.step(closure).item() == calls[0]
+    assert len(calls) == 1
+
+
+@pytest.mark.ranks(2)
+def test_it_steps_outside_of_summoned_parameters_alone(comm):
+    model = models.shard(net(), use_orig_params=True)
+    optimizer = whole(model, "muon")
+    models.loss_of(model, *models.batch(0)).backward()
+    with (
+        FullyShardedDataParallel.summon_full_params(model, with_grads=True),
+        refused(EngineError, "step outside of summon_full_params"),
+    ):
+        optimizer.step()
+    with refused(TypeError, "cannot be copied"):
+        copy.deepcopy(optimizer)
+
+
+@pytest.mark.ranks(4)
+def test_blocks_are_stepped_for_themselves_where_asked(world):
+    at = mesh_cases.place((1, 2, 2))
+    model = mesh_cases.shard(mesh_cases.build(mesh_cases.Mlp), at, use_orig_params=True)
+    optimizer = whole(model, "muon", tensor_parallel="blocks")
+    plain = mesh_cases.build(mesh_cases.Mlp)
+    its = OPTIMIZERS["muon"](plain.parameters())
+    mesh_cases.train(model, at, mesh_cases.Recipe(steps=1), optimizer)
+    mesh_cases.train_plain(plain, mesh_cases.Recipe(steps=1), its)
+    whole_params = mesh_cases.whole(model)
+    for name, param in plain.named_parameters():
+        is_cut = "blocks" in name and param.dim() == 2
+        is_same = torch.allclose(whole_params[name], param, **TIGHT)
+        assert is_same is not is_cut, name

@@ -33,7 +33,18 @@ def params(draw, shapes=SHAPES, max_size=7):
 
 
 WORLDS = st.one_of(st.integers(1, 9), st.sampled_from([16, 17, 64]))
-layouts = st.builds(FlatLayout.plan, params(), st.sampled_from(DTYPES), WORLDS)
+
+
+@st.composite
+def with_blocks(draw):
+    """A layout whose shards end between blocks."""
+    model = draw(params())
+    granularity = {name: draw(st.sampled_from([1, "row", "whole"])) for name, _, _ in model}
+    return FlatLayout.plan(model, draw(st.sampled_from(DTYPES)), draw(WORLDS), granularity=granularity)
+
+
+in_order = st.builds(FlatLayout.plan, params(), st.sampled_from(DTYPES), WORLDS)
+layouts = st.one_of(in_order, with_blocks())
 huge_layouts = st.builds(FlatLayout.plan, params(HUGE_SHAPES), st.sampled_from(DTYPES), st.integers(1, 4096))
 
 check = settings(max_examples=100, deadline=None)
@@ -159,7 +170,7 @@ def test_all_ways_to_ask_for_runs_agree(layout, data):
         assert layout.param_run(name, rank) == next((run for run in here if layout.slots[run.index] is slot), None)
 
 
-@given(st.one_of(layouts, huge_layouts))
+@given(st.one_of(in_order, huge_layouts))
 @check
 def test_gaps_are_apart_from_slots_and_small(layout):
     align = max(1, 16 // layout.dtype.itemsize)
