@@ -17,7 +17,7 @@ from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import EngineError, StateDictError
 from hpcfsdp.optim.whole_params import WholeParam, local_part
 from hpcfsdp.reshard.cuts import Cut
-from hpcfsdp.reshard.owner_moves import OwnerMoves
+from hpcfsdp.reshard.owner_moves import Finish, OwnerMoves, TensorOf, all_of
 from hpcfsdp.sharded.group_cache import GroupCache
 from hpcfsdp.sharded.managed import is_whole_state, mark_whole_state
 from hpcfsdp.state.optim.compare import RankState, StateInfo, allgather_state_info, convert_all_state_info
@@ -133,31 +133,59 @@ class OwnedParams:
         self._filled.update(chosen)
         self._note_values(chosen)
 
-    def gather_grads(self, chosen: Sequence[int]) -> None:
-        """Collective over `comm`. Give owners the gradients of `chosen` parameters."""
+    def waves(self, chosen: Sequence[int], count: int) -> list[list[int]]:
+        """Not collective. `chosen` parameters in `count` parts, of each owner about as many elements in each."""
+        parts: list[list[int]] = [[] for _ in range(count)]
+        number_of = dict.fromkeys(self.owners, 0)
+        for index in sorted(chosen, key=lambda index: -self.params[index].numel):
+            parts[number_of[self.owners[index]] % count].append(index)
+            number_of[self.owners[index]] += 1
+        return [sorted(part) for part in parts]
+
+    def gather_grads(self, chosen: Sequence[int], *, async_op: bool = False) -> Finish:
+        """Collective over `comm`. Give owners gradients of `chosen` parameters; for `async_op` see ``OwnerMoves``."""
+        grads: dict[int, torch.Tensor] = {}
         for index in chosen:
             if self.owns(index):
-                whole = self.whole[index]
-                views = self._views_shard[index]
-                whole.grad = self._grad(index).view(whole.shape) if views else torch.empty_like(whole)
+                whole, views = self.whole[index], self._views_shard[index]
+                grads[index] = self._grad(index).view(whole.shape) if views else torch.empty_like(whole)
         moving = [index for index in chosen if not self._views_shard[index]]
-        self._gather(moving, self._grad, lambda index: self.whole[index].grad)
+        arrive = self._gather(moving, self._grad, grads.__getitem__, async_op=async_op)
+
+        def finish() -> None:
+            arrive()
+            for index, grad in grads.items():
+                self.whole[index].grad = grad
+
+        if async_op:
+            return finish
+        finish()
+        return arrive
 
     def _grad(self, index: int) -> torch.Tensor:
         param = self.params[index].param
         assert param.grad is not None
         return local_part(_compat.wait_tensor(param.grad)).to(param.dtype)
 
-    def scatter_values(self, chosen: Sequence[int]) -> None:
+    def scatter_values(self, chosen: Sequence[int], *, async_op: bool = False) -> Finish:
         """Collective over `comm`. Give all shards the values of `chosen` parameters that their owners have stepped."""
-        moving = [index for index in chosen if not self._stays[index]]
-        self._scatter(moving, lambda index: self.whole[index].data, self.shard)
         for index in chosen:
             if self.owns(index):
                 self.whole[index].grad = None
-            if self._moves.numel_here(index):
-                torch.autograd.graph.increment_version(self.params[index].param)
-        self._note_values(chosen)
+        moving = [index for index in chosen if not self._stays[index]]
+        arrive = self._scatter(moving, lambda index: self.whole[index].data, self.shard, async_op=async_op)
+
+        def finish() -> None:
+            arrive()
+            for index in chosen:
+                if self._moves.numel_here(index):
+                    torch.autograd.graph.increment_version(self.params[index].param)
+            self._note_values(chosen)
+
+        if async_op:
+            return finish
+        finish()
+        return arrive
 
     def _note_values(self, chosen: Iterable[int]) -> None:
         """Remember what owners know of this rank's shards."""
@@ -165,13 +193,16 @@ class OwnedParams:
             if self._moves.numel_here(index) and not self._views_shard[index]:
                 self._seen[index] = _fingerprint(self.shard(index))
 
-    def _gather(self, chosen: Sequence[int], shard: Any, whole: Any) -> None:
-        for dtype, alike in self._by_dtype(chosen):
-            self._moves.gather(alike, shard, whole, dtype)
+    def _gather(self, chosen: Sequence[int], shard: TensorOf, whole: TensorOf, *, async_op: bool = False) -> Finish:
+        return all_of(
+            self._moves.gather(alike, shard, whole, dtype, async_op=async_op) for dtype, alike in self._by_dtype(chosen)
+        )
 
-    def _scatter(self, chosen: Sequence[int], whole: Any, shard: Any) -> None:
-        for dtype, alike in self._by_dtype(chosen):
-            self._moves.scatter(alike, whole, shard, dtype)
+    def _scatter(self, chosen: Sequence[int], whole: TensorOf, shard: TensorOf, *, async_op: bool = False) -> Finish:
+        return all_of(
+            self._moves.scatter(alike, whole, shard, dtype, async_op=async_op)
+            for dtype, alike in self._by_dtype(chosen)
+        )
 
     def _by_dtype(self, chosen: Sequence[int]) -> Iterable[tuple[torch.dtype, list[int]]]:
         found: dict[torch.dtype, list[int]] = {}

@@ -22,6 +22,7 @@ from hpcfsdp.optim.newton_schulz import newton_schulz_flops
 from hpcfsdp.optim.owned import OwnedParams, State
 from hpcfsdp.optim.whole_params import WholeParam, local_part, whole_params
 from hpcfsdp.reshard.cuts import Cut
+from hpcfsdp.reshard.owner_moves import all_of
 from hpcfsdp.reshard.owners import choose_owners
 from hpcfsdp.sharded import managed
 from hpcfsdp.state.model import communicator_of, named_flat_params
@@ -32,6 +33,8 @@ Cost = Callable[[tuple[int, ...], Mapping[str, Any]], float]
 
 ELEMENT_COST = 10.0
 """Operations of an element-wise optimizer for each element."""
+_WAVES = 4
+"""Parts of a step that overlaps: enough to hide what moves, and few calls of the optimizer."""
 HOST_FLOPS_PER_BYTE, DEVICE_FLOPS_PER_BYTE = 50.0, 2000.0
 """Operations that a rank does while one byte moves; of devices, in 16 bits, and between nodes."""
 
@@ -65,6 +68,7 @@ class WholeTensors(torch.optim.Optimizer):
         *,
         replicas: Literal["auto", "divide", "repeat"] = "auto",
         tensor_parallel: Literal["joined", "blocks"] = "joined",
+        overlap: bool = False,
         cost: Cost | None = None,
         **kwargs: Any,
     ) -> None:
@@ -80,6 +84,8 @@ class WholeTensors(torch.optim.Optimizer):
             tensor_parallel: "joined" steps whole parameters, as on the plain model. "blocks" has each tensor-parallel
                 rank step its own block as if it were a whole parameter: less moves, but Muon then orthogonalises
                 blocks, which is another optimizer.
+            overlap: step parameters in four parts, while gradients of the next part and new values of the part before
+                move. It calls the ``step`` of `optimizer_class` four times, and once if that changes its groups.
             cost: of a step of one parameter, to balance the work; by default that of the Newton-Schulz iteration for
                 matrices of Muon, and otherwise in proportion to elements.
 
@@ -93,6 +99,7 @@ class WholeTensors(torch.optim.Optimizer):
         _check_class(optimizer_class)
         self._model, self._replicas, self._joins_blocks = model, replicas, tensor_parallel == "joined"
         self._cost = cost
+        self._waves = _WAVES if overlap else 1
         make: Callable[..., torch.optim.Optimizer] = optimizer_class
         self._make = functools.partial(make, **kwargs)
         self._ranks = communicator_of(model)
@@ -243,30 +250,33 @@ class WholeTensors(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        chosen = [_with_grads(owned) for owned in self._owned]
-        for owned, indices in zip(self._owned, chosen, strict=True):
-            owned.gather_grads(indices)
+        count = self._waves if self._has_stepped else 1
+        chosen = [(owned, owned.waves(_with_grads(owned), count)) for owned in self._owned]
         for each, whole in self._alone:
             whole.data = local_part(each.param)
             whole.grad = None if each.param.grad is None else local_part(each.param.grad)
-        self._step_whole()
-        for owned, indices in zip(self._owned, chosen, strict=True):
-            owned.scatter_values(indices)
-        for each, whole in self._alone:
-            if whole.grad is not None:
-                torch.autograd.graph.increment_version(each.param)
-            whole.grad = None
-        return loss
-
-    def _step_whole(self) -> None:
         self._set_inner()
-        if self._has_stepped:
-            self._inner.step()
-        else:
-            self._step_first()
+        is_async = count > 1
+        arrive = all_of(owned.gather_grads(waves[0], async_op=is_async) for owned, waves in chosen)
+        leave = []
+        for number in range(count):
+            arrive()
+            if number + 1 < count:
+                arrive = all_of(owned.gather_grads(waves[number + 1], async_op=is_async) for owned, waves in chosen)
+            if self._has_stepped:
+                self._inner.step()
+            else:
+                self._step_first()
+            for each, whole in self._alone:
+                if whole.grad is not None:
+                    torch.autograd.graph.increment_version(each.param)
+                whole.grad = None
+            leave.append(all_of(owned.scatter_values(waves[number], async_op=is_async) for owned, waves in chosen))
+        all_of(leave)()
         for group, own in zip(self._inner.param_groups, self.param_groups, strict=True):
             own.update(_hyper(group))
         self._take_inner_state()
+        return loss
 
     def _step_first(self) -> None:
         """Collective over all ranks of the model. A step that all ranks undo if it fails on one: there is no state yet.
@@ -295,6 +305,8 @@ class WholeTensors(torch.optim.Optimizer):
                 whole.grad = None
             raise
         self._has_stepped = True
+        if changes[0] is not None:  # as a count of steps
+            self._waves = 1
 
     def _set_inner(self) -> None:
         """Give the inner optimizer the groups and the state, which schedulers and checkpoints may have changed."""

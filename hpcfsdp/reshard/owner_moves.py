@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,10 @@ BATCH_NUMEL = 1 << 22
 
 TensorOf = Callable[[int], torch.Tensor]
 """The memory of a tensor by its number."""
+
+
+Finish = Callable[[], None]
+"""Completes what has begun."""
 
 
 class _Peer(NamedTuple):
@@ -59,7 +63,9 @@ class OwnerMoves:
         return self.cuts[index].is_whole_on(owner) and len(self.cuts[index].shares()[0]) <= 1
 
     @torch.no_grad()
-    def gather(self, chosen: Sequence[int], shard: TensorOf, whole: TensorOf, dtype: torch.dtype) -> None:
+    def gather(
+        self, chosen: Sequence[int], shard: TensorOf, whole: TensorOf, dtype: torch.dtype, *, async_op: bool = False
+    ) -> Finish:
         """Collective over `comm`. Bring tensors from their shards to their owners.
 
         Args:
@@ -68,7 +74,12 @@ class OwnerMoves:
                 or of the shape of its only box.
             whole: memory of the whole for its owner, contiguous; called there alone. May share the memory of the shard.
             dtype: in which values travel.
+            async_op: return while they travel; without it everything is done at the end.
+
+        Returns:
+            What completes the call, to be called once if `async_op` is set.
         """
+        finishes = []
         for part in self._batches(chosen):
             out: dict[int, list[torch.Tensor]] = {}
             into: dict[int, list[torch.Tensor]] = {}
@@ -81,11 +92,15 @@ class OwnerMoves:
                         view.copy_(own)
                 elif index in self._sends:
                     out.setdefault(self.owners[index], []).extend(self._own_views(index, shard(index)))
-            self._exchange(out, into, dtype, in_place=True)
+            finishes.append(self._exchange(out, into, dtype, in_place=True, async_op=async_op))
+        return all_of(finishes)
 
     @torch.no_grad()
-    def scatter(self, chosen: Sequence[int], whole: TensorOf, shard: TensorOf, dtype: torch.dtype) -> None:
-        """Collective over `comm`. Bring tensors from their owners into all shards. Arguments as for ``gather``."""
+    def scatter(
+        self, chosen: Sequence[int], whole: TensorOf, shard: TensorOf, dtype: torch.dtype, *, async_op: bool = False
+    ) -> Finish:
+        """Collective over `comm`. Bring tensors from their owners into all shards. The rest as for ``gather``."""
+        finishes = []
         for part in self._batches(chosen):
             out: dict[int, list[torch.Tensor]] = {}
             into: dict[int, list[torch.Tensor]] = {}
@@ -99,7 +114,8 @@ class OwnerMoves:
                 elif self._own[index]:
                     into.setdefault(self.owners[index], []).extend(self._own_views(index, shard(index)))
             # Shards may be in memory that ranks share: no message is received there.
-            self._exchange(out, into, dtype, in_place=False)
+            finishes.append(self._exchange(out, into, dtype, in_place=False, async_op=async_op))
+        return all_of(finishes)
 
     def _batches(self, chosen: Sequence[int]) -> Iterator[Sequence[int]]:
         limit = BATCH_NUMEL * self.comm.size
@@ -132,11 +148,12 @@ class OwnerMoves:
         dtype: torch.dtype,
         *,
         in_place: bool,
-    ) -> None:
+        async_op: bool,
+    ) -> Finish:
         """Collective over `comm`. Send and receive views by rank; `in_place` where a rank receives a single one."""
         comm = self.comm
         if comm.size == 1:
-            return
+            return _nothing_left
         nothing = torch.empty(0, dtype=dtype, device=comm.device)
         inputs = [_packed(out[rank], comm, dtype) if rank in out else nothing for rank in range(comm.size)]
         outputs = [nothing] * comm.size
@@ -144,12 +161,38 @@ class OwnerMoves:
             direct = in_place and len(views) == 1 and _fits(views[0], comm, dtype)
             numel = sum(view.numel() for view in views)
             outputs[rank] = views[0].view(-1) if direct else torch.empty(numel, dtype=dtype, device=comm.device)
-        comm.all_to_all(outputs, inputs)
-        for rank, views in into.items():
-            values = outputs[rank]
-            if views[0].data_ptr() != values.data_ptr():
-                for view, part in zip(views, values.split([view.numel() for view in views]), strict=True):
-                    view.copy_(part.view(view.shape))
+        work = comm.all_to_all(outputs, inputs, async_op=async_op)
+
+        @torch.no_grad()
+        def finish() -> None:
+            if work is not None:
+                work.wait()
+            inputs.clear()  # which had to stay until now
+            for rank, views in into.items():
+                values = outputs[rank]
+                if views[0].data_ptr() != values.data_ptr():
+                    for view, part in zip(views, values.split([view.numel() for view in views]), strict=True):
+                        view.copy_(part.view(view.shape))
+
+        if async_op:
+            return finish
+        finish()
+        return _nothing_left
+
+
+def _nothing_left() -> None:
+    pass
+
+
+def all_of(finishes: Iterable[Finish]) -> Finish:
+    """One completion of several calls, which begin now."""
+    begun = list(finishes)
+
+    def finish() -> None:
+        for each in begun:
+            each()
+
+    return finish
 
 
 def _packed(views: Sequence[torch.Tensor], comm: Communicator, dtype: torch.dtype) -> torch.Tensor:

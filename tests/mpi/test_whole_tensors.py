@@ -384,3 +384,24 @@ def test_blocks_are_stepped_for_themselves_where_asked(world):
         is_cut = "blocks" in name and param.dim() == 2
         is_same = torch.allclose(whole_params[name], param, **TIGHT)
         assert is_same is not is_cut, name
+
+
+@pytest.mark.ranks(3, 2)
+def test_a_step_that_overlaps_comes_to_the_same(comm):
+    for name in OPTIMIZERS:
+        plain = net()
+        expected = models.train_plain(plain, OPTIMIZERS[name](plain.parameters()), range(4))
+        model = models.shard(net(), use_orig_params=True)
+        optimizer = whole(model, name, overlap=True)
+        assert models.train_sharded(model, optimizer, range(4), comm) == pytest.approx(expected, rel=1e-9)
+        with FullyShardedDataParallel.summon_full_params(model):
+            for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(other, one, **TIGHT)
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_counts_in_its_groups_is_called_once(comm):
+    model = models.shard(net(), use_orig_params=True)
+    optimizer = WholeTensors(model, model.parameters(), Counting, lr=0.1, overlap=True)
+    models.train_sharded(model, optimizer, range(3), comm)
+    assert [group["steps"] for group in optimizer.param_groups] == [3]

@@ -20,11 +20,11 @@ from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, DataError, 
 from hpcfsdp.examples.gpt import data
 from hpcfsdp.examples.gpt.callbacks import Callbacks
 from hpcfsdp.examples.gpt.evaluate import HeldOut, evaluate
+from hpcfsdp.examples.gpt.optimizers import make_optimizer, set_options, set_rate
 from hpcfsdp.examples.gpt.parallel import make_mesh, shard, share_of, to_device
 from hpcfsdp.examples.gpt.run_config import (
     OF_THE_MODEL,
     OF_THE_TRAINING,
-    OptimConfig,
     RunConfig,
     changes,
     data_paths,
@@ -73,8 +73,8 @@ class Trainer:
         self.mesh = make_mesh(config.mesh, world)
         self.share = share_of(self.mesh, world)
         torch.manual_seed(config.seed)
-        self.model = shard(GPT(config.model), self.mesh, world)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.optim.lr, **adamw_options(config.optim))
+        self.model = shard(GPT(config.model), self.mesh, world, use_orig_params=config.optimizer == "muon")
+        self.optimizer = make_optimizer(config, self.model, world)
         self.manager = checkpoint.CheckpointManager(
             self.run_dir / "checkpoints",
             keep_last=config.checkpoint.keep_last or None,
@@ -153,8 +153,7 @@ class Trainer:
         # Each part of the data has its own dropout masks; ranks that compute with the same part need the same masks.
         torch.manual_seed(data.mask_seed(config.seed, self.step, share.rank))
         rate = learning_rate(self.step, config.train.steps, config.optim)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(self.optimizer, config.optim, rate)
         predicted = config.train.batch * config.model.context
         nats, own = torch.zeros((), dtype=torch.float64, device=self.world.device), 0
         for samples in data.share(self.step, config.train.batch, config.train.accumulation, share.rank, share.size):
@@ -273,8 +272,7 @@ class Trainer:
         self.step, self.newest = info.step, info.path
         seconds = time.perf_counter() - began
         checkpoint_log.info("loaded %s step=%d ranks=%d secs=%.2f", info.path, info.step, info.world_size, seconds)
-        for group in self.optimizer.param_groups:  # the checkpoint has brought its own
-            group.update(adamw_options(self.config.optim))
+        set_options(self.optimizer, self.config.optim)
 
     def _ranks(self) -> str:
         text = f"{self.world.size} rank(s)"
@@ -282,11 +280,6 @@ class Trainer:
             sizes = zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True)
             text += " (" + " x ".join(f"{name}={size}" for name, size in sizes) + ")"
         return text
-
-
-def adamw_options(config: OptimConfig) -> dict[str, Any]:
-    """The options of AdamW that stay the same from step to step."""
-    return {"betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay}
 
 
 def check_changes(config: RunConfig, corpus: str, info: checkpoint.CheckpointInfo) -> None:

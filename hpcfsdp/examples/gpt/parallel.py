@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,9 +60,11 @@ def share_of(mesh: DeviceMesh | None, world: World) -> Share:
     return Share(rank, world.size // copies, copies)
 
 
-def shard(model: GPT, mesh: DeviceMesh | None, world: World) -> FullyShardedDataParallel:
+def shard(
+    model: GPT, mesh: DeviceMesh | None, world: World, *, use_orig_params: bool = False
+) -> FullyShardedDataParallel:
     """Collective over all ranks. The model with one unit for each block; tensor-parallel if the mesh has "tensor"."""
-    options = {}
+    options: dict[str, Any] = {}
     if mesh is not None:
         if "tensor" in mesh.mesh_dim_names:
             parallelize(model.to(world.device), mesh["tensor"])
@@ -71,7 +74,8 @@ def shard(model: GPT, mesh: DeviceMesh | None, world: World) -> FullyShardedData
                 "device_mesh": mesh["replicate", "shard"],
                 "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
             }
-    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+    policy = ModuleWrapPolicy({Block})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options)
 
 
 def to_device(windows: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -41,10 +41,12 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its learning rate: linear warm-up, then a cosine down to min_lr at the last step."""
+    """The optimizer and its learning rate: linear warm-up, then a cosine down to min_lr at the last step."""
 
     lr: float = 1e-3
-    """Highest learning rate, after the warm-up."""
+    """Highest learning rate of AdamW, after the warm-up."""
+    muon_lr: float = 0.02
+    """Highest learning rate of Muon, which follows that of AdamW in proportion."""
     min_lr: float = 1e-4
     """Learning rate of the last step."""
     warmup_steps: int = 40
@@ -52,9 +54,9 @@ class OptimConfig:
     weight_decay: float = 0.1
     """Of all parameters."""
     beta1: float = 0.9
-    """Of the running mean of gradients."""
+    """Of AdamW's running mean of gradients."""
     beta2: float = 0.95
-    """Of the running mean of squared gradients."""
+    """Of AdamW's running mean of squared gradients."""
     clip_norm: float = 1.0
     """Largest norm of all gradients; 0: no limit."""
 
@@ -138,6 +140,8 @@ class RunConfig:
     """auto, cpu, or the type of an accelerator, such as cuda."""
     seed: int = 0
     """Of initial values, of the order of the data, and of dropout."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw; or muon, for the matrices of blocks, with AdamW for all other parameters."""
     track: list[str] | str = field(default_factory=list)
     """Give the figures to these trackers, too: tensorboard, wandb."""
     trace: bool = False
@@ -155,7 +159,7 @@ class RunConfig:
 _POSITIVE = (
     *("model.layers", "model.width", "model.heads", "model.context"),
     *("train.steps", "train.batch", "train.accumulation", "train.log_every"),
-    *("mesh.tensor", "mesh.replicate", "eval.bytes", "optim.lr"),
+    *("mesh.tensor", "mesh.replicate", "eval.bytes", "optim.lr", "optim.muon_lr"),
     *("observe.every", "observe.trace_from", "observe.trace_steps"),
 )
 _NOT_NEGATIVE = (
@@ -166,7 +170,7 @@ _NOT_NEGATIVE = (
 OF_THE_MODEL = ("model.layers", "model.width", "model.heads", "model.context")
 """A checkpoint with another value of one of these is of another model."""
 OF_THE_TRAINING = (
-    *("seed", "model.dropout", "train.batch", "data.held_out"),
+    *("seed", "optimizer", "model.dropout", "train.batch", "data.held_out"),
     *("optim.weight_decay", "optim.beta1", "optim.beta2", "optim.clip_norm"),
 )
 """To resume with another value of one of these changes the training. Its length and learning rate may be adjusted."""
