@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 import hpcfsdp
-from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
+from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
+from hpcfsdp.optim import Muon, WholeTensors
 from hpcfsdp.wrap import ModuleWrapPolicy
 
 
@@ -25,16 +26,18 @@ torch.manual_seed(0)
 model = FSDP(
     Model(),
     auto_wrap_policy=ModuleWrapPolicy({nn.TransformerEncoderLayer}),
-    sharding_strategy=ShardingStrategy.NO_SHARD,  # Muon needs whole matrices
-    use_orig_params=True,  # and each parameter by itself
+    use_orig_params=True,  # each parameter by itself
 )
-hidden = {name: p for name, p in model.named_parameters() if "blocks." in name and p.dim() == 2}
-others = {name: p for name, p in model.named_parameters() if name not in hidden}
-optimizer = hpcfsdp.optim.Muon(
+info = hpcfsdp.param_info(model)  # parameters themselves have the shapes of shards
+hidden = {name: p.param for name, p in info.items() if "blocks." in name and len(p.shape) == 2}
+others = {name: p.param for name, p in info.items() if name not in hidden}
+optimizer = WholeTensors(
+    model,
     [
         {"params": hidden.items(), "lr": 0.02},
         {"params": others.items(), "lr": 1e-2, "weight_decay": 0.01, "algorithm": "adamw"},  # with the embedding
-    ]
+    ],
+    Muon,
 )
 
 torch.manual_seed(1 + world.rank)

@@ -257,7 +257,9 @@ def numbered(page):
     return [(text.count("\n", 0, block.start(1)), block[1]) for block in found]
 
 
-PAGES_OF_SHARDING = ("sharding", "fully-shard", "migrating", "state-dicts", "dcp", "checkpoints", "tracking")
+PAGES_OF_SHARDING = (
+    *("sharding", "fully-shard", "migrating", "state-dicts", "dcp", "checkpoints", "tracking", "whole-tensors"),
+)
 
 
 @pytest.mark.parametrize(
