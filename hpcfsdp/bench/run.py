@@ -15,10 +15,10 @@ from hpcfsdp.bench import (
     gpu,
     host,
     memory,
+    muon_step,
     optim_state,
     scale,
     step,
-    whole_tensors,
 )
 from hpcfsdp.bench.tables import MIB, Table
 
@@ -28,7 +28,7 @@ _MODULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "step": (step, {"layers": 6, "width": 512, "tensor": 1, "fused": False, "repeats": 9}),
     "memory": (memory, {"layers": 8, "width": 768, "keep_freed": False, "repeats": 5}),
     "optim-state": (optim_state, {"layers": 16, "width": 2048, "repeats": 9}),
-    "whole-tensors": (whole_tensors, {"matrices": 24, "width": 1024, "repeats": 3}),
+    "whole-tensors": (muon_step, {"matrices": 24, "width": 1024, "repeats": 3}),
     "checkpoint": (checkpoint, {"nbytes": 1 << 30, "tensors": 300, "folder": None, "repeats": 5}),
     "gpu": (
         gpu,

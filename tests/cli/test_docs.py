@@ -74,16 +74,24 @@ def test_the_first_tutorial_learns_and_stops_on_a_signal(start, tmp_path):
     assert again.stdout.startswith("step 30 loss"), "it goes on where it was"
 
 
+def assert_losses(lines, expected):
+    """Lines that end with losses are equal, but for the last digit: it depends on the machine."""
+    assert [line.rpartition(" ")[0] for line in lines] == [line.rpartition(" ")[0] for line in expected]
+    losses = [[float(line.rpartition(" ")[2]) for line in each] for each in (lines, expected)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-6)
+
+
 def test_the_tutorial_from_torchrun_to_slurm_keeps_the_losses(start, tmp_path):
     page = "docs/tutorials/slurm.md"
     shown = lines_of_page(page, "mpirun -n 2 python slurm_fsdp.py")
     assert lines_of_page(page, "torchrun --nproc-per-node 2 torchrun_fsdp.py") == shown
     before = start("-m", "torch.distributed.run", "--nproc-per-node", 2, example(tmp_path, "torchrun_fsdp.py")).wait()
     # No exit code: torch's gloo may abort the process after the last line.
-    assert [line for line in before.stdout.splitlines() if line.startswith("epoch")] == shown, before.stderr
+    lines = [line for line in before.stdout.splitlines() if line.startswith("epoch")]
+    assert_losses(lines, shown)
     after = start(example(tmp_path, "slurm_fsdp.py"), ranks=2).wait()
     assert after.code == 0, after.stderr
-    assert after.stdout.splitlines() == shown
+    assert_losses(after.stdout.splitlines(), lines)
 
 
 def test_the_tutorial_from_torchrun_to_slurm_goes_on_within_an_epoch(start, tmp_path):
@@ -98,7 +106,9 @@ def test_the_tutorial_from_torchrun_to_slurm_goes_on_within_an_epoch(start, tmp_
     assert job.code == 75, job.stderr
     job = start(program, ranks=2).wait()
     assert job.code == 0, job.stderr
-    assert job.stdout.splitlines() == lines_of_page("docs/tutorials/slurm.md", "mpirun -n 2 python slurm_fsdp.py")[1:]
+    assert_losses(
+        job.stdout.splitlines(), lines_of_page("docs/tutorials/slurm.md", "mpirun -n 2 python slurm_fsdp.py")[1:]
+    )
 
 
 def test_the_tutorial_on_muon_learns(start, tmp_path):

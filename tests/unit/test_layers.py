@@ -118,7 +118,7 @@ def test_an_import_inside_of_a_function_has_a_reason(module):
 
 def public_names():
     """Names that users import, by the module that they are imported from."""
-    parts = ("checkpoint", "fsdp", "fsdp2", "mpi", "observe", "state_dict", "wrap")
+    parts = ("checkpoint", "fsdp", "fsdp2", "mpi", "observe", "optim", "state_dict", "wrap")
     modules = ("hpcfsdp", *(f"hpcfsdp.{part}" for part in parts))
     names = {module: set(importlib.import_module(module).__all__) for module in modules}
     return names | {"hpcfsdp.errors": {name for name in vars(hpcfsdp.errors) if name.endswith("Error")}}
