@@ -290,7 +290,15 @@ class WholeTensors(torch.optim.Optimizer):
         hypers = digest([_hyper(group) for group in inner.param_groups])
         try:
             with raise_together(self._ranks):
-                inner.step()
+                try:
+                    inner.step()
+                except (RuntimeError, NotImplementedError) as error:
+                    if "meta tensor" not in str(error):
+                        raise
+                    raise UsageError(  # those of other owners are there
+                        f"WholeTensors: {type(inner).__name__} looks at parameters without gradients, which other "
+                        f"ranks own ({error}): use an optimizer that steps each parameter for itself"
+                    ) from error
                 self._check_stepped()
             after = digest([_hyper(group) for group in inner.param_groups])
             changes = self._ranks.all_gather_object(after if after != hypers else None)

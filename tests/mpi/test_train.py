@@ -612,3 +612,34 @@ def test_a_folder_that_is_removed_in_a_training_is_reported_and_made_again(world
     assert [path.name for path in checkpoint.checkpoint_files(folder / "checkpoints")] == ["step-00000004.h5"]
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert (folder / "config.yaml").exists() and steps[0] == 3
+
+
+@pytest.mark.ranks(4, 2)
+def test_muon_trains_the_same_on_every_mesh_and_goes_on_on_any_other(world, make_config, in_float64):
+    def configured(name, mesh, **values):
+        made = make_config(name, model=MANY_HEADS, mesh=mesh, steps=4, **values)
+        return dataclasses.replace(made, optimizer="muon")
+
+    found = []
+    for number, mesh in enumerate(meshes(world)):
+        config = configured(f"run {number}", mesh)
+        run(config, world)
+        found.append([record["loss"] for record in records(config)])
+    for mesh in meshes(world):
+        config = configured("turns", mesh, run_steps=1)
+        run(config, world)
+    steps = len(meshes(world))
+    found.append([record["loss"] for record in records(config)] + found[0][steps:])
+    for losses in found[1:]:
+        # The iteration is in float32, whatever the parameters are.
+        assert losses == pytest.approx(found[0], rel=1e-4)
+    adamw = make_config("adamw", model=MANY_HEADS, steps=4)
+    run(adamw, world)
+    assert [record["loss"] for record in records(adamw)][-1] != found[0][-1]
+
+
+@pytest.mark.ranks(2)
+def test_another_optimizer_does_not_go_on_with_a_run(world, make_config):
+    run(make_config(steps=2), world)
+    with pytest.raises(UsageError, match="optimizer was adamw, now muon"):
+        run(dataclasses.replace(make_config(steps=4), optimizer="muon"), world)

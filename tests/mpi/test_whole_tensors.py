@@ -405,3 +405,21 @@ def test_an_optimizer_that_counts_in_its_groups_is_called_once(comm):
     optimizer = WholeTensors(model, model.parameters(), Counting, lr=0.1, overlap=True)
     models.train_sharded(model, optimizer, range(3), comm)
     assert [group["steps"] for group in optimizer.param_groups] == [3]
+
+
+class Nosy(torch.optim.SGD):
+    """Reads a value of each parameter, whether it has a gradient or not."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.largest = max(param.abs().max().item() for group in self.param_groups for param in group["params"])
+        super().step(closure)
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_reads_what_other_ranks_own_is_refused(comm):
+    model = models.shard(net(), use_orig_params=True)
+    optimizer = WholeTensors(model, model.parameters(), Nosy, lr=0.1)
+    models.loss_of(model, *models.batch(0)).backward()
+    with refused(UsageError, "Nosy looks at parameters without gradients, which other ranks own"):
+        optimizer.step()
