@@ -121,11 +121,13 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         watch_optimizers()
         check_module(module)
         check_types(cpu_offload, mixed_precision, backward_prefetch)
-        if not callable(granularity):
-            for name, param in module.named_parameters():
-                check_granularity(granularity, param.shape, name)
         mesh = resolve_mesh(process_group, device_mesh, sharding_strategy)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
+        if not callable(granularity):  # before anything is wrapped
+            managed = {param for unit in units_in(module) for flat in unit.flats for param in flat.stepped}
+            for name, param in module.named_parameters():
+                if param not in managed and param not in ignored.params:
+                    check_granularity(granularity, param.shape, name)
         if not isinstance(process_group, UnitMesh):  # that of an outer unit has them
             mesh = with_dtensors(mesh, module, ignored.params)
         self._given = {

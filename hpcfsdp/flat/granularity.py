@@ -7,8 +7,10 @@ size of a shard, of some hundred, with which a greedy order of the parameters fi
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -23,7 +25,7 @@ GranularityOf = Callable[[str, Sequence[int]], Granularity]
 _MULTIPLES = 32
 """Of each number that the size of a shard may have to be a multiple of, so many are tried."""
 _REFINEMENTS = 10
-_MOST_MULTIPLES = 8
+_MOST_MULTIPLES = 5
 """Common multiples of numbers of elements that are tried, too."""
 
 
@@ -36,7 +38,7 @@ def block_numel(granularity: Granularity, shape: Sequence[int]) -> int:
 
 def check_granularity(granularity: object, shape: Sequence[int], fqn: str) -> None:
     """Raise a ``ShardingError`` for what is no granularity, or does not divide the parameter."""
-    is_number = isinstance(granularity, int) and not isinstance(granularity, bool) and granularity > 0
+    is_number = isinstance(granularity, numbers.Integral) and not isinstance(granularity, bool) and granularity > 0
     if granularity not in ("row", "whole") and not is_number:
         raise ShardingError(
             f'granularity of {fqn!r} is {granularity!r}: give a positive number of elements, "row" or "whole"'
@@ -62,7 +64,8 @@ class Placement(NamedTuple):
     shard_numel: int
 
 
-def place_blocks(items: Sequence[Item], num_shards: int, align: int) -> Placement:
+@functools.lru_cache(maxsize=64)  # the units of a model are much alike
+def place_blocks(items: tuple[Item, ...], num_shards: int, align: int) -> Placement:
     """Place parameters so that no shard ends within a block.
 
     Args:

@@ -204,12 +204,13 @@ class FlatLayout:
             block, own = (blocks or {}).get(fqn), (granularity or {}).get(fqn, 1)
             for part in [tuple(shape)] if block is None else [box.sizes for box in block.boxes]:
                 check_granularity(own, part, fqn)
+            own = own if isinstance(own, str) else int(own)
             slots.append(ParamSlot(fqn, tuple(shape), offset, tuple(aliases), block, own))
             offset = round_up(slots[-1].end, align)
         used = slots[-1].end if slots else 0
         shard_numel = round_up(-(-used // num_shards), align)
         if num_shards > 1 and any(slot.granularity != 1 for slot in slots):
-            items = [Item(slot.numel, block_numel(slot.granularity, slot.shape)) for slot in slots]
+            items = tuple(Item(slot.numel, block_numel(slot.granularity, slot.shape)) for slot in slots)
             offsets, shard_numel = place_blocks(items, num_shards, align)
             pairs = zip(slots, offsets, strict=True)
             slots = [dataclasses.replace(slot, offset=offset) for slot, offset in pairs]

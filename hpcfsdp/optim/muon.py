@@ -22,8 +22,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16
 _BOTH = ("lr", "weight_decay", "eps")
 _OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn")
 _OF_ADAMW = ("betas", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
-_ADAMW_FLOPS = 10.0
-"""Operations of AdamW for each element."""
+ELEMENT_FLOPS = 10.0
+"""Operations of AdamW, and of others that step each element, about, for each element."""
 _BATCH_BYTES = 64 << 20
 """Most bytes of matrices that are computed together: larger ones keep a device busy by themselves."""
 _HOST_BATCH_BYTES = 128 << 10
@@ -203,7 +203,7 @@ class Muon(torch.optim.Optimizer):
         """
         if group["algorithm"] == MUON:
             return newton_schulz_flops(shape, group["ns_steps"])
-        return _ADAMW_FLOPS * math.prod(shape)
+        return ELEMENT_FLOPS * math.prod(shape)
 
     def _step_matrices(self, group: Mapping[str, Any]) -> None:
         dtype, momentum, nesterov = _DTYPES[group["ns_dtype"]], group["momentum"], group["nesterov"]

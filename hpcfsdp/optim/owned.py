@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import EngineError, StateDictError
-from hpcfsdp.optim.whole_params import WholeParam, local_part
+from hpcfsdp.optim.whole_params import WholeParam, local_grad, local_part
 from hpcfsdp.reshard.cuts import Cut
 from hpcfsdp.reshard.owner_moves import Finish, OwnerMoves, TensorOf, all_of
 from hpcfsdp.sharded.group_cache import GroupCache
@@ -27,7 +28,9 @@ State = dict[str, Any]
 """The state of one parameter."""
 
 LINE = 512
-"""Numbers of 8 bytes in a line of a fingerprint."""
+"""Words of 8 bytes in a line of a fingerprint, which has one number for each."""
+LINES = 1 << 12
+"""That are mixed at once, in memory of their own."""
 
 
 class Flags(NamedTuple):
@@ -101,33 +104,42 @@ class OwnedParams:
         with raise_together(self.control) if is_first else contextlib.nullcontext():
             mine = torch.zeros(3, count, dtype=torch.uint8)
             for index, each in enumerate(self.params):
-                has_elements = self._moves.numel_here(index) > 0 or not each.numel
-                mine[0, index] = has_elements and each.param.grad is not None
-                mine[1, index] = has_elements and each.param.grad is None
-                mine[2, index] = self._has_changed(index)
+                if self._moves.numel_here(index) > 0 or not each.numel:
+                    mine[0, index] = each.param.grad is not None
+                    mine[1, index] = each.param.grad is None
+            mine[2] = self._changed()
         if self.control.size > 1:
             mine = mine.to(self.control.device)
             self.control.all_reduce(mine, "max")
         return Flags(*(row.bool().tolist() for row in mine.cpu()))
 
-    def _has_changed(self, index: int) -> bool:
-        if self._views_shard[index]:
-            return False
-        if self.owns(index) and index not in self._filled:
-            return True
-        if not self._moves.numel_here(index) or self.params[index].param.grad is None:
-            return False
-        seen = self._seen.get(index)
-        return seen is None or not torch.equal(seen, _fingerprint(self.shard(index)))
+    def _changed(self) -> torch.Tensor:
+        """Which parameters this rank's owners, or its shards, have other values of than each other."""
+        found = torch.zeros(len(self.params), dtype=torch.uint8)
+        compared: dict[int, torch.Tensor] = {}
+        for index, each in enumerate(self.params):
+            if self._views_shard[index]:
+                continue
+            if self.owns(index) and index not in self._filled:
+                found[index] = 1
+            elif self._moves.numel_here(index) and each.param.grad is not None:
+                seen = self._seen.get(index)
+                if seen is None:
+                    found[index] = 1
+                else:
+                    compared[index] = (seen != _fingerprint(self.shard(index))).any()
+        if compared:  # a device is read once
+            found[list(compared)] = torch.stack(list(compared.values())).to("cpu", torch.uint8)
+        return found
 
     def refresh(self, chosen: Sequence[int]) -> None:
         """Collective over `comm`. Give owners the present values of the `chosen` parameters, which have changed."""
         for index, each in enumerate(self.params):
-            if not self.owns(index):
-                continue
-            if self._views_shard[index]:
+            if self.owns(index) and self._views_shard[index]:
                 self.whole[index].data = self.shard(index).view(each.shape)
-            elif index not in self._filled:
+        for index in chosen:
+            if self.owns(index) and not self._views_shard[index] and index not in self._filled:
+                each = self.params[index]
                 self.whole[index].data = local_part(each.param).new_empty(each.shape)
         self._gather(chosen, self.shard, lambda index: self.whole[index].data)
         self._filled.update(chosen)
@@ -144,13 +156,18 @@ class OwnedParams:
 
     def gather_grads(self, chosen: Sequence[int], *, async_op: bool = False) -> Finish:
         """Collective over `comm`. Give owners gradients of `chosen` parameters; for `async_op` see ``OwnerMoves``."""
+        here = {
+            index: local_grad(each.param).to(each.param.dtype)
+            for index, each in ((index, self.params[index]) for index in chosen)
+            if each.param.grad is not None
+        }
         grads: dict[int, torch.Tensor] = {}
         for index in chosen:
             if self.owns(index):
                 whole, views = self.whole[index], self._views_shard[index]
-                grads[index] = self._grad(index).view(whole.shape) if views else torch.empty_like(whole)
+                grads[index] = here[index].view(whole.shape) if views else torch.empty_like(whole)
         moving = [index for index in chosen if not self._views_shard[index]]
-        arrive = self._gather(moving, self._grad, grads.__getitem__, async_op=async_op)
+        arrive = self._gather(moving, here.__getitem__, grads.__getitem__, async_op=async_op)
 
         def finish() -> None:
             arrive()
@@ -161,11 +178,6 @@ class OwnedParams:
             return finish
         finish()
         return arrive
-
-    def _grad(self, index: int) -> torch.Tensor:
-        param = self.params[index].param
-        assert param.grad is not None
-        return local_part(_compat.wait_tensor(param.grad)).to(param.dtype)
 
     def scatter_values(self, chosen: Sequence[int], *, async_op: bool = False) -> Finish:
         """Collective over `comm`. Give all shards the values of `chosen` parameters that their owners have stepped."""
@@ -435,13 +447,27 @@ def _with_dim(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """Sums of the bits of a tensor, as of the lines and columns of a matrix: they differ if values do."""
+    """Numbers, int64, that almost surely differ if values do: of each 4 KiB the sum of its words, mixed by place."""
     values = (torch.view_as_real(values) if values.is_complex() else values).contiguous()
     values = values.as_strided((values.numel(),), (1,))  # view(-1) keeps any stride of a single element
     if values.storage_offset() * values.element_size() % 8:
         values = values.clone()
     raw = values.view(torch.uint8)
-    lines = raw.numel() // (8 * LINE)
-    whole, rest = raw[: lines * 8 * LINE].view(torch.int64).view(lines, LINE), raw[lines * 8 * LINE :].to(torch.int64)
-    places = torch.arange(1, rest.numel() + 1, device=rest.device)
-    return torch.cat([whole.sum(1), whole.sum(0), (rest * places).sum()[None]])
+    end = raw.numel() // (8 * LINE) * 8 * LINE
+    rest = torch.zeros(8 * LINE, dtype=torch.uint8, device=raw.device)
+    rest[: raw.numel() - end].copy_(raw[end:])
+    weights = _weights(raw.device)
+    parts = [part.view(torch.int64).view(-1, LINE) for part in (*torch.split(raw[:end], 8 * LINE * LINES), rest)]
+    sums = []
+    for words in parts:
+        mixed = (words ^ (words >> 31)).mul_(weights)
+        mixed ^= mixed >> 29
+        sums.append(mixed.mul_(weights).sum(1))
+    return torch.cat(sums)
+
+
+@functools.lru_cache(maxsize=4)
+def _weights(device: torch.device) -> torch.Tensor:
+    """An odd number for each place of a line."""
+    numbers = torch.randint(-(1 << 62), 1 << 62, (LINE,), generator=torch.Generator().manual_seed(0))
+    return (numbers * 2 + 1).to(device)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
@@ -17,7 +19,7 @@ from hpcfsdp.errors import UsageError
 from hpcfsdp.flat.layout import Box, FlatLayout
 from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.reshard.cuts import BlockCut, Cut, FlatCut, Lattice
-from hpcfsdp.reshard.placements import mesh_boxes
+from hpcfsdp.reshard.placements import mesh_boxes, rows_on_mesh
 from hpcfsdp.sharded.group_cache import GroupCache
 from hpcfsdp.sharded.row_unit import Rows, row_units_in
 from hpcfsdp.sharded.unit_mesh import Dim, UnitMesh
@@ -55,6 +57,10 @@ class WholeParam:
         return math.prod(self.shape)
 
 
+Known = dict[tuple[Any, ...], Any]
+"""Cuts and lattices that parameters have in common: with many ranks each takes time and memory."""
+
+
 def whole_params(model: nn.Module, *, joins_blocks: bool) -> dict[nn.Parameter, WholeParam]:
     """Collective over all ranks of the model, the first time. Its parameters by what an optimizer steps.
 
@@ -64,15 +70,16 @@ def whole_params(model: nn.Module, *, joins_blocks: bool) -> dict[nn.Parameter, 
         joins_blocks: whether the blocks of tensor-parallel ranks are joined, or each is a tensor of its own.
     """
     units_of(model)  # which get the ranks of others
-    found = {whole.param: whole for whole in _of_flats(model, joins_blocks)}
+    known: Known = {}
+    found = {whole.param: whole for whole in _of_flats(model, joins_blocks, known)}
     names = {param: clean_fqn(name) for name, param in model.named_parameters()}
     for unit in row_units_in(model):
         for each in unit.rows:
             param = each.param.sharded
-            found[param] = _of_rows(each, names.get(param, f"{unit.name}.{each.fqn}"), joins_blocks)
+            found[param] = _of_rows(each, names.get(param, f"{unit.name}.{each.fqn}"), joins_blocks, known)
     for param, name in names.items():
         if param not in found:
-            found[param] = _of_plain(param, name, joins_blocks)
+            found[param] = _of_plain(param, name, joins_blocks, known)
     return found
 
 
@@ -91,7 +98,7 @@ def _comm(mesh: UnitMesh, dims: tuple[Dim, ...]) -> Communicator:
     return comm
 
 
-def _of_flats(model: nn.Module, joins_blocks: bool) -> Iterator[WholeParam]:
+def _of_flats(model: nn.Module, joins_blocks: bool, known: Known) -> Iterator[WholeParam]:
     for unit, flat, layout in named_flat_params(model):
         if not flat.use_orig_params:
             continue
@@ -100,32 +107,36 @@ def _of_flats(model: nn.Module, joins_blocks: bool) -> Iterator[WholeParam]:
                 slot.fqn,
                 leaf,
                 slot.whole_shape if joins_blocks else slot.shape,
-                functools.partial(_share_of_flat, unit.mesh, layout, index, joins_blocks),
+                functools.partial(_share_of_flat, unit.mesh, layout, index, joins_blocks, known),
                 _num_replicas(unit.mesh),
                 slot.is_cut and not joins_blocks,
             )
 
 
 def _share_of_flat(
-    mesh: UnitMesh, layout: FlatLayout, index: int, joins_blocks: bool, divides: bool
+    mesh: UnitMesh, layout: FlatLayout, index: int, joins_blocks: bool, known: Known, divides: bool
 ) -> tuple[Communicator, Cut]:
     dims = _dims(mesh, divides=divides, joins_blocks=joins_blocks)
-    return _comm(mesh, dims), FlatCut(layout, index, Lattice.of(mesh.lattice(*dims)))
+    if (mesh, dims) not in known:
+        known[mesh, dims] = Lattice.of(mesh.lattice(*dims))
+    return _comm(mesh, dims), FlatCut(layout, index, known[mesh, dims])
 
 
-def _of_rows(each: Rows, name: str, joins_blocks: bool) -> WholeParam:
+def _of_rows(each: Rows, name: str, joins_blocks: bool, known: Known) -> WholeParam:
     shape = tuple(each.param.sharded.shape) if joins_blocks else each.shape
     has_blocks = each.block is not None and not joins_blocks
-    share = functools.partial(_share_of_rows, each, shape, joins_blocks)
+    share = functools.partial(_share_of_rows, each, shape, joins_blocks, known)
     return WholeParam(name, each.param.sharded, shape, share, _num_replicas(each.mesh), has_blocks)
 
 
-def _share_of_rows(each: Rows, shape: tuple[int, ...], joins_blocks: bool, divides: bool) -> tuple[Communicator, Cut]:
+def _share_of_rows(
+    each: Rows, shape: tuple[int, ...], joins_blocks: bool, known: Known, divides: bool
+) -> tuple[Communicator, Cut]:
     mesh, param = each.mesh, each.param.sharded
     dims = _dims(mesh, divides=divides, joins_blocks=joins_blocks)
     comm = _comm(mesh, dims)
     if joins_blocks or each.block is None:
-        return comm, _block_cut(comm, param)
+        return comm, _block_cut(comm, param, known)
     sizes = (shape[each.dim], *shape[: each.dim], *shape[each.dim + 1 :])  # chunks are of the first dimension
     boxes = {}
     for shard in range(mesh.shard.size):
@@ -136,7 +147,7 @@ def _share_of_rows(each: Rows, shape: tuple[int, ...], joins_blocks: bool, divid
     return comm, BlockCut(shape, boxes)
 
 
-def _of_plain(param: nn.Parameter, name: str, joins_blocks: bool) -> WholeParam:
+def _of_plain(param: nn.Parameter, name: str, joins_blocks: bool, known: Known) -> WholeParam:
     """A parameter that no unit owns."""
     if not joins_blocks or not is_cut(param):
         return WholeParam(name, param, tuple(_compat.local_of(param).shape), has_blocks=is_cut(param))
@@ -147,23 +158,48 @@ def _of_plain(param: nn.Parameter, name: str, joins_blocks: bool) -> WholeParam:
             f"WholeTensors: {name!r} has the placements {list(param.placements)}, of which a rank has several blocks: "
             "redistribute it to Shard and Replicate"
         )
-    return WholeParam(name, param, tuple(param.shape), functools.partial(_share_of_plain, param))
+    return WholeParam(name, param, tuple(param.shape), functools.partial(_share_of_plain, param, known))
 
 
-def _share_of_plain(param: nn.Parameter, _divides: bool) -> tuple[Communicator, Cut]:
+def _share_of_plain(param: nn.Parameter, known: Known, _divides: bool) -> tuple[Communicator, Cut]:
     assert isinstance(param, DTensor)
     comm = GroupCache.current().members_of(param.device_mesh)
-    return comm, _block_cut(comm, param)
+    return comm, _block_cut(comm, param, known)
 
 
-def _block_cut(comm: Communicator, param: torch.Tensor) -> BlockCut:
+def _block_cut(comm: Communicator, param: torch.Tensor, known: Known) -> BlockCut:
     assert isinstance(param, DTensor)
-    numbers = {rank: number for number, rank in enumerate(GroupCache.current().global_ranks(comm))}
-    boxes = mesh_boxes(tuple(param.shape), param.device_mesh.mesh, param.placements)
-    held = {numbers[rank]: of_rank[0] for rank, of_rank in boxes.items() if rank in numbers and of_rank[0].numel}
-    return BlockCut(tuple(param.shape), held)
+    key = comm, param.device_mesh, tuple(param.placements), tuple(param.shape)
+    if key not in known:
+        numbers = {rank: number for number, rank in enumerate(GroupCache.current().global_ranks(comm))}
+        boxes = _boxes(tuple(param.shape), param.device_mesh.mesh, param.placements)
+        held = {numbers[rank]: box for rank, box in boxes if rank in numbers and box.numel}
+        known[key] = BlockCut(tuple(param.shape), held)
+    found: BlockCut = known[key]
+    return found
+
+
+def _boxes(shape: tuple[int, ...], ranks: torch.Tensor, placements: Sequence[Placement]) -> Iterator[tuple[int, Box]]:
+    """Each rank of a mesh with its box."""
+    rows = rows_on_mesh(shape, ranks, placements) if shape else None
+    if rows is None:
+        yield from ((rank, of_rank[0]) for rank, of_rank in mesh_boxes(shape, ranks, placements).items())
+        return
+    rest = (0,) * (len(shape) - 1)
+    for rank, begin, end in zip(ranks.flatten().tolist(), rows[0].tolist(), rows[1].tolist(), strict=True):
+        yield rank, Box((begin, *rest), (end - begin, *shape[1:]))
 
 
 def local_part(param: torch.Tensor) -> torch.Tensor:
     """This rank's elements of a parameter, or of a tensor like it, in their shape here."""
     return _compat.local_of(param).detach()
+
+
+def local_grad(param: torch.Tensor) -> torch.Tensor:
+    """Collective over the mesh of a ``DTensor`` whose gradient is placed otherwise, as a pending sum. This rank's
+    elements of a parameter's gradient."""
+    assert param.grad is not None
+    grad = _compat.wait_tensor(param.grad)
+    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return local_part(grad)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -17,22 +19,20 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm import Communicator, assert_same, raise_together
 from hpcfsdp.errors import UsageError
-from hpcfsdp.optim.muon import Muon
+from hpcfsdp.optim.muon import ELEMENT_FLOPS, Muon
 from hpcfsdp.optim.newton_schulz import newton_schulz_flops
-from hpcfsdp.optim.owned import OwnedParams, State
-from hpcfsdp.optim.whole_params import WholeParam, local_part, whole_params
+from hpcfsdp.optim.owned import Flags, OwnedParams, State
+from hpcfsdp.optim.whole_params import WholeParam, local_grad, local_part, whole_params
 from hpcfsdp.reshard.cuts import Cut
 from hpcfsdp.reshard.owner_moves import all_of
 from hpcfsdp.reshard.owners import choose_owners
 from hpcfsdp.sharded import managed
 from hpcfsdp.state.model import communicator_of, named_flat_params
-from hpcfsdp.state.optim.values import digest
+from hpcfsdp.state.optim.values import digest, picklable
 
 Cost = Callable[[tuple[int, ...], Mapping[str, Any]], float]
 """The floating-point operations of a step of one parameter, by its whole shape and its group."""
 
-ELEMENT_COST = 10.0
-"""Operations of an element-wise optimizer for each element."""
 _WAVES = 4
 """Parts of a step that overlaps: enough to hide what moves, and few calls of the optimizer."""
 HOST_FLOPS_PER_BYTE, DEVICE_FLOPS_PER_BYTE = 50.0, 2000.0
@@ -45,7 +45,7 @@ class WholeTensors(torch.optim.Optimizer):
     Each parameter has an owner among the ranks that share it. In a step its gradient moves from the shards to the
     owner, `optimizer_class` steps it there, and its new values move into the shards. A parameter that one rank has
     whole is stepped in place. The result is that of `optimizer_class` on the plain model. To everything around it this
-    is an optimizer of the shards: for clipping, ``GradScaler``, ``no_sync``, schedulers and checkpoints::
+    is an optimizer of the shards: for clipping, ``ShardedGradScaler``, ``no_sync``, schedulers and checkpoints::
 
         model = FullyShardedDataParallel(model, use_orig_params=True)
         optimizer = WholeTensors(model, model.parameters(), Muon, lr=0.02)
@@ -131,6 +131,7 @@ class WholeTensors(torch.optim.Optimizer):
         if not self._is_ready:
             super().add_param_group(param_group)
             return
+        self._set_inner()  # state may have been loaded since the last step
         new = self._plan(_as_groups([param_group]))
         count = len(self._inner.param_groups)
         for group in new.groups:
@@ -154,7 +155,13 @@ class WholeTensors(torch.optim.Optimizer):
         found = self._found(groups)
         # Optimizers complete groups, and may divide them: one without memory shows how.
         empty = [_whole_param(each, torch.device("meta")) for each in found]
-        trial = self._make(_with_params(groups, empty))
+        with raise_together(self._ranks):
+            trial = self._make(_with_params(groups, empty))
+            if any(group.get("differentiable") for group in trial.param_groups):
+                raise UsageError("WholeTensors: differentiable=True would need gradients of steps through owners")
+            facts = [(each.name, each.shape, str(each.param.dtype)) for each in found]
+            facts_of_groups = [(len(group["params"]), _hyper_digest(group)) for group in trial.param_groups]
+        assert_same(self._ranks, digest((facts, facts_of_groups)).hex(), "WholeTensors: its groups, by a hash,")
         numbers = {param: number for number, param in enumerate(empty)}
         lines: dict[Communicator | None, list[_Shared]] = {}
         cost = self._cost or _cost_of(trial)
@@ -171,8 +178,8 @@ class WholeTensors(torch.optim.Optimizer):
         owners: dict[int, int] = {}
         for line in lines.values():
             comm = line[0].comm
-            facts = [(found[n].name, found[n].shape, str(found[n].param.dtype), flops) for n, _, _, flops in line]
-            assert_same(comm, digest(facts).hex(), "WholeTensors: what its groups hold, by a hash,")
+            costs = digest([each.flops for each in line]).hex()
+            assert_same(comm, costs, "WholeTensors: the cost of its parameters, by a hash,")
             move_cost = max(_move_cost(found[each.number].param) for each in line)
             chosen = choose_owners([each.cut for each in line], [each.flops for each in line], comm.size, move_cost)
             owners.update(zip((each.number for each in line), chosen, strict=True))
@@ -207,13 +214,16 @@ class WholeTensors(torch.optim.Optimizer):
         flats = {flat.parameter for _, flat, _ in named_flat_params(self._model) if not flat.use_orig_params}
         taken = set(self._params.values())
         found: list[WholeParam] = []
-        for number, group in enumerate(groups):
-            for given in group["params"]:
-                each = _checked(_param(given), number, known, flats)
-                if each.param in taken:
-                    raise UsageError(f"WholeTensors: {each.name!r} is in two groups, or in one twice: leave it in one")
-                taken.add(each.param)
-                found.append(each)
+        with raise_together(self._ranks):
+            for number, group in enumerate(groups):
+                for given in group["params"]:
+                    each = _checked(_param(given), number, known, flats)
+                    if each.param in taken:
+                        raise UsageError(
+                            f"WholeTensors: {each.name!r} is in two groups, or in one twice: leave it in one"
+                        )
+                    taken.add(each.param)
+                    found.append(each)
         return found
 
     def _add(self, new: _New) -> None:
@@ -251,10 +261,19 @@ class WholeTensors(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         count = self._waves if self._has_stepped else 1
-        chosen = [(owned, owned.waves(_with_grads(owned), count)) for owned in self._owned]
+        flags = [owned.flags() for owned in self._owned]
+        # Later, ranks of other replicas would wait in the next backward.
+        with contextlib.nullcontext() if self._has_stepped else raise_together(self._ranks):
+            for owned, found in zip(self._owned, flags, strict=True):
+                _check_grads(owned, found)
+        chosen = []
+        for owned, found in zip(self._owned, flags, strict=True):
+            with_grads = [index for index, has in enumerate(found.has_grad) if has]
+            owned.refresh([index for index in with_grads if found.has_changed[index]])
+            chosen.append((owned, owned.waves(with_grads, count)))
         for each, whole in self._alone:
             whole.data = local_part(each.param)
-            whole.grad = None if each.param.grad is None else local_part(each.param.grad)
+            whole.grad = None if each.param.grad is None else local_grad(each.param)
         self._set_inner()
         is_async = count > 1
         arrive = all_of(owned.gather_grads(waves[0], async_op=is_async) for owned, waves in chosen)
@@ -279,15 +298,15 @@ class WholeTensors(torch.optim.Optimizer):
         return loss
 
     def _step_first(self) -> None:
-        """Collective over all ranks of the model. A step that all ranks undo if it fails on one: there is no state yet.
+        """Collective over all ranks of the model. A step that all ranks undo if it fails on one.
 
         Raises:
             UsageError: the optimizer looks at more than each parameter by itself.
         """
         inner = self._inner
-        # In host memory, where there is room.
-        before = [(whole, whole.detach().to("cpu", copy=True)) for whole in self._mine if whole.grad is not None]
-        hypers = digest([_hyper(group) for group in inner.param_groups])
+        stepped = [whole for whole in self._mine if whole.grad is not None]
+        before = [(whole, _on_host(whole), _on_host(dict(inner.state.get(whole, {})))) for whole in stepped]
+        hypers = [_hyper_digest(group) for group in inner.param_groups]
         try:
             with raise_together(self._ranks):
                 try:
@@ -300,17 +319,18 @@ class WholeTensors(torch.optim.Optimizer):
                         f"ranks own ({error}): use an optimizer that steps each parameter for itself"
                     ) from error
                 self._check_stepped()
-            after = digest([_hyper(group) for group in inner.param_groups])
+            after = [_hyper_digest(group) for group in inner.param_groups]
             changes = self._ranks.all_gather_object(after if after != hypers else None)
-            if len(set(changes)) > 1:
+            if any(change != changes[0] for change in changes):
                 raise UsageError(
                     f"WholeTensors: {type(inner).__name__} changes its groups by the parameters that it steps, and "
                     "ranks step different ones: use an optimizer that steps each parameter for itself"
                 )
         except BaseException:
-            for whole, values in before:
+            for whole, values, state in before:
                 whole.detach().copy_(values)
                 whole.grad = None
+                _restore(inner.state[whole], state)
             raise
         self._has_stepped = True
         if changes[0] is not None:  # as a count of steps
@@ -376,13 +396,23 @@ class WholeTensors(torch.optim.Optimizer):
         self.state = _state_of(found)
 
     def state_dict(self) -> dict[str, Any]:
-        """Collective over all ranks of the model. Groups, and the state of this rank's shards, see ``shown_state``."""
-        own = self.state
-        self.state = _state_of(self.shown_state())
+        """Collective over all ranks of the model. Groups, and the state of this rank's shards, see ``shown_state``.
+
+        "whole_state" lists the tensors that are whole on each rank.
+        """
+        own, shown = self.state, self.shown_state()
+        self.state = _state_of(shown)
         try:
-            return super().state_dict()
+            found = super().state_dict()
         finally:
             self.state = own
+        marked = [
+            (key, name)
+            for key, state in found["state"].items()
+            for name, value in state.items()
+            if managed.is_whole_state(value)
+        ]
+        return {**found, "whole_state": marked} if marked else found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Collective over all ranks of the model. Load what ``state_dict`` gave, on each rank its own.
@@ -406,10 +436,16 @@ class WholeTensors(torch.optim.Optimizer):
         """Mark state that was marked before torch has cast it."""
         keys = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
         params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, param in zip(keys, params, strict=True):
-            for name, value in given["state"].get(key, {}).items():
-                if managed.is_whole_state(value):
-                    managed.mark_whole_state(self.state[param][name])
+        param_of = dict(zip(keys, params, strict=True))
+        marked = [
+            (key, name)
+            for key, state in given["state"].items()
+            for name, value in state.items()
+            if managed.is_whole_state(value)
+        ]
+        for key, name in (*marked, *given.get("whole_state", ())):
+            if key in param_of and name in self.state[param_of[key]]:
+                managed.mark_whole_state(self.state[param_of[key]][name])
 
 
 class _Shared(NamedTuple):
@@ -470,6 +506,13 @@ def _with_params(groups: Iterable[Mapping[str, Any]], params: Iterable[nn.Parame
     ]
 
 
+def _marked(states: Mapping[Any, Any]) -> list[tuple[Any, str]]:
+    """The keys and names of tensors that are whole on each rank."""
+    return [
+        (key, name) for key, state in states.items() for name, value in state.items() if managed.is_whole_state(value)
+    ]
+
+
 def _like(param: torch.Tensor, value: Any) -> Any:
     """State of a parameter that is no other rank's, as a ``DTensor`` if the parameter is one."""
     if isinstance(param, DTensor) and isinstance(value, torch.Tensor) and value.shape == local_part(param).shape:
@@ -477,18 +520,13 @@ def _like(param: torch.Tensor, value: Any) -> Any:
     return value
 
 
-def _with_grads(owned: OwnedParams) -> list[int]:
-    """Collective over its ranks. The parameters with gradients; their owners have their values then."""
-    flags = owned.flags()
+def _check_grads(owned: OwnedParams, flags: Flags) -> None:
     for each, has, lacks in zip(owned.params, flags.has_grad, flags.lacks_grad, strict=True):
         if has and lacks:
             raise UsageError(
                 f"WholeTensors: {each.name!r} has a gradient on some of its ranks and none on others (on rank "
                 f"{owned.comm.rank}: {'none' if each.param.grad is None else 'one'}): set all to None, or none of them"
             )
-    chosen = [index for index, has in enumerate(flags.has_grad) if has]
-    owned.refresh([index for index in chosen if flags.has_changed[index]])
-    return chosen
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:
@@ -554,7 +592,7 @@ def _cost_of(optimizer: torch.optim.Optimizer) -> Cost:
         return optimizer.step_flops
     if isinstance(optimizer, torch.optim.Muon):
         return lambda shape, group: newton_schulz_flops(shape, group["ns_steps"])
-    return lambda shape, _group: ELEMENT_COST * torch.Size(shape).numel()
+    return lambda shape, _group: ELEMENT_FLOPS * torch.Size(shape).numel()
 
 
 def _move_cost(param: torch.Tensor) -> float:
@@ -566,6 +604,29 @@ def _move_cost(param: torch.Tensor) -> float:
 def _state_of(found: Mapping[nn.Parameter, State]) -> Any:
     """As an optimizer has it."""
     return collections.defaultdict(dict, found)
+
+
+def _hyper_digest(group: Mapping[str, Any]) -> bytes:
+    """Of hyper-parameters; of values that cannot be pickled their type counts."""
+    return digest({key: picklable(value) for key, value in _hyper(group).items() if key != "param_names"})
+
+
+def _on_host(value: Any) -> Any:
+    """A copy of a tensor, or of a state: in host memory, where there is room."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    return {key: _on_host(inner) for key, inner in value.items()} if type(value) is dict else copy.deepcopy(value)
+
+
+def _restore(state: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Give a state its values again, in its own memory."""
+    for name in [name for name in state if name not in before]:
+        del state[name]
+    for name, value in before.items():
+        if isinstance(value, torch.Tensor):
+            state[name].copy_(value)
+        else:
+            state[name] = value
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -185,10 +185,13 @@ class BlockCut(Cut):
     def boxes(self, rank: int) -> Boxes:
         return [self._boxes[rank]] if rank in self._boxes else []
 
-    def shares(self) -> tuple[np.ndarray, np.ndarray]:
+    @cached_property
+    def _shares(self) -> np.ndarray:
         pairs = [(rank, box.numel) for rank, box in self._boxes.items()]
-        found = np.array(pairs, np.int64).reshape(-1, 2)
-        return found[:, 0], found[:, 1]
+        return np.array(pairs, np.int64).reshape(-1, 2)
+
+    def shares(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._shares[:, 0], self._shares[:, 1]
 
     def _sender(self, box: Box, owner: int) -> int:
         alike = self._ranks_of[box]

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import hpcfsdp
-from hpcfsdp.errors import EngineError, UsageError
+from hpcfsdp.errors import EngineError, HpcfsdpError, UsageError
 from hpcfsdp.fsdp import CPUOffload, FullyShardedDataParallel, ShardedGradScaler, ShardingStrategy
 from hpcfsdp.optim import Muon, WholeTensors
 from tests.mpi import mesh_cases, models, row_cases
@@ -423,3 +424,124 @@ def test_an_optimizer_that_reads_what_other_ranks_own_is_refused(comm):
     models.loss_of(model, *models.batch(0)).backward()
     with refused(UsageError, "Nosy looks at parameters without gradients, which other ranks own"):
         optimizer.step()
+
+
+# Found by readers
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_are_pending_sums_are_added_up(world):
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(6).double()
+    plain = copy.deepcopy(norm)
+    parallelize_module(norm, mesh, SequenceParallel())
+    its, optimizer = (
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+        WholeTensors(norm, norm.parameters(), torch.optim.SGD, lr=0.1),
+    )
+    x = torch.randn(4, 8, 6, dtype=torch.float64)
+    for _ in range(2):
+        plain(x).pow(3).sum().backward()
+        norm(DTensor.from_local(x.chunk(2, 1)[world.rank], mesh, [Shard(1)])).full_tensor().pow(3).sum().backward()
+        assert any(placement.is_partial() for placement in norm.weight.grad.placements)
+        for each in (its, optimizer):
+            each.step()
+            each.zero_grad()
+    for one, other in zip(plain.parameters(), norm.parameters(), strict=True):
+        torch.testing.assert_close(row_cases.whole(other), one, **TIGHT)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_are_added_after_a_load_leave_the_loaded_state(comm):
+    model = models.shard(net(), use_orig_params=True)
+    *most, last = model.parameters()
+    optimizer = WholeTensors(model, most, torch.optim.Adagrad, lr=0.1)
+    models.train_sharded(model, optimizer, range(1), comm)
+    early = copy.deepcopy(optimizer.state_dict())
+    models.train_sharded(model, optimizer, range(1, 3), comm)
+    optimizer.load_state_dict(early)
+    optimizer.add_param_group({"params": [last]})
+    steps = {state["step"].item() for param, state in optimizer.state.items() if param is not last}
+    assert steps <= {1.0}
+
+
+@pytest.mark.ranks(2)
+def test_it_notices_that_signs_change_in_a_few_elements(world):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, -1, -1, 1], [1, -1, -1, 1]]))
+    hpcfsdp.fully_shard(model)
+    optimizer = WholeTensors(model, model.parameters(), torch.optim.SGD, lr=0.0)
+    for _ in range(2):
+        model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.weight.neg_()
+    expected = torch.tensor([[1.0, -1, -1, 1]] * 2, dtype=torch.float64)
+    torch.testing.assert_close(row_cases.whole(model.weight), expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", ["groups", "parameters", "class"])
+def test_ranks_that_differ_are_refused_on_all(comm, what):
+    model = models.shard(net(), use_orig_params=True)
+    params, kind = list(model.parameters()), Muon
+    groups = [{"params": params[:2], "weight_decay": 0.5}, {"params": params[2:]}]
+    if comm.rank:
+        if what == "groups":
+            groups = [{"params": params[:3], "weight_decay": 0.5}, {"params": params[3:]}]
+        elif what == "parameters":
+            groups = [{"params": [nn.Parameter(torch.ones(2))]}]
+        else:
+            kind = torch.optim.AdamW
+    with refused(HpcfsdpError, "its groups|none of the model's"):
+        WholeTensors(model, groups, kind)
+
+
+class Failing(torch.optim.SGD):
+    """Fails on one rank, after it has stepped."""
+
+    fails = False
+
+    def step(self, closure=None):
+        super().step(closure)
+        if type(self).fails and dist.get_rank() == 1:
+            raise RuntimeError("out of memory")
+
+
+@pytest.mark.ranks(2)
+def test_a_first_step_that_fails_leaves_values_and_loaded_state(comm):
+    model = models.shard(net(), use_orig_params=True)
+    optimizer = WholeTensors(model, model.parameters(), Failing, lr=0.1, momentum=0.9)
+    models.train_sharded(model, optimizer, range(2), comm)
+    new = WholeTensors(model, model.parameters(), Failing, lr=0.1, momentum=0.9)
+    new.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    ids, targets = (part.chunk(comm.size)[comm.rank] for part in models.batch(2))
+    models.loss_of(model, ids, targets).backward()
+    before = copy.deepcopy((model.state_dict(), new.state_dict()["state"]))
+    Failing.fails = True
+    try:
+        with refused(HpcfsdpError if comm.rank == 0 else RuntimeError, "out of memory"):
+            new.step()
+    finally:
+        Failing.fails = False
+    torch.testing.assert_close((model.state_dict(), new.state_dict()["state"]), before, rtol=0, atol=0)
+
+
+@pytest.mark.ranks(2)
+def test_whole_copies_are_made_of_trained_parameters_alone(comm):
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)).double()
+    model[0].weight.requires_grad_(False)
+    for layer in model:
+        hpcfsdp.fully_shard(layer)
+    hpcfsdp.fully_shard(model)
+    optimizer = whole(model, "muon")
+    for _ in range(2):
+        model(torch.ones(1, 32, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    [owned] = optimizer._owned
+    sizes = {each.name: param.untyped_storage().nbytes() for each, param in zip(owned.params, owned.whole, strict=True)}
+    assert sizes["0.weight"] <= 8

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import hpcfsdp
 import hpcfsdp.state_dict as ours
+from hpcfsdp.errors import StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.optim import WholeTensors
 from tests.mpi import mesh_cases, models, row_cases
@@ -249,3 +250,27 @@ def test_state_of_tensor_parallel_models(shape, name, shared_path):
     with FullyShardedDataParallel.state_dict_type(model, *FORMS["sharded"]):
         optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state))
     mesh_cases.close(mesh_cases.train(model, at, recipe, optimizer), expected)
+
+
+def test_copies_of_a_state_dict_are_loaded(comm):
+    model, optimizer = trained(comm, "adafactor")
+    found = optimizer.state_dict()
+    copied = {
+        key: {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+        for key, state in found["state"].items()
+    }
+    new = whole(model, "adafactor")
+    new.load_state_dict({**found, "state": copied})
+    keeps_on(comm, model, new, "adafactor")
+
+
+def test_the_state_of_other_ranks_is_refused_and_nothing_changes(comm):
+    model, optimizer = trained(comm, "adamw")
+    wrong = copy.deepcopy(optimizer.state_dict())
+    for state in wrong["state"].values():
+        for name, value in state.items():
+            if value.dim():
+                state[name] = value.new_zeros(value.numel() + 1)
+    with pytest.raises(StateDictError, match="a state dict of other ranks goes through optim_state_dict"):
+        optimizer.load_state_dict(wrong)
+    keeps_on(comm, model, optimizer, "adamw")

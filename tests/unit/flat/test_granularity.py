@@ -26,7 +26,7 @@ def edges_within(offset, numel, shard_numel):
 @given(ITEMS, st.integers(1, 9), st.sampled_from([1, 2, 4, 16]))
 @settings(max_examples=300, deadline=None)
 def test_no_shard_ends_within_a_block(items, num_shards, align):
-    offsets, shard_numel = place_blocks(items, num_shards, align)
+    offsets, shard_numel = place_blocks(tuple(items), num_shards, align)
     assert shard_numel % align == 0
     taken = []
     for (numel, block), offset in zip(items, offsets, strict=True):
