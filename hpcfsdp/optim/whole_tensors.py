@@ -406,12 +406,7 @@ class WholeTensors(torch.optim.Optimizer):
             found = super().state_dict()
         finally:
             self.state = own
-        marked = [
-            (key, name)
-            for key, state in found["state"].items()
-            for name, value in state.items()
-            if managed.is_whole_state(value)
-        ]
+        marked = _marked(found["state"])
         return {**found, "whole_state": marked} if marked else found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -437,13 +432,7 @@ class WholeTensors(torch.optim.Optimizer):
         keys = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
         params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         param_of = dict(zip(keys, params, strict=True))
-        marked = [
-            (key, name)
-            for key, state in given["state"].items()
-            for name, value in state.items()
-            if managed.is_whole_state(value)
-        ]
-        for key, name in (*marked, *given.get("whole_state", ())):
+        for key, name in (*_marked(given["state"]), *given.get("whole_state", ())):
             if key in param_of and name in self.state[param_of[key]]:
                 managed.mark_whole_state(self.state[param_of[key]][name])
 
