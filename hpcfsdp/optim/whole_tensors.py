@@ -29,6 +29,7 @@ from hpcfsdp.reshard.owners import choose_owners
 from hpcfsdp.sharded import managed
 from hpcfsdp.state.model import communicator_of, named_flat_params
 from hpcfsdp.state.optim.values import digest, picklable
+from hpcfsdp.state.tensors import is_whole_state, mark_whole_state
 
 Cost = Callable[[tuple[int, ...], Mapping[str, Any]], float]
 """The floating-point operations of a step of one parameter, by its whole shape and its group."""
@@ -434,7 +435,7 @@ class WholeTensors(torch.optim.Optimizer):
         param_of = dict(zip(keys, params, strict=True))
         for key, name in (*_marked(given["state"]), *given.get("whole_state", ())):
             if key in param_of and name in self.state[param_of[key]]:
-                managed.mark_whole_state(self.state[param_of[key]][name])
+                mark_whole_state(self.state[param_of[key]][name])
 
 
 class _Shared(NamedTuple):
@@ -497,9 +498,7 @@ def _with_params(groups: Iterable[Mapping[str, Any]], params: Iterable[nn.Parame
 
 def _marked(states: Mapping[Any, Any]) -> list[tuple[Any, str]]:
     """The keys and names of tensors that are whole on each rank."""
-    return [
-        (key, name) for key, state in states.items() for name, value in state.items() if managed.is_whole_state(value)
-    ]
+    return [(key, name) for key, state in states.items() for name, value in state.items() if is_whole_state(value)]
 
 
 def _like(param: torch.Tensor, value: Any) -> Any:

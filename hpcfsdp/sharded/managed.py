@@ -1,4 +1,4 @@
-"""Marks on parameters that units own, or that a flat or another parameter has replaced, and on their state."""
+"""Marks on parameters that units own, or that a flat or another parameter has replaced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ _UNIT_FQN = "_hpcfsdp_unit_fqn"
 _HIDDEN = "_hpcfsdp_hidden"
 _SHAPE = "_hpcfsdp_whole_shape"
 _REPLACED = "_hpcfsdp_replaced"
-_WHOLE_STATE = "_hpcfsdp_whole_state"
 
 
 def mark(param: nn.Parameter, fqn: str, shape: tuple[int, ...]) -> None:
@@ -52,17 +51,3 @@ def replace(param: nn.Parameter) -> None:
 def is_replaced(param: nn.Parameter) -> bool:
     """Whether ``replace`` was called."""
     return getattr(param, _REPLACED, False)
-
-
-def mark_whole_state(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark optimizer state of a sharded parameter that has not one value for each element, and that ranks have whole.
-
-    By its shape alone it could be the state of a run of the parameter. Returns the tensor.
-    """
-    setattr(tensor, _WHOLE_STATE, True)
-    return tensor
-
-
-def is_whole_state(value: object) -> bool:
-    """Whether ``mark_whole_state`` was called."""
-    return getattr(value, _WHOLE_STATE, False)

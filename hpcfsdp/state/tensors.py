@@ -13,6 +13,9 @@ from hpcfsdp._compat import local_of
 from hpcfsdp.tensor.sharded import properties_of
 from hpcfsdp.tensor.whole import Staging, WholeStaging, is_cut
 
+_WHOLE_STATE = "_hpcfsdp_whole_state"
+"""The attribute of a tensor that ``mark_whole_state`` sets."""
+
 
 @dataclass(frozen=True)
 class LocalPiece:
@@ -140,3 +143,17 @@ def replicated(name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) -
     """A tensor that every rank keeps whole; rank 0 writes it."""
     runs = Runs.of((0, tensor.numel()), ((0,),)) if tensor.numel() else NO_RUNS
     return StateTensor(name, tuple(tensor.shape), tensor.dtype, runs, (LocalPiece(0, tensor),), aliases)
+
+
+def mark_whole_state(tensor: torch.Tensor) -> torch.Tensor:
+    """Mark optimizer state of a sharded parameter that has not one value for each element, and that ranks have whole.
+
+    By its shape alone it could be the state of a run of the parameter. Returns the tensor.
+    """
+    setattr(tensor, _WHOLE_STATE, True)
+    return tensor
+
+
+def is_whole_state(value: object) -> bool:
+    """Whether ``mark_whole_state`` was called."""
+    return getattr(value, _WHOLE_STATE, False)

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp.comm import Communicator, assert_same, raise_together
 from hpcfsdp.comm.grid import Grid
 from hpcfsdp.output.profile import Phase, SimpleProfiler, profile
-from hpcfsdp.sharded.managed import mark_whole_state
 from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim.compare import allgather_state_info, check_same_groups, convert_all_state_info
@@ -28,7 +27,7 @@ from hpcfsdp.state.rank0 import broadcast_tensor, broadcast_values, rank0_tensor
 from hpcfsdp.state.scatter import check_blocks, scatter
 from hpcfsdp.state.settings import optim_format_of
 from hpcfsdp.state.shards import LocalShards
-from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
+from hpcfsdp.state.tensors import Rank0Tensor, mark_whole_state, shape_and_dtype
 from hpcfsdp.tensor.sharded import is_distributed
 from hpcfsdp.tensor.whole import fill_block, whole_of
 

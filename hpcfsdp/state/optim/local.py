@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.sharded.managed import is_whole_state
 from hpcfsdp.state.optim.compare import RankState, StateInfo, is_zero_dim_tensor
 from hpcfsdp.state.optim.keys import (
     FSDPParamInfo,
@@ -28,6 +27,7 @@ from hpcfsdp.state.optim.keys import (
 )
 from hpcfsdp.state.optim.values import Unpicklable, check_nested, deep_copy, picklable
 from hpcfsdp.state.shards import LocalShards
+from hpcfsdp.state.tensors import is_whole_state
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.tensor.sharded import check_readable
 

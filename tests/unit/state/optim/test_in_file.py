@@ -30,11 +30,11 @@ def saved_of(state):
 
 
 def optimizer_state(model, optimizer, elsewhere=None):
-    return in_file.optimizer_state(local_state(model, optimizer), elsewhere or {}, DTensorRanks(model))
+    return in_file.optimizer_state(local_state(model, optimizer, optimizer.state), elsewhere or {}, DTensorRanks(model))
 
 
 def state_elsewhere(comm, model, optimizer):
-    return in_file.state_elsewhere(comm, local_state(model, optimizer))
+    return in_file.state_elsewhere(comm, local_state(model, optimizer, optimizer.state))
 
 
 def test_parameters_of_a_plain_model_stand_under_their_names():
