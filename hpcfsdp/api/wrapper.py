@@ -123,7 +123,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         check_types(cpu_offload, mixed_precision, backward_prefetch)
         mesh = resolve_mesh(process_group, device_mesh, sharding_strategy)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
-        if not callable(granularity):  # before anything is wrapped
+        if granularity != 1 and not callable(granularity):  # before anything is wrapped
             managed = {param for unit in units_in(module) for flat in unit.flats for param in flat.stepped}
             for name, param in module.named_parameters():
                 if param not in managed and param not in ignored.params:

@@ -34,8 +34,8 @@ from hpcfsdp.state.optim.in_file import (
     named_groups,
     optimizer_state,
     state_elsewhere,
-    states_of,
 )
+from hpcfsdp.state.optim.keys import StepsWholeTensors
 from hpcfsdp.state.sources import digest_of
 from hpcfsdp.state.tensors import LocalPiece, StateTensor
 from hpcfsdp.state.wrappers import settle
@@ -196,10 +196,14 @@ def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | N
         small |= _compared(comm, known.fingerprint, states, leaves)
         return Collected(Content(known.plan, root_attributes(given.step, comm.size), small), (), recalled)
     model, optimizer = given.model, given.optimizer
-    shown = None if optimizer is None else states_of(optimizer)
+    shown = None
+    if isinstance(optimizer, StepsWholeTensors):
+        with raise_together(comm):
+            settle(model)
+        shown = optimizer.shown_state()
     with raise_together(comm):
         settle(model)
-        own = None if optimizer is None or shown is None else local_state(model, optimizer, shown)
+        own = None if optimizer is None else local_state(model, optimizer, optimizer.state if shown is None else shown)
     elsewhere = {} if own is None else state_elsewhere(comm, own)
     with raise_together(comm):
         state = None if own is None else optimizer_state(own, elsewhere, DTensorRanks(model))

@@ -71,16 +71,11 @@ States = Mapping[Any, Mapping[str, Any]]
 """State by parameter, as ``torch.optim.Optimizer.state``."""
 
 
-def states_of(optimizer: torch.optim.Optimizer) -> States:
-    """The state of this rank's shards. Collective over all ranks of the model if others step them whole."""
-    return optimizer.shown_state() if isinstance(optimizer, StepsWholeTensors) else optimizer.state
-
-
 def local_state(model: nn.Module, optimizer: torch.optim.Optimizer, states: States) -> LocalOptimState:
     """Not collective. The state of this rank's optimizer, by the names of a checkpoint.
 
     Args:
-        states: see ``states_of``.
+        states: the optimizer's, or what one of ``StepsWholeTensors`` shows.
 
     Raises:
         CheckpointError: the optimizer steps a parameter that the model does not have, or has state that belongs to no
@@ -265,7 +260,7 @@ class OptimizerRestore:
                 self._state[fqn][key] = flatten_zero_dim_tensor_optim_state(key, values, names)
 
     def apply(self) -> None:
-        """Put the new state and hyper-parameters in place. Collective as ``states_of``.
+        """Put the new state and hyper-parameters in place. Collective for an optimizer of ``StepsWholeTensors``.
 
         Raises:
             CheckpointMismatchError: on all ranks, if the state does not fit the owners of whole tensors.
