@@ -73,7 +73,7 @@ def train(world, group, shared_path, monkeypatch):
         )
         there = world
         if device.type != "cpu":
-            monkeypatch.setattr(loop, "shard", lambda model, *_: on_device(model, config.model, group))
+            monkeypatch.setattr(loop, "shard", lambda model, *_, **_options: on_device(model, config.model, group))
             there = dataclasses.replace(world, device=device, communicator=TorchGroupCommunicator(group, device))
         recorder = Recorder(monkeypatch)
         held_out = loop.Trainer(config, there, hpcfsdp.preemption(), recorder).run().held_out

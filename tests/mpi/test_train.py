@@ -500,7 +500,7 @@ def unsharded(monkeypatch):
     """A training that is refused after it has made its model fails the test."""
 
     def refuse():
-        monkeypatch.setattr(loop, "shard", lambda *_: pytest.fail("a model was made"))
+        monkeypatch.setattr(loop, "shard", lambda *_, **_options: pytest.fail("a model was made"))
 
     return refuse
 
