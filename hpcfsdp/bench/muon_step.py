@@ -67,10 +67,12 @@ def measure(world: World, *, matrices: int, width: int, repeats: int) -> Measure
 
     Raises:
         HpcfsdpError: the ways come to different parameters.
-        UsageError: there is one rank.
+        UsageError: there is one rank, or the ranks do not divide the matrices.
     """
     if world.size == 1:
         raise UsageError("bench: whole-tensors compares sharded matrices: start it with mpirun -n 2, or more")
+    if matrices % world.size:
+        raise UsageError(f"bench: --matrices {matrices} has to be a multiple of the {world.size} ranks")
     with quiet():
         gloo = dist.new_group(backend="gloo")
         models = {

@@ -62,20 +62,7 @@ _EXAMPLES = (
 def parser() -> Parser:
     """The parser of the command line."""
     made = Parser("bench", "Measure hpcfsdp and its peers in one run, on as many ranks as mpirun starts.", _EXAMPLES)
-    kinds = (
-        "collectives",
-        "backends",
-        "step",
-        "memory",
-        "optim-state",
-        "whole-tensors",
-        "checkpoint",
-        "gpu",
-        "host",
-        "scale",
-        "all",
-    )
-    made.add_argument("what", choices=kinds, metavar="WHAT", help=_HELP)
+    made.add_argument("what", choices=_KINDS, metavar="WHAT", help=_HELP)
     # hpcfsdp.bench.run has the defaults.
     for flag, kind, metavar, text in (
         ("--repeats", positive, "N", "runs of each way; default: 9, host: 40, memory, checkpoint: 5, whole-tensors: 3"),

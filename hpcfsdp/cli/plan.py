@@ -243,8 +243,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _print(proposal: Proposal) -> None:
-    from hpcfsdp.plan.layouts import Layouts  # with torch
-
     request, workload, best = proposal.request, proposal.workload, proposal.best
     machine = request.machine
     print_line(f"model      {workload.name}: {workload.numel:,} parameters, {len(workload.units)} units")
@@ -270,8 +268,7 @@ def _print(proposal: Proposal) -> None:
     for part in proposal.reason.split("; "):
         print_line(f"  {part}")
     if best.setup.granularity != 1:
-        padding = Layouts(workload.units, best.setup).padding
-        print_line(f"  granularity {best.setup.granularity}: padding of {padding:.1%} of the parameters")
+        print_line(f"  granularity {best.setup.granularity}: padding of {proposal.padding:.1%} of the parameters")
     peak = readable_bytes(best.footprint.peak.nbytes)
     if best.fits:
         print_line(f"  takes {peak} of {readable_bytes(int(usable))} ({request.headroom:.0%} are left free)")

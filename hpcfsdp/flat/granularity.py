@@ -60,7 +60,7 @@ class Item(NamedTuple):
 class Placement(NamedTuple):
     """The first element of each parameter, and the elements of a shard."""
 
-    offsets: list[int]
+    offsets: tuple[int, ...]
     shard_numel: int
 
 
@@ -79,7 +79,7 @@ def place_blocks(items: tuple[Item, ...], num_shards: int, align: int) -> Placem
         if item.numel:
             kinds.setdefault((item.numel, step), []).append(index)
     if not kinds:
-        return Placement([0] * len(items), 0)
+        return Placement((0,) * len(items), 0)
     least = max([_up(-(-sum(sizes) // num_shards), align), *steps, align])
     tried = 0
     for shard_numel in _candidates(least, sum(sizes), set(steps), align):
@@ -87,7 +87,7 @@ def place_blocks(items: tuple[Item, ...], num_shards: int, align: int) -> Placem
         if offsets is None:
             tried = shard_numel
             continue
-        best = Placement([offsets.get(index, 0) for index in range(len(items))], shard_numel)
+        best = Placement(tuple(offsets.get(index, 0) for index in range(len(items))), shard_numel)
         low, high = tried, shard_numel
         for _ in range(_REFINEMENTS):  # a smaller size may do that is none of the candidates
             middle = _up((low + high) // 2, align)
@@ -97,7 +97,7 @@ def place_blocks(items: tuple[Item, ...], num_shards: int, align: int) -> Placem
             if offsets is None:
                 low = middle
             else:
-                best = Placement([offsets.get(index, 0) for index in range(len(items))], middle)
+                best = Placement(tuple(offsets.get(index, 0) for index in range(len(items))), middle)
                 high = middle
         return best
     raise AssertionError("all parameters fit into one shard")

@@ -294,7 +294,7 @@ class OwnedParams:
             if self.owns(index) and self._views_shard[index]:
                 shards[index] = states[index][name].detach().contiguous().view(local.shape)
             else:
-                shards[index] = torch.empty(local.shape, dtype=dtype, device=self._device_of_copies(local.device))
+                shards[index] = torch.empty(local.shape, dtype=dtype, device=_device_of_copies(local.device))
         moving = [index for index in chosen if not self._stays[index]]
         self._moves.scatter(moving, lambda index: states[index][name].contiguous(), shards.__getitem__, dtype)
         params = {index: self.params[index].param for index in chosen}
@@ -302,10 +302,6 @@ class OwnedParams:
             index: _compat.dtensor_like(params[index], shard) if isinstance(params[index], DTensor) else shard
             for index, shard in shards.items()
         }
-
-    def _device_of_copies(self, device: torch.device) -> torch.device:
-        """Where copies of state are made: in host memory, where there is more of it."""
-        return torch.device("cpu") if accelerator.is_accelerator(device) else device
 
     def _state_everywhere(
         self,
@@ -331,7 +327,7 @@ class OwnedParams:
                 if self.owns(index):
                     found[index] = states[index][name]
                 else:
-                    device = self._device_of_copies(self.params[index].param.device)
+                    device = _device_of_copies(self.params[index].param.device)
                     found[index] = part.view(shapes[index]).to(device)
         return found
 
@@ -423,7 +419,7 @@ class OwnedParams:
         each = self.params[index]
         found: State = {name: given.get(name, value.clone()) for name, value in info.scalar_tensors.items()}
         found.update({name: given.get(name, value) for name, value in info.non_tensors.items()})
-        device = self.params[index].param.device
+        device = each.param.device
         for name, tensor in info.tensors.items():
             value = given.get(name)
             if tensor.shape == _with_dim(each.shape) and not is_whole:
@@ -440,6 +436,11 @@ class OwnedParams:
             else:
                 found[name] = local_part(value)
         return found
+
+
+def _device_of_copies(device: torch.device) -> torch.device:
+    """Where copies of state are made: in host memory, where there is more of it."""
+    return torch.device("cpu") if accelerator.is_accelerator(device) else device
 
 
 def _with_dim(shape: tuple[int, ...]) -> tuple[int, ...]:

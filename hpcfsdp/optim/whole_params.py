@@ -138,12 +138,12 @@ def _share_of_rows(
     if joins_blocks or each.block is None:
         return comm, _block_cut(comm, param, known)
     sizes = (shape[each.dim], *shape[: each.dim], *shape[each.dim + 1 :])  # chunks are of the first dimension
-    boxes = {}
+    boxes, lattice = {}, mesh.lattice(*dims)
     for shard in range(mesh.shard.size):
         box = chunk_box(sizes, mesh.shard.size, shard)
         if box is not None and box.numel:
             offsets, numbers = ((*part[1 : each.dim + 1], part[0], *part[each.dim + 1 :]) for part in box)
-            boxes.update(dict.fromkeys(mesh.lattice(*dims)[:, shard, 0].tolist(), Box(offsets, numbers)))
+            boxes.update(dict.fromkeys(lattice[:, shard, 0].tolist(), Box(offsets, numbers)))
     return comm, BlockCut(shape, boxes)
 
 

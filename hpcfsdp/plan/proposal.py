@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -85,6 +86,11 @@ class Proposal:
         asked = f"the step asks for {truths} truth value(s) of tensors, which count as true" if truths else ""
         moved = "the time to copy shards from and to host memory is not counted" if self.best.setup.offload else ""
         return tuple(filter(None, (self.request.source.note, asked, moved)))
+
+    @cached_property
+    def padding(self) -> float:
+        """Elements of gaps and padding in `best`, as a share of those of all parameters."""
+        return Layouts(self.workload.units, self.best.setup).padding
 
     @property
     def tokens_per_s(self) -> float:
@@ -197,7 +203,7 @@ def as_json(proposal: Proposal) -> dict[str, Any]:
         "recommendation": {
             **candidate_json(best),
             "granularity": best.setup.granularity,
-            "padding": Layouts(workload.units, best.setup).padding,
+            "padding": proposal.padding,
             "reason": proposal.reason,
             "remarks": list(proposal.remarks),
             "program": list(proposal.program),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,8 @@ BATCH_NUMEL = 1 << 22
 TensorOf = Callable[[int], torch.Tensor]
 """The memory of a tensor by its number."""
 
+Views = dict[int, list[torch.Tensor]]
+"""Views by the rank that they are sent to, or received from."""
 
 Finish = Callable[[], None]
 """Completes what has begun."""
@@ -40,6 +42,7 @@ class OwnerMoves:
         self.comm, self.cuts, self.owners = comm, cuts, owners
         rank = comm.rank
         self._own = [cut.boxes(rank) for cut in cuts]
+        self._has = {index for index, boxes in enumerate(self._own) if boxes}
         self._senders: dict[int, list[_Peer]] = {}
         self._copies: dict[int, list[_Peer]] = {}
         self._sends: set[int] = set()
@@ -47,7 +50,7 @@ class OwnerMoves:
             if owner == rank:
                 self._senders[index] = [_Peer(*pair) for pair in cut.senders(rank)]
                 self._copies[index] = [_Peer(*pair) for pair in cut.copies() if pair[0] != rank]
-            elif self._own[index] and cut.sends(rank, owner):
+            elif index in self._has and cut.sends(rank, owner):
                 self._sends.add(index)
 
     def numel_here(self, index: int) -> int:
@@ -81,18 +84,10 @@ class OwnerMoves:
         """
         finishes = []
         for part in self._batches(chosen):
-            out: dict[int, list[torch.Tensor]] = {}
-            into: dict[int, list[torch.Tensor]] = {}
-            for index in part:
-                if self.owns(index):
-                    target = whole(index)
-                    for peer in self._senders[index]:
-                        into.setdefault(peer.rank, []).extend(self._views(index, target, peer.boxes))
-                    for view, own in self._kept(index, target, shard):
-                        view.copy_(own)
-                elif index in self._sends:
-                    out.setdefault(self.owners[index], []).extend(self._own_views(index, shard(index)))
-            finishes.append(self._exchange(out, into, dtype, in_place=True, async_op=async_op))
+            of_shards, of_owners = self._views_by_rank(part, shard, whole, self._senders, self._sends)
+            for view, own in self._kept(part, shard, whole):
+                view.copy_(own)
+            finishes.append(self._exchange(of_shards, of_owners, dtype, in_place=True, async_op=async_op))
         return all_of(finishes)
 
     @torch.no_grad()
@@ -102,20 +97,36 @@ class OwnerMoves:
         """Collective over `comm`. Bring tensors from their owners into all shards. The rest as for ``gather``."""
         finishes = []
         for part in self._batches(chosen):
-            out: dict[int, list[torch.Tensor]] = {}
-            into: dict[int, list[torch.Tensor]] = {}
-            for index in part:
-                if self.owns(index):
-                    source = whole(index)
-                    for peer in self._copies[index]:
-                        out.setdefault(peer.rank, []).extend(self._views(index, source, peer.boxes))
-                    for view, own in self._kept(index, source, shard):
-                        own.copy_(view)
-                elif self._own[index]:
-                    into.setdefault(self.owners[index], []).extend(self._own_views(index, shard(index)))
+            of_shards, of_owners = self._views_by_rank(part, shard, whole, self._copies, self._has)
+            for view, own in self._kept(part, shard, whole):
+                own.copy_(view)
             # Shards may be in memory that ranks share: no message is received there.
-            finishes.append(self._exchange(out, into, dtype, in_place=False, async_op=async_op))
+            finishes.append(self._exchange(of_owners, of_shards, dtype, in_place=False, async_op=async_op))
         return all_of(finishes)
+
+    def _views_by_rank(
+        self,
+        part: Sequence[int],
+        shard: TensorOf,
+        whole: TensorOf,
+        peers: Mapping[int, Sequence[_Peer]],
+        taking_part: Container[int],
+    ) -> tuple[Views, Views]:
+        """Views of this rank's shards by the owner, and of the tensors that it owns by the other rank.
+
+        Args:
+            peers: of tensors that this rank owns.
+            taking_part: tensors of others of which its shards take part.
+        """
+        of_shards: Views = {}
+        of_owners: Views = {}
+        for index in part:
+            if self.owns(index):
+                for peer in peers[index]:
+                    of_owners.setdefault(peer.rank, []).extend(self._views(index, whole(index), peer.boxes))
+            elif index in taking_part:
+                of_shards.setdefault(self.owners[index], []).extend(self._own_views(index, shard(index)))
+        return of_shards, of_owners
 
     def _batches(self, chosen: Sequence[int]) -> Iterator[Sequence[int]]:
         limit = BATCH_NUMEL * self.comm.size
@@ -133,18 +144,21 @@ class OwnerMoves:
         parts = shard.view(-1).split([box.numel for box in boxes])
         return [part.view(box.sizes) for part, box in zip(parts, boxes, strict=True)]
 
-    def _kept(self, index: int, whole: torch.Tensor, shard: TensorOf) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of the whole and of this rank's shard for the same elements, where they are not the same memory."""
-        boxes = self._own[index]
-        if not boxes:
-            return []
-        pairs = zip(self._views(index, whole, boxes), self._own_views(index, shard(index)), strict=True)
-        return [(view, own) for view, own in pairs if view.data_ptr() != own.data_ptr()]
+    def _kept(
+        self, part: Sequence[int], shard: TensorOf, whole: TensorOf
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of tensors that this rank owns, and of its shards, for the same elements in different memory."""
+        for index in part:
+            if self.owns(index) and index in self._has:
+                views = self._views(index, whole(index), self._own[index])
+                for view, own in zip(views, self._own_views(index, shard(index)), strict=True):
+                    if view.data_ptr() != own.data_ptr():
+                        yield view, own
 
     def _exchange(
         self,
-        out: dict[int, list[torch.Tensor]],
-        into: dict[int, list[torch.Tensor]],
+        out: Views,
+        into: Views,
         dtype: torch.dtype,
         *,
         in_place: bool,
