@@ -103,6 +103,19 @@ def test_bench_optim_state(start):
     assert len(set(kinds)) == len(kinds) == 3 * 2 * 2
 
 
+def test_bench_whole_tensors(hpcfsdp):
+    shape = ("--matrices", "4", "--width", "16", "--repeats", "2")
+    job = hpcfsdp("bench", "whole-tensors", *shape, "--json", ranks=2)
+    assert job.code == 0, job.stderr
+    report = json.loads(job.stdout)
+    sums = {way: one["sum"] for way, one in report["measured"].items()}
+    assert len(sums) == 4 and len(report["ratios"]) == 4
+    assert sums["hpcfsdp"] == pytest.approx(sums["fsdp2, full_tensor"], rel=1e-4)
+    job = hpcfsdp("bench", "whole-tensors", "--matrices", "3", ranks=2)
+    assert job.code == 2
+    assert "--matrices 3 has to be a multiple of the 2 ranks" in job.stderr
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bench_checkpoint_measures_every_way_and_leaves_no_files(start, tmp_path, ranks):
     size = ("--bytes", "40KB", "--tensors", "13", "--folder", str(tmp_path))

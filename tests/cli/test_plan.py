@@ -85,6 +85,17 @@ def test_a_configuration_of_transformers(command, tmp_path):
     assert found["model"]["units"][0]["kind"] == "Qwen2DecoderLayer"
 
 
+def test_blocks_that_stay_together(command):
+    plain, rows = (planned(command, *SMALL[1:], *more) for more in ((), ("--granularity", "row")))
+    assert 0 <= plain["recommendation"]["padding"] < rows["recommendation"]["padding"] < 0.05
+    assert "    granularity='row'," in rows["recommendation"]["program"]
+    done = command(*SMALL, "--granularity", "row")
+    assert "granularity row: padding of" in done.stdout
+    done = command(*SMALL, "--granularity", "row", "--front", "fully_shard")
+    assert done.code == 2
+    assert "--granularity has no effect with --front fully_shard" in done.stderr
+
+
 def test_fully_shard(command):
     done = command(*SMALL, "--front", "fully_shard", "--strategy", "_HYBRID_SHARD_ZERO2", "--shard", "4")
     assert done.code == 0, done.stderr

@@ -42,11 +42,8 @@ FORMS = {
 # Optimizers
 
 
-class Odd(torch.optim.Optimizer):
-    """State of every kind, in dtypes other than the parameter's; steps each element by itself."""
-
-    def __init__(self, params, lr=0.02):
-        super().__init__(params, {"lr": lr, "note": "odd", "window": (3, 5), "limit": None})
+class ByParameter(torch.optim.Optimizer):
+    """Steps one parameter after the other, by ``_step``."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -54,6 +51,13 @@ class Odd(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     self._step(param, self.state[param], group["lr"])
+
+
+class Odd(ByParameter):
+    """State of every kind, in dtypes other than the parameter's; steps each element by itself."""
+
+    def __init__(self, params, lr=0.02):
+        super().__init__(params, {"lr": lr, "note": "odd", "window": (3, 5), "limit": None})
 
     def _step(self, param, state, lr):
         if not state:

@@ -116,7 +116,7 @@ def test_it_steps_hybrid_models_of_fully_shard(world, replicas):
 def test_it_steps_what_no_unit_owns(world, comm):
     for name in ("muon", "adafactor"):
         plain = net()
-        expected = models.train_plain(plain, OPTIMIZERS[name](plain.parameters()), range(2), clip=1e9)
+        models.train_plain(plain, OPTIMIZERS[name](plain.parameters()), range(2), clip=1e9)
         model = nn.parallel.DistributedDataParallel(net())
         optimizer = whole(model, name)
         for step in range(2):
@@ -124,7 +124,6 @@ def test_it_steps_what_no_unit_owns(world, comm):
             models.loss_of(model, ids, targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert len(expected) == 2
         for one, other in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(other, one, **TIGHT)
 

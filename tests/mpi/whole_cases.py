@@ -5,48 +5,35 @@ import functools
 import torch
 
 from hpcfsdp.optim import Muon
+from tests.mpi.optim_cases import ByParameter
 
 
-class Shampoo(torch.optim.Optimizer):
+class Shampoo(ByParameter):
     """Preconditions the gradient of a matrix by sums of its products with itself from both sides."""
 
-    def __init__(self, params, lr=0.02, eps=1e-3):
-        super().__init__(params, {"lr": lr, "eps": eps})
+    def __init__(self, params, lr=0.02):
+        super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._step(param, self.state[param], group)
-
-    def _step(self, param, state, group):
+    def _step(self, param, state, lr):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             if param.dim() == 2:
                 for name, size in zip(("left", "right"), param.shape, strict=True):
-                    state[name] = torch.eye(size, dtype=param.dtype) * group["eps"]
+                    state[name] = torch.eye(size, dtype=param.dtype) * 1e-3
         state["step"] += 1
         update = param.grad
         if param.dim() == 2:
             state["left"] += update @ update.T
             state["right"] += update.T @ update
             update = _root(state["left"]) @ update @ _root(state["right"])
-        param.sub_(group["lr"] * update)
+        param.sub_(lr * update)
 
 
-class Soap(torch.optim.Optimizer):
+class Soap(ByParameter):
     """Steps in the eigenbasis of ``Shampoo``'s sums, with moments of one value for each element there."""
 
     def __init__(self, params, lr=0.02):
         super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._step(param, self.state[param], group["lr"])
 
     def _step(self, param, state, lr):
         if not state:

@@ -1,38 +1,13 @@
 """Parameters moved between shards of their blocks and boxes of other cuts, on ranks that are threads."""
 
-import math
-
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
 
-from hpcfsdp.flat.layout import FlatLayout, TensorBlock
 from hpcfsdp.reshard.blocks import ShardedBlocks
 from hpcfsdp.reshard.boxes import chunk_box, run_boxes, whole_box
-from hpcfsdp.reshard.placements import mesh_blocks
+from tests.unit.reshard.layouts import VALUES, layout_of
 
-PARAMS = {
-    "columns": ((3, 5), Shard(1)),
-    "plain": ((7,), None),
-    "replicated": ((2, 3), Replicate()),
-    "rows": ((5, 2), Shard(0)),
-    "scalar": ((), None),
-}
-VALUES = [
-    torch.arange(float(math.prod(shape))).view(shape) + 100 * place for place, (shape, _) in enumerate(PARAMS.values())
-]
 SLOTS = range(len(VALUES))
-
-
-def layout_of(num_shards, num_blocks, block):
-    """The layout of one tensor-parallel rank."""
-    blocks = {}
-    for name, (shape, placement) in PARAMS.items():
-        if placement is not None and num_blocks > 1:
-            boxes = mesh_blocks(shape, torch.arange(num_blocks), [placement])
-            blocks[name] = TensorBlock(shape, tuple(boxes.values()), block, (placement,))
-    params = [(name, blocks[name].box.sizes if name in blocks else shape, ()) for name, (shape, _) in PARAMS.items()]
-    return FlatLayout.plan(params, torch.float32, num_shards, blocks)
 
 
 def shards_of(layout, shard_rank, values, *, whole_shard):

@@ -9,24 +9,15 @@ from hypothesis import given, settings, strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.flat.layout import FlatLayout, TensorBlock
+from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.reshard import owner_moves
+from hpcfsdp.reshard.boxes import whole_box
 from hpcfsdp.reshard.cuts import BlockCut, FlatCut, Lattice
 from hpcfsdp.reshard.owner_moves import OwnerMoves
 from hpcfsdp.reshard.owners import choose_owners
 from hpcfsdp.reshard.placements import mesh_blocks
+from tests.unit.reshard.layouts import VALUES, layout_of
 
-PARAMS = {
-    "columns": ((3, 5), Shard(1)),
-    "plain": ((7,), None),
-    "replicated": ((2, 3), Replicate()),
-    "rows": ((5, 2), Shard(0)),
-    "scalar": ((), None),
-    "nothing": ((0, 4), None),
-}
-VALUES = [
-    torch.arange(float(math.prod(shape))).view(shape) + 100 * place for place, (shape, _) in enumerate(PARAMS.values())
-]
 MESHES = [(1, 1, 1), (1, 3, 1), (2, 2, 1), (3, 1, 1), (1, 2, 2), (2, 2, 2), (2, 1, 3), (1, 1, 3)]
 """Replicas x shards x tensor-parallel ranks."""
 
@@ -37,21 +28,10 @@ def lattice_of(mesh, seed=0):
     return Lattice.of(ranks)
 
 
-def layout_of(mesh, block):
-    """The layout of a tensor-parallel rank."""
-    blocks = {}
-    for name, (shape, placement) in PARAMS.items():
-        if placement is not None and mesh[2] > 1:
-            boxes = mesh_blocks(shape, torch.arange(mesh[2]), [placement])
-            blocks[name] = TensorBlock(shape, tuple(boxes.values()), block, (placement,))
-    params = [(name, blocks[name].box.sizes if name in blocks else shape, ()) for name, (shape, _) in PARAMS.items()]
-    return FlatLayout.plan(params, torch.float32, mesh[1], blocks)
-
-
 def cuts_of(mesh, rank=0):
     """The cuts of all parameters, as `rank` has their layout."""
     lattice = lattice_of(mesh)
-    layout = layout_of(mesh, int(lattice.places[rank][2]))
+    layout = layout_of(mesh[1], mesh[2], int(lattice.places[rank][2]))
     return [FlatCut(layout, index, lattice) for index in range(len(VALUES))]
 
 
@@ -172,10 +152,10 @@ def test_no_rank_is_idle_where_a_tensor_is_cut_over_all():
     assert sorted(owners) == [0, 1, 2, 3]
 
 
-def test_a_move_that_costs_more_than_it_saves_is_left_out():
-    cuts = flat_cuts([(30,), (2,), (2,), (30,)], 2)
-    assert choose_owners(cuts, [30.0, 20.0, 20.0, 30.0], 2, 100.0)[:1] == [0]
-    assert set(choose_owners(cuts, [1.0] * 4, 2, 100.0)) == {0, 1}
+@pytest.mark.parametrize(("move_cost", "owners"), [(0.1, [0, 1]), (2.0, [0, 0])])
+def test_a_move_that_costs_more_than_it_saves_is_left_out(move_cost, owners):
+    cut = BlockCut((8,), {0: whole_box((8,))})
+    assert choose_owners([cut, cut], [10.0, 10.0], 2, move_cost) == owners
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8), st.integers(1, 5))
