@@ -382,6 +382,20 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             found = getattr(self._fsdp_wrapped_module, name)
             return guarded(self._unit, name, found) if name in PAST_FORWARD else found
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the wrapped module alone has is set there: its forward reads it."""
+        module = self.__dict__.get("_modules", {}).get(WRAPPED)
+        if module is not None and not self._has_own(name) and hasattr(module, name):
+            setattr(module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _has_own(self, name: str) -> bool:
+        """Whether an attribute is the wrapper's, and not the wrapped module's."""
+        own = self.__dict__
+        registries = own["_parameters"], own["_buffers"], own["_modules"]
+        return name in own or hasattr(type(self), name) or any(name in registry for registry in registries)
+
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch.distributed.checkpoint: FQNs contain neither the wrapped module's name nor ``module``."""
         refuse_mistakes(self._unit)

@@ -186,18 +186,21 @@ class Arguments:
         self._holders = []
         return list(written.values())
 
-    def computed(self, outputs: Any, written: Iterable[torch.Tensor]) -> tuple[Any, Iterable[torch.Tensor]]:
+    def computed(
+        self, outputs: Any, written: Iterable[torch.Tensor], lend: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[Any, Iterable[torch.Tensor]]:
         """Find the tensors that the module has computed, in its outputs and in its arguments.
 
         Args:
             written: the result of ``restore``.
+            lend: returns what to return in place of a computed tensor.
 
         Returns:
             The outputs, with a view in place of each input that the module returns, and all tensors found.
         """
         # Without the view the gradient of such an input would reach it before the output's hook runs.
         passed_on: dict[int, torch.Tensor] = {}
-        found = {id(tensor): tensor for tensor in written}
+        found = {id(tensor): lend(tensor) for tensor in written}
 
         def seen(tensor: torch.Tensor, in_object: bool) -> torch.Tensor:
             if id(tensor) in self._originals:
@@ -206,6 +209,7 @@ class Arguments:
             elif self._is_unchanged(tensor):
                 return tensor
             if not (in_object and isinstance(tensor, nn.Parameter)):
+                tensor = lend(tensor)
                 found[id(tensor)] = tensor
             return tensor
 

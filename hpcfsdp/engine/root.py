@@ -85,6 +85,7 @@ class Root:
         self._called: dict[Unit, None] = {}  # units that expect a backward, in the order in which their forwards ended
         self._before: list[tuple[Unit, bool, bool, int]] = []  # backwards expected before this pass
         self._due: deque[Unit] = deque()  # units that expect this backward, in its order
+        self._begun: list[Unit] = []  # units whose backward has begun, and perhaps not ended
 
     @property
     def is_busy(self) -> bool:
@@ -160,8 +161,7 @@ class Root:
         for unit in units:
             if unit.phase is Phase.IDLE and (unit.values.is_gathered or unit.values.is_unsharded or unit.is_kept):
                 freed = True
-                shown = [flat.comm for flat in unit.flats if flat.is_unsharded and flat.is_resident]
-                self._read_over.update(shown if unit.shows_values_at_rest else ())
+                self._read_over.update(flat.comm for flat in unit.flats if flat.is_unsharded and flat.is_resident)
                 unit.hide()
                 unit.reshard()
         if self._is_in_pass:
@@ -206,7 +206,9 @@ class Root:
             except BaseException:
                 unit.end_forward(broken=True)
                 raise
-            if call.has_backward and unit.phase is not Phase.RECOMPUTE:
+            # Other ranks may compute outputs with parameters that this one leaves out.
+            has_backward = call.has_backward or (torch.is_grad_enabled() and unit.is_trained)
+            if has_backward and unit.phase is not Phase.RECOMPUTE:
                 self._called.pop(unit, None)
                 self._called[unit] = None
                 unit.expect_backward(later=not self.in_backward)
@@ -236,6 +238,7 @@ class Root:
             self._reshard(self.units)
         elif not torch.is_grad_enabled():
             self._reshard(self._left_over())
+        self._unbind(lends=torch.is_grad_enabled())
         self.context.free_retired(keep=0)
         if broken:
             self._order.forget()
@@ -335,6 +338,16 @@ class Root:
                 unit.hide()
                 unit.reshard()
 
+    def _unbind(self, *, lends: bool = False) -> None:
+        """Not collective, at the end of a forward or a backward. Have modules hold what an optimizer may step.
+
+        Args:
+            lends: but for parameters of units that expect a backward the program may compute with the values.
+        """
+        for unit in self.units:
+            if unit.values.is_unsharded and not unit.is_kept:
+                unit.lend() if lends and unit in self._called else unit.unbind()
+
     def _left_over(self) -> list[Unit]:
         """Units that may have been gathered and do not need it any more, unless the program wants to keep them so."""
         return [unit for unit in self.units if not unit.stays_unsharded]
@@ -358,8 +371,10 @@ class Root:
         call.backward = self._backwards
         unit.check_versions(call)
         if unit.phase is Phase.IDLE:
+            self._end_before(unit)
             self._run_unused_before(unit)
             unit.begin_backward()
+            self._begun.append(unit)
         unit.pre_backward(call)
 
     def _begin_backward(self) -> None:
@@ -372,9 +387,17 @@ class Root:
         calls.backward.is_running = self._is_running
         _compat.call_after_backward(self._finish_backward)
         self._due = deque(reversed(self._called))
+        self._begun.clear()
         if self._has_changed:
             self._publish("backward, after a change of parameters")
         self.context.reductions.alloc()
+
+    def _end_before(self, unit: Unit) -> None:
+        """Collective. End the backwards of units that are neither around this one nor inside."""
+        for each in self._begun:
+            if unit not in each.inside and each not in unit.inside:
+                each.end_before_another()
+        self._begun = [each for each in self._begun if each.phase is not Phase.IDLE]
 
     def _run_unused_before(self, unit: Unit) -> None:
         """Collective. Run the backward of units that are due before this one and got no gradient.
@@ -385,7 +408,11 @@ class Root:
         if unit not in self._due:
             return
         while (first := self._due.popleft()) is not unit:
-            first.begin_backward() if unit in first.inside else first.run_unused_backward()
+            if unit in first.inside:
+                first.begin_backward()
+                self._begun.append(first)
+            else:
+                first.run_unused_backward()
 
     @torch.no_grad()
     def _finish_backward(self) -> None:
@@ -411,6 +438,7 @@ class Root:
                 streams.wait(Queue.HOST, reduced, Wait.GRADS_LANDED)
         if self._host_shards:
             streams.wait(Queue.HOST, streams.record(Queue.GATHER), Wait.SHARDS_READ)
+        self._unbind()
         self._meet("end of the backward")
         self._settle()
         self._called.clear()

@@ -19,7 +19,7 @@ from hpcfsdp import _compat, timeline
 from hpcfsdp.engine.call import Call, Leaf
 from hpcfsdp.engine.containers import tensors_in
 from hpcfsdp.engine.context import Context, Values
-from hpcfsdp.engine.objects import Arguments, Hook, needs_hook
+from hpcfsdp.engine.objects import Arguments, Hook, Visit, needs_hook
 from hpcfsdp.engine.param_hooks import OwnHook, defer_hooks, run_hooks
 from hpcfsdp.engine.phase import TRANSITIONS, Phase
 from hpcfsdp.errors import EngineError
@@ -144,6 +144,7 @@ class Unit:
     def begin_forward(self) -> None:
         """Not collective. Begin a call of the module. Refuses a call from inside of the unit's own forward."""
         self._enter(Phase.RECOMPUTE if self.phase is Phase.BACKWARD else Phase.FORWARD)
+        self.is_kept = False
 
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Any, ...], Any]:
         """Collective. Gather the parameters. Returns the call, and the arguments to call the module with."""
@@ -167,7 +168,10 @@ class Unit:
         """Not collective. Register hooks on the outputs, which call `before_backward` with this unit and `call`.
 
         Returns:
-            The outputs; inputs among them are replaced by views.
+            The outputs; inputs and parameters of the unit among them are replaced by views.
+
+        Raises:
+            EngineError: an output views values that the end of the forward frees.
         """
         self.context.streams.proceed()
         arguments, self._arguments = self._arguments, None
@@ -176,19 +180,17 @@ class Unit:
             if torch.is_grad_enabled():
                 arguments = arguments or Arguments(self.name, None, None)  # the module has switched gradients on
                 call.inputs, call.is_open = arguments.nodes()
-                outputs, computed = arguments.computed(outputs, written)
+                outputs, computed = arguments.computed(outputs, written, self._lend)
                 hook = _output_hook(self, call, before_backward)
                 for tensor in computed:
-                    self._check_owner(tensor)
                     if needs_hook(tensor):
                         tensor.register_hook(hook)
                         call.has_backward = True
                 if call.has_backward:
                     call.accumulators = self._accumulators_now()
                     call.versions = [grad.flat.versions for grad in self.grads]
-            else:
-                for tensor in tensors_in(outputs):
-                    self._check_owner(tensor)
+            elif any(map(self._is_own, tensors_in(outputs))):
+                outputs = Visit(lambda tensor, _in_object: self._lend(tensor))(outputs)
             if torch.is_autocast_enabled(self.flats[0].device.type) and torch.is_autocast_cache_enabled():
                 torch.clear_autocast_cache()  # its casts of weights, which are freed too
         return outputs
@@ -211,10 +213,27 @@ class Unit:
             if broken or not (keeps or self.is_partly_called):
                 self.reshard()
 
+    def unbind(self) -> None:
+        """Not collective. Have modules hold what they hold at rest, whether the values stay or not."""
+        self.hide()
+        for flat in self.flats:
+            flat.unbind()
+
+    def lend(self) -> None:
+        """Not collective, before a backward. Modules register what they do at rest, and compute with the values."""
+        self.show()
+        for flat in self.flats:
+            flat.lend()
+
     @property
-    def shows_values_at_rest(self) -> bool:
-        """Whether modules hold whole parameters between forward and backward, for the program to read."""
-        return False
+    def values_outlive_forward(self) -> bool:
+        """Whether the program may compute with the values between a forward and its backward."""
+        return not self.reshard_after_forward
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a parameter required a gradient when the unit was last called; the same on all ranks."""
+        return any(self._trained)
 
     @property
     def stays_unsharded(self) -> bool:
@@ -288,6 +307,15 @@ class Unit:
         context.reductions.advance()
         if self.prefetch_backward == "post":
             self._gather_ahead("backward")
+
+    def end_before_another(self) -> None:
+        """Collective. The backward of another unit begins, of an earlier forward: end this one's, unless it is known
+        to go on.
+
+        Autograd runs what a later forward has made before anything of an earlier one, so nothing of this unit is left.
+        Other ranks may have seen that at the inputs, or by the last leaf, and reduce here.
+        """
+        self._finish_when_complete(is_followed=True)
 
     def enqueue_at_the_end(self) -> None:
         """The backward is over: enqueue gradients that would have delayed those of other units."""
@@ -448,16 +476,23 @@ class Unit:
                 if self._has_hooks(param):
                     run_hooks(param)
 
-    def _check_owner(self, tensor: torch.Tensor) -> None:
-        if self.shows_values_at_rest and not self.reshard_after_forward:
-            return
-        for flat in self.flats:
-            parts = (tensor,) if type(tensor) is torch.Tensor else _compat.inner_tensors(tensor)
-            if any(map(flat.owns_memory_of, parts)):
-                raise EngineError(
-                    f"{self.name}: its forward returns a view of one of its own parameters (shape "
-                    f"{tuple(tensor.shape)}), whose memory is freed after the forward: return a clone"
-                )
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor views values of the unit."""
+        parts = (tensor,) if type(tensor) is torch.Tensor else _compat.inner_tensors(tensor)
+        return any(flat.owns_memory_of(part) for flat in self.flats for part in parts)
+
+    def _lend(self, output: torch.Tensor) -> torch.Tensor:
+        """An output of the forward for the program: it must not be a leaf, which may show other values later."""
+        if not self._is_own(output):
+            return output
+        if not self.values_outlive_forward:
+            raise EngineError(
+                f"{self.name}: its forward returns a view of one of its own parameters (shape "
+                f"{tuple(output.shape)}), whose memory is freed after the forward: return a clone"
+            )
+        if not torch.is_grad_enabled():
+            return output.clone()  # no backward follows until which the values would stay
+        return output.view_as(output) if output.is_leaf else output
 
     def _accumulators_now(self) -> list[tuple[Leaf, Any]]:
         """The nodes that add to the gradients of the leaves in the latest graph."""
@@ -479,11 +514,13 @@ class Unit:
         self._finish_when_complete()
 
     def _leaf_done(self, grad: FlatGrad, index: int) -> None:
-        if self.phase is Phase.IDLE and self.shows_values_at_rest and self.values.is_unsharded:
+        if self.phase is Phase.IDLE and grad.flat.is_unsharded and not grad.flat.steps_leaves:
             # The program has used it outside of a call. It waits on the leaf until the backward of the unit.
             self._begin_model_backward()
             self.owes_grads = True
             self._counted.update(node for leaf, node in self._accumulators_now() if leaf == (grad, index))
+            return
+        if self.phase is Phase.IDLE and grad.adopt_from_leaf_at_rest(index):
             return
         if self.phase is not Phase.BACKWARD:
             raise EngineError(
@@ -509,21 +546,24 @@ class Unit:
                 self.context.reductions.advance()
             self._finish_when_complete()
 
-    def _finish_when_complete(self) -> None:
+    def _finish_when_complete(self, *, is_followed: bool = False) -> None:
         """End the unit's backward if nothing can need its parameters any more.
 
         They may be needed until the gradients of the inputs are computed, for instance frozen or detached weights. If
-        no gradient leaves through the inputs, the backward ends when all leaves have theirs, or with the backward of
-        the model: units inside may need the parameters of this one, and reentrant checkpoints hide leaves in graphs of
-        their own.
+        no gradient leaves through the inputs, the backward ends when all leaves have theirs, or when the backward of
+        another unit begins, or that of the model ends: units inside may need the parameters of this one, and reentrant
+        checkpoints hide leaves in graphs of their own.
+
+        Args:
+            is_followed: the backward of a unit begins that neither holds this one nor is inside.
         """
         if self.phase is not Phase.BACKWARD or self._num_outstanding:
             return
-        if any(call.inputs_pending > 0 for call in self._calls):
+        if any(call.inputs_pending > 0 and not (is_followed and call.is_open) for call in self._calls):
             return
-        if any(call.is_open for call in self._calls):
+        if not is_followed and any(call.is_open for call in self._calls):
             return
-        if not any(call.ends_at_inputs for call in self._calls):
+        if not is_followed and not any(call.ends_at_inputs for call in self._calls):
             frozen = any(not leaf.requires_grad for _, _, leaf in self._leaves)
             hidden = any(
                 leaf.requires_grad and (grad, index) not in self._arrived for grad, index, leaf in self._leaves

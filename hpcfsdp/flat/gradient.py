@@ -133,6 +133,16 @@ class FlatGrad:
                 target.copy_(source)
         self._filled[index] = self.used[index] = True
 
+    def adopt_from_leaf_at_rest(self, index: int) -> bool:
+        """The program has computed with a leaf at rest, which is the shard. Returns whether it could do so."""
+        leaf = self.flat.leaves[index]
+        if not self.flat.steps_leaves or self.flat.is_unsharded or (self.held is not None and self.held.is_shown):
+            return False
+        if self._set_aside is not None:
+            before, grad, leaf.grad = self._set_aside[index], leaf.grad, None
+            self._set_aside[index] = grad if before is None else before.add_(grad)
+        return True
+
     def _take(self, index: int) -> torch.Tensor:
         """The gradient of a leaf, which has none afterwards."""
         leaf = self.flat.leaves[index]

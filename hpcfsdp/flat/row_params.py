@@ -149,9 +149,12 @@ class RowParams(ShardedParams):
         # In each call of a unit: most modules have a registry alone.
         self._plain: list[tuple[dict[str, nn.Parameter | None], str, RowParam, nn.Parameter]] = []
         self._others: list[tuple[RowParam, nn.Parameter]] = []
+        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._lends = False
         for param, leaf in zip(self.params, self.leaves, strict=True):
             if param.is_shown_elsewhere:
                 continue
+            self._places += [(module, name, leaf) for module, name in param.places]
             if all(_keeps_only_registry(module) for module, _ in param.places):
                 self._plain += [(module._parameters, name, param, leaf) for module, name in param.places]
             else:
@@ -290,6 +293,20 @@ class RowParams(ShardedParams):
 
     def unbind(self) -> None:
         self.is_unsharded = False
+        self._register_rows()
+        if self._lends:
+            self._lends = False
+            for module, name, _ in self._places:
+                module.__dict__.pop(name, None)
+
+    def lend(self) -> None:
+        """Attributes are found before registered parameters, and no function that lists parameters sees them."""
+        self._lends = True
+        self._register_rows()
+        for module, name, leaf in self._places:
+            module.__dict__[name] = leaf
+
+    def _register_rows(self) -> None:
         for registry, name, param, _ in self._plain:
             registry[name] = param.sharded
         for param, _ in self._others:

@@ -144,6 +144,9 @@ class ShardedParams(abc.ABC):
     def unbind(self) -> None:
         """Have modules hold what they hold at rest."""
 
+    def lend(self) -> None:
+        """Have modules register what they do at rest, while they still compute with the gathered values."""
+
     def free(self) -> None:
         """Free the memory of the gathered values, unless it is resident."""
         self._buffer.free()

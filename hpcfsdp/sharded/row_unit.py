@@ -223,10 +223,6 @@ class RowUnit(ModelUnit):
             self._called.clear()
 
     @property
-    def shows_values_at_rest(self) -> bool:
-        return True
-
-    @property
     def stays_unsharded(self) -> bool:
         return self.is_kept or not (self.reshard_after_forward and self.reshard_after_backward)
 

@@ -89,6 +89,10 @@ class ModelUnit(Unit):
         """All ranks of the unit, without "tensor"; only the shards for a pair of groups that is not the world."""
         return self.mesh.data or self.mesh.shard
 
+    @property
+    def values_outlive_forward(self) -> bool:
+        return super().values_outlive_forward or (self.is_root and self.reshard_choice is None)
+
     @abc.abstractmethod
     def inner_units(self) -> Sequence[ModelUnit]:
         """Not collective. The units in its module, itself included, outer ones first."""

@@ -186,8 +186,9 @@ def test_mixed_precision(world, row_meshes, ours_on, policy):
         dtypes = []
         model.blocks[1].register_forward_hook(lambda _module, args, out: dtypes.append((args[0].dtype, out.dtype)))
         found = train(model, world.rank)
+        params = str([param.dtype for param in model.parameters()])
         dtypes.append(model(batches(0, 1)[0]).dtype)
-        return {**found, "dtypes": str(dtypes), "params": str([param.dtype for param in model.parameters()])}
+        return {**found, "dtypes": str(dtypes), "params": params}
 
     coarse = {"rtol": 0.05, "atol": 2e-3} if policy == "both" else {"rtol": 1e-4, "atol": 1e-5}
     same(program, row_meshes["torch"], ours_on, **coarse)

@@ -24,8 +24,14 @@ pytestmark = pytest.mark.ranks(2)
 
 
 def kinds(model):
-    """Of each parameter whether its module holds rows or the whole."""
-    return str({name: isinstance(param, DTensor) for name, param in model.named_parameters()})
+    """Of each parameter whether its module computes with rows or the whole."""
+    found = [(path, module, name) for path, module in model.named_modules() for name in module._parameters]
+    return str({f"{path}.{name}": isinstance(getattr(module, name), DTensor) for path, module, name in found})
+
+
+def trainable(model):
+    """Whether all that ``parameters()`` lists is what an optimizer steps."""
+    return all(isinstance(param, DTensor) for param in model.parameters())
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -66,6 +72,7 @@ def test_unsharded_before_the_forward_and_within_it(world, row_meshes, ours_on):
             model.unshard(async_op=True)
             model.blocks[1].unshard()
             loss = model(ids).square().mean()
+            assert fsdp is stock or trainable(model)
             found += [kinds(model), loss.detach()]
             loss.backward()
             found += [whole(param.grad) for param in model.parameters()]
@@ -81,21 +88,26 @@ def test_unsharded_before_the_forward_and_within_it(world, row_meshes, ours_on):
 def test_what_modules_hold_after_forward_and_backward(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         model, found = make(fsdp, mesh), []
+
+        def look():
+            assert fsdp is stock or trainable(model)
+            found.append(kinds(model))
+
         first, second, third = batches(world.rank, 3)
         loss = model(first).square().mean()
-        found.append(kinds(model))
+        look()
         loss.backward()
-        found.append(kinds(model))
+        look()
         model.set_reshard_after_forward(False)
         loss = model(second).square().mean()
-        found.append(kinds(model))
+        look()
         loss.backward()
         model.set_reshard_after_forward(True)
         model.set_reshard_after_backward(False)
         loss = model(third).square().mean()
-        found.append(kinds(model))
+        look()
         loss.backward()
-        found.append(kinds(model))
+        assert fsdp is stock or trainable(model)
         loss = model(first).square().mean()
         found.append(loss.detach())
         loss.backward()
@@ -108,10 +120,15 @@ def test_a_step_of_an_optimizer_ends_what_backwards_have_kept(world, ours_on):
     model = make(ours, ours_on)
     model.set_reshard_after_backward(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(batches(world.rank, 1)[0]).square().mean().backward()
-    assert not isinstance(model.blocks[0].up.weight, DTensor)
-    optimizer.step()
-    assert isinstance(model.blocks[0].up.weight, DTensor)
+    for number in range(2):
+        ids = batches(world.rank, 2)[number]
+        loss = model(ids).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            assert model(ids).square().mean() == loss
+            optimizer.step()
+            optimizer.zero_grad()
+            assert model(ids).square().mean() < loss
 
 
 @pytest.mark.parametrize("recurse", [True, False])
@@ -382,11 +399,10 @@ def test_a_step_between_forward_and_backward(world, row_meshes, ours_on, how):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kept", ["unshard", "after the forward", "after the backward"])
+@pytest.mark.parametrize("kept", ["unshard", "after the forward"])
 def test_no_rank_steps_while_another_reads_whole_parameters(world, row_meshes, kept):
     model = make(ours, row_meshes["shared memory"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
-    model.set_reshard_after_backward(kept != "after the backward")
     model.set_reshard_after_forward(kept != "after the forward")
     loss = model(batches(world.rank, 1)[0]).square().mean()
     if kept != "after the forward":
@@ -515,7 +531,7 @@ def test_the_hook_sees_all_rows_of_a_unit_at_once(world, row_meshes, ours_on):
     same(program, row_meshes["torch"], ours_on)
 
 
-def test_modules_stay_whole_between_forwards_without_gradients(world, row_meshes, ours_on):
+def test_values_stay_between_forwards_without_gradients(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         model = make(fsdp, mesh)
         model.set_reshard_after_forward(False)
@@ -524,7 +540,26 @@ def test_modules_stay_whole_between_forwards_without_gradients(world, row_meshes
         for ids in batches(world.rank, 3):
             with torch.no_grad():
                 for _ in range(2):
-                    found += [model(ids).clone(), kinds(model)]
+                    found.append(model(ids).clone())
+                    assert fsdp is stock or trainable(model)
+                if fsdp is ours:
+                    for param in model.parameters():
+                        param.mul_(2)  # after which all are gathered anew
+                    found.append(model(ids).clone())
+                    for param in model.parameters():
+                        param.mul_(0.5)
+                else:
+                    model.reshard()
+                    for block in model.blocks:
+                        block.reshard()
+                    for param in model.parameters():
+                        param.mul_(2)
+                    found.append(model(ids).clone())
+                    model.reshard()
+                    for block in model.blocks:
+                        block.reshard()
+                    for param in model.parameters():
+                        param.mul_(0.5)
         model.reshard()
         for block in model.blocks:
             block.reshard()

@@ -611,6 +611,22 @@ def test_attributes_of_the_wrapper_come_before_those_of_the_module():
     assert (model.rank, model.module.rank, model.colour) == (0, 7, "red")
 
 
+def test_attributes_of_the_module_are_set_where_its_forward_reads_them():
+    class Scaled(nn.Linear):
+        factor = 1.0
+
+        def forward(self, x):
+            return super().forward(x) * self.factor
+
+    model = shard(nn.Sequential(Scaled(2, 2)), auto_wrap_policy=wrap.ModuleWrapPolicy({Scaled}))
+    x = torch.ones(1, 2)
+    before = model(x)
+    model[0].factor, model[0].own = 2.0, "the wrapper's"
+    assert torch.equal(model(x), 2 * before)
+    assert model[0].module.factor == 2.0
+    assert not hasattr(model[0].module, "own")
+
+
 def test_without_torch_distributed_there_is_no_process_group():
     with pytest.raises(RuntimeError, match="no process group yet"):
         shard(nn.Linear(2, 2)).process_group  # noqa: B018

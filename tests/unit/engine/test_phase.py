@@ -165,8 +165,13 @@ def test_training_goes_on_after_an_error_in_the_middle_of_a_step(place):
     assert values_bytes(shard) == 0
 
 
-def test_a_parameter_used_outside_of_its_unit_is_named():
+def test_a_whole_parameter_used_outside_of_its_unit_gets_a_gradient_or_is_named():
     model = FullyShardedDataParallel(nn.Linear(2, 2), process_group=FakeCommunicator())
+    model(torch.ones(1, 2))
+    unshard(model._unit.flats[0])
+    model.module.weight.sum().backward()
+    assert model._unit.flats[0].parameter.grad.tolist()[:4] == [1.0] * 4
+    model = FullyShardedDataParallel(nn.Linear(2, 2), process_group=FakeCommunicator(), use_orig_params=True)
     model(torch.ones(1, 2))
     unshard(model._unit.flats[0])
     loss = model.module.weight.sum()
@@ -183,10 +188,11 @@ def test_an_output_that_views_a_parameter_is_refused():
         def forward(self, x):
             return self.weight[0]
 
-    model = FullyShardedDataParallel(Leaking(2, 3), process_group=FakeCommunicator())
+    leaking = FullyShardedDataParallel(Leaking(2, 3), process_group=FakeCommunicator())
+    model = FullyShardedDataParallel(nn.Sequential(leaking), process_group=FakeCommunicator())
     with pytest.raises(EngineError) as caught:
         model(torch.ones(1, 2))
     assert str(caught.value) == (
-        "Leaking: its forward returns a view of one of its own parameters (shape (2,)), whose memory is freed "
+        "0: its forward returns a view of one of its own parameters (shape (2,)), whose memory is freed "
         "after the forward: return a clone"
     )
