@@ -147,6 +147,8 @@ def shard_modules(
         each.__class__ = extended_class(type(each))
     _register_state_hooks(unit)
     unit.refresh()
+    if len(unit.inner_units()) > 1:
+        unit.confirm()
 
 
 def _outermost(modules: Sequence[Any]) -> list[Any]:

@@ -157,16 +157,17 @@ class Order:
     All ranks forget the same ones, since they have followed the same.
     """
 
-    def __init__(self, comm: Communicator, label: str, *, confirm: bool) -> None:
+    def __init__(self, comm: Communicator, label: str, number: int = 1, *, confirm: bool) -> None:
         """Not collective.
 
         Args:
             comm: all ranks that have to keep the same order.
             label: of the engine, the same on all ranks, and unlike that of any other.
+            number: of the model among those of these ranks.
             confirm: have the ranks confirm each new event; otherwise the caller compares ``digest``.
         """
         self._root = Node(("begin", ""), 0, "", None)
-        self._at = Position(self._root)
+        self._at = Position(self._root, number)
         self._ends: dict[Node, None] = {}  # of the remembered paths, the latest last
         self._confirms = confirm and comm.size > 1
         self.confirmation = Confirmation(comm, label, self._at)
@@ -180,6 +181,11 @@ class Order:
     def passes(self) -> int:
         """How many have begun."""
         return self._at.passes
+
+    @property
+    def step(self) -> str:
+        """The pass, for messages; the same on all ranks, and unlike that of another model."""
+        return self._at.step
 
     def begin(self) -> None:
         """Collective where the last pass ended in a new way. Begin a pass."""

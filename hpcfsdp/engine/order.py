@@ -93,14 +93,20 @@ class _Arrivals:
 
 @dataclass
 class Position:
-    """The last event of this rank, and the number of passes that have begun."""
+    """The last event of this rank, the number of the model, and that of passes that have begun."""
 
     node: Node
+    model: int = 1
     passes: int = 0
+
+    @property
+    def step(self) -> str:
+        """The pass, for messages."""
+        return f"step {self.passes}" + (f" of model {self.model}" if self.model > 1 else "")
 
     def text(self, event: Event, depth: int) -> str:
         """An event of this pass, for messages."""
-        return f"{describe(event)} (event {depth} of step {self.passes})"
+        return f"{describe(event)} (event {depth} of {self.step})"
 
     def path(self) -> list[str]:
         """The events since the pass began."""

@@ -45,6 +45,7 @@ class Root:
         everyone: Communicator,
         label: str,
         *,
+        number: int = 1,
         host: Communicator | None = None,
         streams: Streams | None = None,
         lines: tuple[Communicator, Communicator | None] | None = None,
@@ -54,6 +55,7 @@ class Root:
         Args:
             everyone: all ranks that run these units.
             label: the same on all ranks, and unlike that of any other root.
+            number: the same on all ranks; roots with equal names have others, for messages.
             host: connects the same ranks through host memory, for the barriers. Without it only ranks that share the
                 memory of gathered values meet.
             lines: the ranks of `host` as shards and replicas; None if these are other ranks.
@@ -73,7 +75,7 @@ class Root:
             meeting.append(host)
         self._host, self._lines = host, lines
         self._meeting = list(dict.fromkeys(meeting))
-        self._order = Order(host or everyone, label, confirm=len(self._resident) < len(flats))
+        self._order = Order(host or everyone, label, number, confirm=len(self._resident) < len(flats))
         self.context = Context(self._streams, self._order, {unit.name: unit.values for unit in units})
         for unit in units:
             unit.attach(self.context, self._begin_backward)
@@ -323,7 +325,7 @@ class Root:
             return
         where = f" of {unit.name!r}" if unit is not None else ""
         mode = "" if torch.is_grad_enabled() or self.in_backward else " without gradients"
-        label = f"{what}{where}{mode}, step {self._order.passes}, order {self._order.digest or 'new'}"
+        label = f"{what}{where}{mode}, {self._order.step}, order {self._order.digest or 'new'}"
         for comm in self._meeting:
             try:
                 comm.labelled_barrier(label)

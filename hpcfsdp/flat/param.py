@@ -204,6 +204,9 @@ class FlatParam(ShardedParams):
         self._nothing.fill_(self._nothing_value)  # a user may have written to it
         self._bind(self._resting)
 
+    def lend(self) -> None:
+        """What modules register is what they compute with."""
+
     def adopt_user_data(self) -> None:
         """Copy data that a user has assigned (``param.data = ...``) into the shard.
 

@@ -144,6 +144,7 @@ class ShardedParams(abc.ABC):
     def unbind(self) -> None:
         """Have modules hold what they hold at rest."""
 
+    @abc.abstractmethod
     def lend(self) -> None:
         """Have modules register what they do at rest, while they still compute with the gathered values."""
 

@@ -23,9 +23,9 @@ from hpcfsdp.sharded.assigned import watch_assignments
 from hpcfsdp.sharded.group_cache import GroupCache, rank_names
 from hpcfsdp.sharded.groups import check_apart
 from hpcfsdp.sharded.own import Ignored, OwnParam, OwnParams
-from hpcfsdp.sharded.same_model import check_same_model, warn_of_values
+from hpcfsdp.sharded.same_model import Agreed, check_same_model, warn_of_values
 from hpcfsdp.sharded.tensor_parallel import TensorView
-from hpcfsdp.sharded.unit import ShardedUnit, clean_path, flat_param_name, units_in
+from hpcfsdp.sharded.unit import ShardedUnit, clean_path, flat_param_name, made_inside, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 
 CHUNK_NUMEL = 1 << 20
@@ -83,7 +83,7 @@ def make_unit(
         )
         for group, of_group in zip(own.groups, dtypes, strict=True)
     ]
-    differing = _compare(own, layouts, mesh, made)
+    agreed = _compare(module, own, layouts, mesh, made)
     reduce_comm = comm_for_reductions(mesh, dtypes)
     flats = []
     for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
@@ -130,7 +130,8 @@ def make_unit(
         full_precision=full_precision,
         flat_owner=module,
     )
-    unit.differing = differing
+    unit.marks = [(comm, each.mark) for comm, each in agreed.items()]
+    unit.differing = next((each.differing for each in agreed.values() if each.differing is not None), None)
     for flat, group in zip(flats, own.groups, strict=True):
         watch_assignments(unit, flat, group)
     return unit
@@ -170,11 +171,18 @@ def warn_of_units(root: nn.Module, stacklevel: int) -> None:
         next(iter(found)).differing = _WARNED
 
 
-def _compare(own: OwnParams, layouts: Sequence[FlatLayout], mesh: UnitMesh, made: frozenset[str] | None) -> str | None:
-    """Collective over the unit's ranks. Refuse different parameters. Returns the first whose values differ."""
+def _compare(
+    module: nn.Module,
+    own: OwnParams,
+    layouts: Sequence[FlatLayout],
+    mesh: UnitMesh,
+    made: frozenset[str] | None,
+) -> dict[Communicator, Agreed]:
+    """Collective over the unit's ranks. Refuse different parameters, and units inside that ranks made otherwise."""
     trained = [group[0].param.requires_grad for group in own.groups]
     counted = {entry.fqn: entry.counted_fqn for entry in own.entries}
-    comms, differing = mesh.lines(), None
+    comms: list[Communicator] = mesh.lines()
+    agreed: dict[Communicator, Agreed] = {}
     for comm in comms:
         is_tensor = comm is mesh.tensor  # each has another block
         alike = [layout.of_tensor_rank(0) for layout in layouts] if is_tensor else layouts
@@ -183,9 +191,16 @@ def _compare(own: OwnParams, layouts: Sequence[FlatLayout], mesh: UnitMesh, made
         excluded = made if made is not None and are_parts else frozenset()
         values = None if made is None else own.named_values(excluded, alike_only=is_tensor)
         with raise_together_over(other for other in comms if other is not comm):
-            found = check_same_model(comm, alike, trained, rank_names(comm), counted_fqns=counted, values=values)
-        differing = differing or found
-    return differing
+            agreed[comm] = check_same_model(
+                comm,
+                alike,
+                trained,
+                rank_names(comm),
+                counted_fqns=counted,
+                values=values,
+                inside=made_inside(module, comm),
+            )
+    return agreed
 
 
 def shares_memory(mesh: UnitMesh) -> bool:

@@ -12,6 +12,7 @@ from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.sharded.assigned import watch_assignments
 from hpcfsdp.sharded.guard import guard_modules
 from hpcfsdp.sharded.own import Ignored, OwnParam, OwnParams
+from hpcfsdp.sharded.same_model import new_mark
 from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit, units_in
 
 Memo = dict[int, Any]
@@ -80,6 +81,7 @@ def _copy_unit(unit: ShardedUnit, wrapper: nn.Module, flats: list[FlatParam], me
         full_precision=unit.full_precision,
         flat_owner=copy.deepcopy(unit.flat_owner, memo),
     )
+    made.marks = [(comm, new_mark(comm)) for comm, _ in unit.marks]
     made.reshard_choice = unit.reshard_choice
     made.prefetch_forward, made.prefetch_backward = unit.prefetch_forward, unit.prefetch_backward
     made.state_dict_settings, made.differing = unit.state_dict_settings, unit.differing

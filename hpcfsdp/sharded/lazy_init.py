@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Sequence
 
@@ -15,6 +16,8 @@ from hpcfsdp.sharded.mixed_precision import cast_buffers
 from hpcfsdp.sharded.optimizer_check import watch_root
 from hpcfsdp.sharded.unit import ModelUnit, ShardedUnit, clean_path
 
+_numbers = itertools.count(1)
+
 
 @torch.inference_mode(False)  # the first call may be in inference mode, and training follows
 @torch.no_grad()
@@ -27,6 +30,7 @@ def become_root(unit: ModelUnit) -> Root:
     units = list(unit.inner_units())
     for each in units:
         each.prepare()
+    unit.confirm()
     if isinstance(unit, ShardedUnit):
         _check_size(units, unit.mesh.shard.size)
     names = {module: name for name, module in unit.wrapper.named_modules()}
@@ -47,9 +51,9 @@ def become_root(unit: ModelUnit) -> Root:
             )
             dtypes = {**before, **dtypes}
     host = GroupCache.current().host_of(unit.comm) if dist.is_initialized() else None
-    label = (host or unit.comm).broadcast_object(uuid.uuid4().hex)
+    label, number = (host or unit.comm).broadcast_object((uuid.uuid4().hex, next(_numbers)))
     lines = None if unit.mesh.data is None else (unit.mesh.shard, unit.mesh.replicas)
-    root = Root(units, unit.comm, label, host=host, streams=unit.streams, lines=lines)
+    root = Root(units, unit.comm, label, number=number, host=host, streams=unit.streams, lines=lines)
     watch_root(root)
     for each in units:
         each.root = root

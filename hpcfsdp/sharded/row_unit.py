@@ -152,11 +152,14 @@ class RowUnit(ModelUnit):
         with raise_together_over(self.mesh.lines()):
             self._refuse_meta()
         flats: list[RowParams] = []
+        self.marks = []
         for mesh, group, dtypes in self._groups():
             params = [(each.fqn, each.shape, each.dim, each.aliases, each.block) for each in group]
             layout = RowLayout.plan(params, dtypes.param, mesh.shard.size, itemsize=dtypes.itemsize)
-            with raise_together_over(line for line in mesh.lines() if line is not mesh.shard):
-                check_same_model(mesh.shard, [layout], [True], rank_names(mesh.shard))
+            for comm in mesh.data_lines():
+                with raise_together_over(line for line in mesh.lines() if line is not comm):
+                    agreed = check_same_model(comm, [layout], [True], rank_names(comm))
+                self.marks.append((comm, agreed.mark))
             flats.append(
                 RowParams(
                     [each.param for each in group],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import uuid
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
@@ -18,6 +20,52 @@ from hpcfsdp.tensor.whole import is_cut
 
 _NOTHING = ("nothing", "", "", "")
 
+Made = Sequence[tuple[str, str]]
+"""The names of units, each with the mark that its ranks gave it when they made it; "" for a unit of other ranks."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What ranks have found when they made a unit together.
+
+    Attributes:
+        mark: the same on these ranks, and unlike that of any other unit.
+        differing: the first value that differs, and the ranks, for ``warn_of_values``; None if none does.
+    """
+
+    mark: str
+    differing: str | None = None
+
+
+def new_mark(comm: Communicator) -> str:
+    """Collective over `comm`. A mark for what its ranks make together."""
+    return comm.broadcast_object(uuid.uuid4().hex[:12])
+
+
+def check_same_units(comm: Communicator, units: Made, names: Sequence[int]) -> None:
+    """Collective over `comm`. Raise on every rank unless all call those units alike that they have made together.
+
+    Args:
+        names: of the ranks of `comm`, for messages.
+    """
+    _compare_units(comm.all_gather_object(units), names)
+
+
+def _compare_units(everyone: Sequence[Made], names: Sequence[int]) -> None:
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        if other == first:
+            continue
+        here, there = next((a, b) for a, b in zip_longest(first, other, fillvalue=("nothing", "")) if a != b)
+        partner = repr(there[0])
+        if here[0] == there[0]:
+            partner = next((repr(name) for name, mark in other if mark == here[1]), "a unit of another model")
+        raise _differing(
+            f"where rank {names[0]} has made {here[0]!r}, rank {names[rank]} has made {partner}, so they would compute "
+            "with each other's parameters. Make models and their units in one order on all ranks; sets, for instance, "
+            "have another order in each process"
+        )
+
 
 def check_same_model(
     comm: Communicator,
@@ -27,7 +75,8 @@ def check_same_model(
     *,
     counted_fqns: Mapping[str, str] | None = None,
     values: Mapping[str, torch.Tensor] | None = None,
-) -> str | None:
+    inside: Made = (),
+) -> Agreed:
     """Collective over `comm`. Raise on every rank, naming the first difference, unless all have the same parameters.
 
     Where ranks ignore different modules and only the numbers of these modules' siblings differ in names, it warns.
@@ -37,21 +86,20 @@ def check_same_model(
         names: of the ranks of `comm`, for messages.
         counted_fqns: names of parameters as if ignored modules did not exist, see ``OwnParam``.
         values: tensors to compare, by their names in messages; None to compare none.
-
-    Returns:
-        The first of `values` that differs, and the ranks, for ``warn_of_values``; None if none does.
+        inside: units inside of the one with these parameters.
     """
     prints = [(layout.fingerprint(), grad) for layout, grad in zip(layouts, trained, strict=True)]
     sums = None if values is None else {name: _checksum(tensor) for name, tensor in values.items()}
     digest = None if sums is None else xxhash.xxh3_64_intdigest(repr(sums).encode())
-    gathered = comm.all_gather_object((prints, digest))
-    if any(other != gathered[0][0] for other, _ in gathered):
-        differs = [other != gathered[0][0] for other, _ in gathered]
+    gathered = comm.all_gather_object((prints, digest, list(inside), uuid.uuid4().hex[:12]))
+    if any(other != gathered[0][0] for other, *_ in gathered):
+        differs = [other != gathered[0][0] for other, *_ in gathered]
         _compare_parameters(comm, differs, layouts, trained, names, counted_fqns or {})
-    digests = [digest for _, digest in gathered]
+    _compare_units([units for _, _, units, _ in gathered], names)
+    digests, mark = [digest for _, digest, *_ in gathered], gathered[0][-1]
     if None in digests or len(set(digests)) == 1:
-        return None
-    return _first_difference(comm.all_gather_object(sums), names)
+        return Agreed(mark)
+    return Agreed(mark, _first_difference(comm.all_gather_object(sums), names))
 
 
 def warn_of_values(difference: str, stacklevel: int) -> None:

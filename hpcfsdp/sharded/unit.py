@@ -18,7 +18,9 @@ from hpcfsdp.engine.unit import ComputedView, Unit
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.flat.sharded_params import ShardedParams
+from hpcfsdp.sharded.group_cache import rank_names
 from hpcfsdp.sharded.own import NOTHING_IGNORED, Ignored, OwnParams
+from hpcfsdp.sharded.same_model import check_same_units
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 
 WRAPPED = "_fsdp_wrapped_module"
@@ -47,6 +49,7 @@ class ModelUnit(Unit):
         full_precision: classes of modules that compute in full precision all the same.
         ignored: what it does not manage.
         buffer_dtypes: original dtypes of buffers that mixed precision has cast, by module and name.
+        marks: by which ranks know that they have made it, or its memory, together; with the ranks.
     """
 
     root: Root | None = None
@@ -70,6 +73,7 @@ class ModelUnit(Unit):
         self.mesh = mesh
         self.mixed_precision = mixed_precision
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
+        self.marks: list[tuple[Communicator, str]] = []
         self._holder = weakref.ref(holder)  # it holds the unit
 
     @property
@@ -96,6 +100,18 @@ class ModelUnit(Unit):
     @abc.abstractmethod
     def inner_units(self) -> Sequence[ModelUnit]:
         """Not collective. The units in its module, itself included, outer ones first."""
+
+    def confirm(self) -> None:
+        """Collective over the unit's ranks. Refuse units inside that ranks have not made together.
+
+        Raises:
+            DisagreementError: on all ranks; names both units.
+        """
+        units = self.inner_units()
+        others = [comm for unit in units for comm, _ in unit.marks]  # some may be shared by other ranks
+        for comm in dict.fromkeys([*self.mesh.data_lines(), *others]):
+            if comm.size > 1:
+                check_same_units(comm, made_inside(self.wrapper, comm), rank_names(comm))
 
     def prepare(self) -> None:
         """Collective over the unit's ranks. Called before it gets a root."""
@@ -181,6 +197,16 @@ class ShardedUnit(ModelUnit):
             root.rest()
         for flat in self.flats:
             flat.adopt_user_data()  # before summon_full_params registers other parameters
+
+
+def made_inside(module: nn.Module, comm: Communicator) -> list[tuple[str, str]]:
+    """The names of all units within a module, itself included, with the marks of those made by the ranks of `comm`."""
+    found: dict[ModelUnit, str] = {}
+    for name, inner in module.named_modules():
+        unit = inner.__dict__.get(UNIT) or inner.__dict__.get("_unit")
+        if isinstance(unit, ModelUnit):
+            found.setdefault(unit, clean_path(name) or unit.name)
+    return [(name, " ".join(mark for ranks, mark in unit.marks if ranks == comm)) for unit, name in found.items()]
 
 
 def clean_path(name: str) -> str:

@@ -123,8 +123,11 @@ class UnitMesh:
 
     def lines(self) -> list[Communicator]:
         """Communicators that together connect all ranks of the unit, without those of one rank."""
-        data = [self.data] if self.data is not None else [self.along["shard"], self.along["replicate"]]
-        return [comm for comm in (*data, self.tensor) if comm is not None and comm.size > 1]
+        return [comm for comm in (*self.data_lines(), self.tensor) if comm is not None and comm.size > 1]
+
+    def data_lines(self) -> list[Communicator]:
+        """Communicators that together connect the ranks that share the unit's parameters, also alone."""
+        return [self.data] if self.data is not None else [self.along["shard"], self.along["replicate"]]
 
     def ranks(self, *dims: Dim) -> tuple[int, ...]:
         """Collective over these ranks, the first time. Their numbers in torch's default group, in ``comm``'s order."""

@@ -1,4 +1,4 @@
-"""Random models of which each rank uses other parameters, on the simulated device: no rank waits, and values are right."""
+"""Random models of which each rank uses other parameters, on the simulated device: values are right, no rank waits."""
 
 import pytest
 
