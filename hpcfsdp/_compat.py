@@ -74,6 +74,12 @@ def training_states() -> Any:
     return TrainingState
 
 
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's ``replicate`` has been applied to a module."""
+    contract = sys.modules.get("torch.distributed._composable.contract")  # which is not loaded otherwise
+    return contract is not None and "replicate" in (contract._get_registry(module) or ())
+
+
 def mark_as_flattened(tensor: torch.Tensor) -> None:
     """Have torch's FSDP take a tensor for a flattened one."""
     from torch.distributed.fsdp._common_utils import _set_fsdp_flattened
@@ -237,6 +243,23 @@ def forget_accumulator(leaf: torch.Tensor) -> None:
     other = torch.float32 if data.dtype != torch.float32 else torch.float64
     leaf.data = torch.empty(0, dtype=other, device=data.device)  # of another dtype: autograd drops the node
     leaf.data = data
+
+
+def has_hooks(node: Any) -> bool:
+    """Whether a program has registered hooks on a node of the graph."""
+    handle = node.register_hook(lambda *_: None)
+    hooks = handle.hooks_dict_ref()  # of the node, with this one
+    handle.remove()
+    return bool(hooks)
+
+
+def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Have hooks on the gradient of a leaf, before and after its accumulation, be those of another; handles stay."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(source, name)
+        if hooks:
+            setattr(target, name, hooks)
+            setattr(source, name, None)
 
 
 def replace_data(leaf: torch.nn.Parameter, values: torch.Tensor) -> None:
@@ -441,6 +464,11 @@ def _new_dtensor(kind: type, *args: Any, **kwargs: Any) -> Any:
 def dtensor_like(tensor: Any, local: torch.Tensor) -> Any:
     """Not collective. A ``DTensor`` with `local` on this rank, for the rest like `tensor`."""
     return _new_dtensor(type(tensor), local, tensor._spec, requires_grad=False)
+
+
+def identity_of(param: torch.Tensor) -> int:
+    """A number that changes when ``.data`` of a ``DTensor`` is assigned, which does not change its local tensor."""
+    return param.untyped_storage()._cdata
 
 
 def set_local(tensor: Any, local: torch.Tensor) -> None:

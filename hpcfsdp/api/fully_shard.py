@@ -21,12 +21,14 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
+from hpcfsdp import _compat
 from hpcfsdp.api.fsdp_module import FSDPModule, extended_class, units_of_modules
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.engine.streams import streams_for
 from hpcfsdp.launch.calls import public_call
 from hpcfsdp.sharded.flatten import move_buffers, own_params
 from hpcfsdp.sharded.groups import resolve_mesh, with_dtensors
+from hpcfsdp.sharded.ignored import replicated_in
 from hpcfsdp.sharded.optimizer_check import watch_optimizers
 from hpcfsdp.sharded.own import NOTHING_IGNORED, Ignored, OwnParam
 from hpcfsdp.sharded.row_unit import Rows, RowUnit, row_unit_of, shard_rows
@@ -92,7 +94,7 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
-        ignored=Ignored(params=frozenset(ignored_params or ())),
+        ignored=replicated_in(nn.ModuleList(modules), ignored_params or ()),
     )
     return module
 
@@ -125,7 +127,7 @@ def shard_modules(
         if other is not None and id(other) not in others:
             others[id(other)] = mesh if other == mesh.device_mesh else _other_mesh(other, mesh)
         own_mesh = mesh if other is None else others[id(other)]
-        rows.append(shard_rows(entry, own_mesh, dim, torch.device("cpu") if offloads else device))
+        rows.append(shard_rows(entry, own_mesh, dim, torch.device("cpu") if offloads else device, device))
     unit = RowUnit(
         " + ".join(type(each).__name__ for each in modules),
         modules,
@@ -184,6 +186,8 @@ def _check_module(module: Any) -> None:
                 f"{where} is wrapped in FullyShardedDataParallel: shard a model with either fully_shard or "
                 "FullyShardedDataParallel"
             )
+        if _compat.is_replicated(inner):
+            continue
         if isinstance(inner, stock.FSDPModule) and not isinstance(inner, FSDPModule):
             raise ValueError(
                 f"{where} is sharded with torch's fully_shard: use hpcfsdp.fully_shard for all modules of a model, or "

@@ -346,6 +346,9 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         """As for any module; within ``summon_full_params`` without the names of wrappers."""
         if kwargs.get("recurse") is False:
             refuse_ddp_around(self._unit)
+        for unit in units_in(self) if torch.is_grad_enabled() else ():
+            if unit.phase is Phase.IDLE:
+                unit.list_leaves()
         return self._named(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -86,6 +87,7 @@ class Root:
         self._read_over: set[Communicator] = set()  # ranks that may still read what modules have shown
         self._called: dict[Unit, None] = {}  # units that expect a backward, in the order in which their forwards ended
         self._before: list[tuple[Unit, bool, bool, int]] = []  # backwards expected before this pass
+        self._has_warned = False  # of units that do not train
         self._due: deque[Unit] = deque()  # units that expect this backward, in its order
         self._begun: list[Unit] = []  # units whose backward has begun, and perhaps not ended
 
@@ -160,6 +162,7 @@ class Root:
             meet: False to wait for the others later, before an optimizer steps.
         """
         freed = False
+        self._adopt_user_data()
         for unit in units:
             if unit.phase is Phase.IDLE and (unit.values.is_gathered or unit.values.is_unsharded or unit.is_kept):
                 freed = True
@@ -260,10 +263,23 @@ class Root:
     def before_step(self, params: Collection[nn.Parameter]) -> None:
         """An optimizer steps `params` next. Collective as ``reshard`` if some are of this root."""
         # Others may be of a model that is gone, and that the ranks have forgotten at different times.
-        steps = any(param in params for flat in self._changeable for param in flat.stepped)
+        stepped = [unit for unit in self.units if any(param in params for flat in unit.flats for param in flat.stepped)]
         if not self._is_in_pass:
-            self.reshard(self.units, meet=steps)
-        self._is_stepped |= steps
+            self.reshard(self.units, meet=bool(stepped))
+        self._is_stepped |= bool(stepped)
+        self._warn_of_untrained(stepped)
+
+    def _warn_of_untrained(self, units: Iterable[Unit]) -> None:
+        untrained = [unit.name for unit in units if unit.pop_untrained()]
+        if untrained and not self._has_warned:
+            self._has_warned = True
+            more = f" and of {len(untrained) - 1} more" if len(untrained) > 1 else ""
+            warnings.warn(
+                f"no parameter of the unit {untrained[0]!r}{more} has got a gradient before this step, on any rank, "
+                "although the forward called it: a module that computes with detached parameters, with .data, or with "
+                "copies that it has kept, does not train. Ignore this warning if the loss does not depend on it",
+                stacklevel=5,
+            )
 
     @property
     def _has_changed(self) -> bool:
@@ -301,13 +317,16 @@ class Root:
                 raise EngineError(
                     f"{each.name}: the model was called within summon_full_params: leave that context first"
                 )
+        self._adopt_user_data()
         self._reshard(self.units if self._has_changed else self._left_over())
         self._before = [(each, each in self._called, each.owes_grads, each.num_calls) for each in self.units]
         self._order.begin()
-        for each in self.units:
-            for flat in each.flats if each.phase is Phase.IDLE else ():
-                flat.adopt_user_data()
         self._publish("forward", unit)
+
+    def _adopt_user_data(self) -> None:
+        for unit in self.units:
+            for flat in unit.flats if unit.phase is Phase.IDLE else ():
+                flat.adopt_user_data()
 
     def _publish(self, what: str, unit: Unit | None = None) -> None:
         """Collective. From here on gathers read the shards as they are now."""
@@ -388,6 +407,7 @@ class Root:
         calls.backward.label = f'backward of "{self.units[0].name}"'
         calls.backward.is_running = self._is_running
         _compat.call_after_backward(self._finish_backward)
+        self._adopt_user_data()
         self._due = deque(reversed(self._called))
         self._begun.clear()
         if self._has_changed:
@@ -455,9 +475,10 @@ class Root:
         for grad in (grad for unit in owing if unit.keeps_back for grad in unit.grads):
             grad.show_held()
         self.context.reductions.settle()
-        grads = [grad for unit in owing if not unit.keeps_back for grad in unit.grads]
-        for grad, used in zip(grads, _used_anywhere(grads, self._host, self._lines), strict=True):
-            grad.settle(used)
+        reduced = [unit for unit in owing if not unit.keeps_back]
+        used = iter(_used_anywhere([grad for unit in reduced for grad in unit.grads], self._host, self._lines))
+        for unit in reduced:
+            unit.settle([next(used) for _ in unit.grads])
 
 
 def _runs_backward(root: weakref.ref[Root]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hpcfsdp import _compat, timeline
 from hpcfsdp.engine.call import Call, Leaf
@@ -90,7 +91,7 @@ class Unit:
         self._begin_model_backward: Callable[[], None] | None = None
         self.owes_grads = False
         self.num_calls = 0
-        self._hooked: set[nn.Parameter] = set()
+        self._hooked: dict[nn.Parameter, RemovableHandle] = {}
         self._detached: set[nn.Parameter] = set()  # leaves with optimizers in backward, which are deferred
         self.reduce_options = ReduceOptions()
         self.hold(flats)
@@ -102,6 +103,7 @@ class Unit:
         self._held: set[FlatGrad] = set()  # gradients that are not complete before the unit is
         self._arrived: set[Leaf] = set()  # leaves that have had a gradient in this backward
         self._enqueues_at_the_end = False
+        self._is_untrained: bool | None = None  # whether no leaf has had a gradient since a step; None: none was due
         self._arguments: Arguments | None = None  # of the forward that is running
 
     def hold(self, flats: Sequence[ShardedParams]) -> None:
@@ -110,6 +112,8 @@ class Unit:
         self.values = Values(self.flats, self.name)
         self.grads = tuple(FlatGrad(flat, self.reduce_options) for flat in self.flats if flat.is_differentiable)
         self.keeps_back = self._keeps_back
+        for handle in self._hooked.values():
+            handle.remove()
         self._hooked.clear()
         self._renews_accumulators = any(flat.changes_kind for flat in self.flats)
         self.look_at_leaves()
@@ -131,6 +135,23 @@ class Unit:
         self._trained = [False] * len(self._leaves)  # their requires_grad when the unit was last called
         # A leaf keeps this node while a reference to it exists, and its own dtype and device stay.
         self._accumulators: list[tuple[Leaf, Any]] | None = None
+        self._lists_leaves = False
+
+    def list_leaves(self) -> None:
+        """Not collective. The program is given the leaves that it steps, and may compute with them at rest.
+
+        A leaf keeps the node that adds to its gradient, and that of a forward takes whole gradients only.
+        """
+        self._lists_leaves = True
+        self._renew_accumulators()
+
+    def _renew_accumulators(self) -> None:
+        self._accumulators = None
+        for grad, _, leaf in self._leaves:
+            if not grad.flat.steps_leaves or grad.flat.is_unsharded or not leaf.requires_grad:
+                continue
+            if not _compat.has_hooks(_accumulator_of(leaf)):  # otherwise `_accumulators_now` refuses it
+                _compat.forget_accumulator(leaf)
 
     def attach(self, context: Context, begin_backward: Callable[[], None] | None = None) -> None:
         """Not collective. Join the units under a root, whose backwards `begin_backward` begins."""
@@ -151,6 +172,9 @@ class Unit:
         call, context = Call(), self.context
         if self.flats:
             self._follow_leaves()
+            if self._lists_leaves and torch.is_grad_enabled() and self.phase is Phase.FORWARD:
+                self._lists_leaves = False
+                self._renew_accumulators()
             context.order.note(("forward", self.name))
             context.unshard(self.values)
             chosen = "forward" in self.prefetched and self.phase is Phase.FORWARD
@@ -220,10 +244,7 @@ class Unit:
             flat.unbind()
 
     def lend(self) -> None:
-        """Not collective, before a backward. Modules register what they do at rest, and compute with the values."""
-        self.show()
-        for flat in self.flats:
-            flat.lend()
+        """Not collective, before a backward. Have modules register what they do at rest; leaves show the values."""
 
     @property
     def values_outlive_forward(self) -> bool:
@@ -327,6 +348,20 @@ class Unit:
         """Not collective. The backward is over for all units, and has reduced gradients unless under ``no_sync``."""
         self.num_calls = 0
         self.owes_grads &= self.keeps_back
+
+    def settle(self, used: Sequence[Sequence[bool]]) -> None:
+        """Not collective. Store the reduced gradients. `used`: by gradient and leaf, whether any rank has used it."""
+        for grad, used_leaves in zip(self.grads, used, strict=True):
+            grad.settle(used_leaves)
+        if any(map(any, used)):
+            self._is_untrained = False
+        elif self._is_untrained is None and self.is_trained:  # then, and now
+            self._is_untrained = any(param.requires_grad for grad in self.grads for param in grad.flat.stepped)
+
+    def pop_untrained(self) -> bool:
+        """Whether backwards since the last call have reached the unit, and given no gradient to any parameter."""
+        found, self._is_untrained = self._is_untrained, None
+        return bool(found)
 
     def run_unused_backward(self) -> None:
         """Collective. Gather and reduce with the other ranks; this rank's backward does not reach the unit."""
@@ -448,8 +483,8 @@ class Unit:
             self._accumulators = None
             if trained and leaf not in self._hooked:
                 done = functools.partial(Unit._leaf_done, index=index)
-                leaf.register_post_accumulate_grad_hook(OwnHook(_weak_hook(done, self, grad)))
-                self._hooked.add(leaf)
+                hook = OwnHook(_weak_hook(done, self, grad))
+                self._hooked[leaf] = leaf.register_post_accumulate_grad_hook(hook)
 
     def guard(self, registries: list[dict[Any, Any]], hook: Callable[..., Any]) -> None:
         """Not collective, at rest. Have modules call `hook` before a forward while the unit is at rest."""

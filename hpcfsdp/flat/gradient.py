@@ -237,7 +237,7 @@ class FlatGrad:
         else:  # the unit was reduced before all of its gradients were complete
             self._reduced.add_(arrived)
         # Not onto leaves that still show whole values, or may get more gradients.
-        if all(self.used) and not flat.steps_leaves:
+        if all(self.used) and not flat.steps_leaves and not any(map(_compat.hooks_on_gradient, flat.stepped)):
             self._update_grads(self.used)
 
     def settle(self, used_anywhere: Sequence[bool]) -> None:
@@ -279,8 +279,10 @@ class FlatGrad:
             return
         self.restore_grads()
         for param, part in self.flat.grads_of(reduced, used):
-            _add_grad(param, part)
-            self._updated.append(param)
+            if param.requires_grad:  # it may have been frozen since the forward
+                # Autograd has called those of leaves.
+                _add_grad(param, part if self.flat.steps_leaves else _hooked(param, part))
+                self._updated.append(param)
 
     def pop_updated(self) -> list[torch.nn.Parameter]:
         """The parameters that got reduced gradients since the last call."""
@@ -355,6 +357,14 @@ def _copied_to(home: torch.device, grad: torch.Tensor) -> torch.Tensor:
     pinned = accelerator.is_accelerator(grad.device)
     landed = torch.empty(grad.shape, dtype=grad.dtype, device=home, pin_memory=pinned)
     return landed.copy_(grad, non_blocking=True)
+
+
+def _hooked(param: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+    """What the hooks of ``register_hook`` make of a parameter's gradient."""
+    for hook in list((_compat.hooks_on_gradient(param) or {}).values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
 
 
 def _add_grad(param: torch.nn.Parameter, grad: torch.Tensor) -> None:

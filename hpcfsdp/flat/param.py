@@ -204,34 +204,45 @@ class FlatParam(ShardedParams):
         self._nothing.fill_(self._nothing_value)  # a user may have written to it
         self._bind(self._resting)
 
-    def lend(self) -> None:
-        """What modules register is what they compute with."""
-
     def adopt_user_data(self) -> None:
         """Copy data that a user has assigned (``param.data = ...``) into the shard.
 
         Raises:
-            EngineError: the data has another number of elements.
+            EngineError: the data has another number of elements, or the leaves are whole.
         """
-        if self.on_assigned is not None and not self.is_unsharded and self._is_assigned():
+        if self.on_assigned is not None and not self.is_unsharded and self.assigned_name() is not None:
             self.on_assigned()
         if self.parameter.data_ptr() != self._shard.data_ptr() or self.parameter.numel() != self._shard.numel():
             self._replace(self._shard, self.parameter.data, "the flat parameter")
             self.parameter.data = self._shard
-        if not self.use_orig_params or self.is_unsharded:
+        if not self.use_orig_params:
+            return
+        if self.is_unsharded:
+            self._refuse_data()
             return
         for leaf, resting, slot in zip(self.leaves, self._resting, self.layout.slots, strict=True):
             if leaf.data_ptr() != resting.data_ptr() or leaf.numel() != resting.numel():
                 self._replace(resting, leaf.data, f"{slot.fqn!r}")
                 leaf.data = resting
+                torch.autograd.graph.increment_version(leaf)
 
-    def _is_assigned(self) -> bool:
+    def _refuse_data(self) -> None:
+        for leaf, view, slot in zip(self.leaves, self._views, self.layout.slots, strict=True):
+            if leaf.data_ptr() != view.data_ptr():
+                leaf.data = view
+                raise EngineError(
+                    f"the data of {slot.fqn!r} was replaced between a forward and its backward, while the parameter is "
+                    "whole for both: replace it before the forward or after the backward"
+                )
+
+    def assigned_name(self) -> str | None:
+        """The name of a parameter in place of which a module holds another one; None for none."""
         for leaf, places in zip(self.leaves, self.places):  # noqa: B905 (each forward of the unit comes here)
             for module, name in places:
                 found = module._parameters.get(name)
                 if found is not None and found is not leaf:
-                    return True
-        return False
+                    return name
+        return None
 
     def replace_leaf(self, index: int, leaf: nn.Parameter) -> None:
         """Not collective, at rest, with `use_orig_params`. Replace a leaf by another parameter, with its values.

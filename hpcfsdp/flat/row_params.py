@@ -20,8 +20,8 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import contiguous_strides
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.flat.row_layout import RowLayout
-from hpcfsdp.flat.sharded_params import ShardedParams
-from hpcfsdp.flat.storage import Buffer, Resident, Transient, Whole, alloc_storage, free_storage
+from hpcfsdp.flat.sharded_params import ShardedParams, other_in_place_of
+from hpcfsdp.flat.storage import Buffer, Resident, Transient, Whole, alloc_storage, free_storage, nothing_of
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """The program's function that makes all shards, one after the other, of this rank's."""
@@ -33,11 +33,13 @@ class RowParam:
 
     Attributes:
         sharded: the ``DTensor``; the user may assign another one to the modules.
+        leaf: the parameter that modules compute with: the one that they held before, which the program may have kept.
         places: the modules that hold it, with its name there.
         is_shown_elsewhere: whether something else registers what modules compute with, as for tensor-parallel ones.
     """
 
     sharded: nn.Parameter
+    leaf: nn.Parameter
     places: Sequence[tuple[nn.Module, str]]
     is_shown_elsewhere: bool = False
 
@@ -144,7 +146,13 @@ class RowParams(ShardedParams):
         self._rows_in_window: list[torch.Tensor] = []
         self.shard: torch.Tensor | None = None
         self._buffer = self._make_buffer(pin_memory)
-        self.leaves = tuple(self._make_leaf(*pair) for pair in zip(self.params, self._views, strict=True))
+        self.leaves = tuple(param.leaf for param in self.params)
+        self._resting = self._views
+        if not self._buffer.resident:  # a leaf without memory must not be read
+            self._resting = [nothing_of(view.shape, view.dtype, view.device) for view in self._views]
+        for leaf, param, resting in zip(self.leaves, self.params, self._resting, strict=True):
+            _compat.replace_data(leaf, resting)
+            leaf.requires_grad_(param.sharded.requires_grad)
         self._buffer.free()
         # In each call of a unit: most modules have a registry alone.
         self._plain: list[tuple[dict[str, nn.Parameter | None], str, RowParam, nn.Parameter]] = []
@@ -202,16 +210,10 @@ class RowParams(ShardedParams):
     def _take(self, rows: Sequence[torch.Tensor]) -> None:
         """Copy the rows of the ``DTensor``s to new memory, which becomes theirs; one by one, to free the old."""
         self._locals = [_compat.at_its_storage(memory) for memory in rows]
+        self._identities = [_compat.identity_of(param.sharded) for param in self.params]
         for param, memory in zip(self.params, self._locals, strict=True):
             memory.copy_(param.local)
             _compat.set_local(param.sharded, memory)
-
-    def _make_leaf(self, param: RowParam, view: torch.Tensor) -> nn.Parameter:
-        nothing = torch.empty((), dtype=view.dtype, device=view.device)
-        leaf = nn.Parameter(nothing.expand(view.shape), requires_grad=param.sharded.requires_grad)
-        leaf.data = view  # it keeps a version of its own: gathers do not change it
-        leaf.__dict__.update(param.sharded.__dict__)
-        return leaf
 
     @property
     def stepped(self) -> Sequence[nn.Parameter]:
@@ -229,10 +231,20 @@ class RowParams(ShardedParams):
 
     @torch.no_grad()
     def fits(self) -> bool:
-        """Not collective, at rest. Copy rows that lie elsewhere. False if they have another dtype, device or shape."""
-        for param, memory in zip(self.params, self._locals, strict=True):
-            local = param.local
-            if local is memory or (local.data_ptr() == memory.data_ptr() and local.shape == memory.shape):
+        """Not collective, at rest. Copy rows that lie elsewhere. False if they have another dtype, device or shape.
+
+        Raises:
+            EngineError: ``.data`` of a parameter was assigned, which has no effect on a ``DTensor``.
+        """
+        self._refuse_data(self._views if self.is_unsharded else self._resting)
+        for index, (param, memory) in enumerate(zip(self.params, self._locals)):  # noqa: B905 (in each call)
+            local, identity = param.local, _compat.identity_of(param.sharded)
+            if local is memory and identity == self._identities[index]:
+                continue
+            self._identities[index] = identity
+            if local is memory:
+                raise self._data_error(index)
+            if local.data_ptr() == memory.data_ptr() and local.shape == memory.shape:
                 continue
             if (local.dtype, local.device, local.shape) != (memory.dtype, memory.device, memory.shape):
                 return False
@@ -240,6 +252,18 @@ class RowParams(ShardedParams):
             _compat.set_local(param.sharded, memory)
             self._has_copied = True
         return True
+
+    def _refuse_data(self, expected: Sequence[torch.Tensor]) -> None:
+        for index, (leaf, values) in enumerate(zip(self.leaves, expected)):  # noqa: B905 (in each call)
+            if leaf.data_ptr() != values.data_ptr():
+                leaf.data = values
+                raise self._data_error(index)
+
+    def _data_error(self, index: int) -> EngineError:
+        return EngineError(
+            f"the .data of {self.layout.slots[index].fqn!r} was assigned, which has no effect: the parameter is a "
+            "DTensor. Copy values into it under torch.no_grad() instead: param.copy_(values)"
+        )
 
     def pop_copied(self) -> bool:
         """Whether ``fits`` has copied something since the last call."""
@@ -286,13 +310,19 @@ class RowParams(ShardedParams):
 
     def bind(self) -> None:
         self.is_unsharded = True
-        for registry, name, _, leaf in self._plain:
+        self._set_leaves(self._views)
+        for registry, name, param, leaf in self._plain:
+            if registry[name] is not param.sharded and registry[name] is not leaf:
+                raise other_in_place_of(name)
             registry[name] = leaf
         for param, leaf in self._others:
             param.register(leaf)
 
     def unbind(self) -> None:
         self.is_unsharded = False
+        if self._lends:
+            self._refuse_data(self._views)
+        self._set_leaves(self._resting)
         self._register_rows()
         if self._lends:
             self._lends = False
@@ -300,11 +330,19 @@ class RowParams(ShardedParams):
                 module.__dict__.pop(name, None)
 
     def lend(self) -> None:
-        """Attributes are found before registered parameters, and no function that lists parameters sees them."""
+        """Have modules register rows, and compute with the gathered values.
+
+        Attributes are found before registered parameters, and no function that lists parameters sees them.
+        """
         self._lends = True
         self._register_rows()
         for module, name, leaf in self._places:
             module.__dict__[name] = leaf
+
+    def _set_leaves(self, values: Sequence[torch.Tensor]) -> None:
+        if self._resting is not self._views:
+            for leaf, value in zip(self.leaves, values):  # noqa: B905 (twice in each call of a unit)
+                leaf.data = value
 
     def _register_rows(self) -> None:
         for registry, name, param, _ in self._plain:

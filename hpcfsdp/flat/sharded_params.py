@@ -11,10 +11,20 @@ from torch import nn
 
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work
+from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.flat.row_layout import RowLayout
 from hpcfsdp.flat.storage import Buffer, Resident
+
+
+def other_in_place_of(name: str) -> EngineError:
+    """Another tensor is where a unit's parameter of this name should be, when the unit is called."""
+    return EngineError(
+        f"another tensor has taken the place of {name!r} of a sharded module during a call of the model, as "
+        "torch.func.functional_call does, but the module computes with what it has sharded: call functional_call "
+        "within the forward of that module, for modules inside, or shard a larger module"
+    )
 
 
 class ShardedParams(abc.ABC):
@@ -143,10 +153,6 @@ class ShardedParams(abc.ABC):
     @abc.abstractmethod
     def unbind(self) -> None:
         """Have modules hold what they hold at rest."""
-
-    @abc.abstractmethod
-    def lend(self) -> None:
-        """Have modules register what they do at rest, while they still compute with the gathered values."""
 
     def free(self) -> None:
         """Free the memory of the gathered values, unless it is resident."""

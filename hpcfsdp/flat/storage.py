@@ -59,6 +59,12 @@ def free_storage(tensor: torch.Tensor) -> bool:
     return True
 
 
+def nothing_of(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of any shape with the memory of one element: NaN, so that values read by mistake are seen; 0 if none."""
+    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+
+
 def data_ptr_allocated(tensor: torch.Tensor) -> bool:
     """Whether `tensor` has memory: not after ``free_storage``, on the meta device, or without elements."""
     return tensor.untyped_storage().data_ptr() != 0

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from hpcfsdp import _compat
 from hpcfsdp.sharded import managed
 from hpcfsdp.sharded.own import Ignored
 from hpcfsdp.sharded.unit import unit_of, units_in
@@ -39,6 +40,7 @@ def resolve_ignored(
     if isinstance(ignored_states, Ignored):
         others.append(ignored_states)
         ignored_states = None
+    others.append(replicated_in(root))
     modules, params = _entries("ignored_modules", ignored_modules, (nn.Module,)), []
     for entry in _entries("ignored_states", ignored_states, (nn.Parameter, nn.Module)):
         (modules if isinstance(entry, nn.Module) else params).append(entry)
@@ -63,6 +65,15 @@ def resolve_ignored(
         before.modules.union(inside),
         before.params.union(params, _own(inside, "_parameters")),
         before.buffers.union(_own(inside, "_buffers")),
+    )
+
+
+def replicated_in(root: nn.Module, params: Iterable[nn.Parameter] = ()) -> Ignored:
+    """What is left alone: `params`, and modules in `root` under torch's ``replicate``, which has its own reductions."""
+    outermost = [module for module in root.modules() if _compat.is_replicated(module)]
+    modules = dict.fromkeys(found for module in outermost for found in _below(module))
+    return Ignored(
+        frozenset(modules), frozenset([*params, *_own(modules, "_parameters")]), frozenset(_own(modules, "_buffers"))
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from hpcfsdp.errors import EngineError
+
 _UNIT_FQN = "_hpcfsdp_unit_fqn"
 _HIDDEN = "_hpcfsdp_hidden"
 _SHAPE = "_hpcfsdp_whole_shape"
@@ -25,6 +27,22 @@ def whole_shape(param: torch.Tensor) -> tuple[int, ...] | None:
 def hide(param: nn.Parameter) -> None:
     """Mark a parameter as replaced by another one: an optimizer must not step it."""
     setattr(param, _HIDDEN, True)
+
+
+def retire(param: nn.Parameter, fqn: str, shape: tuple[int, ...]) -> None:
+    """Mark a parameter as replaced by another one, and refuse gradients of it: the program has kept it elsewhere."""
+    mark(param, fqn, shape)
+    hide(param)
+    if param.requires_grad:
+        param.register_post_accumulate_grad_hook(_refuse_gradient)
+
+
+def _refuse_gradient(param: torch.Tensor) -> None:
+    raise EngineError(
+        f"a gradient came to {unit_fqn(param)!r} as it was before it was sharded. It would never train: a list, a "
+        "closure or another module has kept it. Compute with the attribute of the module, or shard the module before "
+        "the parameter is put elsewhere"
+    )
 
 
 def show(param: nn.Parameter) -> None:

@@ -62,8 +62,7 @@ class OwnParam:
         if self.whole is not None:
             for module, name in self.places:
                 module._parameters[name] = self.param
-            managed.mark(self.whole, self.fqn, tuple(self.whole.shape))  # another module may hold it too
-            managed.hide(self.whole)
+            managed.retire(self.whole, self.fqn, tuple(self.whole.shape))  # another module may hold it too
             self.whole = None  # it shares memory that will be freed
 
     def mark(self) -> None:

@@ -19,6 +19,7 @@ from hpcfsdp.flat.layout import TensorBlock, contiguous_strides
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.flat.row_layout import RowLayout
 from hpcfsdp.flat.row_params import Gather, RowParam, RowParams
+from hpcfsdp.flat.storage import nothing_of
 from hpcfsdp.sharded import managed, optimizer_check
 from hpcfsdp.sharded.build import CHUNK_NUMEL, comm_for_reductions, dtypes_for, shares_memory
 from hpcfsdp.sharded.group_cache import rank_names
@@ -225,9 +226,17 @@ class RowUnit(ModelUnit):
         if broken or not self.is_partly_called:
             self._called.clear()
 
+    flats: tuple[RowParams, ...]
+
+    def lend(self) -> None:
+        self.show()
+        for flat in self.flats:
+            flat.lend()
+
     @property
     def stays_unsharded(self) -> bool:
-        return self.is_kept or not (self.reshard_after_forward and self.reshard_after_backward)
+        # Only where the program has asked for it: some changes cannot be seen, such as those by torch's _foreach_mul_.
+        return self.is_kept or self.reshard_choice is False or not self.reshard_after_backward
 
     def complete_forward(self) -> bool:
         is_left = bool(self._called) and self.phase is Phase.IDLE
@@ -267,12 +276,13 @@ def _parts(group: Sequence[Rows], most: int | None) -> Iterator[list[Rows]]:
 
 
 @torch.no_grad()
-def shard_rows(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device) -> Rows:
+def shard_rows(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device, device: torch.device) -> Rows:
     """Collective over the ranks of `mesh`, the first time. Replace a parameter by this rank's rows of it.
 
     Args:
         dim: along which to cut.
         home: where the rows are to be; those of a parameter on the meta device stay there.
+        device: of the computation.
     """
     whole, shape = entry.param, tuple(entry.param.shape)
     rows = -(-shape[dim] // mesh.shard.size)
@@ -285,10 +295,15 @@ def shard_rows(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device) ->
     before = whole if entry.whole is None else entry.whole
     sharded = nn.Parameter(made, requires_grad=whole.requires_grad)
     sharded.__dict__.update(before.__dict__)
-    for replaced in {whole, before}:  # another module, or an optimizer, may hold it
-        managed.mark(replaced, entry.fqn, of_whole)
-        managed.hide(replaced)
-    param = RowParam(sharded, entry.places, is_shown_elsewhere=entry.block is not None)
+    _compat.move_hooks(before, sharded)
+    leaf = whole
+    if whole.is_meta or before is not whole:
+        managed.retire(before, entry.fqn, of_whole)  # another module may hold it
+        leaf = nn.Parameter(nothing_of((), whole.dtype, device), requires_grad=whole.requires_grad)
+    _compat.replace_data(leaf, nothing_of(shape, whole.dtype, device))  # its memory is free
+    managed.mark(leaf, entry.fqn, of_whole)
+    managed.hide(leaf)  # an optimizer may hold it
+    param = RowParam(sharded, leaf, entry.places, is_shown_elsewhere=entry.block is not None)
     param.register(sharded)
     return Rows(entry.fqn, entry.aliases, shape, dim, entry.block, mesh, param)
 

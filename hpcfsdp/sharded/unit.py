@@ -17,7 +17,7 @@ from hpcfsdp.engine.streams import Streams
 from hpcfsdp.engine.unit import ComputedView, Unit
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.flat.sharded_params import ShardedParams
+from hpcfsdp.flat.sharded_params import ShardedParams, other_in_place_of
 from hpcfsdp.sharded.group_cache import rank_names
 from hpcfsdp.sharded.own import NOTHING_IGNORED, Ignored, OwnParams
 from hpcfsdp.sharded.same_model import check_same_units
@@ -164,6 +164,11 @@ class ShardedUnit(ModelUnit):
         self.full_precision = full_precision
         self.flat_owner = flat_owner
         self.param_names: dict[nn.Module, tuple[str, ...]] = {}
+        self._is_shown = False
+        self._originals: list[tuple[nn.Module, str, nn.Parameter]] = []
+        if not use_orig_params:
+            entries = sorted(own.entries, key=lambda entry: entry.index)
+            self._originals = [(place, name, entry.param) for entry in entries for place, name in entry.places]
         self.lowered_buffers: dict[tuple[nn.Module, str], torch.dtype] = {}
 
     flats: tuple[FlatParam, ...]
@@ -175,6 +180,37 @@ class ShardedUnit(ModelUnit):
 
     def inner_units(self) -> Sequence[ModelUnit]:
         return units_in(self.wrapper)
+
+    def show(self) -> None:
+        """Functions that list parameters find the original ones, whole, and not the flat ones, which are shards."""
+        if not self._is_shown:
+            self._is_shown = True
+            names = [flat_param_name(index) for index in range(len(self.flats))]
+            if self.use_orig_params:
+                replaced = [name for flat in self.flats if (name := flat.assigned_name()) is not None]
+            else:
+                held = [self.flat_owner._parameters.pop(name, None) for name in names]
+                replaced = [names[index] for index, flat in enumerate(self.flats) if held[index] is not flat.parameter]
+            for module, name, leaf in self._originals:
+                module.__dict__.pop(name, None)
+                module._parameters[name] = leaf
+            if replaced:
+                raise other_in_place_of(replaced[0])
+        super().show()
+
+    def lend(self) -> None:
+        if self.use_orig_params:
+            self.unbind()  # what modules register and compute with are the same objects
+
+    def hide(self) -> None:
+        super().hide()
+        if self._is_shown:
+            self._is_shown = False
+            for module, name, leaf in self._originals:
+                module._parameters.pop(name, None)
+                module.__dict__[name] = leaf
+            for index, flat in enumerate(self.flats if self._originals else ()):
+                self.flat_owner._parameters[flat_param_name(index)] = flat.parameter
 
     def check_at_rest(self, what: str) -> None:
         """Not collective. Refuse the call `what` in a forward or backward, or while summoned. Reshard the model.

@@ -1,5 +1,6 @@
 """What modules may do around a unit: return its input, change tensors in place, hide them, take different paths."""
 
+import contextlib
 import gc
 import re
 import weakref
@@ -114,7 +115,9 @@ def test_a_unit_may_return_its_input_on_some_ranks(groups, comm, carrier, using)
     torch.manual_seed(0)
     plain = Choosing(using)
     sharded = wrap(plain_copy(plain), groups[carrier], Skipping, Residual)
-    assert_trains_alike(plain, sharded, comm, per_rank=lambda model, x, rank: model(x, rank))
+    unused = pytest.warns(UserWarning, match=r"no parameter of the unit 'options\.0' and of 1 more has got a gradient")
+    with contextlib.nullcontext() if using else unused:
+        assert_trains_alike(plain, sharded, comm, per_rank=lambda model, x, rank: model(x, rank))
 
 
 @CARRIERS

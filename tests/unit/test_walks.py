@@ -118,7 +118,7 @@ def test_forward_and_backward_of_a_unit(original, mixed):
         step()
         optimizer.step()
         optimizer.zero_grad()
-    check("a step", files_of(step), 11)
+    check("a step", files_of(step), 12)
 
 
 @pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
