@@ -8,7 +8,7 @@ import json
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -368,6 +368,11 @@ def loading_module() -> nn.Module | None:
     return None if frame is None else frame.f_locals.get("self")
 
 
+def is_initialising() -> bool:
+    """Whether the caller runs in a function of ``torch.nn.init``."""
+    return _find_frame(lambda code: code.co_filename == nn.init.__file__) is not None
+
+
 def _find_frame(is_wanted: Callable[[CodeType], bool]) -> FrameType | None:
     """The innermost frame on the stack with such a code."""
     frame = sys._getframe(1)
@@ -474,6 +479,28 @@ def identity_of(param: torch.Tensor) -> int:
 def set_local(tensor: Any, local: torch.Tensor) -> None:
     """Not collective. Exchange the local tensor of a ``DTensor`` for one of the same shape, dtype and device."""
     tensor._local_tensor = local
+
+
+def handle_dtensor_ops(handlers: Mapping[Any, Callable[..., Any]]) -> None:
+    """Have functions compute operations on ``DTensor``s.
+
+    They are called with the operation, its arguments and its keyword arguments, and may return NotImplemented.
+    """
+    from torch.distributed.tensor import DTensor
+
+    table = DTensor._op_dispatcher._custom_op_handlers
+
+    def handle(op: Any, args: Any, kwargs: Any) -> Any:
+        result = handlers[op](op, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        table.pop(op, None)
+        try:
+            return op(*args, **kwargs)  # by torch
+        finally:
+            table[op] = handle
+
+    table.update(dict.fromkeys(handlers, handle))
 
 
 def shard_of_rows(dim: int, factor: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, cast
@@ -19,6 +20,7 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.launch import calls
 from hpcfsdp.launch.calls import public_call
 from hpcfsdp.sharded.lazy_init import become_root
+from hpcfsdp.sharded.materialize import MarkEmpty, states_on_meta
 from hpcfsdp.sharded.row_unit import RowUnit, row_unit_of, row_units_in
 
 
@@ -306,8 +308,10 @@ class FSDPModule(stock.FSDPModule):
         unit = self._unit_here
         if unit.root is not None:
             unit.root.reshard([unit], meet=False)
-        # Not torch's, which expects its own state.
-        result = super(stock.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        unit.uninitialised += states_on_meta(cast(nn.Module, self))
+        with MarkEmpty() if unit.uninitialised else contextlib.nullcontext():
+            # Not torch's, which expects its own state.
+            result = super(stock.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         unit.mark()
         unit.refresh()
         return result
@@ -358,7 +362,9 @@ def _root_of(unit: RowUnit) -> Root:
     """Collective where there is none yet, or where the program has replaced parameters by others."""
     root = unit.root
     units = [] if root is None else cast(Sequence[RowUnit], root.units)
-    if root is not None and (root.is_busy or all(each.root is root and each.fits() for each in units)):
+    if root is not None and (
+        root.is_busy or all(each.root is root and not each.uninitialised and each.fits() for each in units)
+    ):
         return root
     if root is None and len(unit.modules) > 1:
         raise RuntimeError(

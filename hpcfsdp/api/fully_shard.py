@@ -29,6 +29,7 @@ from hpcfsdp.launch.calls import public_call
 from hpcfsdp.sharded.flatten import move_buffers, own_params
 from hpcfsdp.sharded.groups import resolve_mesh, with_dtensors
 from hpcfsdp.sharded.ignored import replicated_in
+from hpcfsdp.sharded.materialize import states_on_meta
 from hpcfsdp.sharded.optimizer_check import watch_optimizers
 from hpcfsdp.sharded.own import NOTHING_IGNORED, Ignored, OwnParam
 from hpcfsdp.sharded.row_unit import Rows, RowUnit, row_unit_of, shard_rows
@@ -142,6 +143,7 @@ def shard_modules(
         device=device,
         pin_memory=isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory,
     )
+    unit.uninitialised = [state for each in modules for state in states_on_meta(each)]
     unit.mark()
     unit.reshard_choice, unit.output_dtype = choice, mp_policy.output_dtype
     for each in modules:

@@ -155,13 +155,14 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             )
         if device is not None:
             move_buffers(module, device, ignored=ignored)
-        made = materialize(
-            module,
-            device=device or torch.device("cpu"),
-            param_init_fn=param_init_fn,
-            ignored=ignored,
-            values_count=not sync_module_states,
-        )
+        with raise_together_over(mesh.lines()):
+            made = materialize(
+                module,
+                device=device or torch.device("cpu"),
+                param_init_fn=param_init_fn,
+                ignored=ignored,
+                values_count=not sync_module_states or mesh.is_first(),  # whose values all others get
+            )
         check_readers(module)
         full_precision = precisions.ignored_classes(mixed_precision)
         in_full = precisions.find_full_precision(module, full_precision)

@@ -30,6 +30,7 @@ def become_root(unit: ModelUnit) -> Root:
     units = list(unit.inner_units())
     for each in units:
         each.prepare()
+        each.check_ready()
     unit.confirm()
     if isinstance(unit, ShardedUnit):
         _check_size(units, unit.mesh.shard.size)

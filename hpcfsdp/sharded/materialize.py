@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from hpcfsdp.errors import EngineError
 from hpcfsdp.sharded.own import NOTHING_IGNORED, Ignored
-from hpcfsdp.sharded.unit import unit_of
+from hpcfsdp.sharded.unit import is_unit
 from hpcfsdp.tensor.whole import fill_block
 
 _WITHOUT_VALUES = {
@@ -98,11 +99,11 @@ def materialize(
 
 
 def _reached(root: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
-    """The FQNs and modules outside of units, inner ones before outer ones, each once."""
+    """The FQNs and modules outside of units inside, inner ones before outer ones, each once."""
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, fqn: str) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or module in ignored.modules or unit_of(module) is not None:
+        if module in seen or module in ignored.modules or (module is not root and is_unit(module)):
             return
         seen.add(module)
         for name, child in module.named_children():
@@ -205,7 +206,7 @@ def _call(param_init_fn: Callable[[nn.Module], Any], owners: list[_Owner], reach
             if child in reach:
                 visit(child)
 
-    with _MarkEmpty():
+    with MarkEmpty():
         visit(reached[-1])
     ties.settle()
 
@@ -253,7 +254,35 @@ class _Ties:
                 now.copy_(first)
 
 
-class _MarkEmpty(TorchFunctionMode):
+def states_on_meta(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Parameters and buffers on the meta device below `root`, outside of units inside: name, module, name there."""
+    return [
+        (f"{path}.{name}" if path else name, module, name)
+        for path, module in _reached(root, NOTHING_IGNORED)
+        for registry in (module._parameters, module._buffers)
+        for name, tensor in registry.items()
+        if tensor is not None and tensor.is_meta
+    ]
+
+
+def refuse_uninitialised(states: Iterable[tuple[str, nn.Module, str]]) -> None:
+    """Not collective. Refuse parameters and buffers that are on the meta device, or that ``MarkEmpty`` has marked.
+
+    Raises:
+        EngineError: names the first.
+    """
+    held = [(fqn, module, module._parameters.get(name, module._buffers.get(name))) for fqn, module, name in states]
+    for fqn, module, tensor in held:
+        if tensor is not None and (tensor.is_meta or _is_marked(tensor)):
+            state = "is still on the meta device" if tensor.is_meta else "has memory, but no value"
+            raise EngineError(
+                f"{fqn!r} of a {type(module).__name__} {state} (to_empty() gives none, and buffers with "
+                "persistent=False are in no checkpoint): initialise it before the first forward, for instance by the "
+                "module's reset_parameters()"
+            )
+
+
+class MarkEmpty(TorchFunctionMode):
     """While it is active, uninitialised memory is marked."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

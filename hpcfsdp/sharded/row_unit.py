@@ -23,11 +23,13 @@ from hpcfsdp.flat.storage import nothing_of
 from hpcfsdp.sharded import managed, optimizer_check
 from hpcfsdp.sharded.build import CHUNK_NUMEL, comm_for_reductions, dtypes_for, shares_memory
 from hpcfsdp.sharded.group_cache import rank_names
+from hpcfsdp.sharded.materialize import refuse_uninitialised
 from hpcfsdp.sharded.own import OwnParam
 from hpcfsdp.sharded.same_model import check_same_model
 from hpcfsdp.sharded.tensor_parallel import TensorView
 from hpcfsdp.sharded.unit import UNIT, ModelUnit
 from hpcfsdp.sharded.unit_mesh import UnitMesh
+from hpcfsdp.tensor.initialisation import initialise_whole_on
 
 
 @dataclass(eq=False)
@@ -65,6 +67,7 @@ class RowUnit(ModelUnit):
         gather: the user's function to gather shards; None for that of the communicator.
         separate_reductions: whether gradients are reduced by a communicator of their own on a device.
         is_stale: whether the memory has to be made anew.
+        uninitialised: parameters and buffers that were on the meta device, and perhaps have no value yet.
     """
 
     output_dtype: torch.dtype | None = None
@@ -87,6 +90,7 @@ class RowUnit(ModelUnit):
         self.device = device
         self.pin_memory = pin_memory
         self.is_stale = True
+        self.uninitialised: list[tuple[str, nn.Module, str]] = []
         self.prefetch_backward = "pre"
         self._modules = [weakref.ref(module) for module in modules]
         self._called: set[nn.Module] = set()  # in this forward
@@ -137,6 +141,13 @@ class RowUnit(ModelUnit):
         """Collective over the unit's ranks. Make the memory of the rows anew, as options have changed."""
         self.is_stale = True
         self.refresh()
+
+    def check_ready(self) -> None:
+        """Collective over the unit's ranks, the first time since its parameters were on the meta device."""
+        if self.uninitialised:
+            with raise_together_over(self.mesh.lines()):
+                refuse_uninitialised(self.uninitialised)
+            self.uninitialised = []
 
     def prepare(self) -> None:
         """Collective over the unit's ranks, unless it ``fits``. Make the memory of the rows.
@@ -291,6 +302,7 @@ def shard_rows(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device, de
     local = torch.empty(part.shape, dtype=part.dtype, device=part.device if part.is_meta else home).copy_(part)
     device_mesh, placements = mesh.placed_rows(entry.block, dim)
     of_whole = shape if entry.block is None else entry.block.shape
+    initialise_whole_on(device_mesh)
     made = _compat.dtensor(local, device_mesh, placements, of_whole, contiguous_strides(of_whole))
     before = whole if entry.whole is None else entry.whole
     sharded = nn.Parameter(made, requires_grad=whole.requires_grad)

@@ -116,6 +116,9 @@ class ModelUnit(Unit):
     def prepare(self) -> None:
         """Collective over the unit's ranks. Called before it gets a root."""
 
+    def check_ready(self) -> None:
+        """Collective over the unit's ranks. Called then, when it has memory."""
+
     def choose_reshard(self) -> None:
         """Set ``reshard_after_forward``. The root's backward begins where its forward ends, so it keeps its values."""
         keeps = self.mesh.keeps_values or (self.is_root and not all(flat.is_here for flat in self.flats))

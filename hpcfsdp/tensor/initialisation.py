@@ -1,0 +1,202 @@
+"""Initialisation of ``DTensor``s that are cut: ranks with one seed give them the values that one process gives.
+
+torch has each rank draw its own part, on a CPU with the generator of all, so that ranks with one seed draw equal parts;
+and a view of rows, as an embedding takes to set its padding to zero, is a copy. Here each rank draws the whole tensor
+and keeps its part, and views of rows of one rank are views there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from hpcfsdp import _compat
+from hpcfsdp.tensor.whole import fill_block, is_cut, whole_of
+
+_meshes: set[DeviceMesh] = set()
+
+
+def initialise_whole_on(mesh: DeviceMesh) -> None:
+    """Not collective. From now on initialise ``DTensor``s on this mesh as one process would."""
+    if not _meshes:
+        aten = torch.ops.aten
+        draws = [aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.bernoulli_.Tensor]
+        draws += [aten.exponential_.default, aten.cauchy_.default, aten.log_normal_.default, aten.geometric_.default]
+        draws += [aten.random_.default, aten.random_.to, getattr(aten.random_, "from")]
+        likes = [
+            aten.rand_like.default,
+            aten.randn_like.default,
+            aten.randint_like.default,
+            aten.randint_like.low_dtype,
+        ]
+        handlers = dict.fromkeys(draws, _fill) | dict.fromkeys(likes, _like)
+        handlers |= {aten.eye.m_out: _eye, aten.index_put_.default: _put, aten.fill_.Tensor: _fill_value}
+        handlers |= {aten.any.default: _any}
+        handlers |= {aten.select.int: _select, aten.slice.Tensor: _slice}
+        handlers |= {aten.split.Tensor: _split, aten.split_with_sizes.default: _split, aten.diagonal.default: _diagonal}
+        _compat.handle_dtensor_ops(handlers)
+    _meshes.add(mesh)
+
+
+def _is_ours(tensor: Any) -> bool:
+    return isinstance(tensor, DTensor) and tensor.device_mesh in _meshes and is_cut(tensor) and not tensor.is_meta
+
+
+def _whole_like(tensor: DTensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=_compat.local_of(tensor).device)
+
+
+# Handlers return NotImplemented for other tensors, and what torch does well.
+
+
+def _fill(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operation that fills its first argument with random numbers."""
+    if not _is_ours(args[0]):
+        return NotImplemented
+    whole = _whole_like(args[0])
+    op(whole, *args[1:], **kwargs)
+    fill_block(args[0], whole)
+    return args[0]
+
+
+def _like(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operation that makes a tensor of random numbers in the shape of its first argument."""
+    if not _is_ours(args[0]):
+        return NotImplemented
+    whole = op(_whole_like(args[0]), *args[1:], **kwargs)
+    made = torch.empty_like(args[0], dtype=whole.dtype)
+    fill_block(made, whole)
+    return made
+
+
+def _eye(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    out = kwargs["out"]
+    if not _is_ours(out) or tuple(args) != tuple(out.shape):
+        return NotImplemented
+    fill_block(out, op(*args, out=_whole_like(out)))
+    return out
+
+
+def _any(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Collective over the mesh within ``torch.nn.init``, whose functions draw again while any element is outside.
+
+    Elsewhere torch's result is that of this rank, and need not be asked for by all.
+    """
+    tensor = args[0]
+    if not _is_ours(tensor) or not _compat.is_initialising():
+        return NotImplemented
+    mesh, found = tensor.device_mesh, op(_compat.local_of(tensor)).to(torch.int32)
+    for dim, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            dist.all_reduce(found, dist.ReduceOp.MAX, mesh.get_group(dim))
+    return _compat.dtensor(found.bool(), mesh, [Replicate()] * mesh.ndim, (), ())
+
+
+def _fill_value(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A value that is a tensor without dimensions, the same on all ranks, also in a row that ``_shown`` has made."""
+    if getattr(args[0], "device_mesh", None) not in _meshes or isinstance(args[1], DTensor):
+        return NotImplemented
+    op(_compat.local_of(args[0]), args[1])
+    return args[0]
+
+
+def _put(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Collective. Assignment to chosen elements; ranks pass the same indices and values."""
+    is_known = getattr(args[0], "device_mesh", None) in _meshes
+    if not is_known or any(isinstance(each, DTensor) for each in (*args[1], args[2])):
+        return NotImplemented
+    whole = whole_of(args[0])  # the memory itself, if nothing is cut
+    op(whole, *args[1:], **kwargs)
+    if is_cut(args[0]):
+        fill_block(args[0], whole)
+    return args[0]
+
+
+def _select(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Collective over the mesh. One row."""
+    tensor, dim, index = args
+    begin = index + tensor.shape[dim] * (index < 0)
+    owner = _owner(tensor, dim, begin, begin + 1)
+    if owner is None:
+        return NotImplemented
+    shape = [size for place, size in enumerate(tensor.shape) if place != dim % tensor.dim()]
+    return _shown(tensor, owner, shape, lambda local: op(local, dim, begin - owner.first))
+
+
+def _slice(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Collective over the mesh. Some rows."""
+    tensor, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    begin, end, step = slice(start, stop, step).indices(tensor.shape[dim])
+    if begin >= end or (begin, end) == (0, tensor.shape[dim]):
+        return NotImplemented
+    owner = _owner(tensor, dim, begin, end)
+    if owner is None:
+        _warn_of_copy(tensor, dim)
+        return NotImplemented
+    shape = [*tensor.shape[: dim % tensor.dim()], len(range(begin, end, step)), *tensor.shape[dim % tensor.dim() + 1 :]]
+    return _shown(tensor, owner, shape, lambda local: op(local, dim, begin - owner.first, end - owner.first, step))
+
+
+def _split(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    _warn_of_copy(args[0], args[2] if len(args) > 2 else 0)
+    return NotImplemented
+
+
+def _diagonal(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    _, _, *dims = (*args, *(0, 0, 1)[len(args) - 1 :])
+    for dim in dims:
+        _warn_of_copy(args[0], dim)
+    return NotImplemented
+
+
+def _warn_of_copy(tensor: Any, dim: int) -> None:
+    if _is_ours(tensor) and not torch.is_grad_enabled() and _cut_along(tensor, dim) is not None:
+        warnings.warn(
+            f"a view of a DTensor of shape {tuple(tensor.shape)} takes rows of several ranks, along dimension {dim}: "
+            "torch makes a copy, and in-place changes of it are lost. Change the rows of each rank, in "
+            "param.to_local(), or initialise the module before it is sharded",
+            stacklevel=4,
+        )
+
+
+class _Owner(NamedTuple):
+    """A rank that has some rows: its number along a dimension of the mesh, and its first row."""
+
+    mesh_dim: int
+    rank: int
+    first: int
+
+
+def _cut_along(tensor: DTensor, dim: int) -> int | None:
+    """The dimension of the mesh along which a dimension of the tensor is cut, if nothing else is."""
+    cut = [place for place, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    is_plain = len(cut) == 1 and tensor.placements[cut[0]] == Shard(dim % tensor.dim())
+    return cut[0] if is_plain else None
+
+
+def _owner(tensor: DTensor, dim: int, begin: int, end: int) -> _Owner | None:
+    """The rank that has all of these rows, if they are to be a view, and if there is one."""
+    if not _is_ours(tensor) or torch.is_grad_enabled():
+        return None
+    mesh_dim = _cut_along(tensor, dim)
+    if mesh_dim is None or not 0 <= begin < end <= tensor.shape[dim]:
+        return None
+    rows = -(-tensor.shape[dim] // tensor.device_mesh.size(mesh_dim))
+    rank = begin // rows
+    return _Owner(mesh_dim, rank, rank * rows) if (end - 1) // rows == rank else None
+
+
+def _shown(tensor: DTensor, owner: _Owner, shape: Sequence[int], view: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same tensor on all ranks; that of the owner is a `view` of its rows, where what all ranks do to it stays."""
+    mesh, local = tensor.device_mesh, _compat.local_of(tensor)
+    group = mesh.get_group(owner.mesh_dim)
+    mine = view(local) if mesh.get_local_rank(owner.mesh_dim) == owner.rank else local.new_empty(shape)
+    sent = mine.contiguous()
+    dist.broadcast(sent, dist.get_global_rank(group, owner.rank), group)
+    return _compat.dtensor(mine, mesh, [Replicate()] * mesh.ndim, tuple(shape), sent.stride())
