@@ -10,11 +10,12 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import nn, overrides
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed import rpc
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import (
@@ -28,7 +29,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec, Enumerable
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hpcfsdp import accelerator
 
@@ -48,6 +49,35 @@ READ_VALUE = torch.ops.aten._local_scalar_dense.default
 
 GROUPED_MM = torch.ops.aten._grouped_mm
 """The operation behind ``torch.nn.functional.grouped_mm``."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_num_function_modes = torch._C._len_torch_function_stack
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
+
+
+def outside_of_modes(function: Function) -> Function:
+    """Decorate a function that makes tensors of its own: they are plain, and in host memory if it names no device.
+
+    In the function the program's default device, its modes (those of torch functions, FakeTensorMode and the like) and
+    its transforms of ``torch.func`` have no effect. All tensors that no user sees are made so. Not for functions that
+    call the user's.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not (_num_function_modes() or _num_dispatch_modes() or _innermost_transform() is not None):
+            return function(*args, **kwargs)
+        with contextlib.ExitStack() as left:
+            for mode in [overrides._pop_mode() for _ in range(_num_function_modes())]:
+                left.callback(overrides._push_mode, mode)  # the innermost comes back last
+            if _num_dispatch_modes():
+                left.enter_context(_disable_current_modes())
+            left.enter_context(temporarily_clear_interpreter_stack())
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
 
 # torch's FSDP and DTensor load sympy, for a second or more. Functions import them: programs that shard nothing do
 # without.

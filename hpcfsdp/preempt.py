@@ -133,7 +133,7 @@ class _Exchange:
 
         asks = bool(number or ends)
         self._values = torch.tensor(
-            [number, ends, not asks, -1.0 if end_s is None else end_s, step_s], dtype=torch.float64
+            [number, ends, not asks, -1.0 if end_s is None else end_s, step_s], dtype=torch.float64, device="cpu"
         )
         # In host memory: it need not wait for a device.
         self._work = world.host.all_reduce(self._values, "max", label=f"stop.requested({step})", async_op=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpcfsdp import accelerator
+from hpcfsdp import _compat, accelerator
 from hpcfsdp._version import __version__
 from hpcfsdp.checkpoint import extra as extras, rng
 from hpcfsdp.checkpoint.draft import BytesOf
@@ -347,6 +347,7 @@ def bytes_in_memory(plan: SavePlan, tensors: Sequence[StateTensor]) -> BytesOf:
     """A function for ``BlockWriter`` that reads blocks from this rank's memory."""
     memory_of = memory_of_blocks(plan, tensors)
 
+    @_compat.outside_of_modes
     def bytes_of(index: int) -> np.ndarray:
         memory = memory_of(index)
         if accelerator.is_accelerator(memory.device):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpcfsdp import accelerator
+from hpcfsdp import _compat, accelerator
 
 log = logging.getLogger("hpcfsdp.checkpoint")
 
@@ -56,6 +56,7 @@ class Ring:
         pinned: whether it asked for pinned memory, into which accelerators copy asynchronously.
     """
 
+    @_compat.outside_of_modes
     def __init__(self, nbytes: int, *, align: int = 1, pinned: bool = False) -> None:
         """Allocates the memory, of at least the bytes of the largest piece, up to a multiple of `align`."""
         nbytes = aligned(nbytes, align)

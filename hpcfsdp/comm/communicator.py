@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hpcfsdp import _compat
 from hpcfsdp.comm.reduce import OptionalTensors, ReduceOp, Reduction, Tensors, accumulate_dtype, refuse_op
 from hpcfsdp.comm.waits import same_call
 from hpcfsdp.errors import CommunicationError
@@ -52,6 +53,8 @@ class Communicator:
 
     # Memory
 
+    @_compat.outside_of_modes
+    @torch.inference_mode(False)
     def alloc(self, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> torch.Tensor:
         """Allocate `numel` elements, 1-D and zero, for which the collectives of this communicator are fastest.
 
@@ -79,6 +82,7 @@ class Communicator:
 
     # Collectives on tensors
 
+    @_compat.outside_of_modes
     def all_gather_into_tensor(
         self, output: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False
     ) -> Work | None:
@@ -88,6 +92,7 @@ class Communicator:
         check_sizes(label, self, output, shard)
         return self._all_gather_into_tensor(label, output, shard, async_op)
 
+    @_compat.outside_of_modes
     def reduce_scatter_tensor(
         self,
         output: torch.Tensor,
@@ -114,6 +119,7 @@ class Communicator:
         reduction = self._reduction(label, op, full, accumulate)
         return self._reduce_scatter_tensor(label, output, full, reduction, async_op)
 
+    @_compat.outside_of_modes
     def all_reduce(
         self,
         tensor: torch.Tensor,
@@ -128,6 +134,7 @@ class Communicator:
         self._check(label, written=[tensor])
         return self._all_reduce(label, tensor, self._reduction(label, op, tensor, accumulate), async_op)
 
+    @_compat.outside_of_modes
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None:
         """`tensor` becomes the tensor of rank `src`."""
         label = f"broadcast from {src} of {describe(tensor)}"
@@ -135,6 +142,7 @@ class Communicator:
         check_peer(label, self, src)
         return self._broadcast(label, tensor, src, async_op)
 
+    @_compat.outside_of_modes
     def all_gather(self, outputs: Tensors, tensor: torch.Tensor, *, async_op: bool = False) -> Work | None:
         """`outputs[i]` becomes rank i's `tensor`. Ranks may contribute different numbers of elements, also none."""
         label = f"all_gather of {tensor.dtype}"
@@ -143,6 +151,7 @@ class Communicator:
         check_same_numel(label, self, outputs[self.rank], tensor)
         return self._all_gather(label, outputs, tensor, async_op)
 
+    @_compat.outside_of_modes
     def all_to_all(self, outputs: Tensors, inputs: Tensors, *, async_op: bool = False) -> Work | None:
         """`outputs[i]` becomes ``inputs[rank]`` of rank i. Sizes may differ between pairs, and may be 0."""
         check_list("all_to_all", self, "outputs", outputs)
@@ -152,6 +161,7 @@ class Communicator:
         check_same_numel(label, self, outputs[self.rank], inputs[self.rank])
         return self._exchange(label, outputs, inputs, async_op)
 
+    @_compat.outside_of_modes
     def gather(self, outputs: Tensors | None, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Work | None:
         """On rank `dst` `outputs[i]` becomes rank i's `tensor`; `outputs` is None elsewhere. Sizes may differ."""
         label = f"gather to {dst} of {tensor.dtype}"
@@ -164,6 +174,7 @@ class Communicator:
         received = outputs if self.rank == dst else [None] * self.size
         return self._exchange(label, received, self._only(dst, tensor), async_op)
 
+    @_compat.outside_of_modes
     def scatter(self, output: torch.Tensor, inputs: Tensors | None, src: int, *, async_op: bool = False) -> Work | None:
         """`output` becomes ``inputs[rank]`` of rank `src`; `inputs` is None elsewhere. Sizes may differ."""
         label = f"scatter from {src} of {output.dtype}"
@@ -176,10 +187,12 @@ class Communicator:
         sent = inputs if self.rank == src else [None] * self.size
         return self._exchange(label, self._only(src, output), sent, async_op)
 
+    @_compat.outside_of_modes
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait for all ranks."""
         return self._barrier(async_op)
 
+    @_compat.outside_of_modes
     def labelled_barrier(self, label: str) -> None:
         """Wait for all ranks, and raise on each of them, naming both labels, if one has another label.
 
@@ -191,10 +204,12 @@ class Communicator:
 
     # Collectives on small, picklable Python objects
 
+    @_compat.outside_of_modes
     def all_gather_object(self, value: Any) -> list[Any]:
         """The values of all ranks in rank order. Raises on all ranks if they are in different public calls."""
         return same_call(self._all_gather_object((calls.current(), value)))
 
+    @_compat.outside_of_modes
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         """The value of rank `src`."""
         check_peer("broadcast_object", self, src)

@@ -33,6 +33,7 @@ _OPS: tuple[tuple[Any, ReduceOp], ...] = (
 class HostTensors:
     """Tensors that MPI uses for the caller's: the caller's own if on the CPU and contiguous, copies of others."""
 
+    @_compat.outside_of_modes
     def __init__(
         self,
         inputs: Tensors = (),
@@ -70,6 +71,7 @@ class HostTensors:
             _unfinished.append(work)
         return work
 
+    @_compat.outside_of_modes
     def copy_back(self) -> list[torch.Tensor]:
         """Copy the outputs to the caller's tensors, and return these."""
         with torch.no_grad():

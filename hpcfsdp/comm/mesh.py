@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from hpcfsdp import _compat
 from hpcfsdp.errors import LaunchError
 from hpcfsdp.launch.topology import Topology
 
@@ -31,6 +32,7 @@ class MeshPlan:
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
 
+    @_compat.outside_of_modes
     def lines(self, dimension: int) -> list[tuple[int, ...]]:
         """The groups of ranks along a dimension, each in the order of its coordinate."""
         ranks = torch.tensor(self.ranks, dtype=torch.int64).view(self.shape)
@@ -117,6 +119,7 @@ def _numbers(topology: Topology, dimensions: Mapping[str, Extent]) -> dict[str, 
     return known
 
 
+@_compat.outside_of_modes
 def make_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:
     """Collective over all ranks. The plan as a ``DeviceMesh``, with a process group for each line of each dimension."""
     ranks = torch.tensor(plan.ranks, dtype=torch.int64).view(plan.shape)

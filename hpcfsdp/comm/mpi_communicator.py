@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from hpcfsdp import _compat
 from hpcfsdp.comm import exchange, shared, staged
 from hpcfsdp.comm.communicator import Communicator, check_list, check_peer, check_same_numel, describe
 from hpcfsdp.comm.failures import Failures
@@ -175,6 +176,7 @@ class MpiCommunicator(Communicator):
         pieces, label = flat.tensor_split(self.size), label + _at(tensor, window)
         return self._run(label, async_op, shared.all_reduce, self._view(window), pieces, reduction)
 
+    @_compat.outside_of_modes
     def all_reduce_sparse(self, tensor: torch.Tensor, op: ReduceOp, *, async_op: bool = False) -> Running | None:
         """`tensor`, sparse COO of the same shape on all ranks, becomes its sum or average over all ranks, coalesced."""
         label = f"all_reduce({op}) of a sparse tensor of {tuple(tensor.shape)} x {tensor.dtype}"
@@ -185,6 +187,7 @@ class MpiCommunicator(Communicator):
         reduction = self._reduction(label, op, tensor, None)
         return self._run(label, async_op, exchange.all_reduce_sparse, tensor, reduction)
 
+    @_compat.outside_of_modes
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Tensors, op: ReduceOp, *, async_op: bool = False
     ) -> Running | None:
@@ -232,6 +235,7 @@ class MpiCommunicator(Communicator):
 
     # Messages between two ranks
 
+    @_compat.outside_of_modes
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Running | None:
         """Not collective. Send `tensor` to rank `dst`, which receives it with the same tag."""
         label = f"send to {dst} of {describe(tensor)}"
@@ -240,6 +244,7 @@ class MpiCommunicator(Communicator):
         call = self._message(label, tag, tensor)
         return self._start(exchange.send(call, tensor, dst), label, async_op)
 
+    @_compat.outside_of_modes
     def recv(
         self, tensor: torch.Tensor, src: int | None, tag: int = 0, *, async_op: bool = False
     ) -> tuple[Requests, Running | None]:

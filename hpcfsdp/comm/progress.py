@@ -171,6 +171,7 @@ class Running:
             if polls % _CLOCK_EVERY == 0:
                 yield time.monotonic() - began_s
 
+    @_compat.outside_of_modes
     @torch.no_grad()
     def _advance(self) -> None:
         """Continue until a condition does not hold yet."""

@@ -43,6 +43,7 @@ class TorchGroupCommunicator(Communicator):
         self.device = device or _compat.device_of_group(group)
         self._lines: tuple[TorchGroupCommunicator, TorchGroupCommunicator] | None = None  # within and across nodes
 
+    @_compat.outside_of_modes
     def divide(self, nodes: Topology) -> None:
         """Collective. From now on averages of narrow values are made within nodes first, and then across them.
 
@@ -211,6 +212,7 @@ class _Work:
         self._work = work
         self._finish: Callable[[], None] | None = finish
 
+    @_compat.outside_of_modes
     def wait(self) -> None:
         with timeline.waiting("collective of torch.distributed"):
             self._work.wait()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpcfsdp import _compat
 from hpcfsdp.errors import CommunicationError, DifferentCallsError
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def _fence() -> None:
             pass
 
 
+@_compat.outside_of_modes
+@torch.inference_mode(False)
 def share(node: MPI.Intracomm, nbytes: int) -> torch.Tensor:
     """Collective over `node`, ranks that share memory. Maps `nbytes` zero bytes on all of them, as uint8.
 
@@ -100,6 +103,7 @@ def identity(fd: int) -> tuple[int, int]:
     return found.st_ino, found.st_dev
 
 
+@torch.inference_mode(False)  # it outlives the call
 def map_fd(fd: int, nbytes: int) -> torch.Tensor:
     """The bytes of an open file as memory, which stays when the file is closed."""
     # Unlike mmap.mmap this keeps no file descriptor open: processes may have few.

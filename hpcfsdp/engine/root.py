@@ -487,6 +487,7 @@ def _runs_backward(root: weakref.ref[Root]) -> bool:
     return found is not None and found.in_backward and _compat.in_backward()
 
 
+@_compat.outside_of_modes
 def _used_anywhere(
     grads: Sequence[FlatGrad],
     host: Communicator | None,

@@ -16,6 +16,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 
+from hpcfsdp import _compat
 from hpcfsdp.checkpoint.convert.peft import WEIGHTS_NAME, adapter_names
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import StateDictError, nearest
@@ -129,6 +130,7 @@ def _is_plain_lora(model: PeftModel, adapter: str) -> bool:
     return getattr(config.peft_type, "value", config.peft_type) == "LORA" and config.bias == "none"
 
 
+@_compat.outside_of_modes
 def _whole_tensors(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
     """Collective over the model's ranks. Some of its tensors, on the CPU of rank 0; {} on other ranks."""
     comm, chosen = communicator_of(model), set(names)

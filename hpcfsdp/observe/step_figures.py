@@ -86,6 +86,7 @@ class Sums:
         for name, number in numbers.items():
             self._sums[name] = self._sums.get(name, 0.0) + number
 
+    @_compat.outside_of_modes
     def send_to_host(self) -> None:
         """Not collective. Begin to copy what is on a device; ``read`` after that work is done."""
         merged = {**self._sums, **self._latest}

@@ -98,6 +98,7 @@ class OwnedParams:
 
     # A step
 
+    @_compat.outside_of_modes
     def flags(self) -> Flags:
         """Collective over `comm`. Which parameters have gradients, and which were changed other than by a step."""
         count = len(self.params)
@@ -448,6 +449,7 @@ def _with_dim(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape or (1,)
 
 
+@_compat.outside_of_modes
 def _fingerprint(values: torch.Tensor) -> torch.Tensor:
     """Numbers, int64, that almost surely differ if values do: of each 4 KiB the sum of its words, mixed by place."""
     values = (torch.view_as_real(values) if values.is_complex() else values).contiguous()

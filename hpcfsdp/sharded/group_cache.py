@@ -163,6 +163,7 @@ class GroupCache:
         group = self.process_group(comm)
         return self._cached(("mesh", group.group_name), lambda: DeviceMesh.from_group(group, comm.device.type))
 
+    @_compat.outside_of_modes
     def joined_mesh(self, outer: DeviceMesh, inner: DeviceMesh, tensor: Communicator) -> DeviceMesh:
         """Collective over `tensor`, the ranks of `inner`. A mesh of the dimensions of two unrelated meshes."""
 

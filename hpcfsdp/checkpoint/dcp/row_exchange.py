@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
+from hpcfsdp import _compat
 from hpcfsdp.checkpoint.dcp.columns import Round
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
@@ -69,6 +70,7 @@ class Exchange:
         sizes = [sum(array.nbytes for array in of_peer) for of_peer in of_peers]
         return list(self._memory[name][: sum(sizes)].split(sizes)), places
 
+    @_compat.outside_of_modes
     def _arrays(self, name: str, kinds: Sequence[tuple[tuple[int, ...], np.dtype]]) -> list[np.ndarray]:
         """Arrays of these shapes and dtypes, one after the other in the memory `name`."""
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]

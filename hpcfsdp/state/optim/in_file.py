@@ -312,7 +312,7 @@ def _fitted(optimizer: torch.optim.Optimizer, number: int, key: str, value: Any)
     now, fits = group[key], True
     if isinstance(now, torch.Tensor):
         try:
-            return torch.tensor(value, dtype=now.dtype).expand(now.shape)
+            return torch.tensor(value, dtype=now.dtype, device=now.device).expand(now.shape)
         except (RuntimeError, TypeError, ValueError):
             fits = False
     elif isinstance(now, tuple):
