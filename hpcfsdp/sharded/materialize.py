@@ -271,14 +271,17 @@ def refuse_uninitialised(states: Iterable[tuple[str, nn.Module, str]]) -> None:
     Raises:
         EngineError: names the first.
     """
-    held = [(fqn, module, module._parameters.get(name, module._buffers.get(name))) for fqn, module, name in states]
-    for fqn, module, tensor in held:
-        if tensor is not None and (tensor.is_meta or _is_marked(tensor)):
-            state = "is still on the meta device" if tensor.is_meta else "has memory, but no value"
+    for fqn, module, name in states:
+        tensor = module._parameters.get(name, module._buffers.get(name))
+        if tensor is not None and tensor.is_meta:
             raise EngineError(
-                f"{fqn!r} of a {type(module).__name__} {state} (to_empty() gives none, and buffers with "
-                "persistent=False are in no checkpoint): initialise it before the first forward, for instance by the "
-                "module's reset_parameters()"
+                f"{fqn!r} is still on the meta device: call to_empty() of the whole model, and initialise it before "
+                "the first forward"
+            )
+        if tensor is not None and _is_marked(tensor):
+            raise EngineError(
+                f"{fqn!r} has memory, but no value: to_empty() gives none, and buffers with persistent=False are in no "
+                "checkpoint. Initialise it before the first forward, for instance by the module's reset_parameters()"
             )
 
 
