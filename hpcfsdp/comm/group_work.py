@@ -77,14 +77,14 @@ class HostTensors:
         with torch.no_grad():
             for result, host in zip(self._results, self.outputs, strict=True):
                 if host is not result and (is_sparse(host) or _location(host) != _location(result)):
-                    _copy_to_caller(result, host)
+                    _copy_to_caller(result if is_sparse(result) else result.data, host)
         return self._results
 
 
 def _to_host(tensor: torch.Tensor, *, copy: bool) -> torch.Tensor:
     if is_sparse(tensor):
         return tensor.cpu()
-    tensor = tensor.detach()
+    tensor = tensor.data  # with a version of its own: autograd may have saved the caller's, as with other backends
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=accelerator.is_accelerator(tensor.device))

@@ -211,6 +211,54 @@ def test_results_have_the_shape_that_those_of_gloo_have(world, gloo):
         assert over_mpi == over_gloo, number
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("many", [1, 1 << 16], ids=["small", "large"])
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_autograd_sees_no_change_of_a_tensor_as_with_gloo(world, asynchronous, many, is_contiguous):
+    """A version that rose would fail the backward of whatever has saved the tensor. gloo's rise where it copies."""
+    size, peer = world.size, (world.rank + 1) % world.size
+
+    def new(rows):
+        values = torch.randn(rows, many, requires_grad=True).relu()
+        return values if is_contiguous else values.t()
+
+    def wait_for(*works):
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def coalesced(tensors):
+        with dist._coalescing_manager(async_ops=asynchronous) as manager:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        return manager if asynchronous else None
+
+    named, root = {"async_op": asynchronous}, world.rank == 0
+    calls = {
+        "all_reduce": lambda x, xs, whole: dist.all_reduce(x, **named),
+        "reduce": lambda x, xs, whole: dist.reduce(x, 0, **named),
+        "broadcast": lambda x, xs, whole: dist.broadcast(x, 0, **named),
+        "all_gather": lambda x, xs, whole: dist.all_gather(xs, x, **named),
+        "gather": lambda x, xs, whole: dist.gather(x, xs if root else None, 0, **named),
+        "scatter": lambda x, xs, whole: dist.scatter(x, xs if root else None, 0, **named),
+        "reduce_scatter": lambda x, xs, whole: dist.reduce_scatter(x, xs, **named),
+        "all_to_all": lambda x, xs, whole: dist.all_to_all(xs, [x] * size, **named),
+        "send and recv": lambda x, xs, whole: wait_for(dist.isend(x, peer), dist.irecv(xs[0], (world.rank - 1) % size)),
+        "coalesced": lambda x, xs, whole: coalesced([x, *xs]),
+    }
+    if is_contiguous:
+        calls["all_to_all_single"] = lambda x, xs, whole: dist.all_to_all_single(xs[0], x, **named)
+        calls["all_gather_single"] = lambda x, xs, whole: all_gather_single(whole, x, **named)
+        calls["reduce_scatter_single"] = lambda x, xs, whole: reduce_scatter_single(x, whole, **named)
+    for name, call in calls.items():
+        x, *xs = (new(2 * size) for _ in range(1 + size))
+        given = [x, *xs, new(2 * size * size)]
+        wait_for(call(x, xs, given[-1]))
+        assert [value._version for value in given] == [0] * len(given), name
+        sum(value.sum() for value in given).backward()
+
+
 def test_a_group_counts_its_collectives(world):
     group = dist.new_group()
     group._set_sequence_number_for_group()
