@@ -29,6 +29,7 @@ from hpcfsdp.launch.calls import public_call
 from hpcfsdp.sharded.flatten import move_buffers, own_params
 from hpcfsdp.sharded.groups import resolve_mesh, with_dtensors
 from hpcfsdp.sharded.ignored import replicated_in
+from hpcfsdp.sharded.managed import mark_modules
 from hpcfsdp.sharded.materialize import states_on_meta
 from hpcfsdp.sharded.optimizer_check import watch_optimizers
 from hpcfsdp.sharded.own import NOTHING_IGNORED, Ignored, OwnParam
@@ -149,6 +150,7 @@ def shard_modules(
     for each in modules:
         each.__dict__[UNIT] = unit
         each.__class__ = extended_class(type(each))
+        mark_modules(each, ignored.modules)
     _register_state_hooks(unit)
     unit.refresh()
     if len(unit.inner_units()) > 1:

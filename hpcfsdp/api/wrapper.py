@@ -35,6 +35,7 @@ from hpcfsdp.sharded.groups import resolve_mesh, with_dtensors
 from hpcfsdp.sharded.guard import guard_modules, refuse_mistakes
 from hpcfsdp.sharded.ignored import resolve_ignored
 from hpcfsdp.sharded.lazy_init import become_root
+from hpcfsdp.sharded.managed import mark_modules
 from hpcfsdp.sharded.materialize import materialize
 from hpcfsdp.sharded.optimizer_check import watch_optimizers
 from hpcfsdp.sharded.unit import WRAPPED, units_in
@@ -194,6 +195,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         if backward_prefetch is not None:
             unit.prefetch_backward = "pre" if backward_prefetch is BackwardPrefetch.BACKWARD_PRE else "post"
         self._unit = unit
+        mark_modules(module, ignored.modules)
         guard_modules(unit)
         precisions.keep_full_precision(in_full)
         for inner in units_in(module):  # inner units without DTensors

@@ -27,6 +27,11 @@ _ASK_EVERY_S = (0.001, 0.1)
 """Between two queries of the store, at first and after a second: all ranks query the same one."""
 _RANKS_IN_A_WORD = 32
 """The store has signed 64-bit counters."""
+_ALIKE = (
+    "All ranks must call the same modules in the same order, and equally often: give every rank the same number of "
+    "batches, take branches that depend on data on all ranks or on none, and where a module is left out by chance "
+    "(layer drop) draw that from a torch.Generator with one seed for all ranks"
+)
 Event = tuple[str, str]
 """"forward", "backward" or "end", and the name of the unit."""
 
@@ -74,9 +79,8 @@ class _Arrivals:
             missing = self.missing()
         if missing and waited_s > PATIENCE_S:
             raise DisagreementError(
-                f"rank {self._comm.rank} reached {self._label}; {len(missing)} of {self._comm.size} ranks did not. All "
-                "ranks must call the same modules in the same order, and equally often: give every rank the same "
-                "number of batches, and take branches that depend on data on all ranks or on none"
+                f"rank {self._comm.rank} reached {self._label}; {len(missing)} of {self._comm.size} ranks did not. "
+                f"{_ALIKE}"
             )
         return not missing
 
@@ -200,8 +204,7 @@ def first_difference(comm: Communicator, path: list[str], passes: int) -> Disagr
             if first != second:
                 error = DisagreementError(
                     f"ranks run modules in different orders: at event {index + 1} of step {passes} rank 0 runs "
-                    f"{first}, but rank {rank} runs {second}. All ranks must call the same modules in the same "
-                    "order, and equally often"
+                    f"{first}, but rank {rank} runs {second}. {_ALIKE}"
                 )
                 error.raised_on_all_ranks = True
                 return error

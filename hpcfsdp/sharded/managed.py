@@ -1,6 +1,8 @@
-"""Marks on parameters that units own, or that a flat or another parameter has replaced."""
+"""Marks on parameters that units own, or that a flat or another parameter has replaced, and on modules of units."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -11,6 +13,16 @@ _UNIT_FQN = "_hpcfsdp_unit_fqn"
 _HIDDEN = "_hpcfsdp_hidden"
 _SHAPE = "_hpcfsdp_whole_shape"
 _REPLACED = "_hpcfsdp_replaced"
+
+
+def mark_modules(root: nn.Module, ignored: Collection[nn.Module]) -> None:
+    """Mark the modules of units within `root` as torch's FSDP does: models of transformers and torch's compiler ask.
+
+    Ranks then make the same calls of units where a model would skip layers, or generate tokens, for each rank alone.
+    """
+    for module in root.modules():
+        if module not in ignored:
+            module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
 def mark(param: nn.Parameter, fqn: str, shape: tuple[int, ...]) -> None:

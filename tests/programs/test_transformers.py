@@ -70,6 +70,19 @@ def whisper():
     return hf.WhisperForConditionalGeneration(config)
 
 
+def wav2vec2():
+    """With layer drop, as the library has it."""
+    convolutions = {"conv_dim": (8,), "conv_stride": (5,), "conv_kernel": (10,), "num_feat_extract_layers": 1}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
+    sizes = {**LAYERS, "num_hidden_layers": 4, "layerdrop": 0.5, **convolutions, **positions}
+    return hf.Wav2Vec2ForSequenceClassification(hf.Wav2Vec2Config(**sizes))
+
+
+def sounds(generator):
+    labels = torch.randint(2, (ROWS,), generator=generator)
+    return {"input_values": torch.randn(ROWS, 200, generator=generator), "labels": labels}
+
+
 def vit():
     return hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, num_labels=3, **LAYERS))
 
@@ -79,6 +92,7 @@ LLAMA = Program(llama, text, ("LlamaDecoderLayer",))
 MIXTRAL = Program(mixtral, text, ("MixtralDecoderLayer",))
 T5 = Program(t5, translated, ("T5Block",))
 WHISPER = Program(whisper, speech, ("WhisperEncoderLayer", "WhisperDecoderLayer"))
+WAV2VEC2 = Program(wav2vec2, sounds, ("Wav2Vec2EncoderLayer",))
 VIT = Program(vit, images, ("ViTLayer",))
 
 MODELS = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL, "t5": T5, "whisper": WHISPER, "vit": VIT}
@@ -96,6 +110,15 @@ def expected(program, ranks, **options):
 def test_trains_as_one_process(world, program, original):
     got = together(program, world, shard(program, use_orig_params=original))
     close(got, expected(program, world.size))
+
+
+@original
+def test_ranks_drop_no_layers_for_themselves(world, original):
+    """The library calls all layers where it takes a module for one of FSDP, as torch's."""
+    plain = WAV2VEC2.build()
+    plain.wav2vec2.encoder._is_fsdp_managed_module = True
+    got = together(WAV2VEC2, world, shard(WAV2VEC2, use_orig_params=original))
+    close(got, alone(WAV2VEC2, world.size, model=plain))
 
 
 def test_transformer_policy_and_sharding_of_gradients_alone(world):

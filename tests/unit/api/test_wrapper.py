@@ -673,3 +673,11 @@ def test_mixed_precision_is_left_out_in_eval_mode_if_that_is_asked_for(monkeypat
     for shares_memory in (False, True):
         assert run_ranks(2, body, shares_memory) == [[low, high, low, high]] * 2
     assert body(FakeCommunicator()) == [low, high, low, high]
+
+
+def test_modules_have_the_mark_by_which_libraries_know_those_of_fsdp():
+    """Of all modules but ignored ones, as torch's: transformers asks for it, and so does the compiler."""
+    model = Mixed()
+    wrapped = shard(model, auto_wrap_policy=POLICIES["some"], ignored_modules=[model.wide])
+    marked = {name for name, module in wrapped.named_modules() if getattr(module, "_is_fsdp_managed_module", False)}
+    assert {name for name, _ in wrapped.named_modules()} - marked == {"_fsdp_wrapped_module.wide"}

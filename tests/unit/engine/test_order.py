@@ -142,7 +142,8 @@ def test_the_error_of_a_rank_that_leaves_the_known_path_alone_names_what_it_did_
     assert str(caught.value) == (
         "rank 0 reached the backward of 'b' (event 2 of step 3), where in earlier steps it reached the forward of 'b'; "
         "3 of 4 ranks did not. All ranks must call the same modules in the same order, and equally often: give every "
-        "rank the same number of batches, and take branches that depend on data on all ranks or on none"
+        "rank the same number of batches, take branches that depend on data on all ranks or on none, and where a "
+        "module is left out by chance (layer drop) draw that from a torch.Generator with one seed for all ranks"
     )
 
 
