@@ -428,6 +428,9 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
     def __len__(self) -> int:
         return len(self._fsdp_wrapped_module)
 
+    def __bool__(self) -> bool:
+        return True  # as any module, also one without a length: programs write `reference or model`
+
     def _as_root(self, what: str) -> Root:
         """The units under this one, for the call `what`. Refuses inner units, and calls in a forward or backward."""
         unit = self._unit

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +18,15 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
 
-from hpcfsdp import checkpoint
+from hpcfsdp import _compat, checkpoint
 from hpcfsdp.checkpoint import CheckpointInfo
 from hpcfsdp.comm import raise_together
+from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import CheckpointError, EngineError, LaunchError, UsageError
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from hpcfsdp.integrations.recipe import Recipe, check_options, refuse_given
 from hpcfsdp.integrations.training_state import FILE_NAME, pack, unpack
+from hpcfsdp.sharded.unit import unit_of
 from hpcfsdp.state_dict import StateDictOptions, get_model_state_dict
 from hpcfsdp.world import World, current_world, init
 
@@ -99,9 +104,12 @@ class ShardedAccelerator(Accelerator):
     ) -> nn.Module:
         """Collective over all ranks. The model in ``FullyShardedDataParallel``, for evaluation alone, too.
 
-        `device_placement` does not matter: the ranks' device holds the shards.
+        `device_placement` does not matter: the ranks' device holds the shards. Calls of the model inside, and its
+        ``generate``, are collective from now on, too.
         """
         sharded = self._recipe.shard(model, self.mixed_precision)
+        if sharded is not model:
+            _route_calls(sharded)
         return super().prepare_model(sharded, device_placement=False, evaluation_mode=True)  # else it adds its DDP
 
     def unwrap_model(
@@ -260,6 +268,30 @@ class ShardedAccelerator(Accelerator):
         if self.project_dir is None:
             raise CheckpointError("automatic_checkpoint_naming needs project_dir")
         return Path(self.project_dir) / "checkpoints"
+
+
+def _route_calls(sharded: FullyShardedDataParallel) -> None:
+    """Have calls of the model inside gather its parameters, too: libraries make them on the model that they unwrap."""
+    model, reference = sharded.module, weakref.ref(sharded)  # a strong one would be a cycle
+    kind, summon = type(model), FullyShardedDataParallel.summon_full_params
+
+    def is_at_rest(wrapper: Any) -> bool:
+        return unit_of(wrapper).phase is Phase.IDLE
+
+    def call(*given: Any, **named: Any) -> Any:
+        wrapper: Any = reference()
+        return (wrapper if is_at_rest(wrapper) else functools.partial(_compat.call_module, wrapper.module))(
+            *given, **named
+        )
+
+    def generate(*given: Any, **named: Any) -> Any:
+        wrapper: Any = reference()
+        with summon(wrapper, recurse=False, writeback=False) if is_at_rest(wrapper) else contextlib.nullcontext():
+            return kind.generate(wrapper.module, *given, **named)
+
+    _compat.set_call(model, call)
+    if hasattr(kind, "generate") and "generate" not in vars(model):
+        model.generate = functools.wraps(kind.generate)(generate)
 
 
 def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

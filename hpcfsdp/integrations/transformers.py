@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 from collections.abc import Mapping
@@ -39,7 +40,6 @@ _REFUSED = {
     "bf16_full_eval": "the model stays in shards: use bf16=True or fp16=True",
     "save_on_each_node": "ranks write one file together: output_dir must be on a file system that all nodes share",
     "enable_jit_checkpoint": "ranks would not stop after the same step: give preemption=",
-    "predict_with_generate": "generate needs whole parameters: call it yourself, within summon_full_params",
     "push_to_hub": "upload the folder that save_model writes",
     "ddp_find_unused_parameters": _DDP,
     "ddp_bucket_cap_mb": _DDP,
@@ -63,7 +63,9 @@ class ShardedTrainer(Trainer):
         fsdp_options: further arguments of ``hpcfsdp.fsdp.FullyShardedDataParallel``.
         preemption: of ``hpcfsdp.preemption()``: when it asks for it all ranks stop after the same step, save a
             checkpoint, and leave with exit code 75. An evaluation that is due at that step is left out.
-        given, named: other arguments of ``Trainer``.
+        given, named: other arguments of ``Trainer``, or of the class behind this one, in that one's order::
+
+            class ShardedDPOTrainer(ShardedTrainer, trl.DPOTrainer): ...
 
     Raises:
         UsageError: an argument, or a setting in `fsdp_config`, that cannot be had here.
@@ -72,8 +74,6 @@ class ShardedTrainer(Trainer):
 
     def __init__(
         self,
-        model: nn.Module | None = None,
-        args: TrainingArguments | None = None,
         *given: Any,
         fsdp_options: Mapping[str, Any] | None = None,
         preemption: Preemption | None = None,
@@ -81,21 +81,35 @@ class ShardedTrainer(Trainer):
     ) -> None:
         if current_world() is None:
             raise LaunchError("ShardedTrainer: call hpcfsdp.init() first, and then make TrainingArguments")
-        if isinstance(model, FullyShardedDataParallel):
+        named = self._by_name(*given, **named)
+        if isinstance(named.get("model"), FullyShardedDataParallel):
             raise UsageError("ShardedTrainer shards the model itself: give it the plain one")
-        args = copy.copy(args) if args is not None else TrainingArguments("tmp_trainer")
-        refuse_given("TrainingArguments", vars(args), _REFUSED)
-        if args.save_only_model and args.load_best_model_at_end:
+        args = named["args"] = copy.copy(named.get("args"))
+        settings = {} if args is None else vars(args)
+        refuse_given("TrainingArguments", settings, _REFUSED)
+        if settings.get("save_only_model") and settings.get("load_best_model_at_end"):
             raise UsageError("load_best_model_at_end loads the best checkpoint: leave save_only_model=True out")
-        self._recipe = recipe_of(args.fsdp_config, fsdp_options or {})
-        if self._recipe.activation_checkpointing and args.gradient_checkpointing:
+        self._recipe = recipe_of(settings.get("fsdp_config"), fsdp_options or {})
+        if self._recipe.activation_checkpointing and settings.get("gradient_checkpointing"):
             raise UsageError("activation checkpointing is set in TrainingArguments and in fsdp_config: choose one")
-        args.fsdp, args.fsdp_plugin_args = None, None  # or the base class would have torch shard the model, too
+        if args is not None:  # or the base class would have torch shard the model, too
+            args.fsdp, args.fsdp_plugin_args = None, None
         self._generators = HeldGenerators()
         self._whole_numel = 0
-        super().__init__(model, args, *given, **named)
+        super().__init__(**named)
         if preemption is not None:
             self.add_callback(_StopTogether(self, preemption))
+
+    def _by_name(self, *given: Any, **named: Any) -> dict[str, Any]:
+        """Arguments by name. Classes between this one and ``Trainer``, as those of TRL, have orders of their own."""
+        classes = type(self).__mro__
+        for kind in classes[classes.index(ShardedTrainer) + 1 :]:
+            signature = inspect.signature(kind.__init__)
+            if all(each.kind is not each.VAR_POSITIONAL for each in signature.parameters.values()):
+                break
+        arguments = signature.bind_partial(self, *given).arguments
+        arguments.pop("self")
+        return dict(**arguments, **named)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

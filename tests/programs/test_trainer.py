@@ -16,16 +16,16 @@ from tests.programs.loops import copied, shard
 from tests.programs.test_accelerate import BATCH, Texts, alone, arguments_for, build, close
 from tests.programs.test_transformers import GPT2
 
-TIMES = ("runtime", "per_second", "preparation_time")
+TIMES = ("runtime", "per_second", "preparation_time", "step_time")
 
 
-def arguments(folder, world, **changes):
+def arguments(folder, world, kind=hf.TrainingArguments, **changes):
     values = dataclasses.asdict(arguments_for(folder, world.size))
     kept = {"learning_rate", "adam_epsilon", "lr_scheduler_type", "train_sampling_strategy", "logging_steps"}
     plain = {name: values[name] for name in kept}
     fixed = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "num_train_epochs": 1, "save_strategy": "no"}
     sizes = {"per_device_train_batch_size": BATCH // world.size, "per_device_eval_batch_size": BATCH // world.size}
-    return hf.TrainingArguments(output_dir=str(folder), **{**plain, **fixed, **sizes, **changes})
+    return kind(output_dir=str(folder), **{**plain, **fixed, **sizes, **changes})
 
 
 def history(trainer):
@@ -185,10 +185,57 @@ def test_what_cannot_be_had_is_an_error(world, shared_path, changes, given, mess
         ShardedTrainer(build(), args, train_dataset=Texts(), **given)
 
 
-def test_generation_during_evaluation_is_refused_before_training(world, shared_path):
-    args = hf.Seq2SeqTrainingArguments(str(shared_path), use_cpu=True, predict_with_generate=True)
-    with pytest.raises(UsageError, match=r"predict_with_generate=True.*summon_full_params"):
-        ShardedTrainer(build(), args)
+class Reordered(hf.Trainer):
+    """With arguments in another order, as TRL's have them."""
+
+    def __init__(self, model, reference=None, args=None, **named):
+        super().__init__(model, args, **named)
+        self.reference = reference
+
+
+class Passing(Reordered):
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+
+
+@pytest.mark.parametrize("kind", [Reordered, Passing])
+def test_arguments_have_the_order_of_the_class_behind(world, shared_path, kind):
+    sharded, args = type("Sharded", (ShardedTrainer, kind), {}), arguments(shared_path, world)
+    for given, named in (((build(), 7, args), {}), ((build(),), {"args": args, "reference": 7})):
+        trainer = sharded(*given, train_dataset=Texts(), **named)
+        assert (trainer.reference, trainer.args.learning_rate) == (7, args.learning_rate)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'args'"):
+        sharded(build(), 7, args, args=args)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        sharded(build(), 7, args, 8)
+
+
+def generated(prediction):
+    return {"sum": float(prediction.predictions.sum())}
+
+
+def test_generates_during_evaluation_as_the_plain_trainer(world, shared_path):
+    """Some rows end early, on one rank and not on the other. Both mean the whole model by ``trainer.model``."""
+    given = {"train_dataset": Texts(6), "eval_dataset": Texts(7), "compute_metrics": generated}
+    changes = {"predict_with_generate": True, "generation_max_length": 20}
+    found = []
+    for sharder in ((), (ShardedTrainer,)):
+        kind, model = type("Trainer", (*sharder, hf.Seq2SeqTrainer), {}), build()
+        model.config.pad_token_id = model.generation_config.pad_token_id = 0
+        args = arguments(shared_path, world, kind=hf.Seq2SeqTrainingArguments, **changes)
+        found.append(kind(model, args, **given))
+        found[-1].evaluate()
+        found[-1].model.eval()
+        ids = Texts(7)[world.rank]["input_ids"].unsqueeze(0)
+        found[-1].scores = found[-1].model(ids).logits.detach()
+    plain, sharded = found
+    assert history(sharded) == history(plain)
+    torch.testing.assert_close(sharded.scores, plain.scores)
+    ids = Texts(2)[world.rank]["input_ids"].unsqueeze(0)
+    ends = {"max_new_tokens": 15 if world.rank else 2, "do_sample": False}
+    assert torch.equal(sharded.model.generate(ids, **ends), plain.model.generate(ids, **ends))
+    with FullyShardedDataParallel.summon_full_params(sharded.model_wrapped, recurse=False):
+        assert torch.equal(sharded.model.generate(ids, **ends), plain.model.generate(ids, **ends))
 
 
 def test_a_layer_that_is_not_there_and_an_optimizer_of_matrices(world, shared_path):

@@ -681,3 +681,8 @@ def test_modules_have_the_mark_by_which_libraries_know_those_of_fsdp():
     wrapped = shard(model, auto_wrap_policy=POLICIES["some"], ignored_modules=[model.wide])
     marked = {name for name, module in wrapped.named_modules() if getattr(module, "_is_fsdp_managed_module", False)}
     assert {name for name, _ in wrapped.named_modules()} - marked == {"_fsdp_wrapped_module.wide"}
+
+
+def test_a_wrapper_is_true_as_any_module():
+    assert shard(nn.Linear(2, 2)) or False
+    assert shard(nn.Sequential(nn.Linear(2, 2)))
