@@ -1,4 +1,4 @@
-"""Lightning's Trainer over MPI: a strategy that shards, its cluster environment, checkpoint files, and requeueing."""
+"""Lightning's Trainer and Fabric over MPI: strategies that shard, ranks, checkpoint files, requeueing."""
 
 try:
     import lightning.pytorch  # noqa: F401
@@ -9,7 +9,8 @@ except ModuleNotFoundError as error:
 
 from hpcfsdp.integrations.lightning.checkpoint_file import ModelCheckpoint
 from hpcfsdp.integrations.lightning.environment import MPIClusterEnvironment
+from hpcfsdp.integrations.lightning.fabric import HpcfsdpFabricStrategy
 from hpcfsdp.integrations.lightning.requeue import Requeue
 from hpcfsdp.integrations.lightning.strategy import HpcfsdpStrategy
 
-__all__ = ["HpcfsdpStrategy", "MPIClusterEnvironment", "ModelCheckpoint", "Requeue"]
+__all__ = ["HpcfsdpFabricStrategy", "HpcfsdpStrategy", "MPIClusterEnvironment", "ModelCheckpoint", "Requeue"]

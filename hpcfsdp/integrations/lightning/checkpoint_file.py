@@ -63,31 +63,37 @@ class JoinedOptimizer(torch.optim.Optimizer):
 
 
 def save(
-    path: Path, found: Mapping[str, Any], comm: Communicator, model: nn.Module, optimizers: list[torch.optim.Optimizer]
+    path: Path,
+    others: Mapping[str, Any],
+    comm: Communicator,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    step: int,
 ) -> None:
-    """Collective over all ranks. Write what ``Trainer.dump_checkpoint`` gives into one file, with model and optimizers.
+    """Collective over all ranks. Write one file with model, optimizers, and what else Lightning keeps.
 
     Args:
         path: rank 0's counts.
-        found: Lightning's dict; rank 0's is kept. Without "optimizer_states" the file has no optimizers.
+        others: rank 0's are kept.
         comm: over all ranks.
 
     Raises:
-        CheckpointError: a value of the dict is none that a file without pickle can hold, or the file cannot be written.
+        CheckpointError: a value is none that a file without pickle can hold, or the file cannot be written.
     """
-    values: dict[str, Any] | None = None
-    joined = None
     with raise_together(comm):
-        if any(found["state_dict"]) or any(found.get("optimizer_states", ())):
-            raise CheckpointError(
-                "a hook has put values into checkpoint['state_dict'] or ['optimizer_states'], which the file does not "
-                "take from there: use an entry of another name"
-            )
-        if optimizers and "optimizer_states" in found:
-            joined = JoinedOptimizer(optimizers)
-        if comm.rank == 0:
-            values = _plain({key: value for key, value in found.items() if key not in _IN_FILE})
-    checkpoint.save(path, model=model, optimizer=joined, step=found["global_step"], extra=values)
+        joined = JoinedOptimizer(optimizers) if optimizers else None
+        values = _plain(others) if comm.rank == 0 else None
+    checkpoint.save(path, model=model, optimizer=joined, step=step, extra=values)
+
+
+def others_in(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``Trainer.dump_checkpoint`` gives beside states of model and optimizers, which hooks must leave empty."""
+    if any(found["state_dict"]) or any(found.get("optimizer_states", ())):
+        raise CheckpointError(
+            "a hook has put values into checkpoint['state_dict'] or ['optimizer_states'], which the file does not "
+            "take from there: use an entry of another name"
+        )
+    return {key: value for key, value in found.items() if key not in _IN_FILE}
 
 
 def _plain(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,8 +112,10 @@ def load(
     path: Path,
     comm: Communicator,
     model: nn.Module,
-    optimizers: list[torch.optim.Optimizer] | None,
+    optimizers: Sequence[torch.optim.Optimizer] | None,
     strict: bool,
+    *,
+    is_fit: bool,
 ) -> dict[str, Any]:
     """Collective over all ranks. Load model and optimizers from a file, and return the rest of Lightning's dict.
 
@@ -115,6 +123,7 @@ def load(
         path: rank 0's counts.
         optimizers: None to leave them as they are.
         strict: as ``checkpoint.load`` takes it.
+        is_fit: of a Trainer, which needs more than model and optimizers.
 
     Raises:
         CheckpointMismatchError: the file belongs to another model, or cannot resume a fit.
@@ -122,7 +131,7 @@ def load(
     """
     path = comm.broadcast_object(os.fspath(path))
     joined = JoinedOptimizer(optimizers) if optimizers else None
-    if optimizers is not None:
+    if is_fit:
         with raise_together(comm):
             if comm.rank == 0:
                 _check_resumable(path, needs_optimizer=joined is not None)

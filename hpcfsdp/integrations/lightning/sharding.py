@@ -7,16 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torchmetrics
 from torch import nn
 
 from hpcfsdp.errors import EngineError, UsageError, nearest
-from hpcfsdp.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
+from hpcfsdp.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.wrap import ModuleWrapPolicy
 
 _KEPT = "_hpcfsdp_sharded"
 """Where a LightningModule keeps its wrapper and the options of it: several Trainers may use one module."""
 
 Options = Mapping[str, Any]
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def checked_options(options: Options) -> dict[str, Any]:
@@ -44,6 +47,19 @@ def checked_options(options: Options) -> dict[str, Any]:
             )
         found["sharding_strategy"] = ShardingStrategy[strategy]
     return found
+
+
+def dtypes_of(precision: Any) -> dict[str, Any]:
+    """The option for one of Lightning's precision plugins; {} where it leaves the dtypes as they are."""
+    dtype = _MIXED.get(getattr(precision, "precision", ""))
+    return {} if dtype is None else {"mixed_precision": MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)}
+
+
+def metrics_to(module: nn.Module, device: torch.device) -> None:
+    """Move metrics to a device: their values are no buffers."""
+    for inner in module.modules():
+        if isinstance(inner, torchmetrics.Metric):
+            inner.to(device)
 
 
 def shard(module: pl.LightningModule, options: Options) -> tuple[nn.Module, list[FullyShardedDataParallel]]:

@@ -1,64 +1,46 @@
-"""A strategy for Lightning's Trainer that shards the model over all ranks of MPI."""
+"""A strategy for Lightning's Trainer that shards the model over all ranks of MPI, and what that for Fabric shares."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-import torchmetrics
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import callbacks
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision as Autocast, Precision
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import hpcfsdp
 from hpcfsdp import accelerator
+from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import LaunchError, UsageError
 from hpcfsdp.flat.gradient import note_unchanged
-from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler
+from hpcfsdp.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from hpcfsdp.integrations.lightning import checkpoint_file
 from hpcfsdp.integrations.lightning.environment import MPIClusterEnvironment
-from hpcfsdp.integrations.lightning.sharding import checked_options, shard
+from hpcfsdp.integrations.lightning.sharding import checked_options, dtypes_of, metrics_to, shard
 from hpcfsdp.launch.device import choose
 from hpcfsdp.world import World, current_world
 
-_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+NAME = "hpcfsdp"
 
 
-class HpcfsdpStrategy(ParallelStrategy):
-    """``Trainer(strategy=HpcfsdpStrategy(...))``: shards the LightningModule; MPI gives ranks, nodes and devices.
+class ShardingOverMpi:
+    """The part of a strategy in front of Lightning's ``ParallelStrategy``, that of the Trainer or of Fabric."""
 
-    Creating one is collective over all processes of the job. Leave `devices` and `num_nodes` of the Trainer out.
-
-    Args:
-        options: arguments of ``hpcfsdp.fsdp.FullyShardedDataParallel``. `auto_wrap_policy` may be a set of classes,
-            `sharding_strategy` a name, `cpu_offload` a bool. Here `use_orig_params` and `sync_module_states` are True
-            by default: ``configure_optimizers`` may choose among ``self.parameters()``, and rank 0's values count.
-
-    Raises:
-        UsageError: there is no such argument.
-        LaunchError: the launcher does not fit the MPI library.
-    """
-
-    strategy_name = "hpcfsdp"
-    is_distributed = True
-    restore_checkpoint_after_setup = True  # into the model that is sharded by then
-    lightning_restore_optimizer = False  # loaded with the file
+    strategy_name = NAME
 
     def __init__(self, **options: Any) -> None:
         self._environment = MPIClusterEnvironment()
         self._options = checked_options(options)
-        self._roots: list[FullyShardedDataParallel] = []
         super().__init__(cluster_environment=self._environment)
-
-    # What the Trainer gives.
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
@@ -87,21 +69,14 @@ class HpcfsdpStrategy(ParallelStrategy):
         """Not collective. Tell Lightning's ``rank_zero_only`` this rank."""
         rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
 
-    @property
-    def precision_plugin(self) -> Precision:
-        return self._precision_plugin or Precision()
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = plugin
-        if plugin is None:
-            return
-        if type(plugin) is not Precision and not isinstance(plugin, (Autocast, DoublePrecision, HalfPrecision)):
+    def _fit(self, plugin: Any, base: type, kinds: tuple[type, ...]) -> None:
+        """Refuse a precision that shards cannot have, and have its scaler agree over all ranks."""
+        if type(plugin) is not base and not isinstance(plugin, kinds):
             raise UsageError(
                 f"HpcfsdpStrategy does not support {type(plugin).__name__}: use precision= 32-true, 64-true, 16-true, "
                 "bf16-true, 16-mixed or bf16-mixed"
             )
-        if getattr(plugin, "precision", None) in _MIXED and self._options.get("mixed_precision") is not None:
+        if dtypes_of(plugin) and self._options.get("mixed_precision") is not None:
             raise UsageError(
                 f"Trainer(precision={plugin.precision!r}) and HpcfsdpStrategy(mixed_precision=...): give one of them"
             )
@@ -114,21 +89,6 @@ class HpcfsdpStrategy(ParallelStrategy):
                 backoff_factor=scaler.get_backoff_factor(),
                 growth_interval=scaler.get_growth_interval(),
             )
-        plugin.clip_grad_by_norm = self.clip_grad_norm
-        plugin.clip_grad_by_value = self.clip_grad_value
-
-    @property
-    def checkpoint_io(self) -> Any:
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        raise UsageError(
-            f"HpcfsdpStrategy writes checkpoints by hpcfsdp.checkpoint.save, on all ranks at once: leave the plugin "
-            f"{type(io).__name__} out"
-        )
-
-    # Processes and their messages.
 
     @property
     def world(self) -> World:
@@ -191,6 +151,54 @@ class HpcfsdpStrategy(ParallelStrategy):
         mean = tensor / dist.get_world_size(group)
         return tensor.copy_(mean if mean.dtype == tensor.dtype else mean.trunc())
 
+
+class HpcfsdpStrategy(ShardingOverMpi, ParallelStrategy):
+    """``Trainer(strategy=HpcfsdpStrategy(...))``: shards the LightningModule; MPI gives ranks, nodes and devices.
+
+    Creating one is collective over all processes of the job. Leave `devices` and `num_nodes` of the Trainer out.
+
+    Args:
+        options: arguments of ``hpcfsdp.fsdp.FullyShardedDataParallel``. `auto_wrap_policy` may be a set of classes,
+            `sharding_strategy` a name, `cpu_offload` a bool. Here `use_orig_params` and `sync_module_states` are True
+            by default: ``configure_optimizers`` may choose among ``self.parameters()``, and rank 0's values count.
+
+    Raises:
+        UsageError: there is no such argument.
+        LaunchError: the launcher does not fit the MPI library.
+    """
+
+    is_distributed = True
+    restore_checkpoint_after_setup = True  # into the model that is sharded by then
+    lightning_restore_optimizer = False  # loaded with the file
+
+    def __init__(self, **options: Any) -> None:
+        self._roots: list[FullyShardedDataParallel] = []
+        super().__init__(**options)
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin or Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = plugin
+        if plugin is None:
+            return
+        self._fit(plugin, Precision, (Autocast, DoublePrecision, HalfPrecision))
+        plugin.clip_grad_by_norm = self.clip_grad_norm
+        plugin.clip_grad_by_value = self.clip_grad_value
+
+    @property
+    def checkpoint_io(self) -> Any:
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        raise UsageError(
+            f"HpcfsdpStrategy writes checkpoints by hpcfsdp.checkpoint.save, on all ranks at once: leave the plugin "
+            f"{type(io).__name__} out"
+        )
+
     # The model and its steps.
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -198,20 +206,12 @@ class HpcfsdpStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         _refuse(trainer, self._layer_sync)
         module = self.precision_plugin.convert_module(self.lightning_module)
-        for inner in module.modules():
-            if isinstance(inner, torchmetrics.Metric):  # its values are no buffers
-                inner.to(self.root_device)
-        self.model, self._roots = shard(module, self._options | self._dtypes())
+        metrics_to(module, self.root_device)
+        self.model, self._roots = shard(module, self._options | dtypes_of(self.precision_plugin))
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             _refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
-
-    def _dtypes(self) -> dict[str, Any]:
-        dtype = _MIXED.get(self.precision_plugin.precision)
-        return (
-            {} if dtype is None else {"mixed_precision": MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)}
-        )
 
     def model_to_device(self) -> None:
         """The units move their parameters."""
@@ -243,12 +243,7 @@ class HpcfsdpStrategy(ParallelStrategy):
 
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Collective over all ranks. Clip the gradients that `optimizer` steps to a norm over all ranks."""
-        own = set(_params(optimizer))
-        others = [param for root in self._roots for param in root.parameters() if param not in own]
-        hidden = [(param, param.grad) for param in others if param.grad is not None]
-        for param, _ in hidden:
-            param.grad = None
-        try:
+        with grads_of(optimizer, self._roots):
             if len(self._roots) == 1:
                 self._roots[0].clip_grad_norm_(clip_val)
                 return
@@ -257,15 +252,10 @@ class HpcfsdpStrategy(ParallelStrategy):
             for root, norm in zip(self._roots, norms, strict=True):
                 if total > clip_val and norm > 0:
                     root.clip_grad_norm_(clip_val * norm / total)
-        finally:
-            for param, grad in hidden:
-                param.grad = grad
 
     def clip_grad_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Not collective. Clip each element of the gradients that `optimizer` steps."""
-        torch.nn.utils.clip_grad_value_(_params(optimizer), clip_val)
-        for param in _params(optimizer):
-            note_unchanged(param.grad)  # no rank has clipped by a norm of its own
+        clip_elements(optimizer, clip_val)
 
     # Checkpoints: the file has the state of model and optimizers.
 
@@ -287,14 +277,17 @@ class HpcfsdpStrategy(ParallelStrategy):
             raise _on_exception("a callback")
         if storage_options is not None:
             raise UsageError(f"storage_options={storage_options!r} is not supported: an HDF5 file has none")
-        checkpoint_file.save(filepath, checkpoint, self.world.host, self.model, self.optimizers)
+        host, optimizers = self.world.host, self.optimizers if "optimizer_states" in checkpoint else []
+        with raise_together(host):
+            others = checkpoint_file.others_in(checkpoint)
+        checkpoint_file.save(filepath, others, host, self.model, optimizers, checkpoint["global_step"])
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Collective over all ranks. See ``checkpoint_file.load``. Files hold no pickles, whatever `weights_only`."""
         is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if is_fit else None
         strict = self.lightning_module.strict_loading
-        found = checkpoint_file.load(checkpoint_path, self.world.host, self.model, optimizers, strict)
+        found = checkpoint_file.load(checkpoint_path, self.world.host, self.model, optimizers, strict, is_fit=is_fit)
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         checkpoint_file.restore_counters(schedulers, found.get("lr_schedulers", ()))
         return found
@@ -304,6 +297,31 @@ class HpcfsdpStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+
+StrategyRegistry.register(NAME, HpcfsdpStrategy, "Shards the model over all ranks of MPI")
+
+
+@contextlib.contextmanager
+def grads_of(optimizer: torch.optim.Optimizer, roots: Iterable[FullyShardedDataParallel]) -> Iterator[None]:
+    """A context in which parameters of the models that `optimizer` does not step have no gradients."""
+    own = set(_params(optimizer))
+    others = [param for root in roots for param in root.parameters() if param not in own]
+    hidden = [(param, param.grad) for param in others if param.grad is not None]
+    for param, _ in hidden:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in hidden:
+            param.grad = grad
+
+
+def clip_elements(optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+    """Not collective. Clip each element of the gradients that `optimizer` steps."""
+    torch.nn.utils.clip_grad_value_(_params(optimizer), clip_val)
+    for param in _params(optimizer):
+        note_unchanged(param.grad)  # no rank has clipped by a norm of its own
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
