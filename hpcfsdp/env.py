@@ -97,9 +97,21 @@ def singleton_mpi() -> Iterator[None]:
     itself. The variables are unset on exit: an mpirun started from here would inherit them. Other MPI libraries do not
     read them.
     """
-    wanted = {"OMPI_MCA_btl": "self", "OMPI_MCA_pml": "ob1"}
     launched = any(name in os.environ for name in _OPEN_MPI_MARKS)
-    names = [] if launched else [name for name in wanted if name not in os.environ]
+    with _set_where_unset({} if launched else {"OMPI_MCA_btl": "self", "OMPI_MCA_pml": "ob1"}):
+        yield
+
+
+@contextlib.contextmanager
+def without_mpi(leave_out: bool = True) -> Iterator[None]:
+    """A context in which processes start for which mpi4py does not initialise MPI: their parent is the rank."""
+    with _set_where_unset({"MPI4PY_RC_INITIALIZE": "0"} if leave_out else {}):
+        yield
+
+
+@contextlib.contextmanager
+def _set_where_unset(wanted: Mapping[str, str]) -> Iterator[None]:
+    names = [name for name in wanted if name not in os.environ]
     os.environ.update({name: wanted[name] for name in names})
     try:
         yield

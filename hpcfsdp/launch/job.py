@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
 from hpcfsdp.errors import LaunchError
-from hpcfsdp.launch import orphan, shutdown
+from hpcfsdp.launch import orphan, shutdown, signals
 from hpcfsdp.launch.topology import Topology
 
 if TYPE_CHECKING:
@@ -60,10 +60,20 @@ def load_mpi() -> Any:
         LaunchError: MPI has been finalised already, or the launcher started several processes, and this MPI library
             takes each for a job of one.
     """
+    try:
+        os.getcwd()
+    except OSError as error:  # before libraries that end the process
+        where = os.readlink("/proc/self/cwd")
+        raise LaunchError(f"the working directory {where}: {error.strerror}; start in a folder that stays") from None
     with env.singleton_mpi():
         from mpi4py import MPI
     if MPI.Is_finalized():
         raise LaunchError("MPI has been finalised in this process and cannot start again; call hpcfsdp.init() earlier")
+    if not MPI.Is_initialized():  # as in a process that a rank has started
+        raise LaunchError(
+            "mpi4py was kept from starting MPI in this process: where processes are spawned keep hpcfsdp.init() "
+            'behind if __name__ == "__main__"; otherwise call MPI.Init_thread() first'
+        )
     launched = env.launcher_size()
     if launched is not None and launched[1] > 1 and MPI.COMM_WORLD.size == 1:
         variable, count = launched
@@ -120,6 +130,7 @@ def current_job() -> Job:
     topology = Topology.from_labels(leaders)
     node.Free()
     shutdown.install(comm)
+    signals.shield_children()
     if env.launcher_size() is not None:
         orphan.watch()
     if comm.size > 1:

@@ -16,11 +16,12 @@ def mpi(monkeypatch):
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
-    def make(size, finalized=False):
+    def make(size, finalized=False, initialized=True):
         package = ModuleType("mpi4py")
         package.MPI = SimpleNamespace(
             COMM_WORLD=SimpleNamespace(size=size),
             Is_finalized=lambda: finalized,
+            Is_initialized=lambda: initialized,
             Get_library_version=lambda: "MPICH Version: 4.2\nMPICH Release date: then\n\x00",
         )
         monkeypatch.setitem(sys.modules, "mpi4py", package)
@@ -52,6 +53,12 @@ def test_a_launcher_that_the_mpi_library_detects_is_no_error(mpi, monkeypatch):
     library = mpi(4)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     assert job.load_mpi() is library
+
+
+def test_mpi_that_was_kept_from_starting_is_an_error(mpi):
+    mpi(1, initialized=False)
+    with pytest.raises(LaunchError, match=r"kept from starting .*__main__.*MPI\.Init_thread\(\)"):
+        job.load_mpi()
 
 
 def test_a_launcher_of_one_process_is_fine(mpi, monkeypatch):

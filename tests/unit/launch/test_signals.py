@@ -1,8 +1,10 @@
-import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
-import time
+from pathlib import Path
 
 import pytest
 
@@ -115,54 +117,29 @@ def test_a_handler_that_was_set_meanwhile_stays():
         assert signal.getsignal(number) == signal.SIG_IGN
 
 
-@pytest.fixture
-def child():
-    """``child()``: a forked process that sleeps, as its pid."""
-    pids = []
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_processes_of_multiprocessing_outlive_what_a_scheduler_sends_to_all(method):
+    """See children.py: in an interpreter of its own, whose helpers have not been started before."""
+    program = Path(__file__).with_name("children.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", program, method],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    found = json.loads(done.stdout)
+    assert len(found) == 9
+    assert [name for name, is_well in found.items() if not is_well] == []
 
-    def fork():
-        ready, begins = os.pipe()
+
+def test_a_child_that_is_no_process_of_multiprocessing_ends_by_sigterm():
+    with StopSignals() as stop:
         pid = os.fork()
         if not pid:
-            os.write(begins, b".")
-            while True:
-                time.sleep(60)
-        pids.append(pid)
-        os.read(ready, 1)
-        return pid
-
-    yield fork
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-def ended_by(pid, seconds):
-    """The signal that has ended a child within a time, 0 if none has."""
-    end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.WTERMSIG(status)
-        time.sleep(0.02)
-    return 0
-
-
-def test_a_child_can_be_terminated(child):
-    with StopSignals() as stop:
-        pid = child()
-        os.kill(pid, signal.SIGTERM)
-        assert ended_by(pid, 30) == signal.SIGTERM
+            os.kill(os.getpid(), signal.SIGUSR2)  # as before
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
         assert not stop.received
-
-
-def test_a_child_outlives_what_the_rank_was_told_and_can_be_terminated_then(child):
-    with StopSignals():
-        pid = child()
-        os.kill(pid, signal.SIGTERM)  # a scheduler's, to all processes
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(pid, signal.SIGUSR2)
-        assert ended_by(pid, 1.0) == 0
-        os.kill(pid, signal.SIGTERM)
-        assert ended_by(pid, 30) == signal.SIGTERM
