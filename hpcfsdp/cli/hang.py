@@ -11,7 +11,6 @@ from hpcfsdp.cli.reporting import Parser, print_json
 from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.hang import report
 from hpcfsdp.hang.inquiry import Inquiry, Request
-from hpcfsdp.terminal import shown_lines
 
 _OTHERS_S = 15.0
 """How long to wait for further nodes, after the first one has answered."""
@@ -57,7 +56,8 @@ def main(arguments: list[str]) -> int:
         if not answers:
             raise HpcfsdpError(
                 f"{options.run_dir}: no job has answered within {options.wait:g} s. A job looks for questions in the "
-                "run_dir that hpcfsdp.init got, by default the folder in which it was started"
+                "run_dir that hpcfsdp.init got, by default the folder in which it was started, and answers its user "
+                "and root"
             )
         reports = {job: report.render(parts, request.reason, request.asked_s) for job, parts in sorted(answers.items())}
         paths = {job: inquiry.write_report(request, job, text) for job, text in reports.items()}
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
         print_json([{"job": job, "report": str(paths[job]), "nodes": answers[job]} for job in paths])
     else:
         for job, text in reports.items():
-            print(f"{shown_lines(report.head(text))}\n\nThe whole report: {paths[job]}")
+            print(f"{report.head(text)}\n\nThe whole report: {paths[job]}")
     return 0
 
 
@@ -79,7 +79,7 @@ def _answers(inquiry: Inquiry, request: Request, wait_s: float) -> dict[str, lis
         time.sleep(_LOOK_S)
         before = found
         found = {}
-        for answer in inquiry.answers(request):
+        for answer in filter(report.is_answer, inquiry.answers(request)):
             found.setdefault(answer["job"], []).append(answer)
         if found and not before:
             until_s = max(until_s, time.monotonic() + _OTHERS_S)

@@ -2,24 +2,34 @@
 
 The folder is the one medium that also a job without progress, a node without its rank 0, and a command on a login node
 share. Someone creates ``hang/request-JOB.json``, or ``request.json`` for all jobs. A rank on each node adds what it
-knows of its node. Who has asked writes the report, and removes the rest.
+knows of its node. Who has asked writes the report, and removes the rest. Others may be able to write to the folder of
+a run: only files of this user or of root count, in a folder of this user or of root.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import re
 import secrets
-import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hpcfsdp import json_shapes, safe_files
+
+log = logging.getLogger("hpcfsdp.hang")
+
 FOLDER = "hang"
 _FORGOTTEN_S = 120.0
-"""A request of this age belongs to someone who has been killed."""
+"""A request of this age belongs to someone who has been killed; one from so far in the future, to a wrong clock."""
+_NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
+_REQUEST = {"name": str, "job": str, "reason": str, "asked_s": (float, int)}
+_MOST_REQUEST_BYTES, _MOST_ANSWER_BYTES = 1 << 14, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class Request:
     """A question to the nodes.
 
     Attributes:
-        name: unique, begins with the time.
+        name: unique, begins with the time; of letters, digits, - and _.
         job: whose nodes answer; "" for all jobs that use the folder.
         reason: who asks, and why.
         asked_s: seconds since the epoch.
@@ -38,6 +48,11 @@ class Request:
     reason: str
     asked_s: float
 
+    @property
+    def is_current(self) -> bool:
+        """Whether someone may still wait for answers."""
+        return abs(time.time() - self.asked_s) < _FORGOTTEN_S
+
 
 class Inquiry:
     """The requests in the folder of a run. No method is collective."""
@@ -45,6 +60,7 @@ class Inquiry:
     def __init__(self, run_dir: Path) -> None:
         """Touches no disk."""
         self.folder = run_dir / FOLDER
+        self._has_warned = False
 
     def ask(self, job: str, reason: str) -> tuple[Request, bool]:
         """Make a request, unless there is one.
@@ -53,60 +69,66 @@ class Inquiry:
             The request, and whether it is a new one.
 
         Raises:
-            OSError: the folder cannot be written to.
+            OSError: the folder cannot be written to, or belongs to another user.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
         now_s = time.time()
         name = time.strftime("%Y-%m-%dT%H-%M-%SZ-", time.gmtime(now_s)) + secrets.token_hex(2)
         mine = Request(name, job, reason, now_s)
-        draft = self.folder / f".{name}"
-        draft.write_text(json.dumps(asdict(mine)))
-        try:
-            while True:
-                for found in self.requests(job):
-                    if now_s - found.asked_s < _FORGOTTEN_S:
-                        return found, False
-                try:
-                    os.link(draft, self._path(job))  # fails where there is a request, and shows it whole
-                except FileExistsError:
-                    if not any(now_s - found.asked_s < _FORGOTTEN_S for found in self.requests(job)):
-                        self._path(job).unlink(missing_ok=True)
-                else:
-                    (self.folder / name).mkdir(exist_ok=True)
-                    return mine, True
-        finally:
-            draft.unlink(missing_ok=True)
+        with safe_files.own_folder(self.folder, make=True) as folder:
+            try:
+                with safe_files.create(f".{name}", folder=folder) as file:
+                    file.write(json.dumps(asdict(mine)).encode())
+                while True:
+                    for found in self._requests(folder, job):
+                        if found.is_current:
+                            return found, False
+                    try:  # fails where there is a request, and shows it whole
+                        os.link(f".{name}", _file_of(job), src_dir_fd=folder, dst_dir_fd=folder)
+                    except FileExistsError:
+                        stale = self._requests(folder, job)
+                        if not any(found.is_current for found in stale):
+                            safe_files.remove(_file_of(job), folder=folder)
+                            for found in stale:
+                                _remove_answers(found, folder)
+                    else:
+                        with self._answers_to(mine, make=True):
+                            return mine, True
+            finally:
+                safe_files.remove(f".{name}", folder=folder)
 
     def requests(self, job: str) -> list[Request]:
         """The requests that wait for answers of this job; "": those to all jobs alone."""
-        found = []
-        for path in dict.fromkeys((self._path(job), self._path(""))):
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                found.append(Request(**json.loads(path.read_text())))
-        return found
+        try:
+            with safe_files.own_folder(self.folder) as folder:
+                return self._requests(folder, job)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            if not self._has_warned:
+                log.warning("%s: questions there are not answered: %s", self.folder, error.strerror)
+            self._has_warned = True
+            return []
 
     def claim(self, request: Request, job: str, node: int) -> bool:
         """Whether this process is the first of its node to answer."""
-        with contextlib.suppress(OSError):
-            (self.folder / request.name).mkdir(exist_ok=True)
-            os.close(os.open(self._part(request, job, node).with_suffix(".claim"), os.O_CREAT | os.O_EXCL))
+        with contextlib.suppress(OSError), self._answers_to(request, make=True) as folder:
+            safe_files.create(f"{job}.{node:05d}.claim", folder=folder).close()
             return True
         return False
 
     def answer(self, request: Request, job: str, node: int, part: dict[str, Any]) -> None:
-        """Add what is known of a node."""
-        path = self._part(request, job, node)
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(part))
-        draft.rename(path)
+        """Add what is known of a node. Raises OSError if the folder cannot be written to."""
+        with self._answers_to(request) as folder:
+            safe_files.replace(f"{job}.{node:05d}.json", json.dumps(part).encode(), folder=folder)
 
     def answers(self, request: Request) -> list[dict[str, Any]]:
-        """What the nodes have added so far."""
-        found = []
-        for path in sorted((self.folder / request.name).glob("*.json")):
-            with contextlib.suppress(OSError, ValueError):
-                found.append(json.loads(path.read_text()))
-        return found
+        """What the nodes have added so far: objects, see ``report.is_answer``."""
+        with contextlib.suppress(OSError), self._answers_to(request) as folder:
+            names = (name for name in sorted(os.listdir(folder)) if name.endswith(".json"))
+            found = (_parsed(name, folder, _MOST_ANSWER_BYTES, dict) for name in names)
+            return [answer for answer in found if answer is not None]
+        return []
 
     def report_path(self, request: Request, job: str) -> Path:
         """Where the report about a job goes."""
@@ -114,28 +136,67 @@ class Inquiry:
 
     def latest_report(self, job: str, since_s: float) -> Path | None:
         """The newest report about a job that was written after a time, in seconds since the epoch."""
-        found = sorted(self.folder.glob(f"*-{job}.txt"))
-        with contextlib.suppress(OSError):
-            return found[-1] if found and found[-1].stat().st_mtime >= since_s else None
+        with contextlib.suppress(OSError), safe_files.own_folder(self.folder) as folder:
+            for name in sorted(os.listdir(folder), reverse=True):
+                if name.endswith(f"-{job}.txt"):
+                    written_s = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
+                    return self.folder / name if written_s >= since_s else None
         return None
 
     def write_report(self, request: Request, job: str, text: str) -> Path:
         """Write the report about a job, and return its path."""
         path = self.report_path(request, job)
-        draft = path.with_suffix(".draft")
-        draft.write_text(text)
-        return draft.rename(path)
+        with safe_files.own_folder(self.folder) as folder:
+            safe_files.replace(path.name, text.encode(errors="backslashreplace"), folder=folder)
+        return path
 
     def close(self, request: Request) -> None:
-        """Remove the request with its answers."""
-        if request in self.requests(request.job):
-            self._path(request.job).unlink(missing_ok=True)
-        shutil.rmtree(self.folder / request.name, ignore_errors=True)
+        """Remove the request with its answers, as far as possible."""
+        with contextlib.suppress(OSError), safe_files.own_folder(self.folder) as folder:
+            for name in os.listdir(folder):  # of someone who was killed while asking
+                if name.startswith(".") and time.time() - os.lstat(name, dir_fd=folder).st_mtime > _FORGOTTEN_S:
+                    safe_files.remove(name, folder=folder)
+            if request in self._requests(folder, request.job):
+                safe_files.remove(_file_of(request.job), folder=folder)
+            _remove_answers(request, folder)
         with contextlib.suppress(OSError):  # it has reports
             self.folder.rmdir()
 
-    def _path(self, job: str) -> Path:
-        return self.folder / (f"request-{job}.json" if job else "request.json")
+    @contextlib.contextmanager
+    def _answers_to(self, request: Request, *, make: bool = False) -> Iterator[int]:
+        """The descriptor of the folder of a request."""
+        if not _NAME.fullmatch(request.name):
+            raise ValueError(f"the name of a request is of letters, digits, - and _, not {request.name!r}")
+        with (
+            safe_files.own_folder(self.folder) as folder,
+            safe_files.own_folder(request.name, folder=folder, make=make) as answers,
+        ):
+            yield answers
 
-    def _part(self, request: Request, job: str, node: int) -> Path:
-        return self.folder / request.name / f"{job}.{node:05d}.json"
+    @staticmethod
+    def _requests(folder: int, job: str) -> list[Request]:
+        found = []
+        for name in dict.fromkeys((_file_of(job), _file_of(""))):
+            request = _parsed(name, folder, _MOST_REQUEST_BYTES, _REQUEST)
+            if request is not None and _file_of(request["job"]) == name and _NAME.fullmatch(request["name"]):
+                found.append(Request(**request))
+        return found
+
+
+def _file_of(job: str) -> str:
+    return f"request-{job}.json" if job else "request.json"
+
+
+def _remove_answers(request: Request, folder: int) -> None:
+    with contextlib.suppress(OSError), safe_files.own_folder(request.name, folder=folder) as answers:
+        for name in os.listdir(answers):
+            safe_files.remove(name, folder=answers)
+        os.rmdir(request.name, dir_fd=folder)
+
+
+def _parsed(name: str, folder: int, most_bytes: int, shape: json_shapes.Shape) -> Any:
+    """The JSON of a file of this user or root; None where there is none."""
+    try:
+        return json_shapes.parse(safe_files.read(name, most_bytes, folder=folder, own=True), shape)
+    except OSError:
+        return None

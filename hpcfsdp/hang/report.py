@@ -8,7 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from hpcfsdp import json_shapes
 from hpcfsdp.hang import stacks
+from hpcfsdp.terminal import shown_lines
 
 SHOWN_EVENTS = 20
 _STATES = {
@@ -22,6 +24,31 @@ _STATES = {
 }
 _BYTES_OF = {"64": 8, "32": 4, "16": 2, "8": 1, "128": 16}
 _OWN_FOLDERS = re.compile(r"/(?:site-packages|dist-packages|hpcfsdp)/|/lib/python3|^<")
+
+
+_JOB = re.compile(r"[\w.-]{1,200}")
+_ANSWER = {
+    "job": str,
+    **dict.fromkeys(("node", "num_nodes", "size"), int),
+    "ranks": [
+        {
+            **dict.fromkeys(("rank", "pid", "main_thread"), int),
+            **dict.fromkeys(("host", "state", "wchan", "stacks"), str),
+            "cpu_s": float,
+            "wait": (None, {"since_s": float, "label": str, "call": str, "missing": [int], "num_missing": int}),
+            "events": [{"number": int, "time_s": float, "kind": str, "text": str}],
+        }
+    ],
+}
+
+
+def is_answer(answer: dict[str, Any]) -> bool:
+    """Whether this is what a node answers. Its job can be part of the name of a file."""
+    return json_shapes.fits(answer, _ANSWER) and (
+        0 <= answer["node"] < answer["num_nodes"] <= answer["size"] <= 1 << 20
+        and all(0 <= rank["rank"] < answer["size"] for rank in answer["ranks"])
+        and _JOB.fullmatch(answer["job"]) is not None
+    )
 
 
 def ranks_of(answers: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -57,7 +84,7 @@ def render(answers: Sequence[dict[str, Any]], reason: str, asked_s: float, trace
         lines += [rank["stacks"].rstrip() or "  none: it has ended, is stopped, or handles SIGQUIT itself", ""]
     if traces:
         lines += ["Collectives of the backend", "--------------------------", traces]
-    return "\n".join(lines) + "\n"
+    return shown_lines("\n".join(lines) + "\n")
 
 
 def head(text: str) -> str:
@@ -145,10 +172,10 @@ def _event(event: dict[str, Any], asked_s: float) -> str:
 
 def bytes_of(label: str) -> int | None:
     """The bytes of the tensor in the label of a collective, None where it names none."""
-    found = re.search(r"(\d+) x torch\.(\w+)", label)
+    found = re.search(r"(\d{1,18}) x torch\.(\w+)", label)
     if found is None:
         return None
-    width = re.search(r"\d+", found[2])
+    width = re.search(r"\d{1,3}", found[2])
     return int(found[1]) * (_BYTES_OF.get(width[0], 1) if width else 1)
 
 

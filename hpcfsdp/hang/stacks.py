@@ -108,7 +108,7 @@ def main_frames(text: str, main_thread: int) -> list[tuple[str, int, str]]:
     """The frames of the main thread, the innermost first, as (file, line, function)."""
     threads = re.split(r"^(?=(?:Current t|T)hread 0x)", text, flags=re.MULTILINE)
     wanted = [part for part in threads if re.match(rf"(?:Current t|T)hread 0x0*{main_thread:x}\b", part)]
-    found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', wanted[-1] if wanted else "", re.MULTILINE)
+    found = re.findall(r'^  File "(.*)", line (\d{1,9}) in (.*)$', wanted[-1] if wanted else "", re.MULTILINE)
     return [(file, int(line), function) for file, line, function in found]
 
 

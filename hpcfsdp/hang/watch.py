@@ -236,7 +236,8 @@ class Watcher:
         return {"job": seat.job, "node": seat.node, "num_nodes": len(seat.nodes), "size": size, "ranks": ranks}
 
     def _of_job(self, request: Request) -> list[dict[str, Any]]:
-        return [answer for answer in self._inquiry.answers(request) if answer["job"] == self._seat.job]
+        answers = filter(report.is_answer, self._inquiry.answers(request))
+        return [answer for answer in answers if answer["job"] == self._seat.job]
 
 
 _watch: Watcher | None = None

@@ -1,5 +1,6 @@
 """What several files of tests share, as fixtures."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -183,6 +184,22 @@ def run_python():
         return result.stdout
 
     return run
+
+
+@pytest.fixture
+def give_away(monkeypatch):
+    """``give_away(path)``: give a file, folder or link to another user, or be another user from here on."""
+
+    user = os.geteuid()
+
+    def give(path):
+        if user == 0:
+            os.chown(path, 12345, 12345, follow_symlinks=False)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        return path
+
+    return give
 
 
 class Model(nn.Module):

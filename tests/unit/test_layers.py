@@ -16,8 +16,8 @@ FILES = {
 TREES = {module: ast.parse(path.read_text(), str(path)) for module, path in FILES.items()}
 
 LAYERS = [
-    {"_version", "accelerator", "terminal"},
-    {"_compat"},
+    {"_version", "accelerator", "json_shapes", "safe_files", "terminal"},
+    {"_compat", "json_lines"},
     {"", "errors"},
     {"env"},
     {"hang", "timeline"},
