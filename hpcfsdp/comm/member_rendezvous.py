@@ -39,7 +39,7 @@ class MemberRendezvous:
         self._outcome: str | None = None
         self._next_poll_s = self._pause_s = 0.0
         mine = f"rank {rank} makes a group of ranks {ranks}"
-        first = store.compare_set("members", "", mine).decode()
+        first = store.compare_set("members", "", mine).decode(errors="replace")
         store.set(f"here/{rank}", "")
         if first.rpartition(" of ")[2] != mine.rpartition(" of ")[2]:
             differ = f"{first}, but {mine}: all members must give the same"
@@ -58,7 +58,7 @@ class MemberRendezvous:
             self._pause_s = min(2 * self._pause_s + 1e-4, self._LONGEST_PAUSE_S)  # one store answers all ranks
             self._next_poll_s = now_s + self._pause_s
             if self._store.check(["outcome"]):
-                self._outcome = self._store.get("outcome").decode()
+                self._outcome = self._store.get("outcome").decode(errors="replace")
         return self._outcome is not None
 
     def missing(self) -> list[int]:
@@ -69,7 +69,7 @@ class MemberRendezvous:
 
     def end(self, outcome: str) -> None:
         """Not collective. Store the outcome, unless one is stored already."""
-        self._outcome = self._store.compare_set("outcome", "", outcome).decode()
+        self._outcome = self._store.compare_set("outcome", "", outcome).decode(errors="replace")
 
     def close(self) -> None:
         """Raise the error of the rendezvous. Without one, the last member deletes the keys.

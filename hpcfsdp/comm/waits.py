@@ -15,8 +15,8 @@ import collections
 import contextlib
 import hashlib
 import itertools
+import json
 import logging
-import pickle
 import threading
 import time
 import weakref
@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from hpcfsdp import _compat, env
+from hpcfsdp import _compat, env, json_shapes
 from hpcfsdp.errors import DifferentCallsError
 from hpcfsdp.hang import events
 from hpcfsdp.launch import calls
@@ -45,6 +45,16 @@ _MOST_LOGGING = 16
 Place = tuple[Any, Any]
 """A collective: the key of its ``Member``, and the number of the call."""
 UNKNOWN, NOTHING_YET = None, ""
+
+_MOST_BYTES = 1 << 20  # of a record
+_RECORD = {
+    **dict.fromkeys(("rank", "serial"), int),
+    **dict.fromkeys(("call", "label"), str),
+    **dict.fromkeys(("firm", "over", "crossed"), bool),
+    "place": (None, [(str, [str, int]), (int, [int, int])]),
+    "missing": [int],
+    "answers": [[int, int, (str, None)]],
+}
 
 
 class Member(Protocol):
@@ -153,17 +163,36 @@ class _Board:
         store = _compat.default_store()
         if store is None:
             return
-        store.set(_key(rank), b"" if mine is None else pickle.dumps(mine))
-        records = {}
-        for peer in peers:
-            text = store.compare_set(_key(peer), "", "")  # as get, which would wait for a missing key
-            if text:
-                records[peer] = pickle.loads(text)
-        self.read, self.written = records, mine
+        store.set(_key(rank), b"" if mine is None else pack(mine))
+        # As get, which would wait for a missing key.
+        found = (unpack(peer, store.compare_set(_key(peer), "", "")) for peer in peers)
+        self.read, self.written = {each.rank: each for each in found if each is not None}, mine
 
 
 def _key(rank: int) -> str:
     return f"hpcfsdp/waits/{rank}"
+
+
+def pack(mine: Waiting) -> bytes:
+    """A record as it is in the store."""
+    return json.dumps({**vars(mine), "answers": [(rank, *answer) for rank, answer in mine.answers.items()]}).encode()
+
+
+def unpack(rank: int, text: bytes) -> Waiting | None:
+    """The record of a rank in the store; None without one, and for any other text.
+
+    Whoever reaches the store's port can write there.
+    """
+    found = json_shapes.parse(text, _RECORD) if 0 < len(text) <= _MOST_BYTES else None
+    if found is None or found["rank"] != rank:
+        return None
+    answers = {about: (serial, label) for about, serial, label in found["answers"]}
+    place, missing = _with_tuples(found["place"]), tuple(found["missing"])
+    return Waiting(**{**found, "place": place, "missing": missing, "answers": answers})
+
+
+def _with_tuples(value: Any) -> Any:
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 _board = _Board()
@@ -330,4 +359,7 @@ def _called(place: Place | None) -> str | None:
     if key not in _members:
         return NOTHING_YET  # this rank has not created the communicator yet
     member = _members[key]()
-    return UNKNOWN if member is None else member.called(number)
+    try:
+        return UNKNOWN if member is None else member.called(number)
+    except TypeError:  # a number of another kind of member, which no rank has written
+        return UNKNOWN

@@ -1,11 +1,13 @@
 import gc
+import json
 import logging
+import pickle
 from dataclasses import replace
 
 import pytest
 
 from hpcfsdp.comm import waits
-from hpcfsdp.comm.waits import NOTHING_YET, UNKNOWN, Waiting, Watch, crossed, describe, key_of, same_call
+from hpcfsdp.comm.waits import NOTHING_YET, UNKNOWN, Waiting, Watch, crossed, describe, key_of, pack, same_call, unpack
 from hpcfsdp.errors import DifferentCallsError, LaunchError
 from hpcfsdp.launch import calls
 
@@ -242,3 +244,71 @@ def test_a_backward_counts_while_autograd_runs(monkeypatch):
     assert calls.current() == 'backward of "Net"'
     running[0] = False
     assert calls.current() == "forward"
+
+
+class Store:
+    """As torch's, for one thread."""
+
+    def __init__(self, **values):
+        self.values = {f"hpcfsdp/waits/{rank[1:]}": value for rank, value in values.items()}
+
+    def set(self, key, value):
+        self.values[key] = value
+
+    def compare_set(self, key, _expected, _desired):
+        return self.values.get(key, b"")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Waiting(1, 9, "", "meet", None, (), False),
+        Waiting(1, 9, "save", "ä", (("ab", 2), 5), (0, 2), True, {0: (7, "gather"), 3: (1, None)}, over=True),
+        Waiting(1, 9, "save", "meet", ("order of Model", (3, 4)), (0,), True, crossed=True),
+    ],
+)
+def test_a_record_comes_out_of_the_store_as_it_was(record):
+    assert unpack(1, pack(record)) == record
+
+
+SOUND = json.loads(pack(pair()[1]))
+
+
+def ran():
+    raise AssertionError("a record was executed")
+
+
+class Code:
+    def __reduce__(self):
+        return ran, ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"{", b"[" * 100_000, b"\xff", pickle.dumps(Code()), pickle.dumps(pair()[1])),
+        *(json.dumps(SOUND | {name: {}}).encode() for name in SOUND),
+        *(json.dumps({key: value for key, value in SOUND.items() if key != name}).encode() for name in SOUND),
+        *(json.dumps(SOUND | {"place": place}).encode() for place in ([], ["a"], ["a", [1]], [["a"], 1], ["a", "b"])),
+        *(json.dumps(SOUND | {"answers": answers}).encode() for answers in ([[0]], [[0, 1, 2]], [["0", 1, "x"]], {})),
+        json.dumps(SOUND | {"rank": 2}).encode(),
+        json.dumps(SOUND | {"more": 1}).encode(),
+        json.dumps(SOUND | {"label": "x" * (1 << 20)}).encode(),
+    ],
+)
+def test_what_no_rank_has_written_is_no_record_and_is_not_executed(monkeypatch, text):
+    board = waits._Board()
+    mine, theirs = pair()
+    store = Store(_1=text, _2=pack(replace(theirs, rank=2)))
+    monkeypatch.setattr(waits._compat, "default_store", lambda: store)
+    board._serve_one(0, mine, (1, 2, 3))
+    assert board.read == {2: replace(theirs, rank=2)}
+    assert board.written == mine
+    assert unpack(0, store.values["hpcfsdp/waits/0"]) == mine
+
+
+def test_a_number_of_another_kind_of_collective_is_unknown(board):
+    own, other = Member((0, 1), "gather"), Member((0, 1))
+    board.read = {1: Waiting(1, 5, "", "meet", (other.key, (1, 2)), (0,), True)}
+    Watch("gather", own, 1, firm=True).look(1.0, 0, [1])
+    assert board.asked[-1][1].answers == {1: (5, UNKNOWN)}
