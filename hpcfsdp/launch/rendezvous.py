@@ -51,25 +51,41 @@ def first_reached_by_all(candidates: list[str], port: int, comm: Any, *, probes:
     )
 
 
+def listening(addresses: list[str]) -> dict[str, socket.socket]:
+    """By address of this host, a socket that listens there; all have one port. Addresses without one are left out."""
+    found: dict[str, socket.socket] = {}
+    for address in addresses:
+        port = next(iter(found.values())).getsockname()[1] if found else 0
+        with contextlib.suppress(OSError):  # of another machine, or its port is taken
+            found[address] = socket.create_server((address, port), backlog=4096)  # all ranks come at once
+    return found
+
+
 def open_store(comm: Any, *, single_node: bool, timeout_s: float) -> tuple[Any, str]:
     """Collective over `comm`, all ranks of the job. A TCPStore of rank 0 on a free port, and its address.
 
-    One rank of each node tries the addresses of rank 0: all ranks at once would be a storm of connections.
+    It listens on this address alone: who reaches a store can write to it. One rank of each node tries the addresses of
+    rank 0: all ranks at once would be a storm of connections.
     """
     import torch.distributed as dist
 
     timeout = datetime.timedelta(seconds=timeout_s)
-    store = found = None
+    servers: dict[str, socket.socket] = {}
+    found = None
     if comm.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, comm.size, is_master=True, timeout=timeout, wait_for_workers=False)
-        found = store.port, ["127.0.0.1"] if single_node else addresses_of_this_host()
-    port, candidates = comm.bcast(found)
-    if single_node:
-        (address,) = candidates
-    else:
-        leads = current_job().topology.local_rank(comm.rank) == 0
-        address = first_reached_by_all(candidates, port, comm, probes=leads)
-    if store is None:
-        store = dist.TCPStore(address, port, comm.size, is_master=False, timeout=timeout)
+        servers = listening(["127.0.0.1"] if single_node else addresses_of_this_host())
+        found = next((server.getsockname()[1] for server in servers.values()), 0), list(servers)
+    try:
+        port, candidates = comm.bcast(found)
+        if single_node and candidates:
+            (address,) = candidates
+        else:
+            leads = current_job().topology.local_rank(comm.rank) == 0
+            address = first_reached_by_all(candidates, port, comm, probes=leads)
+        fd = servers[address].detach() if servers else None
+        store = dist.TCPStore(address, port, comm.size, fd is not None, timeout, False, master_listen_fd=fd)
+    finally:
+        for server in servers.values():
+            server.close()
     comm.Barrier()  # if rank 0 failed next, its store would be gone, and others would try to connect in vain
     return store, address

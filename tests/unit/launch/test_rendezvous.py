@@ -110,3 +110,20 @@ def test_an_open_port_is_reachable_and_a_closed_one_is_not():
         port = server.getsockname()[1]
         assert rendezvous.reachable("127.0.0.1", port)
     assert not rendezvous.reachable("127.0.0.1", port)
+
+
+def test_sockets_of_several_addresses_have_one_port_and_foreign_addresses_none():
+    servers = rendezvous.listening(["192.0.2.1", "127.0.0.1", "127.0.0.2"])
+    assert list(servers) == ["127.0.0.1", "127.0.0.2"]
+    assert len({server.getsockname()[1] for server in servers.values()}) == 1
+    for server in servers.values():
+        server.close()
+
+
+def test_the_store_listens_on_its_address_alone():
+    alone = SimpleNamespace(rank=0, size=1, bcast=lambda value: value, Barrier=lambda: None)
+    store, address = rendezvous.open_store(alone, single_node=True, timeout_s=20)
+    store.set("a", "b")
+    assert (address, store.get("a")) == ("127.0.0.1", b"b")
+    assert rendezvous.reachable("127.0.0.1", store.port)
+    assert not rendezvous.reachable("127.0.0.2", store.port)  # all of 127.0.0.0/8 is this host
