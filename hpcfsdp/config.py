@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from hpcfsdp import env
+from hpcfsdp import env, safe_files
 from hpcfsdp.errors import UsageError, nearest
 
 Config = TypeVar("Config")
@@ -107,9 +107,7 @@ _Dumper.add_implicit_resolver(
 
 def write_yaml(config: Any, path: Path) -> None:
     """Write a configuration so that ``--config`` reads it back."""
-    draft = path.with_name(f".{path.name}.partial")
-    draft.write_text(yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False))
-    draft.replace(path)
+    safe_files.replace(path, yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False).encode())
 
 
 def parser_of(kind: type, prog: str) -> ArgumentParser:

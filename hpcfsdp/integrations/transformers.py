@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import is_peft_available
 
-from hpcfsdp import checkpoint
+from hpcfsdp import checkpoint, json_shapes, safe_files
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import CheckpointError, LaunchError, UsageError
 from hpcfsdp.fsdp import FullyShardedDataParallel
@@ -29,6 +29,7 @@ from hpcfsdp.world import current_world
 log = logging.getLogger("hpcfsdp.trainer")
 
 _STATE_NAME = "trainer_state.json"
+_MOST_STATE_BYTES = 1 << 28
 _FOLDERS = "checkpoint-*"
 _DDP = "it is an option of DistributedDataParallel, and the model is sharded"
 _REFUSED = {
@@ -318,10 +319,10 @@ def _step_of(folder: Path) -> int:
 def _is_complete(folder: Path) -> bool:
     """Whether a save came to its end: the state of the trainer is written last."""
     try:
-        json.loads((folder / _STATE_NAME).read_text())
-    except (OSError, ValueError):
+        state = json_shapes.parse(safe_files.read(folder / _STATE_NAME, _MOST_STATE_BYTES), dict)
+    except OSError:
         return False
-    return (folder / FILE_NAME).exists()
+    return state is not None and (folder / FILE_NAME).exists()
 
 
 def _curves(history: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:

@@ -13,8 +13,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcfsdp import env
+from hpcfsdp import env, json_shapes, safe_files
 from hpcfsdp.errors import UsageError
+from hpcfsdp.hang import stacks
 
 log = logging.getLogger("hpcfsdp.train")
 
@@ -54,7 +55,7 @@ class Holder:
         job, restart = env.scheduler_job()
         since = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         pid = os.getpid()
-        return cls(env.host_name(), pid, _system(), _started(pid), job, restart, since, secrets.token_hex(8))
+        return cls(env.host_name(), pid, system(), started(pid), job, restart, since, secrets.token_hex(8))
 
     def is_alive(self, observer: Holder) -> bool | None:
         """Whether this process runs. None if `observer`, the current process, cannot see that."""
@@ -62,11 +63,14 @@ class Holder:
             return False  # the scheduler has ended it, and requeued the job
         if not self.system or self.system != observer.system:
             return None
-        return _started(self.pid) == self.started
+        return runs(self.pid, self.started)
 
     def __str__(self) -> str:
         job = f"job {self.job}, " if self.job else ""
         return f"{job}process {self.pid} on {self.host}, since {self.since}"
+
+
+_HOLDER = {each.name: str for each in dataclasses.fields(Holder)} | {"pid": int}
 
 
 def training_in(folder: Path) -> Holder | None:
@@ -120,6 +124,12 @@ class RunLock:
             )
             self._remove(found)
             by_force = False  # a job that takes the folder at the same time keeps it
+        for left in self.folder.glob(f".{NAME}.*"):  # of a job that was killed in between
+            holder = _read(left)
+            is_alive = None if holder is None else holder.is_alive(self._mine)
+            with contextlib.suppress(OSError):
+                if is_alive is False or (is_alive is None and time.time() - left.lstat().st_mtime > SILENT_S):
+                    left.unlink()
         self._thread = threading.Thread(target=self._beat, name="hpcfsdp-run-lock", daemon=True)
         self._thread.start()
 
@@ -156,15 +166,17 @@ class RunLock:
     def _create(self) -> bool:
         """Create the file, unless there is one."""
         draft = self.path.with_name(f".{NAME}.{self._mine.token}")
-        draft.write_text(json.dumps(dataclasses.asdict(self._mine)) + "\n")
+        text = json.dumps(dataclasses.asdict(self._mine)).encode() + b"\n"
+        with safe_files.create(draft) as file:
+            file.write(text)
         try:
             os.link(draft, self.path)  # the file appears with its content
         except FileExistsError:
             return False
         except OSError:  # a file system without links
             try:
-                with open(self.path, "x") as file:
-                    file.write(draft.read_text())
+                with safe_files.create(self.path) as file:
+                    file.write(text)
             except FileExistsError:
                 return False
         finally:
@@ -206,7 +218,7 @@ class RunLock:
         while not self._ended.wait(BEAT_S):
             try:
                 if _read(self.path) in (None, self._mine):
-                    os.utime(self.path)
+                    os.utime(self.path, follow_symlinks=False)
             except FileNotFoundError:
                 self._log_removal()
             except OSError as error:
@@ -222,7 +234,7 @@ class RunLock:
 def _touched(path: Path) -> int | None:
     """When a file was last touched; None where there is no file."""
     try:
-        with open(path) as file:  # clients of NFS ask the server when a file is opened
+        with safe_files.open_to_read(path) as file:  # clients of NFS ask the server when a file is opened
             return os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return None
@@ -231,12 +243,13 @@ def _touched(path: Path) -> int | None:
 def _read(path: Path) -> Holder | None:
     """The holder in a file; None if there is no file, or no holder in it."""
     try:
-        return Holder(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        found = json_shapes.parse(safe_files.read(path, 1 << 16), _HOLDER)
+    except OSError:
         return None
+    return None if found is None else Holder(**found)
 
 
-def _system() -> str:
+def system() -> str:
     """The boot of the system and its pid namespace; empty if unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -244,9 +257,18 @@ def _system() -> str:
         return ""
 
 
-def _started(pid: int) -> str:
-    """The start time of a process in the system's units; empty if there is no such process."""
+def runs(pid: int, began: str) -> bool | None:
+    """Whether a process with this start runs on this system; None where the system hides processes of other users."""
+    found = started(pid)
+    if found or pid < 1:
+        return found == began
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+        os.kill(pid, 0)
+    except OSError as error:
+        return None if isinstance(error, PermissionError) else False
+    return None
+
+
+def started(pid: int) -> str:
+    """The start time of a process in the system's units; empty if there is no such process."""
+    return str(stacks.start_of(pid) or "")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hpcfsdp import accelerator, timeline
+from hpcfsdp import accelerator, safe_files, timeline
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import UsageError
 from hpcfsdp.timeline import Recorder, Span
@@ -67,14 +67,14 @@ class Trace:
         self._directory, self._comm, self._recorder = directory, comm, recorder
         self._rank, self._host = rank, host
         self._parts = directory / f".{FILE}.parts"
+        if comm.rank == 0:  # of a run that was killed; other ranks write after ``begin``, which waits for this one
+            shutil.rmtree(self._parts, ignore_errors=True)
         self._shift_ns = 0
         self._resolve: Callable[[Any], int] = int
 
     def begin(self) -> None:
         """Compare the clocks, and collect from here on. Waits for the device once."""
         recorder = self._recorder
-        if self._comm.rank == 0:
-            shutil.rmtree(self._parts, ignore_errors=True)
         self._shift_ns = _clock_of_rank_0(self._comm)
         if recorder.is_timed:
             first = recorder.now()
@@ -99,11 +99,10 @@ class Trace:
             accelerator.synchronize(self._recorder.device)
         spans = self._recorder.pop_spans()
         try:
-            self._parts.mkdir(parents=True, exist_ok=True)
-            draft = self._part(self._comm.rank).with_suffix(".partial")
-            with open(draft, "w") as file:
-                file.write(",\n".join(json.dumps(event) for event in self._events(spans)))
-            os.replace(draft, self._part(self._comm.rank))
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with safe_files.own_folder(self._parts, make=True) as folder:
+                text = ",\n".join(json.dumps(event) for event in self._events(spans))
+                safe_files.replace(self._part(self._comm.rank).name, text.encode(), folder=folder)
         except OSError as error:
             log.warning("rank %d cannot write its part of the trace: %s", self._rank, error.strerror)
             return False
@@ -124,8 +123,8 @@ class Trace:
 
     def _merge(self, *, wait: bool) -> None:
         path, until_s = self._directory / FILE, time.monotonic() + (_VISIBLE_WITHIN_S if wait else 0.0)
-        draft, missing, first = path.with_name(f".{FILE}.partial"), [], True
-        with open(draft, "wb") as merged:
+        missing, first = [], True
+        with safe_files.replacing(path) as merged:
             merged.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n')
             for rank in range(self._comm.size):
                 part = self._part(rank)
@@ -136,10 +135,9 @@ class Trace:
                     continue
                 merged.write(b"" if first else b",\n")
                 first = False
-                with open(part, "rb") as file:
+                with safe_files.open_to_read(part) as file:
                     shutil.copyfileobj(file, merged)
             merged.write(b"\n]}\n")
-        os.replace(draft, path)
         shutil.rmtree(self._parts, ignore_errors=True)
         if missing:
             log.warning("%s is without %d rank(s): %s", path, len(missing), missing[:16])

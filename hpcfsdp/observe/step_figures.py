@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hpcfsdp import _compat, accelerator
+from hpcfsdp import _compat, accelerator, json_lines
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import UsageError
 from hpcfsdp.observe.facts import Facts
@@ -23,6 +23,7 @@ SERIES = ("loss", "grad_norm", "lr", "tokens_per_s", "comm_share", "flop_utilisa
 _RANK_BITS = 22
 """A rank is packed below a number, so that the maximum of both is the largest number and its rank."""
 _SHARE = 10**6
+_NOT_FINITE = ("nan", "inf", "-inf")
 _RESERVED = {
     *("step", "kind", "date", "seconds", "tokens_per_s", "flop_utilisation", "comm_share", "comm_share_max"),
     *("busy_s_mean", "busy_s_max", "straggler", "memory", "restart", "steps", "not_finite"),
@@ -281,14 +282,22 @@ class Series:
     curves: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add the figures of a record. One that is not finite is in the curve as such."""
-        values = {**record, "memory_peak_bytes": record.get("memory", {}).get("peak_bytes")}
-        values |= {name: float(text) for name, text in record.get("not_finite", {}).items()}
+        """Add the figures of a record. One that is not finite is in the curve as such; one that is no number is not."""
+        step = json_lines.step_of(record)
+        if step is None:
+            return
+        memory, others = (record.get(name) for name in ("memory", "not_finite"))
+        others = others if isinstance(others, Mapping) else {}
+        peak = memory.get("peak_bytes") if isinstance(memory, Mapping) else None
         for name in SERIES:
-            if values.get(name) is not None:
-                steps, points = self.curves.setdefault(name, ([], []))
-                steps.append(int(record["step"]))
-                points.append(float(values[name]))
+            value = json_lines.number(peak if name == "memory_peak_bytes" else record.get(name))
+            if others.get(name) in _NOT_FINITE:
+                value = float(others[name])
+            elif math.isnan(value):
+                continue
+            steps, points = self.curves.setdefault(name, ([], []))
+            steps.append(step)
+            points.append(value)
 
     def continue_from(self, curves: Mapping[str, tuple[Iterable[Any], Iterable[Any]]], last: int) -> None:
         """Begin with these curves up to the step `last`."""

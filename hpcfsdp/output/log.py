@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from pathlib import Path
 from typing import TextIO
 
-from hpcfsdp import env
+from hpcfsdp import env, safe_files
 from hpcfsdp.terminal import shown_lines, shown_message
 
 LOGGER = logging.getLogger("hpcfsdp")
@@ -57,6 +58,16 @@ class _StderrHandler(logging.StreamHandler):
         pass
 
 
+class _FileHandler(logging.FileHandler):
+    """Appends to a file in a folder that others may write to."""
+
+    def _open(self) -> TextIO:
+        fd = safe_files.open_to_append(self.baseFilename)
+        if safe_files.is_torn(fd):
+            os.write(fd, b"\n")
+        return os.fdopen(fd, "a", encoding="utf-8")
+
+
 def set_up(rank: int, size: int, host: str, directory: Path | None = None) -> None:
     """Send what hpcfsdp logs to stderr (rank 0) and to ``directory/rank-<rank>.jsonl`` (every rank)."""
     close()
@@ -66,7 +77,7 @@ def set_up(rank: int, size: int, host: str, directory: Path | None = None) -> No
         _add(_StderrHandler(), _PlainFormatter(rank, size, host))
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
-        _add(logging.FileHandler(directory / f"rank-{rank:04d}.jsonl"), _JsonFormatter(rank, host))
+        _add(_FileHandler(directory / f"rank-{rank:04d}.jsonl"), _JsonFormatter(rank, host))
     job, count = env.scheduler_job()
     if job:
         LOGGER.getChild("job").info("job %s%s", job, f", restart {count}" if count.isdecimal() else "")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.catalog import latest, step_of as step_of_file
+from hpcfsdp.json_lines import Tail, text
 from hpcfsdp.launch.lock import training_in
-from hpcfsdp.report.json_lines import Tail, text
 from hpcfsdp.report.run_checkpoints import SavedCheckpoint, checkpoints_of
 from hpcfsdp.report.run_events import Event
 from hpcfsdp.report.run_folder import CONFIG, EVENTS, METRICS, Run, read_config, read_hangs, silent_s_of

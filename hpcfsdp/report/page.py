@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpcfsdp import safe_files
 from hpcfsdp._version import __version__
 from hpcfsdp.checkpoint.files import reason
 from hpcfsdp.errors import HpcfsdpError
@@ -149,13 +148,9 @@ def write_page(text: str, path: Path) -> None:
     Raises:
         HpcfsdpError: it cannot be written.
     """
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(draft, path)
+        safe_files.replace(path, text.encode(errors="backslashreplace"))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
         raise HpcfsdpError(
             f"{path}: cannot be written: {reason(error)}; --out FILE writes the report elsewhere"
         ) from error

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from hpcfsdp.json_lines import text
 from hpcfsdp.output.wording import counted, readable_bytes, readable_count, readable_duration, readable_share
-from hpcfsdp.report.json_lines import text
 from hpcfsdp.report.run_checkpoints import SavedCheckpoint
 from hpcfsdp.report.run_folder import Run
 from hpcfsdp.report.run_logs import readable_ranks

@@ -11,7 +11,7 @@ from pathlib import Path
 from hpcfsdp.checkpoint.catalog import checkpoint_files, step_of
 from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.report.json_lines import seconds_of
+from hpcfsdp.json_lines import seconds_of
 from hpcfsdp.report.run_events import Event
 
 MOST_OPENED = 10

@@ -16,11 +16,12 @@ from typing import Any
 
 import yaml
 
+from hpcfsdp import safe_files
 from hpcfsdp.checkpoint.files import reason
 from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.hang import report as hang_report
+from hpcfsdp.json_lines import Tally, number, records, step_of, text
 from hpcfsdp.launch.lock import training_in
-from hpcfsdp.report.json_lines import Tally, number, records, step_of, text
 from hpcfsdp.report.run_checkpoints import SavedCheckpoint, find_checkpoints
 from hpcfsdp.report.run_events import Event, read_events
 from hpcfsdp.report.run_logs import LogNotes, read_logs
@@ -199,12 +200,14 @@ def silent_s_of(folder: Path) -> float:
 def read_config(path: Path) -> tuple[dict[str, Any] | None, str]:
     """The configuration of a run, and the text of its file where that is no configuration."""
     try:
-        with open(path, errors="replace") as file:
-            content = file.read(_LARGEST_CONFIG)
+        with safe_files.open_to_read(path) as file:
+            content = file.read(_LARGEST_CONFIG).decode(errors="replace")
     except FileNotFoundError:
         return None, ""
     try:
-        found = yaml.safe_load(content)
+        # Of a few lists that name each other, all that follows would never end.
+        has_aliases = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(content, yaml.SafeLoader))
+        found = None if has_aliases else yaml.safe_load(content)
     except (yaml.YAMLError, RecursionError, ValueError):
         found = None
     return (found, "") if isinstance(found, dict) else (None, content)
@@ -217,8 +220,8 @@ def read_hangs(folder: Path) -> tuple[HangReport, ...]:
     dated = sorted((path.stat().st_mtime, path) for path in folder.glob("*.txt"))
     found = []
     for seconds, path in dated[-_MOST_HANGS:]:
-        with open(path, errors="replace") as file:
-            content = file.read(_LARGEST_HANG)
+        with safe_files.open_to_read(path) as file:
+            content = file.read(_LARGEST_HANG).decode(errors="replace")
         found.append(HangReport(path, seconds, hang_report.head(content), content))
     return tuple(found)
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpcfsdp.report.json_lines import number, parse, seconds_of, text
+from hpcfsdp import safe_files
+from hpcfsdp.json_lines import number, parse, seconds_of, text
 
 LAST_BYTES = 1 << 20
 """How much of the end of each rank's file is read."""
@@ -102,7 +103,7 @@ def _note(found: dict[tuple[str, str, str], LogNote], level: str, record: dict[s
 
 def _last_lines(path: Path) -> tuple[list[bytes], bool]:
     """The last complete lines of a file, and whether these are all."""
-    with open(path, "rb") as file:
+    with safe_files.open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
         whole = size <= LAST_BYTES
         if not whole:

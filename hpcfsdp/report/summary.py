@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from hpcfsdp.json_lines import number
 from hpcfsdp.launch.lock import SILENT_S
-from hpcfsdp.report.json_lines import number
 from hpcfsdp.report.run_events import Event
 from hpcfsdp.report.run_folder import Run, total_steps
 from hpcfsdp.report.series import Series

@@ -136,3 +136,43 @@ def test_a_folder_that_is_removed_is_reported_and_made_again(tmp_path, caplog, m
     ]
     assert holder_of(folder) == os.getpid()
     mine.release()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "huge", "types", "deep", "link"])
+def test_what_is_no_lock_is_replaced_and_nothing_is_followed(tmp_path, quick, give_away, kind):
+    victim, path = tmp_path / "victim", tmp_path / "run" / NAME
+    path.parent.mkdir()
+    victim.write_text(json.dumps(dataclasses.asdict(Holder.here())))
+    written_s = victim.stat().st_mtime_ns
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(victim)
+        give_away(path)
+    else:
+        sound = dataclasses.asdict(Holder.here())
+        odd = {"huge": {"host": "x" * (1 << 20)}, "types": {"pid": "../../etc"}, "deep": {}}[kind]
+        path.write_text("[" * 100_000 if kind == "deep" else json.dumps(sound | odd))
+    assert lock.training_in(path.parent) is None
+    acquire(path.parent)
+    assert os.listdir(path.parent) == []
+    assert victim.stat().st_mtime_ns == written_s
+
+
+def test_drafts_of_jobs_that_were_killed_are_removed(tmp_path, quick):
+    for name, age_s in (("old", 10), ("old.old", 10), ("young", -10)):
+        left = tmp_path / f".{NAME}.{name}"
+        left.touch()
+        os.utime(left, (left.stat().st_mtime - age_s,) * 2)
+    acquire(tmp_path)
+    assert os.listdir(tmp_path) == [f".{NAME}.young"]
+
+
+def test_a_process_that_the_system_hides_may_run(monkeypatch):
+    assert lock.runs(os.getpid(), lock.started(os.getpid()))
+    assert lock.runs(os.getpid(), "1") is False
+    monkeypatch.setattr(lock, "started", lambda pid: "")  # as with hidepid
+    assert lock.runs(os.getpid(), "1") is None
+    assert lock.runs(1 << 22, "1") is False
+    assert lock.runs(-1, "1") is False

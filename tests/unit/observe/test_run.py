@@ -314,6 +314,31 @@ def test_a_trace_that_ends_with_the_run(tmp_path):
     assert {name for _, _, name in found} == {"step 3", "step 4"}
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["a killed run's", "a link", "another's"])
+def test_what_lies_in_the_way_of_a_trace_is_removed_or_refused(tmp_path, give_away, caplog, kind):
+    elsewhere, parts = tmp_path / "elsewhere", tmp_path / "run" / ".trace.json.parts"
+    parts.parent.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("")
+    (parts.parent / ".trace.json.partial").symlink_to(elsewhere / "precious")
+    if kind == "a link":
+        parts.symlink_to(elsewhere)
+    else:
+        parts.mkdir()
+        (parts / "rank-000001.json").write_text("old")
+    with observe.Run(parts.parent, peak_flops=1.0, trace=True) as run:
+        if kind == "another's":
+            parts.mkdir()
+            give_away(parts)
+        for _ in range(5):
+            run.step(loss=1)
+    assert [(path.name, path.read_text()) for path in elsewhere.iterdir()] == [("precious", "")]
+    refused = "rank 0 cannot write its part of the trace" in caplog.text
+    assert refused == (kind != "a killed run's")
+    assert refused or not list(parts.parent.glob(".*"))
+
+
 UNCLOSED = """
 import hpcfsdp
 hpcfsdp.init("cpu")

@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 import re
 
 import pytest
@@ -120,3 +121,21 @@ def test_outside_of_a_scheduler_there_is_no_number_of_restarts(tmp_path, capsys,
     assert capsys.readouterr().err == ""
     logging.getLogger("hpcfsdp.train").info("step")
     assert "restart" not in lines_of(tmp_path / "rank-0000.jsonl")[0]
+
+
+@pytest.mark.timeout(20)
+def test_a_log_goes_on_behind_a_torn_line_and_not_through_a_pipe_or_a_link_of_another(tmp_path, give_away):
+    path = tmp_path / "rank-0001.jsonl"
+    path.write_text('{"message": "first"}\n{"mess')
+    log.set_up(1, 2, "host", tmp_path)
+    logging.getLogger("hpcfsdp.train").error("second")
+    log.close()
+    assert json.loads(path.read_text().splitlines()[2])["message"] == "second"
+    os.mkfifo(tmp_path / "rank-0002.jsonl")
+    with pytest.raises(OSError, match="is not a regular file"):
+        log.set_up(2, 3, "host", tmp_path)
+    give_away(path)
+    (tmp_path / "rank-0003.jsonl").symlink_to(path)
+    give_away(tmp_path / "rank-0003.jsonl")
+    with pytest.raises(PermissionError, match="belongs to the user"):
+        log.set_up(3, 4, "host", tmp_path)

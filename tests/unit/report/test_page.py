@@ -142,7 +142,7 @@ def test_the_page_is_replaced_at_once(tmp_path, monkeypatch):
     path = tmp_path / "report.html"
     path.write_text("old")
 
-    def fail(*_arguments):
+    def fail(*_arguments, **_options):
         assert path.read_text() == "old"
         raise OSError(28, "No space left on device")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 
@@ -136,33 +137,29 @@ def test_records_that_are_all_damaged(tmp_path):
         read_run(tmp_path)
 
 
-def refusing(path, monkeypatch, module):
+def refusing(path, monkeypatch):
     """Have the disk refuse one path, as it refuses users other than root."""
-    import builtins
+    real = os.open
 
     def refuse(name, *arguments, **options):
         if str(name) == str(path):
             raise PermissionError(13, "Permission denied", str(path))
-        return builtins.open(name, *arguments, **options)
+        return real(name, *arguments, **options)
 
-    monkeypatch.setattr(module, "open", refuse, raising=False)
+    monkeypatch.setattr(os, "open", refuse)
 
 
 def test_records_that_may_not_be_read_are_an_error(tmp_path, monkeypatch):
-    from hpcfsdp.report import json_lines
-
     run = write_run(tmp_path, 5, every=5)
-    refusing(run / "metrics.jsonl", monkeypatch, json_lines)
+    refusing(run / "metrics.jsonl", monkeypatch)
     with pytest.raises(HpcfsdpError, match=r"metrics.jsonl: cannot be read: Permission denied") as caught:
         read_run(run)
     assert caught.value.kind == "permission"
 
 
 def test_logs_that_may_not_be_read_are_a_note(tmp_path, monkeypatch):
-    from hpcfsdp.report import run_logs
-
     run = write_run(tmp_path, 5, every=5)
-    refusing(run / "logs" / "rank-0003.jsonl", monkeypatch, run_logs)
+    refusing(run / "logs" / "rank-0003.jsonl", monkeypatch)
     (failure,) = read_run(run).unreadable
     assert failure.startswith("logs: ") and "Permission denied" in failure
 
@@ -193,3 +190,36 @@ def test_a_run_that_jsons_nothing_sensible(tmp_path):
     run = read_run(tmp_path)
     assert len(run.series) == len(values)
     json.dumps([event.text("path") for event in run.events])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "a link of another"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "config.yaml", "logs/rank-0000.jsonl", "hang/x-1.txt", "running.json"]
+)
+def test_a_folder_of_somebody_else_holds_up_no_report_and_shows_none_of_the_readers_files(
+    tmp_path, give_away, kind, name
+):
+    run, path, secret = write_run(tmp_path / "run", 5, every=5), tmp_path / "run" / name, tmp_path / "secret"
+    secret.write_text("{step: 1, message: secret}")
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(secret)
+    if kind != "pipe":
+        give_away(path)
+    why = r"is not a regular file|belongs to the user \d+"
+    if name == "metrics.jsonl":
+        with pytest.raises(HpcfsdpError, match=rf"metrics.jsonl: cannot be read: ({why})"):
+            read_run(run)
+        return
+    found = read_run(run)
+    assert "secret" not in repr(found)
+    assert name == "running.json" or re.search(why, " ".join(found.unreadable))
+
+
+def test_a_configuration_that_unfolds_is_shown_as_it_is(tmp_path):
+    run = write_run(tmp_path, 5, every=5)
+    lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))]
+    (run / "config.yaml").write_text("\n".join(lines))
+    found = read_run(run)
+    assert (found.config, found.config_text) == (None, "\n".join(lines))

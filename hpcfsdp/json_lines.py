@@ -6,11 +6,13 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from hpcfsdp import safe_files
 
 LONGEST_LINE = 1 << 20
 """Bytes of a line that is read as one; what is longer is damaged."""
@@ -39,16 +41,22 @@ def parse(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def records(path: Path, tally: Tally) -> Iterator[dict[str, Any]]:
+def records(path: Path, tally: Tally | None = None) -> Iterator[dict[str, Any]]:
     """The objects of a file's lines; none where there is no file. Counts lines in `tally`.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: the file cannot be read, see ``safe_files.open_to_read``.
     """
+    return (record for _, record in lines(path, tally))
+
+
+def lines(path: Path, tally: Tally | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """As ``records``, each with the bytes of its line."""
     try:
-        file = open(path, "rb")  # noqa: SIM115 - closed by the next line
+        file = safe_files.open_to_read(path)
     except FileNotFoundError:
         return
+    tally = tally or Tally()
     with file:
         number = 0
         for line, complete in _lines(file):
@@ -58,7 +66,7 @@ def records(path: Path, tally: Tally) -> Iterator[dict[str, Any]]:
             record = parse(line)
             if record is not None:
                 tally.sound += 1
-                yield record
+                yield line, record
             elif complete:
                 tally.damaged += 1
                 tally.first_damaged = tally.first_damaged or number
@@ -99,7 +107,7 @@ class Tail:
         """
         with contextlib.ExitStack() as stack:
             try:
-                file = stack.enter_context(open(self._path, "rb"))
+                file = stack.enter_context(safe_files.open_to_read(self._path))
             except FileNotFoundError:
                 gone, self._known = self._known is not None, None
                 self._place, self._rest = 0, b""
@@ -115,7 +123,7 @@ class Tail:
                     file.readline()
                     self._place = file.tell()
             file.seek(self._place)
-            added = file.read()
+            added = file.read(1 << 26)  # what follows comes with the next poll
             self._place += len(added)
         *lines, self._rest = (self._rest + added).split(b"\n")
         if len(self._rest) > LONGEST_LINE:
@@ -134,7 +142,7 @@ def number(value: Any) -> float:
     return found if math.isfinite(found) else math.nan
 
 
-def step_of(record: dict[str, Any]) -> int | None:
+def step_of(record: Mapping[str, Any]) -> int | None:
     """The step of a record; None where it has no sensible one."""
     step = number(record.get("step"))
     return int(step) if 0 <= step < 1 << 53 and step == int(step) else None
