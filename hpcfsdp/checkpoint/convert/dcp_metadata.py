@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hpcfsdp.checkpoint.access import LEAST_ROOM_BYTES, ROOM_PER_BYTE, MemoryBudget, open_file
-from hpcfsdp.checkpoint.convert.pickles import check_pickle
+from hpcfsdp.checkpoint.convert.pickles import check_pickle, first_line
 from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
@@ -49,15 +49,14 @@ def read_metadata(folder: Path, files: Files) -> Metadata:
             data = bytearray(nbytes)
             files.read(fd, memoryview(data), 0)
         stream = io.BytesIO(data)
-        check_pickle(stream)
+        check_pickle(stream, sum(info.stat().st_blocks * 512 for info in os.scandir(folder)))
         stream.seek(0)
         found = _MetadataUnpickler(stream).load()
         _check(found, folder, files)
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # damaged bytes lead pickle to any kind of error
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointCorruptError(f"{path}: damaged: {text}") from error
+        raise CheckpointCorruptError(f"{path}: damaged: {first_line(error)}") from error
     return found
 
 

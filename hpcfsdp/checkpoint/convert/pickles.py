@@ -11,10 +11,17 @@ import pickletools
 from collections.abc import Iterator
 from typing import Any
 
+from hpcfsdp.errors import CheckpointError
+
 UNFOLDED_PER_OBJECT = 100
 """Into how many objects a pickle may unfold for each that it makes, besides ``UNFOLDED_LEAST``."""
 
 UNFOLDED_LEAST = 1 << 20
+
+STEPS_LEAST = 1 << 20
+BYTES_PER_STEP = 16
+"""A pickle may have a step for so many bytes of the file, besides ``STEPS_LEAST``. Each takes torch microseconds, and
+an object a hundred bytes. A tensor has about 30 steps."""
 
 _PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 _GETS = ("GET", "BINGET", "LONG_BINGET")
@@ -37,21 +44,29 @@ _Object = int | _Shared
 """How many objects it is; or one that is used again."""
 
 
-def check_pickle(stream: io.BufferedIOBase) -> None:
-    """Raises ValueError unless the stream's next bytes are a pickle of bounded size; leaves the stream behind it."""
+def check_pickle(stream: io.BufferedIOBase, nbytes: int = 0) -> None:
+    """Raises ValueError unless the stream's next bytes are a pickle of bounded size; leaves the stream behind it.
+
+    CheckpointError for more steps than the `nbytes` explain that the file, with its tensors, takes on the disk.
+    """
     begin = stream.tell()
-    used, count = _used(stream)
+    used, count = _used(stream, STEPS_LEAST + nbytes // BYTES_PER_STEP)
     stream.seek(begin)
     most = UNFOLDED_LEAST + UNFOLDED_PER_OBJECT * count
     if _unfolded(_uses(stream, used, count), most) > most:
         raise ValueError("it holds lists or tuples that contain each other too often to be traversed")
 
 
-def _used(stream: io.BufferedIOBase) -> tuple[set[int], int]:
-    """The memo numbers that are fetched, and the number of opcodes."""
+def _used(stream: io.BufferedIOBase, most: int) -> tuple[set[int], int]:
+    """The memo numbers that are fetched, and the number of opcodes. Raises CheckpointError for more than `most`."""
     used, count = set(), 0
     for opcode, argument, _ in pickletools.genops(stream):
         count += 1
+        if count > most:
+            raise CheckpointError(
+                f"its pickle has more than {most} steps, too many for the size of the file: save long lists of numbers "
+                "as tensors"
+            )
         if opcode.name in _GETS:
             used.add(argument)
     return used, count
@@ -143,3 +158,10 @@ def _unfolded(whole: _Shared, most: int) -> int:
             inside.add(id(part))
             path.append((part, iter(part.parts)))
     return whole.unfolded or 0
+
+
+def first_line(error: BaseException) -> str:
+    """The reason of an error of reading damaged bytes, which may quote much of them."""
+    if isinstance(error, MemoryError):
+        return "it asks for more memory than there is"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

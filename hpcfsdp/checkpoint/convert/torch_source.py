@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from hpcfsdp.checkpoint.access import MemoryBudget, naming_errors, open_file
 from hpcfsdp.checkpoint.convert.dcp_metadata import read_metadata
-from hpcfsdp.checkpoint.convert.pickles import check_pickle
+from hpcfsdp.checkpoint.convert.pickles import check_pickle, first_line
 from hpcfsdp.checkpoint.convert.recognize import OPTIM_KEYS, Parts, Stored, sort_out
 from hpcfsdp.checkpoint.convert.source import Source
 from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
@@ -42,53 +42,38 @@ def open_pt(path: Path, *, optimizer: bool = True) -> Iterator[Source]:
     read, CheckpointCorruptError for damage. Without `optimizer`, its state is left out.
     """
     files = Files()
-    with open_file(files, path) as fd:  # errors of the system first: torch has its own words for them
+    with open_file(files, path) as fd, naming_errors(path), _damage_of(path, ", or not a file of torch.save"):
         budget = MemoryBudget.of_file(files, fd)
         is_zip = zipfile.is_zipfile(path)
         if not is_zip and os.pread(fd, 1, 0) != pickle.PROTO:
-            raise CheckpointCorruptError(
-                f"{path}: damaged, or not a file of torch.save: neither zip archive nor pickle"
-            )
-        with _unread(path), os.fdopen(os.dup(fd), "rb") as stream:
-            check_torch_file(stream, budget, files.size(fd))
-    try:
+            raise ValueError("neither zip archive nor pickle")
+        with os.fdopen(os.dup(fd), "rb") as stream:
+            check_torch_file(stream, budget, files.allocated(fd))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch will change the class of storages
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path}: {_MEND} ({_refused(error)})") from None
-    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
-        raise CheckpointCorruptError(f"{path}: damaged, or not a file of torch.save: {_first_line(error)}") from error
     with naming_errors(path):
         parts = sort_out(_stored(tree, "", budget), optimizer=optimizer)
     yield _source(parts)
 
 
 def check_torch_file(stream: Any, budget: MemoryBudget, nbytes: int) -> None:
-    """Raises ValueError if a ``torch.save`` file at the stream's beginning would grow far beyond its size in memory."""
-    if not zipfile.is_zipfile(stream):  # of torch before 1.6: four pickles, the last with the values
+    """Raises as ``check_pickle`` if a ``torch.save`` file at the stream's beginning would grow far beyond its size."""
+    if not zipfile.is_zipfile(stream):  # of torch before 1.6: five pickles, the last with the names of storages
         budget.claim(nbytes)
         stream.seek(0)
-        for _ in range(4):
-            check_pickle(stream)
+        for _ in range(5):
+            check_pickle(stream, nbytes)
         return
     with zipfile.ZipFile(stream) as archive:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise ValueError("it is compressed, which no file of torch.save is")
-        for entry in entries:
-            if entry.filename.endswith("/data.pkl"):
-                budget.claim(entry.file_size)
-                check_pickle(io.BytesIO(archive.read(entry)))
-
-
-@contextlib.contextmanager
-def _unread(path: Path) -> Iterator[None]:
-    """Adds the file's name to errors of checking it."""
-    try:
-        yield
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointCorruptError(f"{path}: damaged, or not a file of torch.save: {_first_line(error)}") from error
+        pickled = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+        if len(pickled) != 1:
+            raise ValueError(f"it has {len(pickled)} entries data.pkl")
+        budget.claim(pickled[0].file_size)
+        check_pickle(io.BytesIO(archive.read(pickled[0])), nbytes)
 
 
 @contextlib.contextmanager
@@ -98,10 +83,10 @@ def open_dcp(path: Path, *, optimizer: bool = True) -> Iterator[Source]:
     Raises as ``open_pt``. Without `optimizer`, its state is not read.
     """
     reader = _Reader(path)
-    metadata = reader.read_metadata()
     tree: dict[Any, Any] = {}
-    mappings = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     with naming_errors(path):
+        metadata = reader.read_metadata()
+        mappings = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
         for key, described in metadata.state_dict_metadata.items():
             place = tuple(mappings.get(key, (key,)))
             if not optimizer and len(place) > 1 and place[0] in OPTIM_KEYS:
@@ -213,7 +198,7 @@ class _Reader(dcp.FileSystemReader):
         info = self.read_metadata().storage_data.get(MetadataIndex(key, described.chunks[0].offsets))
         if info is None or getattr(info, "transform_descriptors", None):
             return None
-        with _read_of(self._folder, key), (self._folder / info.relative_path).open("rb") as stream:
+        with _damage_of(self._folder, f": {key!r}"), (self._folder / info.relative_path).open("rb") as stream:
             piece = _Slice(stream, info.offset, info.length)
             check_torch_file(piece, MemoryBudget(info.length), info.length)
             piece.seek(0)
@@ -241,18 +226,20 @@ class _Reader(dcp.FileSystemReader):
                 if isinstance(first, (CheckpointError, OSError)):
                     raise first from None
                 [key] = state
-                raise CheckpointCorruptError(f"{self._folder}: damaged: {key!r}: {_first_line(first)}") from error
+                raise CheckpointCorruptError(f"{self._folder}: damaged: {key!r}: {first_line(first)}") from error
 
 
 @contextlib.contextmanager
-def _read_of(folder: Path, key: str) -> Iterator[None]:
-    """Adds the value's name to errors that torch raises."""
+def _damage_of(where: Path | str, what: str = "") -> Iterator[None]:
+    """Turns errors of reading into CheckpointError: damaged bytes lead torch to any kind of error."""
     try:
         yield
-    except OSError:
+    except (CheckpointError, OSError):
         raise
-    except Exception as error:  # damaged bytes lead torch to any kind of error
-        raise CheckpointCorruptError(f"{folder}: damaged: {key!r}: {_first_line(error)}") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{where}: {_MEND} ({_refused(error)})") from None
+    except Exception as error:
+        raise CheckpointCorruptError(f"{where}: damaged{what}: {first_line(error)}") from error
 
 
 class _Slice(io.RawIOBase):
@@ -294,13 +281,11 @@ class _Planner(dcp.DefaultLoadPlanner):
         key = read_item.dest_index.fqn
         nbytes = value.getbuffer().nbytes
         budget = MemoryBudget(nbytes)
-        try:
+        with _damage_of(repr(key)):
             check_torch_file(value, budget, nbytes)
             value.seek(0)
             self.state_dict[key] = torch.load(value, map_location="cpu", weights_only=True)
             _stored(self.state_dict[key], repr(key), budget)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(f"{key!r}: {_MEND} ({_refused(error)})") from None
 
 
 class _Fetch:
@@ -317,9 +302,5 @@ class _Fetch:
 def _refused(error: pickle.UnpicklingError) -> str:
     """torch's reason for refusing a pickle, without its advice."""
     lines = [line.strip() for line in str(error).splitlines()]
-    first = next((line for line in lines if line.startswith("WeightsUnpickler error: ")), _first_line(error))
+    first = next((line for line in lines if line.startswith("WeightsUnpickler error: ")), first_line(error))
     return first.removeprefix("WeightsUnpickler error: ").split(". Please")[0]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -301,3 +301,122 @@ def test_pieces_that_do_not_make_up_a_tensor_are_refused(folder, offsets, sizes,
 
     change(folder, cut)
     assert re.search(rf"'model.w'.*{message}", refused(folder))
+
+
+@pytest.mark.parametrize("step", [b"}", b"K\x01", b"N0"], ids=["dicts", "numbers", "nothing kept"])
+def test_a_pickle_of_more_objects_than_the_size_of_the_file_explains_is_refused(tmp_path, step):
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02](" + step * 1_300_000 + b"e.")
+    message = r"^/.*x.pt: its pickle has more than \d+ steps, .*: save long lists of numbers as tensors$"
+    with pytest.raises(CheckpointError, match=message):
+        import_checkpoint(tmp_path / "x.pt", tmp_path / "x.h5")
+
+
+def test_a_large_file_may_have_as_many_objects(tmp_path, monkeypatch):
+    monkeypatch.setattr(pickles, "STEPS_LEAST", 1000)
+    for numel, steps in ((1, 2000), (100_000, 2000)):
+        torch.save({"model": {"w": torch.ones(numel)}, "extra": list(range(steps))}, tmp_path / "x.pt")
+        if numel == 1:
+            with pytest.raises(CheckpointError, match="too many for the size of the file"):
+                import_checkpoint(tmp_path / "x.pt", tmp_path / "x.h5")
+        else:
+            assert import_checkpoint(tmp_path / "x.pt", tmp_path / "x.h5").extra == ("extra",)
+
+
+def test_an_archive_of_two_pickles_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        for name in ("a", "b"):
+            archive.writestr(f"{name}/data.pkl", pickle.dumps({}))
+    with pytest.raises(CheckpointCorruptError, match=r"it has 2 entries data.pkl"):
+        import_checkpoint(tmp_path / "x.pt", tmp_path / "x.h5")
+
+
+def test_the_names_of_storages_in_a_file_of_old_torch_do_not_unfold(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save({"model": {}}, path, _use_new_zipfile_serialization=False)
+    parts, stream = [], io.BytesIO(path.read_bytes())
+    for _ in range(4):
+        begin = stream.tell()
+        pickles.check_pickle(stream)
+        parts.append(stream.getvalue()[begin : stream.tell()])
+    path.write_bytes(b"".join(parts) + laughs(100))
+    with pytest.raises(CheckpointCorruptError, match="contain each other too often"):
+        import_checkpoint(path, tmp_path / "x.h5")
+
+
+FLIPS = """
+import collections, random, resource, shutil, signal, sys, warnings
+from pathlib import Path
+import torch
+import torch.distributed.checkpoint as dcp
+from hpcfsdp.checkpoint.convert.export import export_checkpoint
+from hpcfsdp.checkpoint.convert.importing import import_checkpoint
+from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.errors import HpcfsdpError
+
+folder, count = Path(sys.argv[1]), int(sys.argv[2])
+dice = random.Random(count)
+model = torch.nn.Linear(3, 4)
+optimizer = torch.optim.AdamW(model.named_parameters())
+model(torch.ones(1, 3)).sum().backward()
+optimizer.step()
+warnings.simplefilter("ignore")  # of torch, about saving in one process
+values = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3, "more": [1, 2.5, "x", None]}
+torch.save(values, folder / "a.pt")
+torch.save(values, folder / "old.pt", _use_new_zipfile_serialization=False)
+dcp.save(values, checkpoint_id=folder / "dcp", no_dist=True)
+import_checkpoint(folder / "a.pt", folder / "a.h5")
+export_checkpoint(folder / "a.h5", folder / "a.safetensors", optimizer=True)
+
+def changed(data):
+    data, kind = bytearray(data), dice.randrange(5)
+    place = dice.randrange(len(data))
+    if kind == 0:
+        data[place] ^= 1 << dice.randrange(8)
+    elif kind == 1:
+        del data[place:]
+    elif kind == 2:
+        data[place:place] = dice.randbytes(dice.randrange(1, 9))
+    elif kind == 3:
+        del data[place : place + dice.randrange(1, 9)]
+    else:  # a length, often
+        places = [at for at, byte in enumerate(data) if byte == ord("X")] or [place]
+        place = dice.choice(places) + 1
+        data[place : place + 4] = dice.choice((b"\\xff\\xff\\xff\\x7f", b"\\0\\0\\0\\x80", b"\\xff" * 4))
+    return bytes(data)
+
+def look(path):
+    if path.suffix != ".h5":
+        import_checkpoint(path, folder / "new.h5", force=True)
+        return
+    index = open_index(path)
+    with BlockReader(index) as reader:
+        for name in index.tensors:
+            collections.deque(reader.blocks(name), 0)
+
+size = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize:"))
+resource.setrlimit(resource.RLIMIT_AS, ((size << 10) + (256 << 20), resource.getrlimit(resource.RLIMIT_AS)[1]))
+signal.alarm(120)  # as a whole, and ends the process
+ends = collections.Counter()
+sources = ["a.pt", "old.pt", "a.safetensors", "a.h5", "dcp/.metadata", "dcp/__0_0.distcp"]
+for number in range(count):
+    name = sources[number % len(sources)]
+    victim = folder / f"x{Path(name).suffix}"
+    if name.startswith("dcp"):
+        shutil.copytree(folder / "dcp", victim := folder / "x", dirs_exist_ok=True)
+    (victim / Path(name).name if victim.is_dir() else victim).write_bytes(changed((folder / name).read_bytes()))
+    try:
+        look(victim)
+        ends["fine"] += 1
+    except HpcfsdpError as error:
+        assert len(str(error)) < 700 and "\\n" not in str(error), error
+        ends["refused"] += 1
+    assert not list(folder.glob(".*.partial"))
+print(ends["fine"], ends["refused"])
+"""
+
+
+def test_damage_of_any_kind_ends_in_one_line_and_little_memory(tmp_path, run_python):
+    fine, refused = map(int, run_python(FLIPS, tmp_path, 300).split())
+    assert refused > fine > 0
