@@ -1,13 +1,22 @@
-"""Checkpoint files of a directory, by the step in their names. Opens no file."""
+"""Checkpoint files of a directory, by the step in their names, and files that saves have left. Opens none of them."""
 
 from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
+import os
 import re
+import secrets
 from pathlib import Path
 
+from hpcfsdp.hang import stacks
+from hpcfsdp.launch import lock
+
 ABANDONED_AFTER_S = 3600.0
+"""After its last write, where it cannot be seen that the process has ended."""
+
+_MADE_BY = re.compile(r"\.[0-9a-f]{8}([0-9a-f]{8})([0-9a-f]{6})([0-9a-f]{10})\.partial")
 
 _STEP_NAME = re.compile(r"step-(\d+)\.h5")
 
@@ -15,6 +24,12 @@ _STEP_NAME = re.compile(r"step-(\d+)\.h5")
 def checkpoint_path(directory: str | Path, step: int) -> Path:
     """The path of the checkpoint of a step."""
     return Path(directory) / f"step-{step:08d}.h5"
+
+
+def new_token() -> str:
+    """Unique to a save: 8 random hexadecimal digits, then digits of this process, for ``was_abandoned``."""
+    pid = os.getpid()
+    return f"{secrets.token_hex(4)}{_system()}{pid:06x}{stacks.start_of(pid):010x}"
 
 
 def partial_path(path: Path, token: str) -> Path:
@@ -25,14 +40,33 @@ def partial_path(path: Path, token: str) -> Path:
     return path.with_name(f".{path.name}.{token}.partial")
 
 
+def partials_of(path: Path) -> list[Path]:
+    """All partial files of `path`, and folders in place of files."""
+    return sorted(path.parent.glob(f".{glob.escape(path.name)}.*.partial"))
+
+
 def abandoned_partials(path: Path, now_s: float) -> list[Path]:
-    """Partial files of `path` that were last written more than ``ABANDONED_AFTER_S`` before `now_s` (Unix time)."""
-    found = []
-    for part in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-        with contextlib.suppress(FileNotFoundError):  # its saver has finished or removed it since
-            if now_s - part.stat().st_mtime > ABANDONED_AFTER_S:
-                found.append(part)
-    return sorted(found)
+    """Partial files of `path` that their savers have abandoned by `now_s` (Unix time)."""
+    return [part for part in partials_of(path) if was_abandoned(part, now_s)]
+
+
+def was_abandoned(part: Path, now_s: float) -> bool:
+    """Whether the process that made a file has ended on this system, or the last write is ``ABANDONED_AFTER_S`` ago."""
+    made_by = _MADE_BY.search(part.name)
+    if made_by is not None and made_by[1] == _system():
+        runs = lock.runs(int(made_by[2], 16), str(int(made_by[3], 16)))
+        if runs is not None:
+            return not runs
+    with contextlib.suppress(FileNotFoundError):  # its saver has finished or removed it since
+        inside = part.iterdir() if part.is_dir() else ()
+        written_s: float = max(each.stat().st_mtime for each in (part, *inside))
+        return now_s - written_s > ABANDONED_AFTER_S
+    return False
+
+
+def _system() -> str:
+    """Names the boot of the system and its pid namespace, in which the number of a process is unique."""
+    return hashlib.blake2b(lock.system().encode(), digest_size=4).hexdigest()
 
 
 def step_of(path: Path) -> int:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from hpcfsdp.checkpoint.catalog import abandoned_partials, partial_path
+from hpcfsdp.checkpoint.catalog import partial_path
 from hpcfsdp.checkpoint.files import Files, reason
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.seal import Seal
 from hpcfsdp.checkpoint.format.skeleton import Skeleton
-from hpcfsdp.checkpoint.parts import abandoned_parts, owned_parts, remove_parts
+from hpcfsdp.checkpoint.parts import owned_parts, remove_abandoned, remove_parts
 from hpcfsdp.checkpoint.save_plan import SavePlan
 from hpcfsdp.errors import CheckpointError
 
@@ -54,13 +53,7 @@ class Draft:
         self._make_folder()
         if self.path.is_dir():
             raise IsADirectoryError("there is a directory of that name")
-        with contextlib.suppress(OSError):  # another saver removes or renames them, or another user owns them
-            now = time.time()
-            for abandoned in (
-                *abandoned_partials(self.path, now),
-                *abandoned_parts(self.path.parent, now, self.path.stem),
-            ):
-                self.files.remove(abandoned)
+        remove_abandoned(self.files, self.path)
         free = shutil.disk_usage(self.path.parent).free
         if free < nbytes + elsewhere:
             raise CheckpointError(f"{nbytes + elsewhere} bytes are needed, {free} are free on that file system")

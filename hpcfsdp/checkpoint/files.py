@@ -89,8 +89,8 @@ class Files:
         return fd
 
     def open_to_write(self, path: Path) -> int:
-        """The descriptor of a file that is there."""
-        return self._repeated(self._system.open, path, os.O_WRONLY | os.O_CLOEXEC)
+        """The descriptor of a file that is there, and no link."""
+        return self._repeated(self._system.open, path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def open_to_read(self, path: Path) -> int:
         """The descriptor of a regular file; see ``check_regular``.

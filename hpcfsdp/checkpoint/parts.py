@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpcfsdp.checkpoint.catalog import ABANDONED_AFTER_S
+from hpcfsdp.checkpoint.catalog import abandoned_partials, was_abandoned
 from hpcfsdp.checkpoint.file_kind import is_hdf5
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format.seal import Seal, read_seal
@@ -25,9 +27,18 @@ _LOOKED_AT = 64 << 20
 """Bytes at the beginning of a file that contain HDF5's metadata, with the names of other files."""
 
 
+def remove_abandoned(files: Files, path: Path) -> None:
+    """Removes what earlier saves of a path have left behind, where that is possible."""
+    with contextlib.suppress(OSError):
+        now_s = time.time()
+        for left in (*abandoned_partials(path, now_s), *abandoned_parts(path.parent, now_s, path.stem)):
+            with contextlib.suppress(OSError):  # another saver removes or renames it, or another user owns it
+                shutil.rmtree(left) if left.is_dir() else files.remove(left)
+
+
 def part_path(path: Path, token: str, node: int) -> Path:
-    """The path of a node's part of the checkpoint `path`. The token of the save has 8 hexadecimal digits."""
-    return path.with_name(f"{path.stem}.{token}.node-{node}.h5")
+    """The path of a node's part of the checkpoint `path`; of the token of the save it has the 8 random digits."""
+    return path.with_name(f"{path.stem}.{token[:8]}.node-{node}.h5")
 
 
 def is_part(path: Path) -> bool:
@@ -86,14 +97,14 @@ def abandoned_parts(folder: Path, now_s: float, stem: str | None = None) -> list
     folder cannot be read.
 
     Args:
-        now_s: Unix time. Parts written less than ``ABANDONED_AFTER_S`` before are not abandoned.
+        now_s: Unix time; see ``catalog.was_abandoned``.
         stem: of the checkpoint's name; None for all checkpoints of the folder.
     """
     whole, partial = [], []
     for path in sorted(folder.iterdir()):
         for pattern, found in ((_NAME, whole), (_PARTIAL_NAME, partial)):
             match = pattern.fullmatch(path.name)
-            if match and stem in (None, match["stem"]) and now_s - path.stat().st_mtime > ABANDONED_AFTER_S:
+            if match and stem in (None, match["stem"]) and was_abandoned(path, now_s):
                 found.append(path)
     if whole:
         try:

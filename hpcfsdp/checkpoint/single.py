@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hpcfsdp.checkpoint.catalog import new_token
 from hpcfsdp.checkpoint.content import Content, root_attributes, small_values
 from hpcfsdp.checkpoint.draft import BlockWriter, Draft, extent_rows, naming_write_errors
 from hpcfsdp.checkpoint.files import Files
@@ -46,7 +46,7 @@ def write_alone(
         groups, scalars: of the optimizer, see ``content.small_values``; None without one.
     """
     target = Path(os.path.abspath(os.path.expanduser(path)))
-    draft = Draft(files or Files(), target, secrets.token_hex(4))
+    draft = Draft(files or Files(), target, new_token())
     with naming_write_errors(target):
         plan = plan_alone(specs, links)
         content = Content(plan, root_attributes(step, 1), small_values(extra, config, groups, scalars))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hpcfsdp.checkpoint.catalog import new_token
 from hpcfsdp.checkpoint.content import Content, Metrics, SaveArguments, bytes_in_memory, collect_content
 from hpcfsdp.checkpoint.draft import BlockWriter, BytesOf, Draft, extent_rows, naming_write_errors
 from hpcfsdp.checkpoint.files import Files
@@ -138,7 +138,7 @@ def make_draft(
             **given.facts(),
             "writer": writer,
             "asynchronous": asynchronous,
-            "token": Rank0Value(secrets.token_hex(4) if is_first else None),
+            "token": Rank0Value(new_token() if is_first else None),
         }
 
     first = compare_calls(comm, "checkpoint.save", facts)

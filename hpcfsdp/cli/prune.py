@@ -28,9 +28,9 @@ def parser() -> Parser:
     """The parser of the command line."""
     made = Parser(
         "prune",
-        "Remove old checkpoints of a folder (also that of a run), and files of killed saves that are over an hour old "
-        "(.*.partial). Only files called step-<number>.h5 are removed: others stay, whatever they hold. The newest "
-        "checkpoint that is not damaged always stays.",
+        "Remove old checkpoints of a folder (also that of a run), and files of killed saves (.*.partial), those of "
+        "other machines after an hour. Only files called step-<number>.h5 are removed: others stay, whatever they "
+        "hold. The newest checkpoint that is not damaged always stays.",
         _EXAMPLES,
     )
     made.add_argument("folder", metavar="DIR", type=Path)

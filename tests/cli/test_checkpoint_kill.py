@@ -44,6 +44,101 @@ write("again.h5", 3, None)
 print(json.dumps([watched.calls, codes]))
 """
 
+# As ALONE, for every writer of one process, and killed before any change that Python makes in the folder.
+WRITERS = """
+import json, os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed.checkpoint as dcp
+from hpcfsdp import checkpoint
+from hpcfsdp.checkpoint.convert.export import export_checkpoint
+from hpcfsdp.checkpoint.convert.importing import import_checkpoint
+from hpcfsdp.checkpoint.convert.peft import export_peft
+from hpcfsdp.launch.lock import RunLock
+from hpcfsdp.observe.records import EventsFile, MetricsFile
+
+torch.set_num_threads(1)
+folder, model = Path("w"), torch.nn.Linear(3, 4)
+folder.mkdir()
+torch.save(model.state_dict(), "in.pt")
+import_checkpoint("in.pt", "in.h5")
+lora = {f"model.lora_{part}.default.weight": torch.ones(2, 2) for part in "AB"}
+torch.save(lora, "lora.pt")
+import_checkpoint("lora.pt", "lora.h5")
+
+def records():
+    RunLock(folder).acquire()
+    metrics, events = MetricsFile(folder / "metrics.jsonl", resume_step=1), EventsFile(folder / "events.jsonl")
+    for file in (metrics, events):
+        file.write({"step": 1})
+        file.close()
+
+def state_dict():
+    dcp.save(model.state_dict(), storage_writer=checkpoint.HDF5Writer(folder / "a.h5"), no_dist=True)
+
+WRITERS = {
+    "posix": lambda: checkpoint.save(folder / "a.h5", model=model),
+    "subfiles": lambda: checkpoint.save(folder / "a.h5", model=model, writer="subfiles"),
+    "dcp": state_dict,
+    "import": lambda: import_checkpoint("in.pt", folder / "a.h5", force=True),
+    "safetensors": lambda: export_checkpoint("in.h5", folder / "a.safetensors", force=True),
+    "shards": lambda: export_checkpoint("in.h5", folder / "a", shard_bytes=1),
+    "shards again": lambda: export_checkpoint("in.h5", folder / "a", shard_bytes=1, force=True),
+    "pt": lambda: export_checkpoint("in.h5", folder / "a.pt", force=True),
+    "to dcp": lambda: export_checkpoint("in.h5", folder / "a", format="dcp"),
+    "to dcp again": lambda: export_checkpoint("in.h5", folder / "a", format="dcp", force=True),
+    "peft": lambda: export_peft("lora.h5", folder / "a", {"peft_type": "LORA"}),
+    "records": records,
+}
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate", "shutil.rmtree")
+
+def in_child(write, number):
+    # How a child ends that writes, and kills itself before its change of that number.
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    left = [number]
+
+    def look(event, arguments):
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if event in CHANGES or writes and str(arguments[0]).startswith(("w/", os.getcwd() + "/w/")):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(look)
+    try:
+        write()
+    except BaseException as error:
+        print(type(error).__name__, error, file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+def empty(folder):
+    for path in folder.iterdir():
+        empty(path) if path.is_dir() else path.unlink()
+        if path.is_dir():
+            path.rmdir()
+
+def hidden():
+    return sorted(str(path) for path in folder.rglob(".*") if path.name != ".metadata")
+
+found = {}
+for name, write in WRITERS.items():
+    found[name] = []
+    for number in range(100):
+        empty(folder)
+        first = in_child(write, 1000) if name.endswith("again") else 0
+        codes, left = [first, in_child(write, number)], hidden()
+        codes += [in_child(write, 1000)] if codes[1] else []
+        found[name].append((codes, left, hidden()))
+        if not codes[1]:
+            break
+print(json.dumps(found))
+"""
+
 TOGETHER = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
@@ -117,6 +212,21 @@ def test_a_process_that_is_killed_at_any_call_leaves_the_old_file_or_the_new_one
         left += len(partials(folder))
     assert left >= calls.index("replace") - 1  # from when it is made until it has its name
     assert value_of(tmp_path / "again.h5") == 3
+
+
+def test_after_a_kill_of_any_writer_the_next_one_succeeds_and_nothing_hidden_stays(start, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WRITERS)
+    job = start(script, ROOT).wait()
+    assert job.code == 0, job.stderr
+    for name, turns in json.loads(job.stdout).items():
+        *kills, (codes, *_) = turns
+        assert codes == [0, 0], name
+        assert sum(bool(left) for _, left, _ in kills) > 1, name
+        for codes, left, hidden in kills:
+            # What was killed after its last change of a name is whole, and not replaced without force.
+            refused = codes == [0, -9, 1] and not left and name in ("to dcp", "shards", "peft")
+            assert (codes == [0, -9, 0] or refused) and hidden == [], (name, codes, left, hidden)
 
 
 def killed(start, tmp_path, rank, step):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
-from hpcfsdp.checkpoint.catalog import partial_path
+from hpcfsdp.checkpoint.catalog import new_token, partial_path, partials_of
 from hpcfsdp.checkpoint.files import Files, reason
+from hpcfsdp.checkpoint.parts import remove_abandoned
 from hpcfsdp.errors import CheckpointError
 
 Step = Callable[[int], None]
@@ -76,16 +76,20 @@ def new_files(
         force: whether these files, and those of `replaced`, may exist.
         replaced: further files of the folder, removed at the end.
     """
-    first = next(iter(sizes))
+    first, index = next(iter(sizes)), list(sizes)[-1]
+    # Killed between the names of the first files and that of the index: what is there belongs to no whole.
+    interrupted = first != index and not os.path.lexists(index) and bool(partials_of(index))
     for path in (*sizes, *replaced):
-        check_absent(path, force=force)
+        check_absent(path, force=force or interrupted)
     made = _missing_folders(first.parent)
-    partials = {path: partial_path(path, secrets.token_hex(4)) for path in sizes}
+    partials = {path: partial_path(path, new_token()) for path in sizes}
     fds: dict[Path, int] = {}
     named: list[Path] = []
     try:
         with writing(first):
             first.parent.mkdir(parents=True, exist_ok=True)
+            for path in sizes:
+                remove_abandoned(files, path)
             check_room(first.parent, sum(sizes.values()))
             for path, nbytes in sizes.items():
                 if path.is_dir():
@@ -95,8 +99,8 @@ def new_files(
             for path in sizes:
                 files.sync(fds[path])
                 files.close(fds.pop(path))
-            several = len(sizes) > 1
-            for path in (*replaced, *list(sizes)[-1:]) if several else ():
+            several = first != index
+            for path in (*replaced, index) if several else ():
                 files.remove(path)
             for path, partial in partials.items():
                 files.rename(partial, path)
@@ -127,10 +131,12 @@ def new_folder(path: Path, nbytes: int, *, force: bool, ours: Callable[[Path], b
     if exists and not ours(path):
         raise CheckpointError(f"{path}: is not a checkpoint of that format, so it is not replaced: remove it yourself")
     made = _missing_folders(path.parent)
-    partial, old = (partial_path(path, secrets.token_hex(4)) for _ in range(2))
+    partial, old = (partial_path(path, new_token()) for _ in range(2))
     files = Files()
     try:
         with writing(path):
+            if exists:  # else what was put aside may be the folder that an interrupted export was to replace
+                remove_abandoned(files, path)
             partial.mkdir(parents=True)
             check_room(partial, nbytes)
             yield partial
@@ -147,6 +153,7 @@ def new_folder(path: Path, nbytes: int, *, force: bool, ours: Callable[[Path], b
         _remove_folders(made)
         raise
     shutil.rmtree(old, ignore_errors=True)
+    remove_abandoned(files, path)
 
 
 def _missing_folders(path: Path) -> list[Path]:

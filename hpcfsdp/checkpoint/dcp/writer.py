@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import operator
 import os
-import secrets
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan as StatePlan, SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from hpcfsdp.checkpoint.catalog import new_token
 from hpcfsdp.checkpoint.content import root_attributes, small_values
 from hpcfsdp.checkpoint.dcp import entry_names as names
 from hpcfsdp.checkpoint.dcp.columns import Round, rows_blocks
@@ -181,7 +181,7 @@ class HDF5Writer(StorageWriter):
                 plan, rounds = plan_exchange(plans, plan, tensors)
             attributes = root_attributes(self._step, len(plans))
             skeleton = build_skeleton(plan.specs, (), len(plan.blocks), attributes, {})
-            token = secrets.token_hex(4)
+            token = new_token()
             draft = Draft(self._files, path, token)
             self._discard = weakref.finalize(self, draft.discard)
             try:
