@@ -39,10 +39,7 @@ def read(path: Name, most_bytes: int, *, folder: int | None = None, own: bool = 
 
 
 def open_to_append(path: Name) -> int:
-    """The descriptor of a file to append to and to read, made if it is missing. Raises OSError as ``open_to_read``.
-
-    The user's own link to a device, such as /dev/null, will do.
-    """
+    """The descriptor of a file to append to, made if missing; or of a device. Raises OSError as ``open_to_read``."""
     return _open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, None)
 
 

@@ -56,8 +56,7 @@ def main(arguments: list[str]) -> int:
         if not answers:
             raise HpcfsdpError(
                 f"{options.run_dir}: no job has answered within {options.wait:g} s. A job looks for questions in the "
-                "run_dir that hpcfsdp.init got, by default the folder in which it was started, and answers its user "
-                "and root"
+                "run_dir that hpcfsdp.init got, by default the folder in which it was started, and answers its user"
             )
         reports = {job: report.render(parts, request.reason, request.asked_s) for job, parts in sorted(answers.items())}
         paths = {job: inquiry.write_report(request, job, text) for job, text in reports.items()}

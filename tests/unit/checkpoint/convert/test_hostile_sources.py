@@ -1,5 +1,6 @@
 """Sources of imports that somebody has made to harm who imports them: refused in little time and memory."""
 
+import contextlib
 import io
 import json
 import os
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from hpcfsdp.checkpoint.convert import pickles, safetensors
+from hpcfsdp.checkpoint.convert import importing, pickles, safetensors
 from hpcfsdp.checkpoint.convert.importing import import_checkpoint
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from tests.unit.checkpoint.convert.test_import import save_dcp
@@ -321,6 +322,17 @@ def test_a_large_file_may_have_as_many_objects(tmp_path, monkeypatch):
                 import_checkpoint(tmp_path / "x.pt", tmp_path / "x.h5")
         else:
             assert import_checkpoint(tmp_path / "x.pt", tmp_path / "x.h5").extra == ("extra",)
+
+
+def test_more_tensors_than_their_bytes_explain_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(importing, "TENSORS_LEAST", 10)
+    for numel, refused in ((1, True), (256, False)):
+        torch.save({f"w{number}": torch.ones(numel) for number in range(20)}, tmp_path / "x.pt")
+        with contextlib.ExitStack() as stack:
+            if refused:
+                message = r"x.pt: has 20 tensors, too many for their 80 bytes"
+                stack.enter_context(pytest.raises(CheckpointError, match=message))
+            assert import_checkpoint(tmp_path / "x.pt", tmp_path / "x.h5").tensors == 20
 
 
 def test_an_archive_of_two_pickles_is_refused(tmp_path):
