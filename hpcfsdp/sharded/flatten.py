@@ -66,6 +66,7 @@ def own_params(
                 entry.places.append((module, name))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer not in ignored.buffers:
+                _refuse_subclass(buffer, f"the buffer {prefix + name!r}")
                 buffers.setdefault(buffer, prefix + name)
         number = 0
         for name, child in module._modules.items():
@@ -115,6 +116,22 @@ def _check_kind(param: nn.Parameter, fqn: str, module: nn.Module) -> None:
         raise ValueError(
             f"parameter {fqn!r} of a lazy {type(module).__name__} has no shape yet: run a forward of the module before "
             "wrapping it"
+        )
+    _refuse_subclass(param, f"the parameter {fqn!r}")
+
+
+def _refuse_subclass(tensor: torch.Tensor, what: str) -> None:
+    """Refuse a tensor that computes, or keeps its values, in a way of its own."""
+    kind, parameter = type(tensor), nn.Parameter
+    is_named_parameter = issubclass(kind, parameter) and (
+        (kind.__torch_function__, kind.__torch_dispatch__)
+        == (parameter.__torch_function__, parameter.__torch_dispatch__)
+    )
+    if kind not in (torch.Tensor, parameter, DTensor) and not is_named_parameter:
+        raise NotImplementedError(
+            f"{what} is a {kind.__module__}.{kind.__qualname__}, a subclass of torch.Tensor: as shards its values would "
+            "be those of a plain tensor. Convert it before sharding (dequantize, for instance), or leave it out: "
+            "ignored_states of FullyShardedDataParallel, ignored_params of fully_shard"
         )
 
 

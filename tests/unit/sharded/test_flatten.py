@@ -1,8 +1,10 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from hpcfsdp.sharded.flatten import own_params
+from hpcfsdp.sharded.own import Ignored
 from tests.unit.sharded.units import mark_as_unit
 
 
@@ -122,3 +124,38 @@ def test_parameters_on_several_devices_are_named_with_theirs():
         "the parameters of one unit are on several devices ('a.bias' on cpu, 'b.bias' on meta): move them to one, or "
         "pass device_id"
     )
+
+
+class Codes(torch.Tensor):
+    """As quantized weights: the values are not those in memory."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Named(nn.Parameter):
+    """A parameter with a class of its own, and the values of a plain one."""
+
+
+@pytest.mark.parametrize("what", ["parameter", "frozen parameter", "buffer", "fake parameter"])
+def test_tensors_of_other_classes_are_refused_by_name_unless_they_are_ignored(what):
+    model = nn.Sequential(nn.Linear(2, 2))
+    if what == "buffer":
+        model[0].register_buffer("codes", torch.ones(2).as_subclass(Codes))
+    elif what == "fake parameter":
+        with FakeTensorMode():
+            model[0].codes = nn.Parameter(torch.ones(2))
+    else:
+        model[0].codes = nn.Parameter(torch.ones(2).as_subclass(Codes), requires_grad=what == "parameter")
+    found = type(model[0].codes)
+    with pytest.raises(NotImplementedError, match=rf"'0\.codes' is a {found.__module__}\.{found.__name__}, a subclass"):
+        own_params(model)
+    kept = frozenset([model[0].codes])
+    own_params(model, ignored=Ignored(buffers=kept) if what == "buffer" else Ignored(params=kept))
+
+
+def test_parameters_that_only_have_a_name_of_their_own_are_sharded():
+    model = nn.Linear(2, 2)
+    model.weight = Named(torch.ones(2, 2))
+    assert [entry.fqn for entry in own_params(model).entries] == ["weight", "bias"]
