@@ -64,8 +64,8 @@ class Content:
 
 def root_attributes(step: int, world_size: int) -> dict[str, Any]:
     """Attributes of the root group that describe the file's origin, with the current time."""
+    # 8 with those of every file. HDF5 has more in an index elsewhere, or under a limit that some readers do not expect.
     return {
-        "software": "hpcfsdp",
         "software_version": __version__,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "step": np.int64(step),

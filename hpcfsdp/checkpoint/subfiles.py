@@ -229,8 +229,9 @@ class SubfilesWriter(PosixWriter):
         )
 
     def _skeleton_of(self, part: Part) -> Skeleton:
+        of_whole = ("world_size", "software_version")
         attributes = {
-            **self._content.attributes,
+            **{name: value for name, value in self._content.attributes.items() if name not in of_whole},
             "format": schema.PART_FORMAT,
             "about": schema.ABOUT_PART,
             "checkpoint": self._draft.path.name,

@@ -27,9 +27,6 @@ from hpcfsdp.reshard.boxes import joined_boxes
 
 _LIBVER = {"v108": h5py.h5f.LIBVER_V18, "v110": h5py.h5f.LIBVER_V110}
 
-_MOST_ATTRIBUTES = 16
-"""Of the root group."""
-
 _KEPT = 2
 """Bases, of some hundred bytes for each tensor. Two: a model may be saved with its optimizer, and elsewhere without."""
 
@@ -208,7 +205,6 @@ def _opened(image: SparseImage, mode: str) -> h5py.File:
         return h5py.File(h5py.h5f.open(b"skeleton", h5py.h5f.ACC_RDWR, access))
     layout = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     layout.set_obj_track_times(False)
-    layout.set_attr_phase_change(_MOST_ATTRIBUTES, 0)  # of more, HDF5 would make an index, in another place
     return h5py.File(h5py.h5f.create(b"skeleton", h5py.h5f.ACC_TRUNC, layout, access))
 
 

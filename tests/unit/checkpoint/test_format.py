@@ -149,7 +149,6 @@ def test_attributes_of_the_root_group_say_what_it_is(saved):
         "format": b"hpcfsdp",
         "format_version": b"1.1",
         "about": schema.ABOUT.encode(),
-        "software": b"hpcfsdp",
         "step": 7,
         "world_size": 1,
         "committed": 1,

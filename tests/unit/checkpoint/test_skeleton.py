@@ -2,17 +2,22 @@
 
 import io
 import itertools
+import struct
 import time
 import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from hpcfsdp.checkpoint.content import Content, root_attributes
 from hpcfsdp.checkpoint.format import schema, skeleton as module
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.skeleton import Source, build_skeleton
+from hpcfsdp.checkpoint.subfiles import SubfilesWriter
 
 pytestmark = pytest.mark.hdf5
 
@@ -200,6 +205,44 @@ def test_a_base_serves_many_saves_and_none_changes_it(monkeypatch):
     small = {"extra/values": b"x" * 10, "metrics/loss/value": np.arange(10.0)}
     assert fresh(specs, (), 90, attributes, small) == made[0]
     assert made[0].offsets == made[4].offsets
+
+
+def header_of_root(skeleton):
+    """The flags of the root group's object header, and its messages: (type, data)."""
+    begin, data = skeleton.regions[0]
+    assert begin == 0
+    (at,) = struct.unpack_from("<Q", data, 36)  # in HDF5's superblock of version 2 and 3
+    assert data[at : at + 5] == b"OHDR\x02"
+    flags = data[at + 5]
+    at += 6 + (16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0)
+    width = 1 << (flags & 3)
+    end = at + width + int.from_bytes(data[at : at + width], "little")
+    at += width
+    messages = []
+    while at + 4 <= end:
+        kind, nbytes = struct.unpack_from("<BH", data, at)
+        at += 4 + (2 if flags & 4 else 0)
+        messages.append((kind, data[at : at + nbytes]))
+        at += nbytes
+    return flags, messages
+
+
+@pytest.mark.parametrize("count", [1, 500])
+@pytest.mark.parametrize("is_part", [False, True], ids=["file", "part"])
+def test_attributes_are_in_the_header_of_the_root_as_hdf5_has_them_by_default(count, is_part):
+    specs = [TensorSpec(f"model/a.tensor.with.a.name.of.its.own.{n}", (3,), "float32") for n in range(count)]
+    content = Content(SimpleNamespace(specs=specs), root_attributes(3, 2), {})
+    if is_part:
+        writer = SimpleNamespace(_content=content, _draft=SimpleNamespace(path=Path("a.h5")))
+        part = SimpleNamespace(plan=content.plan, blocks=range(count), node=0)
+        skeleton = SubfilesWriter._skeleton_of(writer, part)
+    else:
+        skeleton = build_skeleton(specs, [], count, content.attributes, {})
+    flags, messages = header_of_root(skeleton)
+    assert not flags & 0x10  # no numbers of its own for when attributes go into an index
+    infos = [data for kind, data in messages if kind == 0x15]
+    assert all(data[2 + 2 * (data[1] & 1) :][:8] == b"\xff" * 8 for data in infos)  # there is no index
+    assert any(kind == 0xC and b"format\0" in data for kind, data in messages)
 
 
 def test_values_behind_the_tensors_take_little_more_than_their_bytes():
