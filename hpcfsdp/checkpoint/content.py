@@ -90,11 +90,20 @@ def small_values(
     small: dict[str, np.ndarray | bytes] = {}
     if groups is not None:
         small[schema.OPTIM_SCALARS] = schema.to_json(dict(scalars or {}))
-        small[schema.PARAM_GROUPS] = schema.to_json([_plain_group(index, g) for index, g in enumerate(groups)])
-    values, arrays = extras.split_arrays(dict(extra or {}))
+        found = [{k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in groups]
+        plain, types = to_plain("param_groups", found)
+        values, arrays = extras.split_arrays(plain)
+        if arrays:
+            raise CheckpointError("param_groups of the optimizer hold arrays, or bytes: keep lists in their place")
+        small[schema.PARAM_GROUPS] = schema.to_json(values)
+        small |= {schema.GROUP_TYPES: schema.to_json(types)} if types else {}
+    plain, types = to_plain("extra", dict(extra or {}))
+    values, arrays = extras.split_arrays(plain)
     small[schema.EXTRA_VALUES] = schema.to_json(values)
+    types = tuple(each for each in types if each[1] != "tensor")  # which come back as arrays
+    small |= {schema.EXTRA_TYPES: schema.to_json(types)} if types else {}
     if module_states:
-        kept = {name: list(to_plain(name, state)) for name, state in module_states.items()}
+        kept = {name: list(to_plain(f"the state {name!r}", state)) for name, state in module_states.items()}
         states, more = extras.split_arrays(kept, first=len(arrays))
         small[schema.MODULE_STATES] = schema.to_json(states)
         arrays |= more
@@ -269,6 +278,7 @@ def _leaves(given: SaveArguments, small: Mapping[str, np.ndarray | bytes]) -> _L
         found["optimizer"] = leaves_of("param_groups", groups, {}) | leaves_of("state", state, {})
     if given.extra is not None:
         found["extra"] = leaves_of("extra", schema.from_json(small[schema.EXTRA_VALUES]), arrays)
+        found["extra"]["the types in extra"] = str(small.get(schema.EXTRA_TYPES))
     return found
 
 
@@ -310,21 +320,6 @@ def _small_again(given: SaveArguments, known: Known) -> dict[str, np.ndarray | b
         if given.names is not None:
             modules = {n: module for n, module in modules.items() if is_chosen(n, given.names)}
     return _small_of(given, state, modules)
-
-
-def _plain_group(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
-    plain: dict[str, Any] = {}
-    for key, value in group.items():
-        if isinstance(value, torch.Tensor):
-            value = value.tolist()
-        try:
-            schema.to_json(value)
-        except (TypeError, ValueError):
-            raise CheckpointError(
-                f"param_groups[{index}][{key!r}] of the optimizer is a {type(value).__name__}, which cannot be saved"
-            ) from None
-        plain[key] = value
-    return plain
 
 
 def memory_of_blocks(plan: SavePlan, tensors: Sequence[StateTensor]) -> Callable[[int], torch.Tensor]:

@@ -8,46 +8,34 @@ from typing import Any
 import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.errors import CheckpointError
 
 _ARRAY_KEY = "__array__"
 _ITEMS_KEY = "__items__"
 
 
-def split_arrays(value: Any, path: str = "", first: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
-    """JSON-ready `value` with references in place of arrays and tensors, and the arrays by name, numbered from `first`.
+def split_arrays(value: Any, first: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
+    """JSON-ready `value` with references in place of arrays, and the arrays by name, numbered from `first`.
 
-    Raises CheckpointError, with the place in `value`, for anything but JSON and numeric arrays.
+    Args:
+        value: as ``plain_values.to_plain`` gives it.
     """
     arrays: dict[str, np.ndarray] = {}
 
-    def visit(item: Any, place: str) -> Any:
-        if item is None or isinstance(item, (bool, int, float, str)):
-            return item
-        if isinstance(item, np.generic) and item.dtype.kind in "biuf" and item.dtype.itemsize <= 8:
-            return item.item()
+    def visit(item: Any) -> Any:
         if isinstance(item, dict):
-            bad = [key for key in item if not isinstance(key, (str, int, float, bool, type(None)))]
-            if bad:
-                raise CheckpointError(f"extra{place}: key {bad[0]!r} cannot be saved; use strings or numbers as keys")
-            entries = {key: visit(entry, f"{place}[{key!r}]") for key, entry in item.items()}
+            entries = {key: visit(entry) for key, entry in item.items()}
             if all(isinstance(key, str) and key not in (_ARRAY_KEY, _ITEMS_KEY) for key in entries):
                 return entries
             return {_ITEMS_KEY: [list(pair) for pair in entries.items()]}  # JSON would make strings of the keys
         if isinstance(item, (list, tuple)):
-            return [visit(entry, f"{place}[{index}]") for index, entry in enumerate(item)]
-        if hasattr(item, "resolve_conj"):  # a tensor, recognized without importing torch
-            item = array_of(item, f"extra{place}:")
-        if not isinstance(item, np.ndarray) or item.dtype.kind not in "biufc":
-            raise CheckpointError(
-                f"extra{place} is a {type(item).__name__}: numbers, strings, lists, dicts, arrays and tensors can be "
-                "saved"
-            )
+            return [visit(entry) for entry in item]
+        if not isinstance(item, np.ndarray):
+            return item
         name = str(first + len(arrays))
         arrays[name] = item
         return {_ARRAY_KEY: name}
 
-    return visit(value, path), arrays
+    return visit(value), arrays
 
 
 def join_arrays(value: Any, arrays: dict[str, np.ndarray]) -> Any:
@@ -83,11 +71,3 @@ def leaves_of(name: str, value: Any, arrays: Mapping[str, np.ndarray]) -> dict[s
 
     visit(value, name)
     return found
-
-
-def array_of(tensor: Any, holder: str, hint: str = "") -> np.ndarray:
-    """A torch tensor as an array; raises CheckpointError, beginning with `holder`, where numpy cannot hold it."""
-    try:
-        return tensor.detach().resolve_conj().resolve_neg().cpu().numpy()
-    except (TypeError, NotImplementedError, RuntimeError) as error:
-        raise CheckpointError(f"{holder} a tensor of {tensor.dtype} on {tensor.device}: {error}{hint}") from None

@@ -6,6 +6,7 @@ Needs numpy and h5py alone. Executes nothing of a file.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from hpcfsdp.checkpoint import json_types
 from hpcfsdp.checkpoint.access import MemoryBudget, naming_damage, open_file, open_hdf5, read_file_seal
 from hpcfsdp.checkpoint.dcp import entry_names as names
 from hpcfsdp.checkpoint.extents import check_extents, merge_ranges
+from hpcfsdp.checkpoint.extra import join_arrays
 from hpcfsdp.checkpoint.file_kind import refuse_incomplete
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo, TensorSpec
 from hpcfsdp.checkpoint.format.seal import Seal, packed_bytes
+from hpcfsdp.checkpoint.plain_values import from_plain
 from hpcfsdp.checkpoint.small_values import (
     Values,
     attribute_text,
@@ -55,9 +58,10 @@ class CheckpointIndex:
         tensors: by path in the file ("model/<fqn>", "optim/state/<fqn>/<key>"), in file order.
         links: alias of a (tied) tensor -> its path.
         extents: the table of runs, sorted by tensor and start.
-        param_groups, scalars: of the optimizer; None where none was saved.
+        param_groups, scalars: of the optimizer; None where none was saved. `group_types` are the types of the former.
         rng: states of random number generators by kind, one row for each rank that wrote.
-        module_states: extra states of modules (``get_extra_state``), by name, as ``plain_values.to_plain`` gives them.
+        extra: that of `info`, as ``plain_values.to_plain`` gives it.
+        module_states: extra states of modules (``get_extra_state``), by name, likewise, with their types.
         metrics: numbers that training has noted, by name: steps (int64) and values (float64), both 1-D.
         seal: of the file.
         parts: files next to this one that store elements of tensors; number n in `extents` is the one at n - 1.
@@ -76,6 +80,8 @@ class CheckpointIndex:
     first_rows: dict[str, tuple[int, int]] = field(repr=False)
     """First row and end of each tensor's runs in `extents`."""
     metrics: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    group_types: Sequence[Any] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
     module_states: dict[str, Any] = field(default_factory=dict)
     parts: tuple[PartFile, ...] = ()
     state_dict: list[dict[str, Any]] | None = None
@@ -154,10 +160,14 @@ def _read_sealed(path: Path, file: h5py.File, seal: Seal, budget: MemoryBudget) 
         read_json(small, name) if name in small else None
         for name in (schema.PARAM_GROUPS, schema.OPTIM_SCALARS, schema.STATE_DICT)
     )
+    types, group_types = (read_json(small, n) if n in small else [] for n in (schema.EXTRA_TYPES, schema.GROUP_TYPES))
     states = read_extra(small, schema.MODULE_STATES) if schema.MODULE_STATES in small else {}
     if config is not None:
         json_types.check_type(config, dict, schema.CONFIG)
     json_types.check_optimizer(groups, scalars, named=schema.STATE_DICT not in small)
+    groups = join_arrays(groups, {})
+    json_types.check_types(extra, types, schema.EXTRA_VALUES)
+    json_types.check_types(groups, group_types, schema.PARAM_GROUPS)
     json_types.check_module_states(states)
     if schema.STATE_DICT in small:
         by_kind = {names.GROUP: groups, names.SCALAR: scalars, names.EXTRA: extra}
@@ -165,17 +175,19 @@ def _read_sealed(path: Path, file: h5py.File, seal: Seal, budget: MemoryBudget) 
     attributes = {name: required_attribute(file, name, int) for name in ("step", "world_size")}
     texts = ("date", "software_version", "format_version")
     attributes |= {name: required_attribute(file, name, attribute_text) for name in texts}
-    info = CheckpointInfo(path=path, **attributes, extra=extra, config=config)
+    info = CheckpointInfo(path=path, **attributes, extra=from_plain(extra, types), config=config)
     return CheckpointIndex(
         info=info,
         tensors=specs,
         links=links,
         extents=rows,
         param_groups=groups,
+        group_types=group_types,
         scalars=scalars,
         rng={name.rsplit("/", 1)[1]: value for name, value in small.items() if name.startswith(f"{schema.RNG}/")},
         first_rows=first_rows,
         metrics=read_metrics(small),
+        extra=extra,
         module_states=states,
         seal=seal,
         parts=parts,

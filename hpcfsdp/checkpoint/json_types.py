@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from hpcfsdp.checkpoint.dcp import entry_names as names
 from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.plain_values import fits
 
 _PLAIN = (bool, int, float)
 
@@ -55,7 +54,7 @@ def check_module_states(states: Mapping[str, Any]) -> None:
 def check_types(value: Any, types: Any, place: str) -> None:
     """Raises ValueError unless ``from_plain(value, types)`` succeeds. `place` names the value in messages."""
     check_type(types, (list, tuple), f"types of {place}")
-    done: set[tuple[int, ...]] = set()
+    done, entries = set[tuple[int, ...]](), dict[int, list[Any]]()
     for entry in types:
         is_pair = isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[0], (list, tuple))
         if not is_pair or not all(type(position) is int and position >= 0 for position in entry[0]):
@@ -65,7 +64,7 @@ def check_types(value: Any, types: Any, place: str) -> None:
         if any(path[:length] in done for length in range(len(path) + 1)):
             raise ValueError(f"types of {place} have {list(path)} twice, or after its container")
         done.add(path)
-        if not isinstance(kind, str) or kind not in _MADE_OF or not _MADE_OF[kind](_at(value, path, place)):
+        if not isinstance(kind, str) or not fits(kind, _at(value, path, place, entries)):
             raise ValueError(f"types of {place} have {kind!r} at {list(path)}, where no such thing is")
 
 
@@ -114,25 +113,16 @@ def _are_keys(found: Any) -> bool:
     return isinstance(found, list) and bool(found) and all(type(key) in (str, int) for key in found)
 
 
-def _at(value: Any, path: tuple[int, ...], place: str) -> Any:
+def _at(value: Any, path: tuple[int, ...], place: str, entries: dict[int, list[Any]]) -> Any:
+    """`entries` of dicts are kept: there may be many places in one."""
     for position in path:
-        inside = list(value.values()) if isinstance(value, dict) else value
+        if isinstance(value, dict) and id(value) not in entries:
+            entries[id(value)] = list(value.values())
+        inside = entries[id(value)] if isinstance(value, dict) else value
         if not isinstance(inside, list) or position >= len(inside):
             raise ValueError(f"types of {place} have {list(path)}, where nothing is")
         value = inside[position]
     return value
-
-
-def _is_array(value: Any, kinds: str) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind in kinds and value.dtype.isnative
-
-
-_MADE_OF: dict[str, Callable[[Any], bool]] = {
-    "tuple": lambda value: isinstance(value, list),
-    "tensor": lambda value: _is_array(value, "biufc"),
-    "bytes": lambda value: _is_array(value, "u") and value.dtype.itemsize == 1,
-}
-"""The plain forms of types, see ``plain_values.from_plain``."""
 
 
 def _is_number(value: Any) -> bool:

@@ -314,7 +314,7 @@ def _module_state(in_file: FileNames, name: str) -> Any:
     """A module's extra state from the file; raises CheckpointCorruptError where it is damaged."""
     try:
         return from_plain(*in_file.index.module_states[in_file.in_file(name)])
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         path = in_file.index.info.path
         raise CheckpointCorruptError(
             f"{path}: the saved state of the module {name!r} does not have the form that hpcfsdp writes"

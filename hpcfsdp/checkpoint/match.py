@@ -14,6 +14,7 @@ from torch import nn
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.checkpoint.inspect.names import match_names, matching
+from hpcfsdp.checkpoint.plain_values import from_plain
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, nearest
 from hpcfsdp.state.tensors import StateTensor
 from hpcfsdp.state.wrappers import CHILD, NUM_AVERAGED
@@ -56,7 +57,10 @@ class FileNames:
 
     def optimizer(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Scalars by ``name/key`` and ``param_groups`` of the file's optimizer, by names in the model."""
-        scalars, groups = dict(self.index.scalars or {}), list(self.index.param_groups or ())
+        scalars, groups = (
+            dict(self.index.scalars or {}),
+            from_plain(self.index.param_groups or [], self.index.group_types),
+        )
         if self.prefix:
             scalars = {self.in_model(name): value for name, value in scalars.items()}
             groups = [{**group, "params": list(map(self.in_model, group["params"]))} for group in groups]

@@ -1,86 +1,153 @@
-"""Converts values that are no tensors of a model to JSON and arrays, and back."""
+"""Converts values to those that JSON and arrays have, with the types that they had, and back. Pure.
+
+A value comes back as it was, or it is refused; but sizes are tuples, and parameters tensors. Torch is loaded for its
+own types alone.
+"""
 
 from __future__ import annotations
 
-import copy
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from hpcfsdp.checkpoint.extra import array_of
+from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.errors import CheckpointError
 
 Place = tuple[int, ...]
 """Positions in lists and dicts, from outside inwards."""
 
 Types = tuple[tuple[Place, str], ...]
-"""Places in a value, and the types there: "tuple", "tensor" or "bytes". Inner places come before outer ones."""
+"""Places in a value, and the types there: "tuple", "numpy float32". Inner places come before outer ones."""
+
+_JSON, _BASES = (type(None), bool, int, float, str), (int, float, str, bytes, tuple, list, dict)
+_ALLOWED = "numbers, strings, lists, tuples, dicts, bytes, arrays or tensors"
 
 
 def to_plain(name: str, value: Any) -> tuple[Any, Types]:
-    """A value with lists for tuples and arrays for tensors and bytes, and the places of these types.
+    """A value of JSON's types and arrays, which stand for those of all other types, and the places of these.
 
-    Raises CheckpointError for other types; `name` of the entry is for its message.
+    Raises CheckpointError for a value that would not come back as it was, with `name` and the place in the value.
     """
     types: list[tuple[Place, str]] = []
 
-    def visit(item: Any, path: Place) -> Any:
-        kind = next((kind for kind, types_of in _KINDS.items() if type(item) in types_of), None)
-        if isinstance(item, dict) and all(isinstance(key, (str, int, float, bool, type(None))) for key in item):
-            return {key: visit(entry, (*path, place)) for place, (key, entry) in enumerate(item.items())}
-        if isinstance(item, (list, tuple)) and (kind or type(item) is list):
-            item = [visit(entry, (*path, place)) for place, entry in enumerate(item)]
-        elif isinstance(item, torch.Tensor) and kind:
-            item = array_of(item, f"the state dict's {name!r} holds, in a tuple,", "; put it into a list or a dict")
-        elif isinstance(item, (bytes, bytearray)):
-            item = np.frombuffer(bytes(item), np.uint8)
-        elif isinstance(item, np.generic) and item.dtype.kind in "biuf" and item.dtype.itemsize <= 8:
-            item = item.item()
-        elif not _is_plain(item):
-            raise CheckpointError(
-                f"the state dict's {name!r} {'is' if not path else 'holds'} a {type(item).__name__}, and nothing is "
-                "pickled into a checkpoint: keep numbers, strings, lists, tuples, dicts, bytes, arrays or tensors in "
-                "its place, or leave it out of the state dict"
-            )
+    def visit(item: Any, place: str, path: Place) -> Any:
+        if type(item) in _JSON:
+            return item
+        kind, item = _form_of(item, name + place)
+        if isinstance(item, dict):
+            odd = next((key for key in item if type(key) not in _JSON), None)
+            if odd is not None:
+                raise CheckpointError(f"{name}{place}: key {odd!r} cannot be saved; use strings or numbers as keys")
+            item = {key: visit(entry, f"{place}[{key!r}]", (*path, at)) for at, (key, entry) in enumerate(item.items())}
+        elif isinstance(item, list):
+            item = [visit(entry, f"{place}[{at}]", (*path, at)) for at, entry in enumerate(item)]
         if kind:
             types.append((path, kind))
         return item
 
-    return visit(value, ()), tuple(types)
+    try:
+        return visit(value, "", ()), tuple(types)
+    except RecursionError:
+        raise CheckpointError(f"{name}: {schema.TOO_DEEP}") from None
 
 
-_KINDS = {
-    "tuple": (tuple, torch.Size),
-    "tensor": (torch.Tensor, torch.nn.Parameter),
-    "bytes": (bytes, bytearray),
+def from_plain(value: Any, types: Sequence[Any]) -> Any:
+    """Undoes ``to_plain``; raises IndexError for a place where nothing is. `types` may be of JSON. Copies no arrays."""
+    kinds = {tuple(path): kind for path, kind in types}
+
+    def visit(item: Any, path: Place) -> Any:
+        if isinstance(item, dict):
+            item = {key: visit(entry, (*path, at)) for at, (key, entry) in enumerate(item.items())}
+        elif isinstance(item, list):
+            item = [visit(entry, (*path, at)) for at, entry in enumerate(item)]
+        kind, _, detail = kinds.pop(path, "").partition(" ")
+        return _TYPES[kind][2](item, detail) if kind else item
+
+    found = visit(value, ()) if kinds else value
+    if kinds:
+        raise IndexError(f"nothing is at {next(iter(kinds))}")
+    return found
+
+
+def fits(kind: str, form: Any) -> bool:
+    """Whether there is such a type, and `form` can stand for a value of it."""
+    name, _, detail = kind.partition(" ")
+    of, details, _ = _TYPES.get(name, (type(None), (), None))
+    return isinstance(form, of) and detail in details and (of is not np.ndarray or form.dtype.isnative)
+
+
+def _form_of(item: Any, where: str) -> tuple[str, Any]:
+    """The type of an item, empty for one that needs none, and what stands for the item."""
+    kind, torch = type(item), sys.modules.get("torch")
+    name, form = kind.__name__, item
+    if kind in (list, dict) or (kind is np.ndarray and item.dtype.kind in "biufc"):
+        name = ""
+    elif kind is tuple or (torch and kind is torch.Size):
+        name, form = "tuple", list(item)
+    elif kind in (Counter, OrderedDict):
+        form = dict(item)
+    elif kind is defaultdict and item.default_factory in _FACTORIES.values():
+        name, form = f"{name} {getattr(item.default_factory, '__name__', None)}", dict(item)
+    elif kind in (bytes, bytearray):
+        form = np.frombuffer(bytes(item), np.uint8)
+    elif isinstance(item, np.generic) and item.dtype.name in _NUMBERS:
+        name, form = f"numpy {item.dtype.name}", item.item()
+    elif torch and kind in (torch.Tensor, torch.nn.Parameter):
+        dtype = str(item.dtype).removeprefix("torch.")
+        name, form = f"tensor {dtype}" if dtype in _WITHOUT_NUMPY else "tensor", _array_of(item, where)
+    else:
+        plain = next((f"{base.__name__}(...) of it" for base in _BASES if isinstance(item, base)), _ALLOWED)
+        raise CheckpointError(
+            f"{where} is a {name}, and nothing is pickled into a checkpoint: keep {plain} in its place, or leave it out"
+        )
+    return name, form
+
+
+def _array_of(tensor: Any, where: str) -> np.ndarray:
+    """A copy of a tensor: of bfloat16 as float32, of 8-bit floats their bits."""
+    torch = sys.modules["torch"]
+    try:
+        values = tensor.detach().resolve_conj().resolve_neg().to("cpu", copy=True)  # numpy() would mark its storage
+        if values.dtype is torch.bfloat16:
+            bits = values.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+            return np.asarray(bits << 16, np.uint32).view(np.float32)
+        if str(values.dtype).removeprefix("torch.") in _WITHOUT_NUMPY:
+            values = values.view(torch.uint8)
+        return np.asarray(values.numpy())
+    except (TypeError, NotImplementedError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{where} is a tensor of {tensor.dtype} on {tensor.device} that no array can hold ({error}): save a dense "
+            "one of another dtype, such as tensor.float(), or leave it out"
+        ) from None
+
+
+def _tensor_of(array: np.ndarray, dtype: str) -> Any:
+    import torch
+
+    if dtype == "bfloat16":
+        array = np.asarray(array.view(np.uint32) >> 16, np.uint16)
+    tensor = torch.from_numpy(np.array(array))
+    return tensor.view(getattr(torch, dtype)) if dtype else tensor
+
+
+_FACTORIES = {"None": None, **{kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set)}}
+
+_NUMBERS = {"bool", "float16", "float32", "float64", *(f"{sign}int{8 << n}" for sign in ("", "u") for n in range(4))}
+"""Scalars of NumPy that are numbers in JSON."""
+
+_WITHOUT_NUMPY = {"bfloat16", *(f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"))}
+
+_TYPES: dict[str, tuple[Any, Collection[str], Callable[[Any, str], Any]]] = {
+    "tuple": (list, ("",), lambda form, _: tuple(form)),
+    "Counter": (dict, ("",), lambda form, _: Counter(form)),
+    "OrderedDict": (dict, ("",), lambda form, _: OrderedDict(form)),
+    "defaultdict": (dict, _FACTORIES, lambda form, name: defaultdict(_FACTORIES[name], form)),
+    "numpy": ((bool, int, float), _NUMBERS, lambda form, name: np.dtype(name).type(form)),
+    "bytes": (np.ndarray, ("",), lambda form, _: form.tobytes()),
+    "bytearray": (np.ndarray, ("",), lambda form, _: bytearray(form.tobytes())),
+    "tensor": (np.ndarray, {"", *_WITHOUT_NUMPY}, _tensor_of),
 }
-
-
-def _is_plain(item: Any) -> bool:
-    if isinstance(item, np.ndarray):
-        return item.dtype.kind in "biufc"
-    return type(item) in (type(None), bool, int, float, str)
-
-
-def from_plain(value: Any, types: Types) -> Any:
-    """Undoes ``to_plain``."""
-    value = copy.deepcopy(value)
-    for path, kind in types:
-        if not path:
-            value = _MAKERS[kind](value)
-            continue
-        *outer, last = path
-        inside = value
-        for place in outer:
-            inside = list(inside.values())[place] if isinstance(inside, dict) else inside[place]
-        key = list(inside)[last] if isinstance(inside, dict) else last
-        inside[key] = _MAKERS[kind](inside[key])
-    return value
-
-
-_MAKERS = {
-    "tuple": tuple,
-    "tensor": lambda array: torch.from_numpy(np.array(array)),
-    "bytes": lambda array: np.asarray(array, np.uint8).tobytes(),
-}
+"""The form of a type, the details that it may have, and how a value is made of form and detail."""

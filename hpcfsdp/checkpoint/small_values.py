@@ -23,8 +23,10 @@ from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 _SINGLE = (
     schema.PARAM_GROUPS,
+    schema.GROUP_TYPES,
     schema.OPTIM_SCALARS,
     schema.EXTRA_VALUES,
+    schema.EXTRA_TYPES,
     schema.MODULE_STATES,
     schema.CONFIG,
     schema.STATE_DICT,

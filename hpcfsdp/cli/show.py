@@ -89,7 +89,7 @@ def _about_file(index: CheckpointIndex) -> tuple[dict[str, Any], dict[str, Any]]
         "parts": [part.name for part in index.parts],
         "optimizer_groups": groups,
         "metrics": metrics,
-        "extra": info.extra,
+        "extra": index.extra,
         "config": info.config,
     }
     return facts, nested

@@ -23,7 +23,7 @@ def pack(holders: Mapping[str, Any]) -> dict[str, Any]:
     keep, with the name of the object."""
     packed = {}
     for name, holder in holders.items():
-        value, types = to_plain(name, holder.state_dict())
+        value, types = to_plain(f"the state dict's {name!r}", holder.state_dict())
         packed[name] = {"value": value, "types": [[list(place), kind] for place, kind in types]}
     return {_KEY: packed}
 

@@ -119,7 +119,9 @@ class Adds(Named):
 
 def test_values_that_a_file_cannot_hold(shared_path):
     saver = ModelCheckpoint(shared_path)
-    with pytest.raises(CheckpointError, match=r"'hyper_parameters' holds a .*; self.save_hyperparameters\(ignore"):
+    with pytest.raises(
+        CheckpointError, match=r"'hyper_parameters'\['names'\] is a .*; self.save_hyperparameters\(ignore"
+    ):
         fit(shared_path, saver, module=Named(names=Path("x")))
     with pytest.raises(CheckpointError, match="use an entry of another name"):
         fit(shared_path, saver, module=Adds())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -217,7 +218,12 @@ def _fetched(value: Any) -> Any:
     if isinstance(value, Stored):
         return value.fetch()
     if isinstance(value, Mapping):
-        return {key: _fetched(entry) for key, entry in value.items()}
+        return alike(value, {key: _fetched(entry) for key, entry in value.items()})
     if isinstance(value, (list, tuple)):
-        return [_fetched(entry) for entry in value]
+        return alike(value, [_fetched(entry) for entry in value])
     return value
+
+
+def alike(value: Any, entries: Any) -> Any:
+    """`entries` in a container of the type of `value`, where a checkpoint keeps that."""
+    return type(value)(entries) if type(value) in (tuple, Counter, OrderedDict) else entries

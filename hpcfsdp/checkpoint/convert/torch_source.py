@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from hpcfsdp.checkpoint.access import MemoryBudget, naming_errors, open_file
 from hpcfsdp.checkpoint.convert.dcp_metadata import read_metadata
 from hpcfsdp.checkpoint.convert.pickles import check_pickle, first_line
-from hpcfsdp.checkpoint.convert.recognize import OPTIM_KEYS, Parts, Stored, sort_out
+from hpcfsdp.checkpoint.convert.recognize import OPTIM_KEYS, Parts, Stored, alike, sort_out
 from hpcfsdp.checkpoint.convert.source import Source
 from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
 from hpcfsdp.checkpoint.files import Files
@@ -117,15 +117,16 @@ def _source(parts: Parts) -> Source:
 
 
 def _stored(value: Any, place: str, budget: MemoryBudget, level: int = 0) -> Any:
-    """Plain dicts and lists with ``Stored`` for tensors. `room` bounds expanded tensors."""
+    """Dicts and lists with ``Stored`` for tensors. `room` bounds expanded tensors."""
     if isinstance(value, torch.Tensor):
         return _stored_tensor(value, place, budget)
     if level > MOST_LEVELS:
         raise CheckpointError(f"lists and dicts are nested more than {MOST_LEVELS} levels deep")
     if isinstance(value, Mapping):
-        return {key: _stored(entry, f"{place}[{key!r}]", budget, level + 1) for key, entry in value.items()}
+        entries = {key: _stored(entry, f"{place}[{key!r}]", budget, level + 1) for key, entry in value.items()}
+        return alike(value, entries)
     if isinstance(value, (list, tuple)):
-        return [_stored(entry, f"{place}[{index}]", budget, level + 1) for index, entry in enumerate(value)]
+        return alike(value, [_stored(entry, f"{place}[{at}]", budget, level + 1) for at, entry in enumerate(value)])
     return value
 
 

@@ -159,7 +159,7 @@ class HDF5Reader(StorageReader):
 def _entries(index: CheckpointIndex) -> list[Entry]:
     if index.state_dict is not None:
         return [Entry.from_json(entry) for entry in index.state_dict]
-    return names.native_entries([*index.tensors, *index.links], index.param_groups, index.scalars, index.info.extra)
+    return names.native_entries([*index.tensors, *index.links], index.param_groups, index.scalars, index.extra)
 
 
 def value_of(index: CheckpointIndex, entry: Entry) -> Any:
@@ -167,7 +167,7 @@ def value_of(index: CheckpointIndex, entry: Entry) -> Any:
     if entry.kind == names.SCALAR:
         return from_plain((index.scalars or {})[str(entry.place[0])], entry.types)
     return from_plain(
-        names.get_at(index.param_groups if entry.kind == names.GROUP else index.info.extra, entry.place), entry.types
+        names.get_at(index.param_groups if entry.kind == names.GROUP else index.extra, entry.place), entry.types
     )
 
 

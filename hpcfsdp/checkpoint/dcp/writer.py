@@ -442,7 +442,7 @@ def _look_up(item: WriteItem, planner: SavePlanner) -> Written:
             f"the state dict's {item.index.fqn!r} is no tensor, and the planner {type(planner).__name__} has no "
             "lookup_object to return it, only pickled bytes: derive the planner from DefaultSavePlanner"
         )
-    return Written(b"", *to_plain(item.index.fqn, look_up(item.index)))
+    return Written(b"", *to_plain(f"the state dict's {item.index.fqn!r}", look_up(item.index)))
 
 
 class _Memory:

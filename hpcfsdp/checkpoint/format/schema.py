@@ -36,9 +36,11 @@ ABOUT_PART = (
 MODEL = "model"
 OPTIM_STATE = "optim/state"
 PARAM_GROUPS = "optim/param_groups"
+GROUP_TYPES = "optim/param_group_types"
 OPTIM_SCALARS = "optim/scalars"
 EXTRA_VALUES = "extra/values"
 EXTRA_ARRAYS = "extra/arrays"
+EXTRA_TYPES = "extra/types"
 MODULE_STATES = "extra/modules"
 RNG = "extra/rng"
 CONFIG = "meta/config"
@@ -248,6 +250,8 @@ MOST_DIMENSIONS = 32
 MOST_LEVELS = 200
 """Of lists and objects in each other, in JSON. Readers go into them level by level."""
 
+TOO_DEEP = f"lists and dicts are in each other over more than {MOST_LEVELS} levels: flatten them"
+
 
 def to_json(value: Any) -> bytes:
     """JSON as ASCII bytes; floats keep all bits, NaN and infinities are as Python's json writes them.
@@ -260,7 +264,7 @@ def to_json(value: Any) -> bytes:
     except RecursionError:
         deep = True
     if deep:
-        raise CheckpointError(f"lists and dicts are in each other over more than {MOST_LEVELS} levels: flatten them")
+        raise CheckpointError(TOO_DEEP)
     return text
 
 

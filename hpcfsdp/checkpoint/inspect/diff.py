@@ -257,7 +257,7 @@ def absolute_difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def _values(index: CheckpointIndex) -> dict[str, Any]:
     """Everything but tensors, by name."""
     info = index.info
-    found: dict[str, Any] = {"step": info.step, "config": info.config, "extra": info.extra}
+    found: dict[str, Any] = {"step": info.step, "config": info.config, "extra": index.extra}
     if index.param_groups is not None:
         found["optimizer group"] = index.param_groups
     if index.scalars is not None:

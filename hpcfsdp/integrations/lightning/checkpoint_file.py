@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -101,7 +100,7 @@ def _plain(found: Mapping[str, Any]) -> dict[str, Any]:
     types: dict[str, Any] = {}
     for key, value in found.items():
         try:
-            values[key], types[key] = to_plain(key, value)
+            values[key], types[key] = to_plain(f"the checkpoint's {key!r}", value)
         except CheckpointError as error:
             hint = "; self.save_hyperparameters(ignore=[...]) leaves it out" if key.endswith("hyper_parameters") else ""
             raise CheckpointError(f"{error}{hint}") from None
@@ -154,7 +153,7 @@ def _restored(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_tensors(value: Any) -> Any:
     """Tensors for arrays: callbacks compare their best scores with tensors."""
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {key: _with_tensors(entry) for key, entry in value.items()}
     if isinstance(value, list):
         return [_with_tensors(entry) for entry in value]
@@ -186,11 +185,3 @@ def _check_resumable(path: str, *, needs_optimizer: bool) -> None:
             f"{path}: has no {lacks}, so a fit cannot resume from it: to start anew with its weights, call "
             "hpcfsdp.checkpoint.load(path, model=module) before trainer.fit(module)"
         )
-
-
-def restore_counters(schedulers: Iterable[Any], states: Iterable[dict[str, Any]]) -> None:
-    """Not collective. Make Counters of dicts again where schedulers have Counters, as the milestones of MultiStepLR."""
-    for scheduler, state in zip(schedulers, states, strict=False):
-        for name, value in state.items():
-            if isinstance(getattr(scheduler, name, None), Counter):
-                state[name] = Counter(value)

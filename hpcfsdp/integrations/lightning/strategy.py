@@ -287,10 +287,7 @@ class HpcfsdpStrategy(ShardingOverMpi, ParallelStrategy):
         is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if is_fit else None
         strict = self.lightning_module.strict_loading
-        found = checkpoint_file.load(checkpoint_path, self.world.host, self.model, optimizers, strict, is_fit=is_fit)
-        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        checkpoint_file.restore_counters(schedulers, found.get("lr_schedulers", ()))
-        return found
+        return checkpoint_file.load(checkpoint_path, self.world.host, self.model, optimizers, strict, is_fit=is_fit)
 
     def teardown(self) -> None:
         """Not collective. The model stays where it is, sharded, for the next run."""

@@ -309,20 +309,20 @@ def _fitted(optimizer: torch.optim.Optimizer, number: int, key: str, value: Any)
     group = optimizer.param_groups[number]
     if key not in group:
         return value
-    now, fits = group[key], True
+    now, fits, is_own = group[key], True, key not in optimizer.defaults  # a user's own key may have any value
     if isinstance(now, torch.Tensor):
         try:
             return torch.tensor(value, dtype=now.dtype, device=now.device).expand(now.shape)
         except (RuntimeError, TypeError, ValueError):
             fits = False
-    elif isinstance(now, tuple):
-        fits = isinstance(value, (list, tuple)) and len(value) == len(now) and all(map(_are_alike, now, value))
-        value = tuple(value) if fits else value
+    elif isinstance(now, (list, tuple)) and isinstance(value, (list, tuple)):
+        fits = is_own or (len(value) == len(now) and all(map(_are_alike, now, value)))
+        value = value if is_own and isinstance(value, tuple) else type(now)(value)
     elif value is None or now is None:  # as foreach=None, which lets torch choose
         fits = value is now or now is None or isinstance(now, bool) or optimizer.defaults.get(key, now) is None
     else:
         fits = _are_alike(now, value)
-    if not fits:
+    if not fits and not is_own:
         raise CheckpointMismatchError(
             f"its optimizer's group {number} has {key}={value!r:.60}, the optimizer here {now!r:.60}: it belongs to "
             "another kind of optimizer, or is damaged; load it with optimizer=None"

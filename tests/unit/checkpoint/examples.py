@@ -35,7 +35,8 @@ def equal(one, other):
     if isinstance(one, np.ndarray):
         return isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
     if isinstance(one, dict):
-        return isinstance(other, dict) and list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+        same_keys = type(one) is type(other) and list(map(repr, one)) == list(map(repr, other))
+        return same_keys and all(map(equal, one.values(), other.values()))
     if isinstance(one, (list, tuple)):
         return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
     return type(one) is type(other) and repr(one) == repr(other)

@@ -1,14 +1,18 @@
 import copy
 import dataclasses
 import errno
+import json
 import os
 import random
 import shutil
+from collections import Counter, OrderedDict, defaultdict
 
+import h5py
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint import loader
@@ -24,6 +28,7 @@ from hpcfsdp.errors import (
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.disks import Failing, Watched
+from tests.unit.checkpoint.examples import equal
 
 
 class Counting(torch.optim.Optimizer):
@@ -672,13 +677,100 @@ def test_what_modules_keep_beside_tensors_is_missing_or_unexpected_like_a_tensor
     assert model[0].scale == 1
 
 
+def test_types_that_json_lacks_come_back_in_extra_and_in_what_modules_keep(tmp_path):
+    value = {
+        "milestones": Counter({3: 1, 1: 2}),
+        "ordered": OrderedDict(b=(1, 2), a=np.float32(0.5)),
+        "by default": defaultdict(list, a=[b"x"]),
+        "short": torch.tensor([1.5, -0.0], dtype=torch.bfloat16),
+        "shorter": torch.tensor([1.5], dtype=torch.float8_e5m2),
+    }
+
+    class Keeps(nn.Linear):
+        state = value
+
+        def get_extra_state(self):
+            return self.state
+
+        def set_extra_state(self, state):
+            self.state = state
+
+    path = checkpoint.save(tmp_path / "a.h5", model=Keeps(2, 2), extra=value)
+    model = Keeps(2, 2)
+    model.state = None
+    assert equal(checkpoint.load(path, model=model).extra, value)
+    assert equal(model.state, value)
+    assert equal(open_index(path).info.extra, value)
+    with h5py.File(path) as file:  # as readers see it that know of no types
+        plain = json.loads(file["extra/values"][()])
+        assert plain["milestones"] == {"__items__": [[3, 1], [1, 2]]}
+        assert plain["ordered"] == {"b": [1, 2], "a": 0.5}
+        assert file["extra/arrays/" + plain["short"]["__array__"]][...].tolist() == [1.5, 0]
+
+
+def test_the_scheduler_of_a_checkpoint_goes_on(tmp_path):
+    def make():
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        warm, drops = lr_scheduler.LinearLR(optimizer, total_iters=4), lr_scheduler.MultiStepLR(optimizer, [1, 3])
+        return model, optimizer, lr_scheduler.SequentialLR(optimizer, [warm, drops], [5])
+
+    def rates(optimizer, schedule, steps):
+        found = []
+        for _ in range(steps):
+            optimizer.step()
+            schedule.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    _, optimizer, schedule = make()
+    expected = rates(optimizer, schedule, 9)
+    model, optimizer, schedule = make()
+    rates(optimizer, schedule, 3)
+    extra = {"schedule": schedule.state_dict()}
+    path = checkpoint.save(tmp_path / "a.h5", model=model, optimizer=optimizer, extra=extra)
+    model, optimizer, schedule = make()
+    schedule.load_state_dict(checkpoint.load(path, model=model, optimizer=optimizer).extra["schedule"])
+    assert rates(optimizer, schedule, 6) == expected[3:]
+
+
+def step(model, optimizer):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_keys_of_a_user_in_groups_come_back_with_their_types(tmp_path):
+    keys = {"tags": ("a", "b"), "none": None, "empty": (), "nested": {"x": [1, (2, 3)], 3: 4}, "initial_lr": 0.1}
+
+    def make(**held):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        optimizer.param_groups[0].update(held)
+        return model, optimizer
+
+    model, optimizer = make(**keys)
+    step(model, optimizer)
+    path = checkpoint.save(tmp_path / "a.h5", model=model, optimizer=optimizer)
+    for held in ({}, keys, {"tags": ("z",), "none": 3, "nested": 1}):
+        model, optimizer = make(**held)
+        checkpoint.load(path, model=model, optimizer=optimizer)
+        group = optimizer.param_groups[0]
+        assert equal({key: group[key] for key in keys}, keys)
+        assert group["betas"] == (0.9, 0.999)
+        step(model, optimizer)
+    optimizer.param_groups[0]["bytes"] = b"x"
+    with pytest.raises(CheckpointError, match="param_groups of the optimizer hold arrays, or bytes"):
+        checkpoint.save(tmp_path / "b.h5", model=model, optimizer=optimizer)
+
+
 class Odd(nn.Linear):
     def get_extra_state(self):
         return [object()]
 
 
 def test_what_modules_keep_and_no_file_can_is_refused_by_name(tmp_path):
-    with pytest.raises(CheckpointError, match=r"'0\._extra_state' holds a object, and nothing is pickled"):
+    with pytest.raises(CheckpointError, match=r"'0\._extra_state'\[0\] is a object, and nothing is pickled"):
         checkpoint.save(tmp_path / "a.h5", model=nn.Sequential(Odd(2, 2)))
 
 
@@ -767,7 +859,7 @@ def test_values_of_wrong_kinds_change_nothing(tmp_path, monkeypatch, same, what)
     def open_changed(*arguments):
         index = open_index(*arguments)
         if group := changes.get("group"):
-            return dataclasses.replace(index, param_groups=[{**index.param_groups[0], **group}])
+            return dataclasses.replace(index, param_groups=[{**index.param_groups[0], **group}], group_types=())
         return dataclasses.replace(index, **changes)
 
     monkeypatch.setattr(loader, "open_index", open_changed)

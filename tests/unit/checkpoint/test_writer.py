@@ -359,7 +359,7 @@ def test_names_in_any_script_stand_in_the_file(tmp_path):
 def test_a_value_in_extra_that_cannot_be_kept_is_named(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         checkpoint.save(tmp_path / "a.h5", model=layer(), extra={"a": object()})
-    assert str(caught.value).startswith(f"{tmp_path}/a.h5: extra['a'] is a object: ")
+    assert str(caught.value).startswith(f"{tmp_path}/a.h5: extra['a'] is a object, and nothing is pickled")
     assert os.listdir(tmp_path) == []
 
 
@@ -376,8 +376,8 @@ def test_a_group_option_that_cannot_be_kept_is_named(tmp_path):
     optimizer = torch.optim.SGD([{"params": model.parameters(), "schedule": object()}], lr=0.1)
     with pytest.raises(CheckpointError) as caught:
         checkpoint.save(tmp_path / "a.h5", model=model, optimizer=optimizer)
-    assert str(caught.value) == (
-        f"{tmp_path}/a.h5: param_groups[0]['schedule'] of the optimizer is a object, which cannot be saved"
+    assert str(caught.value).startswith(
+        f"{tmp_path}/a.h5: param_groups[0]['schedule'] is a object, and nothing is pick"
     )
 
 

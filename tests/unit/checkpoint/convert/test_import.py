@@ -3,6 +3,7 @@ import json
 import os
 import pickle
 import warnings
+from collections import Counter, OrderedDict
 
 import numpy as np
 import pytest
@@ -124,9 +125,19 @@ def test_a_step_that_is_overruled_is_kept(tmp_path):
     assert (info.step, info.extra) == (8, {"step": 4})
 
 
+def test_types_of_other_values_are_kept(tmp_path):
+    schedule = {"milestones": Counter({3: 1}), "rates": (0.1, [torch.ones(2)]), "named": OrderedDict(b=1, a=2)}
+    torch.save({"model": {"w": torch.ones(2)}, "schedule": schedule}, tmp_path / "in.pt")
+    import_checkpoint(tmp_path / "in.pt", tmp_path / "out.h5")
+    found = open_index(tmp_path / "out.h5").info.extra["schedule"]
+    assert found.pop("rates")[1][0].tolist() == [1, 1]
+    assert found == {"milestones": Counter({3: 1}), "named": OrderedDict(b=1, a=2)}
+    assert {type(value) for value in found.values()} == {Counter, OrderedDict}
+
+
 def test_values_that_cannot_be_kept_are_named(tmp_path):
-    torch.save({"model": {"w": torch.ones(2)}, "odd": [1, torch.ones(2, dtype=torch.bfloat16)]}, tmp_path / "in.pt")
-    with pytest.raises(CheckpointError, match=r"extra\['odd'\]\[1\]: a tensor of torch.bfloat16"):
+    torch.save({"model": {"w": torch.ones(2)}, "odd": [1, torch.float32]}, tmp_path / "in.pt")
+    with pytest.raises(CheckpointError, match=r"extra\['odd'\]\[1\] is a dtype, and nothing is pickled"):
         import_checkpoint(tmp_path / "in.pt", tmp_path / "out.h5")
     assert os.listdir(tmp_path) == ["in.pt"]
 
