@@ -39,6 +39,7 @@ from hpcfsdp.state.optim.keys import StepsWholeTensors
 from hpcfsdp.state.sources import digest_of
 from hpcfsdp.state.tensors import LocalPiece, StateTensor
 from hpcfsdp.state.wrappers import settle
+from hpcfsdp.tensor.whole import as_bytes
 
 Metrics = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 """Numbers that training has noted, by name: the steps, and as many values."""
@@ -122,7 +123,7 @@ def _curve(name: str, curve: tuple[Sequence[int], Sequence[float]]) -> dict[str,
     if not name.isprintable() or name in ("", ".", "..") or "/" in name:
         raise CheckpointError(f"metrics: {name!r} cannot be the name of a group: rename the metric")
     try:
-        steps, values = (np.asarray(numbers) for numbers in curve)
+        steps, values = (np.asarray(each.tolist() if isinstance(each, torch.Tensor) else each) for each in curve)
         if steps.ndim != 1 or steps.shape != values.shape:
             raise ValueError(f"shapes {steps.shape} and {values.shape}")
         if steps.size and not np.issubdtype(steps.dtype, np.integer):
@@ -348,6 +349,6 @@ def bytes_in_memory(plan: SavePlan, tensors: Sequence[StateTensor]) -> BytesOf:
         if accelerator.is_accelerator(memory.device):
             # A device copies faster to pinned memory, which torch keeps for the next block.
             memory = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True).copy_(memory)
-        return memory.numpy()
+        return as_bytes(memory)
 
     return bytes_of

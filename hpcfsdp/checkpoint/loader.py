@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hpcfsdp._compat import load_from_state_dict
 from hpcfsdp.checkpoint import rng
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
@@ -33,10 +34,20 @@ from hpcfsdp.errors import (
     CheckpointReplacedError,
 )
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.state.model import communicator_of, device_of, materialized, model_tensors, stateful_modules
+from hpcfsdp.sharded.guard import showing_state
+from hpcfsdp.sharded.unit import unit_of, units_in
+from hpcfsdp.state.model import (
+    communicator_of,
+    device_of,
+    materialized,
+    model_tensors,
+    persistent_tensors,
+    stateful_modules,
+)
 from hpcfsdp.state.optim.in_file import OptimizerRestore
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, TensorInfo, staged_of
-from hpcfsdp.state.wrappers import settle
+from hpcfsdp.state.wrappers import CleanNames, settle
+from hpcfsdp.tensor.whole import as_bytes
 
 _TRIES = 5
 """How often a file may be replaced by another while it is opened."""
@@ -110,7 +121,7 @@ def load(
         index, reader, peers, drawing = _open_on_all_ranks(comm, stack, files or Files(), path, verify)
         with raise_together(comm):
             settle(model)
-            in_file, match, targets, new = _match_targets(index, model, names, strict, stack)
+            in_file, match, targets, new, grown = _match_targets(reader, index, model, names, strict, stack)
             restore = None if optimizer is None else _plan_optimizer(in_file, model, optimizer)
             if restore is not None and names is not None:
                 _check_steps_only(match.found, restore, index.info.path)
@@ -136,6 +147,8 @@ def load(
         if not fresh:
             with raise_together(comm):
                 _read_pieces(reader, twice, _PARTLY)
+    for buffer, value in grown:
+        buffer.data = value
     for staged in staged_of(tensors):
         staged.scatter()
         staged.free()
@@ -248,7 +261,7 @@ def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece], consequence: str
             continue
         memory.view(-1)[:0].zero_()  # autograd notices that the memory changes
         kind = schema.numpy_dtype(str(dtype).removeprefix("torch."))
-        direct.append((path, piece.start, memory.view(-1).view(torch.uint8).numpy().view(kind)))
+        direct.append((path, piece.start, as_bytes(memory).view(kind)))
     try:
         reader.read_all(direct)
         for path, piece, dtype in others:
@@ -260,26 +273,67 @@ def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece], consequence: str
 
 
 def _match_targets(
+    reader: BlockReader,
     index: CheckpointIndex,
     model: nn.Module,
     names: Sequence[str] | None,
     strict: bool,
     stack: contextlib.ExitStack,
-) -> tuple[FileNames, Match, list[StateTensor], frozenset[str]]:
+) -> tuple[FileNames, Match, list[StateTensor], frozenset[str], list[tuple[torch.Tensor, torch.Tensor]]]:
     """The file's names, the match with the model, and the tensors to fill. They have memory from now on.
 
-    The last result are the names of those that had none on this rank.
+    Further results are the names of those that had none on this rank, and buffers that get another shape, with values.
 
     `stack` removes memory of meta tensors again after an error.
     """
     tensors = model_tensors(model)
     files = FileNames(index, {name for tensor in tensors for name in (tensor.name, *tensor.aliases)})
-    match = match_model(files, tensors, stateful_modules(model), names, strict)
+    grown = _grown(reader, files, model, tensors)
+    shapes = {name: tuple(value.shape) for name, (_, value) in grown.items()}
+    as_loaded = [dataclasses.replace(each, shape=shapes.get(each.name, each.shape)) for each in tensors]
+    match = match_model(files, as_loaded, stateful_modules(model), names, strict)
     new = frozenset(t.name for t in tensors if t.pieces and all(piece.tensor.is_meta for piece in t.pieces))
     if any(piece.tensor.is_meta for tensor in tensors for piece in tensor.pieces):
         stack.enter_context(materialized(model, match.found, device_of(model)))
         tensors = model_tensors(model)
-    return files, match, [tensor for tensor in tensors if tensor.name in match.found], new
+    targets = [tensor for tensor in tensors if tensor.name in match.found and tensor.name not in grown]
+    return files, match, targets, new, [pair for name, pair in grown.items() if name in match.found]
+
+
+def _grown(
+    reader: BlockReader, files: FileNames, model: nn.Module, tensors: Sequence[StateTensor]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Buffers of another shape in the file that their modules load all the same, and what they hold then, by name.
+
+    Observers of quantisation have a ``_load_from_state_dict`` that resizes what has no values yet. It is given copies.
+    """
+    by_name = {name: tensor for tensor in tensors for name in (tensor.name, *tensor.aliases)}
+    found, name_of = {}, CleanNames.of(model)
+    for path, module in model.named_modules():
+        if getattr(module._load_from_state_dict, "__func__", None) is load_from_state_dict or unit_of(module):
+            continue
+        own = {name: buffer for name, buffer in persistent_tensors(module) if name in module._buffers}
+        known = {name: by_name[name_of(path, name)] for name in own if name_of(path, name) in by_name}
+        specs = {n: files.index.resolve(at) for n, tensor in known.items() if (at := files.path_in(tensor)) is not None}
+        if all(spec.shape == own[name].shape for name, spec in specs.items()):
+            continue
+        dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
+        read = {name: torch.from_numpy(reader.read(spec.path, 0, spec.numel)) for name, spec in specs.items()}
+        given = {name: read[name].view(dtypes[name]).view(spec.shape) for name, spec in specs.items()}
+        device, errors = device_of(model), list[str]()
+        try:
+            for name, buffer in own.items():
+                module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.clone()
+            with contextlib.ExitStack() as stack:
+                for unit in units_in(model):  # whose parameters are not in what is given
+                    stack.enter_context(showing_state(unit))
+                module._load_from_state_dict(given, "", {"version": module._version}, True, [], [], errors)
+            now = {name: module._buffers[name] for name in specs}
+        finally:
+            module._buffers.update(own)
+        if not errors and all((now[n].shape, now[n].dtype) == (spec.shape, dtypes[n]) for n, spec in specs.items()):
+            found.update({known[name].name: (own[name], value) for name, value in now.items()})
+    return found
 
 
 def _plan_optimizer(in_file: FileNames, model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerRestore:

@@ -10,13 +10,11 @@ from itertools import zip_longest
 
 import torch
 import xxhash
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import DifferentValuesWarning, DisagreementError
 from hpcfsdp.flat.layout import FlatLayout, ParamSlot
-from hpcfsdp.tensor.whole import is_cut
+from hpcfsdp.tensor.whole import checksum
 
 _NOTHING = ("nothing", "", "", "")
 
@@ -89,7 +87,7 @@ def check_same_model(
         inside: units inside of the one with these parameters.
     """
     prints = [(layout.fingerprint(), grad) for layout, grad in zip(layouts, trained, strict=True)]
-    sums = None if values is None else {name: _checksum(tensor) for name, tensor in values.items()}
+    sums = None if values is None else {name: checksum(tensor) for name, tensor in values.items()}
     digest = None if sums is None else xxhash.xxh3_64_intdigest(repr(sums).encode())
     gathered = comm.all_gather_object((prints, digest, list(inside), uuid.uuid4().hex[:12]))
     if any(other != gathered[0][0] for other, *_ in gathered):
@@ -171,20 +169,6 @@ def _first_difference(everyone: Sequence[Mapping[str, int]], names: Sequence[int
             ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(others)}"
             return f"{name} has other values on {ranks} than on rank {names[0]}"
     return None
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    """The checksum of a tensor's bits, 0 for one without plain memory."""
-    if isinstance(tensor, DTensor) and not is_cut(tensor):  # if it is cut, ranks may hold different blocks
-        tensor = tensor.to_local()
-    plain = type(tensor) in (torch.Tensor, nn.Parameter)
-    if not plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-        return 0
-    with torch.no_grad():
-        data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    if data.device.type != "cpu":
-        return int(data.sum(dtype=torch.int64))  # only a number leaves the device
-    return xxhash.xxh3_64_intdigest(data.numpy())
 
 
 def _differing(what: str) -> DisagreementError:

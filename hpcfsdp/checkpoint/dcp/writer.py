@@ -36,6 +36,7 @@ from hpcfsdp.checkpoint.plain_values import Types, to_plain
 from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, SavePlan, box_blocks
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
+from hpcfsdp.tensor.whole import as_bytes
 from hpcfsdp.world import World, current_world
 
 
@@ -385,7 +386,7 @@ def _agreeing(comm: Communicator | None, draft: Draft) -> Iterator[None]:
 def _values_of(items: Sequence[WriteItem], assignment: Assignment, planner: SavePlanner, number: int) -> np.ndarray:
     """The values of an item that is exchanged, of the shape of its box."""
     spec, _ = cast(tuple[TensorSpec, int], assignment.places[number])
-    flat = _flat(items[number], spec, planner).cpu().view(torch.uint8).numpy()
+    flat = as_bytes(_flat(items[number], spec, planner).cpu())
     return flat.view(schema.numpy_dtype(spec.dtype)).reshape(box_of(items[number]).sizes)
 
 
@@ -466,7 +467,7 @@ class _Memory:
         if self._flat is None or self._flat[0] != place:
             self._flat = place, _flat(self._items[place], self._plan.specs[place], self._planner)
         part = self._flat[1][self._begins[index] : self._ends[index]]
-        return part.cpu().view(torch.uint8).numpy()
+        return as_bytes(part.cpu())
 
 
 def _flat(item: WriteItem, spec: TensorSpec, planner: SavePlanner) -> torch.Tensor:

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import warnings
 from collections import Counter, OrderedDict, defaultdict
 
 import h5py
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.ao import quantization
 from torch.optim import lr_scheduler
 
 from hpcfsdp import checkpoint
@@ -762,6 +764,71 @@ def test_keys_of_a_user_in_groups_come_back_with_their_types(tmp_path):
     optimizer.param_groups[0]["bytes"] = b"x"
     with pytest.raises(CheckpointError, match="param_groups of the optimizer hold arrays, or bytes"):
         checkpoint.save(tmp_path / "b.h5", model=model, optimizer=optimizer)
+
+
+class Growing(nn.Linear):
+    """Finds the size of a buffer later, as observers of quantisation do."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("seen", torch.zeros(0))
+        self.register_buffer("count", torch.zeros(()))
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.seen.resize_(state_dict[f"{prefix}seen"].shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_buffers_that_grow_are_saved_and_loaded_and_can_go_on_growing(tmp_path):
+    for wrap in (lambda m: m, lambda m: FullyShardedDataParallel(m, FakeCommunicator())):
+        saved, model = wrap(nn.Sequential(Growing())), wrap(nn.Sequential(Growing()))
+        (seen, _), (other, count) = list(saved.buffers()), list(model.buffers())
+        seen.resize_(3).copy_(torch.arange(3))
+        path = checkpoint.save(tmp_path / "a.h5", model=saved, extra={"seen": seen})
+        seen.resize_(5)
+        count.fill_(7)
+        checkpoint.load(path, model=model)
+        assert next(model.buffers()) is other
+        assert (other.tolist(), count.item()) == ([0, 1, 2], 0)
+        other.resize_(5)
+
+
+def test_a_module_that_refuses_another_shape_leaves_everything_as_it_was(tmp_path, same):
+    path = checkpoint.save(tmp_path / "a.h5", model=nn.BatchNorm1d(3))  # it has a method of its own, too
+    model = nn.BatchNorm1d(4)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CheckpointMismatchError, match=r"running_mean is \[3\] float32 in the file, \[4\] float32"):
+        checkpoint.load(path, model=model)
+    assert same(model.state_dict(), before)
+
+
+def test_a_model_of_observers_goes_on(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
+        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+        model = quantization.prepare_qat(model.train())
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(model, optimizer, seeds):
+        losses = []
+        for seed in seeds:
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    with warnings.catch_warnings(action="ignore"):  # torch's plans for it
+        model, optimizer = make()
+        train(model, optimizer, (1, 2))
+        path = checkpoint.save(tmp_path / "a.h5", model=model, optimizer=optimizer)
+        expected = train(model, optimizer, (3, 4))
+        model, optimizer = make()
+        checkpoint.load(path, model=model, optimizer=optimizer)
+        assert train(model, optimizer, (3, 4)) == expected
 
 
 class Odd(nn.Linear):
