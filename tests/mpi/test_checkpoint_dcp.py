@@ -378,6 +378,55 @@ def test_a_value_that_cannot_be_kept_is_everyones_error(world, shared_path):
     assert os.listdir(shared_path) == []
 
 
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        (lambda rank: {"rng": torch.Generator().manual_seed(rank).get_state()}, "rng"),
+        (lambda rank: {"w": torch.ones(3), "seed": rank}, "seed"),
+        (lambda rank: {"model": {"w": torch.ones(3)}, "schedule": {"at": [1, (2, rank)]}}, "schedule.at"),
+        (lambda rank: {"model": {"w": torch.ones(3)}, "average": torch.full((2,), float(rank))}, "average"),
+        (
+            lambda rank: {"model": {"w": torch.ones(3)}, "optim": {"param_groups": [{"lr": rank}]}},
+            "optim.param_groups.0.lr",
+        ),
+    ],
+)
+def test_values_of_one_name_that_differ_are_refused_with_a_remedy(several, world, shared_path, state, name):
+    path = shared_path / "a.h5"
+    dcp.save({"model": {"w": torch.zeros(3)}}, storage_writer=HDF5Writer(path))
+    before = path.read_bytes()
+    failures = failures_of(dcp.save, state(world.rank), storage_writer=HDF5Writer(path))
+    assert failures
+    for error in failures.values():
+        assert f"{name!r} has other values on rank 1 than on rank 0" in str(error)
+        assert f"call it '{name}.0', '{name}.1', ..." in str(error)
+    world.comm.Barrier()
+    assert os.listdir(shared_path) == ["a.h5"] and path.read_bytes() == before
+
+
+def test_what_each_rank_has_under_a_name_of_its_own_comes_back(world, shared_path):
+    path, name = shared_path / "a.h5", f"rng.{world.rank}"
+    mine = torch.Generator().manual_seed(world.rank).get_state()
+    dcp.save(
+        {"model": {"w": torch.ones(3)}, name: mine, "seeds": {str(world.rank): world.rank}},
+        storage_writer=HDF5Writer(path),
+    )
+    found = {"model": {"w": torch.zeros(3)}, name: torch.zeros_like(mine), "seeds": {str(world.rank): -1}}
+    dcp.load(found, storage_reader=HDF5Reader(path))
+    assert torch.equal(found[name], mine) and found["seeds"] == {str(world.rank): world.rank}
+
+
+def test_statistics_of_a_model_may_differ_and_are_named(several, world, shared_path, caplog):
+    path = shared_path / "a.h5"
+    with caplog.at_level("WARNING", logger="hpcfsdp.checkpoint"):
+        dcp.save({"model": {"mean": torch.full((2,), float(world.rank))}}, storage_writer=HDF5Writer(path))
+    expected = ["the state dict's 'model.mean' has other values on rank 1"] if world.rank == 0 else []
+    assert [text.partition(": ")[2].partition(" than")[0] for text in caplog.messages] == expected
+    found = {"model": {"mean": torch.zeros(2)}}
+    dcp.load(found, storage_reader=HDF5Reader(path))
+    assert found["model"]["mean"].unique().item() in range(world.size)
+
+
 def test_damage_that_one_rank_reads_is_everyones_error(world, shared_path):
     path = shared_path / "a.h5"
     mesh = init_device_mesh("cpu", (world.size,))

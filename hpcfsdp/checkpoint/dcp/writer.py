@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import operator
 import os
 import threading
@@ -16,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan as StatePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan as StatePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -36,8 +37,12 @@ from hpcfsdp.checkpoint.plain_values import Types, to_plain
 from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, SavePlan, box_blocks
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.tensor.whole import as_bytes
+from hpcfsdp.state.optim.values import digest
+from hpcfsdp.state.sources import is_extra_state
+from hpcfsdp.tensor.whole import as_bytes, checksum
 from hpcfsdp.world import World, current_world
+
+log = logging.getLogger("hpcfsdp.checkpoint")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +53,7 @@ class Assignment:
         path, token: of the draft, see ``Draft``.
         items: the rank's planned items, by name and offsets.
         places: by item, its tensor in the file and the tensor's first byte; None for other values.
+        num_ranks: that save.
         exchanged: the items that ranks exchange for rows of their tensors.
         rounds: in which they do; None if no rank exchanges anything.
         rows: by the number of a tensor in ``rounds``, itself and its first byte.
@@ -57,6 +63,7 @@ class Assignment:
     token: str
     items: tuple[MetadataIndex, ...]
     places: tuple[tuple[TensorSpec, int] | None, ...]
+    num_ranks: int
     exchanged: frozenset[int] = frozenset()
     rounds: tuple[Round, ...] | None = None
     rows: Mapping[int, tuple[TensorSpec, int]] = dataclasses.field(default_factory=dict)
@@ -128,6 +135,7 @@ class HDF5Writer(StorageWriter):
         self._files = files or Files()
         self._pending: _Pending | None = None
         self._discard: weakref.finalize[..., Any] | None = None
+        self._whole: list[WriteItem] = []  # what this rank has, also if the planner lets another rank write it
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -161,7 +169,7 @@ class HDF5Writer(StorageWriter):
                 "the planner reuses the plan of an earlier save without giving it to the storage: use "
                 "DefaultSavePlanner(enable_plan_caching=False)"
             )
-        world = _world_here()
+        world, self._whole = _world_here(), [item for item in plan.items if item.type != WriteItemType.SHARD]
         return dataclasses.replace(plan, storage_data=None if world is None else (world.rank, world.size))
 
     def prepare_global_plan(self, plans: list[StatePlan]) -> list[StatePlan]:
@@ -196,7 +204,7 @@ class HDF5Writer(StorageWriter):
         for rank, (own, indices) in enumerate(zip(plans, items, strict=True)):
             known = [tensors.get(index.fqn) for index in indices]
             places = tuple(None if i is None else (plan.specs[i], skeleton.offsets[i]) for i in known)
-            assignment = Assignment(path, token, indices, places)
+            assignment = Assignment(path, token, indices, places, len(plans))
             if any(rounds):
                 mine = rounds[rank]
                 exchanged = frozenset(piece.place for round_ in mine for piece in round_.sent)
@@ -216,6 +224,9 @@ class HDF5Writer(StorageWriter):
         comm = None if assignment.rounds is None else cast(World, _world_here()).host
         try:
             results = _write_items(draft, plan.items, assignment, planner, comm)
+            whole = self._whole if assignment.num_ranks > 1 else ()
+            digests = {item.index.fqn: _digest(item, planner) for item in whole}
+            results.append(WriteResult(MetadataIndex(""), 0, digests))  # behind those of items
         except BaseException:
             draft.discard()  # the coordinator would not know in time
             raise
@@ -232,6 +243,8 @@ class HDF5Writer(StorageWriter):
         assert pending is not None
         try:
             with naming_write_errors(pending.draft.path):
+                _compare(pending, [own[-1].storage_data for own in results])
+                results = [own[:-1] for own in results]
                 if [tuple(result.index for result in own) for own in results] != pending.items:
                     raise CheckpointError("ranks have written other items than planned")
                 written = [[result.storage_data for result in own] for own in results]
@@ -433,6 +446,36 @@ def _plan_of(specs: Sequence[TensorSpec], per_tensor: Sequence[np.ndarray]) -> S
     for number, blocks in enumerate(per_tensor):
         blocks["tensor"] = number
     return SavePlan(tuple(specs), np.concatenate([np.empty(0, BLOCK_DTYPE), *per_tensor]), (), 1)
+
+
+def _digest(item: WriteItem, planner: SavePlanner) -> Any:
+    """A number or text that is the same on all ranks with the same value."""
+    if item.type == WriteItemType.TENSOR:
+        return checksum(cast(torch.Tensor, planner.resolve_data(item)))
+    written = _look_up(item, planner)
+    return digest((written.value, written.types))
+
+
+def _compare(pending: _Pending, digests: Sequence[Mapping[str, Any]]) -> None:
+    """Raises CheckpointError for a value that ranks have differently: the planner has chosen one of them.
+
+    Statistics of a model, and parameters that ranks train on their own, are one rank's in all files.
+    """
+    dtypes = {spec.path: getattr(torch, spec.dtype) for spec in pending.plan.specs}
+    for name, entry in pending.entries.items():
+        held = {rank: found[name] for rank, found in enumerate(digests) if name in found}
+        first = min(held, default=0)
+        other = next((rank for rank in held if held[rank] != held[first]), None)
+        if other is None:
+            continue
+        what = f"the state dict's {name!r} has other values on rank {other} than on rank {first}"
+        is_float = entry.kind == names.TENSOR and dtypes[entry.dataset].is_floating_point
+        if entry.place[0] not in (schema.MODEL, "optim") or not (is_float or is_extra_state(name)):
+            raise CheckpointError(
+                f"{what}, and a file has one value of each name: call it {name + '.0'!r}, {name + '.1'!r}, ... on the "
+                "ranks, or leave it out (hpcfsdp.checkpoint.save keeps the random numbers of all ranks)"
+            )
+        log.warning("%s: %s, and the file has those of one rank", pending.draft.path, what)
 
 
 def _look_up(item: WriteItem, planner: SavePlanner) -> Written:
