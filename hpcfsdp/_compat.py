@@ -420,6 +420,11 @@ def _find_frame(is_wanted: Callable[[CodeType], bool]) -> FrameType | None:
     return frame
 
 
+def is_step_for_state() -> bool:
+    """Whether torch's functions of state dicts step an optimizer now, for nothing but its state."""
+    return _find_frame(lambda code: code.co_name == "_init_optim_state") is not None
+
+
 class StockCall(NamedTuple):
     """A call of one of the functions of ``torch.distributed.checkpoint.state_dict``."""
 

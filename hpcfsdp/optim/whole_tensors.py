@@ -28,6 +28,7 @@ from hpcfsdp.reshard.owner_moves import all_of
 from hpcfsdp.reshard.owners import choose_owners
 from hpcfsdp.sharded import managed
 from hpcfsdp.state.model import communicator_of, named_flat_params
+from hpcfsdp.state.optim.initial import states_of_first_step
 from hpcfsdp.state.optim.values import digest, picklable
 from hpcfsdp.state.tensors import is_whole_state, mark_whole_state
 
@@ -59,7 +60,7 @@ class WholeTensors(torch.optim.Optimizer):
     """
 
     _is_ready = False
-    _has_stepped = False
+    _has_stepped = _has_loaded = False
 
     def __init__(
         self,
@@ -257,10 +258,11 @@ class WholeTensors(torch.optim.Optimizer):
             UsageError: a parameter has a gradient on some of its ranks only; the optimizer keeps state for no
                 parameter, or changes its groups by what it steps. Nothing was stepped.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        if _compat.is_step_for_state():
+            if not (self._has_stepped or self._has_loaded):  # else ranks that own nothing are alone here
+                self.state, self._has_loaded = _state_of(self.initial_state()), True
+            return None
+        loss = None if closure is None else torch.enable_grad()(closure)()
         count = self._waves if self._has_stepped else 1
         flags = [owned.flags() for owned in self._owned]
         # Later, ranks of other replicas would wait in the next backward.
@@ -362,6 +364,17 @@ class WholeTensors(torch.optim.Optimizer):
 
     # State
 
+    def initial_state(self) -> dict[nn.Parameter, State]:
+        """Collective over all ranks of the model. The state of parameters that this rank owns before a first step."""
+        for owned in self._owned:
+            owned.refresh(range(len(owned.params)))
+        for each, whole in self._alone:
+            whole.data = local_part(each.param)
+        with raise_together(self._ranks):
+            self._set_inner()
+            made = states_of_first_step(self._inner, self._mine)
+        return {self._params[whole]: state for whole, state in made.items()}
+
     def shown_state(self) -> dict[nn.Parameter, State]:
         """Collective over all ranks of the model. The state of all parameters as that of this rank's shards.
 
@@ -394,7 +407,7 @@ class WholeTensors(torch.optim.Optimizer):
         for each, _ in self._alone:
             if each.param in given:
                 found[each.param] = {name: _compat.local_of(value) for name, value in given[each.param].items()}
-        self.state = _state_of(found)
+        self.state, self._has_loaded = _state_of(found), True
 
     def state_dict(self) -> dict[str, Any]:
         """Collective over all ranks of the model. Groups, and the state of this rank's shards, see ``shown_state``.

@@ -7,7 +7,9 @@ parameter for a whole one. These call torch's for all other models.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -23,17 +25,19 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from hpcfsdp.comm import Communicator, raise_together
-from hpcfsdp.comm.grid import Grid
+from hpcfsdp._compat import IncompatibleKeys
+from hpcfsdp.comm import communicator_for, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.sharded.managed import unit_fqn
 from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.load import load_model
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim import load, save
-from hpcfsdp.state.optim.keys import get_aliases, get_param_to_fqns
-from hpcfsdp.state.optim.values import same
+from hpcfsdp.state.optim.initial import initial_state
+from hpcfsdp.state.optim.keys import StepsWholeTensors, get_aliases, get_param_to_fqns
+from hpcfsdp.state.optim.load_plan import hyper, merged
+from hpcfsdp.state.optim.values import place_steps, same
+from hpcfsdp.state.rank0 import broadcast_values
 from hpcfsdp.state.settings import StateDictFormat, state_dict_type
 from hpcfsdp.state.wrappers import clean_fqn, with_clean_names
 
@@ -47,10 +51,93 @@ def _or_torchs(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        chosen = function if units_in(model) else getattr(stock, function.__name__)
-        return chosen(model, *args, **kwargs)
+        if units_in(model):
+            return function(model, *args, **kwargs)
+        return _of_torch(function.__name__, inspect.signature(function).bind(model, *args, **kwargs).arguments)
 
     return call  # type: ignore[return-value]
+
+
+def _of_torch(name: str, given: dict[str, Any]) -> Any:
+    """Torch's function `name`. Optimizers begin with their first state, and groups are those of the state dict."""
+    model, options = given["model"], given.get("options") or StateDictOptions()
+    if "optimizers" in given:
+        given["optimizers"] = _listed(given["optimizers"])
+    if name == "set_state_dict":
+        weights = given.pop("model_state_dict")
+        if given["optimizers"]:
+            _of_torch("set_optimizer_state_dict", dict(given))
+        has_weights = bool(weights)
+        if options.broadcast_from_rank0:  # torch's own function looks at what each rank has
+            has_weights = communicator_for(None, required=True).broadcast_object(has_weights)
+        found = IncompatibleKeys([], [])
+        return stock.set_model_state_dict(model, weights, options=options) if has_weights else found
+    with contextlib.ExitStack() as stack:
+        is_stateless = "optim_state_dict" in given and not stack.enter_context(_groups_as_given(given, options))
+        for optimizer in given.get("optimizers", ()):
+            stack.enter_context(initial_state(model, optimizer))
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            if params and not optimizer.state and all(param.grad is None for param in params):
+                params[0].grad = torch.zeros_like(params[0])  # without one torch's function would step the optimizer
+                stack.callback(setattr, params[0], "grad", None)
+        if is_stateless and not any(optimizer.state for optimizer in given["optimizers"]):
+            # Torch's function would look for a tensor of the state, to know the device.
+            given["options"] = dataclasses.replace(options, full_state_dict=False, broadcast_from_rank0=False)
+            given["optim_state_dict"] = _named(model, given["optimizers"])
+        return getattr(stock, name)(**given)
+
+
+@contextlib.contextmanager
+def _groups_as_given(given: dict[str, Any], options: StateDictOptions) -> Iterator[bool]:
+    """A context in which torch's function loads the groups of a state dict, and whether that has state.
+
+    To torch the keys of the optimizer's own groups, and of its state, are those of every state dict. It fails where one
+    side has others, and makes lists of tuples.
+    """
+    model, optimizers, whole = given["model"], given["optimizers"], given["optim_state_dict"]
+    nested: dict[str, Any] = {"state": {}, "param_groups": []}
+
+    def facts() -> tuple[list[dict[str, Any]], bool]:
+        for mine in (_of_optimizer(model, each, whole) for each in optimizers if whole):
+            nested["state"].update(mine["state"])
+            nested["param_groups"] += mine.get("param_groups", ())
+        known = {clean_fqn(name): hyper(group) for group in nested["param_groups"] for name in group["params"]}
+        named = _named(model, optimizers)["param_groups"]
+        found = [next((known[name] for name in group["params"] if name in known), {}) for group in named]
+        return found, bool(nested["state"])
+
+    ranks = communicator_for(None, required=True) if options.broadcast_from_rank0 else None
+    hypers, has_state = facts() if ranks is None else broadcast_values(ranks, facts)
+    groups = [group for each in optimizers for group in each.param_groups]
+    before = list(map(hyper, groups))
+    after = [merged(own, new) if new else {} for own, new in zip(before, hypers, strict=True)]
+    for group, new in zip(groups, after, strict=True):
+        group.update(new)
+    has_owners = any(isinstance(each, StepsWholeTensors) for each in optimizers)
+    if options.flatten_optimizer_state_dict and (options.full_state_dict or has_owners):  # of which torch knows nothing
+        given["options"] = dataclasses.replace(options, flatten_optimizer_state_dict=False)
+        given["optim_state_dict"] = nested if whole else {}
+    elif whole and "state" not in whole:
+        given["optim_state_dict"] = {**flatten(_named(model, optimizers)), **whole}
+    try:
+        yield has_state
+    except BaseException:
+        for group, own in zip(groups, before, strict=True):
+            for key in hyper(group).keys() - own.keys():
+                del group[key]
+            group.update(own)
+        raise
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.update(after.pop(0))
+        place_steps(optimizer.param_groups, optimizer.state)
+
+
+def _named(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
+    """A state dict of the groups of optimizers alone, with the names of their parameters."""
+    fqns, groups = get_param_to_fqns(model), [group for each in optimizers for group in each.param_groups]
+    named = [{**group, "params": [n for p in group["params"] for n in fqns.get(p, ())]} for group in groups]
+    return {"state": {}, "param_groups": named}
 
 
 @public_call("get_model_state_dict")
@@ -89,8 +176,8 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """Collective over all ranks of the model. Return the state of one optimizer or several, by parameter name.
 
-    An optimizer that has no state yet is given some, by a step with gradients of zero and a learning rate of zero, so
-    that a checkpoint can be loaded into the result.
+    Of an optimizer that has no state yet it is that of its first step, so that a checkpoint can be loaded into the
+    result. The optimizer stays without state, and no later step changes by it.
 
     Args:
         submodules: not supported; torch's own have deprecated it.
@@ -111,8 +198,8 @@ def get_optimizer_state_dict(
     )
     found: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in _listed(optimizers):
-        init_optim_state(ranks_of_model(model), optimizer)
-        one = save.optim_state_dict(model, optimizer, optimizer.state_dict(), form)
+        with initial_state(model, optimizer):
+            one = save.optim_state_dict(model, optimizer, optimizer.state_dict(), form)
         found["state"].update(one.get("state", {}))
         found["param_groups"] += one.get("param_groups", [])
     if form.rank0_only and ranks_of_model(model).rank != 0:
@@ -202,38 +289,6 @@ def set_state_dict(
     for optimizer, one in loaded:
         optimizer.load_state_dict(one)
     return found
-
-
-@torch.no_grad()
-def init_optim_state(ranks: Communicator | Grid, optimizer: torch.optim.Optimizer) -> None:
-    """Collective over `ranks`. Give an optimizer its state, unless there is some, or there are gradients, on a rank.
-
-    Parameters stay as they are. As in training, a rank does not step an original parameter that it holds nothing of.
-    """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    has_begun = any(optimizer.state.values()) or any(param.grad is not None for param in params)
-    if any(ranks.all_gather_object(has_begun)):
-        return
-    with raise_together(ranks):
-        _step_without_effect(optimizer, params)
-
-
-def _step_without_effect(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    try:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-        for param in params:
-            if param.requires_grad and (param.numel() or unit_fqn(param) is None):
-                param.grad = torch.zeros_like(param)
-        optimizer.step()
-    finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
-        for param in params:
-            param.grad = None
 
 
 def flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from hpcfsdp import checkpoint
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.state_dict import StateDictOptions, set_state_dict
 from tests.accelerator.programs import CPU, EXACT, SIM, SOME_POLICIES, leave_for_later, shard, train, whole
@@ -138,3 +139,25 @@ def test_state_dicts_of_one_device_are_loaded_on_the_other(world, group, streams
     assert all(torch.equal(value, values[name]) for name, value in whole(other[0]).items())
     found = train(other[0], AFTER, target, other[1], first=BEFORE.steps)
     torch.testing.assert_close(found.parameters, reference(parity.Nested, world.size, ALL).parameters, **EXACT)
+
+
+@pytest.mark.parametrize("form", ["full", "full offloaded", "rank 0", "sharded", "file"])
+@pytest.mark.parametrize("capturable", [True, False], ids=["capturable", "not capturable"])
+def test_an_optimizer_keeps_its_flags_and_counts_steps_where_they_want_it(group, shared_path, form, capturable):
+    def adam(model, *, flag):
+        return torch.optim.Adam(model.parameters(), lr=0.01, capturable=flag)
+
+    model, _ = make(group, SIM)
+    optimizer = adam(model, flag=not capturable)
+    train(model, BEFORE, SIM, optimizer)
+    other, _ = make(group, SIM, seed=1)
+    its_optimizer = adam(other, flag=capturable)
+    if form == "file":
+        path = checkpoint.save(shared_path / "a.h5", model=model, optimizer=optimizer)
+        checkpoint.load(path, model=other, optimizer=its_optimizer)
+    else:
+        load(other, its_optimizer, save(model, optimizer, form), form)
+    assert its_optimizer.param_groups[0]["capturable"] == capturable
+    kinds = {state["step"].device.type for state in its_optimizer.state.values()}
+    assert kinds == {"sim" if capturable else "cpu"}
+    train(other, AFTER, SIM, its_optimizer, first=BEFORE.steps)

@@ -1,5 +1,9 @@
 """State dicts under the names of ``torch.distributed.checkpoint.state_dict``, and torch's checkpoints made of them."""
 
+import contextlib
+import copy
+import itertools
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -8,10 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import hpcfsdp
 import hpcfsdp.state_dict as ours
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
 from hpcfsdp.state_dict import StateDictOptions
+from hpcfsdp.tensor.whole import whole_of
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi import parity
 
@@ -179,6 +185,117 @@ def test_an_optimizer_gets_its_state_without_a_change_of_parameters(world):
         for param, was in zip(model.parameters(), before, strict=True):
             assert torch.equal(param, was)
             assert param.grad is None
+        assert not any(optimizer.state.values())
+        for values in state["state"].values():  # those that a first step begins with
+            assert not any(whole_of(value).any() for value in values.values())
+
+
+KEYS = {"swap": True, "tags": ("a", "b"), "none": None, "empty": (), "nested": {"x": [1, (2, 3)]}, "initial_lr": 0.1}
+"""Of a user's own, and of schedulers, in each group of an optimizer."""
+WRAPS = {"flat": FSDP, "original": lambda module: FSDP(module, use_orig_params=True), "rows": hpcfsdp.fully_shard}
+
+
+def grouped(wrap, keys=(), kind=torch.optim.AdamW, **options):
+    torch.manual_seed(0)
+    model = WRAPS[wrap](nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    params = list(model.parameters())
+    groups = [params[:2], params[2:]] if len(params) > 1 else [params]
+    optimizer = kind([{"params": each, "lr": 0.1 * n} for n, each in enumerate(groups, 1)], **options)
+    for group in optimizer.param_groups:
+        group.update(keys)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def hypers(optimizer):
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"full_state_dict": True}, {"full_state_dict": True, "broadcast_from_rank0": True}]
+)
+def test_groups_have_the_keys_of_both_sides(world, wrap, flatten, options):
+    options = {**options, "flatten_optimizer_state_dict": flatten}
+    get = StateDictOptions(**{key: value for key, value in options.items() if key != "broadcast_from_rank0"})
+    for saved, held in itertools.product(({}, KEYS), ({}, {**KEYS, "tags": ("z",)})):
+        model, optimizer = grouped(wrap, saved)
+        step(model, optimizer)
+        state = ours.get_optimizer_state_dict(model, optimizer, options=get)
+        if world.rank and "broadcast_from_rank0" in options:
+            state = {}
+        expected = [{**held, **group} for group in hypers(optimizer)]
+        model, optimizer = grouped(wrap, held)
+        ours.set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(**options))
+        assert_equal(
+            [dict(sorted(group.items())) for group in hypers(optimizer)], [dict(sorted(g.items())) for g in expected]
+        )
+        step(model, optimizer)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("options", [{}, {"full_state_dict": True}], ids=["sharded", "full"])
+def test_hyper_parameters_that_decide_what_state_there_is_come_with_it(world, wrap, options):
+    options = StateDictOptions(**options)
+    sgd, adam = torch.optim.SGD, torch.optim.Adam
+    for kind, saved, held in (
+        (sgd, {"momentum": 0.9}, {}),
+        (sgd, {}, {"momentum": 0.9}),
+        (sgd, {}, {}),
+        (adam, {"amsgrad": True}, {}),
+    ):
+        made = grouped(wrap, kind=kind, **saved)
+        step(*made)
+        state = copy.deepcopy(ours.get_optimizer_state_dict(*made, options=options))  # torch's is the optimizer's own
+        other = grouped(wrap, kind=kind, **held)
+        ours.set_optimizer_state_dict(*other, state, options=options)
+        assert hypers(other[1]) == hypers(made[1])
+        for model, optimizer in (made, other):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            step(model, optimizer)
+        assert all(
+            torch.equal(whole_of(a), whole_of(b))
+            for a, b in zip(made[0].parameters(), other[0].parameters(), strict=True)
+        )
+
+
+def test_a_failed_load_leaves_groups_and_state_as_they_were(world):
+    model, optimizer = grouped("rows", {"own": 1})
+    before = hypers(optimizer)
+    state = ours.get_optimizer_state_dict(*grouped("rows", KEYS), options=FULL)
+    del state["state"]["0.weight"]
+    with pytest.raises(RuntimeError, match=r"0\.weight"):
+        ours.set_optimizer_state_dict(model, optimizer, state, options=FULL)
+    assert hypers(optimizer) == before
+    assert not any(optimizer.state.values())
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("what", ["both", "weights", "state"])
+def test_ranks_without_a_state_dict_get_that_of_rank_0(world, wrap, what):
+    model, optimizer = grouped(wrap)
+    step(model, optimizer)
+    weights, state = ours.get_state_dict(model, optimizer, options=FULL)
+    other, its_optimizer = grouped(wrap)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    if what == "both":
+        given = (weights, state) if world.rank == 0 else ({}, {})
+        ours.set_state_dict(other, its_optimizer, model_state_dict=given[0], optim_state_dict=given[1], options=options)
+    elif what == "weights":
+        ours.set_model_state_dict(other, weights if world.rank == 0 else {}, options=options)
+    else:
+        ours.set_optimizer_state_dict(other, its_optimizer, state if world.rank == 0 else {}, options=options)
+    x = torch.ones(2, 4)
+    assert torch.equal(other(x), model(x)) == (what != "state")
+    assert bool(its_optimizer.state) == (what != "weights")
 
 
 def test_frozen_parameters_and_submodules_are_left_out_on_demand(world):
@@ -266,11 +383,12 @@ def test_ranks_that_hold_nothing_of_a_parameter_do_not_step_it(world):
 
 def test_an_optimizer_that_has_begun_on_one_rank_has_begun(world):
     model, optimizer = make(use_orig_params=True)
+    (first, *_) = model.parameters()
     if world.rank == 0:
-        for param in model.parameters():
-            param.grad = torch.zeros_like(param)
-    assert ours.get_optimizer_state_dict(model, optimizer)["state"] == {}
-    assert not any(optimizer.state.values())
+        optimizer.state[first] = {"momentum": torch.ones(())}
+    with contextlib.suppress(StateDictError):  # ranks have different state
+        ours.get_optimizer_state_dict(model, optimizer)
+    assert {key for state in optimizer.state.values() for key in state} <= {"momentum"}
 
 
 def test_both_are_loaded_or_neither(world):

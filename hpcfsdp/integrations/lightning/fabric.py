@@ -100,7 +100,6 @@ class HpcfsdpFabricStrategy(ShardingOverMpi, ParallelStrategy):
         found = checkpoint_file.load(path, self.world.host, model, optimizers, strict, is_fit=False)
         for key, each in others.items():
             if key in found and hasattr(each, "load_state_dict"):
-                checkpoint_file.restore_counters([each], [found[key]])
                 each.load_state_dict(found.pop(key))
             elif key in found:
                 state[key] = found.pop(key)

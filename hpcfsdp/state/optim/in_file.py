@@ -22,7 +22,7 @@ from hpcfsdp.state.optim.load_plan import LoadPlan
 from hpcfsdp.state.optim.local import LocalOptimState
 from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
 from hpcfsdp.state.optim.save import unflatten_param_groups
-from hpcfsdp.state.optim.values import Unpicklable, deep_copy
+from hpcfsdp.state.optim.values import FLAGS, Unpicklable, deep_copy
 from hpcfsdp.state.tensors import Runs, StateTensor, TensorInfo, unsharded
 
 Scalar = bool | int | float
@@ -209,16 +209,18 @@ class OptimizerRestore:
         with _errors_as(CheckpointMismatchError):
             plan = LoadPlan(model, optimizer, {"state": given, "param_groups": groups}, None, in_file=True)
         self._optimizer, self._plan, ranks = optimizer, plan, DTensorRanks(model)
+        # An optimizer keeps the names that it was built from, and its flags.
+        kept = [{"params", "param_names", *(FLAGS & group.keys())} for group in optimizer.param_groups]
         self._groups = [
-            # An optimizer that was built from names keeps its own.
-            {k: _fitted(optimizer, number, k, v) for k, v in group.items() if k not in ("params", "param_names")}
+            {k: _fitted(optimizer, number, k, v) for k, v in group.items() if k not in kept[number]}
             for number, group in enumerate(plan.groups)
         ]
         self._state: dict[str, dict[str, Any]] = {}
         self._unread: list[tuple[str, str, list[str], list[torch.Tensor]]] = []
         self.tensors: list[StateTensor] = []
         """To be filled: every piece is memory of the new state."""
-        hypers = {key: hyper for hyper, group in zip(self._groups, plan.groups, strict=True) for key in group["params"]}
+        pairs = zip(optimizer.param_groups, plan.groups, strict=True)
+        hypers = {key: own for own, group in pairs for key in group["params"]}
         owners = {key.unflat_param_names[0]: (plan.params[own], hypers[own]) for key, own in plan.keys.items()}
         for info in dict.fromkeys(plan.infos.values()):
             entries = {fqn: plan.entries[fqn] for fqn in info.param_indices if fqn in plan.entries}
@@ -286,7 +288,7 @@ class OptimizerRestore:
 
 def _empty_state(param: nn.Parameter, hyper: Mapping[str, Any], key: str, value: TensorInfo) -> torch.Tensor:
     """Memory for a state that is whole on this rank, or for a number."""
-    # Torch's optimizers keep the step on the CPU unless they are capturable or fused, as the checkpoint's flags say.
+    # Torch's optimizers keep the step on the CPU unless they are capturable or fused.
     if isinstance(param, DTensor) and value.shape == tuple(param.shape):
         return torch.zeros_like(param.detach(), dtype=value.dtype)
     is_on_device = value.shape or key != "step" or hyper.get("capturable") or hyper.get("fused")

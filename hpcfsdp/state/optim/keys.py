@@ -34,6 +34,9 @@ OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 class StepsWholeTensors(Protocol):
     """An optimizer that steps whole tensors of sharded parameters, each on one rank."""
 
+    def initial_state(self) -> dict[Any, dict[str, Any]]:
+        """Collective over all ranks of the model. What ``states_of_first_step`` gives for the ranks' optimizers."""
+
     def shown_state(self) -> Mapping[Any, dict[str, Any]]:
         """Collective over all ranks of the model. State by sharded parameter, as if each rank stepped its shard.
 

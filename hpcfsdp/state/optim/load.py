@@ -22,7 +22,7 @@ from hpcfsdp.state.optim.entry_plan import StatePlan
 from hpcfsdp.state.optim.keys import FSDPParamInfo, OptimInput, check_is_state_dict
 from hpcfsdp.state.optim.load_plan import LoadPlan
 from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
-from hpcfsdp.state.optim.values import on_host
+from hpcfsdp.state.optim.values import on_host, place_steps
 from hpcfsdp.state.rank0 import broadcast_tensor, broadcast_values, rank0_tensor
 from hpcfsdp.state.scatter import check_blocks, scatter
 from hpcfsdp.state.settings import optim_format_of
@@ -273,6 +273,7 @@ def _scattered(plan: LoadPlan, ranks: Communicator | Grid, infos: Mapping[FSDPPa
             found["state"][key] = _loaded(ranks, value)
     if plan.groups is not None:
         found["param_groups"] = plan.groups
+        place_steps(plan.groups, found["state"])
     return found
 
 

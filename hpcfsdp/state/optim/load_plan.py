@@ -31,7 +31,7 @@ from hpcfsdp.state.optim.keys import (
     resolve_param_keys,
     sorted_items,
 )
-from hpcfsdp.state.optim.values import deep_copy, picklable
+from hpcfsdp.state.optim.values import FLAGS, deep_copy, picklable
 from hpcfsdp.state.tensors import TensorInfo, shape_and_dtype
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.tensor.sharded import check_readable, is_distributed, local_blocks, properties_of
@@ -112,8 +112,8 @@ class LoadPlan:
             own = [[by_param[param] for param in group] for group in stepped]
             self.groups = self._matched(optim_state_dict["param_groups"], own, known | set(self._aliases))
             if not in_file:
-                hypers = [_hyper(group) for group in optim.param_groups] if optim is not None else [{} for _ in own]
-                self.groups = list(map(_merged, hypers, self.groups))
+                hypers = [hyper(group) for group in optim.param_groups] if optim is not None else [{} for _ in own]
+                self.groups = list(map(merged, hypers, self.groups))
 
     def _name(self, key: Any) -> Any:
         """The first name of the parameter that a state dict calls `key`."""
@@ -267,19 +267,23 @@ class LoadPlan:
         return RankState(groups, states, names=list(self.infos), with_shapes=True)
 
 
-def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a group, tensors on the devices of the optimizer's own.
+def merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a group, with tensors on the devices of the optimizer's own, and tuples, where it has them.
 
-    Keys that `given` lacks, as a group of an older version of torch may, keep the optimizer's values.
+    Keys that `given` lacks, as a group of an older version of torch may, keep the optimizer's values; so do ``FLAGS``.
     """
-    found = {key: deep_copy(f"{key!r} of a parameter group", value) for key, value in {**own, **given}.items()}
+    chosen = {**own, **given, **{key: own[key] for key in FLAGS & own.keys()}}
+    found = {key: deep_copy(f"{key!r} of a parameter group", value) for key, value in chosen.items()}
     for key, value in found.items():
-        if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor):
-            found[key] = value.to(own[key].device)
+        now = own.get(key)
+        if isinstance(now, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
+            found[key] = torch.as_tensor(value, dtype=now.dtype, device=now.device)
+        elif isinstance(now, tuple) and isinstance(value, list):
+            found[key] = tuple(value)
     if "param_names" in found:  # an optimizer that was built from names has names of its own parameters
         found.pop("param_names")
         if "param_names" in own:

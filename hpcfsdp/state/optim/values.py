@@ -6,7 +6,7 @@ import copy
 import hashlib
 import io
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,20 @@ from hpcfsdp.errors import StateDictError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 """Types whose values are equal if their texts are; values of subclasses may be anything."""
+
+
+FLAGS = {"capturable", "differentiable", "foreach", "fused"}
+"""Hyper-parameters that say how and where an optimizer computes, and not what: a loaded state does not change them."""
+
+
+def place_steps(groups: Iterable[Mapping[str, Any]], states: Mapping[Any, dict[str, Any]]) -> None:
+    """Move counts of steps to where flags of their groups want them: torch moves them to a device, and not back."""
+    for group in groups:
+        for key in group["params"] if {"capturable", "fused"} & group.keys() else ():
+            step = states.get(key, {}).get("step")
+            if isinstance(step, torch.Tensor):
+                is_on_device = group.get("capturable") or group.get("fused")
+                states[key]["step"] = step.to(getattr(key, "device", step.device) if is_on_device else "cpu")
 
 
 def digest(value: Any) -> bytes:

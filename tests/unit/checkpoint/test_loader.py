@@ -28,6 +28,7 @@ from hpcfsdp.errors import (
     CheckpointReplacedError,
 )
 from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.disks import Failing, Watched
 from tests.unit.checkpoint.examples import equal
@@ -734,6 +735,38 @@ def test_the_scheduler_of_a_checkpoint_goes_on(tmp_path):
     model, optimizer, schedule = make()
     schedule.load_state_dict(checkpoint.load(path, model=model, optimizer=optimizer).extra["schedule"])
     assert rates(optimizer, schedule, 6) == expected[3:]
+
+
+FLAGS = {"foreach": True, "capturable": True, "differentiable": True, "fused": True}
+
+
+def test_flags_of_how_an_optimizer_computes_are_its_own(tmp_path):
+    def make(**flags):
+        torch.manual_seed(0)
+        model = FullyShardedDataParallel(nn.Linear(2, 2), FakeCommunicator())
+        return model, torch.optim.AdamW(model.parameters(), **flags)
+
+    model, optimizer = make()
+    step(model, optimizer)
+    optimizer.param_groups[0].update(FLAGS, maximize=True)  # as of a run on a device
+    whole = StateDictOptions(full_state_dict=True)
+    states = get_optimizer_state_dict(model, optimizer, options=whole)
+    path = checkpoint.save(tmp_path / "a.h5", model=model, optimizer=optimizer)
+    loads = {
+        "file": lambda m, o: checkpoint.load(path, model=m, optimizer=o),
+        "state dict": lambda m, o: set_optimizer_state_dict(m, o, states, options=whole),
+        "to load": lambda m, o: o.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(m, o, states)),
+    }
+    for name, load in loads.items():
+        for flags in ({}, {"fused": True}, {"foreach": False}):
+            model, optimizer = make(**flags)
+            before = {key: optimizer.param_groups[0][key] for key in FLAGS}
+            load(model, optimizer)
+            assert {key: optimizer.param_groups[0][key] for key in FLAGS} == before, name
+            assert optimizer.param_groups[0]["maximize"]  # what it computes is of the file
+            step(model, optimizer)
+            (state,) = optimizer.state.values()
+            assert state["step"].item() == 2
 
 
 def step(model, optimizer):
