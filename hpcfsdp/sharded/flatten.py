@@ -122,14 +122,13 @@ def _check_kind(param: nn.Parameter, fqn: str, module: nn.Module) -> None:
 
 def _refuse_subclass(tensor: torch.Tensor, what: str) -> None:
     """Refuse a tensor that computes, or keeps its values, in a way of its own."""
-    kind, parameter = type(tensor), nn.Parameter
-    is_named_parameter = issubclass(kind, parameter) and (
-        (kind.__torch_function__, kind.__torch_dispatch__)
-        == (parameter.__torch_function__, parameter.__torch_dispatch__)
+    kind, plain = type(tensor), nn.Parameter
+    only_named = issubclass(kind, plain) and all(
+        getattr(kind, name) is getattr(plain, name) for name in ("__torch_function__", "__torch_dispatch__")
     )
-    if kind not in (torch.Tensor, parameter, DTensor) and not is_named_parameter:
+    if kind not in (torch.Tensor, plain, DTensor) and not only_named:
         raise NotImplementedError(
-            f"{what} is a {kind.__module__}.{kind.__qualname__}, a subclass of torch.Tensor: as shards its values would "
+            f"{what} is a {kind.__module__}.{kind.__qualname__}, a subclass of torch.Tensor: in shards its values would "
             "be those of a plain tensor. Convert it before sharding (dequantize, for instance), or leave it out: "
             "ignored_states of FullyShardedDataParallel, ignored_params of fully_shard"
         )
