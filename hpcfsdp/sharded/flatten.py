@@ -128,8 +128,8 @@ def _refuse_subclass(tensor: torch.Tensor, what: str) -> None:
     )
     if kind not in (torch.Tensor, plain, DTensor) and not only_named:
         raise NotImplementedError(
-            f"{what} is a {kind.__module__}.{kind.__qualname__}, a subclass of torch.Tensor: in shards its values would "
-            "be those of a plain tensor. Convert it before sharding (dequantize, for instance), or leave it out: "
+            f"{what} is a {kind.__module__}.{kind.__qualname__}, a subclass of torch.Tensor: in shards its values "
+            "would be those of a plain tensor. Convert it before sharding (dequantize, for instance), or leave it out: "
             "ignored_states of FullyShardedDataParallel, ignored_params of fully_shard"
         )
 
