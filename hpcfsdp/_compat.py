@@ -56,6 +56,16 @@ _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 
+def in_transform() -> bool:
+    """Whether a function of ``torch.func`` (``grad``, ``vmap``, ...) transforms what runs."""
+    return _innermost_transform() is not None
+
+
+def records_backward() -> bool:
+    """Whether a backward may follow that runs hooks of tensors; derivatives of ``torch.func`` are functions."""
+    return torch.is_grad_enabled() and not in_transform()
+
+
 def outside_of_modes(function: Function) -> Function:
     """Decorate a function that makes tensors of its own: they are plain, and in host memory if it names no device.
 
@@ -66,7 +76,7 @@ def outside_of_modes(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not (_num_function_modes() or _num_dispatch_modes() or _innermost_transform() is not None):
+        if not (_num_function_modes() or _num_dispatch_modes() or in_transform()):
             return function(*args, **kwargs)
         with contextlib.ExitStack() as left:
             for mode in [overrides._pop_mode() for _ in range(_num_function_modes())]:

@@ -81,6 +81,7 @@ class Root:
         for unit in units:
             unit.attach(self.context, self._begin_backward)
         self._depth = 0
+        self._is_transformed = False  # whether a function of torch.func calls the model
         self._changeable = [flat for flat in flats if flat.may_change_before_backward]
         self._versions = self._current_versions()  # when ranks met
         self._is_stepped = False  # whether an optimizer has stepped since
@@ -212,7 +213,7 @@ class Root:
                 unit.end_forward(broken=True)
                 raise
             # Other ranks may compute outputs with parameters that this one leaves out.
-            has_backward = call.has_backward or (torch.is_grad_enabled() and unit.is_trained)
+            has_backward = call.has_backward or (_compat.records_backward() and unit.is_trained)
             if has_backward and unit.phase is not Phase.RECOMPUTE:
                 self._called.pop(unit, None)
                 self._called[unit] = None
@@ -226,11 +227,13 @@ class Root:
     def _enter(self, unit: Unit) -> None:
         """Collective for the outermost call. Begin a call of a unit."""
         if self._depth == 0:
+            self._is_transformed = _compat.in_transform()
             self.recover()
             if not self.in_backward:
                 self._begin_pass(unit)
         self._depth += 1
 
+    @_compat.outside_of_modes
     def _leave(self, unit: Unit, *, broken: bool) -> None:
         """Collective for the outermost call, unless `broken` by an exception. End a call of a unit."""
         self._depth -= 1
@@ -241,9 +244,9 @@ class Root:
         self._await_reads_by_gathers()
         if broken:
             self._reshard(self.units)
-        elif not torch.is_grad_enabled():
+        elif not torch.is_grad_enabled() and not self._is_transformed:
             self._reshard(self._left_over())
-        self._unbind(lends=torch.is_grad_enabled())
+        self._unbind(lends=torch.is_grad_enabled() or self._is_transformed)
         self.context.free_retired(keep=0)
         if broken:
             self._order.forget()
@@ -311,6 +314,7 @@ class Root:
             unit.reset()
         self.context.free_retired(keep=0)
 
+    @_compat.outside_of_modes
     def _begin_pass(self, unit: Unit) -> None:
         for each in self.units:
             if each.phase is Phase.SUMMON and (each is unit or each in unit.inside):
@@ -367,7 +371,10 @@ class Root:
         """
         for unit in self.units:
             if unit.values.is_unsharded and not unit.is_kept:
-                unit.lend() if lends and unit in self._called else unit.unbind()
+                if lends and (unit in self._called or self._is_transformed):
+                    unit.lend(stays=self._is_transformed)
+                else:
+                    unit.unbind()
 
     def _left_over(self) -> list[Unit]:
         """Units that may have been gathered and do not need it any more, unless the program wants to keep them so."""

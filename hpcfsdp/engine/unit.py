@@ -169,20 +169,10 @@ class Unit:
 
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Any, ...], Any]:
         """Collective. Gather the parameters. Returns the call, and the arguments to call the module with."""
-        call, context = Call(), self.context
+        call = Call()
         if self.flats:
-            self._follow_leaves()
-            if self._lists_leaves and torch.is_grad_enabled() and self.phase is Phase.FORWARD:
-                self._lists_leaves = False
-                self._renew_accumulators()
-            context.order.note(("forward", self.name))
-            context.unshard(self.values)
-            chosen = "forward" in self.prefetched and self.phase is Phase.FORWARD
-            if self.prefetch_forward or self.values.takes_messages or chosen:
-                self._gather_ahead("forward")
-            context.await_unshard(self.values)
-            self.show()
-        hook = _weak_hook(Unit._input_done, self, call) if self.flats and torch.is_grad_enabled() else None
+            self._gather_for_forward()
+        hook = _weak_hook(Unit._input_done, self, call) if self.flats and _compat.records_backward() else None
         if hook is not None or self.input_dtype is not None:
             self._arguments = Arguments(self.name, self.input_dtype, hook)
             args, kwargs = self._arguments.lend(args, kwargs)
@@ -200,7 +190,7 @@ class Unit:
         self.context.streams.proceed()
         arguments, self._arguments = self._arguments, None
         written = [] if arguments is None else arguments.restore()
-        if self.flats:
+        if self.flats and not _compat.in_transform():
             if torch.is_grad_enabled():
                 arguments = arguments or Arguments(self.name, None, None)  # the module has switched gradients on
                 call.inputs, call.is_open = arguments.nodes()
@@ -222,7 +212,8 @@ class Unit:
     def end_forward(self, *, broken: bool) -> None:
         """Not collective. End a call of the module, `broken` by an exception or not; free the parameters.
 
-        They stay where ``reshard_after_forward`` is False and a backward may follow.
+        They stay where ``reshard_after_forward`` is False and a backward may follow, and where a transform of
+        ``torch.func`` computes derivatives without the unit's hooks.
         """
         if self._arguments is not None:
             self._arguments.restore()
@@ -234,7 +225,7 @@ class Unit:
         else:
             self._enter(Phase.IDLE)
             keeps = self.stays_unsharded if not torch.is_grad_enabled() else not self.reshard_after_forward
-            if broken or not (keeps or self.is_partly_called):
+            if broken or not (keeps or self.is_partly_called or _compat.in_transform()):
                 self.reshard()
 
     def unbind(self) -> None:
@@ -243,8 +234,12 @@ class Unit:
         for flat in self.flats:
             flat.unbind()
 
-    def lend(self) -> None:
-        """Not collective, before a backward. Have modules register what they do at rest; leaves show the values."""
+    def lend(self, *, stays: bool) -> None:
+        """Not collective, before a backward. Have modules register what they do at rest; leaves show the values.
+
+        Args:
+            stays: the backward has no hooks, so that leaves must not lose the values where they are the same objects.
+        """
 
     @property
     def values_outlive_forward(self) -> bool:
@@ -387,12 +382,29 @@ class Unit:
             grad.drop()
         self.reshard()
 
+    @_compat.outside_of_modes
     def reshard(self) -> None:
         """Not collective. Free the values, also those that the program has asked for."""
         self.is_kept = False
         self.context.reshard(self.values)
 
     # Parts of it
+
+    @_compat.outside_of_modes
+    def _gather_for_forward(self) -> None:
+        """Collective. Have modules hold the values."""
+        context = self.context
+        self._follow_leaves()
+        if self._lists_leaves and torch.is_grad_enabled() and self.phase is Phase.FORWARD:
+            self._lists_leaves = False
+            self._renew_accumulators()
+        context.order.note(("forward", self.name))
+        context.unshard(self.values)
+        chosen = "forward" in self.prefetched and self.phase is Phase.FORWARD
+        if self.prefetch_forward or self.values.takes_messages or chosen:
+            self._gather_ahead("forward")
+        context.await_unshard(self.values)
+        self.show()
 
     def _gather_ahead(self, kind: str) -> None:
         """Collective. Begin to gather units that come next: the program's, or the one of earlier passes."""

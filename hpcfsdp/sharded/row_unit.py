@@ -239,7 +239,8 @@ class RowUnit(ModelUnit):
 
     flats: tuple[RowParams, ...]
 
-    def lend(self) -> None:
+    def lend(self, *, stays: bool) -> None:
+        del stays
         self.show()
         for flat in self.flats:
             flat.lend()

@@ -201,8 +201,8 @@ class ShardedUnit(ModelUnit):
                 raise other_in_place_of(replaced[0])
         super().show()
 
-    def lend(self) -> None:
-        if self.use_orig_params:
+    def lend(self, *, stays: bool) -> None:
+        if self.use_orig_params and not stays:
             self.unbind()  # what modules register and compute with are the same objects
 
     def hide(self) -> None:
