@@ -149,7 +149,10 @@ print("went on", flush=True)
 """
     job = run(start, tmp_path, text, 2, environ={"HPCFSDP_WAIT_LOG_S": "0.5"})
     assert job.stdout.count("came through") == 4, job.stderr
-    for what in (r"checkpoint\.save \(.*\)", r'forward of "Net" \(the end of a step \(event \d+ of step 2\), .*\)'):
+    for what in (
+        r"checkpoint\.save \(.*\)",
+        r'forward of "Net" \(the end of a step \(event \d+ of step 2 of model 2\), .*\)',
+    ):
         waited = rf"rank 0 has waited \d+ s in {what} for rank\(s\) 1: rank 1 does not wait within hpcfsdp"
         assert re.search(waited, job.stderr), job.stderr
     assert job.code != 0
