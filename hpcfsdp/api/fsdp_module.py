@@ -19,6 +19,7 @@ from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
 from hpcfsdp.launch import calls
 from hpcfsdp.launch.calls import public_call
+from hpcfsdp.sharded.copying import copy_rows
 from hpcfsdp.sharded.lazy_init import become_root
 from hpcfsdp.sharded.materialize import MarkEmpty, states_on_meta
 from hpcfsdp.sharded.row_unit import RowUnit, row_unit_of, row_units_in
@@ -67,6 +68,11 @@ class FSDPModule(stock.FSDPModule):
             if unit.phase in (Phase.FORWARD, Phase.RECOMPUTE):  # a method that computes calls the module itself
                 _compat.set_compiler(compiler)
                 return function(*args, **kwargs)
+            if len(unit.modules) > 1 and (unit.root is None or unit.is_root):
+                raise RuntimeError(
+                    f"{unit.name}: one unit of several modules was called first: call the module around them, which "
+                    "has to be given to fully_shard, too"
+                )
             root = _root_of(unit)
             if not root.is_busy and root.device.type != "cpu":  # a batch may be in host memory
                 args, kwargs = to_kwargs(args, kwargs, root.device)
@@ -316,14 +322,15 @@ class FSDPModule(stock.FSDPModule):
         unit.refresh()
         return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise EngineError(
-            "a module that fully_shard has sharded cannot be copied: build another model, and load the state dict"
-        )
+    @public_call("copy.deepcopy")
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Not collective. A copy of this rank's rows, which trains by itself; process groups are shared."""
+        return copy_rows(cast(nn.Module, self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise EngineError(
-            "a module that fully_shard has sharded cannot be pickled: save its state_dict(), or use hpcfsdp.checkpoint"
+            "a module that fully_shard has sharded cannot be pickled or copied by copy.copy: use copy.deepcopy, save "
+            "its state_dict(), or use hpcfsdp.checkpoint"
         )
 
     @property
@@ -366,11 +373,6 @@ def _root_of(unit: RowUnit) -> Root:
         root.is_busy or all(each.root is root and not each.uninitialised and each.fits() for each in units)
     ):
         return root
-    if root is None and len(unit.modules) > 1:
-        raise RuntimeError(
-            f"{unit.name}: one unit of several modules was called first: call the module around them, which has to "
-            "be given to fully_shard, too"
-        )
     if root is not None:
         root.recover()
     return become_root(unit if root is None else units[0])

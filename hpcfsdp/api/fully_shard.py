@@ -258,26 +258,40 @@ def _other_mesh(mesh: DeviceMesh, unit_mesh: UnitMesh) -> UnitMesh:
     return resolve_mesh(None, mesh, strategy).with_tensor(unit_mesh.tensor_mesh)
 
 
-def _register_state_hooks(unit: RowUnit) -> None:
-    """Have the modules hold their rows while a state dict is made or loaded, and adopt what was assigned."""
-    reference = weakref.ref(unit)
+class _StateHooks:
+    """Hooks by which modules hold rows while a state dict is made or loaded, and adopt what was assigned."""
 
-    def reshard(*_arguments: Any, meet: bool) -> None:
-        unit = reference()
-        if unit is not None and unit.root is not None:
-            unit.root.reshard([unit], meet=meet)
+    def __init__(self, unit: RowUnit | None) -> None:
+        self._unit = (lambda: None) if unit is None else weakref.ref(unit)
 
-    def refresh(*_arguments: Any) -> None:
-        unit = reference()
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StateHooks:
+        """Those of the copied unit; of none in a copy of a module inside alone."""
+        return _StateHooks(memo.get(id(self._unit())))
+
+    def before_saving(self, *_arguments: Any) -> None:
+        self._reshard(meet=False)
+
+    def before_loading(self, *_arguments: Any) -> None:
+        self._reshard(meet=True)
+
+    def after_loading(self, *_arguments: Any) -> None:
+        unit = self._unit()
         if unit is not None:
             unit.refresh()
 
+    def _reshard(self, *, meet: bool) -> None:
+        unit = self._unit()
+        if unit is not None and unit.root is not None:
+            unit.root.reshard([unit], meet=meet)
+
+
+def _register_state_hooks(unit: RowUnit) -> None:
+    hooks = _StateHooks(unit)
     for module in unit.modules:
-        module.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
-    before_saving, before_loading = (functools.partial(reshard, meet=writes) for writes in (False, True))
+        module.register_load_state_dict_post_hook(hooks.after_loading)  # type: ignore[no-untyped-call]
     for module in dict.fromkeys([*unit.modules, *(place for each in unit.rows for place, _ in each.param.places)]):
-        module.register_state_dict_pre_hook(before_saving)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(before_loading)  # type: ignore[no-untyped-call]
+        module.register_state_dict_pre_hook(hooks.before_saving)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(hooks.before_loading)  # type: ignore[no-untyped-call]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -296,7 +310,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(original)
     def method(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-        return self._run(original, args, kwargs)
+        bound = getattr(original, "__self__", None) is module  # a copy of the module has a method of its own
+        return self._run(types.MethodType(original.__func__, self) if bound else original, args, kwargs)
 
     setattr(module, method_name, types.MethodType(method, module))
 

@@ -2,7 +2,8 @@
 
 Between steps modules hold the ``DTensor`` parameters. While they compute they hold leaves, which view the gathered
 values. Where the ranks share memory each parameter is whole in it, each rank's rows are its ``DTensor``'s memory, and
-no byte moves. Elsewhere the shards are gathered into a buffer and copied out from there, parameter by parameter.
+no byte moves, unless rows are cast or not contiguous. Elsewhere the shards are gathered into a buffer and copied out
+from there, parameter by parameter.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ class RowParams(ShardedParams):
                 view.narrow(slot.dim, *slot.rows_of(comm.rank))
                 for view, slot in zip(self._views, layout.slots, strict=True)
             ]
-        if buffer is not None and not is_cast:
+        if buffer is not None and not is_cast and all(rows.is_contiguous() for rows in self._rows_in_window):
             self._take(self._rows_in_window)
             return buffer
         pinned = pin_memory and not is_home and accelerator.is_accelerator(self.device)

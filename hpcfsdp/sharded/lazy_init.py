@@ -42,7 +42,7 @@ def become_root(unit: ModelUnit) -> Root:
         mixed = each.mixed_precision
         each.is_root = each is unit
         each.choose_reshard()
-        each.name = clean_path(names[each.wrapper]) or each.name
+        each.name = clean_path(names.get(each.wrapper, "")) or each.name
         each.inside = frozenset(inner for inner in each.inner_units() if inner is not each)
         cast_inputs = mixed.cast_root_forward_inputs if each is unit else mixed.cast_forward_inputs
         each.input_dtype = mixed.param_dtype if cast_inputs else None

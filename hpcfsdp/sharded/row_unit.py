@@ -200,11 +200,15 @@ class RowUnit(ModelUnit):
             )
 
     def _groups(self) -> Iterator[tuple[UnitMesh, list[Rows], Dtypes]]:
-        """Parameters that are gathered together: of the same ranks, dtype, device and ``requires_grad``."""
+        """Parameters that are gathered together: of the same ranks, dtype, device and ``requires_grad``.
+
+        Where ranks share memory, those that are cut along another dimension than the first are apart: their rows need
+        memory of their own, as they are not contiguous in the whole parameter.
+        """
         found: dict[tuple[object, ...], list[Rows]] = {}
         for each in self.rows:
-            local = each.param.local
-            key = id(each.mesh), local.dtype, local.device, each.param.sharded.requires_grad
+            local, apart = each.param.local, each.dim > 0 and shares_memory(each.mesh)
+            key = id(each.mesh), local.dtype, local.device, each.param.sharded.requires_grad, apart
             found.setdefault(key, []).append(each)
         for group in found.values():
             mesh, dtype = group[0].mesh, group[0].param.local.dtype
@@ -314,11 +318,16 @@ def shard_rows(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device, de
         managed.retire(before, entry.fqn, of_whole)  # another module may hold it
         leaf = nn.Parameter(nothing_of((), whole.dtype, device), requires_grad=whole.requires_grad)
     _compat.replace_data(leaf, nothing_of(shape, whole.dtype, device))  # its memory is free
-    managed.mark(leaf, entry.fqn, of_whole)
-    managed.hide(leaf)  # an optimizer may hold it
+    hide_leaf(leaf, entry.fqn, of_whole)
     param = RowParam(sharded, leaf, entry.places, is_shown_elsewhere=entry.block is not None)
     param.register(sharded)
     return Rows(entry.fqn, entry.aliases, shape, dim, entry.block, mesh, param)
+
+
+def hide_leaf(leaf: nn.Parameter, fqn: str, shape: tuple[int, ...]) -> None:
+    """Mark the parameter that modules compute with: an optimizer may hold it."""
+    managed.mark(leaf, fqn, shape)
+    managed.hide(leaf)
 
 
 def row_unit_of(module: nn.Module) -> RowUnit | None:

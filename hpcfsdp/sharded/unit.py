@@ -124,6 +124,28 @@ class ModelUnit(Unit):
         keeps = self.mesh.keeps_values or (self.is_root and not all(flat.is_here for flat in self.flats))
         self.reshard_after_forward = not keeps if self.reshard_choice is None else self.reshard_choice
 
+    def check_at_rest(self, what: str) -> None:
+        """Not collective. Refuse the call `what` in a forward or backward, or while summoned. Reshard the model.
+
+        Raises:
+            EngineError: names the unit and its phase.
+        """
+        root = self.root
+        if root is not None:
+            root.recover()
+        if self.phase is Phase.SUMMON:
+            hint = "do not nest" if what == "summon_full_params" else f"call {what} outside of"
+            raise EngineError(f"{self.name}: its parameters are already whole: {hint} summon_full_params")
+        if self.phase is not Phase.IDLE or (root is not None and root.is_busy):
+            doing = self.phase.value if self.phase is not Phase.IDLE else "a forward or backward of the model"
+            raise EngineError(
+                f"{self.name}: {what} was called during {doing}: call it before the forward or after the backward"
+            )
+        if root is not None:
+            root.rest()
+        for flat in self.flats:
+            flat.adopt_user_data()  # before summon_full_params registers other parameters
+
 
 class ShardedUnit(ModelUnit):
     """The unit of a ``FullyShardedDataParallel``.
@@ -214,28 +236,6 @@ class ShardedUnit(ModelUnit):
                 module.__dict__[name] = leaf
             for index, flat in enumerate(self.flats if self._originals else ()):
                 self.flat_owner._parameters[flat_param_name(index)] = flat.parameter
-
-    def check_at_rest(self, what: str) -> None:
-        """Not collective. Refuse the call `what` in a forward or backward, or while summoned. Reshard the model.
-
-        Raises:
-            EngineError: names the unit and its phase.
-        """
-        root = self.root
-        if root is not None:
-            root.recover()
-        if self.phase is Phase.SUMMON:
-            hint = "do not nest" if what == "summon_full_params" else f"call {what} outside of"
-            raise EngineError(f"{self.name}: its parameters are already whole: {hint} summon_full_params")
-        if self.phase is not Phase.IDLE or (root is not None and root.is_busy):
-            doing = self.phase.value if self.phase is not Phase.IDLE else "a forward or backward of the model"
-            raise EngineError(
-                f"{self.name}: {what} was called during {doing}: call it before the forward or after the backward"
-            )
-        if root is not None:
-            root.rest()
-        for flat in self.flats:
-            flat.adopt_user_data()  # before summon_full_params registers other parameters
 
 
 def made_inside(module: nn.Module, comm: Communicator) -> list[tuple[str, str]]:

@@ -2,16 +2,19 @@
 
 import copy
 import pickle
+import types
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import Shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hpcfsdp import checkpoint
 from hpcfsdp.errors import EngineError
 from hpcfsdp.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from hpcfsdp.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from tests.mpi.models import ORIGINAL, Block, Net, adamw, batch, make_net, shard, train_plain, train_sharded
 
 pytestmark = pytest.mark.ranks(2)
@@ -104,3 +107,70 @@ def test_models_at_work_are_not_copied_and_none_is_pickled(comm):
     for refused in (pickle.dumps, copy.copy):
         with pytest.raises(EngineError, match=r"cannot be pickled or copied by copy.copy: use copy.deepcopy"):
             refused(model)
+
+
+POLICIES = {
+    "rows": {},
+    "kept": {"reshard_after_forward": False},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "mixed": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+}
+
+
+def make_rows(mesh=None, **options):
+    """Units of one module, of two that are not next to each other, of columns, and around them."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+    fully_shard([model[0], model[2]], mesh=mesh, **options)
+    fully_shard(model[1], mesh=mesh, shard_placement_fn=lambda param: Shard(param.dim() - 1), **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def train_rows(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        loss = model(torch.arange(32.0).view(4, 8).cos()).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def whole(model):
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_copy_of_rows_trains_as_the_original_does_and_apart_from_it(ours_on, policy, when):
+    model = make_rows(ours_on, **POLICIES[policy])
+    if when == "after":
+        train_rows(model)
+    before = whole(model)
+    copied = copy.deepcopy(model)
+    assert type(copied) is type(model) and same(whole(copied), before)
+    loss = train_rows(copied)
+    assert same(whole(model), before)
+    after = whole(copied)
+    assert train_rows(model) == loss and same(whole(model), after)
+    copied.load_state_dict({name: torch.zeros_like(value) for name, value in copied.state_dict().items()}, assign=True)
+    assert not any(copied(torch.ones(2, 8)).flatten()) and same(whole(model), after)
+    kept = {id(tensor) for tensor in (*model.parameters(), *model.modules())}
+    assert not kept & {id(tensor) for tensor in (*copied.parameters(), *copied.modules())}
+
+
+def test_an_average_of_rows_and_methods_that_compute(world):
+    model = make_rows()
+    model.forward_twice = types.MethodType(lambda self, x: self.forward(self.forward(x)), model)
+    register_fsdp_forward_method(model, "forward_twice")
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    expected = whole(model)
+    average.update_parameters(model)
+    train_rows(model)
+    average.update_parameters(model)
+    for name, value in whole(model).items():
+        torch.testing.assert_close(whole(average.module)[name], 0.9 * expected[name] + 0.1 * value)
+    x = torch.ones(2, 8)
+    torch.testing.assert_close(average.module.forward_twice(x), average(average(x)))
+    with pytest.raises(EngineError, match="pickled or copied by copy"):
+        copy.copy(model)

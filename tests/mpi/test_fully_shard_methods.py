@@ -12,7 +12,7 @@ import torch.distributed.fsdp as stock
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import hpcfsdp
@@ -430,6 +430,39 @@ def test_an_inner_module_is_unsharded_before_the_first_forward(world, row_meshes
     same(program, row_meshes["torch"], ours_on)
 
 
+def test_a_unit_of_several_modules_is_unsharded_before_the_first_forward(world, row_meshes, ours_on):
+    def program(fsdp, mesh):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+        fsdp.fully_shard([model[0], model[2]], mesh=mesh)
+        fsdp.fully_shard(model, mesh=mesh)
+        model[0].unshard()
+        kinds = [isinstance(layer.weight, DTensor) for layer in model]
+        model[2].reshard()
+        model(torch.ones(2, 3) * world.rank).sum().backward()
+        return kinds, [param.grad.full_tensor() for param in model.parameters()]
+
+    same(program, row_meshes["torch"], ours_on)
+
+
+def test_columns_are_contiguous_as_in_torch(world, row_meshes, ours_on):
+    def program(fsdp, mesh):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 6))
+        fsdp.fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(param.dim() - 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 8) * world.rank).square().sum().backward()
+            optimizer.step()
+        rows = [param.to_local() for param in model.parameters()]
+        wholes = [param.full_tensor() for param in model.parameters()]
+        return [(local.stride(), local.is_contiguous()) for local in rows], wholes
+            p.full_tensor() for p in model.parameters()
+        ]
+
+    same(program, row_meshes["torch"], ours_on)
+
+
 def test_several_outermost_modules_are_resharded_in_one_order(world, row_meshes):
     kinds = [type(f"Linear{number}", (nn.Linear,), {}) for number in range(4)]
     layers = [ours.fully_shard(kind(3, 3), mesh=row_meshes["shared memory"]) for kind in kinds]
@@ -648,7 +681,7 @@ def test_lists_with_modules_inside_of_others(world, row_meshes):
             r"which has 2 dimension\(s\)",
         ),
         (lambda: ours.fully_shard(nn.Linear(2, 2), dp_mesh_dims=object()), NotImplementedError, "dp_mesh_dims"),
-        (lambda: copy.deepcopy(ours.fully_shard(nn.Linear(2, 2))), EngineError, "cannot be copied"),
+        (lambda: copy.copy(ours.fully_shard(nn.Linear(2, 2))), EngineError, "cannot be pickled"),
         (lambda: pickle.dumps(ours.fully_shard(nn.Linear(2, 2))), EngineError, "cannot be pickled"),
         (lambda: ours.share_comm_ctx([nn.Linear(2, 2)]), ValueError, "a Linear: shard it"),
         (

@@ -54,8 +54,8 @@ class Files:
     """A profiler that counts calls of the package's functions by file.
 
     Calls within comm/ count as the file through which the engine has entered it: each transport has a walk of its own.
-    A note in the ring of events, like a log line, leads no reader anywhere, and does not count; nor does a call of torch
-    through ``_compat``.
+    A note in the ring of events, like a log line, leads no reader anywhere, and does not count; nor does a
+    call of torch through ``_compat``.
 
     Args:
         until: stop as soon as this module begins to load.
