@@ -457,8 +457,6 @@ def test_columns_are_contiguous_as_in_torch(world, row_meshes, ours_on):
         rows = [param.to_local() for param in model.parameters()]
         wholes = [param.full_tensor() for param in model.parameters()]
         return [(local.stride(), local.is_contiguous()) for local in rows], wholes
-            p.full_tensor() for p in model.parameters()
-        ]
 
     same(program, row_meshes["torch"], ours_on)
 
