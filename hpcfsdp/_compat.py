@@ -76,7 +76,7 @@ def outside_of_modes(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not (_num_function_modes() or _num_dispatch_modes() or in_transform()):
+        if not (_num_function_modes() or _num_dispatch_modes() or _innermost_transform()):
             return function(*args, **kwargs)
         with contextlib.ExitStack() as left:
             for mode in [overrides._pop_mode() for _ in range(_num_function_modes())]:

@@ -19,9 +19,9 @@ from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
 from hpcfsdp.launch import calls
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.sharded.copying import copy_rows
 from hpcfsdp.sharded.lazy_init import become_root
 from hpcfsdp.sharded.materialize import MarkEmpty, states_on_meta
+from hpcfsdp.sharded.row_copying import copy_rows
 from hpcfsdp.sharded.row_unit import RowUnit, row_unit_of, row_units_in
 
 

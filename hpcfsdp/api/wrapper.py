@@ -349,10 +349,17 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         """As for any module; within ``summon_full_params`` without the names of wrappers."""
         if kwargs.get("recurse") is False:
             refuse_ddp_around(self._unit)
+        if self._unit.root is not None:
+            self._unit.root.recover()  # modules may hold what a broken backward needs
         for unit in units_in(self) if torch.is_grad_enabled() else ():
             if unit.phase is Phase.IDLE:
                 unit.list_leaves()
         return self._named(super().named_parameters(*args, **kwargs))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As for any module."""
+        with torch.no_grad():  # the program is given no parameters
+            super().zero_grad(set_to_none)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As for any module; within ``summon_full_params`` without the names of wrappers."""

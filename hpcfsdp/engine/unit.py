@@ -225,7 +225,7 @@ class Unit:
         else:
             self._enter(Phase.IDLE)
             keeps = self.stays_unsharded if not torch.is_grad_enabled() else not self.reshard_after_forward
-            if broken or not (keeps or self.is_partly_called or _compat.in_transform()):
+            if (broken or not (keeps or self.is_partly_called)) and not _compat.in_transform():
                 self.reshard()
 
     def unbind(self) -> None:
@@ -382,7 +382,6 @@ class Unit:
             grad.drop()
         self.reshard()
 
-    @_compat.outside_of_modes
     def reshard(self) -> None:
         """Not collective. Free the values, also those that the program has asked for."""
         self.is_kept = False

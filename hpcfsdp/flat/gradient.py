@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,8 +280,8 @@ class FlatGrad:
         self.restore_grads()
         for param, part in self.flat.grads_of(reduced, used):
             if param.requires_grad:  # it may have been frozen since the forward
-                # Autograd has called those of leaves.
-                _add_grad(param, part if self.flat.steps_leaves else _hooked(param, part))
+                hooks = None if self.flat.steps_leaves else _compat.hooks_on_gradient(param)  # autograd calls leaves'
+                _add_grad(param, _hooked(hooks, part) if hooks else part)
                 self._updated.append(param)
 
     def pop_updated(self) -> list[torch.nn.Parameter]:
@@ -359,9 +359,9 @@ def _copied_to(home: torch.device, grad: torch.Tensor) -> torch.Tensor:
     return landed.copy_(grad, non_blocking=True)
 
 
-def _hooked(param: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+def _hooked(hooks: Mapping[int, Callable[[torch.Tensor], Any]], grad: torch.Tensor) -> torch.Tensor:
     """What the hooks of ``register_hook`` make of a parameter's gradient."""
-    for hook in list((_compat.hooks_on_gradient(param) or {}).values()):
+    for hook in list(hooks.values()):
         changed = hook(grad)
         grad = grad if changed is None else changed
     return grad

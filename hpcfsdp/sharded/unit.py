@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -190,10 +191,11 @@ class ShardedUnit(ModelUnit):
         self.flat_owner = flat_owner
         self.param_names: dict[nn.Module, tuple[str, ...]] = {}
         self._is_shown = False
-        self._originals: list[tuple[nn.Module, str, nn.Parameter]] = []
-        if not use_orig_params:
-            entries = sorted(own.entries, key=lambda entry: entry.index)
-            self._originals = [(place, name, entry.param) for entry in entries for place, name in entry.places]
+        # Where modules find original parameters: registered ones, or attributes.
+        self._originals: list[tuple[dict[str, Any], dict[str, Any], str, nn.Parameter]] = []
+        for entry in sorted(own.entries, key=lambda entry: entry.index) if not use_orig_params else ():
+            self._originals += [(place._parameters, vars(place), name, entry.param) for place, name in entry.places]
+        self._flat_names = [flat_param_name(index) for index in range(len(flats))]
         self.lowered_buffers: dict[tuple[nn.Module, str], torch.dtype] = {}
 
     flats: tuple[FlatParam, ...]
@@ -210,17 +212,17 @@ class ShardedUnit(ModelUnit):
         """Functions that list parameters find the original ones, whole, and not the flat ones, which are shards."""
         if not self._is_shown:
             self._is_shown = True
-            names = [flat_param_name(index) for index in range(len(self.flats))]
-            if self.use_orig_params:
-                replaced = [name for flat in self.flats if (name := flat.assigned_name()) is not None]
-            else:
-                held = [self.flat_owner._parameters.pop(name, None) for name in names]
-                replaced = [names[index] for index, flat in enumerate(self.flats) if held[index] is not flat.parameter]
-            for module, name, leaf in self._originals:
-                module.__dict__.pop(name, None)
-                module._parameters[name] = leaf
-            if replaced:
-                raise other_in_place_of(replaced[0])
+            replaced: str | None = None
+            for name, flat in zip(self._flat_names, self.flats):  # noqa: B905 (in each call of a unit)
+                if self.use_orig_params:
+                    replaced = flat.assigned_name() or replaced
+                elif self.flat_owner._parameters.pop(name, None) is not flat.parameter:
+                    replaced = name
+            for registered, attributes, name, leaf in self._originals:
+                attributes.pop(name, None)
+                registered[name] = leaf
+            if replaced is not None:
+                raise other_in_place_of(replaced)
         super().show()
 
     def lend(self, *, stays: bool) -> None:
@@ -231,11 +233,11 @@ class ShardedUnit(ModelUnit):
         super().hide()
         if self._is_shown:
             self._is_shown = False
-            for module, name, leaf in self._originals:
-                module._parameters.pop(name, None)
-                module.__dict__[name] = leaf
-            for index, flat in enumerate(self.flats if self._originals else ()):
-                self.flat_owner._parameters[flat_param_name(index)] = flat.parameter
+            for registered, attributes, name, leaf in self._originals:
+                registered.pop(name, None)
+                attributes[name] = leaf
+            for name, flat in zip(self._flat_names, self.flats if self._originals else ()):  # noqa: B905
+                self.flat_owner._parameters[name] = flat.parameter
 
 
 def made_inside(module: nn.Module, comm: Communicator) -> list[tuple[str, str]]:
