@@ -1,4 +1,4 @@
-"""``copy.deepcopy`` of modules of ``fully_shard``: rows are copied, nothing is gathered, and the copy trains by itself."""
+"""``copy.deepcopy`` of modules of ``fully_shard``: rows are copied, nothing is gathered, the copy trains by itself."""
 
 from __future__ import annotations
 
