@@ -27,11 +27,6 @@ class Candidate:
     time: StepTime
     fits: bool
 
-    @property
-    def name(self) -> str:
-        """For tables."""
-        return self.setup.strategy
-
 
 @dataclass(frozen=True)
 class Limits:

@@ -286,7 +286,7 @@ class Replay:
     def _has_grad(self, unit: ReplayedUnit, param: int) -> None:
         place = next(place for place, group in enumerate(unit.groups) if param in group.members)
         group = unit.groups[place]
-        nbytes = group.leaf_bytes(group.members.index(param))
+        nbytes = allocated(group.params[group.members.index(param)].numel, group.dtypes.compute)
         unit.waiting[place] += nbytes
         self._take("unit gradients", nbytes)
         unit.outstanding[place] -= 1

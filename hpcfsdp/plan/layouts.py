@@ -157,10 +157,6 @@ class Group:
         """Of a rank's shard."""
         return allocated(self.layout.shard_numel, self.dtypes.param)
 
-    def leaf_bytes(self, index: int) -> int:
-        """Of the whole gradient of one of the parameters, as autograd makes it."""
-        return allocated(self.params[index].numel, self.dtypes.compute)
-
 
 def groups_of(unit: PlannedUnit, setup: Setup) -> tuple[Group, ...]:
     """The groups of a unit: by dtype, and by whether they are trained."""

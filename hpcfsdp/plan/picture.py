@@ -41,8 +41,8 @@ def _draw_memory(axes: Axes, proposal: Proposal) -> None:
 def _draw_times(axes: Axes, proposal: Proposal) -> None:
     shown = proposal.all[:_MOST_BARS]
     names = [
-        f"{each.name} {each.setup.replicas} x {each.setup.shards}{', recomputed' if each.checkpointed else ''}"
-        for each in shown
+        f"{setup.strategy} {setup.replicas} x {setup.shards}{', recomputed' if each.checkpointed else ''}"
+        for each, setup in ((each, each.setup) for each in shown)
     ]
     left = [0.0] * len(shown)
     for label, values in (

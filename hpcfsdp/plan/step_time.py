@@ -115,7 +115,7 @@ class _Schedule(Replay):
         times = self.setup.accumulation
         done = max(self._compute, self._reductions, self._replication)
         optimizer = self._optimizer_s()
-        gathers, reductions, replication = (_times(cost, times) for cost in self._sums)
+        gathers, reductions, replication = (cost * times for cost in self._sums)
         return StepTime(
             times * done + optimizer,
             times * self._busy,
@@ -173,22 +173,12 @@ class _Schedule(Replay):
         cost = self._costs[unit.index]
         self._compute = max(self._compute, self._buffer_free.get(place, 0.0))
         share = 1 / sum(group.trained for group in unit.groups)  # the groups of a unit are reduced one by one
-        self._reductions = self._sent(max(self._reductions, self._compute), _times(cost.reduce, share))
+        self._reductions = self._sent(max(self._reductions, self._compute), cost.reduce * share)
         done = self._reductions
         if self.setup.replicas > 1:
-            done = self._sent(max(self._replication, done), _times(cost.replicate, share))
+            done = self._sent(max(self._replication, done), cost.replicate * share)
             self._replication = done
         self._buffer_free[place] = done
         if place == min(index for index, group in enumerate(unit.groups) if group.trained):
             self._sums[1] += cost.reduce
             self._sums[2] += cost.replicate
-
-
-def _times(cost: Cost, count: float) -> Cost:
-    return Cost(
-        count * cost.within_bytes,
-        count * cost.between_bytes,
-        count * cost.latency_s,
-        count * cost.transfer_s,
-        round(count * cost.calls),
-    )

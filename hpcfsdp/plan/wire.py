@@ -7,7 +7,8 @@ neighbours. What comes from other nodes arrives at a node once and is passed on 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import operator
+from dataclasses import astuple, dataclass, replace
 
 from hpcfsdp.plan.links import Links
 
@@ -35,13 +36,11 @@ class Cost:
         return self.latency_s + self.transfer_s
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.within_bytes + other.within_bytes,
-            self.between_bytes + other.between_bytes,
-            self.latency_s + other.latency_s,
-            self.transfer_s + other.transfer_s,
-            self.calls + other.calls,
-        )
+        return Cost(*map(operator.add, astuple(self), astuple(other)))
+
+    def __mul__(self, count: float) -> Cost:
+        *amounts, calls = (count * each for each in astuple(self))
+        return Cost(*amounts, round(calls))
 
 
 @dataclass(frozen=True)
@@ -87,4 +86,4 @@ class Group:
     def all_reduce(self, nbytes: float, links: Links) -> Cost:
         """An all-reduce of so many bytes on each rank: as a reduce-scatter and an all-gather."""
         half = self.gather(nbytes, links)
-        return Cost(2 * half.within_bytes, 2 * half.between_bytes, 2 * half.latency_s, 2 * half.transfer_s, half.calls)
+        return replace(half * 2, calls=half.calls)
