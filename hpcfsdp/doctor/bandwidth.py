@@ -123,8 +123,8 @@ def _timed(
         moved: bytes that a rank receives; by default those of all other ranks.
     """
     nbytes = full.numel() * full.element_size() * (world.size - 1) // world.size
-    first = _round(world, run)
-    seconds = statistics.median(_round(world, run) for _ in range(1 if first > _SLOW_S else REPETITIONS))
+    first = seconds_of(world, run)
+    seconds = statistics.median(seconds_of(world, run) for _ in range(1 if first > _SLOW_S else REPETITIONS))
     correct = all(world.comm.allgather(is_right()))
     moved = nbytes if moved is None else moved
     return {
@@ -135,13 +135,15 @@ def _timed(
     }
 
 
-def _round(world: World, run: Callable[[], object]) -> float:
+def seconds_of(world: World, run: Callable[[], object], calls: int = 1) -> float:
+    """Collective. Seconds of one of some calls, on the slowest rank."""
     _settle(world)
     world.comm.Barrier()
     began = time.perf_counter()
-    run()
+    for _ in range(calls):
+        run()
     _settle(world)
-    return max(world.comm.allgather(time.perf_counter() - began))
+    return max(world.comm.allgather(time.perf_counter() - began)) / calls
 
 
 def _settle(world: World) -> None:

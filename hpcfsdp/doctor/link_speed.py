@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from hpcfsdp import accelerator
 from hpcfsdp.comm import Communicator
+from hpcfsdp.doctor.bandwidth import seconds_of
 from hpcfsdp.launch.topology import Topology
 from hpcfsdp.world import World
 
@@ -76,20 +75,5 @@ def _gather(group: Communicator, numel: int) -> Callable[[], object]:
 
 def _rounds(world: World, run: Callable[[], object], calls: int) -> list[float]:
     """Collective over all ranks. Seconds of one call on the slowest rank, for several rounds of so many calls."""
-    first = _round(world, run, calls)  # which opens connections
-    return [_round(world, run, calls) for _ in range(_ROUNDS)] if first * calls < _SLOW_S else [first]
-
-
-def _round(world: World, run: Callable[[], object], calls: int) -> float:
-    _settle(world)
-    world.comm.Barrier()
-    began = time.perf_counter()
-    for _ in range(calls):
-        run()
-    _settle(world)
-    return max(world.comm.allgather(time.perf_counter() - began)) / calls
-
-
-def _settle(world: World) -> None:
-    if accelerator.is_accelerator(world.device):
-        accelerator.synchronize(world.device)
+    first = seconds_of(world, run, calls)  # which opens connections
+    return [seconds_of(world, run, calls) for _ in range(_ROUNDS)] if first * calls < _SLOW_S else [first]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -94,7 +95,8 @@ def judge_binding(nodes: list[list[int]], cores: list[set[int]]) -> list[Finding
             hint = "fewer ranks on each node, or more cores (srun --cpus-per-task, mpirun --map-by slot:PE=N)"
             found.append(warning("binding", f"{named(node)} share {len(usable)} core(s)", hint))
             continue
-        poor = [rank for rank in node if core_share(rank, node, cores) < 1 - 1e-9]
+        sharers = Counter(core for rank in node for core in cores[rank])
+        poor = [rank for rank in node if sum(1 / sharers[core] for core in cores[rank]) < 1 - 1e-9]
         if poor:
             what = f"{named(poor)} are pinned to the same core(s) {spans(set().union(*(cores[r] for r in poor)))}"
             hint = "mpirun --bind-to none, or --map-by slot:PE=N with N cores for each rank; srun --cpus-per-task=N"
@@ -104,11 +106,6 @@ def judge_binding(nodes: list[list[int]], cores: list[set[int]]) -> list[Finding
         return found
     few, many = min(counts), max(counts)
     return [ok("binding", f"each rank may run on {few if few == many else f'{few} to {many}'} core(s)")]
-
-
-def core_share(rank: int, node: list[int], cores: list[set[int]]) -> float:
-    """Cores for a rank, where each is split among all ranks of the node that may run on it."""
-    return sum(1 / sum(core in cores[other] for other in node) for core in cores[rank])
 
 
 def judge_threads(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
