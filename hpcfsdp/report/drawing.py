@@ -86,13 +86,14 @@ class Marks:
     not_finite: np.ndarray
 
 
-def canvas() -> Canvas:
-    """An empty figure without a window system.
+def canvas() -> tuple[Canvas, Axes]:
+    """An empty figure without a window system, and its axes.
 
     Raises:
         HpcfsdpError: there is no matplotlib.
     """
-    return new_figure(SIZE_PX[0] / 72, SIZE_PX[1] / 72, dpi=72)
+    figure = new_figure(SIZE_PX[0] / 72, SIZE_PX[1] / 72, dpi=72)
+    return figure, figure.add_subplot()
 
 
 def style() -> Any:
@@ -136,7 +137,11 @@ def value_axis(axes: Axes, kind: str = "count", *, from_zero: bool = False) -> N
     """The y axis: "count", "bytes" or "share", short numbers; `from_zero` where lengths are compared."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    words = {"count": _short, "bytes": _short_bytes, "share": lambda value: f"{value * 100:.3g}%"}[kind]
+    words = {
+        "count": _short,
+        "bytes": lambda value: readable_bytes(value).replace(".0 ", " "),
+        "share": lambda value: f"{value * 100:.3g}%",
+    }[kind]
     if from_zero:
         axes.set_ylim(bottom=0)
     if axes.get_yscale() == "linear":
@@ -163,10 +168,6 @@ def _short(value: float) -> str:
         mantissa, exponent = f"{value:.2e}".split("e")
         text = f"{float(mantissa):g}e{int(exponent)}"
     return text.replace("-", "\N{MINUS SIGN}")
-
-
-def _short_bytes(value: float) -> str:
-    return readable_bytes(value).replace(".0 ", " ")
 
 
 def legend(figure: Canvas, handles: Sequence[Any], labels: Sequence[str]) -> None:

@@ -88,8 +88,7 @@ def _loss(run: Run, marks: Marks) -> Iterator[Figure]:
     steps, losses = series.points("loss")
     if not len(steps):
         return
-    figure = canvas()
-    axes = figure.add_subplot()
+    figure, axes = canvas()
     lines = _with_median(axes, steps, losses)
     labels = ["each step", "median"][: len(lines)]
     is_long = len(lines) > 1
@@ -116,17 +115,7 @@ def _gradients(run: Run, marks: Marks) -> Iterator[Figure]:
         ("grad_norm", "Gradient norm", "Before clipping. Spikes often come before a loss that rises."),
         ("lr", "Learning rate", "Of the first parameter group."),
     ):
-        steps, values = series.points(name)
-        if not len(steps):
-            continue
-        figure = canvas()
-        axes = figure.add_subplot()
-        axes.plot(*thinned(steps, values), color=COLOURS[0], marker="" if len(steps) > 60 else ".")
-        if _log_scale(values):
-            axes.set_yscale("log")
-        value_axis(axes, from_zero=name == "lr")
-        step_axis(axes, marks)
-        yield write(name, title, caption, _summary(title, steps, values), figure)
+        yield from _curve(name, title, caption, *series.points(name), marks, from_zero=name == "lr")
 
 
 def _rate(run: Run, marks: Marks) -> Iterator[Figure]:
@@ -134,23 +123,36 @@ def _rate(run: Run, marks: Marks) -> Iterator[Figure]:
     name, unit = rate_column(series)
     for column, title, caption, kind in (
         (name, "Throughput", f"{unit.capitalize()}, all ranks together.", "count"),
-        (
-            "flop_utilisation",
-            "Use of the devices",
-            "The model's arithmetic, of the devices' peak rate.",
-            "share",
-        ),
+        ("flop_utilisation", "Use of the devices", "The model's arithmetic, of the devices' peak rate.", "share"),
     ):
-        steps, values = series.points(column)
-        if not len(steps):
-            continue
-        figure = canvas()
-        axes = figure.add_subplot()
+        yield from _curve(column or "rate", title, caption, *series.points(column), marks, kind, from_zero=True)
+
+
+def _curve(
+    name: str,
+    title: str,
+    caption: str,
+    steps: np.ndarray,
+    values: np.ndarray,
+    marks: Marks,
+    kind: str = "",
+    *,
+    from_zero: bool = False,
+) -> Iterator[Figure]:
+    """A figure of one curve, with its medians if it is of some `kind`; none without points."""
+    if not len(steps):
+        return
+    figure, axes = canvas()
+    if kind:
         _with_median(axes, steps, values)
-        value_axis(axes, kind, from_zero=True)
-        step_axis(axes, marks)
-        words = readable_share if kind == "share" else readable_count
-        yield write(column or "rate", title, caption, _summary(title, steps, values, words), figure)
+    else:
+        axes.plot(*thinned(steps, values), color=COLOURS[0], marker="" if len(steps) > 60 else ".")
+        if _log_scale(values):
+            axes.set_yscale("log")
+    value_axis(axes, kind or "count", from_zero=from_zero)
+    step_axis(axes, marks)
+    words = readable_share if kind == "share" else readable_count
+    yield write(name, title, caption, _summary(title, steps, values, words), figure)
 
 
 def _with_median(axes: Axes, steps: np.ndarray, values: np.ndarray) -> list[Any]:
@@ -170,8 +172,7 @@ def _times(run: Run, marks: Marks) -> Iterator[Figure]:
     steps, seconds = series.points("seconds")
     if not len(steps):
         return
-    figure = canvas()
-    axes = figure.add_subplot()
+    figure, axes = canvas()
     busy = series.column("busy_s_mean")
     both = np.isfinite(series.column("seconds")) & np.isfinite(busy)
     if both.any():
@@ -198,8 +199,7 @@ def _communication(run: Run, marks: Marks) -> Iterator[Figure]:
     steps, shares = series.points("comm_share")
     if not len(steps):
         return
-    figure = canvas()
-    axes = figure.add_subplot()
+    figure, axes = canvas()
     lines = []
     for number, name in enumerate(("comm_share", "comm_share_max")):
         at, values = series.points(name)
@@ -221,13 +221,8 @@ def _spread(run: Run, marks: Marks) -> Iterator[Figure]:
     if not known.any():
         return
     steps, ahead = series.steps[known], np.maximum(largest[known] / mean[known] - 1, 0.0)
-    figure = canvas()
-    axes = figure.add_subplot()
-    _with_median(axes, steps, ahead)
-    value_axis(axes, "share", from_zero=True)
-    step_axis(axes, marks)
     caption = "How much longer the slowest rank computes than the mean of all ranks; thick: medians."
-    yield write("spread", "Spread over ranks", caption, _summary("Spread", steps, ahead, readable_share), figure)
+    yield from _curve("spread", "Spread over ranks", caption, steps, ahead, marks, "share", from_zero=True)
 
 
 def _slowest(run: Run, marks: Marks) -> Iterator[Figure]:
@@ -245,8 +240,7 @@ def _slowest(run: Run, marks: Marks) -> Iterator[Figure]:
         names.append(f"rank {rank}" + (f", {shown(host)[:14]}" if host else ""))
         shares.append(times / len(ranks))
         texts.append(readable_share(shares[-1]) + (f", {readable_duration(late)}" if math.isfinite(late) else ""))
-    figure = canvas()
-    axes = figure.add_subplot()
+    figure, axes = canvas()
     axes.barh(range(len(names)), shares, color=COLOURS[0], height=0.62)
     axes.set_yticks(range(len(names)), names, parse_math=False)
     axes.set_ylim(max(len(names), 4) - 0.4, -0.6)
@@ -269,8 +263,7 @@ def _memory(run: Run, marks: Marks) -> Iterator[Figure]:
     parts = [(label, values) for label, values in parts if np.isfinite(values).any()]
     if not len(steps) and not parts:
         return
-    figure = canvas()
-    axes = figure.add_subplot()
+    figure, axes = canvas()
     handles: list[Any] = []
     labels: list[str] = []
     if parts:
@@ -307,8 +300,7 @@ def _progress(run: Run, marks: Marks) -> Iterator[Figure]:
         (1.0, "seconds"),
     )
     times, steps = (series.seconds[known] - begun) / size, series.steps[known]
-    figure = canvas()
-    axes = figure.add_subplot()
+    figure, axes = canvas()
     bounds = [0, *np.searchsorted(steps, marks.restarts, side="right").tolist(), len(steps)]
     for first, end in itertools.pairwise(bounds):
         if end > first:
@@ -338,15 +330,5 @@ def _progress(run: Run, marks: Marks) -> Iterator[Figure]:
 def _others(run: Run, marks: Marks) -> Iterator[Figure]:
     names: Sequence[str] = run.series.others[:MOST_OTHERS]
     for place, name in enumerate(names):
-        steps, values = run.series.points(name)
-        figure = canvas()
-        axes = figure.add_subplot()
-        axes.plot(*thinned(steps, values), color=COLOURS[0], marker="" if len(steps) > 60 else ".")
-        if _log_scale(values):
-            axes.set_yscale("log")
-        value_axis(axes)
-        step_axis(axes, marks)
-        title = shown(name)[:60]
-        yield write(
-            f"other-{place}", title, "A number of this run's own program.", _summary(title, steps, values), figure
-        )
+        caption = "A number of this run's own program."
+        yield from _curve(f"other-{place}", shown(name)[:60], caption, *run.series.points(name), marks)

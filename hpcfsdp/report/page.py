@@ -54,6 +54,7 @@ def render(run: Run, summary: Summary, problems: Sequence[Problem], figures: Seq
     )
     templates.filters["printable"] = printable
     checkpoints, older = checkpoint_tables(run)
+    sources = " and ".join(f"{tally.sound:,} lines of {name}" for name, tally in run.tallies.items() if tally.sound)
     sections = [
         ("findings", "Findings", True),
         ("figures", "Figures", True),
@@ -100,7 +101,7 @@ def render(run: Run, summary: Summary, problems: Sequence[Problem], figures: Seq
         config=flat_config(run.config) if run.config else [],
         config_text=run.config_text,
         environment=environment(run),
-        made=f"Made by hpcfsdp {__version__} on {date_of(made_s)} UTC from {_sources(run)}.",
+        made=f"Made by hpcfsdp {__version__} on {date_of(made_s)} UTC from {sources}.",
     )
 
 
@@ -136,10 +137,6 @@ def _log_note(run: Run) -> str:
     if notes.damaged:
         parts.append(f"{notes.damaged} damaged line(s) are left out.")
     return " ".join(parts)
-
-
-def _sources(run: Run) -> str:
-    return " and ".join(f"{tally.sound:,} lines of {name}" for name, tally in run.tallies.items() if tally.sound)
 
 
 def write_page(text: str, path: Path) -> None:
