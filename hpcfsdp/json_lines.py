@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hpcfsdp import safe_files
+from hpcfsdp import json_shapes, safe_files
 
 LONGEST_LINE = 1 << 20
 """Bytes of a line that is read as one; what is longer is damaged."""
@@ -30,15 +30,6 @@ class Tally:
     sound: int = 0
     damaged: int = 0
     first_damaged: int = 0
-
-
-def parse(line: bytes) -> dict[str, Any] | None:
-    """The object of a line; None where it is damaged."""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):  # no JSON, no UTF-8, a number of thousands of digits
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def records(path: Path, tally: Tally | None = None) -> Iterator[dict[str, Any]]:
@@ -63,7 +54,7 @@ def lines(path: Path, tally: Tally | None = None) -> Iterator[tuple[bytes, dict[
             number += 1
             if not line.strip():
                 continue
-            record = parse(line)
+            record = json_shapes.parse(line, dict)
             if record is not None:
                 tally.sound += 1
                 yield line, record
@@ -128,7 +119,7 @@ class Tail:
         *lines, self._rest = (self._rest + added).split(b"\n")
         if len(self._rest) > LONGEST_LINE:
             self._rest = b""
-        return [record for line in lines if (record := parse(line)) is not None], anew
+        return [record for line in lines if (record := json_shapes.parse(line, dict)) is not None], anew
 
 
 def number(value: Any) -> float:
