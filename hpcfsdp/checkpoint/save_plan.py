@@ -61,12 +61,6 @@ class SavePlan:
         """The places in `blocks` of a rank's blocks."""
         return np.flatnonzero(self.blocks["rank"] == rank)
 
-    def bytes_of_ranks(self) -> np.ndarray:
-        """The number of bytes that each rank writes."""
-        numels = self.blocks["numel"].astype(np.int64) * self.blocks["count"]
-        nbytes = numels * self.itemsizes[self.blocks["tensor"]]
-        return np.bincount(self.blocks["rank"], nbytes, self.num_ranks).astype(np.int64)
-
     def fingerprint(self) -> str:
         """A text that is equal for equal plans."""
         digest = hashlib.blake2b(repr((self.specs, self.links, self.num_ranks)).encode(), digest_size=8)

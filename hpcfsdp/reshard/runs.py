@@ -10,11 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from hpcfsdp.flat.layout import Box, Run
-from hpcfsdp.reshard.boxes import chunk_box, whole_box
 
 
 class Move(NamedTuple):
@@ -26,32 +25,6 @@ class Move(NamedTuple):
     target: int
     """First element within the memory they go to."""
     numel: int
-
-
-def whole_runs(shapes: Sequence[Sequence[int]]) -> list[Run]:
-    """The runs of whole tensors, each in memory of its own."""
-    return [Run(index, 0, math.prod(shape), 0) for index, shape in enumerate(shapes) if math.prod(shape)]
-
-
-def chunk_runs(
-    shapes: Sequence[Sequence[int]], num_chunks: int, chunk: int, chosen: Iterable[int] | None = None
-) -> list[Run]:
-    """The runs of one chunk of each tensor's rows, in memory of their own; all of a tensor without dimensions.
-
-    Of the tensors `chosen`, in ascending order, if it is given.
-    """
-    runs: list[Run] = []
-    for index in range(len(shapes)) if chosen is None else chosen:
-        shape = shapes[index]
-        box = chunk_box(shape, num_chunks, chunk) if shape else Box((), ())
-        if box is not None:
-            runs += box_runs(index, shape, box)
-    return runs
-
-
-def box_runs(index: int, shape: Sequence[int], box: Box) -> Iterator[Run]:
-    """The runs of one block of a tensor, in row-major order; the block is contiguous in memory of its own."""
-    return cut_runs(index, whole_box(shape), box)
 
 
 def cut_runs(index: int, frame: Box, box: Box, offset: int = 0) -> Iterator[Run]:

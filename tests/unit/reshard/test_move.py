@@ -9,7 +9,8 @@ from hypothesis import given, settings, strategies as st
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.flat.layout import FlatLayout, Run
 from hpcfsdp.reshard.move import MovePlan, batches, move
-from hpcfsdp.reshard.runs import Move, chunk_runs, whole_runs
+from hpcfsdp.reshard.runs import Move
+from tests.unit.reshard.distributions import chunk_runs, whole_runs
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=4)
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int32])

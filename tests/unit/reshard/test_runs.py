@@ -7,7 +7,8 @@ from hypothesis import given, strategies as st
 
 from hpcfsdp.flat.layout import Box, FlatLayout, Run
 from hpcfsdp.reshard.boxes import chunk_box, run_boxes, whole_box
-from hpcfsdp.reshard.runs import Move, box_runs, chunk_runs, cut_runs, intersect, whole_runs
+from hpcfsdp.reshard.runs import Move, cut_runs, intersect
+from tests.unit.reshard.distributions import box_runs, chunk_runs, whole_runs
 
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple)
 
