@@ -88,8 +88,8 @@ def measure(world: World, *, matrices: int, width: int, repeats: int) -> Measure
         ROWS: WholeTensors(models[ROWS], models[ROWS].parameters(), Muon, **options),
         FLOOR: Muon(models[FLOOR].parameters(), **options),
     }
-    for model in models.values():
-        _set_grads(model)
+    for param in (param for model in models.values() for param in model.parameters()):
+        param.grad = torch.sin(param.detach() * 1e3)  # of the values alone, and so the same however it is sharded
     ways: dict[str, Callable[[], object]] = {name: optimizer.step for name, optimizer in optimizers.items()}
     times = in_turn(world.host, ways, repeats=repeats)
     sums = {}
@@ -132,9 +132,3 @@ def _model(matrices: int, width: int) -> nn.Module:
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _set_grads(model: nn.Module) -> None:
-    """Gradients that depend on the values alone, and so are the same for each way of sharding."""
-    for param in model.parameters():
-        param.grad = torch.sin(param.detach() * 1e3)

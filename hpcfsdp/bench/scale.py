@@ -248,27 +248,14 @@ def main(order: _Order) -> None:
 
 
 def _state_dicts(meter: _Meter, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    offloaded = {"offload_to_cpu": True, "rank0_only": True}
-    dtensors = {"_use_dtensor": True}
-    kinds = {
-        "full": (
-            StateDictType.FULL_STATE_DICT,
-            FullStateDictConfig(**offloaded),
-            FullOptimStateDictConfig(**offloaded),
-        ),
-        "sharded": (
-            StateDictType.SHARDED_STATE_DICT,
-            ShardedStateDictConfig(**dtensors),
-            ShardedOptimStateDictConfig(**dtensors),
-        ),
-        "ShardedTensor": (
-            StateDictType.SHARDED_STATE_DICT,
-            ShardedStateDictConfig(),
-            ShardedOptimStateDictConfig(),
-        ),
-    }
-    for name, settings in kinds.items():
-        with fsdp.FullyShardedDataParallel.state_dict_type(model, *settings):
+    whole = StateDictType.FULL_STATE_DICT, FullStateDictConfig, FullOptimStateDictConfig
+    sharded = StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig, ShardedOptimStateDictConfig
+    for name, (kind, *configs), options in (
+        ("full", whole, {"offload_to_cpu": True, "rank0_only": True}),
+        ("sharded", sharded, {"_use_dtensor": True}),
+        ("ShardedTensor", sharded, {}),
+    ):
+        with fsdp.FullyShardedDataParallel.state_dict_type(model, kind, *(config(**options) for config in configs)):
             meter(f"{name} state dict", model.state_dict)
             meter(
                 f"{name} optimizer state dict",

@@ -233,10 +233,8 @@ def wrap(
         mixed = None if narrow is None else stock.MixedPrecision(param_dtype=narrow)
         policy = ModuleWrapPolicy({unit})
         options = {**where, "auto_wrap_policy": policy, "device_id": device, "use_orig_params": style == "orig"}
-        if name == "fsdp1":
-            return stock.FullyShardedDataParallel(model, **options, mixed_precision=mixed)
-        if name == OWN:
-            return ours.FullyShardedDataParallel(model, **options, mixed_precision=mixed)
+        if name in ("fsdp1", OWN):
+            return (ours if name == OWN else stock).FullyShardedDataParallel(model, **options, mixed_precision=mixed)
     return model
 
 

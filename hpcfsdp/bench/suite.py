@@ -89,11 +89,6 @@ class Change:
         return "better" if lower == (self.now.better == "lower") else "worse"
 
 
-def parts_here() -> tuple[Part, ...]:
-    """All parts that this machine can run."""
-    return (*PARTS, *(ON_DEVICES if accelerator.device_count() else ()))
-
-
 def run(
     parts: Sequence[Part], mpirun: str, ranks: int, announce: Callable[[str], None], extra: Sequence[str] = ()
 ) -> dict[str, Any]:

@@ -86,11 +86,6 @@ class CheckpointIndex:
     parts: tuple[PartFile, ...] = ()
     state_dict: list[dict[str, Any]] | None = None
 
-    @property
-    def keeps_module_states(self) -> bool:
-        """Whether the file records the states of all modules that had one."""
-        return self.state_dict is None and bool(self.rng)
-
     def resolve(self, path: str) -> TensorSpec:
         """The tensor under a path or an alias; raises KeyError without one."""
         return self.tensors[self.links.get(path, path)]

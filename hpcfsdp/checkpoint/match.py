@@ -154,8 +154,9 @@ def match_model(
     """
     index = files.index
     there = {path for path in (*index.tensors, *index.links) if path.startswith(_MODEL)}
-    # Files of torch.distributed.checkpoint know nothing of such states.
-    known_states = set(map(files.in_model, index.module_states)) if index.keeps_module_states else set(states)
+    # Files of torch.distributed.checkpoint, and imported ones, know nothing of such states.
+    has_states = index.state_dict is None and bool(index.rng)
+    known_states = set(map(files.in_model, index.module_states)) if has_states else set(states)
     states, targets = set(states), list(tensors)
     if names is not None:
         there = there.intersection(matching(index, files.patterns(names)))

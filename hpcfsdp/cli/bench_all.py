@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpcfsdp import accelerator
 from hpcfsdp.bench import figure, suite
 from hpcfsdp.bench.tables import Ratio, markdown
 from hpcfsdp.cli.reporting import print_json, print_note
@@ -21,7 +22,7 @@ def run_all(options: argparse.Namespace) -> int:
     for path in (options.out, options.figure):
         if path is not None and not path.absolute().parent.is_dir():
             raise UsageError(f"bench: {path}: there is no folder {path.absolute().parent}")
-    parts = suite.SMALL if options.small else suite.parts_here()
+    parts = suite.SMALL if options.small else (*suite.PARTS, *(suite.ON_DEVICES if accelerator.device_count() else ()))
     extra = [] if options.repeats is None else ["--repeats", str(options.repeats)]
     extra += [] if options.folder is None else ["--folder", options.folder]
     found = suite.run(parts, options.mpirun or "mpirun", options.ranks or 2, print_note, extra)

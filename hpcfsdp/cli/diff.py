@@ -82,7 +82,8 @@ def main(arguments: Sequence[str]) -> int:
         print_json(_summary_as_json(found) if options.summary else _as_json(found))
     elif not found.same:
         rows = [*_summary(found), *_value_rows(found)]
-        rows += _largest_rows(found) if options.summary else _tensor_rows(found)
+        largest = [("largest", tensor.path, _changed_text(tensor)) for tensor in _largest(found)]
+        rows += largest if options.summary else _tensor_rows(found)
         print_table(("what", "name", "difference"), rows, names=("name",), text=("difference",))
     return 0 if found.same else EXIT_DIFFERENT
 
@@ -167,11 +168,6 @@ def _largest(found: Difference) -> list[ChangedTensor]:
         return math.inf if tensor.largest is None else tensor.largest
 
     return sorted(found.changed, key=size, reverse=True)[:_LARGEST_SHOWN]
-
-
-def _largest_rows(found: Difference) -> Iterator[tuple[str, str, str]]:
-    for tensor in _largest(found):
-        yield "largest", tensor.path, _changed_text(tensor)
 
 
 def _tensor_rows(found: Difference) -> Iterator[tuple[str, str, str]]:

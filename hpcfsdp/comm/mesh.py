@@ -38,11 +38,6 @@ class MeshPlan:
         ranks = torch.tensor(self.ranks, dtype=torch.int64).view(self.shape)
         return [tuple(line) for line in ranks.movedim(dimension, -1).reshape(-1, self.shape[dimension]).tolist()]
 
-    @property
-    def is_ascending(self) -> bool:
-        """Whether the ranks of every line are in order."""
-        return all(list(line) == sorted(line) for d in range(len(self.shape)) for line in self.lines(d))
-
 
 def plan_mesh(topology: Topology, dimensions: Mapping[str, Extent]) -> MeshPlan:
     """The mesh with these dimensions on these nodes.
@@ -89,7 +84,7 @@ def _ordered(topology: Topology, names: tuple[str, ...], shape: tuple[int, ...],
     torch sorts the ranks of each group: in another order a coordinate would not be the rank in its group.
     """
     plan = MeshPlan(names, shape, tuple(rank for node in topology.nodes for rank in node))
-    if plan.is_ascending:
+    if all(list(line) == sorted(line) for dimension in range(len(shape)) for line in plan.lines(dimension)):
         return plan
     per_node = topology.ranks_per_node
     if len(shape) > 1 and (per_node is None or per_node % shape[-1] == 0):

@@ -135,7 +135,7 @@ class Running:
         begun_wait = recorder.begin_wait() if recorder is not None else None
         _awaited.add(self)
         try:
-            for waited_s in self._waiting(is_over or self._is_done):
+            for waited_s in self._waiting(is_over or (lambda: self.done)):
                 if waited_s > timeout_s:
                     self._give_up(functools.partial(_timed_out, timeout_s, watch))
                 elif waited_s > waits.LOOK_AFTER_S:
@@ -153,9 +153,6 @@ class Running:
                 watch.end(failed=self.failed)
             if begun_wait is not None:
                 recorder.end_wait(begun_wait, self.label)
-
-    def _is_done(self) -> bool:
-        return self.done
 
     def _waiting(self, is_over: Callable[[], bool]) -> Iterator[float]:
         """Advance all collectives until `is_over`. Yields the seconds of the wait from time to time."""

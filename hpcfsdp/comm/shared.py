@@ -31,10 +31,6 @@ class NodeView:
     def home(self) -> int:
         return self.topology.node_rank(self.rank)
 
-    @property
-    def has_neighbours(self) -> bool:
-        return len(self.topology.nodes[self.home]) > 1
-
     def proxies(self) -> Iterator[tuple[int, int]]:
         """Each other node, with the rank there that exchanges with this one."""
         for node in range(self.topology.num_nodes):
@@ -120,7 +116,7 @@ def _reduce_mine(call: Call, node: NodeView, pieces: Tensors, output: torch.Tens
     window.arrive(call.label)
     yield node.unless_failed(call, window.all_arrived())
     for client in node.topology.clients(node.rank):
-        if node.has_neighbours:
+        if len(nodes[node.home]) > 1:
             partial = torch.empty_like(pieces[client], dtype=reduction.accumulate)
             reduce_into(partial, _in_all_regions(window, pieces[client]), reduction.op, reduction.accumulate)
         else:

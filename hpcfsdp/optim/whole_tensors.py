@@ -219,7 +219,7 @@ class WholeTensors(torch.optim.Optimizer):
         with raise_together(self._ranks):
             for number, group in enumerate(groups):
                 for given in group["params"]:
-                    each = _checked(_param(given), number, known, flats)
+                    each = _checked(given[1] if isinstance(given, tuple) else given, number, known, flats)
                     if each.param in taken:
                         raise UsageError(
                             f"WholeTensors: {each.name!r} is in two groups, or in one twice: leave it in one"
@@ -490,11 +490,6 @@ def _whole_param(each: WholeParam, device: torch.device) -> nn.Parameter:
     whole = nn.Parameter(data, requires_grad=each.param.requires_grad)
     managed.mark(whole, each.name, each.shape)
     return whole
-
-
-def _param(given: Any) -> Any:
-    """A parameter, or that of a pair of a name and it."""
-    return given[1] if isinstance(given, tuple) else given
 
 
 def _with_params(groups: Iterable[Mapping[str, Any]], params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:

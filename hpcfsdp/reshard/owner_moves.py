@@ -172,7 +172,8 @@ class OwnerMoves:
         inputs = [_packed(out[rank], comm, dtype) if rank in out else nothing for rank in range(comm.size)]
         outputs = [nothing] * comm.size
         for rank, views in into.items():
-            direct = in_place and len(views) == 1 and _fits(views[0], comm, dtype)
+            kind = views[0].dtype, views[0].device
+            direct = in_place and len(views) == 1 and views[0].is_contiguous() and kind == (dtype, comm.device)
             numel = sum(view.numel() for view in views)
             outputs[rank] = views[0].view(-1) if direct else torch.empty(numel, dtype=dtype, device=comm.device)
         work = comm.all_to_all(outputs, inputs, async_op=async_op)
@@ -216,7 +217,3 @@ def _packed(views: Sequence[torch.Tensor], comm: Communicator, dtype: torch.dtyp
     for view, part in zip(views, packed.split([view.numel() for view in views]), strict=True):
         part.view(view.shape).copy_(view)
     return packed
-
-
-def _fits(view: torch.Tensor, comm: Communicator, dtype: torch.dtype) -> bool:
-    return view.is_contiguous() and view.dtype == dtype and view.device == comm.device

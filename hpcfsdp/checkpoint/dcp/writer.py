@@ -288,7 +288,7 @@ class HDF5Writer(StorageWriter):
                 scalars[str(entry.place[0])] = written.value
             elif entry.kind == names.GROUP:
                 groups.setdefault(int(entry.place[0]), {})[str(entry.place[1])] = written.value
-            elif is_hyper_parameter(entry):
+            elif entry.dataset.startswith(f"{names.GROUP_TENSORS}/") and len(entry.place) == 4:  # of a hyper-parameter
                 groups.setdefault(int(entry.place[-2]), {})[str(entry.place[-1])] = written.value
         listed = [groups[number] for number in sorted(groups)] if groups else None
         small = small_values(self._kept_with(entries, values), self._config, listed, scalars)
@@ -316,11 +316,6 @@ class HDF5Writer(StorageWriter):
         if self._discard is not None:
             self._discard.detach()
         self._discard = self._pending = None
-
-
-def is_hyper_parameter(entry: Entry) -> bool:
-    """Whether it is a tensor of the optimizer's param_groups."""
-    return entry.kind == names.TENSOR and entry.dataset.startswith(f"{names.GROUP_TENSORS}/") and len(entry.place) == 4
 
 
 def _is_json(value: Any) -> bool:

@@ -107,7 +107,10 @@ def optim_state_dict(
             )
         with keeping_scratch():
             if differing is None and not form.sharded:  # else ranks may have other ones
-                own.unsharded = {name: _made_whole(state) for name, state in sorted(own.unsharded.items())}
+                own.unsharded = {
+                    name: {k: whole_of(v) if isinstance(v, DTensor) else v for k, v in sorted_items(state)}
+                    for name, state in sorted_items(own.unsharded)  # a collective for each DTensor
+                }
             return _gathered(own, merged, form, is_shown=not form.rank0_only or ranks.rank == 0)
 
 
@@ -184,11 +187,4 @@ def _copied(state: Mapping[Any, Any], form: StateDictFormat) -> dict[Any, Any]:
         if isinstance(value, torch.Tensor)
         else copy.deepcopy(value)
         for name, value in sorted_items(state)
-    }
-
-
-def _made_whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Collective over the meshes of DTensors. The state of a parameter that is not sharded, with whole tensors."""
-    return {
-        name: whole_of(value) if isinstance(value, DTensor) else value for name, value in sorted(state.items(), key=str)
     }
