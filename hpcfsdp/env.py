@@ -89,8 +89,7 @@ def idle_tasks() -> int:
     return max([0, *(int(count) - 1 for count in counts if count.isdecimal())])
 
 
-@contextlib.contextmanager
-def singleton_mpi() -> Iterator[None]:
+def singleton_mpi() -> contextlib.AbstractContextManager[None]:
     """A context in which Open MPI starts without a launcher, and creates no shared-memory segment.
 
     Open MPI 5 leaves that segment in /dev/shm when a single process ends. One process needs no transport but the one to
@@ -98,15 +97,12 @@ def singleton_mpi() -> Iterator[None]:
     read them.
     """
     launched = any(name in os.environ for name in _OPEN_MPI_MARKS)
-    with _set_where_unset({} if launched else {"OMPI_MCA_btl": "self", "OMPI_MCA_pml": "ob1"}):
-        yield
+    return _set_where_unset({} if launched else {"OMPI_MCA_btl": "self", "OMPI_MCA_pml": "ob1"})
 
 
-@contextlib.contextmanager
-def without_mpi(leave_out: bool = True) -> Iterator[None]:
+def without_mpi(leave_out: bool = True) -> contextlib.AbstractContextManager[None]:
     """A context in which processes start for which mpi4py does not initialise MPI: their parent is the rank."""
-    with _set_where_unset({"MPI4PY_RC_INITIALIZE": "0"} if leave_out else {}):
-        yield
+    return _set_where_unset({"MPI4PY_RC_INITIALIZE": "0"} if leave_out else {})
 
 
 @contextlib.contextmanager

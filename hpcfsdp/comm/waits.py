@@ -187,12 +187,8 @@ def unpack(rank: int, text: bytes) -> Waiting | None:
     if found is None or found["rank"] != rank:
         return None
     answers = {about: (serial, label) for about, serial, label in found["answers"]}
-    place, missing = _with_tuples(found["place"]), tuple(found["missing"])
-    return Waiting(**{**found, "place": place, "missing": missing, "answers": answers})
-
-
-def _with_tuples(value: Any) -> Any:
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+    place = found["place"] and tuple(tuple(each) if isinstance(each, list) else each for each in found["place"])
+    return Waiting(**{**found, "place": place, "missing": tuple(found["missing"]), "answers": answers})
 
 
 _board = _Board()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,16 +29,11 @@ def initialise_whole_on(mesh: DeviceMesh) -> None:
         draws = [aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.bernoulli_.Tensor]
         draws += [aten.exponential_.default, aten.cauchy_.default, aten.log_normal_.default, aten.geometric_.default]
         draws += [aten.random_.default, aten.random_.to, getattr(aten.random_, "from")]
-        likes = [
-            aten.rand_like.default,
-            aten.randn_like.default,
-            aten.randint_like.default,
-            aten.randint_like.low_dtype,
-        ]
+        likes = [aten.rand_like.default, aten.randn_like.default]
+        likes += [aten.randint_like.default, aten.randint_like.low_dtype]
         handlers = dict.fromkeys(draws, _fill) | dict.fromkeys(likes, _like)
         handlers |= {aten.eye.m_out: _eye, aten.index_put_.default: _put, aten.fill_.Tensor: _fill_value}
-        handlers |= {aten.any.default: _any}
-        handlers |= {aten.select.int: _select, aten.slice.Tensor: _slice}
+        handlers |= {aten.any.default: _any, aten.select.int: _select, aten.slice.Tensor: _slice}
         handlers |= {aten.split.Tensor: _split, aten.split_with_sizes.default: _split, aten.diagonal.default: _diagonal}
         _compat.handle_dtensor_ops(handlers)
     _meshes.add(mesh)
@@ -122,11 +117,8 @@ def _select(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Collective over the mesh. One row."""
     tensor, dim, index = args
     begin = index + tensor.shape[dim] * (index < 0)
-    owner = _owner(tensor, dim, begin, begin + 1)
-    if owner is None:
-        return NotImplemented
     shape = [size for place, size in enumerate(tensor.shape) if place != dim % tensor.dim()]
-    return _shown(tensor, owner, shape, lambda local: op(local, dim, begin - owner.first))
+    return _shown(tensor, dim, (begin, begin + 1), shape, lambda local, first: op(local, dim, begin - first))
 
 
 def _slice(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -135,12 +127,12 @@ def _slice(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     begin, end, step = slice(start, stop, step).indices(tensor.shape[dim])
     if begin >= end or (begin, end) == (0, tensor.shape[dim]):
         return NotImplemented
-    owner = _owner(tensor, dim, begin, end)
-    if owner is None:
+    shape = list(tensor.shape)
+    shape[dim] = len(range(begin, end, step))
+    view = _shown(tensor, dim, (begin, end), shape, lambda local, at: op(local, dim, begin - at, end - at, step))
+    if view is NotImplemented:
         _warn_of_copy(tensor, dim)
-        return NotImplemented
-    shape = [*tensor.shape[: dim % tensor.dim()], len(range(begin, end, step)), *tensor.shape[dim % tensor.dim() + 1 :]]
-    return _shown(tensor, owner, shape, lambda local: op(local, dim, begin - owner.first, end - owner.first, step))
+    return view
 
 
 def _split(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -165,14 +157,6 @@ def _warn_of_copy(tensor: Any, dim: int) -> None:
         )
 
 
-class _Owner(NamedTuple):
-    """A rank that has some rows: its number along a dimension of the mesh, and its first row."""
-
-    mesh_dim: int
-    rank: int
-    first: int
-
-
 def _cut_along(tensor: DTensor, dim: int) -> int | None:
     """The dimension of the mesh along which a dimension of the tensor is cut, if nothing else is."""
     cut = [place for place, placement in enumerate(tensor.placements) if not placement.is_replicate()]
@@ -180,23 +164,22 @@ def _cut_along(tensor: DTensor, dim: int) -> int | None:
     return cut[0] if is_plain else None
 
 
-def _owner(tensor: DTensor, dim: int, begin: int, end: int) -> _Owner | None:
-    """The rank that has all of these rows, if they are to be a view, and if there is one."""
-    if not _is_ours(tensor) or torch.is_grad_enabled():
-        return None
-    mesh_dim = _cut_along(tensor, dim)
-    if mesh_dim is None or not 0 <= begin < end <= tensor.shape[dim]:
-        return None
-    rows = -(-tensor.shape[dim] // tensor.device_mesh.size(mesh_dim))
-    rank = begin // rows
-    return _Owner(mesh_dim, rank, rank * rows) if (end - 1) // rows == rank else None
+def _shown(tensor: DTensor, dim: int, rows: tuple[int, int], shape: Sequence[int], view: Callable[..., Any]) -> Any:
+    """The same tensor on all ranks, if one of them has all of these rows, and they are to be a view.
 
-
-def _shown(tensor: DTensor, owner: _Owner, shape: Sequence[int], view: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same tensor on all ranks; that of the owner is a `view` of its rows, where what all ranks do to it stays."""
+    That of this rank is a `view` of its block, given the block's first row: there stays what all ranks do to the rows.
+    """
+    mesh_dim = None if torch.is_grad_enabled() or not _is_ours(tensor) else _cut_along(tensor, dim)
+    if mesh_dim is None or not 0 <= rows[0] < rows[1] <= tensor.shape[dim]:
+        return NotImplemented
     mesh, local = tensor.device_mesh, _compat.local_of(tensor)
-    group = mesh.get_group(owner.mesh_dim)
-    mine = view(local) if mesh.get_local_rank(owner.mesh_dim) == owner.rank else local.new_empty(shape)
+    of_a_rank = -(-tensor.shape[dim] // mesh.size(mesh_dim))
+    owner = rows[0] // of_a_rank
+    if (rows[1] - 1) // of_a_rank != owner:
+        return NotImplemented
+    group = mesh.get_group(mesh_dim)
+    is_here = mesh.get_local_rank(mesh_dim) == owner
+    mine = view(local, owner * of_a_rank) if is_here else local.new_empty(shape)
     sent = mine.contiguous()
-    dist.broadcast(sent, dist.get_global_rank(group, owner.rank), group)
+    dist.broadcast(sent, dist.get_global_rank(group, owner), group)
     return _compat.dtensor(mine, mesh, [Replicate()] * mesh.ndim, tuple(shape), sent.stride())
