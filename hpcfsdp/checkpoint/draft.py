@@ -177,10 +177,7 @@ class BlockWriter:
         for place in order:
             data = self._bytes_of(int(indices[place]))
             sums[place] = schema.checksum(data)
-            if counts[place] == 1:
-                self._add(memoryview(data), begins[place])
-                continue
-            if strides[place] * counts[place] == data.nbytes:
+            if counts[place] == 1 or strides[place] * counts[place] == data.nbytes:
                 self._add(memoryview(data), begins[place])
                 continue
             self._flush()

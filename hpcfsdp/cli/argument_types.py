@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import re
+from collections.abc import Callable
 
 _PREFIXES = " KMGT"
 
@@ -14,6 +17,20 @@ def positive(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
     return count
+
+
+def number_in(low: float, above: float, what: str) -> Callable[[str], float]:
+    """The type of numbers from `low` to below `above`; `what` says it in the message."""
+
+    def read(text: str) -> float:
+        value = math.nan
+        with contextlib.suppress(ValueError):
+            value = float(text)
+        if not low <= value < above:
+            raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        return value
+
+    return read
 
 
 def size_in_bytes(text: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from hpcfsdp.checkpoint.inspect.diff import (
     to_compare,
 )
 from hpcfsdp.checkpoint.inspect.numbers import json_number
+from hpcfsdp.cli.argument_types import number_in
 from hpcfsdp.cli.printing import print_table
 from hpcfsdp.cli.readable import plain_value, readable_number, readable_shape, shortened
 from hpcfsdp.cli.reporting import Parser, print_json
@@ -27,6 +27,7 @@ from hpcfsdp.output.progress_bar import byte_progress
 
 EXIT_DIFFERENT = 1
 _LARGEST_SHOWN = 5
+_TOLERANCE = number_in(0, math.inf, "a number of at least 0")
 _EXAMPLES = (
     "hpcfsdp diff a.h5 b.h5 --summary            # the few lines that say most",
     "hpcfsdp diff a.h5 b.h5 'model/*'            # the model alone",
@@ -50,11 +51,11 @@ def parser() -> Parser:
         "--summary", action="store_true", help=f"counts, other values, and the {_LARGEST_SHOWN} largest differences"
     )
     made.add_argument(
-        "--rtol", type=_not_negative, default=0.0, metavar="R", help="floats are equal if |A-B| <= ATOL + R * |A|"
+        "--rtol", type=_TOLERANCE, default=0.0, metavar="R", help="floats are equal if |A-B| <= ATOL + R * |A|"
     )
     made.add_argument(
         "--atol",
-        type=_not_negative,
+        type=_TOLERANCE,
         default=0.0,
         metavar="ATOL",
         help="absolute tolerance, for the same values as --rtol; default: 0",
@@ -86,16 +87,6 @@ def main(arguments: Sequence[str]) -> int:
         rows += largest if options.summary else _tensor_rows(found)
         print_table(("what", "name", "difference"), rows, names=("name",), text=("difference",))
     return 0 if found.same else EXIT_DIFFERENT
-
-
-def _not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
-    return value
 
 
 def _summary_as_json(found: Difference) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from hpcfsdp.checkpoint.inspect import pictures, plots
 from hpcfsdp.checkpoint.inspect.names import tensors_matching
 from hpcfsdp.checkpoint.inspect.walk import nbytes_of
 from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.cli.argument_types import number_in
 from hpcfsdp.cli.folders import checkpoints_in
 from hpcfsdp.cli.reporting import Parser, paths_and_patterns, print_json, print_line
 from hpcfsdp.errors import CheckpointError, UsageError
@@ -47,7 +47,7 @@ def parser() -> Parser:
     made.add_argument("--kind", choices=tuple(_KINDS), required=True, help=_KIND_HELP)
     made.add_argument(
         "--smooth",
-        type=_weight,
+        type=number_in(0, 1, "a weight of 0 to below 1"),
         default=0.0,
         metavar="W",
         help="loss: draw an exponential moving average with this weight, 0 to below 1; default: 0",
@@ -80,16 +80,6 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print_line(picture)
     return 0
-
-
-def _weight(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a weight of 0 to below 1")
-    return value
 
 
 def _file_of(path: Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.files import reason
+from hpcfsdp.cli.argument_types import number_in
 from hpcfsdp.cli.printing import console
 from hpcfsdp.cli.reporting import Parser, print_json, print_line
 from hpcfsdp.errors import HpcfsdpError, UsageError
@@ -46,19 +46,13 @@ def parser() -> Parser:
     made.add_argument("--once", action="store_true", help="print the state now, and end")
     made.add_argument("--wait", action="store_true", help="if the run does not run now, wait until it begins again")
     made.add_argument(
-        "--interval", metavar="SECONDS", type=_interval, default=2.0, help="between two looks at the files (default 2)"
+        "--interval",
+        metavar="SECONDS",
+        type=number_in(0.1, 86401, "a number of seconds from 0.1 to 86400"),
+        default=2.0,
+        help="between two looks at the files (default 2)",
     )
     return made
-
-
-def _interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0.1 <= seconds <= 86400:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0.1 to 86400")
-    return seconds
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -26,25 +26,21 @@ SAMPLES = 25
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column: `kind` is "number", "date", "nowrap", "prose" or ""."""
-
-    name: str
-    kind: str = ""
-
-
-@dataclass(frozen=True)
 class Table:
-    """A table of text."""
+    """A table of text.
+
+    Attributes:
+        columns: their names, and kinds: "number", "date", "nowrap", "prose" or "".
+    """
 
     label: str
-    columns: Sequence[Column]
+    columns: Sequence[tuple[str, str]]
     rows: Sequence[Sequence[str]]
 
     @property
     def is_prose(self) -> bool:
         """Whether a phone shows each row as a list: its text has no room beside other columns."""
-        return any(column.kind == "prose" for column in self.columns)
+        return any(kind == "prose" for _, kind in self.columns)
 
 
 @dataclass(frozen=True)
@@ -114,15 +110,8 @@ def start_table(run: Run) -> Table | None:
     parts = segments(run)
     if not parts:
         return None
-    columns = (
-        Column("start", "number"),
-        Column("date", "date"),
-        Column("steps", "nowrap"),
-        Column("ranks", "number"),
-        Column("job"),
-        Column("resumed from"),
-        Column("end", "prose"),
-    )
+    columns = [("start", "number"), ("date", "date"), ("steps", "nowrap"), ("ranks", "number")]
+    columns += [("job", ""), ("resumed from", ""), ("end", "prose")]
     rows = [_start_row(number, part, number == len(parts)) for number, part in enumerate(parts, 1)]
     return Table("Starts and ends", columns, rows[-MOST_ROWS:])
 
@@ -154,15 +143,8 @@ def checkpoint_tables(run: Run) -> tuple[Table | None, Table | None]:
     """The newest checkpoints, and older ones."""
     if not run.checkpoints:
         return None, None
-    made = (
-        Column("step", "number"),
-        Column("file", "nowrap"),
-        Column("size", "number"),
-        Column("written", "date"),
-        Column("took", "number"),
-        Column("held", "number"),
-        Column("state", "nowrap"),
-    )
+    made = [("step", "number"), ("file", "nowrap"), ("size", "number"), ("written", "date")]
+    made += [("took", "number"), ("held", "number"), ("state", "nowrap")]
     rows = [_checkpoint_row(one) for one in reversed(run.checkpoints)]
     older = rows[NEWEST : NEWEST + MOST_ROWS]
     label = f"{counted(len(rows) - NEWEST, 'older checkpoint')}"
@@ -189,7 +171,7 @@ def held_out_table(run: Run) -> Table | None:
     if not run.held_out:
         return None
     names = list(dict.fromkeys(name for one in run.held_out for name in one.values))[:8]
-    columns = [Column("step", "number"), *(Column(name.replace("_", " "), "number") for name in names)]
+    columns = [("step", "number"), *((name.replace("_", " "), "number") for name in names)]
     rows = [
         [f"{one.step:,}", *(_number(one.values.get(name)) for name in names)]
         for one in reversed(run.held_out[-NEWEST:])
@@ -212,7 +194,7 @@ def log_table(run: Run) -> Table | None:
         ]
         for note in reversed(run.notes.notes)
     ]
-    return Table("Warnings and errors", [Column(*column) for column in columns], rows)
+    return Table("Warnings and errors", columns, rows)
 
 
 def number_table(series: Series) -> Table | None:
@@ -244,7 +226,7 @@ def number_table(series: Series) -> Table | None:
         for place in places
     ]
     label = f"Numbers of {len(rows)} steps" if len(rows) < len(series) else "Numbers of all steps"
-    return Table(label, [Column("step", "number"), *(Column(name, "number") for _, name, _ in wanted)], rows)
+    return Table(label, [("step", "number"), *((name, "number") for _, name, _ in wanted)], rows)
 
 
 def _number(value: float | None) -> str:
