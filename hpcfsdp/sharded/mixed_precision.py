@@ -23,12 +23,12 @@ def modules_outside(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def find_full_precision(root: nn.Module, classes: tuple[type[nn.Module], ...]) -> dict[nn.Module, torch.dtype]:
-    """The modules of these classes outside of units, with the dtype of their parameters; before flattening."""
+    """The modules of these classes outside of units, with the dtype of their tensors; before flattening."""
     found = {}
     for module in modules_outside(root):
         if isinstance(module, classes):
-            floating = [param.dtype for param in module.parameters() if param.is_floating_point()]
-            found[module] = floating[0] if floating else torch.float32
+            tensors = [*module.parameters(), *module.buffers()]
+            found[module] = next((each.dtype for each in tensors if each.is_floating_point()), torch.float32)
     return found
 
 
@@ -86,6 +86,6 @@ def cast_buffers(
 
 def ignored_classes(precision: MixedPrecision | None) -> tuple[type[nn.Module], ...]:
     """The classes of modules that stay in full precision; none without lower dtypes."""
-    if precision is None or (precision.param_dtype is None and precision.reduce_dtype is None):
+    if precision is None or not any((precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)):
         return ()
     return tuple(precision._module_classes_to_ignore)

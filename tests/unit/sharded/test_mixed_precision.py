@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -102,7 +104,7 @@ def test_buffers_of_real_numbers_are_cast_wherever_they_are_registered():
     [
         (None, ()),
         (MixedPrecision(), ()),
-        (MixedPrecision(buffer_dtype=BF16), ()),
+        (MixedPrecision(buffer_dtype=BF16), (_BatchNorm,)),
         (MixedPrecision(param_dtype=BF16), (_BatchNorm,)),
         (MixedPrecision(reduce_dtype=BF16, _module_classes_to_ignore=[nn.LayerNorm]), (nn.LayerNorm,)),
     ],
@@ -139,14 +141,28 @@ def test_a_unit_computes_low_but_for_its_norms_and_casts_its_inputs(use_orig_par
 
 
 def test_buffers_that_were_replaced_after_wrapping_are_cast_too():
-    norm = nn.BatchNorm1d(2)
-    lowered = MixedPrecision(buffer_dtype=BF16)
+    norm = nn.InstanceNorm1d(2, track_running_stats=True)
+    lowered = MixedPrecision(buffer_dtype=BF16, _module_classes_to_ignore=[])
     model = FullyShardedDataParallel(
         nn.Sequential(norm, nn.Linear(2, 2)), process_group=FakeCommunicator(), mixed_precision=lowered
     )
     norm.running_mean = torch.ones(2)
     model.check_is_root()
     assert (norm.running_mean.dtype, norm.running_mean.tolist()) == (BF16, [1, 1])
+
+
+@pytest.mark.parametrize(("dtype", "affine"), [(F32, True), (torch.float64, True), (torch.float64, False)])
+def test_batch_norm_keeps_its_statistics_when_only_buffers_are_lowered(dtype, affine):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=affine)).to(dtype)
+    module = copy.deepcopy(plain)
+    module.register_buffer("scale", torch.ones(2))
+    lowered = MixedPrecision(buffer_dtype=BF16)
+    model = FullyShardedDataParallel(module, process_group=FakeCommunicator(), mixed_precision=lowered)
+    x = torch.arange(12, dtype=dtype).reshape(4, 3)
+    torch.testing.assert_close(model(x), plain(x))
+    torch.testing.assert_close(model.state_dict()["1.running_mean"], plain[1].running_mean)
+    assert module.scale.dtype == BF16
 
 
 @pytest.mark.parametrize(("cast", "expected"), [({}, F32), ({"cast_forward_inputs": True}, BF16)])
