@@ -275,10 +275,14 @@ STEPPED_IN_BACKWARD = "_in_backward_optimizers"
 
 norm_of_each: Callable[..., Sequence[torch.Tensor]] = torch._foreach_norm
 """The norms of a list of tensors of one device and dtype. On a GPU the number of kernels hardly grows with the list."""
-copy_to_each_: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = torch._foreach_copy_
-"""Copies a list of tensors into another one, of any dtypes."""
 multiply_each_: Callable[[Sequence[torch.Tensor], torch.Tensor], None] = torch._foreach_mul_
 """Multiplies all tensors of such a list by a scalar tensor, in place."""
+
+
+def copy_to_each_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy a list of tensors, which may be empty, into another one, of any dtypes."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def in_backward() -> bool:

@@ -114,10 +114,9 @@ class FlatGrad:
         self._targets = self.flat.targets(buffer)
         waiting = [index for index, leaf in enumerate(self.flat.leaves) if leaf.grad is not None]
         self._filled = [False] * len(self.flat.leaves)
-        if waiting:
-            targets = [target for index in waiting for target in self._targets[index]]
-            sources = [part for index in waiting for part in self.flat.sources(index, self._take(index))]
-            _compat.copy_to_each_(targets, sources)
+        targets = [target for index in waiting for target in self._targets[index]]
+        sources = [part for index in waiting for part in self.flat.sources(index, self._take(index))]
+        _compat.copy_to_each_(targets, sources)
         for index in waiting:
             self._filled[index] = self.used[index] = True
 

@@ -1,6 +1,7 @@
 """``fully_shard`` trains as torch's does: losses, norms, gradients, parameters and state, whatever the options."""
 
 import contextlib
+import copy
 import functools
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import hpcfsdp.fsdp2 as ours
-from tests.mpi.row_cases import Net, batches, make, same, train, whole
+from hpcfsdp.fsdp import FullyShardedDataParallel
+from tests.mpi.row_cases import WIDTH, Net, batches, make, same, train, whole
 
 
 @pytest.mark.ranks(2, 1, 3, 4)
@@ -92,6 +95,54 @@ def test_frozen_parameters(world, row_meshes, ours_on, kind):
         return [first, train(model, world.rank, steps=2)]
 
     same(program, row_meshes["torch"], ours_on)
+
+
+class WithEmpty(nn.Linear):
+    """Has parameters without elements; the gradient of one comes first."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.rows, self.columns = nn.Parameter(torch.empty(0, WIDTH)), nn.Parameter(torch.empty(3, 0))
+
+    def forward(self, x):
+        return torch.cat([super().forward(x) + self.columns.sum(), self.rows])
+
+
+class OnlyEmpty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.empty(0, WIDTH))
+
+    def forward(self, x):
+        return torch.cat([x, self.rows])
+
+
+@pytest.mark.parametrize("kind", ["rows", "flat", "original"])
+def test_parameters_without_elements(world, ours_on, kind):
+    torch.manual_seed(0)
+    plain = nn.Sequential(WithEmpty(), OnlyEmpty(), WithEmpty()).double()
+    model = copy.deepcopy(plain)
+    if kind == "rows":
+        for module in (*model, model):
+            ours.fully_shard(module, mesh=ours_on)
+    else:
+        policy = ModuleWrapPolicy({WithEmpty, OnlyEmpty})
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=kind == "original")
+    for _ in range(2):
+        norms = []
+        for net in (plain, model):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            optimizer.zero_grad()
+            net(torch.ones(2, WIDTH, dtype=torch.float64)).square().sum().backward()
+            if net is model and kind != "rows":
+                norm = model.clip_grad_norm_(0.5)
+            else:
+                norm = whole(nn.utils.clip_grad_norm_(net.parameters(), 0.5))
+            optimizer.step()
+            norms.append(norm)
+        torch.testing.assert_close(norms[1], norms[0])
+    found = {name: whole(value) for name, value in model.state_dict().items()}
+    torch.testing.assert_close(found, dict(plain.state_dict()))
 
 
 @pytest.mark.parametrize("recurse", [True, False])
