@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -577,11 +577,23 @@ def refuse_parallelizing(module: nn.Module, make_error: Callable[[], Exception])
     module.__dict__.setdefault("_distribute_module_applied", _Refusal(make_error))
 
 
+def refuse_state(module: nn.Module, make_error: Callable[[], Exception]) -> None:
+    """Have functions that read the state of torch's ``fully_shard`` of a module raise an error."""
+    from torch.distributed._composable.contract import STATE_KEY
+    from torch.distributed.fsdp import fully_shard
+
+    module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fully_shard)] = _Refusal(make_error)
+
+
 class _Refusal:
-    """Raises an error instead of having a truth value."""
+    """Raises an error instead of having a truth value, or the context of a state."""
 
     def __init__(self, make_error: Callable[[], Exception]) -> None:
         self._make_error = make_error
+
+    @property
+    def _state_ctx(self) -> NoReturn:
+        raise self._make_error()
 
     def __bool__(self) -> bool:
         raise self._make_error()

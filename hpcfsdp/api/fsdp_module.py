@@ -348,10 +348,15 @@ class FSDPModule(stock.FSDPModule):
 
     def _get_fsdp_state(self) -> NoReturn:
         """What torch's own methods read. Always raises an ``EngineError``."""
-        raise EngineError(
-            "a function of torch reads the inner state of its own fully_shard, and hpcfsdp.fully_shard has sharded "
-            "this module: use torch's fully_shard for this program, or leave out that function"
-        )
+        raise torchs_state_error()
+
+
+def torchs_state_error() -> EngineError:
+    """A function of torch, such as a stage of a pipeline, takes a module for one of torch's own ``fully_shard``."""
+    return EngineError(
+        "a function of torch reads the inner state of its own fully_shard, and hpcfsdp.fully_shard has sharded "
+        "this module: use torch's fully_shard for this program, or leave out that function"
+    )
 
 
 _classes: dict[type, type] = {}

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from hpcfsdp import _compat
-from hpcfsdp.api.fsdp_module import FSDPModule, extended_class, units_of_modules
+from hpcfsdp.api.fsdp_module import FSDPModule, extended_class, torchs_state_error, units_of_modules
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.engine.streams import streams_for
 from hpcfsdp.launch.calls import public_call
@@ -150,6 +150,7 @@ def shard_modules(
     for each in modules:
         each.__dict__[UNIT] = unit
         each.__class__ = extended_class(type(each))
+        _compat.refuse_state(each, torchs_state_error)
         mark_modules(each, ignored.modules)
     _register_state_hooks(unit)
     unit.refresh()
