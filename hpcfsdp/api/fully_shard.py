@@ -6,7 +6,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.fsdp as stock
@@ -26,6 +26,7 @@ from hpcfsdp.api.fsdp_module import FSDPModule, extended_class, torchs_state_err
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.engine.streams import streams_for
 from hpcfsdp.launch.calls import public_call
+from hpcfsdp.sharded import managed
 from hpcfsdp.sharded.flatten import move_buffers, own_params
 from hpcfsdp.sharded.groups import resolve_mesh, with_dtensors
 from hpcfsdp.sharded.ignored import replicated_in
@@ -33,7 +34,7 @@ from hpcfsdp.sharded.managed import mark_modules
 from hpcfsdp.sharded.materialize import states_on_meta
 from hpcfsdp.sharded.optimizer_check import watch_optimizers
 from hpcfsdp.sharded.own import NOTHING_IGNORED, Ignored, OwnParam
-from hpcfsdp.sharded.row_unit import Rows, RowUnit, row_unit_of, shard_rows
+from hpcfsdp.sharded.row_unit import RowUnit, row_unit_of, shard_rows
 from hpcfsdp.sharded.unit import UNIT, unit_of
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 
@@ -79,7 +80,7 @@ def fully_shard(
     Raises:
         ValueError: the module is sharded already, or is a container without a forward; a parameter has no dimension,
             or is tied to one of another unit; an argument does not fit the mesh.
-        ShardingError: DTensors of the module are on ranks of `mesh`.
+        ShardingError: DTensors that `shard_placement_fn` sends nowhere else are on ranks of `mesh`.
         NotImplementedError: `dp_mesh_dims` is given.
     """
     modules: list[Any] = _outermost(module) if isinstance(module, (list, tuple)) else [module]
@@ -88,10 +89,9 @@ def fully_shard(
     for each in modules:
         _check_module(each)
     _check_options(mesh, mp_policy, offload_policy, dp_mesh_dims)
-    strategy = ShardingStrategy.HYBRID_SHARD if mesh is not None and mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
     shard_modules(
         modules,
-        resolve_mesh(None, mesh, strategy),
+        resolve_mesh(None, mesh, _strategy(mesh)),
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy,
@@ -115,21 +115,31 @@ def shard_modules(
     choice = _reshard_choice(reshard_after_forward, mesh.shard.size)
     watch_optimizers()
     container = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    mesh = with_dtensors(mesh, container, ignored.params)
+    with raise_together_over(mesh.lines()):
+        chosen = _chosen(container, shard_placement_fn, ignored)
+    # Those of experts may be DTensors on ranks over which the others are sharded.
+    infos = {param: getattr(placement, "mesh_info", None) for param, placement in chosen.items()}
+    apart = {param: info.mesh for param, info in infos.items() if info is not None and info.mesh != mesh.device_mesh}
+    meshes: dict[DeviceMesh, UnitMesh] = {}
+    for other in dict.fromkeys(apart.values()):
+        elsewhere = {*ignored.params, *(param for param in container.parameters() if apart.get(param) != other)}
+        meshes[other] = with_dtensors(resolve_mesh(None, other, _strategy(other)), container, elsewhere)
+    mesh = with_dtensors(mesh, container, {*ignored.params, *apart})
+    others = {param: meshes[other] for param, other in apart.items()}
     device, offloads = mesh.dtensor_ranks.device, isinstance(offload_policy, CPUOffloadPolicy)
     for each in modules:
         move_buffers(each, device, ignored=ignored)
     with raise_together_over(mesh.lines()):
-        own = own_params(modules[0] if len(modules) == 1 else modules, ignored=ignored, mesh=mesh, device=device)
+        own = own_params(
+            modules[0] if len(modules) == 1 else modules, ignored=ignored, mesh=mesh, others=others, device=device
+        )
         entries = sorted(own.entries, key=lambda entry: entry.index)
-        chosen = [_placement(entry, shard_placement_fn) for entry in entries]
-    others: dict[int, UnitMesh] = {}
-    rows: list[Rows] = []
-    for entry, (dim, other) in zip(entries, chosen, strict=True):
-        if other is not None and id(other) not in others:
-            others[id(other)] = mesh if other == mesh.device_mesh else _other_mesh(other, mesh)
-        own_mesh = mesh if other is None else others[id(other)]
-        rows.append(shard_rows(entry, own_mesh, dim, torch.device("cpu") if offloads else device, device))
+        dims = [_dim(entry, chosen.get(entry.given)) for entry in entries]
+    home = torch.device("cpu") if offloads else device
+    rows = [
+        shard_rows(entry, others.get(entry.given, mesh), dim, home, device)
+        for entry, dim in zip(entries, dims, strict=True)
+    ]
     unit = RowUnit(
         " + ".join(type(each).__name__ for each in modules),
         modules,
@@ -232,16 +242,25 @@ def _reshard_choice(given: bool | int | None, ranks: int) -> bool | None:
     return given != 1
 
 
-def _placement(entry: OwnParam, choose: Callable[[nn.Parameter], Any] | None) -> tuple[int, DeviceMesh | None]:
-    """The dimension along which a parameter is cut, and a mesh of its own, if the user has chosen one."""
-    param = entry.param if entry.whole is None else entry.whole
+def _chosen(
+    module: nn.Module, choose: Callable[[nn.Parameter], Any] | None, ignored: Ignored
+) -> dict[nn.Parameter, Any]:
+    """What the user's function returns for the parameters of a future unit."""
+    if choose is None:
+        return {}
+    params = (param for param in module.parameters() if param not in ignored.params)
+    return {param: choose(param) for param in params if param.dim() and managed.unit_fqn(param) is None}
+
+
+def _dim(entry: OwnParam, chosen: Any) -> int:
+    """The dimension along which a parameter is cut; `chosen` by the user's function, if there is one."""
+    param = entry.given
     if not param.dim():
         raise ValueError(
             f"the parameter {entry.fqn!r} has no dimension along which ranks could share it: give it the shape (1,), "
             "or pass it in ignored_params"
         )
-    chosen = None if choose is None else choose(cast(nn.Parameter, param))
-    placement, info = getattr(chosen, "placement", chosen), getattr(chosen, "mesh_info", None)
+    placement = getattr(chosen, "placement", chosen)
     if placement is None:
         placement = Shard(0)
     if not isinstance(placement, Shard):
@@ -251,12 +270,11 @@ def _placement(entry: OwnParam, choose: Callable[[nn.Parameter], Any] | None) ->
         raise ValueError(
             f"shard_placement_fn returned {placement} for {entry.fqn!r}, which has {param.dim()} dimension(s)"
         )
-    return dim, None if info is None else info.mesh
+    return dim
 
 
-def _other_mesh(mesh: DeviceMesh, unit_mesh: UnitMesh) -> UnitMesh:
-    strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
-    return resolve_mesh(None, mesh, strategy).with_tensor(unit_mesh.tensor_mesh)
+def _strategy(mesh: DeviceMesh | None) -> ShardingStrategy:
+    return ShardingStrategy.HYBRID_SHARD if mesh is not None and mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
 
 
 class _StateHooks:

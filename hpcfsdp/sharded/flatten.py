@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ def own_params(
     ignored: Ignored = NOTHING_IGNORED,
     full_precision: tuple[type[nn.Module], ...] = (),
     mesh: UnitMesh | None = None,
+    others: Mapping[nn.Parameter, UnitMesh] = MappingProxyType({}),
     device: torch.device | None = None,
 ) -> OwnParams:
     """Parameters and buffers below `root`, without those of units inside.
@@ -32,6 +34,7 @@ def own_params(
         root: a module; or several, whose numbers then begin the names.
         full_precision: types of modules with parameters that are not grouped with others.
         mesh: the ranks of the unit; needed for the blocks of DTensors.
+        others: those of parameters that are sharded over other ranks.
         device: to which the parameters will be moved; None to leave them.
 
     Raises:
@@ -57,7 +60,7 @@ def own_params(
             _check_kind(param, prefix + name, module)
             is_apart[param] = is_apart.get(param, False) or isinstance(module, full_precision)
             if param not in found:
-                found[param] = _own_param(param, prefix + name, len(found), mesh)
+                found[param] = _own_param(param, prefix + name, len(found), others.get(param, mesh))
                 found[param].counted_fqn = counted + name
             entry = found[param]
             if entry.places:

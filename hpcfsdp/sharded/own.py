@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
@@ -51,6 +52,11 @@ class OwnParam:
     block: TensorBlock | None = None
     whole: DTensor | None = None
     counted_fqn: str = ""
+
+    @property
+    def given(self) -> nn.Parameter:
+        """The parameter that the user has given."""
+        return cast(nn.Parameter, self.param if self.whole is None else self.whole)
 
     @property
     def numel(self) -> int:

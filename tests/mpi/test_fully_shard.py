@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+import hpcfsdp
 import hpcfsdp.fsdp2 as ours
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from tests.mpi.row_cases import WIDTH, Net, batches, make, same, train, whole
@@ -452,6 +453,57 @@ def test_experts_on_another_mesh(world, how):
         return found
 
     same(program, whole_mesh)
+
+
+class Experts(nn.Module):
+    """Of which each rank of a mesh has some."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(4, 8, 8).double(), mesh, [Shard(0)]))
+
+    def forward(self, x):
+        return x + torch.einsum("...i,eij->...j", x, self.weight.to_local())
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("how", ["a unit of their own", "by placement", "by placement, other columns"])
+def test_experts_that_are_dtensors(world, shared_path, how):
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inner", "expert"))
+
+    def make(fsdp, mesh):
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), Experts(square["expert"])) for _ in range(2)))
+        placement = ShardPlacementResult(Shard(int("columns" in how)), FSDPMeshInfo(square["inner"], shard_mesh_dim=0))
+        options = {"shard_placement_fn": lambda param: placement if isinstance(param, DTensor) else None}
+        for block in model.double():
+            if "unit" in how:
+                fsdp.fully_shard(block[1], mesh=square["inner"])
+            fsdp.fully_shard(block, mesh=mesh, **({} if "unit" in how else options))
+        model = fsdp.fully_shard(model, mesh=mesh)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 8).double() * (world.rank + 1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return [loss.detach(), *(whole(param.grad) for param in model.parameters())]
+
+    def program(fsdp, mesh):
+        model, optimizer = make(fsdp, mesh)
+        found = [step(model, optimizer) for _ in range(2)]
+        if fsdp is ours:
+            hpcfsdp.checkpoint.save(shared_path / "experts.h5", model=model, optimizer=optimizer)
+            model, optimizer = make(fsdp, mesh)
+            hpcfsdp.checkpoint.load(shared_path / "experts.h5", model=model, optimizer=optimizer)
+        found.append(step(model, optimizer))
+        placed = {name: (str(p.placements), p.to_local().shape) for name, p in model.named_parameters()}
+        return {"found": found, "placed": str(placed), "state": {n: whole(v) for n, v in model.state_dict().items()}}
+
+    same(program, init_device_mesh("cpu", (4,)))
 
 
 def test_ignored_parameters(world, row_meshes, ours_on):
