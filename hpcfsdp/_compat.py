@@ -434,6 +434,16 @@ def _find_frame(is_wanted: Callable[[CodeType], bool]) -> FrameType | None:
     return frame
 
 
+def calling_optimizers() -> Iterator[torch.optim.Optimizer]:
+    """The optimizers in whose methods the caller runs, the innermost first. One may step for another."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, torch.optim.Optimizer):
+            yield found
+        frame = frame.f_back
+
+
 def is_step_for_state() -> bool:
     """Whether torch's functions of state dicts step an optimizer now, for nothing but its state."""
     return _find_frame(lambda code: code.co_name == "_init_optim_state") is not None

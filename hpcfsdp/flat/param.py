@@ -10,6 +10,7 @@ views the buffer, so modules compute with the output of the all-gather without a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,6 +24,9 @@ from hpcfsdp.flat.layout import FlatLayout, contiguous_strides
 from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.flat.sharded_params import ShardedParams
 from hpcfsdp.flat.storage import Buffer, Resident, Transient, Whole
+
+flat_params: weakref.WeakSet[FlatParam] = weakref.WeakSet()
+"""All of this process."""
 
 
 class FlatParam(ShardedParams):
@@ -101,6 +105,7 @@ class FlatParam(ShardedParams):
         self._buffer.free()
         self._stays_bound = self.shows_whole and isinstance(self._buffer, Whole)
         self._bind(self._resting)
+        flat_params.add(self)
 
     def copy(self, leaves: Sequence[nn.Parameter]) -> FlatParam:
         """Collective over `comm` where ranks share memory. A copy at rest, with `leaves` that have no memory yet."""

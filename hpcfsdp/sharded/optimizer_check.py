@@ -9,16 +9,21 @@ import functools
 import itertools
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hpcfsdp import _compat
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.granularity import block_numel
+from hpcfsdp.flat.param import flat_params
 from hpcfsdp.sharded.local_clip import look_for_local_clipping
 from hpcfsdp.sharded.managed import hidden_fqn, is_replaced, whole_shape
+from hpcfsdp.sharded.optimizer_probe import Split, check_on_shards, cut_runs, whole_runs
 
 _roots: weakref.WeakValueDictionary[int, Root] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -70,7 +75,20 @@ def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
                     "and gets no gradient: " + hint
                 )
     _warn_of_decay(optimizer)
+    splits = sorted(set(_splits(params)), key=lambda split: split.__name__)  # on all ranks alike
+    for each in dict.fromkeys((optimizer, *_compat.calling_optimizers())) if splits else ():  # some step by another
+        for split in splits:
+            check_on_shards(each, split)
     _checked[optimizer] = count
+
+
+def _splits(params: set[Any]) -> Iterator[Split]:
+    """How ranks hold those of `params` that are of flat parameters and sharded."""
+    for flat in list(flat_params):  # a closure may be the first to call the model, so there may be no root
+        if flat.comm.size > 1 and not params.isdisjoint(flat.stepped):
+            slots = flat.layout.slots if flat.use_orig_params else ()
+            whole = [not slot.is_cut and block_numel(slot.granularity, slot.shape) >= slot.numel for slot in slots]
+            yield whole_runs if whole and all(whole) else cut_runs
 
 
 def _warn_of_decay(optimizer: torch.optim.Optimizer) -> None:

@@ -33,7 +33,8 @@ def initialise_whole_on(mesh: DeviceMesh) -> None:
         likes += [aten.randint_like.default, aten.randint_like.low_dtype]
         handlers = dict.fromkeys(draws, _fill) | dict.fromkeys(likes, _like)
         handlers |= {aten.eye.m_out: _eye, aten.index_put_.default: _put, aten.fill_.Tensor: _fill_value}
-        handlers |= {aten.any.default: _any, aten.select.int: _select, aten.slice.Tensor: _slice}
+        handlers |= {aten.any.default: _any, _compat.READ_VALUE: _read}
+        handlers |= {aten.select.int: _select, aten.slice.Tensor: _slice}
         handlers |= {aten.split.Tensor: _split, aten.split_with_sizes.default: _split, aten.diagonal.default: _diagonal}
         _compat.handle_dtensor_ops(handlers)
     _meshes.add(mesh)
@@ -91,6 +92,16 @@ def _any(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not placement.is_replicate():
             dist.all_reduce(found, dist.ReduceOp.MAX, mesh.get_group(dim))
     return _compat.dtensor(found.bool(), mesh, [Replicate()] * mesh.ndim, (), ())
+
+
+def _read(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Collective over the mesh within an optimizer, whose ranks step together: the number that all parts give.
+
+    Elsewhere it is that of this rank, as in torch: one rank alone may print it.
+    """
+    if not _is_ours(args[0]) or next(_compat.calling_optimizers(), None) is None:
+        return NotImplemented
+    return op(whole_of(args[0]))
 
 
 def _fill_value(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -42,11 +42,10 @@ OPTIMIZERS = {
     "RMSprop": lambda p: optim.RMSprop(p, momentum=0.9, centered=True, **DECAY),
     "Rprop": lambda p: optim.Rprop(p, lr=0.1),
     "ASGD": lambda p: optim.ASGD(p, **DECAY),
-    "Adafactor": lambda p: optim.Adafactor(p, **DECAY),
     "whole": lambda p, model: WholeTensors(model, p, optim.Adam, **DECAY),
     "Muon": lambda p, model: WholeTensors(model, p, Muon, **DECAY),
 }
-TORCH_CANNOT = {("rows", "Rprop"), ("rows", "Adafactor"), ("flat", "whole"), ("flat", "Muon")}
+TORCH_CANNOT = {("rows", "Rprop"), ("flat", "whole"), ("flat", "Muon")}
 """DTensors lack some operations; whole tensors are none of a flat parameter."""
 PAIRS = [(wrap, name) for wrap, name in itertools.product(WRAPS, OPTIMIZERS) if (wrap, name) not in TORCH_CANNOT]
 
