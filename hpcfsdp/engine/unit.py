@@ -637,7 +637,7 @@ def _output_hook(unit: Unit, call: Call, before_backward: BeforeBackward) -> Hoo
         if torch.is_grad_enabled():
             raise EngineError(
                 f"{unit.name}: backward was called with create_graph=True, but second derivatives of sharded "
-                "parameters are not supported: compute them with the plain module"
+                "parameters are not supported: differentiate within the forward of one unit, or by torch.func.grad"
             )
         before_backward(unit, call)
 
