@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hpcfsdp import json_shapes
 from hpcfsdp.checkpoint.dcp import entry_names as names
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.plain_values import fits
@@ -81,7 +82,8 @@ def check_entries(entries: Any, tensors: Mapping[str, Any], index: Mapping[str, 
         check_type(found, dict, where)
         kinds = set(found) - {"path", "types"}
         kind = next(iter(kinds)) if len(kinds) == 1 else None
-        if kind not in names.KINDS or not all(_are_keys(found.get(key)) for key in ("path", kind)):
+        keys = [found.get(key) for key in ("path", kind)]
+        if kind not in names.KINDS or not all(keys) or not json_shapes.fits(keys, [[(str, int)]]):
             raise ValueError(f"{where} is {_short(found)}, no path of an entry with its place")
         entry = names.Entry(tuple(found["path"]), kind, tuple(found[kind]))
         if kind == names.TENSOR:
@@ -107,10 +109,6 @@ def check_type(value: Any, kind: Any, place: str) -> None:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _are_keys(found: Any) -> bool:
-    return isinstance(found, list) and bool(found) and all(type(key) in (str, int) for key in found)
 
 
 def _at(value: Any, path: tuple[int, ...], place: str, entries: dict[int, list[Any]]) -> Any:

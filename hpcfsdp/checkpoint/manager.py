@@ -25,7 +25,7 @@ from hpcfsdp.checkpoint.loader import load
 from hpcfsdp.checkpoint.match import check_patterns
 from hpcfsdp.checkpoint.pending import PendingSave
 from hpcfsdp.checkpoint.same_call import GivenPath, compare_calls
-from hpcfsdp.checkpoint.staging import Ring, aligned
+from hpcfsdp.checkpoint.staging import Ring
 from hpcfsdp.checkpoint.writer import make_draft, save_given, writer_class
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import (
@@ -35,6 +35,7 @@ from hpcfsdp.errors import (
     CheckpointReplacedError,
     UsageError,
 )
+from hpcfsdp.flat.layout import round_up
 from hpcfsdp.launch.calls import public_call
 from hpcfsdp.state.model import communicator_of
 
@@ -209,7 +210,7 @@ class CheckpointManager:
         content = replace(collected.content, small=small)
         own = self._own_communicator(comm)
         with raise_together(own):
-            nbytes = sum(aligned(size, _LINE_BYTES) for size in collected.sizes(comm.rank))
+            nbytes = sum(round_up(size, _LINE_BYTES) for size in collected.sizes(comm.rank))
             ring = self._ring_of(nbytes, pinned=collected.is_on_accelerator)
         pending = PendingSave(own, draft, content, ring, lambda path: self._committed(path, step, began_s))
         self._last = pending

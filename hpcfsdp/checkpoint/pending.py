@@ -29,10 +29,11 @@ from hpcfsdp.checkpoint.copies import Blocks
 from hpcfsdp.checkpoint.draft import BlockWriter, Draft, DraftMissingError, extent_rows, naming_write_errors
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.skeleton import Skeleton, build_skeleton
-from hpcfsdp.checkpoint.staging import Ring, aligned
+from hpcfsdp.checkpoint.staging import Ring
 from hpcfsdp.checkpoint.writer import gather_sums, places_by_stage
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
+from hpcfsdp.flat.layout import round_up
 from hpcfsdp.state.tensors import staged_of
 from hpcfsdp.tensor.whole import Staging
 from hpcfsdp.world import before_finalize
@@ -167,7 +168,7 @@ class PendingSave:
         first, at_once = pieces_of(None), False
         if collected.recalled is not None:  # only scalars are copied, so that all pieces may be there at a time
             first = Pieces(collected.recalled.pieces())
-            nbytes = sum(aligned(size, self._ring.align) for size in collected.sizes(comm.rank))
+            nbytes = sum(round_up(size, self._ring.align) for size in collected.sizes(comm.rank))
             at_once = nbytes <= self._ring.nbytes
         self._ring.start()
         _uncommitted[self] = None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hpcfsdp import _compat, accelerator
+from hpcfsdp.flat.layout import round_up
 
 log = logging.getLogger("hpcfsdp.checkpoint")
 
@@ -39,11 +40,6 @@ class StagedBlock:
         return memoryview(self.memory.numpy())
 
 
-def aligned(nbytes: int, align: int) -> int:
-    """The next multiple of `align`."""
-    return -(-nbytes // align) * align
-
-
 class Ring:
     """First in, first out, between one thread that puts bytes in and one that takes them out.
 
@@ -59,7 +55,7 @@ class Ring:
     @_compat.outside_of_modes
     def __init__(self, nbytes: int, *, align: int = 1, pinned: bool = False) -> None:
         """Allocates the memory, of at least the bytes of the largest piece, up to a multiple of `align`."""
-        nbytes = aligned(nbytes, align)
+        nbytes = round_up(nbytes, align)
         self.nbytes, self.align, self.pinned = nbytes, align, pinned
         self._memory = _pinned_memory(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8)
         self._changed = threading.Condition()
@@ -87,7 +83,7 @@ class Ring:
             pieces: the key and the bytes of each, uint8, 1-D.
             wait: until all of them fit. Otherwise nothing is copied when they do not fit.
         """
-        nbytes = sum(aligned(source.numel(), self.align) for _, source in pieces)
+        nbytes = sum(round_up(source.numel(), self.align) for _, source in pieces)
         if nbytes > self.nbytes:
             raise ValueError(f"{nbytes} bytes do not fit into a staging ring of {self.nbytes}")
         with self._changed:
@@ -101,7 +97,7 @@ class Ring:
         copies, end = [], begin
         for key, source in pieces:
             memory = self._memory.narrow(0, end % self.nbytes if self.nbytes else 0, source.numel())
-            end += aligned(source.numel(), self.align)
+            end += round_up(source.numel(), self.align)
             copies.append((key, source, memory, end, accelerator.is_accelerator(source.device)))
         events: dict[int, torch.Event] = {}  # by the number of the copy
         for number, (_, source, memory, _, on_device) in enumerate(copies):
