@@ -18,7 +18,7 @@ from hpcfsdp import config as configuration, env
 from hpcfsdp.cli.failure import end_together
 from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.examples.gpt.callbacks import Callbacks
-from hpcfsdp.examples.gpt.run_config import RunConfig, check, trackers
+from hpcfsdp.examples.gpt.run_config import RunConfig, as_list, check
 from hpcfsdp.launch.job import check_step, load_mpi
 from hpcfsdp.launch.lock import RunLock
 from hpcfsdp.output import log as logs
@@ -94,7 +94,7 @@ def run(config: RunConfig, world: World, stop: Preemption) -> Outcome:
 
     with raise_together(world.host):
         check(config, world.size, world.num_nodes)
-        check_trackers(trackers(config))
+        check_trackers(as_list(config.track))
     lock = RunLock(Path(config.run_dir))
     with raise_together(world.host), _writing_to(config.run_dir):
         if world.rank == 0:

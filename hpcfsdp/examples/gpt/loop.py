@@ -26,10 +26,9 @@ from hpcfsdp.examples.gpt.run_config import (
     OF_THE_MODEL,
     OF_THE_TRAINING,
     RunConfig,
+    as_list,
     changes,
-    data_paths,
     num_replicas,
-    trackers,
 )
 from hpcfsdp.examples.gpt.schedule import learning_rate
 from hpcfsdp.examples.gpt.transformer import GPT, count_elements
@@ -142,7 +141,7 @@ class Trainer:
             flops_per_token=6 * count_elements(shape) + attention,
             peak_flops=config.peak_flops or None,
             trace=range(config.trace_from, config.trace_from + config.trace_steps) if self.config.trace else False,
-            trackers=trackers(self.config),
+            trackers=as_list(self.config.track),
             on_record=self.callbacks.record,
         )
         return self.observed
@@ -233,7 +232,7 @@ class Trainer:
         return newest
 
     def _find_data(self) -> data.Split:
-        split = data.make_split(data_paths(self.config.data), self.config.data.held_out)
+        split = data.make_split(as_list(self.config.data.paths), self.config.data.held_out)
         sizes = {}
         for name, spans in (("training", split.train), ("held-out", split.held_out)):
             sizes[name] = sum(span.end - span.begin for span in spans)

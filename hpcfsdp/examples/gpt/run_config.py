@@ -182,14 +182,9 @@ _OF_A_JOB = (
 _FRACTIONS = ("model.dropout", "optim.beta1", "optim.beta2")
 
 
-def data_paths(config: DataConfig) -> list[str]:
-    """The paths as a list; users may give a single one without a list."""
-    return [config.paths] if isinstance(config.paths, str) else list(config.paths)
-
-
-def trackers(config: RunConfig) -> list[str]:
-    """The trackers as a list; users may give a single one without a list."""
-    return [config.track] if isinstance(config.track, str) else list(config.track)
+def as_list(values: list[str] | str) -> list[str]:
+    """Values as a list; users may give a single one without a list."""
+    return [values] if isinstance(values, str) else list(values)
 
 
 def num_replicas(config: MeshConfig, num_nodes: int) -> int:

@@ -4,7 +4,7 @@ import pytest
 
 from hpcfsdp.config import parse
 from hpcfsdp.errors import UsageError
-from hpcfsdp.examples.gpt.run_config import DataConfig, MeshConfig, RunConfig, changes, check, data_paths
+from hpcfsdp.examples.gpt.run_config import DataConfig, MeshConfig, RunConfig, as_list, changes, check
 
 
 def changed(**values):
@@ -105,7 +105,7 @@ def test_a_batch_too_small_for_the_ranks_is_refused_with_a_hint():
 
 @pytest.mark.parametrize(("given", "paths"), [([], []), ("a b", ["a b"]), (["a", "b"], ["a", "b"])])
 def test_a_single_path_becomes_a_list(given, paths):
-    assert data_paths(DataConfig(paths=given)) == paths
+    assert as_list(DataConfig(paths=given).paths) == paths
 
 
 @pytest.mark.parametrize(
